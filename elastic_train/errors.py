@@ -1,0 +1,79 @@
+"""Every error that a user can meet, in one tree; each knows the exit code that it ends the process with.
+
+ElasticTrainError               1
+├── ConfigError                 2   the configuration, or a task, cannot be used as given
+├── CorruptError               65   data or checkpoints are damaged after every fall-back
+│   ├── DataError              65   a dataset is missing, truncated, changed, or lacks a column
+│   └── CommitError            65   a commit or one of its files does not match its record
+├── StorageError                1   a save failed (disk full, store unreachable); training goes on
+├── FencedError                 1   a newer world owns the lineage; this one must not publish
+├── PeerLostError               1   a collective failed: a member of the world is gone
+├── Preempted                  75   told to leave, committed, requeue
+├── HungError                  76   no step in the time allowed
+├── TooFewNodesError           77   not enough nodes in time
+└── NoProgressError            93   restarted again and again without a new commit; do not requeue
+
+A message says what happened, where (file, key, step, term), and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ElasticTrainError(Exception):
+    """An error meant for the user; `exit_code` is what the process ends with."""
+
+    exit_code = 1
+
+
+class ConfigError(ElasticTrainError):
+    """One or more things in the configuration are wrong; all of them are in `problems`."""
+
+    exit_code = 2
+
+    def __init__(self, *problems: str) -> None:
+        self.problems: Sequence[str] = problems
+        super().__init__("\n".join(problems))
+
+
+class CorruptError(ElasticTrainError):
+    exit_code = 65
+
+
+class DataError(CorruptError):
+    """A dataset cannot be used: the message names the file, the column or the row group, and what to do."""
+
+
+class CommitError(CorruptError):
+    """A commit, or a file that it names, does not match its record."""
+
+
+class StorageError(ElasticTrainError):
+    """A write to the store failed; nothing was published."""
+
+
+class FencedError(ElasticTrainError):
+    """A newer term owns the lineage: this world must stop and must not publish."""
+
+
+class PeerLostError(ElasticTrainError):
+    """A collective failed because a member of the world is gone."""
+
+
+class Preempted(ElasticTrainError):  # noqa: N818 - not a failure: the job left because it was told to
+    """The job was told to leave; its applied state is committed."""
+
+    exit_code = 75
+
+
+class HungError(ElasticTrainError):
+    exit_code = 76
+
+
+class TooFewNodesError(ElasticTrainError):
+    exit_code = 77
+
+
+class NoProgressError(ElasticTrainError):
+    exit_code = 93

@@ -1,0 +1,99 @@
+"""Lanes: who computes which, and the fixed binary tree in which their gradients are summed.
+
+Rank r of W owns the lanes [r*L//W, (r+1)*L//W). The L lanes are the leaves of one binary tree: the node (level, i)
+covers the lanes [i * 2^level, (i+1) * 2^level), clipped at L. A node without a right child passes its left child up.
+A rank adds its own lanes up to the largest whole subtrees (`parts_of`), and `merge_plan` names the additions that are
+left once all ranks' parts are together. Floating-point addition commutes, so only the tree matters; the tree is fixed
+by L alone, so no sum depends on the world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elastic_train.mixing import derive
+
+_RANDOMNESS = 3
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Part:
+    """A node of the tree: the sum over its lanes, once they are added."""
+
+    level: int
+    index: int
+
+    @property
+    def lo(self) -> int:
+        """The first lane below this node."""
+        return self.index << self.level
+
+    @property
+    def parent(self) -> Part:
+        return Part(self.level + 1, self.index >> 1)
+
+    @property
+    def sibling(self) -> Part:
+        return Part(self.level, self.index ^ 1)
+
+    def is_empty(self, num_lanes: int) -> bool:
+        """Say whether no lane lies below this node: it is beyond the tree's clipped right edge."""
+        return self.lo >= num_lanes
+
+
+def owned_lanes(rank: int, world_size: int, num_lanes: int) -> range:
+    """Cut [0, num_lanes) into one slice per rank; slices are disjoint, in order, and differ by at most one lane."""
+    assert 0 <= rank < world_size, f"no rank {rank} in a world of {world_size}"
+    return range(rank * num_lanes // world_size, (rank + 1) * num_lanes // world_size)
+
+
+def owner_of(lane: int, world_size: int, num_lanes: int) -> int:
+    """Return the rank that owns a lane; the inverse of `owned_lanes`."""
+    assert 0 <= lane < num_lanes, f"no lane {lane} of {num_lanes}"
+    return ((lane + 1) * world_size - 1) // num_lanes
+
+
+def root_of(num_lanes: int) -> Part:
+    """Return the node above all lanes."""
+    return Part((num_lanes - 1).bit_length(), 0)
+
+
+def settle(part: Part, num_lanes: int) -> Part:
+    """Lift a part through parents that it alone fills, while its sibling holds no lanes."""
+    while part != root_of(num_lanes) and part.index % 2 == 0 and part.sibling.is_empty(num_lanes):
+        part = part.parent
+    return part
+
+
+def parts_of(lanes: range, num_lanes: int) -> list[Part]:
+    """Return the largest whole subtrees that make up a run of lanes, left to right (at most 2 log2 L)."""
+    parts: list[Part] = []
+    for lane in lanes:
+        part = settle(Part(0, lane), num_lanes)
+        while parts and part.index % 2 and parts[-1] == part.sibling:
+            parts.pop()
+            part = settle(part.parent, num_lanes)
+        parts.append(part)
+    return parts
+
+
+def merge_plan(parts: Iterable[Part], num_lanes: int) -> list[tuple[Part, Part, Part]]:
+    """Return the additions (left, right, sum) that finish the tree, each after those that it needs."""
+    stack: list[Part] = []
+    plan: list[tuple[Part, Part, Part]] = []
+    for part in sorted(parts, key=lambda part: part.lo):
+        top = part
+        while stack and top.index % 2 and stack[-1] == top.sibling:
+            left = stack.pop()
+            merged = settle(top.parent, num_lanes)
+            plan.append((left, top, merged))
+            top = merged
+        stack.append(top)
+    assert stack == [root_of(num_lanes)], f"the parts do not make up {num_lanes} lanes: {stack} is left"
+    return plan
+
+
+def lane_seed(seed: int, step: int, lane: int) -> int:
+    """Return the seed of a lane's random numbers in one step, below 2^63; the rank plays no role."""
+    return derive(seed, _RANDOMNESS, step, lane) >> 1

@@ -1,0 +1,141 @@
+"""The order in which samples are trained on: a pure function of (row groups, seed, epoch), never of the world.
+
+An epoch permutes the row groups, views them as one line, and cuts the line into lanes whose sizes differ by at most
+one. A lane is cut into blocks of whole row groups (clipped at the lane's two ends), and each block is shuffled by a
+keyed permutation. Nothing of the size of the dataset is ever materialised: building touches the row groups only,
+seeking is a binary search, and the whole state of a run is a `Cursor`.
+
+Invariant: over all lanes, `ids` yields every sample id of [0, num_samples) exactly once per epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from elastic_train.mixing import Int64s, derive, permute
+
+_GROUPS, _BLOCK = 1, 2  # separate the keys of the two permutations
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Cursor:
+    """How many samples of the epoch every lane has had applied; the whole data state of a run."""
+
+    epoch: int = 0
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.epoch >= 0, "epoch counts from 0"
+        assert self.offset >= 0, "offset counts from 0"
+
+
+class Order:
+    """The order of every epoch of a run.
+
+    `group_rows` are the rows of each row group in the manifest's file order; sample ids number those rows from 0.
+    `block_row_groups` is K of DESIGN.md: more mixes better and keeps more row groups open at once.
+    `is_shuffled=False` gives the file order cut into lanes (for validation).
+    """
+
+    def __init__(
+        self,
+        group_rows: Sequence[int] | Int64s,
+        *,
+        num_lanes: int,
+        seed: int,
+        block_row_groups: int = 8,
+        is_shuffled: bool = True,
+    ) -> None:
+        rows = np.asarray(group_rows, dtype=np.int64)
+        if rows.ndim != 1 or rows.size == 0 or rows.min() < 1:
+            raise ValueError("group_rows must name at least one row group, each of at least one row")
+        if num_lanes < 1 or block_row_groups < 1:
+            raise ValueError(f"num_lanes and block_row_groups must be at least 1: {num_lanes}, {block_row_groups}")
+        self.group_rows = rows
+        self.group_first_id = np.concatenate(([0], np.cumsum(rows)[:-1]))
+        self.num_samples = int(rows.sum())
+        self.num_lanes = num_lanes
+        self.seed = seed
+        self.block_row_groups = block_row_groups
+        self.is_shuffled = is_shuffled
+        self._last: tuple[int, EpochOrder] | None = None
+
+    def epoch(self, epoch: int) -> EpochOrder:
+        """Return the order of one epoch; the one used last is kept."""
+        if self._last is None or self._last[0] != epoch:
+            self._last = (epoch, EpochOrder(self, epoch))
+        return self._last[1]
+
+    def lane_bounds(self, lane: int) -> tuple[int, int]:
+        """Return the half-open slice of the line that a lane owns."""
+        assert 0 <= lane < self.num_lanes, f"no lane {lane} of {self.num_lanes}"
+        return lane * self.num_samples // self.num_lanes, (lane + 1) * self.num_samples // self.num_lanes
+
+    def num_steps(self, micro_batch: int) -> int:
+        """Count the steps of an epoch; the last one may be short, in some lanes empty."""
+        longest = -(-self.num_samples // self.num_lanes)
+        return -(-longest // micro_batch)
+
+    def advance(self, cursor: Cursor, micro_batch: int) -> Cursor:
+        """Return the cursor after one more step."""
+        offset = cursor.offset + micro_batch
+        if offset >= self.num_steps(micro_batch) * micro_batch:
+            return Cursor(cursor.epoch + 1, 0)
+        return Cursor(cursor.epoch, offset)
+
+    def step_of(self, cursor: Cursor, micro_batch: int) -> int:
+        """Return how many steps lie before the cursor."""
+        return cursor.epoch * self.num_steps(micro_batch) + cursor.offset // micro_batch
+
+    def cursor_at(self, step: int, micro_batch: int) -> Cursor:
+        """Return the cursor after `step` steps; the inverse of `step_of`."""
+        epoch, steps = divmod(step, self.num_steps(micro_batch))
+        return Cursor(epoch, steps * micro_batch)
+
+
+class EpochOrder:
+    """One epoch's order: the permuted row groups as one line, and where each begins on it."""
+
+    def __init__(self, order: Order, epoch: int) -> None:
+        num_groups = order.group_rows.size
+        self._order = order
+        self._epoch = epoch
+        self._groups = np.arange(num_groups, dtype=np.int64)
+        if order.is_shuffled:
+            self._groups = permute(self._groups, num_groups, derive(order.seed, epoch, _GROUPS))
+        self._starts = np.concatenate(([0], np.cumsum(order.group_rows[self._groups])))
+
+    def ids(self, lane: int, lo: int, hi: int) -> Int64s:
+        """Return the sample ids at offsets [lo, hi) of a lane, clipped to the lane's end; shape (n,), int64."""
+        assert 0 <= lo <= hi, f"[{lo}, {hi}) is no interval"
+        first, end = self._order.lane_bounds(lane)
+        line = np.arange(first + lo, min(first + hi, end), dtype=np.int64)
+        if self._order.is_shuffled and line.size:
+            line = self._shuffle(lane, line)
+        places = np.searchsorted(self._starts, line, side="right") - 1
+        return self._order.group_first_id[self._groups[places]] + (line - self._starts[places])
+
+    def _shuffle(self, lane: int, line: Int64s) -> Int64s:
+        """Permute line positions inside their blocks; positions come in ascending order."""
+        shuffled = np.empty_like(line)
+        done = 0
+        while done < line.size:
+            block, lo, hi = self._block_at(lane, int(line[done]))
+            until = int(np.searchsorted(line, hi))
+            key = derive(self._order.seed, self._epoch, _BLOCK, lane, block)
+            shuffled[done:until] = lo + permute(line[done:until] - lo, hi - lo, key)
+            done = until
+        return shuffled
+
+    def _block_at(self, lane: int, position: int) -> tuple[int, int, int]:
+        """Return (number, lo, hi) of the lane's block that holds a line position."""
+        first, end = self._order.lane_bounds(lane)
+        first_place = int(np.searchsorted(self._starts, first, side="right")) - 1
+        place = int(np.searchsorted(self._starts, position, side="right")) - 1
+        block = (place - first_place) // self._order.block_row_groups
+        lo_place = first_place + block * self._order.block_row_groups
+        hi_place = min(lo_place + self._order.block_row_groups, self._starts.size - 1)
+        return block, max(first, int(self._starts[lo_place])), min(end, int(self._starts[hi_place]))
