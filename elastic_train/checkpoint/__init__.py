@@ -1,0 +1,20 @@
+"""Commits: published checkpoints, their stores, and how they are written, found, read and kept."""
+
+from elastic_train.checkpoint.reader import Discovery, discover, load, read_state, verify
+from elastic_train.checkpoint.record import CommitFacts, CommitRecord
+from elastic_train.checkpoint.stores import Entry, Store, open_store
+from elastic_train.checkpoint.writer import CommitWriter
+
+__all__ = [
+    "CommitFacts",
+    "CommitRecord",
+    "CommitWriter",
+    "Discovery",
+    "Entry",
+    "Store",
+    "discover",
+    "load",
+    "open_store",
+    "read_state",
+    "verify",
+]

@@ -1,0 +1,60 @@
+"""The disk under a local store: six operations, so that a simulated disk can stand in and lose what was not synced.
+
+What POSIX promises, and what the store builds on: bytes are durable after `sync` of their file, a name after
+`sync_directory` of its directory, and `link` gives a name to a whole file or fails because the name is taken.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+
+class Disk(Protocol):
+    """What a local store does to a file system; every method may raise OSError."""
+
+    def create(self, path: Path) -> BinaryIO:
+        """Open a new file for writing; FileExistsError if the name is taken."""
+
+    def sync(self, file: BinaryIO) -> None:
+        """Make the bytes written so far durable."""
+
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name; FileExistsError if that name is taken."""
+
+    def unlink(self, path: Path) -> None:
+        """Remove a name; FileNotFoundError if there is none."""
+
+    def make_directory(self, path: Path) -> None:
+        """Make one directory below an existing one; FileExistsError if there is one."""
+
+    def sync_directory(self, path: Path) -> None:
+        """Make the names in a directory durable."""
+
+
+class RealDisk:
+    """The machine's own file system."""
+
+    def create(self, path: Path) -> BinaryIO:
+        return path.open("xb")
+
+    def sync(self, file: BinaryIO) -> None:
+        file.flush()
+        os.fsync(file.fileno())
+
+    def link(self, source: Path, target: Path) -> None:
+        target.hardlink_to(source)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink()
+
+    def make_directory(self, path: Path) -> None:
+        path.mkdir()
+
+    def sync_directory(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,124 @@
+"""A store in a local or shared folder: whole files by link, durable by syncing the file and then its directory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from elastic_train.checkpoint.disk import Disk, RealDisk
+from elastic_train.checkpoint.stores import Entry, KeyMissing, KeyTaken, Sink, Unreadable
+from elastic_train.errors import StorageError
+
+_UNFINISHED = ".unfinished"  # the suffix of a record that is being created; no key ends so
+
+
+class LocalStore:
+    """Keys are paths below `root`, which is made on the first write."""
+
+    def __init__(self, root: str | Path, disk: Disk | None = None) -> None:
+        self._root = Path(root).absolute()
+        self._disk: Disk = disk or RealDisk()
+
+    @property
+    def url(self) -> str:
+        return str(self._root)
+
+    def create(self, key: str, content: bytes) -> None:
+        """Write a nameless neighbour, then link it to its key: the link is the moment of creation."""
+        path = self._root / key
+        unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}{_UNFINISHED}")
+        with self._telling("create", key), contextlib.ExitStack() as undo:
+            self._make_directory(path.parent)
+            undo.callback(self._forget, unfinished)
+            with self._disk.create(unfinished) as file:
+                file.write(content)
+                self._disk.sync(file)
+            self._disk.link(unfinished, path)
+            with self._removing_on_error(path):
+                self._disk.sync_directory(path.parent)
+
+    @contextlib.contextmanager
+    def write(self, key: str) -> Iterator[Sink]:
+        path = self._root / key
+        with self._telling("write", key):
+            self._make_directory(path.parent)
+            with self._disk.create(path) as file, self._removing_on_error(path):
+                yield file
+                self._disk.sync(file)
+            with self._removing_on_error(path):
+                self._disk.sync_directory(path.parent)
+
+    def open(self, key: str) -> BinaryIO:
+        with self._telling("read", key):
+            return (self._root / key).open("rb")
+
+    def list(self, prefix: str) -> list[Entry]:
+        entries = []
+        with self._telling("list", prefix):
+            for path in sorted((self._root / prefix).rglob("*")):
+                with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
+                    if path.is_file() and not path.name.endswith(_UNFINISHED):
+                        status = path.stat()
+                        key = path.relative_to(self._root).as_posix()
+                        entries.append(Entry(key, status.st_size, status.st_mtime))
+        return entries
+
+    def delete(self, key: str) -> None:
+        """Remove the file, and the folders that it leaves empty."""
+        path = self._root / key
+        with self._telling("delete", key), contextlib.suppress(FileNotFoundError):
+            self._disk.unlink(path)
+            self._disk.sync_directory(path.parent)
+            for folder in path.relative_to(self._root).parents[:-1]:
+                try:
+                    (self._root / folder).rmdir()
+                except OSError:
+                    break  # not empty, or another writer's by now
+
+    def _make_directory(self, path: Path) -> None:
+        """Make a directory and those above it, each durable in the one above."""
+        if path.is_dir():
+            return
+        self._make_directory(path.parent)
+        with contextlib.suppress(FileExistsError):
+            self._disk.make_directory(path)
+        self._disk.sync_directory(path.parent)
+
+    def _forget(self, path: Path) -> None:
+        with contextlib.suppress(OSError):
+            self._disk.unlink(path)
+
+    @contextlib.contextmanager
+    def _removing_on_error(self, path: Path) -> Iterator[None]:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._forget, path)
+            yield
+            undo.pop_all()
+
+    @contextlib.contextmanager
+    def _telling(self, act: str, key: str) -> Iterator[None]:
+        """Turn an OSError into one of our tree, with the place and what to do."""
+        where = f"{self._root / key}"
+        try:
+            yield
+        except FileExistsError as error:
+            raise KeyTaken(f"{where}: exists already") from error
+        except FileNotFoundError as error:
+            raise KeyMissing(f"{where}: does not exist") from error
+        except OSError as error:
+            message = f"{where}: cannot {act}: {error.strerror or error}{_ADVICE.get(error.errno or 0, '')}"
+            is_medium = act == "read" and error.errno == errno.EIO
+            raise (Unreadable if is_medium else StorageError)(message) from error
+
+
+_ADVICE = {
+    errno.ENOSPC: "; free some space, or set checkpoint.keep_last lower",
+    errno.EDQUOT: "; raise the quota, or set checkpoint.keep_last lower",
+    errno.EACCES: "; check who owns the folder",
+    errno.EPERM: "; the file system must know hard links",
+    errno.ENOTSUP: "; the file system must know hard links",
+}

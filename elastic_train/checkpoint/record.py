@@ -1,0 +1,125 @@
+"""The commit record: the one small file that makes a checkpoint exist, and everything known about it.
+
+Its bytes are canonical JSON that ends in a seal, the SHA-256 of the rest, so a flipped bit anywhere is seen before a
+value is used. The record's digest, the SHA-256 of its bytes, is what a child names as its parent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from elastic_train.checkpoint.checksums import FileRecord
+from elastic_train.coverage import CoverageSums
+from elastic_train.errors import CommitError
+from elastic_train.lineage import CommitRef, Interval, commit_key
+from elastic_train.order import Cursor
+
+FORMAT = 1
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitFacts:
+    """What the trainer says about the state that it saves; a metric that is not finite is kept as null."""
+
+    step: int
+    cursor: Cursor
+    coverage: CoverageSums
+    rng: Mapping[str, str | int]
+    metrics: Mapping[str, float | None]
+    config_digest: str
+    manifest_digest: str
+    world_size: int
+    weights_sha256: str
+
+    def __post_init__(self) -> None:
+        finite = {
+            name: value if value is not None and math.isfinite(value) else None for name, value in self.metrics.items()
+        }
+        object.__setattr__(self, "metrics", finite)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitRecord(CommitFacts):
+    """A published checkpoint.
+
+    `parent` is the digest of the commit that this one continues, `parent_key` its key. `intervals` tile [0, step) by
+    the terms that applied the steps; they outlive the ancestors that retention deletes. `attempt` is the folder of
+    the files, named below it. `int_keyed` and `empty` name the mappings of the state that the file format would
+    change: those with integer keys, and those with no entry.
+    """
+
+    term: int
+    parent: str | None
+    parent_key: str | None
+    intervals: tuple[Interval, ...]
+    attempt: str
+    int_keyed: tuple[Path, ...]
+    empty: tuple[Path, ...]
+    versions: Mapping[str, str]
+    created_at: float
+    files: Mapping[str, FileRecord]
+    format: int = FORMAT
+
+    @property
+    def key(self) -> str:
+        return commit_key(self.term, self.step)
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.encode()).hexdigest()
+
+    @property
+    def ref(self) -> CommitRef:
+        return CommitRef(self.term, self.step, self.key, self.digest, self.parent, self.cursor)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.size for file in self.files.values())
+
+    def encode(self) -> bytes:
+        """Return the record's bytes; equal records give equal bytes."""
+        fields = _ADAPTER.dump_python(self, mode="json")
+        return _dump({**fields, "seal": hashlib.sha256(_dump(fields)).hexdigest()})
+
+
+_ADAPTER = TypeAdapter(CommitRecord)
+
+
+def decode(content: bytes, key: str) -> CommitRecord:
+    """Read a record's bytes; raise CommitError if they are damaged, of another format, or under a wrong key."""
+    try:
+        fields = json.loads(content)
+        if not isinstance(fields, dict):
+            raise CommitError(f"{key} is no commit record")
+        if fields.get("format") != FORMAT:
+            raise CommitError(f"{key} has format {fields.get('format')}, this version reads {FORMAT}")
+        seal = fields.pop("seal", None)
+        if seal != hashlib.sha256(_dump(fields)).hexdigest():
+            raise CommitError(f"{key} does not match its seal; the record was damaged")
+        record = _ADAPTER.validate_python(fields)
+    except (ValueError, ValidationError, RecursionError) as error:
+        raise CommitError(f"{key} cannot be read as a commit record: {str(error).splitlines()[0]}") from error
+    if record.encode() != content:
+        raise CommitError(f"{key} is not written as records are; it was damaged")
+    if record.key != key:
+        raise CommitError(f"{key} holds the record of {record.key}")
+    return record
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions that may matter to a reader of the files."""
+    return {"python": platform.python_version(), "torch": torch.__version__}
+
+
+def _dump(fields: object) -> bytes:
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

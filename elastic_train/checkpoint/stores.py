@@ -1,0 +1,117 @@
+"""Stores: where commits live, a local folder or any fsspec URL, behind five methods.
+
+StorageError
+├── KeyTaken         a conditional create lost: the key exists
+├── KeyMissing       there is no such key
+├── Unreadable       the medium does not give the bytes back (a bad sector)
+└── Uncertain        a create was sent and not answered: the key may exist or come to exist
+
+Invariant: a key is whole or absent. `create` is durable when it returns and succeeds for one caller only; a file of
+`write` appears, durable, when its context ends without an error.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import BinaryIO, Protocol
+
+from elastic_train.errors import StorageError
+
+
+class KeyTaken(StorageError):  # noqa: N818 - a state of the store, which the caller expects
+    """The key exists already."""
+
+
+class KeyMissing(StorageError):  # noqa: N818 - as above
+    """There is no such key."""
+
+
+class Unreadable(StorageError):  # noqa: N818 - as above
+    """The medium fails to read a key that exists."""
+
+
+class Uncertain(StorageError):  # noqa: N818 - as above
+    """Nobody knows whether the key was created."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A key, its size in bytes, and its age's origin in unix seconds if the store keeps one (for clean-up only)."""
+
+    key: str
+    size: int
+    modified_at: float | None
+
+
+class Sink(Protocol):
+    """Where the bytes of one file go."""
+
+    def write(self, content: bytes | memoryview, /) -> int:
+        """Take all of the bytes; return how many they are."""
+
+
+class Store(Protocol):
+    """Keys are relative, with slashes; every method raises StorageError where the medium fails."""
+
+    @property
+    def url(self) -> str:
+        """Where the store is, for messages and for `open_store`."""
+
+    def create(self, key: str, content: bytes) -> None:
+        """Create a key durably and all at once; KeyTaken if it exists."""
+
+    def write(self, key: str) -> AbstractContextManager[Sink]:
+        """Write a file of a fresh key; durable when the context ends, removed if it ends with an error."""
+
+    def open(self, key: str) -> BinaryIO:
+        """Open a key for reading, seekable; KeyMissing if there is none."""
+
+    def list(self, prefix: str) -> list[Entry]:
+        """Return every key below a folder (a prefix that ends with a slash), sorted; sees every finished create."""
+
+    def delete(self, key: str) -> None:
+        """Remove a key, durably; nothing happens if there is none."""
+
+
+def open_store(url: str) -> Store:
+    """Open the store at a folder or an fsspec URL; ConfigError if nothing here can speak its protocol."""
+    from elastic_train.checkpoint.local import LocalStore
+    from elastic_train.checkpoint.remote import FsspecStore
+
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return LocalStore(url)
+    return LocalStore(rest) if scheme in ("file", "local") else FsspecStore(url)
+
+
+def read(store: Store, key: str) -> bytes:
+    """Return the whole content of a small key."""
+    with store.open(key) as file:
+        try:
+            return file.read()
+        except OSError as error:
+            raise Unreadable(f"{store.url}/{key}: cannot be read: {error}") from error
+
+
+def create_once(store: Store, key: str, content: bytes) -> bool:
+    """Create a key whose content is unique to this call; return False if someone else holds it.
+
+    A store that retries by itself may refuse the retry because its own first try got through, and an unanswered
+    create may have: the content tells.
+    """
+    try:
+        store.create(key, content)
+    except KeyTaken:
+        return read(store, key) == content
+    except Uncertain:
+        if not _holds(store, key, content):
+            raise
+    return True
+
+
+def _holds(store: Store, key: str, content: bytes) -> bool:
+    try:
+        return read(store, key) == content
+    except StorageError:
+        return False

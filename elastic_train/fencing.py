@@ -1,0 +1,107 @@
+"""Fencing: the rule that two worlds may compute at once, but never both extend the lineage.
+
+A world claims a term before it reads anything, and publishes a commit under that term. With etcd the fence is
+`rendezvous`'s; this module has the protocol, and the fence of a job that has nothing but the store: a term is claimed
+by a conditional create of `terms/<term>.json`, so no term is ever claimed twice, and a term is fenced as soon as a
+higher one is claimed.
+
+Invariant: `claim` returns a term above every term seen in the store, in a claim or in a commit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Protocol
+
+from elastic_train.checkpoint.stores import Store, create_once
+from elastic_train.errors import FencedError, StorageError
+from elastic_train.lineage import COMMITS, place_of
+
+TERMS = "terms/"
+_CLAIM_TRIES = 100
+_KEY = re.compile(r"terms/(\d{8,})\.json")
+
+
+class HeadLike(Protocol):
+    """The newest claim, and the commit last published under it."""
+
+    @property
+    def term(self) -> int: ...
+
+    @property
+    def commit(self) -> str | None: ...
+
+
+class Fence(Protocol):
+    """What a trainer needs of membership."""
+
+    def claim(self, at_least: int) -> int:
+        """Claim a term above every term claimed before, and not below `at_least`."""
+
+    def publish(self, term: int, commit: str) -> None:
+        """Make a commit the head if its term still is the newest; an error that says 'fenced' otherwise."""
+
+    def head(self) -> HeadLike | None:
+        """Return the newest claim, None before the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreHead:
+    """The newest claimed term, and the newest commit's key."""
+
+    term: int
+    commit: str | None
+
+
+class StoreFence:
+    """The fence of a store without etcd. A claim is never taken back, and a `publish` writes nothing: the record is it.
+
+    Between a record's creation and the look at the claims a newer world may claim and read: it then finds the record
+    or it does not, and in neither case will a later commit of the older term come before one of its own.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def claim(self, at_least: int = 1) -> int:
+        term = max(at_least, 1 + newest_term(self._store))
+        for _ in range(_CLAIM_TRIES):
+            if create_once(self._store, f"{TERMS}{term:08d}.json", _claim()):
+                return term
+            term = max(term, newest_term(self._store)) + 1
+        raise StorageError(
+            f"{self._store.url}/{TERMS}: {_CLAIM_TRIES} terms were claimed by others; who else runs here?"
+        )
+
+    def publish(self, term: int, commit: str) -> None:
+        newest = newest_term(self._store)
+        if newest > term:
+            raise FencedError(
+                f"{self._store.url}/{commit}: term {newest} was claimed, so term {term} may not extend the lineage"
+            )
+
+    def head(self) -> StoreHead | None:
+        newest = newest_term(self._store)
+        records = [entry.key for entry in self._store.list(COMMITS) if place_of(entry.key)]
+        return (
+            StoreHead(newest, max(records, key=lambda key: place_of(key) or (0, 0), default=None)) if newest else None
+        )
+
+
+def newest_term(store: Store) -> int:
+    """Return the highest term that the store has seen, in a claim or in a commit; 0 if there is none."""
+    claims = [int(match[1]) for entry in store.list(TERMS) if (match := _KEY.fullmatch(entry.key))]
+    commits = [place[0] for entry in store.list(COMMITS) if (place := place_of(entry.key))]
+    return max([*claims, *commits], default=0)
+
+
+def _claim() -> bytes:
+    """Say who claims, for people; the unique part lets a retried create recognise itself."""
+    claim = {"host": socket.gethostname(), "pid": os.getpid(), "at": time.time(), "claim": uuid.uuid4().hex}
+    return json.dumps(claim).encode()
