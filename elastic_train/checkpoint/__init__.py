@@ -2,6 +2,7 @@
 
 from elastic_train.checkpoint.reader import Discovery, discover, load, read_state, verify
 from elastic_train.checkpoint.record import CommitFacts, CommitRecord
+from elastic_train.checkpoint.retention import prune, sweep
 from elastic_train.checkpoint.stores import Entry, Store, open_store
 from elastic_train.checkpoint.writer import CommitWriter
 
@@ -15,6 +16,8 @@ __all__ = [
     "discover",
     "load",
     "open_store",
+    "prune",
     "read_state",
+    "sweep",
     "verify",
 ]

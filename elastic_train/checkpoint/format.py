@@ -127,7 +127,10 @@ class AttemptPlan:
 def plan_attempt(state: State, num_parts: int = 1) -> AttemptPlan:
     """Plan the files of a replicated state, spread over `num_parts` writers by size; reads no tensor's values."""
     planner = _PlainSavePlanner()
-    planner.set_up_planner(state, is_coordinator=True)
+    try:
+        planner.set_up_planner(state, is_coordinator=True)
+    except ValueError as error:  # two paths that read alike, such as a -> b.c and a.b -> c
+        raise ConfigError(f"the state cannot be saved: {error}; rename one of them") from error
     local = planner.create_local_plan()
     parts, metadata = planner.create_global_plan([local] * num_parts)
     return AttemptPlan(planner, parts, metadata)
@@ -153,21 +156,24 @@ def finish_attempt(
 
 
 def read_leaves(
-    store: Store, attempt: str, files: Mapping[str, FileRecord], into: Mapping[Path, Tensor]
+    store: Store, attempt: str, files: Mapping[str, FileRecord], wanted: Mapping[Path, object]
 ) -> dict[Path, object]:
-    """Read every tensor and plain value by its path; tensors that `into` has are filled in place."""
+    """Read every tensor and plain value by its path; tensors among `wanted` are filled in place.
+
+    Raises ConfigError, before anything is changed, if a wanted leaf is not in the files or is of another kind there.
+    """
     attempt_files = AttemptFiles(store, attempt, dict(files))
     metadata: Metadata = pickle.loads(attempt_files.metadata())
     paths: dict[str, Path] = {name: tuple(path) for name, path in metadata.planner_data.items()}
-    leaves: dict[str, object] = {}
-    for name, stored in metadata.state_dict_metadata.items():
-        target = into.get(paths[name])
-        leaves[name] = target
-        if isinstance(stored, TensorStorageMetadata):
-            leaves[name] = _destination(name, stored, target)
+    problems = list(_mismatches(metadata, paths, wanted))
+    if problems:
+        raise ConfigError(*problems)
     reader = FileSystemReader(attempt)
     reader.fs = attempt_files  # type: ignore[assignment]  # the seam that torch's own fsspec reader uses
     planner = _PlainLoadPlanner(flatten_state_dict=False)
+    leaves = {
+        name: _destination(stored, wanted.get(paths[name])) for name, stored in metadata.state_dict_metadata.items()
+    }
     planner.set_up_planner(leaves, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     try:
@@ -208,15 +214,27 @@ def _open_writer(store: Store, attempt: str) -> tuple[FileSystemWriter, AttemptF
     return writer, files
 
 
-def _destination(name: str, stored: TensorStorageMetadata, target: Tensor | None) -> Tensor:
-    """Return the tensor to read into; a tensor of another shape or type is refused, since copying would convert."""
-    if target is None:
-        return torch.empty(stored.size, dtype=stored.properties.dtype)
-    if target.shape != stored.size or target.dtype != stored.properties.dtype:
-        here, there = (f"{tuple(shape)} {dtype}" for shape, dtype in _kinds(stored, target))
-        raise ConfigError(f"state '{name}' is {here}, the commit holds {there}; was the model changed?")
-    return target.detach()
+def _mismatches(metadata: Metadata, paths: Mapping[str, Path], wanted: Mapping[Path, object]) -> Iterator[str]:
+    """Describe every wanted leaf that the files lack, or whose kind there is another: copying would convert it."""
+    names = {path: name for name, path in paths.items()}
+    for path, leaf in wanted.items():
+        shown = ".".join(str(part) for part in path)
+        stored = metadata.state_dict_metadata.get(names.get(path, ""))
+        here, there = _kind_of(leaf), "nothing" if stored is None else _kind_of(stored)
+        if here != there:
+            yield f"state '{shown}' is {here}, the commit holds {there}; was the model or the optimizer changed?"
 
 
-def _kinds(stored: TensorStorageMetadata, target: Tensor) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(target.shape, target.dtype), (stored.size, stored.properties.dtype)]
+def _kind_of(leaf: object) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{tuple(leaf.shape)} {leaf.dtype}"
+    if isinstance(leaf, TensorStorageMetadata):
+        return f"{tuple(leaf.size)} {leaf.properties.dtype}"
+    return "a plain value"
+
+
+def _destination(stored: object, target: object) -> Tensor | None:
+    """Return the tensor to read into, the wanted one if there is one; None for a plain value."""
+    if not isinstance(stored, TensorStorageMetadata):
+        return None
+    return target.detach() if isinstance(target, Tensor) else torch.empty(stored.size, dtype=stored.properties.dtype)

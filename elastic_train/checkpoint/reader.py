@@ -12,15 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from elastic_train.checkpoint.checksums import find_damage
 from elastic_train.checkpoint.format import State, read_leaves
 from elastic_train.checkpoint.record import CommitRecord, decode
 from elastic_train.checkpoint.stores import KeyMissing, Store, Unreadable, read
-from elastic_train.checkpoint.tree import dotted, fill, leaves_of
-from elastic_train.errors import CommitError, ConfigError
+from elastic_train.checkpoint.tree import fill, leaves_of
+from elastic_train.errors import CommitError
 from elastic_train.lineage import COMMITS, place_of
+
+DAMAGE = (CommitError, KeyMissing, Unreadable)
+"""What makes a commit be passed over, in place of ending the search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +43,11 @@ def discover(store: Store, *, published: str | None = None) -> Discovery:
         skipped.append((published, "the fence names it as head, but its record is not in the store"))
     left = list(keys)
     while left:
-        key, why = left.pop(0), ""
-        try:
-            record = read_record(store, key)
-            verify(store, record)
-            return Discovery(record, tuple(skipped))
-        except (CommitError, KeyMissing, Unreadable) as error:
-            why = str(error)
-        skipped.append((key, why))
+        key = left.pop(0)
+        damage = damage_of(store, key)
+        if damage is None:
+            return Discovery(read_record(store, key), tuple(skipped))
+        skipped.append((key, damage))
         left = _after(store, key, left, skipped)
     if keys:
         told = "\n".join(f"  {key}: {why}" for key, why in skipped)
@@ -76,7 +74,7 @@ def records(store: Store) -> Iterator[tuple[str, CommitRecord | None, str | None
     for key in commit_keys(store):
         try:
             yield key, read_record(store, key), None
-        except (CommitError, KeyMissing, Unreadable) as error:
+        except DAMAGE as error:
             yield key, None, str(error)
 
 
@@ -97,6 +95,15 @@ def verify(store: Store, record: CommitRecord) -> None:
         raise CommitError("; ".join(wrong))
 
 
+def damage_of(store: Store, key: str) -> str | None:
+    """Read a commit, its record and all of its files; say what is wrong with it, None if it is whole."""
+    try:
+        verify(store, read_record(store, key))
+    except DAMAGE as error:
+        return str(error)
+    return None
+
+
 def load(store: Store, record: CommitRecord, state: State) -> None:
     """Fill a nested state with a commit's, in place.
 
@@ -104,12 +111,7 @@ def load(store: Store, record: CommitRecord, state: State) -> None:
     stepped) is added on the CPU. Raises ConfigError if `state` has a leaf that the commit lacks, or of another shape or
     type, and CommitError if the bytes that are read do not match their checksums.
     """
-    wanted = dict(leaves_of(state))
-    into = {path: leaf for path, leaf in wanted.items() if isinstance(leaf, Tensor)}
-    leaves = read_leaves(store, record.attempt, record.files, into)
-    lacking = sorted(dotted(path) for path in wanted if path not in leaves)
-    if lacking:
-        raise ConfigError(f"{record.key} holds no state for {', '.join(lacking)}; was the model or optimizer changed?")
+    leaves = read_leaves(store, record.attempt, record.files, dict(leaves_of(state)))
     fill(state, leaves, record.int_keyed, record.empty)
 
 
@@ -124,7 +126,7 @@ def _after(store: Store, key: str, left: list[str], skipped: list[tuple[str, str
     """Return the candidates after a commit that failed: from its parent on if that is known, else all that are left."""
     try:
         record = read_record(store, key)
-    except (CommitError, KeyMissing, Unreadable):
+    except DAMAGE:
         return left
     if record.parent_key not in left:
         return left

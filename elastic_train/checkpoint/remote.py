@@ -30,6 +30,7 @@ _CONDITIONAL = {"memory", "s3", "s3a"}
 _CONFLICT, _PRECONDITION_FAILED = 409, 412
 _CONFLICT_TRIES = 5
 _MEMORY_LOCK = threading.Lock()  # fsspec's memory file system looks and then writes
+_TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
 _SDK_ERRORS = [
     ("botocore.exceptions", "BotoCoreError"),
     ("botocore.exceptions", "ClientError"),
@@ -50,6 +51,7 @@ class FsspecStore:
         self._root = str(root).rstrip("/")
         protocol = self._fs.protocol if isinstance(self._fs.protocol, str) else self._fs.protocol[0]
         self._is_conditional = protocol in _CONDITIONAL
+        self._guard = _MEMORY_LOCK if protocol == "memory" else contextlib.nullcontext()
         self._errors = _errors_of_sdks()
         if not self._is_conditional:
             log.warning("%s: %s has no conditional create; keys are claimed by markers instead", self._url, protocol)
@@ -63,7 +65,7 @@ class FsspecStore:
             return self._create_claimed(key, content)
         for _ in range(_CONFLICT_TRIES):
             try:
-                with _MEMORY_LOCK:
+                with self._guard:
                     self._fs.pipe_file(self._path(key), content, mode="create")
                 return None
             except FileExistsError as error:
@@ -129,9 +131,9 @@ class FsspecStore:
             return bool(self._fs.exists(self._path(key)))
 
     def _entry(self, key: str, details: Mapping[str, object]) -> Entry:
-        size, time = details["size"], details.get("LastModified", details.get("created"))
+        size = details["size"]
         assert isinstance(size, int), f"{self._url}/{key}: the listing gives no size"
-        return Entry(key, size, time.timestamp() if isinstance(time, datetime) else None)
+        return Entry(key, size, _modified_at(details))
 
     @contextlib.contextmanager
     def _telling(self, act: str, key: str) -> Iterator[None]:
@@ -142,6 +144,16 @@ class FsspecStore:
             raise KeyMissing(f"{self._url}/{key}: does not exist") from error
         except self._errors as error:
             raise StorageError(f"{self._url}/{key}: cannot {act}: {error}") from error
+
+
+def _modified_at(details: Mapping[str, object]) -> float | None:
+    """Return unix seconds from a listing's entry; every file system has a name and a type of its own for them."""
+    moment = next((details[name] for name in _TIMES if details.get(name)), None)
+    if isinstance(moment, str):
+        moment = datetime.fromisoformat(moment)
+    if isinstance(moment, datetime):
+        return moment.timestamp()
+    return float(moment) if isinstance(moment, int | float) else None
 
 
 def _errors_of_sdks() -> tuple[type[Exception], ...]:

@@ -89,10 +89,6 @@ def _is_int_keyed(path: Path, mapping: Mapping[object, object]) -> bool:
     kinds = {type(key) for key in mapping}
     if kinds not in ({str}, {int}):
         names = " and ".join(sorted(kind.__name__ for kind in kinds))
-        raise ConfigError(f"state '{dotted(path)}' has keys of type {names}; a checkpoint holds text or integer keys")
+        shown = ".".join(str(part) for part in path)
+        raise ConfigError(f"state '{shown}' has keys of type {names}; a checkpoint holds text or integer keys")
     return kinds == {int}
-
-
-def dotted(path: Path) -> str:
-    """Return a path as messages show it."""
-    return ".".join(str(part) for part in path)

@@ -1,0 +1,44 @@
+"""Exporting a commit: the weights alone, as safetensors or a plain torch state dict, for use without this package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from elastic_train.checkpoint.reader import read_state, verify
+from elastic_train.checkpoint.record import CommitRecord
+from elastic_train.checkpoint.stores import Store
+from elastic_train.errors import CommitError, ConfigError, StorageError
+
+Format = Literal["safetensors", "torch"]
+
+
+def export(store: Store, record: CommitRecord, target: Path, kind: Format) -> int:
+    """Verify a commit and write its model's tensors to a new file; return how many there are."""
+    verify(store, record)
+    model = read_state(store, record).get("model")
+    if not isinstance(model, dict):
+        raise CommitError(f"{record.key} holds no 'model'")
+    tensors = {str(name): value for name, value in model.items() if isinstance(value, Tensor)}
+    if target.exists():
+        raise ConfigError(f"{target}: exists already; name another file")
+    try:
+        if kind == "torch":
+            torch.save(tensors, target)
+        else:
+            _save_safetensors(tensors, target, record)
+    except OSError as error:
+        raise StorageError(f"{target}: cannot write: {error.strerror or error}") from error
+    return len(tensors)
+
+
+def _save_safetensors(tensors: dict[str, Tensor], target: Path, record: CommitRecord) -> None:
+    try:
+        from safetensors.torch import save_file  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        raise ConfigError("safetensors is not installed: pip install safetensors, or use --format torch") from error
+    origin = {"commit": record.key, "digest": record.digest, "weights_sha256": record.weights_sha256}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target, metadata=origin)

@@ -1,0 +1,62 @@
+"""Stores of every kind, and an S3 of our own."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from elastic_train.checkpoint.stores import Store, open_store
+
+
+class PlainFileSystem(MemoryFileSystem):
+    """A file system of which nobody knows whether it creates conditionally."""
+
+    protocol = ("plain",)
+    root_marker = ""
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + path.removeprefix("plain://").strip("/")
+
+
+@pytest.fixture(scope="session")
+def s3_bucket() -> Iterator[str]:
+    """Run moto's threaded S3 server for the session; its address is in the environment, as users would set it."""
+    boto3 = pytest.importorskip("boto3")
+    server_module = pytest.importorskip("moto.server")
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        boto3.client("s3").create_bucket(Bucket="commits")
+        yield "s3://commits"
+    server.stop()
+
+
+@pytest.fixture(params=["local", "memory", "s3", "plain"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """An empty store of every kind."""
+    unique = uuid.uuid4().hex
+    if request.param == "local":
+        return open_store(str(tmp_path / "run"))
+    if request.param == "memory":
+        return open_store(f"memory://{unique}/run")
+    if request.param == "plain":
+        fsspec.register_implementation("plain", PlainFileSystem, clobber=True)
+        return open_store(f"plain://{unique}/run")
+    return open_store(f"{request.getfixturevalue('s3_bucket')}/{unique}/run")
+
+
+@pytest.fixture
+def local_store(tmp_path: Path) -> Store:
+    """An empty store in a local folder."""
+    return open_store(str(tmp_path / "run"))

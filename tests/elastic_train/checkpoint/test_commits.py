@@ -1,0 +1,215 @@
+"""A commit gives back the bits that were saved, to us and to stock torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from commit_samples import State, commit_steps, facts, small_state, take_steps, trained, writer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_train.checkpoint import Store, discover, load, open_store, read_state, verify
+from elastic_train.checkpoint.format import finish_attempt, plan_attempt, read_leaves, write_part
+from elastic_train.checkpoint.tree import fill, leaves_of, survey
+from elastic_train.errors import ConfigError
+
+
+def assert_equal_trees(actual: object, expected: object) -> None:
+    """Compare every leaf, tensors by type and bit."""
+    left, right = dict(leaves_of(actual)), dict(leaves_of(expected))
+    assert left.keys() == right.keys()
+    for path, leaf in right.items():
+        if isinstance(leaf, torch.Tensor):
+            found = left[path]
+            assert isinstance(found, torch.Tensor)
+            assert (found.dtype, found.shape) == (leaf.dtype, leaf.shape), path
+            assert torch.equal(found, leaf), path
+        else:
+            assert left[path] == leaf, path
+
+
+def odd_state() -> State:
+    """Return a state with all that has gone wrong elsewhere."""
+    return {
+        "model": OrderedDict(w=torch.randn(700_003), b=torch.randn(3, dtype=torch.bfloat16), n=torch.tensor(7)),
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(3.0)}, 10: {}},
+            "param_groups": [{"params": [0, 10], "lr": 0.1}],
+        },
+        "scaler": {},
+        "extras": {
+            "none": None,
+            "tuple": (1, "two"),
+            "void": torch.empty(0, 4),
+            "list": [torch.ones(2), {"x": True}],
+            "e": [],
+        },
+    }
+
+
+def test_a_state_comes_back_bit_equal_from_every_store(store: Store) -> None:
+    """Tensors of any type and size, plain values, integer keys and empty mappings survive."""
+    state = odd_state()
+    record = writer(store).save(state, facts(3))
+    found = discover(store)
+    assert found.head == record
+    assert found.skipped == ()
+    restored = read_state(store, record)
+    assert_equal_trees(restored, state)
+    optimizer = restored["optimizer"]
+    assert isinstance(optimizer, dict)
+    assert sorted(optimizer["state"]) == [0, 10]
+
+
+def test_an_empty_store_has_no_head(store: Store) -> None:
+    """Before the first commit there is nothing to restore, and nothing to complain about."""
+    found = discover(store)
+    assert found.head is None
+    assert found.skipped == ()
+
+
+def test_training_resumed_from_a_commit_is_training_uninterrupted(local_store: Store) -> None:
+    """A fresh model and optimizer, loaded and trained on, reach the same bits."""
+    model, optimizer = trained(3)
+    record = writer(local_store).save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, facts(3))
+    take_steps(model, optimizer, 3, 6)
+
+    other, other_optimizer = trained(0, seed=9)
+    state: State = {"model": other.state_dict(), "optimizer": other_optimizer.state_dict()}
+    load(local_store, record, state)
+    other_optimizer.load_state_dict(state["optimizer"])
+    take_steps(other, other_optimizer, 3, 6)
+    assert_equal_trees(other.state_dict(), model.state_dict())
+    assert_equal_trees(other_optimizer.state_dict(), optimizer.state_dict())
+
+
+def test_load_fills_tensors_in_place(local_store: Store) -> None:
+    """The model's own memory is written to, so that nothing of its size is allocated again."""
+    (record,) = commit_steps(local_store, 5)
+    state = small_state(0)
+    weights = state["model"]["w"]
+    load(local_store, record, state)
+    assert weights.tolist() == [5.0] * 5
+    assert state["scheduler"] == {"last_epoch": 5}
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"w": torch.zeros(4)}, "'model.w' is .4,. torch.float32, the commit holds .5,. torch.float32"),
+        ({"w": torch.zeros(5, dtype=torch.float64)}, "'model.w' is .5,. torch.float64"),
+        ({"w": torch.zeros(5), "new": torch.zeros(1)}, "'model.new' is .1,. torch.float32, the commit holds nothing"),
+    ],
+)
+def test_a_changed_model_is_refused(local_store: Store, model: State, message: str) -> None:
+    """Another shape, another type (a copy would convert it), or a parameter that the commit lacks is an error."""
+    (record,) = commit_steps(local_store, 5)
+    with pytest.raises(ConfigError, match=message):
+        load(local_store, record, {"model": model})
+
+
+@pytest.mark.parametrize(
+    ("extras", "message"),
+    [({"path": Path("x")}, "'path' is a "), ({"m": {0: 1, "a": 2}}, "'m' has keys of type int and str")],
+)
+def test_a_state_that_could_not_be_read_back_is_not_saved(local_store: Store, extras: State, message: str) -> None:
+    """What would need trust in a pickle, or lose its keys, is refused, and nothing of it stays."""
+    with pytest.raises(ConfigError, match=message):
+        writer(local_store).save(extras, facts(1))
+    assert local_store.list("data/") == []
+    assert discover(local_store).head is None
+
+
+def test_stock_dcp_reads_a_commit_in_one_process(local_store: Store) -> None:
+    """torch's own loader, knowing nothing of us, fills the same bits."""
+    model, optimizer = trained(2)
+    record = writer(local_store).save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, facts(2))
+    other, _ = trained(0, seed=9)
+    state = {"model": other.state_dict()}
+    dcp.load(state, checkpoint_id=f"{local_store.url}/{record.attempt}", no_dist=True)
+    assert_equal_trees(other.state_dict(), model.state_dict())
+
+
+STOCK_READER = """
+import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+rank, folder, meeting = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+mesh = init_device_mesh("cpu", (2,))
+state = {"model": {"w": distribute_tensor(torch.zeros(1001), mesh, [Shard(0)])}}
+dcp.load(state, checkpoint_id=folder)
+whole = state["model"]["w"].full_tensor()
+assert torch.equal(whole, torch.arange(1001.0)), whole
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_stock_dcp_reads_a_commit_sharded_over_two_ranks(local_store: Store, tmp_path: Path) -> None:
+    """Another world, and another layout: every rank reads its half."""
+    record = writer(local_store).save({"model": {"w": torch.arange(1001.0)}}, facts(1))
+    folder, meeting = f"{local_store.url}/{record.attempt}", str(tmp_path / "meeting")
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", STOCK_READER, str(rank), folder, meeting], stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    told = [rank.communicate(timeout=90)[1].decode() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], told
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 5])
+def test_a_state_can_be_spread_over_writers(local_store: Store, num_parts: int) -> None:
+    """Every rank plans alike without talking, writes its part, and the parts are the whole."""
+    state = odd_state()
+    plans = [plan_attempt(state, num_parts) for _ in range(num_parts)]
+    written = [write_part(local_store, "data/x/y", plan, part) for part, plan in enumerate(plans)]
+    files = finish_attempt(local_store, "data/x/y", plans[0], written)
+    restored: State = {}
+    fill(restored, read_leaves(local_store, "data/x/y", files, {}), *survey(state))
+    assert len(files) == num_parts + 1
+    assert_equal_trees(restored, state)
+
+
+def test_a_commit_names_its_parent_and_its_intervals(local_store: Store) -> None:
+    """Commits form a chain by digest, across terms, whose intervals tile [0, step)."""
+    first, second = commit_steps(local_store, 3, 7)
+    (third,) = commit_steps(local_store, 9, parent=second)
+    assert [commit.parent for commit in (first, second, third)] == [None, first.digest, second.digest]
+    assert [str(interval) for interval in third.intervals] == ["[0, 7) of term 1", "[7, 9) of term 2"]
+    verify(local_store, third)
+
+
+def test_a_metric_that_is_not_finite_is_null(local_store: Store) -> None:
+    """A diverged loss does not make the record unreadable."""
+    (record,) = commit_steps(local_store, 1)
+    assert record.metrics == {"loss": 0.5, "diverged": None}
+
+
+leaf = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=3))
+names = st.text("abc", min_size=1, max_size=2)
+trees = st.recursive(
+    leaf,
+    lambda below: st.one_of(
+        st.dictionaries(names, below, max_size=3),
+        st.dictionaries(st.integers(0, 20), below, max_size=3),
+        st.lists(below, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.dictionaries(names, trees, max_size=3))
+def test_any_tree_of_plain_values_comes_back(state: State) -> None:
+    """Shape, keys and values of a nested state survive the file format."""
+    store = open_store(f"memory://trees/{id(state)}")
+    record = writer(store).save(state, facts(1))
+    assert read_state(store, record) == state

@@ -1,0 +1,107 @@
+"""What every store promises, checked on every kind of store."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from elastic_train.checkpoint import stores
+from elastic_train.checkpoint.stores import KeyMissing, KeyTaken, Store, create_once, open_store
+from elastic_train.errors import ConfigError, StorageError
+
+
+def test_a_created_key_reads_back(store: Store) -> None:
+    """What was created is what is read."""
+    store.create("commits/a.json", b"content")
+    assert stores.read(store, "commits/a.json") == b"content"
+
+
+def test_a_key_is_created_once(store: Store) -> None:
+    """A second create is refused and changes nothing."""
+    store.create("commits/a.json", b"first")
+    with pytest.raises(KeyTaken):
+        store.create("commits/a.json", b"second")
+    assert stores.read(store, "commits/a.json") == b"first"
+
+
+def test_a_race_has_at_most_one_winner(store: Store) -> None:
+    """Of many who create one key at once, one wins, and its content stays; a claimed create may have none."""
+    contents = [f"writer {number}".encode() for number in range(8)]
+
+    def create(content: bytes) -> bool:
+        try:
+            store.create("commits/a.json", content)
+        except KeyTaken:
+            return False
+        return True
+
+    with ThreadPoolExecutor(len(contents)) as pool:
+        is_winner = list(pool.map(create, contents))
+    least = 0 if store.url.startswith("plain") else 1
+    assert least <= is_winner.count(True) <= 1
+    if any(is_winner):
+        assert stores.read(store, "commits/a.json") == contents[is_winner.index(True)]
+
+
+def test_a_retried_create_recognises_itself(store: Store) -> None:
+    """A create that the store refuses because its own first try got through still counts as ours."""
+    assert create_once(store, "terms/1.json", b"mine")
+    assert create_once(store, "terms/1.json", b"mine")
+    assert not create_once(store, "terms/1.json", b"another's")
+
+
+def test_a_written_file_reads_back_in_parts(store: Store) -> None:
+    """A file can be read from any place."""
+    with store.write("data/x/file") as sink:
+        sink.write(b"0123")
+        sink.write(memoryview(b"456789"))
+    with store.open("data/x/file") as file:
+        file.seek(3)
+        assert file.read(4) == b"3456"
+
+
+def test_a_failed_write_leaves_nothing(store: Store) -> None:
+    """A file whose writing ended with an error is not there."""
+    with pytest.raises(ZeroDivisionError), store.write("data/x/file") as sink:
+        sink.write(b"half")
+        raise ZeroDivisionError
+    assert store.list("data/") == []
+
+
+def test_a_listing_names_what_is_below_a_folder(store: Store) -> None:
+    """A listing is sorted, has sizes and ages, and stops at the folder."""
+    for key in ("data/b/2", "data/a/1", "database/3", "commits/4"):
+        store.create(key, key.encode())
+    assert [(entry.key, entry.size) for entry in store.list("data/")] == [("data/a/1", 8), ("data/b/2", 8)]
+    assert all(entry.modified_at for entry in store.list("data/"))
+    assert store.list("nothing/") == []
+
+
+def test_deleting_is_repeatable(store: Store) -> None:
+    """A deleted key is gone; deleting it again is no error."""
+    store.create("data/a/1", b"x")
+    store.delete("data/a/1")
+    store.delete("data/a/1")
+    assert store.list("data/") == []
+    with pytest.raises(KeyMissing):
+        stores.read(store, "data/a/1")
+
+
+def test_an_unknown_protocol_is_a_config_error() -> None:
+    """A URL that nothing can open is refused before training starts."""
+    with pytest.raises(ConfigError, match="nosuch"):
+        open_store("nosuch://bucket/run")
+
+
+def test_a_file_url_is_a_folder(tmp_path: Path) -> None:
+    """file:// and a plain path name the same store."""
+    assert open_store(f"file://{tmp_path}").url == open_store(str(tmp_path)).url
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    """A path through a file fails with a storage error that names it."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="file/run"):
+        open_store(str(tmp_path / "file" / "run")).create("commits/a.json", b"")
