@@ -1,0 +1,52 @@
+"""What a node tells its workers about their world, in one environment variable.
+
+A worker reads `context()`, and opens the fence of its job with `open_fence(context)`. The variable carries the
+credentials for etcd, if there are any: it is as private as the process's environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from rendezvous.etcd import EtcdStore
+from rendezvous.fence import EtcdFence
+from rendezvous.options import etcd_options
+from rendezvous.records import Cause
+
+VARIABLE = "ELASTIC_RENDEZVOUS"
+
+
+@dataclass(frozen=True, slots=True)
+class RendezvousContext:
+    """The world that a worker was started for; times are seconds since the epoch."""
+
+    endpoints: tuple[str, ...]
+    run_id: str
+    term: int
+    member_id: str
+    joined_at: float
+    sealed_at: float
+    cause: Cause
+    num_nodes: int
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+def context() -> RendezvousContext | None:
+    """Return the context that the launcher left, or None under another launcher or none."""
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return None
+    fields = json.loads(text)
+    return RendezvousContext(endpoints=tuple(fields.pop("endpoints")), **fields)
+
+
+def open_fence(context: RendezvousContext) -> EtcdFence:
+    """Connect to the job's etcd as one of its workers; the fence knows the term of the worker's world."""
+    store = EtcdStore(etcd_options(context.endpoints, context.options))
+    return EtcdFence(store, context.run_id, world_term=context.term)

@@ -1,0 +1,51 @@
+"""Every error of this package, in one tree.
+
+RendezvousError
+├── OptionError               --rdzv_conf, the endpoint or the run id cannot be used as given; all problems at once
+├── StoreError
+│   ├── StoreUnavailableError no member of etcd answered within the deadline, retries included
+│   └── StoreRefusedError     etcd answered, and refused: credentials, permissions, space
+├── FencedError               a newer world exists; this one may neither claim a term nor publish
+├── TooFewNodesError          fewer than min_nodes came in time
+└── ServerError               the etcd of a demo or a test could not be started
+
+A message says what happened, where (endpoint, key, term), and what to do.
+"""
+
+from __future__ import annotations
+
+
+class RendezvousError(Exception):
+    """An error meant for the user."""
+
+
+class OptionError(RendezvousError):
+    """One or more options are wrong; all of them are in `problems`."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        super().__init__("\n".join(problems))
+
+
+class StoreError(RendezvousError):
+    """The control plane could not do what was asked."""
+
+
+class StoreUnavailableError(StoreError):
+    """No member of etcd answered in time; the write may or may not have happened."""
+
+
+class StoreRefusedError(StoreError):
+    """Etcd answered, and refused."""
+
+
+class FencedError(RendezvousError):
+    """A newer world exists: this one must stop, and must not publish."""
+
+
+class TooFewNodesError(RendezvousError):
+    """Fewer nodes than `min_nodes` came in time."""
+
+
+class ServerError(RendezvousError):
+    """The etcd of a demo or a test could not be started."""

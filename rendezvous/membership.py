@@ -1,0 +1,216 @@
+"""Who trains together: pure decisions over a view of the store, and the guarded writes that carry them out.
+
+A member is ready for a world of a term above its `after`. The leader, the ready member that registered first, seals a
+world as soon as every live member is ready: at once when it continues a job, after a short quiet time when nobody of
+the last world lives, so that nodes started together make one world. Members that have finished are not waited for.
+
+Invariant: a world is written only over the revision of the last one, with a term above it and above the head's, and
+only while every member in it is alive and ready. So at most one world per term is sealed, and terms only grow.
+No I/O, no clock: the same code runs in the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rendezvous.records import Cause, Closed, Failure, Keys, Member, Seat, View, World, encode
+from rendezvous.store import ABSENT, Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How many nodes a world may have, and how long a new job waits for one more."""
+
+    min_nodes: int
+    max_nodes: int
+    last_call_s: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """Train in this world."""
+
+    world: World
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Lead: host the store of the next world and write it."""
+
+    term: int
+    seats: tuple[Seat, ...]
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing to do until the view changes, or for `seconds` if given."""
+
+    why: Literal["members", "nodes", "last call", "leader", "room"]
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Expelled:
+    """This member's lease is over: register anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The job is done: leave."""
+
+
+Decision = Enter | Seal | Wait | Expelled | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A transaction to try: what it writes, and the revisions that it relies on."""
+
+    writes: Mapping[str, str | None]
+    guards: Mapping[str, int]
+
+
+def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
+    """Say what a member that is ready does next; `quiet_s` is how long the ready members have been the same."""
+    if view.closed is not None:
+        return Finished()
+    mine = view.member(me)
+    if mine is None:
+        return Expelled()
+    if view.world is not None and view.world.rank_of(me) is not None and mine.after < view.term:
+        return Enter(view.world)
+    ready = ready_members(view)
+    if len(ready) < len([member for member in view.members if not _is_finishing(member, view)]):
+        return Wait("room" if _is_full(view, policy) else "members")
+    if len(ready) < policy.min_nodes:
+        return Wait("nodes")
+    if ready[0].id != me:
+        return Wait("leader")
+    if len(ready) < policy.max_nodes and _is_fresh(view) and quiet_s < policy.last_call_s:
+        return Wait("last call", policy.last_call_s - quiet_s)
+    return _seal(view, ready[: policy.max_nodes])
+
+
+def ready_members(view: View) -> tuple[Member, ...]:
+    """The members that a next world would be made of, first registered first."""
+    return tuple(member for member in view.members if is_ready(member, view) and not _is_finishing(member, view))
+
+
+def is_ready(member: Member, view: View) -> bool:
+    """Whether a member waits for a world: it is in none, or has left the one it was in."""
+    return view.world is None or view.world.rank_of(member.id) is None or member.after >= view.term
+
+
+def num_waiting(view: View, me: str, world: World, policy: Policy) -> int:
+    """How many changes a member of `world` has to make room for by a new round; 0 while the world stands."""
+    if view.term > world.term or view.member(me) is None:
+        return 1
+    mates = mates_of(view, world)
+    lost = len(world.seats) - len(mates)
+    again = sum(mate.after >= world.term for mate in mates)
+    if any(_is_finishing(mate, view) for mate in mates):
+        # The job is about to end: nobody is admitted any more.
+        return lost + again
+    new = sum(world.rank_of(member.id) is None for member in view.members)
+    return lost + again + max(0, min(new, policy.max_nodes - len(mates)))
+
+
+def is_only_growing(view: View, world: World) -> bool:
+    """Whether a new round is due to joiners alone: nobody of `world` is lost or has stopped."""
+    mates = mates_of(view, world)
+    is_whole = len(mates) == len(world.seats) and all(mate.after < world.term for mate in mates)
+    return is_whole and view.term == world.term
+
+
+def mates_of(view: View, world: World) -> tuple[Member, ...]:
+    """The members of `world` that are still alive."""
+    return tuple(member for member in view.members if world.rank_of(member.id) is not None)
+
+
+Blame = Literal["free", "pay", "wait"]
+
+
+def blame(view: View, me: str, world: World) -> Blame:
+    """Say whether a member whose workers failed pays for the restart.
+
+    Workers fail when a node is lost, too. Only the member that was the first to fail in a term pays, and only once
+    every other has shown that it is alive; if one is gone, or a new world exists, nobody does.
+    """
+    mates = [mate for mate in mates_of(view, world) if mate.id != me]
+    if view.term > world.term or len(mates) + 1 < len(world.seats) or view.member(me) is None:
+        return "free"
+    if view.failure is None or view.failure.term < world.term:
+        return "wait"
+    if view.failure.member != me:
+        return "free"
+    return "pay" if all(max(mate.seen, mate.after, mate.done) >= world.term for mate in mates) else "wait"
+
+
+Ending = Literal["wait", "close", "leave"]
+
+
+def ending(view: View, me: str, world: World) -> Ending:
+    """Say how a member whose workers finished ends: close the job with the last of its world, or leave it to others."""
+    mates = [mate for mate in mates_of(view, world) if mate.id != me]
+    if view.closed is not None or view.term > world.term or any(mate.after >= world.term for mate in mates):
+        return "leave"
+    return "close" if all(mate.done >= world.term for mate in mates) else "wait"
+
+
+def seal(snapshot: Snapshot, keys: Keys, world: World) -> Change:
+    """Write a world over the last one, while all of its members are as the leader saw them."""
+    seats = {keys.member(seat.member): snapshot.revision_of(keys.member(seat.member)) for seat in world.seats}
+    assert ABSENT not in seats.values(), "a world is made of live members"
+    guards = {keys.world: snapshot.revision_of(keys.world), keys.head: snapshot.revision_of(keys.head), **seats}
+    return Change({keys.world: encode(world)}, {**guards, keys.closed: ABSENT})
+
+
+def update(snapshot: Snapshot, keys: Keys, member: Member) -> Change:
+    """Replace a member's own record; fails when its lease is over."""
+    key = keys.member(member.id)
+    return Change({key: encode(member)}, {key: snapshot.revision_of(key)})
+
+
+def report_failure(snapshot: Snapshot, keys: Keys, failure: Failure) -> Change:
+    """Be the first to fail in a term; fails if somebody was faster."""
+    return Change({keys.failure: encode(failure)}, {keys.failure: snapshot.revision_of(keys.failure)})
+
+
+def close(keys: Keys, closed: Closed) -> Change:
+    return Change({keys.closed: encode(closed)}, {keys.closed: ABSENT})
+
+
+def leaving_world(member: Member, view: View) -> Member:
+    """The record of a member that is ready for the next world."""
+    return replace(member, after=max(member.after, view.term))
+
+
+def _seal(view: View, chosen: tuple[Member, ...]) -> Seal:
+    term = max(view.term, 0 if view.head is None else view.head.term) + 1
+    return Seal(term, tuple(Seat(member.id, member.num_workers) for member in chosen), _cause(view, chosen))
+
+
+def _cause(view: View, chosen: tuple[Member, ...]) -> Cause:
+    if view.world is None or _is_fresh(view):
+        return "start"
+    before = {seat.member for seat in view.world.seats}
+    now = {member.id for member in chosen}
+    if before - now:
+        return "lost"
+    return "joined" if now - before else "restart"
+
+
+def _is_fresh(view: View) -> bool:
+    """Nobody of the last world lives: a job starts, or starts again."""
+    return view.world is None or not mates_of(view, view.world)
+
+
+def _is_full(view: View, policy: Policy) -> bool:
+    return view.world is not None and len(mates_of(view, view.world)) >= policy.max_nodes
+
+
+def _is_finishing(member: Member, view: View) -> bool:
+    return view.world is not None and member.done >= view.term and view.world.rank_of(member.id) is not None

@@ -1,0 +1,275 @@
+"""One node's membership, carried out: it registers, follows the job, and does what `membership` decides.
+
+A thread follows the watch and shows the node's sign of life when somebody's workers failed; the caller's thread joins,
+waits for its world, and asks. Knows nothing of torch: the agent of TorchElastic uses it, and so may a worker.
+
+Invariant: a decision is made on a view that contains the node's own last write.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from rendezvous import membership
+from rendezvous.errors import StoreError, StoreRefusedError, StoreUnavailableError, TooFewNodesError
+from rendezvous.membership import Change, Decision, Enter, Expelled, Finished, Policy, Seal, Wait
+from rendezvous.records import Closed, Failure, Keys, Member, View, World, read_view
+from rendezvous.store import ABSENT, Lease, Put, Snapshot, Store
+
+LOOK_S = 1.0
+"""The longest that a wait goes without looking again, whatever the watch says."""
+
+_log = logging.getLogger("rendezvous")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a node is, and what it brings."""
+
+    host: str
+    address: str
+    num_workers: int
+
+
+class Node:
+    """A member of a job: `join`, `next_world`, serve until `num_waiting()`, join again, and at last `leave`."""
+
+    def __init__(self, store: Store, run_id: str, policy: Policy, place: Place, *, ttl_s: float) -> None:
+        self.keys = Keys(run_id)
+        self.policy = policy
+        self.place = place
+        self.ttl_s = ttl_s
+        self.id = ""
+        self.world: World | None = None
+        self.joined_at = 0.0
+        self._store = store
+        self._lease: Lease | None = None
+        self._watch = store.watch(self.keys.prefix)
+        self._changed = threading.Condition()
+        self._writing = threading.Lock()
+        self._left = threading.Event()
+        self._snapshot = self._watch.snapshot
+        self._view = read_view(self._snapshot, self.keys)
+        self._same_since = time.monotonic()
+        threading.Thread(target=self._follow, name=f"membership {run_id}", daemon=True).start()
+
+    @property
+    def view(self) -> View:
+        with self._changed:
+            return self._view
+
+    def join(self, timeout_s: float) -> None:
+        """Be ready for the next world: register, or leave the world that this node was in."""
+        self.joined_at = time.time()
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                if self._lease is None or self._lease.is_lost or not self._update_own(membership.leaving_world):
+                    self._register()
+            except StoreUnavailableError as error:
+                if time.monotonic() > deadline:
+                    raise
+                _log.warning("waiting for etcd: %s", error)
+            else:
+                self.world = None
+                return
+
+    def next_world(self, host: Callable[[Seal], tuple[str, int]], timeout_s: float) -> World | None:
+        """Wait for a world with this node in it, sealing it if this node leads; None if the job is done.
+
+        `host` starts the store of a world that is about to be sealed and returns its address. Raises
+        TooFewNodesError after `timeout_s`; a node for which there is no room waits without end.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            decision = self._decide()
+            if isinstance(decision, Enter):
+                self.world = decision.world
+                return decision.world
+            if isinstance(decision, Finished):
+                return None
+            if isinstance(decision, Wait) and decision.why == "room":
+                deadline = time.monotonic() + timeout_s
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TooFewNodesError(self._too_few(timeout_s))
+            self._act(decision, host, left_s)
+
+    def num_waiting(self) -> int:
+        """How many changes ask for a new round; 0 while the world stands."""
+        return 0 if self.world is None else membership.num_waiting(self.view, self.id, self.world, self.policy)
+
+    def is_only_growing(self) -> bool:
+        return self.world is not None and membership.is_only_growing(self.view, self.world)
+
+    def is_to_blame(self) -> bool:
+        """Report that this node's workers failed, and find out whether a restart is this node's to pay.
+
+        Waits until every other member has shown a sign of life, or one is gone: a time to live at most.
+        """
+        world = self.world
+        assert world is not None, "workers run in a world"
+        deadline = time.monotonic() + self.ttl_s + 2.0
+        while time.monotonic() < deadline:
+            with self._changed:
+                verdict, snapshot = membership.blame(self._view, self.id, world), self._snapshot
+                reported = self._view.failure is not None and self._view.failure.term >= world.term
+            if verdict != "wait":
+                return verdict == "pay"
+            if not reported:
+                self._try(membership.report_failure(snapshot, self.keys, Failure(world.term, self.id)))
+            self._await_change(snapshot, 0.2)
+        return True
+
+    def finish(self, timeout_s: float) -> None:
+        """Say that this node's workers are done, wait for the others, and close the job with the last of them."""
+        world = self.world
+        assert world is not None, "workers run in a world"
+        self._update_own(lambda member, view: replace(member, done=world.term))
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            with self._changed:
+                verdict, snapshot = membership.ending(self._view, self.id, world), self._snapshot
+            if verdict == "close":
+                self.close(world.term)
+            if verdict != "wait":
+                return
+            self._await_change(snapshot, LOOK_S)
+
+    def close(self, term: int, for_s: float = 300.0) -> None:
+        """Mark the job as done for `for_s`: until then late joiners leave, afterwards the run id may be used again."""
+        change = membership.close(self.keys, Closed(term, time.time()))
+        try:
+            lease = self._store.lease(for_s, renew=False)
+            self._swap(change, lease)
+        except StoreError as error:
+            _log.warning("could not mark the job as done: %s", error)
+
+    def leave(self) -> None:
+        """Revoke the lease, so that the others need not wait for its end, and stop following; once is enough."""
+        if self._left.is_set():
+            return
+        self._left.set()
+        self._watch.close()
+        try:
+            if self._lease is not None:
+                self._lease.revoke()
+        except StoreError as error:
+            _log.warning("could not revoke the lease, it will run out: %s", error)
+        self._store.close()
+
+    def _decide(self) -> Decision:
+        with self._changed:
+            quiet_s = time.monotonic() - self._same_since
+            return membership.decide(self._view, self.id, self.policy, quiet_s)
+
+    def _act(self, decision: Decision, host: Callable[[Seal], tuple[str, int]], left_s: float) -> None:
+        with self._changed:
+            snapshot = self._snapshot
+        if isinstance(decision, Seal):
+            self._seal(decision, host, snapshot)
+        elif isinstance(decision, Expelled):
+            _log.warning("the lease of this node ended: it joins as a new member")
+            self._register()
+        elif isinstance(decision, Wait):
+            self._await_change(snapshot, min(left_s, LOOK_S if decision.seconds is None else decision.seconds))
+
+    def _seal(self, decision: Seal, host: Callable[[Seal], tuple[str, int]], snapshot: Snapshot) -> None:
+        address, port = host(decision)
+        world = World(decision.term, decision.seats, decision.cause, address, port, time.time())
+        if not self._try(membership.seal(snapshot, self.keys, world)):
+            self._await_change(snapshot, 0.2)
+
+    def _register(self) -> None:
+        self._lease = self._store.lease(self.ttl_s)
+        self.ttl_s = self._lease.ttl_s
+        self.id = f"{self.place.host}-{uuid.uuid4().hex[:12]}"
+        member = Member(self.id, self.place.host, self.place.address, self.place.num_workers, after=self.view.term)
+        key = self.keys.member(self.id)
+        change = membership.update(Snapshot(0, {}), self.keys, member)
+        assert change.guards == {key: ABSENT}
+        self._swap(change, self._lease)
+
+    def _update_own(self, change: Callable[[Member, View], Member]) -> bool:
+        """Rewrite this node's record; False if its lease is over."""
+        for _ in range(20):
+            with self._writing:
+                with self._changed:
+                    snapshot, view = self._snapshot, self._view
+                mine = view.member(self.id)
+                if mine is None:
+                    return False
+                wanted = change(mine, view)
+                try:
+                    if wanted == mine or self._swap(membership.update(snapshot, self.keys, wanted), self._lease):
+                        return True
+                except StoreRefusedError:
+                    return False
+            self._await_change(snapshot, 0.1)
+        return False
+
+    def _try(self, change: Change) -> bool:
+        """Like `_swap`, but an etcd that does not answer is tried again later."""
+        try:
+            return self._swap(change, None)
+        except StoreError as error:
+            _log.warning("waiting for etcd: %s", error)
+            return False
+
+    def _swap(self, change: Change, lease: Lease | None) -> bool:
+        """Try a transaction, and see its result in the view before returning."""
+        writes = {key: None if text is None else Put(text, lease) for key, text in change.writes.items()}
+        if self._store.swap(writes, change.guards) is None:
+            return False
+        self._show(self._store.get(self.keys.prefix))
+        return True
+
+    def _follow(self) -> None:
+        revision = 0
+        while not self._left.is_set():
+            snapshot = self._watch.wait(revision, LOOK_S)
+            if snapshot is not None:
+                revision = snapshot.revision
+                self._show(snapshot)
+            self._show_life()
+
+    def _show(self, snapshot: Snapshot) -> None:
+        view = read_view(snapshot, self.keys)
+        with self._changed:
+            if snapshot.revision > self._snapshot.revision:
+                if membership.ready_members(view) != membership.ready_members(self._view):
+                    self._same_since = time.monotonic()
+                self._snapshot, self._view = snapshot, view
+                self._changed.notify_all()
+
+    def _show_life(self) -> None:
+        """Tell a member whose workers failed that this node is not the one that was lost."""
+        view, world = self.view, self.world
+        mine = view.member(self.id)
+        if world is None or mine is None or view.failure is None or view.failure.term != world.term:
+            return
+        if view.failure.member == self.id or mine.seen >= world.term:
+            return
+        term = world.term
+        try:
+            self._update_own(lambda member, view: replace(member, seen=term))
+        except StoreError as error:
+            _log.debug("could not show a sign of life: %s", error)
+
+    def _await_change(self, seen: Snapshot, timeout_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._snapshot.revision > seen.revision, timeout_s)
+
+    def _too_few(self, waited_s: float) -> str:
+        view = self.view
+        ready = len(membership.ready_members(view))
+        return (
+            f"{ready} of at least {self.policy.min_nodes} nodes were ready within {waited_s:.0f} s "
+            f"({len(view.members)} alive, run id in {self.keys.prefix}, last term {view.term}). "
+            "Start the missing nodes with the same --rdzv_id, or lower the minimum of --nnodes."
+        )

@@ -1,0 +1,87 @@
+"""How etcd is reached: endpoints, TLS, user; parsed from what torchrun passes, and passed on to the workers.
+
+Bad input is refused before anything is connected: every problem at once, with the nearest valid name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rendezvous.errors import OptionError
+
+DEFAULT_PORT = 2379
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdOptions:
+    """Everything a process needs to reach the same etcd as its neighbours."""
+
+    endpoints: tuple[str, ...]
+    ca_cert: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    user: str | None = None
+    password: str | None = None
+
+    def __post_init__(self) -> None:
+        problems = [] if self.endpoints else ["no etcd endpoint given: use --rdzv_endpoint=HOST:PORT[,HOST:PORT]"]
+        for name in ("ca_cert", "cert", "key"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).is_file():
+                problems.append(f"{name}: no such file: {path}")
+        if (self.cert is None) != (self.key is None):
+            problems.append("cert and key belong together: give both, or neither")
+        if self.cert is not None and self.ca_cert is None:
+            problems.append("cert and key need ca_cert, the authority that signed etcd's certificate")
+        if (self.user is None) != (self.password is None):
+            problems.append("user and password belong together: give both, or neither")
+        if problems:
+            raise OptionError(*problems)
+
+    @property
+    def where(self) -> str:
+        """The endpoints, as messages name them."""
+        return ", ".join(self.endpoints)
+
+    def secrets(self) -> dict[str, str]:
+        """What `from_conf` needs beside the endpoints."""
+        return {name: value for name, value in asdict(self).items() if name != "endpoints" and value is not None}
+
+
+ETCD_KEYS = ("ca_cert", "cert", "key", "user", "password")
+
+
+def etcd_options(endpoint: str | Iterable[str], conf: Mapping[str, str] | None = None) -> EtcdOptions:
+    """Read `host:port[,host:port]` and the etcd keys of a rendezvous configuration."""
+    parts = endpoint.split(",") if isinstance(endpoint, str) else list(endpoint)
+    endpoints = tuple(_endpoint(part.strip()) for part in parts if part.strip())
+    return EtcdOptions(endpoints, **{name: str(conf[name]) for name in ETCD_KEYS if conf and name in conf})
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":")
+    return host, int(port)
+
+
+def unknown_keys(conf: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Say for each key that nobody reads what was probably meant."""
+    names = sorted(known)
+    return [f"--rdzv_conf: unknown key {key!r}{_hint(key, names)}" for key in conf if key not in names]
+
+
+def _hint(key: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(key, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(names)}"
+
+
+def _endpoint(text: str) -> str:
+    bare = text.removeprefix("http://").removeprefix("https://").rstrip("/")
+    host, colon, port = bare.rpartition(":")
+    if not colon or bare.endswith("]"):
+        host, port = bare, str(DEFAULT_PORT)
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise OptionError(f"--rdzv_endpoint: {text!r} is not HOST:PORT")
+    return f"{host}:{port}"

@@ -1,0 +1,38 @@
+"""A child that dies with its parent: no worker trains on after its agent was killed, no etcd outlives its test.
+
+`die_with_parent()` is for a process that knows about it. Any other program is started through this file,
+`python -I -S orphans.py PARENT_PID PROGRAM ARGS…`, which asks the kernel and then becomes the program: the request
+survives exec. Linux only (PR_SET_PDEATHSIG); elsewhere both do nothing. The kernel means the parent's *thread*: start
+such children from a thread that lives as long as they should.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to SIGKILL this process when the thread that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def bound_command(*command: str) -> list[str]:
+    """Return the command line that runs `command` as a child that dies with this process."""
+    return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *command]  # noqa: PTH100
+
+
+def _become(parent: int, command: list[str]) -> None:
+    die_with_parent()
+    if os.getppid() != parent:
+        sys.exit(f"{command[0]}: the process that asked for it is gone")
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    _become(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,168 @@
+"""What the store holds about a job, as typed records, and the keys where they lie.
+
+/elastic/<run id>/members/<id>   Member   leased: it vanishes with the node
+                  world          World    the sealed world of the highest term
+                  failure        Failure  the first member whose workers failed by themselves in a term
+                  head           Head     the newest claimed term and the commit published under it
+                  closed         Closed   the job is done; late joiners leave
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal
+from urllib.parse import quote
+
+from rendezvous.store import Snapshot
+
+Cause = Literal["start", "lost", "joined", "restart"]
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of one job."""
+
+    run_id: str
+
+    @property
+    def prefix(self) -> str:
+        return f"/elastic/{quote(self.run_id, safe='')}/"
+
+    @property
+    def members(self) -> str:
+        return self.prefix + "members/"
+
+    def member(self, member_id: str) -> str:
+        return self.members + member_id
+
+    @property
+    def world(self) -> str:
+        return self.prefix + "world"
+
+    @property
+    def failure(self) -> str:
+        return self.prefix + "failure"
+
+    @property
+    def head(self) -> str:
+        return self.prefix + "head"
+
+    @property
+    def closed(self) -> str:
+        return self.prefix + "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A live node. Every number is a term and only grows, so that an old record is never mistaken for a newer one."""
+
+    id: str
+    host: str
+    address: str
+    num_workers: int
+    after: int
+    """It is ready for a world of a term above this one."""
+    seen: int = 0
+    """It was alive after somebody failed in this term."""
+    done: int = 0
+    """Its workers finished in this term."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A member's place in a world: the first seat is group rank 0."""
+
+    member: str
+    num_workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The members that train together, in rank order, and where the first of them hosts their TCPStore."""
+
+    term: int
+    seats: tuple[Seat, ...]
+    cause: Cause
+    address: str
+    port: int
+    sealed_at: float
+
+    def rank_of(self, member_id: str) -> int | None:
+        ids = [seat.member for seat in self.seats]
+        return ids.index(member_id) if member_id in ids else None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Whose workers failed first in a term, without a node being lost: it pays for the restart."""
+
+    term: int
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The newest claimed term, and the commit published under it or an older one."""
+
+    term: int
+    commit: str | None
+    claim: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The job is done."""
+
+    term: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The whole job at one revision; members in the order in which they registered."""
+
+    revision: int
+    members: tuple[Member, ...] = ()
+    world: World | None = None
+    failure: Failure | None = None
+    head: Head | None = None
+    closed: Closed | None = None
+
+    @property
+    def term(self) -> int:
+        """The highest term that was ever sealed; 0 before the first world."""
+        return 0 if self.world is None else self.world.term
+
+    def member(self, member_id: str) -> Member | None:
+        return next((member for member in self.members if member.id == member_id), None)
+
+
+def encode(record: Member | World | Failure | Head | Closed) -> str:
+    return json.dumps(asdict(record), sort_keys=True)
+
+
+def read_view(snapshot: Snapshot, keys: Keys) -> View:
+    """Parse everything below a job's prefix."""
+    texts = {key: entry.value for key, entry in snapshot.entries.items()}
+    leased = [(entry.create_revision, key) for key, entry in snapshot.entries.items() if key.startswith(keys.members)]
+    return View(
+        revision=snapshot.revision,
+        members=tuple(Member(**json.loads(texts[key])) for _, key in sorted(leased)),
+        world=_world(texts.get(keys.world)),
+        failure=Failure(**json.loads(texts[keys.failure])) if keys.failure in texts else None,
+        head=read_head(texts.get(keys.head)),
+        closed=Closed(**json.loads(texts[keys.closed])) if keys.closed in texts else None,
+    )
+
+
+def read_head(text: str | None) -> Head | None:
+    return None if text is None else Head(**json.loads(text))
+
+
+def _world(text: str | None) -> World | None:
+    if text is None:
+        return None
+    fields = json.loads(text)
+    seats = tuple(Seat(**seat) for seat in fields.pop("seats"))
+    return World(seats=seats, **fields)

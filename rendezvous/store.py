@@ -1,0 +1,99 @@
+"""The seam between membership and whatever keeps it: etcd in production, memory in tests and simulation.
+
+A store maps keys to short texts. Every write is one transaction on revisions (`swap`), every read is a consistent
+snapshot of a prefix (`get`), every wait is a `watch` with a deadline, and a key may hang on a lease that ends with
+its holder. Nothing else is needed to elect, to seal and to fence.
+
+Invariant: revisions grow by at least one with every write, in one order for all who look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+ABSENT = 0
+"""The revision of a key that does not exist: guard with it to create."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One key's text, the revision that wrote it last, and the revision that created it."""
+
+    value: str
+    mod_revision: int
+    create_revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All keys below a prefix as they were at one revision."""
+
+    revision: int
+    entries: Mapping[str, Entry]
+
+    def revision_of(self, key: str) -> int:
+        entry = self.entries.get(key)
+        return ABSENT if entry is None else entry.mod_revision
+
+
+class Lease(Protocol):
+    """A promise to be alive, renewed in the background until it is revoked, abandoned or lost."""
+
+    @property
+    def ttl_s(self) -> float: ...
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the store has said that the lease is over. An unreachable store says nothing."""
+
+    def revoke(self) -> None:
+        """End the lease and delete its keys now; harmless if it is over already."""
+
+    def abandon(self) -> None:
+        """Stop renewing without revoking, as a crash would: the keys go when the time to live is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """A text to write, and the lease that the key hangs on (none: it stays)."""
+
+    value: str
+    lease: Lease | None = None
+
+
+Writes = Mapping[str, Put | None]
+"""What a transaction does to each key; None deletes it."""
+
+Guards = Mapping[str, int]
+"""The revision that each key must have for a transaction to happen; ABSENT for a key that must not exist."""
+
+
+class Watch(Protocol):
+    """A mirror of a prefix that follows the store through broken streams, restarts and compactions."""
+
+    @property
+    def snapshot(self) -> Snapshot: ...
+
+    def wait(self, after: int, timeout_s: float) -> Snapshot | None:
+        """Return the mirror as soon as its revision exceeds `after`, or None after `timeout_s`."""
+
+    def close(self) -> None: ...
+
+
+class Store(Protocol):
+    """Keys with revisions, leases and watches. Every call ends within a deadline, or raises StoreUnavailableError."""
+
+    def get(self, prefix: str) -> Snapshot: ...
+
+    def swap(self, writes: Writes, guards: Guards) -> int | None:
+        """Do all `writes` in one transaction if every guard holds; return its revision, or None if one did not."""
+
+    def lease(self, ttl_s: float, *, renew: bool = True) -> Lease:
+        """Grant a lease; without `renew` it ends by itself after `ttl_s`, which the store may round up."""
+
+    def watch(self, prefix: str) -> Watch: ...
+
+    def close(self) -> None:
+        """Let go of connections and threads; leases that were not revoked run out."""
