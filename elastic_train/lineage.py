@@ -58,11 +58,6 @@ def place_of(key: str) -> tuple[int, int] | None:
     return place if place and commit_key(*place) == key else None
 
 
-def newest_first(commits: Iterable[CommitRef]) -> list[CommitRef]:
-    """Sort by (term, step), the newest first."""
-    return sorted(commits, key=lambda commit: commit.place, reverse=True)
-
-
 def head_of(commits: Iterable[CommitRef]) -> CommitRef | None:
     """Return the newest commit by (term, step)."""
     return max(commits, key=lambda commit: commit.place, default=None)

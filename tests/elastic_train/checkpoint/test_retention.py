@@ -1,0 +1,115 @@
+"""Retention deletes what is not needed, in an order in which a crash leaves nothing half."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from commit_samples import commit_steps
+
+from elastic_train.checkpoint import CommitRecord, Store, discover, prune, sweep
+from elastic_train.checkpoint.local import LocalStore
+from elastic_train.checkpoint.reader import commit_keys
+
+
+def damage(store: Store, record: CommitRecord) -> None:
+    """Truncate a commit's data."""
+    os.truncate(Path(store.url) / record.attempt / "__0_0.distcp", 3)
+
+
+def steps_of(store: Store) -> list[int]:
+    """Return the steps of the commits in a store, the newest first."""
+    return [int(key[-17:-5]) for key in commit_keys(store)]
+
+
+def test_the_last_commits_stay(store: Store) -> None:
+    """keep_last commits stay whole; of the others nothing is left."""
+    commits = commit_steps(store, 1, 2, 3, 4)
+    pruned = prune(store, keep_last=2)
+    assert steps_of(store) == [4, 3]
+    assert set(pruned.commits) == {commits[0].key, commits[1].key}
+    assert {"/".join(entry.key.split("/")[:3]) for entry in store.list("data/")} == {
+        commits[2].attempt,
+        commits[3].attempt,
+    }
+    assert discover(store).head == commits[3]
+
+
+def test_the_newest_whole_commit_stays_whatever_its_age(local_store: Store) -> None:
+    """If all newer ones are damaged, the last good commit is not counted away."""
+    commits = commit_steps(local_store, 1, 2, 3, 4)
+    for commit in commits[2:]:
+        damage(local_store, commit)
+    prune(local_store, keep_last=2)
+    assert steps_of(local_store) == [4, 3, 2]
+    assert discover(local_store).head == commits[1]
+
+
+def test_nothing_is_deleted_while_nothing_is_whole(local_store: Store) -> None:
+    """With every commit damaged, what a person may still rescue stays."""
+    for commit in commit_steps(local_store, 1, 2, 3):
+        damage(local_store, commit)
+    assert prune(local_store, keep_last=1).commits == ()
+    assert steps_of(local_store) == [3, 2, 1]
+
+
+def test_pinned_commits_stay(local_store: Store) -> None:
+    """A pin keeps a commit."""
+    commits = commit_steps(local_store, 1, 2, 3)
+    prune(local_store, keep_last=1, pinned=[commits[0].key])
+    assert steps_of(local_store) == [3, 1]
+
+
+def test_a_commit_known_to_be_whole_is_not_read_again(local_store: Store) -> None:
+    """The caller's word saves reading the newest commit."""
+    commits = commit_steps(local_store, 1, 2)
+    damage(local_store, commits[1])
+    prune(local_store, keep_last=1, verified=commits[1].key)
+    assert steps_of(local_store) == [2]
+
+
+def test_keeping_nothing_is_refused() -> None:
+    """keep_last is at least 1."""
+    with pytest.raises(ValueError, match="at least 1"):
+        prune(LocalStore("nowhere"), keep_last=0)
+
+
+def test_a_record_goes_before_its_files(local_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At no moment is there a record without its files."""
+    commits = commit_steps(local_store, 1, 2)
+    deleted: list[str] = []
+    monkeypatch.setattr(local_store, "delete", deleted.append)
+    prune(local_store, keep_last=1)
+    assert deleted[0] == commits[0].key
+    assert all(key.startswith(commits[0].attempt) for key in deleted[1:])
+    assert len(deleted) == 3
+
+
+def test_abandoned_attempts_of_older_terms_are_swept(local_store: Store) -> None:
+    """An attempt without a record goes once its term is over; commits, and the newest term's attempts, stay."""
+    (commit,) = commit_steps(local_store, 1)
+    for attempt in ("data/step-000000000002/00000001-dead", "data/step-000000000002/00000002-live"):
+        local_store.create(f"{attempt}/__0_0.distcp", b"half")
+    swept = sweep(local_store, term=2)
+    assert swept.attempts == ("data/step-000000000002/00000001-dead",)
+    assert swept.num_bytes == 4
+    assert discover(local_store).head == commit
+
+
+def test_an_attempt_long_untouched_is_swept(local_store: Store) -> None:
+    """An attempt of the running term goes once it is older than the safe age."""
+    key = "data/step-000000000002/00000002-slow/__0_0.distcp"
+    local_store.create(key, b"half")
+    touched = local_store.list("data/")[0].modified_at
+    assert touched is not None
+    assert sweep(local_store, term=2, now=touched + 99, safe_age_s=100).attempts == ()
+    assert sweep(local_store, term=2, now=touched + 101, safe_age_s=100).attempts == (key.rsplit("/", 1)[0],)
+
+
+def test_the_files_of_an_unreadable_record_stay(local_store: Store) -> None:
+    """A damaged record does not take its files with it: a person may rescue them."""
+    (commit,) = commit_steps(local_store, 1)
+    path = Path(local_store.url) / commit.key
+    path.write_bytes(path.read_bytes()[:-2])
+    assert sweep(local_store, term=9).attempts == ()

@@ -1,0 +1,184 @@
+"""The order: every sample once per epoch, whatever the sizes, and the same ids however a request is cut."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_train.order import Cursor, Order
+
+NUM_SAMPLES = [1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 31, 32, 33, 97, 127, 128, 129, 255, 256, 257, 997]
+NUM_LANES = [1, 2, 3, 4, 7, 8, 12, 16, 64]
+
+group_rows = st.lists(st.integers(1, 40), min_size=1, max_size=25)
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> Order:
+    """Draw any order: any row groups, lanes (more than samples, too), seed, block and shuffling."""
+    return Order(
+        draw(group_rows),
+        num_lanes=draw(st.integers(1, 40)),
+        seed=draw(st.integers(0, 2**63 - 1)),
+        block_row_groups=draw(st.integers(1, 30)),
+        is_shuffled=draw(st.booleans()),
+    )
+
+
+def rows_in_groups(num_samples: int, rows: int) -> list[int]:
+    """Cut samples into row groups of a size; the last may be short."""
+    return [min(rows, num_samples - first) for first in range(0, num_samples, rows)]
+
+
+def count_ids(order: Order, epoch: int) -> Counter[int]:
+    """Count every id of an epoch over all lanes."""
+    epoch_order = order.epoch(epoch)
+    return Counter(
+        int(sample) for lane in range(order.num_lanes) for sample in epoch_order.ids(lane, 0, order.num_samples + 1)
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 2, 10, 1000])
+@pytest.mark.parametrize("num_lanes", NUM_LANES)
+def test_every_sample_once_at_odd_sizes(num_lanes: int, rows: int) -> None:
+    """Primes, powers of two and their neighbours, one-row row groups, fewer samples than lanes."""
+    for num_samples in NUM_SAMPLES:
+        for block_row_groups in (1, 3, 8):
+            order = Order(
+                rows_in_groups(num_samples, rows), num_lanes=num_lanes, seed=7, block_row_groups=block_row_groups
+            )
+            assert count_ids(order, 0) == Counter(range(num_samples)), (num_samples, block_row_groups)
+
+
+@settings(deadline=None)
+@given(orders(), st.integers(0, 5))
+def test_every_sample_once(order: Order, epoch: int) -> None:
+    """The invariant, at any sizes."""
+    assert count_ids(order, epoch) == Counter(range(order.num_samples))
+
+
+@settings(deadline=None)
+@given(orders(), st.integers(0, 3), st.data())
+def test_ids_do_not_depend_on_the_cutting(order: Order, epoch: int, data: st.DataObject) -> None:
+    """[lo, hi) gives that slice of the lane, so any micro-batch and any resume reads the same order."""
+    lane = data.draw(st.integers(0, order.num_lanes - 1))
+    whole = order.epoch(epoch).ids(lane, 0, order.num_samples)
+    cuts = sorted(data.draw(st.lists(st.integers(0, whole.size + 3), max_size=6)))
+    bounds = [0, *cuts, whole.size + 3]
+    pieces = [order.epoch(epoch).ids(lane, lo, hi) for lo, hi in itertools.pairwise(bounds)]
+    assert np.concatenate(pieces).tolist() == whole.tolist()
+
+
+@given(orders())
+def test_lanes_differ_by_at_most_one_sample(order: Order) -> None:
+    """Bounds touch, in order, and no lane is two samples longer than another."""
+    bounds = [order.lane_bounds(lane) for lane in range(order.num_lanes)]
+    assert [lo for lo, _ in bounds] == [0, *(hi for _, hi in bounds[:-1])]
+    assert bounds[-1][1] == order.num_samples
+    sizes = [hi - lo for lo, hi in bounds]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@settings(deadline=None)
+@given(group_rows, st.integers(1, 8), st.integers(1, 6), st.integers(0, 2**32))
+def test_shuffling_stays_inside_its_block(rows: list[int], num_lanes: int, block: int, seed: int) -> None:
+    """A lane's consecutive samples come from at most K whole row groups at a time, so few are open at once."""
+    order = Order(rows, num_lanes=num_lanes, seed=seed, block_row_groups=block)
+    group_of = np.repeat(np.arange(len(rows)), rows)
+    for lane in range(num_lanes):
+        groups = group_of[order.epoch(0).ids(lane, 0, order.num_samples)].tolist()
+        seen: set[int] = set()
+        while groups:
+            current: set[int] = set()
+            while groups and (groups[0] in current or len(current) < block):
+                current.add(groups.pop(0))
+            assert not current & seen, f"lane {lane} returns to a row group after leaving its block"
+            seen |= current
+
+
+@given(group_rows, st.integers(1, 8))
+def test_unshuffled_is_file_order(rows: list[int], num_lanes: int) -> None:
+    """Without shuffling, the lanes one after the other are the file."""
+    order = Order(rows, num_lanes=num_lanes, seed=1, is_shuffled=False)
+    lanes = [order.epoch(3).ids(lane, 0, order.num_samples) for lane in range(num_lanes)]
+    assert np.concatenate(lanes).tolist() == list(range(order.num_samples))
+
+
+@settings(deadline=None)
+@given(orders(), st.integers(1, 9), st.integers(0, 500))
+def test_a_cursor_and_its_step_are_inverse(order: Order, micro_batch: int, step: int) -> None:
+    """cursor_at is the inverse of step_of, and advancing a cursor advances its step by one."""
+    cursor = order.cursor_at(step, micro_batch)
+    assert order.step_of(cursor, micro_batch) == step
+    assert order.advance(cursor, micro_batch) == order.cursor_at(step + 1, micro_batch)
+
+
+@settings(deadline=None)
+@given(orders(), st.integers(1, 9))
+def test_an_epochs_steps_cover_it(order: Order, micro_batch: int) -> None:
+    """Walking the cursor from step to step through an epoch reads every sample once, and then the next epoch begins."""
+    cursor, counts = Cursor(), Counter[int]()
+    for _ in range(order.num_steps(micro_batch)):
+        assert cursor.epoch == 0
+        for lane in range(order.num_lanes):
+            counts.update(order.epoch(0).ids(lane, cursor.offset, cursor.offset + micro_batch).tolist())
+        cursor = order.advance(cursor, micro_batch)
+    assert cursor == Cursor(1, 0)
+    assert counts == Counter(range(order.num_samples))
+
+
+def test_golden_order() -> None:
+    """Two epochs of a small order are as they were frozen."""
+    order = Order([3, 1, 5, 2, 4, 7, 1], num_lanes=3, seed=5, block_row_groups=2)
+    assert [order.epoch(0).ids(lane, 0, 99).tolist() for lane in range(3)] == [
+        [12, 10, 11, 13, 14, 9, 0],
+        [8, 1, 5, 7, 2, 4, 6, 15],
+        [16, 22, 19, 21, 18, 20, 17, 3],
+    ]
+    assert [order.epoch(1).ids(lane, 0, 99).tolist() for lane in range(3)] == [
+        [5, 7, 4, 6, 22, 8, 0],
+        [18, 1, 17, 15, 16, 19, 2, 20],
+        [11, 12, 14, 21, 13, 9, 3, 10],
+    ]
+
+
+def test_golden_place_in_a_large_order() -> None:
+    """A place in the middle of 42 M samples is as it was frozen, and nothing of that size is made to find it."""
+    order = Order([100_000] * 420, num_lanes=64, seed=1)
+    started = time.perf_counter()
+    found = order.epoch(3).ids(17, 1000, 1006).tolist()
+    assert time.perf_counter() - started < 1.0
+    assert found == [8834026, 36633872, 38844111, 38897983, 38843723, 31004869]
+
+
+def test_epochs_and_seeds_differ() -> None:
+    """Another epoch or another seed is another order."""
+    firsts = {
+        (seed, epoch): tuple(Order([10] * 50, num_lanes=4, seed=seed).epoch(epoch).ids(0, 0, 20).tolist())
+        for seed in (1, 2)
+        for epoch in (0, 1)
+    }
+    assert len(set(firsts.values())) == 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_lanes", "block_row_groups"), [([], 1, 1), ([3, 0], 1, 1), ([3], 0, 1), ([3], 1, 0), ([[3]], 1, 1)]
+)
+def test_a_senseless_order_is_refused(rows: list[int], num_lanes: int, block_row_groups: int) -> None:
+    """No row groups, an empty one, no lanes or an empty block cannot be ordered."""
+    with pytest.raises(ValueError, match="at least"):
+        Order(rows, num_lanes=num_lanes, seed=1, block_row_groups=block_row_groups)
+
+
+def test_a_cursor_counts_from_zero() -> None:
+    """A negative cursor is a mistake of ours."""
+    with pytest.raises(AssertionError):
+        Cursor(-1, 0)
+    with pytest.raises(AssertionError):
+        Cursor(0, -1)
