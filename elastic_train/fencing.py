@@ -1,27 +1,31 @@
 """Fencing: the rule that two worlds may compute at once, but never both extend the lineage.
 
-A world claims a term before it reads anything, and publishes a commit under that term. With etcd the fence is
-`rendezvous`'s; this module has the protocol, and the fence of a job that has nothing but the store: a term is claimed
-by a conditional create of `terms/<term>.json`, so no term is ever claimed twice, and a term is fenced as soon as a
-higher one is claimed.
+A world claims a term before it reads anything, and publishes a commit under that term. A job that has nothing but the
+store claims by a conditional create of `terms/<term>.json`, so no term is ever claimed twice, and a term is fenced as
+soon as a higher one is claimed. With etcd a term is claimed there and in the store: etcd notices first, and the store
+still knows should etcd's data be lost.
 
-Invariant: `claim` returns a term above every term seen in the store, in a claim or in a commit.
+Invariant: `claim` returns a term above every term seen in the store, in a claim or in a commit, and never one that
+was returned before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import socket
 import time
 import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from elastic_train.checkpoint.stores import Store, create_once
 from elastic_train.errors import FencedError, StorageError
 from elastic_train.lineage import COMMITS, place_of
+from rendezvous import errors as rendezvous_errors
 
 TERMS = "terms/"
 _CLAIM_TRIES = 100
@@ -92,6 +96,49 @@ class StoreFence:
         return (
             StoreHead(newest, max(records, key=lambda key: place_of(key) or (0, 0), default=None)) if newest else None
         )
+
+
+class JoinedFence:
+    """The fence of etcd (`control`) and the store together; errors of etcd become errors of this package."""
+
+    def __init__(self, store: Store, control: Fence) -> None:
+        self._claims = StoreFence(store)
+        self._store = store
+        self._control = control
+
+    def claim(self, at_least: int = 1) -> int:
+        with _translated():
+            return _claim_in(self._store, lambda lowest: self._control.claim(max(at_least, lowest)))
+
+    def publish(self, term: int, commit: str) -> None:
+        self._claims.publish(term, commit)
+        with _translated():
+            self._control.publish(term, commit)
+
+    def head(self) -> HeadLike | None:
+        with _translated():
+            return self._control.head()
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except rendezvous_errors.FencedError as error:
+        raise FencedError(str(error)) from error
+    except rendezvous_errors.StoreError as error:
+        raise StorageError(str(error)) from error
+
+
+def _claim_in(store: Store, propose: Callable[[int], int]) -> int:
+    """Claim in the store the first proposed term that nobody else holds; `propose` gets the lowest that is free."""
+    lowest = 1 + newest_term(store)
+    for _ in range(_CLAIM_TRIES):
+        term = propose(lowest)
+        if create_once(store, f"{TERMS}{term:08d}.json", _claim()):
+            return term
+        lowest = max(term, newest_term(store)) + 1
+    raise StorageError(f"{store.url}/{TERMS}: {_CLAIM_TRIES} terms were claimed by others; who else runs here?")
 
 
 def newest_term(store: Store) -> int:

@@ -15,6 +15,7 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping
+from typing import Protocol
 
 from elastic_train.checkpoint.checksums import FileRecord
 from elastic_train.checkpoint.format import State, finish_attempt, plan_attempt, write_part
@@ -22,7 +23,6 @@ from elastic_train.checkpoint.record import CommitFacts, CommitRecord, library_v
 from elastic_train.checkpoint.stores import Store, Uncertain, create_once
 from elastic_train.checkpoint.tree import survey
 from elastic_train.errors import FencedError, StorageError
-from elastic_train.fencing import Fence
 from elastic_train.lineage import extend
 
 log = logging.getLogger(__name__)
@@ -30,10 +30,17 @@ log = logging.getLogger(__name__)
 ATTEMPTS = "data/"
 
 
+class Publisher(Protocol):
+    """What a writer needs of a fence (see `elastic_train.fencing`)."""
+
+    def publish(self, term: int, commit: str) -> None:
+        """Make a commit the head; FencedError if a newer term has been claimed."""
+
+
 class CommitWriter:
     """Publishes the commits of one term, each the child of the one before; used by rank 0 alone."""
 
-    def __init__(self, store: Store, fence: Fence, term: int, parent: CommitRecord | None) -> None:
+    def __init__(self, store: Store, fence: Publisher, term: int, parent: CommitRecord | None) -> None:
         self._store = store
         self._fence = fence
         self._term = term
@@ -48,8 +55,17 @@ class CommitWriter:
         """Publish a state of tensors and plain values; return its record.
 
         Raises StorageError if nothing was published, FencedError if a newer world owns the lineage (stop then), and
-        ConfigError if the state holds what cannot be saved.
+        ConfigError if the state holds what cannot be saved. Where only the fence did not answer, the commit exists
+        already: saving the same step again asks the fence again, and the next step's commit is its child.
         """
+        record = self._parent
+        if record is None or (record.term, record.step) != (self._term, facts.step):
+            record = self._create(state, facts)
+        self._fence.publish(self._term, record.key)
+        return record
+
+    def _create(self, state: State, facts: CommitFacts) -> CommitRecord:
+        """Write the files, then the record, after which the commit exists."""
         attempt = f"{ATTEMPTS}step-{facts.step:012d}/{self._term:08d}-{uuid.uuid4().hex[:12]}"
         with contextlib.ExitStack() as undo:
             undo.callback(self._abandon, attempt)
@@ -63,7 +79,6 @@ class CommitWriter:
                 raise FencedError(f"{self._store.url}/{record.key}: another writer of term {self._term} has created it")
             undo.pop_all()
         self._parent = record
-        self._fence.publish(self._term, record.key)
         return record
 
     def _write_files(self, state: State, attempt: str) -> dict[str, FileRecord]:
