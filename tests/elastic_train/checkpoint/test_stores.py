@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic_train.checkpoint import stores
-from elastic_train.checkpoint.stores import KeyMissing, KeyTaken, Store, create_once, open_store
+from elastic_train.checkpoint.remote import FsspecStore
+from elastic_train.checkpoint.stores import KeyMissing, KeyTaken, Store, Uncertain, create_once, open_store
 from elastic_train.errors import ConfigError, StorageError
 
 
@@ -105,3 +108,33 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="file/run"):
         open_store(str(tmp_path / "file" / "run")).create("commits/a.json", b"")
+
+
+def http_error(status: int) -> OSError:
+    """Return an error as s3fs raises it for an HTTP status."""
+    cause = OSError("from the SDK")
+    cause.response = {"ResponseMetadata": {"HTTPStatusCode": status}}  # type: ignore[attr-defined]
+    error = OSError("translated")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [([409, None], None), ([412], KeyTaken), ([409, 412], KeyTaken), ([409] * 9, Uncertain), ([500], Uncertain)],
+)
+def test_every_answer_to_a_conditional_create_is_understood(
+    monkeypatch: pytest.MonkeyPatch, answers: list[int | None], expected: type[StorageError] | None
+) -> None:
+    """409 is asked again, a bounded number of times; 412 is taken; anything else leaves it open."""
+    store = FsspecStore("memory://answers")
+    left = list(answers)
+
+    def answer(self: MemoryFileSystem, path: str, value: bytes, mode: str) -> None:
+        status = left.pop(0)
+        if status is not None:
+            raise http_error(status)
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", answer)
+    with pytest.raises(expected) if expected else contextlib.nullcontext():
+        store.create("commits/a.json", b"")
