@@ -1,0 +1,116 @@
+"""`elastic-train`: what people type. Every command checks its input first and ends with the code that errors.py names."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, CycloptsError, Parameter
+from rich.console import Console
+from rich.table import Table
+
+from elastic_train import config as configuration
+from elastic_train.errors import ConfigError, ElasticTrainError
+
+app = App(
+    name="elastic-train",
+    help="Elastic, fault-tolerant training: every sample counts once, and the weights do not depend on what broke.",
+)
+# Imported by name on first use: `data` and `ckpt` pull in pyarrow and torch, which `--help` need not wait for.
+app.command("elastic_train.data.cli:app", name="data")
+app.command("elastic_train.checkpoint.cli:app", name="ckpt")
+
+Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
+
+
+@app.command
+def train(config: Path, *overrides: Overrides) -> int:
+    """Train as CONFIG says, or go on from the newest valid commit in its run.dir.
+
+    Start it by itself for one process, or let torchrun start `-m elastic_train CONFIG` on many. Any key can be set on
+    the command line: --batch.micro-batch 8 (see `elastic-train keys`), or as ELASTIC_TRAIN__BATCH__MICRO_BATCH=8.
+    """
+    from elastic_train.run import run  # torch takes seconds to import: not before the arguments are read
+
+    return run(config, list(overrides))
+
+
+@app.command
+def validate(config: Path, *overrides: Overrides) -> int:
+    """Check CONFIG, its task and its data without training; print the resolved configuration and what follows from it."""
+    from elastic_train.assembly import describe_plan
+
+    print_text(describe_plan(configuration.load(config, environ=os.environ, arguments=overrides)))
+    return 0
+
+
+@app.command
+def keys(*, json_: Annotated[bool, Parameter(name="--json")] = False) -> int:
+    """List every key of a configuration: its type, its default, what it means."""
+    rows = list(configuration.keys())
+    if json_:
+        fields = ("key", "type", "default", "meaning")
+        print_text(json.dumps([dict(zip(fields, row, strict=True)) for row in rows], indent=2))
+        return 0
+    table = Table("key", "type", "default", "meaning")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+    return 0
+
+
+@app.command
+def compare(
+    run_a: str, run_b: str, *, mlflow_uri: str | None = None, json_: Annotated[bool, Parameter(name="--json")] = False
+) -> int:
+    """Show how two runs differ: configuration, metrics, weights. RUN is a run's folder, or an MLflow run id."""
+    from elastic_train.compare import compare as compare_runs
+
+    comparison = compare_runs(run_a, run_b, mlflow_uri=mlflow_uri)
+    if json_:
+        print_text(comparison.to_json())
+    else:
+        Console().print(comparison.render())
+    return 0
+
+
+@app.command
+def sync(run: Path, *, mlflow_uri: str | None = None) -> int:
+    """Send what MLflow has missed (a tracker that was down, a killed run) from RUN's local metrics."""
+    from elastic_train.tracking import sync as sync_run
+
+    print_text(f"{sync_run(run, mlflow_uri=mlflow_uri)}")
+    return 0
+
+
+def print_text(text: str) -> None:
+    """Print text as it is, without markup."""
+    sys.stdout.write(text + "\n")
+
+
+def explain(error: ElasticTrainError) -> str:
+    """Render an error for a terminal or a log: one line each problem."""
+    lines = error.problems if isinstance(error, ConfigError) else [str(error)]
+    return "\n".join(f"error: {line}" for line in lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command and leave with its exit code."""
+    try:
+        result = app(arguments, result_action="return_value", exit_on_error=False)
+    except CycloptsError:
+        sys.exit(ConfigError.exit_code)  # cyclopts has said what is wrong
+    except ElasticTrainError as error:
+        sys.stderr.write(explain(error) + "\n")
+        sys.exit(error.exit_code)
+    sys.exit(result if isinstance(result, int) else 0)
+
+
+def main_train() -> None:
+    """`python -m elastic_train CONFIG ...` is `elastic-train train CONFIG ...`."""
+    if sys.argv[1:2] == ["--help"] or len(sys.argv) < 2:
+        main(["train", "--help"])
+    main(["train", *sys.argv[1:]])

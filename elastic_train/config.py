@@ -1,0 +1,299 @@
+"""The configuration of a run: one tree of typed keys, each with a good default, every mistake reported at once.
+
+Values come from, later over earlier: the YAML file, the environment (`ELASTIC_TRAIN__BATCH__MICRO_BATCH=8`), the
+command line (`--batch.micro-batch 8`). An unknown key is an error that names the nearest known one. The lanes of a
+run are not a key: they follow from `batch.global_batch / batch.micro_batch`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from elastic_train.errors import ConfigError
+
+Value = object
+Tree = dict[str, Value]
+ENV_PREFIX = "ELASTIC_TRAIN__"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class RunConfig(_Section):
+    dir: str = "runs/default"
+    """Folder that holds everything this run leaves behind; start again with the same one to resume."""
+    name: str | None = None
+    """Name shown in MLflow; the folder's name if not given."""
+    seed: int = Field(default=1, ge=0, lt=2**63)
+    """The one seed of order, initial weights, dropout and augmentation."""
+
+
+class TaskConfig(_Section):
+    path: str = "elastic_train.tasks.text_classifier:TextClassifier"
+    """What is trained, as module:Class; see elastic_train.tasks.Task for the six methods of your own."""
+    params: dict[str, Value] = Field(default_factory=dict)
+    """Keyword arguments of the task's class."""
+
+
+class DataConfig(_Section):
+    train: str
+    """Folder or URL of the training set; it holds a manifest.json (make one with `elastic-train data`)."""
+    validation: str | None = None
+    """Folder or URL of the validation set; no validation if not given."""
+    block_row_groups: PositiveInt = 8
+    """Row groups shuffled together: more mixes better and keeps more of them in memory."""
+    num_workers: int = Field(default=0, ge=0)
+    """Loader processes of each rank; 0 reads in the trainer's own process."""
+
+
+class BatchConfig(_Section):
+    global_batch: PositiveInt = 64
+    """Samples of one optimizer step; it never changes, whatever the number of nodes."""
+    micro_batch: PositiveInt = 8
+    """Samples of one lane in one step; global_batch / micro_batch lanes, at least as many as ranks."""
+
+    @model_validator(mode="after")
+    def _divides(self) -> BatchConfig:
+        if self.global_batch % self.micro_batch:
+            below = self.global_batch - self.global_batch % self.micro_batch
+            raise ValueError(
+                f"global_batch {self.global_batch} is no multiple of micro_batch {self.micro_batch}; "
+                f"the nearest are {below} and {below + self.micro_batch}"
+            )
+        return self
+
+    @property
+    def num_lanes(self) -> int:
+        return self.global_batch // self.micro_batch
+
+
+class OptimizerConfig(_Section):
+    name: Literal["adamw", "sgd"] = "adamw"
+    """Update rule."""
+    lr: PositiveFloat = 1e-3
+    """Learning rate at the end of the warm-up."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled weight decay (adamw) or L2 (sgd)."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of adamw's two moments."""
+    clip_norm: PositiveFloat | None = 1.0
+    """Largest norm of the step's whole gradient; null for no clipping."""
+    warmup_steps: int = Field(default=20, ge=0)
+    """Steps over which the rate rises from 0."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """After the warm-up: down to zero along a cosine, or constant."""
+
+
+class ValidationConfig(_Section):
+    every_steps: PositiveInt | None = 100
+    """Validate after every so many steps; null for only at the end."""
+    max_samples: PositiveInt | None = None
+    """Use only the first so many samples; null for all."""
+
+
+class CheckpointConfig(_Section):
+    url: str | None = None
+    """Where commits are published, a folder or an fsspec URL; run.dir if not given."""
+    every_steps: PositiveInt | None = 50
+    """Commit after every so many steps; null for never by count."""
+    every_s: PositiveFloat | None = 900.0
+    """Commit when so many seconds have passed since the last; null for never by time."""
+    keep_last: PositiveInt = 5
+    """Commits kept; the newest verified one is never deleted."""
+
+
+class TrackingConfig(_Section):
+    mlflow_uri: str | None = None
+    """MLflow's tracking URI, sqlite:///mlflow.db for a local file; null to keep only the local metrics."""
+    experiment: str = "elastic-train"
+    """MLflow's experiment."""
+
+
+class Config(_Section):
+    run: RunConfig = Field(default_factory=RunConfig)
+    task: TaskConfig = Field(default_factory=TaskConfig)
+    data: DataConfig
+    batch: BatchConfig = Field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    validation: ValidationConfig = Field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    epochs: PositiveInt = 1
+    """Passes over the training set."""
+    max_steps: PositiveInt | None = None
+    """Stop after so many steps, in the middle of an epoch if need be; overrides epochs."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """bf16: autocast. fp16: autocast and a gradient scaler."""
+    reduction: Literal["canonical", "fast"] = "canonical"
+    """canonical: the same bits at any world size. fast: all_reduce, only the rounding varies."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: the node's GPUs if it has any."""
+    threads_per_rank: PositiveInt = 1
+    """Compute threads of each rank, equal in all worlds, since another count may round otherwise."""
+    peer_timeout_s: PositiveFloat = 300.0
+    """How long a collective waits for a silent peer before the world is given up."""
+
+    @property
+    def checkpoint_url(self) -> str:
+        return self.checkpoint.url or self.run.dir
+
+    @property
+    def run_name(self) -> str:
+        return self.run.name or Path(self.run.dir).name
+
+    def identity(self) -> str:
+        """Return a digest of the keys that fix order and state; a run cannot be resumed with another one.
+
+        The manifest's digest stands beside it in every commit. Other keys (a rate, a longer horizon) may change.
+        """
+        fixed = [self.run.seed, self.task.model_dump(mode="json"), self.batch.model_dump(), self.data.block_row_groups]
+        return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
+
+    def to_yaml(self) -> str:
+        """Return the resolved configuration as YAML, which `load` reads back to the same values."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def load(path: str | Path, *, environ: Mapping[str, str], arguments: Sequence[str] = ()) -> Config:
+    """Read, overlay and check a configuration; raise ConfigError with every problem found."""
+    problems: list[str] = []
+    tree, lines = _read_yaml(Path(path), problems)
+    sources = dict.fromkeys(_leaves(tree), str(path))
+    for source, key, value in [*_from_environment(environ), *_from_arguments(arguments, problems)]:
+        _put(tree, key, value)
+        sources[key] = source
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        problems += [_explain(item, sources, lines, str(path)) for item in error.errors()]
+    if problems:
+        raise ConfigError(*problems)
+    return config
+
+
+def keys() -> Iterator[tuple[str, str, str, str]]:
+    """Yield (key, type, default, meaning) of every key, for `elastic-train keys` and for the nearest name."""
+    yield from _keys_of(Config, "")
+
+
+def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str, str]]:
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _keys_of(kind, f"{prefix}{name}.")
+            continue
+        shown = getattr(kind, "__name__", str(kind)) if isinstance(kind, type) else str(kind)
+        shown = shown.replace("typing.", "").replace(", Gt(gt=0)", "").replace("Annotated[int]", "int")
+        default = "required" if field.is_required() else str(field.get_default(call_default_factory=True))
+        yield f"{prefix}{name}", shown, default, field.description or ""
+
+
+def _read_yaml(path: Path, problems: list[str]) -> tuple[Tree, dict[str, int]]:
+    try:
+        text = path.read_text()
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        tree = yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is no YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: must be a mapping of keys, such as 'run:', 'data:' and 'batch:'")
+    lines: dict[str, int] = {}
+    _note_lines(node, "", lines)
+    return tree, lines
+
+
+def _note_lines(node: yaml.Node | None, prefix: str, lines: dict[str, int]) -> None:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        name = f"{prefix}{key.value}"
+        lines[name] = key.start_mark.line + 1
+        _note_lines(value, f"{name}.", lines)
+
+
+def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, str, Value]]:
+    for name in sorted(environ):
+        if name.startswith(ENV_PREFIX):
+            key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
+            yield f"environment {name}", key, yaml.safe_load(environ[name])
+
+
+def _from_arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[tuple[str, str, Value]]:
+    """Read `--a.b-c value` and `--a.b-c=value`; the value is YAML, so null, true, 1e-3 and [1, 2] mean what they say."""
+    rest = list(arguments)
+    while rest:
+        token = rest.pop(0)
+        name, has_value, value = token.partition("=")
+        if not name.startswith("--"):
+            problems.append(f"command line: '{token}' is no option; write --section.key value")
+            continue
+        if not has_value:
+            if not rest or rest[0].startswith("--"):
+                problems.append(f"command line: {name} needs a value")
+                continue
+            value = rest.pop(0)
+        yield f"command line {name}", name[2:].replace("-", "_"), _parse(value)
+
+
+def _parse(text: str) -> Value:
+    value: Value = yaml.safe_load(text)
+    if isinstance(value, str):
+        try:
+            return float(value)  # YAML 1.1 reads 1e-3 as a string
+        except ValueError:
+            return value
+    return value
+
+
+def _put(tree: Tree, key: str, value: Value) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        below = tree.get(section)
+        if not isinstance(below, dict):
+            below = tree[section] = {}
+        tree = below
+    tree[last] = value
+
+
+def _leaves(tree: Mapping[str, Value], prefix: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+
+
+def _explain(item: Mapping[str, object], sources: Mapping[str, str], lines: Mapping[str, int], path: str) -> str:
+    """Turn one pydantic error into: where, key, what is wrong, what to do."""
+    location = item["loc"]
+    assert isinstance(location, tuple)
+    key = ".".join(str(part) for part in location)
+    where = sources.get(key, path)
+    if where == path and key in lines:
+        where = f"{path}:{lines[key]}"
+    if item["type"] == "extra_forbidden":
+        return f"{where}: unknown key '{key}'{nearest(key, [name for name, *_ in keys()] + list(Config.model_fields))}"
+    if item["type"] == "missing":
+        return f"{where}: '{key}' is missing; it has no default"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    given = "" if isinstance(item["input"], dict | BaseModel) else f", given {item['input']!r}"
+    return f"{where}: '{key}': {message}{given}"
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Return '; did you mean ...?' for the closest known name, or an empty text if none is close."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if not close:
+        tails = {known_name.rsplit(".", 1)[-1]: known_name for known_name in known}
+        close = [tails[tail] for tail in difflib.get_close_matches(name.rsplit(".", 1)[-1], list(tails), n=1)]
+    return f"; did you mean '{close[0]}'?" if close else ""

@@ -1,0 +1,1 @@
+"""Datasets: manifests, reading by sample id, and feeding lanes."""

@@ -1,0 +1,195 @@
+"""The manifest: an immutable description of a dataset, made once, that every sample id refers to.
+
+It lists the Parquet files in an order that never changes, with the rows of each row group; sample ids number those
+rows. Each file carries a fingerprint (size and SHA-256 of its footer) that is compared whenever it is opened, and the
+SHA-256 of all its bytes for `data verify`. `coverage` is what one whole epoch must add to the coverage sums.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, BinaryIO
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from elastic_train.coverage import CoverageSums
+from elastic_train.errors import DataError
+from elastic_train.mixing import Int64s
+
+NAME = "manifest.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One Parquet file: its path below the dataset, its size in bytes, and the rows of each row group."""
+
+    path: str
+    size: int
+    footer_sha256: str
+    sha256: str
+    row_groups: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A dataset; `url` says where it was loaded from and is no part of its identity."""
+
+    url: str = field(compare=False)
+    files: tuple[FileEntry, ...]
+    columns: Mapping[str, str]
+    num_rows: int
+    coverage: CoverageSums
+    schema_name: str = "custom"
+    label_column: str | None = None
+    labels: tuple[str, ...] | None = None
+    label_counts: tuple[int, ...] | None = None
+    numeric_columns: tuple[str, ...] = ()
+    categorical_columns: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    tokenizer_sha256: str | None = None
+    vocabulary_size: int | None = None
+
+    @cached_property
+    def group_rows(self) -> Int64s:
+        """Rows of every row group, in file order; shape (row groups,)."""
+        return np.array([rows for file in self.files for rows in file.row_groups], dtype=np.int64)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON: equal digests mean equal data under equal sample ids."""
+        return hashlib.sha256(self._json().encode()).hexdigest()
+
+    def _json(self) -> str:
+        fields = {name: value for name, value in asdict(self).items() if name != "url"}
+        return json.dumps({"format": FORMAT, **fields}, sort_keys=True, separators=(",", ":"))
+
+
+def load_manifest(url: str) -> Manifest:
+    """Read a dataset's manifest; DataError if there is none, or it cannot be read."""
+    path = f"{url.rstrip('/')}/{NAME}"
+    try:
+        with fsspec.open(path, "rt") as file:
+            fields = json.load(file)
+    except FileNotFoundError as error:
+        raise DataError(
+            f"{url}: no {NAME} there; make the dataset with `elastic-train data import|synth`, or describe Parquet "
+            "files of your own with elastic_train.data.build_manifest"
+        ) from error
+    except (ValueError, OSError) as error:
+        raise DataError(f"{path}: cannot be read as a manifest: {error}") from error
+    if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
+        raise DataError(f"{path}: is no manifest of format {FORMAT}")
+    try:
+        files = tuple(FileEntry(**{**entry, "row_groups": tuple(entry["row_groups"])}) for entry in fields.pop("files"))
+        coverage = CoverageSums(**fields.pop("coverage"))
+        lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        return Manifest(url=url, files=files, coverage=coverage, **{**fields, **lists})
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{path}: lacks or has unknown fields: {error}") from error
+
+
+def build_manifest(url: str, *, label_column: str | None = None, **facts: Any) -> Manifest:
+    """Describe the Parquet files below `url`, in the order of their names, and write manifest.json beside them.
+
+    All files must have one schema. `facts` are the other fields of Manifest that the data itself does not tell.
+    """
+    fs, root = fsspec.core.url_to_fs(url)
+    paths = sorted(path for path in fs.glob(f"{root}/**/*.parquet"))
+    if not paths:
+        raise DataError(f"{url}: no Parquet file there")
+    entries, schema, counts = [], None, np.zeros(0, dtype=np.int64)
+    for path in paths:
+        entry, file_schema = _describe(fs, path, root)
+        if schema is not None and not file_schema.equals(schema):
+            raise DataError(f"{path}: its schema differs from {paths[0]}'s: {file_schema} against {schema}")
+        schema = file_schema
+        entries.append(entry)
+        if label_column is not None:
+            counts = _add(counts, _count_labels(fs, path, label_column))
+    assert schema is not None, "there is at least one file"
+    num_rows = sum(rows for entry in entries for rows in entry.row_groups)
+    manifest = Manifest(
+        url=url,
+        files=tuple(entries),
+        columns={name: str(schema.field(name).type) for name in schema.names},
+        num_rows=num_rows,
+        coverage=CoverageSums.of_all(num_rows),
+        label_column=label_column,
+        label_counts=tuple(int(count) for count in counts) if label_column else None,
+        **facts,
+    )
+    with fs.open(f"{root}/{NAME}", "wt") as file:
+        file.write(manifest._json() + "\n")
+    return manifest
+
+
+def footer_sha256(content: bytes) -> str:
+    """Return the SHA-256 of a footer: it holds every column chunk's size, place and statistics."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def read_footer(file: BinaryIO, size: int, path: str) -> bytes:
+    """Read a Parquet file's footer with its length and magic; DataError if the file does not end as one must."""
+    if size < 12:
+        raise DataError(f"{path}: {size} bytes are no Parquet file; it is truncated, copy it again")
+    file.seek(size - 8)
+    tail = file.read(8)
+    length = int.from_bytes(tail[:4], "little")
+    if tail[4:] != b"PAR1" or length + 12 > size:
+        raise DataError(f"{path}: does not end as a Parquet file does; it is truncated or damaged, copy it again")
+    file.seek(size - 8 - length)
+    return file.read(length + 8)
+
+
+def _describe(fs: fsspec.AbstractFileSystem, path: str, root: str) -> tuple[FileEntry, pa.Schema]:
+    """Read one file once, in constant memory."""
+    size = fs.size(path)
+    with fs.open(path, "rb") as file:
+        footer = read_footer(file, size, path)
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + footer))
+        except (pa.ArrowInvalid, OSError) as error:
+            raise DataError(f"{path}: its footer cannot be read: {error}") from error
+    groups = tuple(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
+    relative = path.removeprefix(root).lstrip("/")
+    if not groups or 0 in groups:
+        raise DataError(f"{path}: has an empty row group, or none; write it again without")
+    entry = FileEntry(relative, size, footer_sha256(footer), digest, groups)
+    return entry, metadata.schema.to_arrow_schema()
+
+
+def _count_labels(fs: fsspec.AbstractFileSystem, path: str, column: str) -> Int64s:
+    """Count the labels 0, 1, ... of a file, row group by row group."""
+    counts = np.zeros(0, dtype=np.int64)
+    with fs.open(path, "rb") as raw:
+        file = pq.ParquetFile(raw)
+        if column not in file.schema_arrow.names:
+            raise DataError(f"{path}: no label column '{column}'; it has {', '.join(file.schema_arrow.names)}")
+        if not pa.types.is_integer(file.schema_arrow.field(column).type):
+            raise DataError(
+                f"{path}: label column '{column}' is {file.schema_arrow.field(column).type}, not an integer"
+            )
+        for number in range(file.num_row_groups):
+            labels = file.read_row_group(number, columns=[column]).column(0)
+            if labels.null_count:
+                raise DataError(f"{path}: label column '{column}' has missing values in row group {number}")
+            counts = _add(counts, np.bincount(labels.to_numpy()))
+    return counts
+
+
+def _add(a: Int64s, b: Int64s) -> Int64s:
+    """Add two counts of different lengths."""
+    total = np.zeros(max(len(a), len(b)), dtype=np.int64)
+    total[: len(a)] += a
+    total[: len(b)] += b
+    return total

@@ -1,0 +1,76 @@
+"""Validation over all ranks: each sample once, and the same numbers, to the last bit, at any world size.
+
+The validation set is cut into the run's lanes in file order. Losses are summed by lane and then along the lanes' tree;
+metric states are integer counts, which add up exactly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from elastic_train.data.loader import LaneBatch
+from elastic_train.errors import ConfigError
+from elastic_train.group import Group
+from elastic_train.reduction import gather_lane_table, tree_sum
+from elastic_train.tasks.task import Task
+
+
+@torch.no_grad()
+def evaluate(
+    task: Task,
+    model: nn.Module,
+    steps: Iterable[Sequence[LaneBatch]],
+    group: Group,
+    num_lanes: int,
+    device: torch.device,
+) -> dict[str, float]:
+    """Return {"loss": ..., "samples": ..., metric: ...} over the whole validation set, equal on every rank."""
+    metrics = {name: metric.to(device) for name, metric in task.metrics().items()}
+    sums: dict[int, list[float]] = {}
+    was_training = model.training
+    model.eval()
+    for step in steps:
+        for batch in step:
+            row = sums.setdefault(batch.lane, [0.0, 0.0, 0.0])
+            if batch.tensors is None:
+                continue
+            loss = task.loss(model, {name: tensor.to(device) for name, tensor in batch.tensors.items()})
+            row[0] += float(loss.total.detach())
+            row[1] += loss.weight
+            row[2] += len(batch.ids)
+            with _plain_kernels():
+                for metric in metrics.values():
+                    metric.update(loss.predictions, loss.targets)
+    model.train(was_training)
+    table = gather_lane_table(group, num_lanes, sums)
+    total, weight, samples = (tree_sum([row[place] for row in table]) for place in range(3))
+    return {"loss": total / (weight or 1.0), "samples": samples, **_merge(metrics, group)}
+
+
+@contextlib.contextmanager
+def _plain_kernels() -> Iterator[None]:
+    """Leave deterministic mode: counts are integers, exact in any order, and its bincount takes quadratic memory."""
+    is_on = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(is_on)
+
+
+def _merge(metrics: Mapping[str, Metric], group: Group) -> dict[str, float]:
+    """Sum the metrics' states over the ranks and compute their values."""
+    values: dict[str, float] = {}
+    for name, metric in metrics.items():
+        for state_name, state in metric.metric_state.items():
+            if not isinstance(state, Tensor) or state.is_floating_point():
+                raise ConfigError(f"metric '{name}': state '{state_name}' is no integer count; give it thresholds")
+            group.all_reduce(state)
+            setattr(metric, state_name, state)
+        values[name] = float(metric.compute())
+    return values

@@ -1,0 +1,67 @@
+"""The two streams of a run's samples: training lanes from a cursor on, and the validation set in file order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from elastic_train.config import Config
+from elastic_train.data.loader import LaneBatch, LaneLoader
+from elastic_train.data.manifest import Manifest, load_manifest
+from elastic_train.data.reader import Reader
+from elastic_train.order import Cursor, Order
+from elastic_train.tasks.task import Task
+
+
+class Feed:
+    """Builds loaders over the configured datasets; both share the run's lanes."""
+
+    def __init__(self, config: Config, task: Task, manifest: Manifest) -> None:
+        self._config, self._task = config, task
+        self._training = Reader(manifest, task.columns())
+        self._validation: Reader | None = None
+        if config.data.validation is None:
+            return
+        held_out = load_manifest(config.data.validation)
+        self._validation = Reader(held_out, task.columns())
+        self._held_out_order = Order(
+            _first_rows(held_out, config.validation.max_samples),
+            num_lanes=config.batch.num_lanes,
+            seed=0,
+            is_shuffled=False,
+        )
+
+    def training(self, order: Order, lanes: range, cursor: Cursor, num_steps: int) -> Iterable[Sequence[LaneBatch]]:
+        """Return the steps from a cursor on."""
+        return self._loader(self._training, order, lanes, cursor, num_steps)
+
+    def validation(self, lanes: range) -> Iterable[Sequence[LaneBatch]] | None:
+        """Return one pass over the validation set, None without one."""
+        if self._validation is None:
+            return None
+        num_steps = self._held_out_order.num_steps(self._config.batch.micro_batch)
+        return self._loader(self._validation, self._held_out_order, lanes, Cursor(), num_steps)
+
+    def _loader(self, reader: Reader, order: Order, lanes: range, cursor: Cursor, num_steps: int) -> LaneLoader:
+        return LaneLoader(
+            reader,
+            order,
+            self._task.collate,
+            lanes=lanes,
+            micro_batch=self._config.batch.micro_batch,
+            cursor=cursor,
+            num_steps=num_steps,
+            num_workers=self._config.data.num_workers,
+        )
+
+
+def _first_rows(manifest: Manifest, max_samples: int | None) -> np.ndarray:
+    """Return the row groups' rows, cut after `max_samples` rows."""
+    rows = manifest.group_rows
+    if max_samples is None or max_samples >= manifest.num_rows:
+        return rows
+    ends = np.cumsum(rows)
+    kept = rows[: int(np.searchsorted(ends, max_samples)) + 1].copy()
+    kept[-1] -= int(ends[len(kept) - 1]) - max_samples
+    return kept

@@ -1,0 +1,133 @@
+"""The ranks that train together, and the few collectives that they use.
+
+A `Group` owns its process groups (gloo for host memory, NCCL for GPUs) and never touches torch.distributed's global
+default group, so that a world can be abandoned and another formed in the same process. All waits go through one
+function; every failure of a collective is a PeerLostError. A world of one needs no process group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastic_train.errors import PeerLostError
+
+_DIGITS = 8  # bytes of a broadcast object's length
+
+
+class Group:
+    """`size` ranks, of which this process is `rank`."""
+
+    def __init__(
+        self, rank: int, size: int, store: dist.Store | None, timeout_s: float, device: torch.device | None = None
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._host: dist.ProcessGroup | None = None
+        self._device: dist.ProcessGroup | None = None
+        if size == 1:
+            return
+        assert store is not None, "a world of several ranks meets at a store"
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            self._host = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+            if device is not None and device.type == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                self._device = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+        except (RuntimeError, TimeoutError) as error:
+            raise PeerLostError(f"rank {rank} of {size}: the group did not form: {error}") from error
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        """Send and receive tensors of ranks, all at once; the tensors must be contiguous.
+
+        Several tensors between two ranks arrive in the order in which they were sent.
+        """
+        try:
+            works = [self._group(tensor).recv([tensor], rank, 0) for rank, tensor in receives]
+            works += [self._group(tensor).send([tensor], rank, 0) for rank, tensor in sends]
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        self._wait(works)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return every rank's tensor, by rank: shape (size, *shape)."""
+        if self.size == 1:
+            return tensor.unsqueeze(0).clone()
+        gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        self._run(lambda group: group.allgather([list(gathered.unbind(0))], [tensor.contiguous()]), tensor)
+        return gathered
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum a tensor over the ranks, in place; the order of floating-point additions varies with the world."""
+        if self.size > 1:
+            self._run(lambda group: group.allreduce([tensor]), tensor)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Overwrite the tensor with that of one rank."""
+        if self.size > 1:
+            options = dist.BroadcastOptions()
+            options.rootRank = source
+            self._run(lambda group: group.broadcast([tensor], options), tensor)
+
+    def broadcast_object(self, value: object, source: int = 0) -> object:
+        """Return one rank's value, made of JSON's types, on every rank."""
+        if self.size == 1:
+            return value
+        content = json.dumps(value).encode() if self.rank == source else b""
+        length = torch.tensor([len(content)])
+        self.broadcast(length, source)
+        text = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else None
+        if text is None:
+            text = torch.zeros(int(length), dtype=torch.uint8)
+        self.broadcast(text, source)
+        return json.loads(bytes(text.tolist()))
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self.all_reduce(torch.zeros(1, dtype=torch.int64))
+
+    def _group(self, tensor: Tensor) -> dist.ProcessGroup:
+        group = self._device if tensor.is_cuda else self._host
+        assert group is not None, f"no process group for tensors on {tensor.device}"
+        return group
+
+    def _run(self, collective: object, tensor: Tensor) -> None:
+        try:
+            work = collective(self._group(tensor))  # type: ignore[operator]
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        self._wait([work])
+
+    def _wait(self, works: Sequence[dist.Work]) -> None:
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> PeerLostError:
+        return PeerLostError(f"rank {self.rank} of {self.size}: a collective failed: {str(error).splitlines()[0]}")
+
+
+def connect(prefix: str, timeout_s: float, device: torch.device | None = None) -> Group:
+    """Form the group that torchrun's environment describes; a world of one without a launcher.
+
+    `prefix` must be new for every world that meets at one store, such as its term.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    if size == 1:
+        return Group(0, 1, None, timeout_s)
+    is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = dist.TCPStore(address, port, None, is_host, timedelta(seconds=timeout_s), wait_for_workers=False)
+    except (RuntimeError, TimeoutError) as error:
+        raise PeerLostError(f"rank {rank} of {size}: no store at {address}:{port}: {error}") from error
+    return Group(rank, size, dist.PrefixStore(f"elastic/{prefix}", store), timeout_s, device)

@@ -1,0 +1,135 @@
+"""The history of a run: one JSON line for each thing that happened, in one file per process.
+
+A line reaches the operating system before the call returns, so it survives the process's SIGKILL; a torn last line (the
+machine died) is passed over by readers. The operations are those that a run is judged by afterwards: form, restore,
+step, commit, rollback, end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from elastic_train.coverage import CoverageSums
+
+FOLDER = "history"
+_TAIL_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LastApplied:
+    """The furthest step that any rank of earlier terms has applied, and when (unix seconds)."""
+
+    term: int
+    step: int
+    world: int
+    at: float
+
+
+class History:
+    """Appends this process's lines to <run.dir>/history/<term>-<rank>-<pid>.jsonl."""
+
+    def __init__(self, run_dir: str | Path, term: int, rank: int) -> None:
+        folder = Path(run_dir) / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{term:08d}-{rank:05d}-{os.getpid()}.jsonl"
+        self.term, self._rank = term, rank
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def form(
+        self, *, world: int, cause: str, joined_at: float | None, sealed_at: float | None, started_at: float
+    ) -> None:
+        """The world has formed."""
+        times = {"joined_at": joined_at, "sealed_at": sealed_at, "started_at": started_at}
+        self._write("form", world=world, pid=os.getpid(), cause=cause, **times)
+
+    def restore(
+        self,
+        *,
+        step: int,
+        epoch: int,
+        offset: int,
+        commit: str | None,
+        seconds: float,
+        skipped: list[tuple[str, str]],
+        lost_steps: int | None,
+    ) -> None:
+        """The applied state was read from a commit, or began anew."""
+        place = {"step": step, "epoch": epoch, "offset": offset, "commit": commit}
+        self._write("restore", **place, seconds=seconds, skipped=skipped, lost_steps=lost_steps)
+
+    def step(
+        self,
+        *,
+        step: int,
+        epoch: int,
+        lo: int,
+        hi: int,
+        lanes: tuple[int, int],
+        num_samples: int,
+        world: int,
+        loss: float,
+    ) -> None:
+        """A step was applied: every lane's offsets [lo, hi) of the epoch; `step` counts the steps applied so far."""
+        where = {"epoch": epoch, "lo": lo, "hi": hi, "lanes": lanes}
+        self._write("step", step=step, **where, num_samples=num_samples, world=world, loss=loss)
+
+    def commit(self, *, step: int, key: str, digest: str, parent: str | None, seconds: float) -> None:
+        """A commit was published."""
+        self._write("commit", step=step, key=key, digest=digest, parent=parent, seconds=seconds)
+
+    def rollback(self, *, from_step: int, to_step: int) -> None:
+        """Applied steps were given up without a restart."""
+        self._write("rollback", from_step=from_step, to_step=to_step)
+
+    def end(self, *, status: str, step: int, weights_sha256: str, coverage: CoverageSums) -> None:
+        """The process is through."""
+        self._write("end", status=status, step=step, weights_sha256=weights_sha256, coverage=asdict(coverage))
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _write(self, op: str, **fields: object) -> None:
+        line = json.dumps({"op": op, "t": time.time(), "term": self.term, "rank": self._rank, **fields})
+        os.write(self._file, line.encode() + b"\n")
+
+
+def read_history(run_dir: str | Path) -> Iterator[dict[str, object]]:
+    """Yield the lines of all processes, file by file; a torn line is passed over."""
+    for path in sorted((Path(run_dir) / FOLDER).glob("*.jsonl")):
+        yield from _parse(path.read_bytes())
+
+
+def last_applied(run_dir: str | Path, before_term: int) -> LastApplied | None:
+    """Return the furthest step that the newest term before `before_term` applied; reads the ends of its files only."""
+    files: dict[int, list[Path]] = {}
+    for path in (Path(run_dir) / FOLDER).glob("*-*-*.jsonl"):
+        files.setdefault(int(path.name.partition("-")[0]), []).append(path)
+    for term in sorted((term for term in files if term < before_term), reverse=True):
+        lines = [line for path in files[term] for line in _parse(_tail(path)) if line["op"] == "step"]
+        if lines:
+            last = max(lines, key=lambda line: (int(str(line["step"])), float(str(line["t"]))))
+            return LastApplied(term, int(str(last["step"])), int(str(last["world"])), float(str(last["t"])))
+    return None
+
+
+def _tail(path: Path) -> bytes:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _TAIL_BYTES))
+        content = file.read()
+    return content if size <= _TAIL_BYTES else content.partition(b"\n")[2]
+
+
+def _parse(content: bytes) -> Iterator[dict[str, object]]:
+    for line in content.splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue

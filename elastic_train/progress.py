@@ -1,0 +1,137 @@
+"""What people see while a run goes on: a live panel on a terminal, plain lines elsewhere, and a banner on resumption."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+LINE_EVERY_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeBanner:
+    """From where a run goes on, and what the interruption cost; None where it is not known."""
+
+    commit: str
+    step: int
+    age_s: float
+    steps_lost: int | None
+    world_before: int | None
+    world_after: int
+    term_before: int | None
+    term_after: int
+    detect_s: float | None
+    form_s: float | None
+    restore_s: float
+    skipped: tuple[tuple[str, str], ...] = ()
+
+    def lines(self) -> list[str]:
+        """Return the banner's text, a fact a line."""
+
+        def seconds(value: float | None) -> str:
+            return "unknown" if value is None else f"{value:.1f} s"
+
+        world = f"{'?' if self.world_before is None else self.world_before} -> {self.world_after} ranks"
+        term = f"{'?' if self.term_before is None else self.term_before} -> {self.term_after}"
+        lost = "unknown" if self.steps_lost is None else str(self.steps_lost)
+        return [
+            f"resumed from {self.commit} (step {self.step}, {self.age_s:.0f} s old); steps lost: {lost}",
+            f"world {world}, term {term}",
+            f"detect {seconds(self.detect_s)}, form {seconds(self.form_s)}, restore {seconds(self.restore_s)}",
+            *(f"skipped {key}: {why}" for key, why in self.skipped),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Where a run is."""
+
+    step: int
+    total_steps: int
+    loss: float | None
+    samples_per_s: float | None
+    world: int
+    term: int
+    last_commit_step: int | None
+    epoch: int
+
+
+class Progress:
+    """Shows the newest status; on a terminal in place, elsewhere as at most one line in `LINE_EVERY_S`."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(soft_wrap=True)
+        self._live: Live | None = None
+        self._shown_at = 0.0
+        self._rates: list[tuple[float, int]] = []
+
+    def update(self, status: Status) -> None:
+        """Show a status; cheap, and mostly nothing, when called for every step."""
+        now = time.monotonic()
+        if now - self._shown_at < (0.2 if self._console.is_terminal else LINE_EVERY_S):
+            return
+        self._shown_at = now
+        self._rates = [*self._rates[-20:], (now, status.step)]
+        if self._console.is_terminal:
+            self._show(status)
+        else:
+            self._console.print(", ".join(f"{name} {value}" for name, value in self._facts(status)), highlight=False)
+
+    def event(self, text: str) -> None:
+        """Show one line that stays."""
+        self._console.print(text, highlight=False, markup=False)
+
+    def banner(self, banner: ResumeBanner) -> None:
+        """Show from where the run goes on."""
+        lines = banner.lines()
+        if self._console.is_terminal:
+            self._console.print(Panel(Text("\n".join(lines)), title="resumed", border_style="yellow"))
+            return
+        for line in lines:
+            self.event(line)
+
+    def close(self) -> None:
+        """Leave the last status on the screen."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _show(self, status: Status) -> None:
+        table = Table.grid(padding=(0, 2))
+        facts = self._facts(status)
+        for name, _ in facts:
+            table.add_column(name)
+        table.add_row(*(Text(name, style="dim") for name, _ in facts))
+        table.add_row(*(value for _, value in facts))
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        self._live.update(table, refresh=True)
+
+    def _facts(self, status: Status) -> list[tuple[str, str]]:
+        def shown(value: float | None, form: str) -> str:
+            return "-" if value is None else format(value, form)
+
+        return [
+            ("step", f"{status.step}/{status.total_steps}"),
+            ("epoch", str(status.epoch)),
+            ("loss", shown(status.loss, ".4f")),
+            ("samples/s", shown(status.samples_per_s, ".0f")),
+            ("world", str(status.world)),
+            ("term", str(status.term)),
+            ("last commit", shown(status.last_commit_step, "d")),
+            ("ETA", self._eta(status)),
+        ]
+
+    def _eta(self, status: Status) -> str:
+        (then, step), (now, _) = self._rates[0], self._rates[-1]
+        if status.step <= step or now <= then:
+            return "-"
+        seconds = int((status.total_steps - status.step) * (now - then) / (status.step - step))
+        return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"

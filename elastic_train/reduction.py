@@ -1,0 +1,254 @@
+"""The gradient sum: along one fixed tree of lanes, so that its bits do not depend on the world; or fast, so that they may.
+
+Gradients live in one flat buffer per dtype, and every parameter's `.grad` is a view of it. A leaf starts from zeros,
+so no negative zero survives, and the backward pass of a lane's right sibling into the same buffer *is* their sum. The
+larger subtrees of a rank are kept by a binary counter of at most log2 L more buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from elastic_train.group import Group
+from elastic_train.lanes import Part, merge_plan, owned_lanes, parts_of, settle
+
+
+class GradientSum(Protocol):
+    """From the lanes' backward passes to one mean gradient, the same on every rank."""
+
+    def begin(self, lanes: range) -> None:
+        """Start a step: forget the last one's gradients."""
+
+    def lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which one lane's backward pass runs; lanes come in ascending order."""
+
+    def finish(self, divisor: float) -> None:
+        """Leave (sum over all lanes) / divisor in every parameter's `.grad`."""
+
+
+def make_gradient_sum(
+    kind: Literal["canonical", "fast"], parameters: Sequence[nn.Parameter], group: Group, num_lanes: int
+) -> GradientSum:
+    """Bind the parameters' gradients to buffers and return the sum that the configuration asks for."""
+    flats = bind_gradients(parameters)
+    return CanonicalSum(flats, group, num_lanes) if kind == "canonical" else FastSum(flats, group)
+
+
+def bind_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Make every gradient a view of one zeroed flat buffer per (dtype, device); return the buffers."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    flats = []
+    for (dtype, device), members in kinds.items():
+        flat = torch.zeros(sum(member.numel() for member in members), dtype=dtype, device=device)
+        place = 0
+        for member in members:
+            member.grad = flat[place : place + member.numel()].view_as(member)
+            place += member.numel()
+        flats.append(flat)
+    return flats
+
+
+class CanonicalSum:
+    """The sum along the tree."""
+
+    def __init__(self, flats: list[Tensor], group: Group, num_lanes: int) -> None:
+        self._flats, self._group, self._num_lanes = flats, group, num_lanes
+        self._layout = [parts_of(owned_lanes(rank, group.size, num_lanes), num_lanes) for rank in range(group.size)]
+        self._open: Part | None = None  # the subtree whose sum the flat buffers hold
+        self._stack: list[tuple[Part, list[Tensor]]] = []
+        self._free: list[list[Tensor]] = []
+
+    def begin(self, lanes: range) -> None:
+        assert lanes == owned_lanes(self._group.rank, self._group.size, self._num_lanes), f"{lanes} are not this rank's"
+        self._free += [buffers for _, buffers in self._stack]
+        self._stack.clear()
+        self._open = None
+        self._zero()
+
+    @contextlib.contextmanager
+    def lane(self, lane: int) -> Iterator[None]:
+        leaf = Part(0, lane)
+        if self._open is not None and self._open != leaf.sibling:
+            self._push()
+        yield
+        self._open = leaf.parent if self._open is not None else leaf
+        self._open = settle(self._open, self._num_lanes)
+
+    def finish(self, divisor: float) -> None:
+        self._merge_stack()
+        mine = [*self._stack, (self._open, self._flats)]
+        for number, flat in enumerate(self._flats):
+            parts = {part: buffers[number] for part, buffers in mine if part is not None}
+            assert sorted(parts) == sorted(self._layout[self._group.rank]), "not all of this rank's lanes were run"
+            if self._group.size > 1:
+                exchange(flat, parts, self._layout, self._group, self._num_lanes)
+            flat.div_(divisor)
+
+    def _push(self) -> None:
+        """Put the open subtree aside and start a new leaf from zeros."""
+        self._merge_stack()
+        assert self._open is not None, "nothing to put aside"
+        buffers = self._free.pop() if self._free else [torch.empty_like(flat) for flat in self._flats]
+        for buffer, flat in zip(buffers, self._flats, strict=True):
+            buffer.copy_(flat)
+        self._stack.append((self._open, buffers))
+        self._open = None
+        self._zero()
+
+    def _merge_stack(self) -> None:
+        """Add the subtrees put aside to the open one while they are its left siblings."""
+        while self._stack and self._open is not None and self._stack[-1][0] == self._open.sibling:
+            _, buffers = self._stack.pop()
+            for flat, buffer in zip(self._flats, buffers, strict=True):
+                flat.add_(buffer)
+            self._free.append(buffers)
+            self._open = settle(self._open.parent, self._num_lanes)
+
+    def _zero(self) -> None:
+        for flat in self._flats:
+            flat.zero_()
+
+
+class FastSum:
+    """All lanes into one buffer, then all_reduce: coverage stays exact, rounding varies with the world."""
+
+    def __init__(self, flats: list[Tensor], group: Group) -> None:
+        self._flats, self._group = flats, group
+
+    def begin(self, lanes: range) -> None:
+        for flat in self._flats:
+            flat.zero_()
+
+    def lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def finish(self, divisor: float) -> None:
+        for flat in self._flats:
+            self._group.all_reduce(flat)
+            flat.div_(divisor)
+
+
+def exchange(
+    flat: Tensor, mine: Mapping[Part, Tensor], layout: Sequence[Sequence[Part]], group: Group, num_lanes: int
+) -> None:
+    """Finish the tree over all ranks' parts and leave the whole sum in `flat`, which holds one of `mine`."""
+    if group.size & (group.size - 1) == 0 and is_balanced(layout):
+        halve_and_double(flat, group)
+    else:
+        finish_in_chunks(flat, mine, layout, group, num_lanes)
+
+
+def is_balanced(layout: Sequence[Sequence[Part]]) -> bool:
+    """Say whether every rank holds exactly one part, all of one level, in order."""
+    level = layout[0][0].level
+    return all(list(parts) == [Part(level, rank)] for rank, parts in enumerate(layout))
+
+
+def halve_and_double(flat: Tensor, group: Group) -> None:
+    """Reduce by recursive halving and gather by recursive doubling (Thakur, Rabenseifner, Gropp 2005, section 4.5).
+
+    Partners meet in the tree's order, siblings first, so the sum is the tree's; the volume is a ring's.
+    """
+    lo, hi = 0, flat.numel()
+    inbox = torch.empty((hi + 1) // 2, dtype=flat.dtype, device=flat.device)
+    trail: list[tuple[int, int, int, int, int]] = []
+    distance = 1
+    while distance < group.size:
+        partner = group.rank ^ distance
+        middle = (lo + hi) // 2
+        keep, give = ((lo, middle), (middle, hi)) if group.rank < partner else ((middle, hi), (lo, middle))
+        received = inbox[: keep[1] - keep[0]]
+        group.exchange([(partner, flat[give[0] : give[1]])], [(partner, received)])
+        flat[keep[0] : keep[1]].add_(received)
+        trail.append((partner, *keep, *give))
+        lo, hi = keep
+        distance *= 2
+    for partner, keep_lo, keep_hi, give_lo, give_hi in reversed(trail):
+        group.exchange([(partner, flat[keep_lo:keep_hi])], [(partner, flat[give_lo:give_hi])])
+
+
+def finish_in_chunks(
+    flat: Tensor, mine: Mapping[Part, Tensor], layout: Sequence[Sequence[Part]], group: Group, num_lanes: int
+) -> None:
+    """Let every rank finish the tree over its 1/W of the vector, from all ranks' parts of it, and gather."""
+    bounds = [rank * flat.numel() // group.size for rank in range(group.size + 1)]
+    lo, hi = bounds[group.rank], bounds[group.rank + 1]
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    sums: dict[Part, Tensor] = {part: buffer[lo:hi] for part, buffer in mine.items()}
+    receives = []
+    for rank in others:
+        for part in layout[rank]:
+            sums[part] = torch.empty(hi - lo, dtype=flat.dtype, device=flat.device)
+            receives.append((rank, sums[part]))
+    sends = [(rank, mine[part][bounds[rank] : bounds[rank + 1]]) for rank in others for part in layout[group.rank]]
+    group.exchange(sends, receives)
+    whole = next(iter(sums.values()))
+    for left, right, parent in merge_plan(list(sums), num_lanes):
+        whole = sums[parent] = sums.pop(left).add_(sums.pop(right))
+    if whole.data_ptr() != flat[lo:hi].data_ptr():
+        flat[lo:hi].copy_(whole)
+    group.exchange(
+        [(rank, flat[lo:hi]) for rank in others], [(rank, flat[bounds[rank] : bounds[rank + 1]]) for rank in others]
+    )
+
+
+def gather_lane_table(
+    group: Group, num_lanes: int, rows: Mapping[int, Sequence[float | int]]
+) -> list[list[float | int]]:
+    """Return every lane's row, by lane, from the rows of each rank's own lanes, in one collective.
+
+    All rows have one length and one type per column: a float travels as its bits, an integer modulo 2^64 as it is.
+    """
+    first = next(iter(rows.values()))
+    is_float = [isinstance(value, float) for value in first]
+    most = -(-num_lanes // group.size)
+    mine = torch.zeros((most, len(first)), dtype=torch.int64)
+    for place, (_, row) in enumerate(sorted(rows.items())):
+        mine[place] = torch.tensor([_to_word(value) for value in row])
+    table = group.all_gather(mine).tolist()
+    return [
+        [_from_word(word, kind) for word, kind in zip(table[rank][place], is_float, strict=True)]
+        for rank in range(group.size)
+        for place in range(len(owned_lanes(rank, group.size, num_lanes)))
+    ]
+
+
+def tree_sum(values: Sequence[float]) -> float:
+    """Add the lanes' values along the tree."""
+    sums = {Part(0, lane): value for lane, value in enumerate(values)}
+    sums = {settle(part, len(values)): value for part, value in sums.items()}
+    for left, right, parent in merge_plan(list(sums), len(values)):
+        sums[parent] = sums.pop(left) + sums.pop(right)
+    (total,) = sums.values()
+    return total
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Return the SHA-256 of all weights and buffers: names in order, dtypes, shapes, bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _to_word(value: float | int) -> int:
+    """Return a value's 64 bits as a signed integer."""
+    packed = struct.pack("<d", value) if isinstance(value, float) else (value & (1 << 64) - 1).to_bytes(8, "little")
+    return int.from_bytes(packed, "little", signed=True)
+
+
+def _from_word(word: int, is_float: bool) -> float | int:
+    packed = word.to_bytes(8, "little", signed=True)
+    value: float = struct.unpack("<d", packed)[0]
+    return value if is_float else int.from_bytes(packed, "little")

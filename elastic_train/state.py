@@ -1,0 +1,102 @@
+"""The applied state: all that an optimizer step changes, as one unit that moves from step s to s+1 and is never between.
+
+Weights, optimizer, scheduler, scaler, cursor, coverage sums and step are saved, restored and handed over together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from elastic_train.checkpoint.format import State
+from elastic_train.config import OptimizerConfig
+from elastic_train.coverage import CoverageSums
+from elastic_train.order import Cursor
+
+
+@dataclass(slots=True)
+class AppliedState:
+    """Everything that `apply` changes, and the three numbers that say how far it has come."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LambdaLR
+    scaler: torch.amp.GradScaler
+    clip_norm: float | None
+    step: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
+    coverage: CoverageSums = field(default_factory=CoverageSums)
+
+    def apply(self, cursor: Cursor, coverage: CoverageSums) -> float:
+        """Take one optimizer step with the reduced gradients in place; return their norm.
+
+        Clipping and the scaler's decision read reduced values only, so every rank decides alike. A step whose fp16
+        gradients overflowed leaves the weights alone and still counts as applied: its samples are spent.
+        """
+        self.scaler.unscale_(self.optimizer)
+        limit = math.inf if self.clip_norm is None else self.clip_norm
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.scheduler.step()
+        self.step += 1
+        self.cursor = cursor
+        self.coverage = self.coverage + coverage
+        return float(norm)
+
+    def tensors(self) -> State:
+        """Return the saved part as a nested dict, parameters by their full names."""
+        return {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def restore(self, fill: Callable[[State], None], step: int, cursor: Cursor, coverage: CoverageSums) -> None:
+        """Take over what `tensors` saved and `fill` reads back; call before gradients are bound to buffers."""
+        tensors: State = {"model": get_model_state_dict(self.model), "optimizer": {}, "scheduler": {}, "scaler": {}}
+        fill(tensors)
+        set_model_state_dict(self.model, tensors["model"])  # type: ignore[arg-type]
+        set_optimizer_state_dict(self.model, self.optimizer, tensors["optimizer"])  # type: ignore[arg-type]
+        self.scheduler.load_state_dict(tensors["scheduler"])  # type: ignore[arg-type]
+        if tensors["scaler"]:
+            self.scaler.load_state_dict(tensors["scaler"])  # type: ignore[arg-type]
+        self.step, self.cursor, self.coverage = step, cursor, coverage
+
+
+def build_state(
+    model: nn.Module, config: OptimizerConfig, total_steps: int, device: str, is_fp16: bool
+) -> AppliedState:
+    """Build optimizer, schedule and scaler around a model that lies on its device."""
+    if config.name == "sgd":
+        optimizer: Optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    else:
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+        )
+    scheduler = LambdaLR(optimizer, lambda step: rate_factor(step, config, total_steps))
+    scaler = torch.amp.GradScaler(device, enabled=is_fp16)
+    return AppliedState(model, optimizer, scheduler, scaler, config.clip_norm)
+
+
+def rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
+    """Return what the learning rate is multiplied by in a step counted from 0: linear warm-up, then the schedule."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    return 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))

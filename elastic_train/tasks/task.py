@@ -1,0 +1,105 @@
+"""The seam between the trainer and what it trains: six methods, brought by a dotted path in the configuration.
+
+A task never sees a rank, a world or a device count. It turns rows into tensors, tensors into one *summed* loss with
+its weight, and names the metrics of a validation. The trainer divides by the sum of weights of the whole step after
+the reduction, so short micro-batches and token-weighted losses are exact.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from elastic_train.config import TaskConfig, nearest
+from elastic_train.data.manifest import Manifest
+from elastic_train.errors import ConfigError
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LaneLoss:
+    """The loss of one micro-batch.
+
+    `total` is the *sum* over samples (or tokens), a scalar; `weight` is what the step's sum of totals is divided by,
+    summed over all lanes (a count of samples, of tokens, a sum of class weights); all weights 0 means: do not divide.
+    `predictions` and `targets` feed the metrics; shapes are the metrics' own.
+    """
+
+    total: Tensor
+    weight: float
+    predictions: Tensor | None = None
+    targets: Tensor | None = None
+
+
+class Task(Protocol):
+    """What a user brings. Built once per process, before any other method: `Task(**params)`."""
+
+    def prepare(self, manifest: Manifest) -> None:
+        """Take what is needed from the training set (labels, vocabulary); raise ConfigError or DataError if unfit."""
+
+    def columns(self) -> Sequence[str]:
+        """Name the columns that `collate` reads; no other is read from storage."""
+
+    def build_model(self) -> nn.Module:
+        """Build the model on the CPU; random numbers are seeded before."""
+
+    def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
+        """Turn rows, in order, into tensors whose shapes depend on the rows alone."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
+        """Compute the summed loss of one micro-batch."""
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """Return fresh validation metrics whose states are summed integers (counts), so that any world agrees."""
+
+
+@runtime_checkable
+class Finishing(Protocol):
+    """A task that leaves something behind at the end."""
+
+    def finish(self, model: nn.Module, folder: Path) -> None:
+        """Write results below the run's folder; called once, on rank 0, after the last step."""
+
+
+def load_task(config: TaskConfig) -> Task:
+    """Import and build the configured task; raise ConfigError naming the path, the parameter, and the nearest one."""
+    module_name, _, class_name = config.path.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"task.path: '{config.path}' cannot be imported ({error}); write module:Class of a module on PYTHONPATH"
+        ) from error
+    known = list(inspect.signature(factory).parameters)
+    unknown = [name for name in config.params if name not in known]
+    if unknown:
+        raise ConfigError(*(f"task.params: '{config.path}' has no '{name}'{nearest(name, known)}" for name in unknown))
+    try:
+        task: Task = factory(**config.params)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"task.params: '{config.path}' refuses them: {error}") from error
+    missing = [
+        name for name in ("prepare", "columns", "build_model", "collate", "loss", "metrics") if not hasattr(task, name)
+    ]
+    if missing:
+        raise ConfigError(f"task.path: '{config.path}' is no Task, it lacks {', '.join(missing)}")
+    return task
+
+
+def count_weight(batch: Batch) -> float:
+    """Return the number of rows of a batch: the weight of a loss that is summed over samples."""
+    return float(len(next(iter(batch.values()))))
+
+
+__all__ = ["Batch", "Finishing", "LaneLoss", "Task", "count_weight", "load_task"]

@@ -1,0 +1,100 @@
+"""The configuration: layers, errors, and what follows from the keys."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from elastic_train import config as configuration
+from elastic_train.errors import ConfigError
+
+GOOD = {"data": {"train": "somewhere"}}
+
+
+def write(folder: Path, tree: object) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def load(folder: Path, tree: object, *, environ: dict[str, str] | None = None, arguments: tuple[str, ...] = ()):
+    return configuration.load(write(folder, tree), environ=environ or {}, arguments=arguments)
+
+
+def test_later_sources_win(tmp_path):
+    """YAML is overridden by the environment, and that by the command line."""
+    tree = {**GOOD, "batch": {"global_batch": 8, "micro_batch": 1}, "epochs": 2}
+    environ = {"ELASTIC_TRAIN__BATCH__MICRO_BATCH": "2", "ELASTIC_TRAIN__EPOCHS": "3", "UNRELATED": "x"}
+    config = load(tmp_path, tree, environ=environ, arguments=("--epochs", "4", "--optimizer.weight-decay=1e-3"))
+    assert (config.batch.global_batch, config.batch.micro_batch, config.epochs) == (8, 2, 4)
+    assert config.optimizer.weight_decay == 1e-3
+
+
+def test_lanes_follow_from_the_batch_keys(tmp_path):
+    """The number of lanes is global_batch / micro_batch."""
+    config = load(tmp_path, {**GOOD, "batch": {"global_batch": 12, "micro_batch": 4}})
+    assert config.batch.num_lanes == 3
+
+
+@pytest.mark.parametrize(
+    ("tree", "environ", "arguments", "expected"),
+    [
+        ({**GOOD, "batch": {"global_bach": 8}}, {}, (), ["config.yaml:2", "batch.global_bach", "batch.global_batch"]),
+        ({**GOOD, "modle": 1}, {}, (), ["unknown key 'modle'"]),
+        ({}, {}, (), ["'data' is missing"]),
+        ({**GOOD, "epochs": "many"}, {}, (), ["config.yaml:3", "'epochs'", "'many'"]),
+        ({**GOOD, "epochs": 0}, {}, (), ["'epochs'", "greater than 0"]),
+        ({**GOOD, "batch": {"global_batch": 10, "micro_batch": 4}}, {}, (), ["no multiple", "8 and 12"]),
+        (GOOD, {"ELASTIC_TRAIN__EPOCHS": "x"}, (), ["environment ELASTIC_TRAIN__EPOCHS"]),
+        (GOOD, {}, ("--precision", "fp8"), ["command line --precision", "'fp8'"]),
+        (GOOD, {}, ("--epochs",), ["--epochs needs a value"]),
+        (GOOD, {}, ("epochs",), ["'epochs' is no option"]),
+        (GOOD, {}, ("--run.dri", "x"), ["command line --run.dri", "did you mean 'run.dir'"]),
+        ([1], {}, (), ["must be a mapping"]),
+    ],
+)
+def test_a_mistake_names_its_place_and_its_key(tmp_path, tree, environ, arguments, expected):
+    """Each message says where, which key, and what would be right."""
+    with pytest.raises(ConfigError) as raised:
+        load(tmp_path, tree, environ=environ, arguments=arguments)
+    for text in expected:
+        assert text in str(raised.value)
+
+
+def test_all_mistakes_are_reported_at_once(tmp_path):
+    """Four mistakes from three sources give four problems."""
+    tree = {"data": {"train": 3}, "batch": {"bogus": 1}}
+    with pytest.raises(ConfigError) as raised:
+        load(tmp_path, tree, environ={"ELASTIC_TRAIN__EPOCHS": "x"}, arguments=("--optimizer.lr", "-1"))
+    assert len(raised.value.problems) == 4
+
+
+def test_the_resolved_configuration_reads_back_the_same(tmp_path):
+    """to_yaml and load are inverse."""
+    config = load(tmp_path, {**GOOD, "task": {"params": {"dim": 8}}, "optimizer": {"lr": 1e-5}})
+    (tmp_path / "again.yaml").write_text(config.to_yaml())
+    assert configuration.load(tmp_path / "again.yaml", environ={}) == config
+
+
+def test_identity_fixes_the_order_and_leaves_the_rest_free(tmp_path):
+    """Another seed is another run; another folder, rate or horizon is not."""
+    base = load(tmp_path, GOOD).identity()
+    assert load(tmp_path, GOOD, arguments=("--run.seed", "2")).identity() != base
+    assert load(tmp_path, GOOD, arguments=("--batch.micro-batch", "4")).identity() != base
+    assert load(tmp_path, GOOD, arguments=("--run.dir", "x", "--epochs", "2", "--optimizer.lr", "0.1")).identity() == base
+
+
+def test_every_key_is_explained():
+    """`elastic-train keys` has a meaning for each key."""
+    rows = list(configuration.keys())
+    assert len(rows) > 30
+    assert [key for key, _, _, meaning in rows if not meaning and "." in key] == []
+
+
+def test_an_unreadable_file_is_said_so(tmp_path):
+    """No file, and no YAML, are configuration errors."""
+    with pytest.raises(ConfigError, match="cannot be read"):
+        configuration.load(tmp_path / "none.yaml", environ={})
+    (tmp_path / "bad.yaml").write_text("a: [1")
+    with pytest.raises(ConfigError, match="no YAML"):
+        configuration.load(tmp_path / "bad.yaml", environ={})
