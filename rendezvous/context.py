@@ -46,7 +46,10 @@ def context() -> RendezvousContext | None:
     return RendezvousContext(endpoints=tuple(fields.pop("endpoints")), **fields)
 
 
-def open_fence(context: RendezvousContext) -> EtcdFence:
-    """Connect to the job's etcd as one of its workers; the fence knows the term of the worker's world."""
-    store = EtcdStore(etcd_options(context.endpoints, context.options))
+def open_fence(context: RendezvousContext, *, give_up_after_s: float = 10.0) -> EtcdFence:
+    """Connect to the job's etcd as one of its workers; the fence knows the term of the worker's world.
+
+    Its calls outlast an election of etcd's, and raise StoreUnavailableError after `give_up_after_s`.
+    """
+    store = EtcdStore(etcd_options(context.endpoints, context.options), give_up_after_s=give_up_after_s)
     return EtcdFence(store, context.run_id, world_term=context.term)

@@ -28,7 +28,7 @@ from rendezvous.store import Entry, Guards, Lease, Put, Snapshot, Watch, Writes
 T = TypeVar("T")
 
 CALL_TIMEOUT_S = 2.0
-GIVE_UP_AFTER_S = 5.0
+GIVE_UP_AFTER_S = 4.0
 ENDPOINT_RETRY_S = 0.2
 
 _CHANNEL = {
@@ -60,6 +60,7 @@ class Connection:
         self.options = options
         self._lock = threading.Lock()
         self._client: pyetcd.MultiEndpointEtcd3Client | None = None
+        self._last_words = "no answer"
 
     def call(self, ask: Callable[[pyetcd.MultiEndpointEtcd3Client], T], *, give_up_after_s: float) -> T:
         """Run `ask`, again after transient failures, until it answers or the time is over."""
@@ -88,17 +89,19 @@ class Connection:
 
     def _is_transient(self, error: BaseException) -> bool:
         code = _code(error)
+        if code is not None:
+            # Once every endpoint has just failed, pyetcd says only that there is none to ask.
+            self._last_words = _details(error)
         if code is grpc.StatusCode.UNAUTHENTICATED:
             self.close()
         return code in _TRANSIENT or isinstance(error, failures.NoServerAvailableError | failures.WatchTimedOut)
 
     def _explain(self, error: Exception, waited_s: float) -> StoreUnavailableError | StoreRefusedError:
         where = self.options.where
-        why = _details(error)
         if _code(error) is grpc.StatusCode.UNAUTHENTICATED or not self._is_transient(error):
-            return StoreRefusedError(f"etcd at {where} refused: {why}")
+            return StoreRefusedError(f"etcd at {where} refused: {_details(error)}")
         return StoreUnavailableError(
-            f"no etcd answers at {where} (tried for {waited_s:.0f} s; {why}). "
+            f"no etcd answers at {where} (tried for {waited_s:.0f} s; {self._last_words}). "
             "Start etcd there, or correct the endpoint (--rdzv_endpoint=HOST:PORT) or its TLS options."
         )
 
@@ -187,16 +190,20 @@ class EtcdLease:
 
     def _renew(self) -> None:
         pause_s = self.ttl_s / 3
+        is_silent = False
         while not self._stopped.wait(pause_s):
             started = time.monotonic()
             try:
                 left_s = self._connection.call(self._refresh, give_up_after_s=self.ttl_s / 3)
             except StoreUnavailableError as error:
                 # Etcd keeps leases over its own outage, so only its word ends this one.
-                _log.warning("cannot renew the lease: %s", error)
-                left_s = self.ttl_s
+                if not is_silent:
+                    _log.warning("cannot renew the lease, trying on: %s", error)
+                is_silent, left_s = True, self.ttl_s
             except StoreRefusedError:
                 left_s = 0
+            else:
+                is_silent = False
             if left_s <= 0:
                 self._lost.set()
                 self._connection.close()
@@ -232,9 +239,12 @@ def _make_client(options: EtcdOptions) -> pyetcd.MultiEndpointEtcd3Client:
         )
         for endpoint in options.endpoints
     ]
-    return pyetcd.MultiEndpointEtcd3Client(
+    client = pyetcd.MultiEndpointEtcd3Client(
         endpoints, timeout=CALL_TIMEOUT_S, user=options.user, password=options.password, failover=True
     )
+    # The token travels as metadata already; as call credentials, too, gRPC refuses it on a channel without TLS.
+    client.call_credentials = None
+    return client
 
 
 def _operation(client: pyetcd.MultiEndpointEtcd3Client, key: str, put: Put | None) -> object:

@@ -12,6 +12,7 @@ import uuid
 from typing import Protocol
 
 from rendezvous.errors import FencedError, StoreUnavailableError
+from rendezvous.membership import Change
 from rendezvous.records import Head, Keys, encode, read_head, read_view
 from rendezvous.store import Put, Snapshot, Store
 
@@ -42,26 +43,14 @@ class EtcdFence:
         claim = uuid.uuid4().hex
         for _ in range(MAX_TRIES):
             snapshot = self._store.get(self._keys.prefix)
-            self._check_world(snapshot)
-            old = read_view(snapshot, self._keys).head
-            term = max(at_least, 1 if old is None else old.term + 1)
-            new = Head(term, None if old is None else old.commit, claim)
-            # A world that is sealed between the look and the claim must win: the guard covers it too.
-            if self._swap(snapshot, new, self._keys.head, self._keys.world):
+            term, change = raise_head(snapshot, self._keys, at_least, claim, self._world_term)
+            if self._try(change):
                 return term
         raise self._contended()
 
     def publish(self, term: int, commit: str) -> None:
         for _ in range(MAX_TRIES):
-            snapshot = self._store.get(self._keys.head)
-            old = _head(snapshot, self._keys)
-            if old is None or old.term != term:
-                held = "nobody" if old is None else f"term {old.term}"
-                raise FencedError(
-                    f"term {term} may not publish {commit}: the head is held by {held} ({self._keys.head}). "
-                    "A newer world trains on; stop this one."
-                )
-            if self._swap(snapshot, Head(term, commit, old.claim), self._keys.head):
+            if self._try(carry(self._store.get(self._keys.head), self._keys, term, commit)):
                 return
         raise self._contended()
 
@@ -71,20 +60,42 @@ class EtcdFence:
     def close(self) -> None:
         self._store.close()
 
-    def _check_world(self, snapshot: Snapshot) -> None:
-        newest = read_view(snapshot, self._keys).term
-        if self._world_term is not None and newest > self._world_term:
-            raise FencedError(
-                f"the world of term {self._world_term} may not claim: term {newest} was sealed since "
-                f"({self._keys.world}). A newer world trains on; stop this one."
-            )
-
-    def _swap(self, snapshot: Snapshot, head: Head, *guarded: str) -> bool:
-        guards = {key: snapshot.revision_of(key) for key in guarded}
-        return self._store.swap({self._keys.head: Put(encode(head))}, guards) is not None
+    def _try(self, change: Change) -> bool:
+        writes = {key: None if text is None else Put(text) for key, text in change.writes.items()}
+        return self._store.swap(writes, change.guards) is not None
 
     def _contended(self) -> StoreUnavailableError:
         return StoreUnavailableError(f"{self._keys.head} changed at each of {MAX_TRIES} tries; is the run id shared?")
+
+
+def raise_head(snapshot: Snapshot, keys: Keys, at_least: int, claim: str, world_term: int | None) -> tuple[int, Change]:
+    """Return the term that a claim would get, and the write that claims it.
+
+    A world that is sealed between the look and the write must win, so the guard covers the world, too.
+    """
+    view = read_view(snapshot, keys)
+    if world_term is not None and view.term > world_term:
+        raise FencedError(
+            f"the world of term {world_term} may not claim: term {view.term} was sealed since "
+            f"({keys.world}). A newer world trains on; stop this one."
+        )
+    old = view.head
+    term = max(at_least, 1 if old is None else old.term + 1)
+    head = Head(term, None if old is None else old.commit, claim)
+    guards = {key: snapshot.revision_of(key) for key in (keys.head, keys.world)}
+    return term, Change({keys.head: encode(head)}, guards)
+
+
+def carry(snapshot: Snapshot, keys: Keys, term: int, commit: str) -> Change:
+    """Return the write that makes `commit` the head, which must still carry `term`."""
+    old = _head(snapshot, keys)
+    if old is None or old.term != term:
+        held = "nobody" if old is None else f"term {old.term}"
+        raise FencedError(
+            f"term {term} may not publish {commit}: the head is held by {held} ({keys.head}). "
+            "A newer world trains on; stop this one."
+        )
+    return Change({keys.head: encode(Head(term, commit, old.claim))}, {keys.head: snapshot.revision_of(keys.head)})
 
 
 def _head(snapshot: Snapshot, keys: Keys) -> Head | None:

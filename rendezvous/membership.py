@@ -84,7 +84,7 @@ def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
         return Enter(view.world)
     ready = ready_members(view)
     if len(ready) < len([member for member in view.members if not _is_finishing(member, view)]):
-        return Wait("room" if _is_full(view, policy) else "members")
+        return Wait("room" if _has_no_room(view, me, policy) else "members")
     if len(ready) < policy.min_nodes:
         return Wait("nodes")
     if ready[0].id != me:
@@ -208,8 +208,10 @@ def _is_fresh(view: View) -> bool:
     return view.world is None or not mates_of(view, view.world)
 
 
-def _is_full(view: View, policy: Policy) -> bool:
-    return view.world is not None and len(mates_of(view, view.world)) >= policy.max_nodes
+def _has_no_room(view: View, me: str, policy: Policy) -> bool:
+    """The world is full, and stands without this member."""
+    world = view.world
+    return world is not None and world.rank_of(me) is None and len(mates_of(view, world)) >= policy.max_nodes
 
 
 def _is_finishing(member: Member, view: View) -> bool:

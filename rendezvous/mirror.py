@@ -61,7 +61,7 @@ class Mirror:
             try:
                 self._stream()
             except StoreError as error:
-                _log.warning("the watch of %s waits for etcd: %s", self._prefix, error)
+                _log.debug("the watch of %s waits for etcd: %s", self._prefix, error)
             self._closed.wait(random.uniform(0.02, 0.2))
         self._connection.close()
 

@@ -236,7 +236,8 @@ class Node:
             if snapshot is not None:
                 revision = snapshot.revision
                 self._show(snapshot)
-            self._show_life()
+            if not self._left.is_set():
+                self._show_life()
 
     def _show(self, snapshot: Snapshot) -> None:
         view = read_view(snapshot, self.keys)

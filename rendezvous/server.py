@@ -18,12 +18,13 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from rendezvous.errors import ServerError, StoreError
+from rendezvous.errors import ServerError, StoreRefusedError, StoreUnavailableError
 from rendezvous.etcd import Connection, list_prefix
-from rendezvous.options import EtcdOptions
+from rendezvous.options import etcd_options
 from rendezvous.orphans import bound_command
 
 START_TIMEOUT_S = 20.0
@@ -32,8 +33,12 @@ START_TIMEOUT_S = 20.0
 class EtcdServer:
     """A real etcd: `with EtcdServer() as server: … server.endpoint`."""
 
-    def __init__(self, *, port: int | None = None, data_dir: str | Path | None = None) -> None:
+    def __init__(
+        self, *, port: int | None = None, data_dir: str | Path | None = None, tls: Mapping[str, str] | None = None
+    ) -> None:
+        """Take a free port and a temporary folder unless told otherwise; `tls` (mutual): ca_cert, cert and key."""
         client, peer = _free_ports(2)
+        self._tls = dict(tls or {})
         self._port = port or client
         self._peer_port = peer
         self._own_dir = None if data_dir else tempfile.TemporaryDirectory(prefix="etcd-", ignore_cleanup_errors=True)
@@ -54,9 +59,14 @@ class EtcdServer:
         self.data_dir.mkdir(parents=True, exist_ok=True)
         with (self.data_dir / "etcd.log").open("ab") as log:
             self._process = subprocess.Popen(
-                bound_command(_binary(), *self._flags()), stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                start_new_session=True, env={**os.environ, "ETCD_UNSUPPORTED_ARCH": "arm64"},
-            )  # fmt: skip
+                bound_command(_binary(), *self._flags()),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                # etcd reads ETCD_… as flags; those of the user's own etcd are not meant for this one.
+                env={name: value for name, value in os.environ.items() if not name.startswith("ETCD_")},
+            )
         self._await_answer(self._process)
         return self
 
@@ -87,7 +97,8 @@ class EtcdServer:
         self.close()
 
     def _flags(self) -> list[str]:
-        client, peer = f"http://{self.endpoint}", f"http://127.0.0.1:{self._peer_port}"
+        scheme = "https" if self._tls else "http"
+        client, peer = f"{scheme}://{self.endpoint}", f"http://127.0.0.1:{self._peer_port}"
         flags = {
             "name": "one", "data-dir": str(self.data_dir / "member"), "log-level": "error", "logger": "zap",
             "listen-client-urls": client, "advertise-client-urls": client, "listen-peer-urls": peer,
@@ -96,15 +107,18 @@ class EtcdServer:
             # The shortest lease is 1.5 elections: still 2 s, as with etcd's defaults.
             "heartbeat-interval": "100", "election-timeout": "1000",
         }  # fmt: skip
+        if self._tls:
+            flags |= {"cert-file": self._tls["cert"], "key-file": self._tls["key"]}
+            flags |= {"trusted-ca-file": self._tls["ca_cert"], "client-cert-auth": "true"}
         return [f"--{name}={value}" for name, value in flags.items()]
 
     def _await_answer(self, process: subprocess.Popen[bytes]) -> None:
-        connection = Connection(EtcdOptions((self.endpoint,)))
+        connection = Connection(etcd_options(self.endpoint, self._tls))
         deadline = time.monotonic() + START_TIMEOUT_S
         try:
             while time.monotonic() < deadline and process.poll() is None:
-                with contextlib.suppress(StoreError):
-                    list_prefix(connection, "/", give_up_after_s=0.2)
+                with contextlib.suppress(StoreUnavailableError):
+                    _answer(connection)
                     return
         finally:
             connection.close()
@@ -122,6 +136,12 @@ class EtcdServer:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _answer(connection: Connection) -> None:
+    """Return if etcd answers; that it wants a password is an answer."""
+    with contextlib.suppress(StoreRefusedError):
+        list_prefix(connection, "/", give_up_after_s=0.2)
 
 
 def _binary() -> str:

@@ -1,0 +1,26 @@
+"""What the tests of this room share beside fixtures: the two sides of the store's seam, and waiting for a fact."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rendezvous import Store
+
+
+@dataclass(frozen=True)
+class Side:
+    """One implementation of the seam, and how its time passes."""
+
+    store: Store
+    pass_time: Callable[[float], None]
+    prefix: str
+
+
+def eventually(fact: Callable[[], bool], what: str, *, within_s: float = 30.0) -> None:
+    """Return as soon as `fact` holds; fail with `what` after `within_s`."""
+    deadline = time.monotonic() + within_s
+    while not fact():
+        assert time.monotonic() < deadline, f"{what}: not within {within_s} s"
+        time.sleep(0.02)

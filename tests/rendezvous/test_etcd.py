@@ -1,0 +1,174 @@
+"""What only a real etcd can do to a client: go away, come back, forget, refuse."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import time
+from pathlib import Path
+
+import grpc
+import pyetcd
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+import rendezvous
+from rendezvous import EtcdServer, EtcdStore, OptionError, StoreRefusedError, StoreUnavailableError, etcd_options
+from rendezvous.store import Put
+
+
+def test_watch_and_lease_survive_a_killed_etcd() -> None:
+    """After SIGKILL and a new start on the same data, the watch shows new writes and the lease still holds."""
+    with EtcdServer() as server:
+        store = EtcdStore(etcd_options(server.endpoint))
+        lease, watch = store.lease(2), store.watch("/a/")
+        store.swap({"/a/leased": Put("1", lease)}, {})
+        server.kill()
+        server.start()
+        written = store.swap({"/a/new": Put("2")}, {})
+        assert written is not None
+        seen = watch.wait(written - 1, timeout_s=10)
+        assert seen is not None and sorted(seen.entries) == ["/a/leased", "/a/new"]
+        lease.revoke()
+        watch.close()
+        store.close()
+
+
+def test_watch_survives_a_compaction_it_slept_through(etcd_store: EtcdStore) -> None:
+    """A watch whose start was compacted away lists again."""
+    watch = etcd_store.watch("/compacted/")
+    for number in range(3):
+        written = etcd_store.swap({"/compacted/a": Put(str(number))}, {})
+    assert written is not None
+    etcd_store._connection.client().compact(written)
+    late = etcd_store.swap({"/compacted/a": Put("late")}, {})
+    seen = watch.wait((late or 0) - 1, timeout_s=10)
+    watch.close()
+    assert seen is not None and seen.entries["/compacted/a"].value == "late"
+
+
+def test_every_endpoint_is_tried(etcd: EtcdServer) -> None:
+    """A dead endpoint beside a live one costs little, whichever comes first."""
+    for endpoints in (f"127.0.0.1:1,{etcd.endpoint}", f"{etcd.endpoint},127.0.0.1:1"):
+        store = EtcdStore(etcd_options(endpoints))
+        assert store.get("/nothing/").entries == {}
+        store.close()
+
+
+def test_no_etcd_is_said_in_time() -> None:
+    """Without an etcd a call ends soon, with an error that names the endpoint and says what to do."""
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailableError, match=r"127\.0\.0\.1:1 .*refused.*Start etcd there"):
+        EtcdStore(etcd_options("127.0.0.1:1"), give_up_after_s=1.0).get("/")
+    assert time.monotonic() - started < 3
+
+
+def test_a_transaction_whose_answer_was_lost_counts(etcd_store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the answer to a creation is lost after it happened, the retry finds its own write and reports success."""
+    client = etcd_store._connection.client()
+    transact, losses = client.transaction, ["the first answer"]
+
+    class LostError(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.UNAVAILABLE
+
+    def lose_first(**arguments: object) -> object:
+        answer = transact(**arguments)
+        if losses:
+            losses.pop()
+            raise LostError
+        return answer
+
+    monkeypatch.setattr(client, "transaction", lose_first)
+    assert etcd_store.swap({"/lost/a": Put("mine")}, {"/lost/a": 0}) is not None
+    assert etcd_store.swap({"/lost/a": Put("other")}, {"/lost/a": 0}) is None
+
+
+def test_users_and_expired_tokens() -> None:
+    """A wrong password is refused; a token that etcd forgot over a restart is renewed without a word."""
+    with EtcdServer() as server:
+        admin = EtcdStore(etcd_options(server.endpoint))
+        client = admin._connection.client()
+        rpc = pyetcd.etcdrpc
+        client.authstub.UserAdd(rpc.AuthUserAddRequest(name="root", password="right"), 2)
+        client.authstub.RoleAdd(rpc.AuthRoleAddRequest(name="root"), 2)
+        client.authstub.UserGrantRole(rpc.AuthUserGrantRoleRequest(user="root", role="root"), 2)
+        client.authstub.AuthEnable(rpc.AuthEnableRequest(), 2)
+        store = EtcdStore(etcd_options(server.endpoint, {"user": "root", "password": "right"}))
+        store.swap({"/a": Put("1")}, {})
+        server.kill()
+        server.start()
+        assert store.get("/a").entries["/a"].value == "1"
+        with pytest.raises(StoreRefusedError, match="refused"):
+            EtcdStore(etcd_options(server.endpoint, {"user": "root", "password": "wrong"})).get("/a")
+        with pytest.raises(StoreRefusedError, match="refused"):
+            admin.get("/a")
+
+
+def certificate_files(folder: Path) -> dict[str, str]:
+    """Write an authority and one certificate of it, good for etcd and its clients on this machine."""
+    now = datetime.datetime.now(datetime.UTC)
+    keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
+    names = [x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]) for name in ("authority", "etcd")]
+    made = []
+    for key, name in zip(keys, names, strict=True):
+        builder = x509.CertificateBuilder().subject_name(name).issuer_name(names[0]).public_key(key.public_key())
+        builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - datetime.timedelta(days=1))
+        builder = builder.not_valid_after(now + datetime.timedelta(days=1))
+        builder = builder.add_extension(x509.BasicConstraints(ca=not made, path_length=None), critical=True)
+        address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+        builder = builder.add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        made.append(builder.sign(keys[0], hashes.SHA256()))
+    private = keys[1].private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    texts = {"ca_cert": made[0].public_bytes(Encoding.PEM), "cert": made[1].public_bytes(Encoding.PEM), "key": private}
+    for name, text in texts.items():
+        (folder / name).write_bytes(text)
+    return {name: str(folder / name) for name in texts}
+
+
+def test_mutual_tls(tmp_path: Path) -> None:
+    """With the right certificates everything works, the watch too; without a client certificate nothing does."""
+    files = certificate_files(tmp_path)
+    with EtcdServer(tls=files) as server:
+        store = EtcdStore(etcd_options(server.endpoint, files))
+        watch = store.watch("/a")
+        written = store.swap({"/a": Put("1")}, {})
+        assert written is not None and watch.wait(written - 1, timeout_s=5) is not None
+        watch.close()
+        for incomplete in ({}, {"ca_cert": files["ca_cert"]}):
+            with pytest.raises(StoreUnavailableError):
+                EtcdStore(etcd_options(server.endpoint, incomplete), give_up_after_s=0.5).get("/a")
+
+
+def test_options_say_everything_that_is_wrong(tmp_path: Path) -> None:
+    """Bad TLS and user options are all reported at once."""
+    conf = {"cert": str(tmp_path / "missing.pem"), "user": "me"}
+    with pytest.raises(OptionError) as caught:
+        etcd_options("host:2379", conf)
+    assert len(caught.value.problems) == 4
+    with pytest.raises(OptionError, match="not HOST:PORT"):
+        etcd_options("host:port")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("a", ("a:2379",)), ("http://a:1,b:2/", ("a:1", "b:2")), ("[::1]:5", ("[::1]:5",)), ("[::1]", ("[::1]:2379",))],
+)
+def test_endpoints_are_read(text: str, expected: tuple[str, ...]) -> None:
+    """Endpoints come with or without scheme, port and brackets."""
+    assert etcd_options(text).endpoints == expected
+
+
+def test_public_names() -> None:
+    """The package exports these names, and only these."""
+    assert sorted(rendezvous.__all__) == [
+        "EtcdFence", "EtcdOptions", "EtcdServer", "EtcdStore", "Fence", "FencedError", "Head", "MemoryStore",
+        "OptionError", "RendezvousContext", "RendezvousError", "ServerError", "Store", "StoreError",
+        "StoreRefusedError", "StoreUnavailableError", "TooFewNodesError", "context", "die_with_parent",
+        "etcd_options", "open_fence",
+    ]  # fmt: skip
+    assert all(hasattr(rendezvous, name) for name in rendezvous.__all__)

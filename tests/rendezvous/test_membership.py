@@ -1,0 +1,327 @@
+"""Membership explored: every interleaving of a few nodes that join, seal, die, freeze and come back.
+
+The model runs the same pure functions as the product. A node looks, decides and writes in three separate steps, so
+that every write may rest on an old look; a lease may end while its holder, a zombie, goes on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import pytest
+
+from rendezvous import membership
+from rendezvous.errors import FencedError
+from rendezvous.fence import raise_head
+from rendezvous.membership import Change, Enter, Finished, Policy, Seal, Wait
+from rendezvous.records import Closed, Failure, Head, Keys, Member, Seat, View, World, encode, read_view
+from rendezvous.store import Entry, Snapshot
+
+KEYS = Keys("job")
+POLICY = Policy(min_nodes=1, max_nodes=3, last_call_s=0.0)
+
+
+@dataclass(frozen=True)
+class Actor:
+    """A process: its current member id, the world it serves, and the write it is about to try."""
+
+    id: str = ""
+    lives: int = 0
+    serving: int = 0
+    pending: Change | None = None
+    is_dead: bool = False
+
+    def __hash__(self) -> int:
+        return hash((self.id, self.lives, self.serving, repr(self.pending), self.is_dead))
+
+
+@dataclass(frozen=True)
+class State:
+    """The store's keys and all processes, and what has been seen so far."""
+
+    revision: int
+    entries: tuple[tuple[str, Entry], ...]
+    actors: tuple[Actor, ...]
+    sealed: tuple[int, ...] = ()
+    claimed: tuple[int, ...] = ()
+
+    @property
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.revision, dict(self.entries))
+
+    @property
+    def view(self) -> View:
+        return read_view(self.snapshot, KEYS)
+
+    def with_actor(self, place: int, actor: Actor) -> State:
+        return replace(self, actors=(*self.actors[:place], actor, *self.actors[place + 1 :]))
+
+    def written(self, change: Change, *, ignoring: str = "") -> State | None:
+        """The state after a transaction, or None if a guard does not hold; a planted bug ignores one guard."""
+        now = self.snapshot
+        if any(now.revision_of(key) != revision for key, revision in change.guards.items() if key != ignoring):
+            return None
+        entries, revision = dict(self.entries), self.revision + 1
+        for key, text in change.writes.items():
+            created = entries[key].create_revision if key in entries else revision
+            entries.pop(key, None)
+            if text is not None:
+                entries[key] = Entry(text, revision, created)
+        return replace(self, revision=revision, entries=tuple(sorted(entries.items(), key=lambda item: item[0])))
+
+
+def steps(state: State, *, ignoring: str = "") -> Iterator[State]:
+    """All states that one step of one process, or one lease's end, can lead to."""
+    for place, actor in enumerate(state.actors):
+        key = KEYS.member(actor.id)
+        if not actor.is_dead:
+            yield from _act(state, place, actor, ignoring)
+            if actor.id:
+                yield state.with_actor(place, replace(actor, is_dead=True))
+        elif actor.lives < 2:
+            yield state.with_actor(place, Actor(lives=actor.lives))
+        if actor.id and key in state.snapshot.entries:
+            ended = state.written(Change({key: None}, {}))
+            assert ended is not None
+            yield ended
+
+
+def _act(state: State, place: int, actor: Actor, ignoring: str) -> Iterator[State]:
+    if not actor.id:
+        yield from _register(state, place, actor)
+    elif actor.pending is not None:
+        yield _write(state, place, actor, ignoring)
+    elif actor.serving:
+        yield from _serve(state, place, actor)
+    else:
+        yield from _look(state, place, actor)
+
+
+def _register(state: State, place: int, actor: Actor) -> Iterator[State]:
+    if actor.lives == 2:
+        return
+    member = Member(f"{place}.{actor.lives + 1}", "host", "address", 1, after=state.view.term)
+    after = state.written(membership.update(Snapshot(0, {}), KEYS, member))
+    assert after is not None
+    yield after.with_actor(place, Actor(member.id, actor.lives + 1))
+
+
+def _look(state: State, place: int, actor: Actor) -> Iterator[State]:
+    decision = membership.decide(state.view, actor.id, POLICY, quiet_s=1.0)
+    if isinstance(decision, Enter):
+        yield state.with_actor(place, replace(actor, serving=decision.world.term))
+    elif isinstance(decision, Seal):
+        world = World(decision.term, decision.seats, decision.cause, "address", 1, 0.0)
+        yield state.with_actor(place, replace(actor, pending=membership.seal(state.snapshot, KEYS, world)))
+    elif isinstance(decision, membership.Expelled):
+        yield state.with_actor(place, Actor(lives=actor.lives))
+
+
+def _serve(state: State, place: int, actor: Actor) -> Iterator[State]:
+    view = state.view
+    mine = view.member(actor.id)
+    try:
+        _, claim = raise_head(state.snapshot, KEYS, actor.serving, actor.id, actor.serving)
+        if view.head is None or view.head.term < actor.serving:
+            yield state.with_actor(place, replace(actor, pending=claim))
+    except FencedError:
+        assert view.term > actor.serving, "only a newer world fences"
+    world = view.world
+    assert world is not None
+    stands = world.term == actor.serving and membership.num_waiting(view, actor.id, world, POLICY) == 0
+    if mine is None:
+        yield state.with_actor(place, Actor(lives=actor.lives))
+    elif not stands:
+        leaving = membership.update(state.snapshot, KEYS, membership.leaving_world(mine, view))
+        yield state.with_actor(place, replace(actor, serving=0, pending=leaving))
+
+
+def _write(state: State, place: int, actor: Actor, ignoring: str) -> State:
+    assert actor.pending is not None
+    after = state.written(actor.pending, ignoring=ignoring)
+    free = replace(actor, pending=None)
+    if after is None:
+        return state.with_actor(place, free)
+    if KEYS.world in actor.pending.writes:
+        after = replace(after, sealed=(*after.sealed, after.view.term))
+    if KEYS.head in actor.pending.writes:
+        head = after.view.head
+        assert head is not None
+        after = replace(after, claimed=(*after.claimed, head.term))
+        assert actor.serving == state.view.term, "a fenced world raised the head"
+    return after.with_actor(place, free)
+
+
+def check(state: State) -> None:
+    """At most one world per term, terms only grow, and nobody serves a term that was not sealed."""
+    for terms in (state.sealed, state.claimed):
+        assert all(old < new for old, new in pairwise(terms)), f"terms do not grow: {terms}"
+    assert {actor.serving for actor in state.actors} <= {0, *state.sealed}
+
+
+def explore(num_nodes: int, depth: int, *, ignoring: str = "") -> list[State]:
+    """Breadth first: every state within `depth` steps, each checked once."""
+    start = State(1, (), tuple(Actor() for _ in range(num_nodes)))
+    seen, queue = {start}, deque([(start, 0)])
+    while queue:
+        state, steps_done = queue.popleft()
+        if steps_done == depth:
+            continue
+        for following in steps(state, ignoring=ignoring):
+            if following not in seen:
+                check(following)
+                seen.add(following)
+                queue.append((following, steps_done + 1))
+    return list(seen)
+
+
+def settle(state: State) -> State:
+    """Let the dead be buried and the living act by turns, with nothing going wrong any more."""
+    for place, actor in enumerate(state.actors):
+        state = state.with_actor(place, replace(actor, lives=10))
+    held = {KEYS.member(actor.id) for actor in state.actors if not actor.is_dead}
+    for key in [key for key in state.snapshot.entries if key.startswith(KEYS.members) and key not in held]:
+        state = state.written(Change({key: None}, {})) or state
+    for _ in range(12):
+        for place, actor in enumerate(state.actors):
+            if not actor.is_dead:
+                state = next(reversed([state, *_act(state, place, state.actors[place], "")]))
+    return state
+
+
+@pytest.mark.parametrize(("num_nodes", "depth"), [(2, 14), (3, 9)])
+def test_every_interleaving_is_safe(num_nodes: int, depth: int) -> None:
+    """No interleaving of joins, crashes, lost leases, restarts and claims seals a term twice or lets one shrink."""
+    states = explore(num_nodes, depth)
+    assert len(states) > 1000
+    assert max(len(state.sealed) for state in states) >= 2
+    assert any(state.claimed for state in states)
+
+
+@pytest.mark.parametrize("guard", [KEYS.world, KEYS.head])
+def test_a_missing_guard_is_found(guard: str) -> None:
+    """The exploration can fail: without the guard on the world, or on the head, it finds the broken history."""
+    with pytest.raises(AssertionError, match=r"terms do not grow|fenced world"):
+        explore(2, 14, ignoring=guard)
+
+
+def test_progress_from_everywhere() -> None:
+    """From every reachable state, once nothing fails any more, the living end in one world together."""
+    for state in explore(2, 9):
+        calm = settle(state)
+        living = [actor for actor in calm.actors if not actor.is_dead]
+        assert len({actor.serving for actor in living}) <= 1 and all(actor.serving for actor in living), calm
+
+
+# What single views decide.
+
+
+def member(name: str, **fields: int) -> Member:
+    return Member(name, "host", "address", 2, **{"after": 0, **fields})
+
+
+def world(term: int, *names: str) -> World:
+    return World(term, tuple(Seat(name, 2) for name in names), "start", "address", 1, 0.0)
+
+
+def view(*members: Member, of: World | None = None, **fields: object) -> View:
+    return View(9, members, of, **fields)  # type: ignore[arg-type]
+
+
+TWO = Policy(min_nodes=1, max_nodes=2, last_call_s=2.0)
+
+
+def test_a_full_house_starts_at_once() -> None:
+    """With max_nodes ready the first registered seals without a last call; the others wait for it."""
+    both = view(member("b"), member("a"))
+    assert membership.decide(both, "b", TWO, 0.0) == Seal(1, (Seat("b", 2), Seat("a", 2)), "start")
+    assert membership.decide(both, "a", TWO, 0.0) == Wait("leader")
+
+
+def test_a_new_job_waits_a_moment_for_more() -> None:
+    """A job that starts waits for the quiet time, one that continues does not."""
+    alone = view(member("a"))
+    assert membership.decide(alone, "a", TWO, 0.5) == Wait("last call", 1.5)
+    assert isinstance(membership.decide(alone, "a", TWO, 2.0), Seal)
+    survivor = view(member("a", after=3), of=world(3, "a", "b"))
+    assert membership.decide(survivor, "a", TWO, 0.0) == Seal(4, (Seat("a", 2),), "lost")
+
+
+def test_live_members_are_waited_for() -> None:
+    """While a member of the last world still trains, or its lease runs, nothing is sealed."""
+    half = view(member("a", after=3), member("b", after=0), of=world(3, "a", "b"))
+    assert membership.decide(half, "a", TWO, 99.0) == Wait("members")
+
+
+@pytest.mark.parametrize(
+    ("members", "cause"),
+    [
+        ([member("a", after=3), member("b", after=3)], "restart"),
+        ([member("a", after=3), member("c")], "lost"),
+        ([member("c")], "start"),
+    ],
+)
+def test_causes(members: list[Member], cause: str) -> None:
+    """A world says why it was formed."""
+    decision = membership.decide(view(*members, of=world(3, "a", "b")), members[0].id, TWO, 9.0)
+    assert isinstance(decision, Seal) and (decision.cause, decision.term) == (cause, 4)
+
+
+def test_too_many_wait_for_room() -> None:
+    """A full world is not disturbed by one more node, which waits until there is room."""
+    full = view(member("a"), member("b"), member("c"), of=world(3, "a", "b"))
+    assert membership.decide(full, "c", TWO, 9.0) == Wait("room")
+    assert membership.num_waiting(full, "a", world(3, "a", "b"), TWO) == 0
+    freed = view(member("a"), member("c"), of=world(3, "a", "b"))
+    assert membership.num_waiting(freed, "a", world(3, "a", "b"), TWO) == 2
+
+
+def test_terms_grow_above_the_head() -> None:
+    """A new world's term is above every claimed one."""
+    decision = membership.decide(view(member("a"), head=Head(41, None)), "a", TWO, 9.0)
+    assert isinstance(decision, Seal) and decision.term == 42
+
+
+def test_below_the_minimum_nothing_is_sealed() -> None:
+    """Fewer than min_nodes wait."""
+    assert membership.decide(view(member("a")), "a", Policy(2, 3), 99.0) == Wait("nodes")
+
+
+def test_a_finished_job_admits_nobody() -> None:
+    """Once a job is closed everybody leaves; once a member is done nobody is admitted."""
+    assert membership.decide(view(member("a"), closed=Closed(3, 0.0)), "a", TWO, 9.0) == Finished()
+    three = Policy(1, 3)
+    ending = view(member("a", done=3), member("b"), member("c"), of=world(3, "a", "b"))
+    assert membership.num_waiting(ending, "b", world(3, "a", "b"), three) == 0
+
+
+def test_the_last_to_finish_closes() -> None:
+    """A finished member waits for the others, closes with the last, and leaves the job to one that restarts."""
+    both = world(3, "a", "b")
+    assert membership.ending(view(member("a", done=3), member("b"), of=both), "a", both) == "wait"
+    assert membership.ending(view(member("a", done=3), member("b", done=3), of=both), "a", both) == "close"
+    assert membership.ending(view(member("a", done=3), of=both), "a", both) == "close"
+    assert membership.ending(view(member("a", done=3), member("b", after=3), of=both), "a", both) == "leave"
+
+
+def test_blame() -> None:
+    """Nobody pays for a lost node; for a failed worker the first to fail pays, once all have shown that they live."""
+    both = world(3, "a", "b")
+    failed = Failure(3, "a")
+    assert membership.blame(view(member("a"), of=both, failure=failed), "a", both) == "free"
+    silent = view(member("a"), member("b", seen=2), of=both, failure=failed)
+    assert membership.blame(silent, "a", both) == "wait"
+    assert membership.blame(silent, "b", both) == "free"
+    alive = view(member("a"), member("b", seen=3), of=both, failure=failed)
+    assert membership.blame(alive, "a", both) == "pay"
+
+
+def test_records_come_back_as_they_were() -> None:
+    """What is written into the store is what a view shows, members in the order in which they registered."""
+    first, last = member("z"), member("a")
+    texts = {KEYS.member("z"): (first, 2), KEYS.member("a"): (last, 3), KEYS.world: (world(1, "z", "a"), 4)}
+    entries = {key: Entry(encode(record), revision, revision) for key, (record, revision) in texts.items()}
+    assert read_view(Snapshot(4, entries), KEYS) == View(4, (first, last), world(1, "z", "a"))

@@ -1,0 +1,168 @@
+"""Nodes over a store: registering, sealing, losing a member, blame, the end; in memory, without waiting for a clock."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from rendezvous_sides import eventually
+
+from rendezvous import EtcdServer, EtcdStore, MemoryStore, TooFewNodesError, etcd_options
+from rendezvous.membership import Policy
+from rendezvous.node import Node, Place
+from rendezvous.records import World
+
+TTL_S = 3.0
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as threads:
+        yield threads
+
+
+def make_node(store: MemoryStore | EtcdStore, *, most: int = 2, least: int = 1, last_call_s: float = 5.0) -> Node:
+    return Node(store, "job", Policy(least, most, last_call_s), Place("host", "127.0.0.1", 1), ttl_s=TTL_S)
+
+
+def enter(node: Node, timeout_s: float = 10.0) -> World | None:
+    node.join(timeout_s)
+    return node.next_world(lambda seal: ("127.0.0.1", 1), timeout_s)
+
+
+def pair(store: MemoryStore, pool: ThreadPoolExecutor) -> tuple[Node, Node]:
+    """Two nodes in their first world, the leader first."""
+    nodes = [make_node(store), make_node(store)]
+    worlds = list(pool.map(enter, nodes))
+    assert worlds[0] == worlds[1] and worlds[0] is not None and worlds[0].cause == "start"
+    first, second = sorted(nodes, key=lambda node: worlds[0].rank_of(node.id) or 0)
+    return first, second
+
+
+def crash(store: MemoryStore, node: Node) -> None:
+    """End a node as SIGKILL does: nothing is revoked, and its lease runs out."""
+    node._left.set()
+    assert node._lease is not None
+    node._lease.abandon()
+    store.advance(TTL_S)
+
+
+def test_nodes_started_together_make_one_world(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+    """Two nodes that may be one or two wait for each other, and not for the last call."""
+    first, second = pair(store, pool)
+    assert first.num_waiting() == second.num_waiting() == 0
+    assert [seat.member for seat in store_world(first).seats] == [first.id, second.id]
+
+
+def store_world(node: Node) -> World:
+    assert node.world is not None
+    return node.world
+
+
+def test_a_lost_lease_ends_the_world(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+    """When a lease ends the survivor is asked for a new round, and is alone in a world of the next term."""
+    first, second = pair(store, pool)
+    crash(store, second)
+    eventually(lambda: first.num_waiting() > 0, "the loss is noticed")
+    assert not first.is_only_growing()
+    world = enter(first)
+    assert world is not None and (world.term, world.cause, len(world.seats)) == (2, "lost", 1)
+
+
+def test_a_joiner_is_admitted(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+    """A node that comes later makes the others start a new round, and all meet in the next term."""
+    first = make_node(store, last_call_s=0.0)
+    enter(first)
+    second = make_node(store)
+    joining = pool.submit(enter, second)
+    eventually(lambda: first.num_waiting() > 0, "the joiner is noticed")
+    assert first.is_only_growing()
+    world = enter(first)
+    assert world is not None and world == joining.result(10) and (world.term, world.cause) == (2, "joined")
+
+
+def test_a_lost_node_is_free_for_the_survivor(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+    """A survivor whose workers failed waits for the lease of the dead node, and does not pay."""
+    first, second = pair(store, pool)
+    second._left.set()
+    blamed = pool.submit(first.is_to_blame)
+    eventually(lambda: first.view.failure is not None, "the failure is reported")
+    assert not blamed.done()
+    crash(store, second)
+    assert blamed.result(10) is False
+
+
+def test_one_node_pays_for_a_failed_worker(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+    """When workers of both nodes fail and both nodes live, exactly one pays, without waiting for a lease."""
+    assert sorted(pool.map(Node.is_to_blame, pair(store, pool))) == [False, True]
+
+
+def test_the_last_to_finish_closes_the_job(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+    """Finished nodes wait for each other; then the job is closed, and a late joiner is sent away."""
+    first, second = pair(store, pool)
+    waiting = pool.submit(first.finish, 10.0)
+    eventually(lambda: any(member.done for member in second.view.members), "the first is done")
+    assert not waiting.done()
+    second.finish(10.0)
+    waiting.result(10)
+    assert enter(make_node(store)) is None
+
+
+def test_a_closed_run_id_can_be_used_again(store: MemoryStore) -> None:
+    """The mark of a finished job ends by itself, and terms go on from where they were."""
+    node = make_node(store, last_call_s=0.0)
+    enter(node)
+    node.finish(10.0)
+    node.leave()
+    store.advance(300.0)
+    world = enter(make_node(store, last_call_s=0.0))
+    assert world is not None and (world.term, world.cause) == (2, "start")
+
+
+def test_leaving_is_noticed_at_once(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+    """A node that leaves revokes its lease: no time has to pass."""
+    first, second = pair(store, pool)
+    second.leave()
+    eventually(lambda: first.num_waiting() > 0, "the leave is noticed")
+
+
+def test_an_expelled_node_joins_as_a_new_one(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+    """A node whose lease ended while it was frozen is asked for a new round and gets a new id."""
+    first, second = pair(store, pool)
+    old = second.id
+    assert second._lease is not None
+    second._lease.abandon()
+    store.advance(TTL_S)
+    eventually(lambda: second.num_waiting() > 0 and first.num_waiting() > 0, "both notice")
+    enter(first)
+    back = pool.submit(enter, second)
+    eventually(lambda: first.num_waiting() > 0, "the return is noticed")
+    assert enter(first) == back.result(10) and second.id != old
+
+
+def test_too_few_nodes_is_an_error(store: MemoryStore) -> None:
+    """Below the minimum a node gives up after its time, and says how many came."""
+    with pytest.raises(TooFewNodesError, match="1 of at least 2 nodes"):
+        enter(make_node(store, most=3, least=2), timeout_s=0.1)
+
+
+def test_an_outage_of_etcd_does_not_end_a_world() -> None:
+    """While etcd is away, and after it is back, the members of a world stay in it, and a new round is possible."""
+    with EtcdServer() as server, ThreadPoolExecutor(2) as pool:
+        nodes = [make_node(EtcdStore(etcd_options(server.endpoint))) for _ in range(2)]
+        list(pool.map(enter, nodes))
+        server.kill()
+        threading.Event().wait(TTL_S + 1)
+        assert [node.num_waiting() for node in nodes] == [0, 0]
+        server.start()
+        joins = list(pool.map(enter, nodes))
+        assert joins[0] == joins[1] and joins[0] is not None and joins[0].cause == "restart"
+        for node in nodes:
+            node.leave()

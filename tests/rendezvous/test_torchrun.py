@@ -1,0 +1,150 @@
+"""`torchrun --rdzv_backend=etcd` as typed, with a foreign script, real processes and a real etcd.
+
+The three cases in which stock torchrun fails (restart of one worker, a joining node, loss of the rank-0 node) are here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rendezvous_sides import eventually
+
+from rendezvous import EtcdServer
+
+SCRIPT = Path(__file__).parent / "foreign_ddp.py"
+
+
+class Job:
+    """Nodes of one run id, what their workers say, and a way to end them all well."""
+
+    def __init__(self, folder: Path, endpoint: str) -> None:
+        self.folder, self.endpoint = folder, endpoint
+        self.log, self.stop_file = folder / "log.jsonl", folder / "stop"
+        self.nodes: list[subprocess.Popen[bytes]] = []
+
+    def node(self, *flags: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--rdzv_backend=etcd"]
+        command += [f"--rdzv_endpoint={self.endpoint}", "--rdzv_id=foreign", "--nnodes=1:2", "--nproc_per_node=1"]
+        command += [*flags, str(SCRIPT), str(self.log), str(self.stop_file)]
+        output = (self.folder / f"node-{len(self.nodes)}.out").open("wb")
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        started = subprocess.Popen(command, stdout=output, stderr=output, env=environ, start_new_session=True)
+        self.nodes.append(started)
+        return started
+
+    def said(self, op: str) -> list[dict[str, Any]]:
+        if not self.log.exists():
+            return []
+        lines = (json.loads(line) for line in self.log.read_text().splitlines() if line.endswith("}"))
+        return [line for line in lines if line["op"] == op]
+
+    def await_world(self, size: int, *, above: int) -> list[dict[str, Any]]:
+        """Return what the ranks of a world of `size` say once all of them train in a term above `above`."""
+
+        def ranks() -> list[dict[str, Any]]:
+            new = [line for line in self.said("trains") if line["told"]["term"] > above and line["world"] == size]
+            newest = max((line["told"]["term"] for line in new), default=0)
+            return sorted((line for line in new if line["told"]["term"] == newest), key=lambda line: line["rank"])
+
+        eventually(lambda: len(ranks()) == size, f"a world of {size} above term {above}:\n{self.output()}")
+        return ranks()
+
+    def output(self) -> str:
+        return "\n".join(path.read_text()[-1500:] for path in sorted(self.folder.glob("node-*.out")))
+
+    def finish(self, *nodes: subprocess.Popen[bytes]) -> list[int]:
+        self.stop_file.touch()
+        return [node.wait(timeout=30) for node in nodes]
+
+
+def kill(node: subprocess.Popen[bytes]) -> float:
+    """SIGKILL a node's whole process group, and return when."""
+    now = time.time()
+    os.killpg(node.pid, signal.SIGKILL)
+    node.wait()
+    return now
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def job(tmp_path: Path, etcd: EtcdServer, run_id: str) -> Iterator[Job]:
+    started = Job(tmp_path, etcd.endpoint)
+    original = started.node
+    started.node = lambda *flags: original(f"--rdzv_id={run_id}", *flags)  # type: ignore[method-assign]
+    yield started
+    for node in started.nodes:
+        if node.poll() is None:
+            kill(node)
+
+
+def test_nodes_are_lost_come_back_and_finish(job: Job) -> None:
+    """A node is killed, comes back, then the rank-0 node is killed and comes back: max_restarts is 0 throughout.
+
+    Worlds of 2, 1, 2, 1, 2; no orphan survives its agent; all leave with 0, and so does a node that comes too late.
+    """
+    nodes = [job.node(), job.node()]
+    workers = job.await_world(2, above=0)
+    assert [worker["told"]["num_nodes"] for worker in workers] == [2, 2]
+    for victim_rank in (1, 0):
+        term = workers[0]["told"]["term"]
+        victim = next(node for node in nodes if _parent(workers[victim_rank]["pid"]) == node.pid)
+        killed_at = kill(victim)
+        (survivor,) = job.await_world(1, above=term)
+        assert survivor["told"]["cause"] == "lost" and survivor["told"]["sealed_at"] - killed_at < 3 + 2
+        assert not is_running(workers[victim_rank]["pid"])
+        nodes = [node for node in nodes if node is not victim] + [job.node()]
+        workers = job.await_world(2, above=survivor["told"]["term"])
+        assert {worker["told"]["cause"] for worker in workers} == {"joined"}
+    assert job.finish(*nodes) == [0, 0], job.output()
+    assert [line["rank"] for line in sorted(job.said("done"), key=lambda line: line["rank"])] == [0, 1]
+    assert job.node().wait(timeout=30) == 0, "a late joiner of a finished job leaves with 0"
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_killed_worker_is_restarted_and_one_node_pays(job: Job) -> None:
+    """A worker is killed: both nodes meet in the next term at once, and one of them has spent a restart.
+
+    Then a node is told to leave: it revokes its lease, and the other goes on without waiting for the lease to end.
+    """
+    nodes = [job.node("--max_restarts=1"), job.node("--max_restarts=1")]
+    workers = job.await_world(2, above=0)
+    killed_at = time.time()
+    os.kill(workers[1]["pid"], signal.SIGKILL)
+    again = job.await_world(2, above=workers[0]["told"]["term"])
+    assert again[0]["told"]["cause"] == "restart" and sorted(worker["restarts"] for worker in again) == [0, 1]
+    assert again[0]["told"]["sealed_at"] - killed_at < 3, "nobody waits for a lease when every node lives"
+    leaver = next(node for node in nodes if _parent(again[0]["pid"]) == node.pid)
+    told_at = time.time()
+    leaver.terminate()
+    (survivor,) = job.await_world(1, above=again[0]["told"]["term"])
+    assert survivor["told"]["sealed_at"] - told_at < 2.5
+    stayer = next(node for node in nodes if node is not leaver)
+    assert job.finish(stayer) == [0], job.output()
+
+
+def test_no_etcd_is_an_error_that_helps(tmp_path: Path) -> None:
+    """Without an etcd torchrun ends within seconds, not with 0, and names the endpoint and what to do."""
+    job = Job(tmp_path, "127.0.0.1:1")
+    started = time.monotonic()
+    assert job.node().wait(timeout=30) != 0
+    assert time.monotonic() - started < 15
+    last = job.output().strip().splitlines()[-1]
+    assert "no etcd answers at 127.0.0.1:1" in last and "Start etcd there" in last
