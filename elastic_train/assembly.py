@@ -15,12 +15,12 @@ from typing import TypeVar
 import torch
 
 from elastic_train import errors
-from elastic_train.checkpoint import CommitRecord, CommitWriter, Store, discover, load, open_store
+from elastic_train.checkpoint import CommitRecord, CommitWriter, Store, discover, load, open_store, sweep
 from elastic_train.checkpoint.reader import read_record
 from elastic_train.config import Config
 from elastic_train.data.manifest import Manifest, load_manifest
 from elastic_train.errors import ConfigError, DataError, ElasticTrainError
-from elastic_train.fencing import Fence, StoreFence, newest_term
+from elastic_train.fencing import Fence, JoinedFence, StoreFence, newest_term
 from elastic_train.group import Group, connect
 from elastic_train.feed import Feed
 from elastic_train.history import History, last_applied
@@ -56,7 +56,8 @@ def open_session(config: Config, leave: LeaveRequest, started_at: float) -> Sess
 
     group = connect(_meeting_place(launched), config.peer_timeout_s, device)
     store = open_store(config.checkpoint_url)
-    fence = open_fence(launched) if launched and group.rank == 0 else StoreFence(store)
+    # Rank 0 alone speaks to etcd: the fence guards what is published, and nobody else publishes.
+    fence: Fence = JoinedFence(store, open_fence(launched)) if launched and group.rank == 0 else StoreFence(store)
     term = claim_term(group, store, fence, launched)
     history = History(config.run.dir, term, group.rank)
     history.form(
@@ -68,6 +69,8 @@ def open_session(config: Config, leave: LeaveRequest, started_at: float) -> Sess
     )
     formed_at = time.time()
     progress = Progress() if group.rank == 0 else None
+    if group.rank == 0:
+        sweep(store, term)
     head = restore(config, group, store, fence, state, manifest, history, progress, launched, formed_at)
     parameters = list(state.model.parameters())
     session = Session(
@@ -200,21 +203,28 @@ def check_lanes(config: Config, world_size: int) -> None:
 
 
 def agree(group: Group, decide: Callable[[], T]) -> T:
-    """Let rank 0 decide and tell the others; if it fails, every rank raises the same error.
+    """Let rank 0 decide and tell the others; if it fails, every rank raises an error of the same kind.
 
-    What `decide` returns must be made of JSON's types.
+    What `decide` returns must be made of JSON's types (a tuple arrives as a list).
     """
-    answer: dict[str, object] = {}
     if group.rank == 0:
         try:
-            answer = {"value": decide()}
+            value = decide()
         except ElasticTrainError as error:
-            group.broadcast_object({"error": type(error).__name__, "message": str(error)}, 0)
+            group.broadcast_object({"error": _public_name(error), "message": str(error)}, 0)
             raise
-    answer = group.broadcast_object(answer, 0)
+        group.broadcast_object({"value": value}, 0)
+        return value
+    answer = group.broadcast_object(None, 0)
+    assert isinstance(answer, dict), "rank 0 sends a value or an error"
     if "error" in answer:
-        raise getattr(errors, str(answer["error"]))(str(answer["message"]))
-    return answer["value"]  # type: ignore[return-value]
+        raise getattr(errors, answer["error"])(answer["message"])
+    return answer["value"]  # type: ignore[no-any-return]
+
+
+def _public_name(error: ElasticTrainError) -> str:
+    """Return the name of the nearest class that errors.py has; rooms have finer ones of their own."""
+    return next(kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__))
 
 
 def claim_term(group: Group, store: Store, fence: Fence, rendezvous: RendezvousContext | None) -> int:

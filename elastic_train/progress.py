@@ -59,7 +59,7 @@ class Status:
     world: int
     term: int
     last_commit_step: int | None
-    epoch: int
+    epoch: int | None
 
 
 class Progress:
@@ -120,7 +120,7 @@ class Progress:
 
         return [
             ("step", f"{status.step}/{status.total_steps}"),
-            ("epoch", str(status.epoch)),
+            ("epoch", shown(status.epoch, "d")),
             ("loss", shown(status.loss, ".4f")),
             ("samples/s", shown(status.samples_per_s, ".0f")),
             ("world", str(status.world)),

@@ -1,8 +1,6 @@
 """One process of a job from start to exit: set the machine up, open a session, train, tell how it ended, leave.
 
-This is the one supervisor: every error ends here, in a message and an exit code. A process whose peer was lost does
-not leave by itself: its agent is about to stop it and to form the next world, and a worker that exits first would
-look like a failure of its own and cost the agent a restart.
+This is the one supervisor: every error ends here, in a message and an exit code.
 """
 
 from __future__ import annotations
@@ -26,9 +24,6 @@ from elastic_train.trainer import Outcome, train
 from rendezvous.errors import RendezvousError
 from rendezvous.orphans import die_with_parent
 
-WAIT_FOR_AGENT_S = 20.0
-_CHECK_EVERY_S = 0.05
-
 
 def run(path: Path, overrides: Sequence[str]) -> int:
     """Train as the configuration says and return the process's exit code; under torchrun, one of its ranks."""
@@ -40,12 +35,12 @@ def run(path: Path, overrides: Sequence[str]) -> int:
     try:
         config = configuration.load(path, environ=os.environ, arguments=overrides)
         code = _train(config, leave, started_at)
-    except PeerLostError as error:
-        sys.stderr.write(f"peer lost: {error}\n")
-        code = _wait_for_agent(leave) if is_launched else error.exit_code
-    except (ElasticTrainError, RendezvousError) as error:
+    except ElasticTrainError as error:
         sys.stderr.write(explain(error) + "\n")
         code = error.exit_code
+    except RendezvousError as error:
+        sys.stderr.write(f"error: {error}\n")
+        code = 1
     except Exception:  # noqa: BLE001 - the supervisor: an unforeseen error must still be told and end the process
         traceback.print_exc()
         code = 1
@@ -74,11 +69,3 @@ def _finish(session: Session, outcome: Outcome) -> int:
     session.close(status="FINISHED" if outcome is Outcome.DONE else "KILLED")
     session.group.barrier()  # nobody leaves while another still waits for an answer
     return 0 if outcome is Outcome.DONE else Preempted.exit_code
-
-
-def _wait_for_agent(leave: LeaveRequest) -> int:
-    """Wait until the agent stops this process, since the next world is its to form; bounded, then fail."""
-    deadline = time.monotonic() + WAIT_FOR_AGENT_S
-    while not leave.is_set and time.monotonic() < deadline:
-        time.sleep(_CHECK_EVERY_S)
-    return PeerLostError.exit_code

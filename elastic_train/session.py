@@ -155,6 +155,7 @@ class Session:
         started = time.perf_counter()
         try:
             self.head = self.commits.save(self.state.tensors(), self._facts())
+            prune(self.store, self.config.checkpoint.keep_last, verified=self.head.key)
         except StorageError as error:
             self.num_failed_saves += 1
             self.tell(f"commit at step {self.state.step} FAILED ({self.num_failed_saves} so far), going on: {error}")
@@ -166,7 +167,6 @@ class Session:
             parent=self.head.parent,
             seconds=time.perf_counter() - started,
         )
-        prune(self.store, keep_last=self.config.checkpoint.keep_last)
 
     def tell(self, text: str) -> None:
         """Show one line to people, on rank 0."""

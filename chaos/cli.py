@@ -1,0 +1,214 @@
+"""`elastic-chaos`: run a scenario with real faults, judge it, and judge old runs again."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from cyclopts import App, CycloptsError, Parameter
+from rich.console import Console
+from rich.table import Table
+
+from chaos import scenario as scenarios
+from chaos.errors import ChaosError, RunError, ScenarioError
+from chaos.local import Followed, Job, launch
+from chaos.scenario import Scenario
+from chaos.verdict import FAULTED, REFERENCE, Verdict, examine, render
+from elastic_train.cli import explain
+from elastic_train.config import Config
+from elastic_train.config import load as load_config
+from elastic_train.data.manifest import load_manifest
+from elastic_train.errors import ElasticTrainError
+from elastic_train.order import Order
+from elastic_train.progress import Progress, Status
+from rendezvous.errors import RendezvousError
+from rendezvous.server import EtcdServer
+
+app = App(
+    name="elastic-chaos",
+    help="Break a training job on purpose, then prove from its files that nothing was lost, repeated or changed.",
+)
+console = Console(soft_wrap=True)
+Json = Annotated[bool, Parameter(name="--json")]
+
+
+@app.command
+def run(
+    scenario: str,
+    *,
+    seed: int | None = None,
+    out: Path | None = None,
+    reference: bool = True,
+    set_: Annotated[list[str] | None, Parameter(name="--set")] = None,
+    json_: Json = False,
+) -> int:
+    """Run SCENARIO (a file, or a name from `elastic-chaos ls`) with its faults, then without, and judge it.
+
+    Drawn steps come from --seed, which is printed; the same seed draws the same steps. Results lie in --out
+    (runs/<name> if not given): faulted/, reference/, verdict.json. --set batch.micro_batch=8 changes a key of the
+    trainer's configuration. Exit code 0 only if the verdict is valid.
+    """
+    described = scenarios.load(scenarios.find(scenario))
+    seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
+    folder = out or Path("runs") / described.name
+    verdict = execute(described, seed, folder, overrides=set_ or [], with_reference=reference, is_quiet=json_)
+    return report(verdict, folder, json_)
+
+
+@app.command
+def check(folder: Path, *, json_: Json = False) -> int:
+    """Judge the run in FOLDER again, from its files alone."""
+    return report(examine(folder), folder, json_)
+
+
+@app.command
+def ls(*, json_: Json = False) -> int:
+    """List the scenarios that come with the package."""
+    known = [scenarios.load(path) for path in sorted(scenarios.FOLDER.glob("*.yaml"))]
+    if json_:
+        console.print_json(json.dumps([{"name": item.name, "description": item.description} for item in known]))
+        return 0
+    table = Table("scenario", "what happens", "nodes x ranks", "faults")
+    for item in known:
+        shape = f"{item.nodes.count} x {item.nodes.ranks}"
+        table.add_row(item.name, item.description, shape, ", ".join(f"{f.kind} {f.node}" for f in item.faults))
+    console.print(table)
+    return 0
+
+
+def execute(
+    scenario: Scenario,
+    seed: int,
+    folder: Path,
+    *,
+    overrides: list[str],
+    with_reference: bool = True,
+    is_quiet: bool = False,
+) -> Verdict:
+    """Run a scenario with its faults and, separately, without; write and return the verdict."""
+    changes = [*_as_arguments(scenario.set), *_split(overrides)]
+    config = load_config(scenario.config, environ=os.environ, arguments=changes)
+    total_steps = count_steps(config)
+    due = scenarios.schedule(scenario, seed, total_steps, config.checkpoint.every_steps or total_steps)
+    late = [fault for fault in due if fault.step is not None and fault.step >= total_steps]
+    if late:
+        raise ScenarioError(f"{scenario.name}: {late[0].kind} is due at step {late[0].step}, the job has {total_steps}")
+    say: Callable[[str], None] = (lambda _: None) if is_quiet else (lambda text: console.print(text, highlight=False))
+    steps = ", ".join(
+        f"{f.kind} {f.node} {'at step ' + str(f.step) if f.step else f'{f.after_s:g} s later'}" for f in due
+    )
+    say(f"scenario {scenario.name}, seed {seed}: {total_steps} steps, {steps or 'no faults'}")
+    for name in (FAULTED, REFERENCE):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    names = [FAULTED, REFERENCE] if with_reference else [FAULTED]
+    for name in names:
+        say(f"training {'with' if name == FAULTED else 'the same without'} faults, in {folder / name}")
+        started = time.monotonic()
+        _run_once(scenario, folder / name, due if name == FAULTED else [], seed, changes, total_steps, is_quiet)
+        say(f"done in {time.monotonic() - started:.0f} s")
+    return examine(folder)
+
+
+def _run_once(
+    scenario: Scenario,
+    folder: Path,
+    due: list[scenarios.Due],
+    seed: int,
+    changes: list[str],
+    total_steps: int,
+    is_quiet: bool,
+) -> None:
+    folder.mkdir(parents=True)
+    progress = Progress(Console(soft_wrap=True, quiet=is_quiet))
+    shown: list[int] = [0]
+
+    def look(followed: Followed) -> None:
+        if followed.term != shown[0] and followed.world:
+            progress.event(f"term {followed.term}: {followed.world} ranks, at step {followed.step}")
+            shown[0] = followed.term
+        if followed.step:
+            progress.update(
+                Status(
+                    step=followed.step,
+                    total_steps=total_steps,
+                    loss=followed.loss,
+                    samples_per_s=None,
+                    world=followed.world,
+                    term=followed.term,
+                    last_commit_step=followed.commit,
+                    epoch=None,
+                )
+            )
+
+    own = ["--run.dir", str(folder), "--run.name", f"{scenario.name}-{folder.name}"]
+    with EtcdServer() as server:
+        nodes = launch(scenario, server.endpoint, folder, [*changes, *own], f"{scenario.name}-{folder.name}")
+        try:
+            Job(folder, nodes, scenario, due, seed, look, progress.event).run()
+        finally:
+            progress.close()
+
+
+def count_steps(config: Config) -> int:
+    """Return how many steps the configured job takes."""
+    order = Order(load_manifest(config.data.train).group_rows, num_lanes=config.batch.num_lanes, seed=config.run.seed)
+    return config.max_steps or config.epochs * order.num_steps(config.batch.micro_batch)
+
+
+def report(verdict: Verdict, folder: Path, is_json: bool) -> int:
+    """Print a verdict and return the exit code that says it."""
+    if is_json:
+        sys.stdout.write(json.dumps(verdict.fields) + "\n")
+    else:
+        console.print(render(verdict))
+        console.print(f"{folder / 'verdict.json'} has the whole of it", highlight=False)
+    return 0 if verdict.is_valid else 1
+
+
+def _as_arguments(tree: Mapping[str, object], prefix: str = "") -> list[str]:
+    """Turn a tree of settings into the trainer's command-line arguments."""
+    arguments: list[str] = []
+    for key, value in tree.items():
+        if isinstance(value, dict) and not (prefix == "task." and key == "params"):
+            arguments += _as_arguments(value, f"{prefix}{key}.")
+        else:
+            text = yaml.safe_dump(value, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
+            arguments.append(f"--{prefix}{key}={text}")
+    return arguments
+
+
+def _split(settings: list[str]) -> list[str]:
+    wrong = [setting for setting in settings if "=" not in setting]
+    if wrong:
+        raise ScenarioError(*(f"--set {setting}: write key=value" for setting in wrong))
+    return [f"--{setting}" for setting in settings]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command and leave with its exit code."""
+    try:
+        result = app(arguments, result_action="return_value", exit_on_error=False)
+    except CycloptsError:
+        sys.exit(ScenarioError.exit_code)  # cyclopts has said what is wrong
+    except ElasticTrainError as error:
+        sys.stderr.write(explain(error) + "\n")
+        sys.exit(error.exit_code)
+    except (ScenarioError, RunError, ChaosError, RendezvousError) as error:
+        sys.stderr.write("".join(f"error: {line}\n" for line in getattr(error, "problems", [str(error)])))
+        sys.exit(getattr(error, "exit_code", 1))
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped; no process was left behind\n")
+        sys.exit(130)
+    sys.exit(result if isinstance(result, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The verdict: what the checker found and what the faults cost, as verdict.json and as a short table.
+
+Computed from files on disk alone, so `elastic-chaos check` can repeat it long after the run.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Group as Lines
+from rich.table import Table
+from rich.text import Text
+
+from chaos.checker import Finding, Violated, coverage_counts, judge
+from chaos.errors import ChaosError
+from chaos.evidence import Evidence, Line, collect, whole
+from chaos.recovery import Recovery, recoveries
+
+FAULTED, REFERENCE, NAME = "faulted", "reference", "verdict.json"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Everything that was found on a run; `fields` is what verdict.json holds."""
+
+    findings: list[Finding]
+    recoveries: list[Recovery]
+    fields: dict[str, object]
+
+    @property
+    def is_valid(self) -> bool:
+        return all(finding.truth == "true" for finding in self.findings)
+
+
+def examine(folder: Path) -> Verdict:
+    """Judge the run in <folder>/faulted, against <folder>/reference if that was run, and write verdict.json."""
+    if not (folder / FAULTED / "history").is_dir():
+        raise ChaosError(f"{folder}: no {FAULTED}/history there; give the folder of an `elastic-chaos run`")
+    run = collect(folder / FAULTED)
+    reference = collect(folder / REFERENCE) if (folder / REFERENCE / "history").is_dir() else None
+    findings = judge(run, reference)
+    costs = recoveries(run)
+    verdict = Verdict(findings, costs, _fields(run, reference, findings, costs))
+    (folder / NAME).write_text(json.dumps(verdict.fields, indent=2) + "\n")
+    return verdict
+
+
+def _fields(
+    run: Evidence, reference: Evidence | None, findings: list[Finding], costs: list[Recovery]
+) -> dict[str, object]:
+    result, expected = run.result or {}, (reference.result if reference else None) or {}
+    metrics, expected_metrics = _metrics(result), _metrics(expected)
+    return {
+        "valid": all(finding.truth == "true" for finding in findings),
+        "weights_sha256": result.get("weights_sha256"),
+        "reference_weights_sha256": expected.get("weights_sha256"),
+        "coverage": _coverage(run, result),
+        "rpo_steps": max((cost.rpo_steps for cost in costs), default=None),
+        "rto_s": max((round(cost.rto_s, 3) for cost in costs), default=None),
+        "faults": [{key: value for key, value in fault.items() if key != "op"} for fault in run.of("fault")],
+        "recoveries": [asdict(cost) for cost in costs],
+        "validation": {
+            "macro_f1": metrics.get("macro_f1"),
+            "reference_macro_f1": expected_metrics.get("macro_f1"),
+            "loss": metrics.get("loss"),
+            "reference_loss": expected_metrics.get("loss"),
+        },
+        "mlflow_run_id": result.get("mlflow_run_id"),
+        "reference_mlflow_run_id": expected.get("mlflow_run_id"),
+        "seed": next((line["seed"] for line in run.of("scenario")), None),
+        "scenario": next((line["name"] for line in run.of("scenario")), None),
+        "invariants": [asdict(finding) for finding in findings],
+    }
+
+
+def _coverage(run: Evidence, result: Line) -> dict[str, int | None]:
+    try:
+        least, most = coverage_counts(run)
+        return {"min": least, "max": most, "samples": whole(result, "num_samples")}
+    except (KeyError, TypeError, ValueError, Violated):
+        return {"min": None, "max": None, "samples": None}
+
+
+def _metrics(result: Line) -> Line:
+    metrics = result.get("metrics")
+    return metrics if isinstance(metrics, dict) else {}
+
+
+def render(verdict: Verdict) -> Lines:
+    """Return the verdict as tables for people."""
+    findings = Table("invariant", "verdict", "because", title=None, header_style="bold")
+    colours = {"true": "green", "false": "bold red", "unknown": "yellow"}
+    for finding in verdict.findings:
+        findings.add_row(finding.invariant, Text(finding.truth, style=colours[finding.truth]), finding.why)
+    costs = Table("fault", "term", "steps lost", "seconds to next step", "detect", "form", "restore", "warm")
+    for cost in verdict.recoveries:
+        parts = (cost.detect_s, cost.form_s, cost.restore_s, cost.warm_s)
+        shown = ["-" if part is None else f"{part:.2f}" for part in parts]
+        what = f"{cost.kind} {cost.node}"
+        costs.add_row(what, str(cost.term), str(cost.rpo_steps), f"{cost.rto_s:.2f}", *shown)
+    fields = verdict.fields
+    rows = Table("", "with faults", "without", header_style="bold")
+    rows.add_row("weights sha256", str(fields["weights_sha256"])[:24], str(fields["reference_weights_sha256"])[:24])
+    validation = fields["validation"]
+    assert isinstance(validation, dict), "made above"
+    for name in ("macro_f1", "loss"):
+        rows.add_row(f"validation {name}", _shown(validation[name]), _shown(validation[f"reference_{name}"]))
+    rows.add_row("MLflow run", str(fields["mlflow_run_id"]), str(fields["reference_mlflow_run_id"]))
+    coverage = fields["coverage"]
+    assert isinstance(coverage, dict), "made above"
+    times = f"each of {coverage['samples']} samples counted {coverage['min']} to {coverage['max']} times an epoch"
+    outcome = Text("VALID", style="bold green") if verdict.is_valid else Text("NOT VALID", style="bold red")
+    return Lines(findings, costs, rows, Text(times), outcome)
+
+
+def _shown(value: object) -> str:
+    return f"{value:.6f}" if isinstance(value, float) else "-"
