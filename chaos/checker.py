@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from chaos.evidence import Evidence, Line, number, whole
 
@@ -298,20 +299,20 @@ def closed_form(rows: int, epochs: int) -> tuple[int, int]:
     return sum_a * epochs & _MASK, sum_b * epochs & _MASK
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def _counts(run: Evidence) -> dict[int, np.ndarray]:
+def _counts(run: Evidence) -> dict[int, npt.NDArray[np.int64]]:
     """Count, for every epoch, how often each (offset, lane) is in the lineage; shape (offsets, lanes)."""
     steps = lineage_of(run)
     lines = [line for applied in steps for line in applied.lines]
     num_lanes = max(_lanes(line)[1] for line in lines)
     length = max(whole(line, "hi") for line in lines)
     last = max((whole(line, "epoch"), whole(line, "hi")) for line in lines)
-    counts: dict[int, np.ndarray] = {}
+    counts: dict[int, npt.NDArray[np.int64]] = {}
     for applied in steps:
         if not applied.lines:
             raise Violated(f"step {applied.step} was restored over, but no rank of term {applied.term} applied it")
@@ -341,9 +342,9 @@ def _where(run: Evidence) -> str:
         wrong = np.flatnonzero(run.witness != max(1, whole(_result(run), "epochs")))
         return f"sample {int(wrong[0])}" if wrong.size else "the witness"
     for epoch, count in _counts(run).items():
-        wrong = np.argwhere(count != 1)
-        if wrong.size:
-            offset, lane = (int(place) for place in wrong[0])
+        places = np.argwhere(count != 1)
+        if places.size:
+            offset, lane = (int(place) for place in places[0])
             return f"epoch {epoch}, lane {lane}, offset {offset}: {int(count[offset, lane])} times"
     return "nowhere"
 

@@ -1,4 +1,4 @@
-"""`elastic-train`: what people type. Every command checks its input first and ends with the code that errors.py names."""
+"""`elastic-train`: what people type. A command checks its input first, and ends with the code that errors.py names."""
 
 from __future__ import annotations
 
@@ -40,10 +40,13 @@ def train(config: Path, *overrides: Overrides) -> int:
 
 @app.command
 def validate(config: Path, *overrides: Overrides) -> int:
-    """Check CONFIG, its task and its data without training; print the resolved configuration and what follows from it."""
-    from elastic_train.assembly import describe_plan
+    """Check CONFIG, its task and its data without training; print all keys as resolved, and what follows from them."""
+    from elastic_train.plan import make_plan
 
-    print_text(describe_plan(configuration.load(config, environ=os.environ, arguments=overrides)))
+    resolved = configuration.load(config, environ=os.environ, arguments=overrides)
+    facts = make_plan(resolved).describe()
+    print_text(resolved.to_yaml())
+    print_text("\n".join(f"# {name}: {value}" for name, value in facts.items()))
     return 0
 
 

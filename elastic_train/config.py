@@ -230,7 +230,7 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, str, Va
 
 
 def _from_arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[tuple[str, str, Value]]:
-    """Read `--a.b-c value` and `--a.b-c=value`; the value is YAML, so null, true, 1e-3 and [1, 2] mean what they say."""
+    """Read `--a.b-c value` and `--a.b-c=value`; values are YAML: null, true, 1e-3 and [1, 2] mean what they say."""
     rest = list(arguments)
     while rest:
         token = rest.pop(0)

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from elastic_train.errors import PeerLostError
-
-_DIGITS = 8  # bytes of a broadcast object's length
 
 
 class Group:
     """`size` ranks, of which this process is `rank`."""
 
     def __init__(
-        self, rank: int, size: int, store: dist.Store | None, timeout_s: float, device: torch.device | None = None
+        self, rank: int, size: int, store: Store | None, timeout_s: float, device: torch.device | None = None
     ) -> None:
         self.rank, self.size = rank, size
         self._host: dist.ProcessGroup | None = None
@@ -35,11 +35,11 @@ class Group:
         assert store is not None, "a world of several ranks meets at a store"
         timeout = timedelta(seconds=timeout_s)
         try:
-            self._host = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+            self._host = _typed(dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout))
             if device is not None and device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
-                self._device = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+                self._device = _typed(dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options))
         except (RuntimeError, TimeoutError) as error:
             raise PeerLostError(f"rank {rank} of {size}: the group did not form: {error}") from error
 
@@ -97,9 +97,9 @@ class Group:
         assert group is not None, f"no process group for tensors on {tensor.device}"
         return group
 
-    def _run(self, collective: object, tensor: Tensor) -> None:
+    def _run(self, collective: Callable[[dist.ProcessGroup], dist.Work], tensor: Tensor) -> None:
         try:
-            work = collective(self._group(tensor))  # type: ignore[operator]
+            work = collective(self._group(tensor))
         except RuntimeError as error:
             raise self._lost(error) from error
         self._wait([work])
@@ -115,6 +115,11 @@ class Group:
         return PeerLostError(f"rank {self.rank} of {self.size}: a collective failed: {str(error).splitlines()[0]}")
 
 
+def _typed(backend: object) -> dist.ProcessGroup:
+    """Name a backend by the class whose collectives it has: torch's stubs do not say that it has them."""
+    return cast(dist.ProcessGroup, backend)
+
+
 def connect(prefix: str, timeout_s: float, device: torch.device | None = None) -> Group:
     """Form the group that torchrun's environment describes; a world of one without a launcher.
 
@@ -127,7 +132,7 @@ def connect(prefix: str, timeout_s: float, device: torch.device | None = None) -
     is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        store = dist.TCPStore(address, port, None, is_host, timedelta(seconds=timeout_s), wait_for_workers=False)
+        store = TCPStore(address, port, None, is_host, timedelta(seconds=timeout_s), wait_for_workers=False)
     except (RuntimeError, TimeoutError) as error:
         raise PeerLostError(f"rank {rank} of {size}: no store at {address}:{port}: {error}") from error
-    return Group(rank, size, dist.PrefixStore(f"elastic/{prefix}", store), timeout_s, device)
+    return Group(rank, size, PrefixStore(f"elastic/{prefix}", store), timeout_s, device)

@@ -1,4 +1,4 @@
-"""What people see while a run goes on: a live panel on a terminal, plain lines elsewhere, and a banner on resumption."""
+"""What people see while a run goes on: a live panel on a terminal, else plain lines, and a banner on resumption."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ResumeBanner:
 
     commit: str
     step: int
-    age_s: float
+    age_s: float | None
     steps_lost: int | None
     world_before: int | None
     world_after: int
@@ -41,7 +41,7 @@ class ResumeBanner:
         term = f"{'?' if self.term_before is None else self.term_before} -> {self.term_after}"
         lost = "unknown" if self.steps_lost is None else str(self.steps_lost)
         return [
-            f"resumed from {self.commit} (step {self.step}, {self.age_s:.0f} s old); steps lost: {lost}",
+            f"resumed from {self.commit} (step {self.step}, {seconds(self.age_s)} old); steps lost: {lost}",
             f"world {world}, term {term}",
             f"detect {seconds(self.detect_s)}, form {seconds(self.form_s)}, restore {seconds(self.restore_s)}",
             *(f"skipped {key}: {why}" for key, why in self.skipped),

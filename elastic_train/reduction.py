@@ -1,4 +1,4 @@
-"""The gradient sum: along one fixed tree of lanes, so that its bits do not depend on the world; or fast, so that they may.
+"""The gradient sum: along one fixed tree of lanes, so that no bit depends on the world; or fast, so that they may.
 
 Gradients live in one flat buffer per dtype, and every parameter's `.grad` is a view of it. A leaf starts from zeros,
 so no negative zero survives, and the backward pass of a lane's right sibling into the same buffer *is* their sum. The

@@ -1,15 +1,15 @@
-"""The end of a run on disk: result.json, written once by rank 0, after every rank was found to hold the same weights."""
+"""The end of a run on disk: result.json, written by rank 0 after every rank was found to hold the same weights."""
 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from elastic_train.errors import ElasticTrainError
+from elastic_train.files import write_atomically
 from elastic_train.group import Group
 from elastic_train.reduction import weights_digest
 from elastic_train.session import Session
@@ -20,24 +20,26 @@ TRACKER_TIMEOUT_S = 20.0
 
 def write_result(session: Session, status: str) -> None:
     """Compare the weights of all ranks, write result.json, and let the task leave its own results."""
-    digest = weights_digest(session.model)
-    check_agreement(session.group, digest, session.state.step)
-    session.history.end(status=status, step=session.state.step, weights_sha256=digest, coverage=session.state.coverage)
-    if session.group.rank != 0:
+    digest = weights_digest(session.state.model)
+    check_agreement(session.world.group, digest, session.state.step)
+    session.world.history.end(
+        status=status, step=session.state.step, weights_sha256=digest, coverage=session.state.coverage
+    )
+    if session.world.group.rank != 0:
         return
-    folder = Path(session.config.run.dir)
-    if status == "done" and isinstance(session.task, Finishing):
-        session.task.finish(session.model, folder)
+    folder = Path(session.plan.config.run.dir)
+    if status == "done" and isinstance(session.plan.task, Finishing):
+        session.plan.task.finish(session.state.model, folder)
     result = {
         "status": status,
         "step": session.state.step,
-        "term": session.term,
+        "term": session.world.term,
         "weights_sha256": digest,
         "metrics": session.last_validation,
         "coverage": asdict(session.state.coverage),
-        "num_samples": session.manifest.num_rows,
+        "num_samples": session.plan.manifest.num_rows,
         "epochs": session.state.cursor.epoch,
-        "world": session.group.size,
+        "world": session.world.group.size,
         "num_failed_saves": session.num_failed_saves,
         "mlflow_run_id": session.tracker.wait_run_id(TRACKER_TIMEOUT_S) if session.tracker else None,
     }
@@ -54,10 +56,3 @@ def check_agreement(group: Group, digest: str, step: int) -> None:
             f"step {step}: ranks {differing} hold other weights than rank 0; a kernel is not deterministic, "
             "or a device computes wrongly. The last commit is intact; set `reduction: fast` to train without equal bits"
         )
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a small file as a whole: readers see the old text or the new one."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text)
-    draft.replace(path)

@@ -67,5 +67,5 @@ def _finish(session: Session, outcome: Outcome) -> int:
     """Write the result, end the tracker's run truthfully, and leave the group in good order."""
     write_result(session, outcome.value)
     session.close(status="FINISHED" if outcome is Outcome.DONE else "KILLED")
-    session.group.barrier()  # nobody leaves while another still waits for an answer
+    session.world.group.barrier()  # nobody leaves while another still waits for an answer
     return 0 if outcome is Outcome.DONE else Preempted.exit_code

@@ -1,4 +1,4 @@
-"""The applied state: all that an optimizer step changes, as one unit that moves from step s to s+1 and is never between.
+"""The applied state: all that an optimizer step changes, one unit that moves from step s to s+1, never between.
 
 Weights, optimizer, scheduler, scaler, cursor, coverage sums and step are saved, restored and handed over together.
 """

@@ -50,11 +50,11 @@ def train(session: Session) -> Outcome:
     for lanes in session.steps():
         started = time.perf_counter()
         sums = compute_step(session, lanes)
-        cursor = session.order.advance(state.cursor, session.micro_batch)
+        cursor = session.plan.order.advance(state.cursor, session.plan.micro_batch)
         norm = state.apply(cursor, sums.coverage)
         session.record_step(sums.loss / sums.divisor, norm, sums.coverage.count, time.perf_counter() - started)
 
-        is_last = state.step == session.total_steps
+        is_last = state.step == session.plan.total_steps
         if is_last or session.is_validation_due():
             session.validate()
         if is_last or sums.flags or session.is_commit_due():
@@ -70,7 +70,7 @@ def compute_step(session: Session, lanes: Sequence[LaneBatch]) -> StepSums:
     gradients = session.gradients
     gradients.begin(session.lanes)
     rows = {batch.lane: [*_run_lane(session, batch), flags] for batch in lanes}
-    sums = _fold(gather_lane_table(session.group, session.num_lanes, rows))
+    sums = _fold(gather_lane_table(session.world.group, session.plan.num_lanes, rows))
     gradients.finish(sums.divisor)
     return sums
 
@@ -80,10 +80,10 @@ def _run_lane(session: Session, batch: LaneBatch) -> tuple[float, float, int, in
     with session.gradients.lane(batch.lane):
         if batch.tensors is None:
             return 0.0, 0.0, 0, 0, 0
-        torch.manual_seed(lane_seed(session.seed, session.state.step, batch.lane))
+        torch.manual_seed(lane_seed(session.plan.config.run.seed, session.state.step, batch.lane))
         with session.autocast():
-            loss = session.task.loss(session.model, session.to_device(batch.tensors))
-        session.state.scaler.scale(loss.total).backward()
+            loss = session.plan.task.loss(session.state.model, session.to_device(batch.tensors))
+        torch.autograd.backward(session.state.scaler.scale(loss.total))
     coverage = CoverageSums.of_ids(batch.ids)
     return float(loss.total.detach()), loss.weight, coverage.count, coverage.sum_a, coverage.sum_b
 

@@ -54,8 +54,7 @@ class Block(nn.Module):
         dropout = self.dropout if self.training else 0.0
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
         x = x + F.dropout(self.out(attended.transpose(1, 2).reshape(batch, tokens, dim)), dropout)
-        x = x + self.mlp(self.norm_mlp(x))
-        return x
+        return x + self.mlp(self.norm_mlp(x))  # type: ignore[no-any-return]
 
 
 class Metadata(nn.Module):

@@ -69,11 +69,13 @@ class TextClassifier:
         self._categorical = manifest.categorical_columns if self._categorical is None else self._categorical
         _check_columns(manifest, self._tokens, self._label, [*self._numeric, *self._categorical])
         if not manifest.label_counts:
-            raise DataError(f"{manifest.url}: the manifest counts no labels; build it with label_column={self._label!r}")
+            raise DataError(
+                f"{manifest.url}: no labels were counted; build the manifest with label_column={self._label!r}"
+            )
         self.num_classes = max(2, len(manifest.label_counts))
         self.vocabulary = self.vocabulary or manifest.vocabulary_size
         if self.vocabulary is None:
-            raise ConfigError(f"task.params.vocabulary: {manifest.url} has no tokenizer; say how many token ids there are")
+            raise ConfigError(f"task.params.vocabulary: {manifest.url} has no tokenizer; say how many token ids it has")
         if self.class_weights == "balanced":
             counts = torch.tensor(manifest.label_counts, dtype=torch.float32).clamp(min=1)
             self._weights = counts.sum() / (len(counts) * counts)

@@ -1,0 +1,124 @@
+"""What a run is before any world has formed: task, data, order, length, device; checked in full, or refused.
+
+A plan reads manifests and imports the task. It touches no peer, claims no term, and survives every change of the world.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from elastic_train.checkpoint import CommitRecord
+from elastic_train.config import Config
+from elastic_train.data.manifest import Manifest, load_manifest
+from elastic_train.errors import ConfigError, DataError
+from elastic_train.feed import Feed
+from elastic_train.mixing import derive
+from elastic_train.order import Order
+from elastic_train.state import AppliedState, build_state
+from elastic_train.tasks.task import Task, load_task
+
+_INITIAL_WEIGHTS = 4  # separates the initial weights' random numbers from order and dropout
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A checked configuration with all that follows from it."""
+
+    config: Config
+    task: Task
+    manifest: Manifest
+    order: Order
+    feed: Feed
+    total_steps: int
+    device: torch.device
+
+    @property
+    def num_lanes(self) -> int:
+        return self.config.batch.num_lanes
+
+    @property
+    def micro_batch(self) -> int:
+        return self.config.batch.micro_batch
+
+    def build_state(self) -> AppliedState:
+        """Build model and optimizer from the run's seed, so that every rank begins with the same bits."""
+        torch.manual_seed(derive(self.config.run.seed, _INITIAL_WEIGHTS) >> 1)
+        model = self.task.build_model().to(self.device)
+        model.train()
+        is_fp16 = self.config.precision == "fp16"
+        return build_state(model, self.config.optimizer, self.total_steps, self.device.type, is_fp16)
+
+    def check_continues(self, record: CommitRecord) -> None:
+        """Refuse to go on from a commit whose order or data are not this plan's."""
+        config, manifest = self.config, self.manifest
+        if record.manifest_digest != manifest.digest:
+            raise DataError(
+                f"{manifest.url}: the manifest changed since {record.key} (digest {manifest.digest[:12]}, then "
+                f"{record.manifest_digest[:12]}): restore the data it was trained on, or start anew in another run.dir"
+            )
+        if record.config_digest != config.identity():
+            raise ConfigError(
+                f"run.dir {config.run.dir} holds commits of another configuration ({record.key}): run.seed, task, "
+                "batch and data.block_row_groups must stay as they were; start anew in another run.dir to change them"
+            )
+
+    def describe(self) -> Mapping[str, object]:
+        """Return what follows from the configuration, for people who check it."""
+        return {
+            "samples": self.manifest.num_rows,
+            "lanes": self.num_lanes,
+            "ranks at most": self.num_lanes,
+            "steps an epoch": self.order.num_steps(self.micro_batch),
+            "steps": self.total_steps,
+            "device": str(self.device),
+            "commits in": self.config.checkpoint_url,
+        }
+
+
+def make_plan(config: Config) -> Plan:
+    """Import the task, read the manifests, and check that they fit; raise ConfigError or DataError."""
+    check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
+    task = load_task(config.task)
+    manifest = load_manifest(config.data.train)
+    task.prepare(manifest)
+    order = Order(
+        manifest.group_rows,
+        num_lanes=config.batch.num_lanes,
+        seed=config.run.seed,
+        block_row_groups=config.data.block_row_groups,
+    )
+    return Plan(
+        config=config,
+        task=task,
+        manifest=manifest,
+        order=order,
+        feed=Feed(config, task, manifest),
+        total_steps=config.max_steps or config.epochs * order.num_steps(config.batch.micro_batch),
+        device=pick_device(config),
+    )
+
+
+def check_world_size(config: Config, world_size: int) -> None:
+    """Refuse a world with more ranks than lanes."""
+    batch = config.batch
+    if world_size > batch.num_lanes:
+        raise ConfigError(
+            f"{world_size} ranks, but only {batch.num_lanes} lanes (batch.global_batch {batch.global_batch} / "
+            f"batch.micro_batch {batch.micro_batch}): start fewer ranks, or make batch.micro_batch smaller"
+        )
+
+
+def pick_device(config: Config) -> torch.device:
+    """Return this rank's device: its own GPU where the node has GPUs and the configuration allows."""
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not has_gpu:
+        raise ConfigError("device: cuda is asked for, but this node has no GPU that torch can use")
+    if not has_gpu or config.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,172 @@
+"""One world from the inside: the group that formed, the term that it claimed, and what it may publish.
+
+The order is the protocol of DESIGN.md: form the group, claim the term, and only then read a commit (fence first, then
+restore). Decisions that read the outside world are rank 0's; it tells the others, its errors included, so that all
+ranks go on alike or stop alike. Rank 0 alone speaks to etcd.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from elastic_train import errors
+from elastic_train.checkpoint import CommitRecord, Store, discover, load, open_store, sweep
+from elastic_train.checkpoint.reader import read_record
+from elastic_train.config import Config
+from elastic_train.errors import ElasticTrainError
+from elastic_train.fencing import Fence, JoinedFence, StoreFence, newest_term
+from elastic_train.group import Group, connect
+from elastic_train.history import History, last_applied
+from elastic_train.plan import Plan
+from elastic_train.progress import Progress, ResumeBanner
+from elastic_train.state import AppliedState
+from rendezvous.context import RendezvousContext, context, open_fence
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The ranks that train together under one term."""
+
+    group: Group
+    term: int
+    store: Store
+    fence: Fence
+    history: History
+    progress: Progress | None
+    launched: RendezvousContext | None
+    formed_at: float
+
+    @property
+    def is_leader(self) -> bool:
+        """Say whether this rank decides, publishes and shows: rank 0."""
+        return self.group.rank == 0
+
+    def tell(self, text: str) -> None:
+        """Show one line to people, once for the whole world."""
+        if self.progress is not None:
+            self.progress.event(text)
+
+
+def enter_world(config: Config, device: torch.device, started_at: float) -> World:
+    """Form the group and claim its term; sweep what fenced writers left behind."""
+    launched = context()
+    group = connect(_meeting_place(launched), config.peer_timeout_s, device)
+    store = open_store(config.checkpoint_url)
+    fence: Fence = JoinedFence(store, open_fence(launched)) if launched and group.rank == 0 else StoreFence(store)
+    at_least = launched.term if launched else 1
+    term = agree(group, lambda: fence.claim(max(at_least, newest_term(store) + 1)))
+    history = History(config.run.dir, term, group.rank)
+    history.form(
+        world=group.size,
+        cause=launched.cause if launched else "start",
+        joined_at=launched.joined_at if launched else None,
+        sealed_at=launched.sealed_at if launched else None,
+        started_at=started_at,
+    )
+    if group.rank == 0:
+        sweep(store, term)
+    progress = Progress() if group.rank == 0 else None
+    return World(group, term, store, fence, history, progress, launched, time.time())
+
+
+def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | None:
+    """Read the newest valid commit into the state, on every rank; return it, None at the beginning of a run."""
+    started = time.perf_counter()
+    key, skipped = agree(world.group, lambda: _find_head(world))
+    head = read_record(world.store, key) if key else None
+    if head is not None:
+        plan.check_continues(head)
+        state.restore(lambda tensors: load(world.store, head, tensors), head.step, head.cursor, head.coverage)
+    seconds = time.perf_counter() - started
+    banner = _banner(plan, world, head, [(name, why) for name, why in skipped], seconds) if world.is_leader else None
+    world.history.restore(
+        step=state.step,
+        epoch=state.cursor.epoch,
+        offset=state.cursor.offset,
+        commit=key,
+        seconds=seconds,
+        skipped=[(name, why) for name, why in skipped],
+        lost_steps=banner.steps_lost if banner else None,
+    )
+    if banner is not None and world.progress is not None:
+        world.progress.banner(banner)
+    return head
+
+
+def agree(group: Group, decide: Callable[[], T]) -> T:
+    """Let rank 0 decide and tell the others; if it fails, every rank raises an error of the same kind.
+
+    What `decide` returns must be made of JSON's types (a tuple arrives as a list).
+    """
+    if group.rank == 0:
+        try:
+            value = decide()
+        except ElasticTrainError as error:
+            group.broadcast_object({"error": _public_name(error), "message": str(error)}, 0)
+            raise
+        group.broadcast_object({"value": value}, 0)
+        return value
+    answer = group.broadcast_object(None, 0)
+    assert isinstance(answer, dict), "rank 0 sends a value or an error"
+    if "error" in answer:
+        raise getattr(errors, answer["error"])(answer["message"])
+    return answer["value"]  # type: ignore[no-any-return]
+
+
+def _public_name(error: ElasticTrainError) -> str:
+    """Return the name of the nearest class that errors.py has; rooms have finer ones of their own."""
+    return next(kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__))
+
+
+def has_equal_kernels(group: Group, device: torch.device) -> bool:
+    """Say whether all ranks compute on the same kind of device with the same library, so that bits can be equal."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    mine = torch.tensor([zlib.crc32(f"{device.type} {name} {torch.__version__}".encode())])
+    return bool((group.all_gather(mine) == mine).all())
+
+
+def _meeting_place(launched: RendezvousContext | None) -> str:
+    """Return a name that no earlier world of this job has used at the same store."""
+    if launched is not None:
+        return f"term-{launched.term}"
+    return f"round-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _find_head(world: World) -> tuple[str | None, list[tuple[str, str]]]:
+    claimed = world.fence.head()
+    found = discover(world.store, published=claimed.commit if claimed else None)
+    return (found.head.key if found.head else None), list(found.skipped)
+
+
+def _banner(
+    plan: Plan, world: World, head: CommitRecord | None, skipped: list[tuple[str, str]], seconds: float
+) -> ResumeBanner | None:
+    """Return what a resumption cost, as far as the histories of earlier terms tell; None at a run's beginning."""
+    last = last_applied(plan.config.run.dir, before_term=world.term)
+    if head is None and last is None:
+        return None
+    joined_at = world.launched.joined_at if world.launched else None
+    step = head.step if head else 0
+    return ResumeBanner(
+        commit=head.key if head else "the beginning",
+        step=step,
+        age_s=time.time() - head.created_at if head else None,
+        steps_lost=max(0, last.step - step) if last else None,
+        world_before=last.world if last else None,
+        world_after=world.group.size,
+        term_before=last.term if last else None,
+        term_after=world.term,
+        detect_s=max(0.0, joined_at - last.at) if last and joined_at else None,
+        form_s=world.formed_at - joined_at if joined_at else None,
+        restore_s=seconds,
+        skipped=tuple(skipped),
+    )
