@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from elastic_train.data.loader import LaneBatch
 from elastic_train.errors import ConfigError
 from elastic_train.group import Group
 from elastic_train.reduction import gather_lane_table, tree_sum
 from elastic_train.tasks.task import Task
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 
 @torch.no_grad()

@@ -106,9 +106,11 @@ class Reader:
         except OSError as error:
             raise DataError(f"{path}: cannot be opened: {error}") from error
         size = raw.seek(0, 2)
-        if size != entry.size or footer_sha256(read_footer(raw, size, path)) != entry.footer_sha256:
+        if size < entry.size:
+            raise DataError(f"{path}: is truncated: {size} bytes of {entry.size}; copy it again")
+        if size > entry.size or footer_sha256(read_footer(raw, size, path)) != entry.footer_sha256:
             raise DataError(
-                f"{path}: the file changed since the manifest was made (size {size}, then {entry.size}); "
+                f"{path}: the file changed since the manifest was made; "
                 "restore it, or build the manifest anew and start another run"
             )
         raw.seek(0)

@@ -12,17 +12,19 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from elastic_train.config import TaskConfig, nearest
 from elastic_train.data.manifest import Manifest
 from elastic_train.errors import ConfigError
+
+if TYPE_CHECKING:  # torchmetrics takes over a second to import, which every recovery would wait for
+    from torchmetrics import Metric
 
 Batch = dict[str, Tensor]
 
@@ -81,8 +83,10 @@ def load_task(config: TaskConfig) -> Task:
         raise ConfigError(
             f"task.path: '{config.path}' cannot be imported ({error}); write module:Class of a module on PYTHONPATH"
         ) from error
-    known = list(inspect.signature(factory).parameters)
-    unknown = [name for name in config.params if name not in known]
+    parameters = inspect.signature(factory).parameters
+    known = list(parameters)
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    unknown = [name for name in config.params if name not in known and not takes_any]
     if unknown:
         raise ConfigError(*(f"task.params: '{config.path}' has no '{name}'{nearest(name, known)}" for name in unknown))
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,16 +17,16 @@ import pyarrow as pa
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchmetrics import Metric
-from torchmetrics.classification import BinaryAUROC, BinaryF1Score, MulticlassAUROC, MulticlassF1Score
 
 from elastic_train.data.manifest import Manifest
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.tasks.encoder import EncoderShape, TextEncoder
 from elastic_train.tasks.task import Batch, LaneLoss
 
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
 _WIDTH_MULTIPLE = 8
-_AUC_THRESHOLDS = 200  # binned curves keep integer counts, which add up exactly over any world
 
 
 class TextClassifier:
@@ -125,26 +126,9 @@ class TextClassifier:
         return LaneLoss(total, weight, logits.detach().softmax(dim=-1), label)
 
     def metrics(self) -> Mapping[str, Metric]:
-        if self.num_classes == 2:
-            return {"f1": _PositiveF1(), "auc": _PositiveAUROC(thresholds=_AUC_THRESHOLDS), "macro_f1": _macro_f1(2)}
-        return {
-            "macro_f1": _macro_f1(self.num_classes),
-            "auc": MulticlassAUROC(self.num_classes, average="macro", thresholds=_AUC_THRESHOLDS),
-        }
+        from elastic_train.tasks.classification_metrics import classification_metrics
 
-
-class _PositiveF1(BinaryF1Score):
-    def update(self, preds: Tensor, target: Tensor) -> None:
-        super().update(preds[:, 1], target)
-
-
-class _PositiveAUROC(BinaryAUROC):
-    def update(self, preds: Tensor, target: Tensor) -> None:
-        super().update(preds[:, 1], target)
-
-
-def _macro_f1(num_classes: int) -> Metric:
-    return MulticlassF1Score(num_classes, average="macro")
+        return classification_metrics(self.num_classes)
 
 
 def _check_columns(manifest: Manifest, tokens: str, label: str, others: Sequence[str]) -> None:

@@ -9,16 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from elastic_train.data.manifest import Manifest
 from elastic_train.tasks.task import Batch, LaneLoss
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 
 class Counts(nn.Module):

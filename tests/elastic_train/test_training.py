@@ -1,0 +1,267 @@
+"""The trainer from the outside: one hash at any world size, resumption, signals, and every kind of bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import yaml
+
+from tests.conftest import ROOT, Finished, start, write_rows
+
+PARAMS = {
+    "max_tokens": 16,
+    "dim": 16,
+    "depth": 1,
+    "heads": 2,
+    "dropout": 0.2,
+    "vocabulary": 64,
+    "numeric": ["size"],
+    "categorical": ["kind"],
+}
+CLASSIFIER: dict[str, object] = {
+    "task": {"path": "elastic_train.tasks.text_classifier:TextClassifier", "params": PARAMS},
+    "batch": {"global_batch": 24, "micro_batch": 6},
+    "optimizer": {"lr": 0.01, "warmup_steps": 3},
+    "epochs": 2,
+    "validation": {"every_steps": 10},
+    "checkpoint": {"every_steps": 7, "keep_last": 3},
+}
+WITNESS: dict[str, object] = {
+    "task": {"path": "elastic_train.tasks.witness:Witness"},
+    "batch": {"global_batch": 30, "micro_batch": 6},
+    "optimizer": {
+        "name": "sgd",
+        "lr": 1.0,
+        "weight_decay": 0,
+        "clip_norm": None,
+        "warmup_steps": 0,
+        "schedule": "constant",
+    },
+    "epochs": 3,
+    "checkpoint": {"every_steps": 5},
+}
+
+
+def config(folder: Path, rows: Path, tree: dict[str, object], **changes: object) -> str:
+    """Write a configuration whose run lies below `folder`."""
+    data = {"train": str(rows / "train"), "validation": str(rows / "validation")}
+    whole = {"run": {"dir": str(folder / "run"), "seed": 5}, "data": data, **tree, **changes}
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(whole))
+    return str(path)
+
+
+def failing(folder: Path, after: int, how: str = "raise") -> dict[str, object]:
+    """Return the classifier's configuration with a task that fails once."""
+    params = {**PARAMS, "marker": str(folder / "failed"), "after": after, "how": how}
+    return {**CLASSIFIER, "task": {"path": "tests.tasks:FailsOnce", "params": params}}
+
+
+def result(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "run" / "result.json").read_text())
+
+
+def history(folder: Path, op: str) -> list[dict[str, object]]:
+    lines = [line for path in (folder / "run" / "history").glob("*") for line in path.read_text().splitlines()]
+    return [line for line in map(json.loads, lines) if line["op"] == op]
+
+
+def succeed(done: Finished) -> Finished:
+    assert done.code == 0, done.output
+    return done
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Path:
+    """A finished run of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    succeed(start([config(folder, rows, CLASSIFIER)]))
+    return folder
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_any_world_gives_the_same_bits(tmp_path: Path, rows: Path, alone: Path, num_ranks: int) -> None:
+    """Weights, losses, metrics and coverage of W ranks are those of one process, to the last bit."""
+    succeed(start([config(tmp_path, rows, CLASSIFIER)], num_ranks=num_ranks))
+    expected, actual = result(alone), result(tmp_path)
+    for key in ("weights_sha256", "metrics", "coverage", "step"):
+        assert actual[key] == expected[key], key
+    assert actual["world"] == num_ranks
+    losses = {step["step"]: step["loss"] for step in history(alone, "step")}
+    assert {step["step"]: step["loss"] for step in history(tmp_path, "step")} == losses
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lower_precisions_keep_the_bits(tmp_path: Path, rows: Path, precision: str) -> None:
+    """Autocast, and the gradient scaler's decisions, do not depend on the world either."""
+    digests = set()
+    for num_ranks in (None, 2):
+        folder = tmp_path / str(num_ranks)
+        succeed(start([config(folder, rows, CLASSIFIER, epochs=1), "--precision", precision], num_ranks=num_ranks))
+        digests.add(result(folder)["weights_sha256"])
+    assert len(digests) == 1
+
+
+def test_fast_reduction_counts_every_sample_too(tmp_path: Path, rows: Path, alone: Path) -> None:
+    """With `reduction: fast` only rounding may vary: steps and coverage are those of the canonical run."""
+    succeed(start([config(tmp_path, rows, CLASSIFIER), "--reduction", "fast"], num_ranks=3))
+    assert result(tmp_path)["coverage"] == result(alone)["coverage"]
+    assert result(tmp_path)["metrics"]["loss"] == pytest.approx(result(alone)["metrics"]["loss"], rel=0.05)  # type: ignore[index]
+
+
+def test_every_sample_counts_once_an_epoch(tmp_path: Path, rows: Path) -> None:
+    """The witness has counted every sample exactly `epochs` times, on three ranks and five lanes."""
+    succeed(start([config(tmp_path, rows, WITNESS)], num_ranks=3))
+    counts = np.load(tmp_path / "run" / "witness.npy")
+    assert Counter(counts.tolist()) == {3: 331}
+
+
+def test_a_failed_run_goes_on_at_another_world_size(tmp_path: Path, rows: Path, alone: Path) -> None:
+    """A run of two ranks that crashed is resumed by three from its newest commit, and ends with the same bits."""
+    path = config(tmp_path, rows, failing(tmp_path, after=34))
+    first = start([path], num_ranks=2)
+    assert first.code != 0
+    assert "planted failure" in first.output
+    second = succeed(start([path], num_ranks=3))
+    assert "resumed from commits/00000001-000000000007.json (step 7" in second.output
+    assert "steps lost: 4" in second.output
+    assert result(tmp_path)["weights_sha256"] == result(alone)["weights_sha256"]
+    assert result(tmp_path)["term"] == 2
+
+
+def test_sigterm_commits_and_exits_with_75(tmp_path: Path, rows: Path, alone: Path) -> None:
+    """Told to leave, the trainer commits at the step's boundary, exits with 75, and loses nothing."""
+    path = config(tmp_path, rows, failing(tmp_path, after=42, how="SIGTERM"))
+    assert start([path]).code == 75
+    assert result(tmp_path)["status"] == "preempted"
+    assert (tmp_path / "run" / "commits" / "00000001-000000000011.json").exists()
+    again = succeed(start([path]))
+    assert "steps lost: 0" in again.output
+    assert result(tmp_path)["weights_sha256"] == result(alone)["weights_sha256"]
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path: Path, rows: Path) -> None:
+    """Starting a finished run again ends at once with the same result."""
+    path = config(tmp_path, rows, CLASSIFIER, epochs=1)
+    succeed(start([path]))
+    first = result(tmp_path)["weights_sha256"]
+    succeed(start([path]))
+    assert result(tmp_path)["weights_sha256"] == first
+    assert len(history(tmp_path, "step")) == 14
+
+
+def test_stock_dcp_reads_a_commit(tmp_path: Path, rows: Path) -> None:
+    """torch.distributed.checkpoint.load, without any of our code, gives the weights that the commit's record names."""
+    succeed(start([config(tmp_path, rows, WITNESS, epochs=1)]))
+    record = json.loads(max((tmp_path / "run" / "commits").iterdir()).read_text())
+    state = {"model": {"w": torch.zeros(331)}}
+    dcp.load(state, checkpoint_id=tmp_path / "run" / record["attempt"])
+    assert state["model"]["w"].tolist() == [1.0] * 331
+
+
+def test_a_full_disk_stops_no_training(tmp_path: Path, rows: Path) -> None:
+    """Saves that fail for want of space are counted and shown; the run ends well, and no half commit is left."""
+    path = config(tmp_path, rows, CLASSIFIER, epochs=1)
+    limited = f"ulimit -f 24; exec {sys.executable} -m elastic_train {path}"
+    done = subprocess.run(
+        ["bash", "-c", limited],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "FAILED (1 so far), going on" in done.stdout
+    assert result(tmp_path)["num_failed_saves"] == 2
+    assert not list((tmp_path / "run" / "commits").glob("*"))
+    assert not list((tmp_path / "run" / "data").rglob("*.distcp"))
+
+
+def damaged(rows: Path, folder: Path) -> Path:
+    """Copy the training set with one file cut short."""
+    write_rows(folder / "train", 331, seed=1)
+    write_rows(folder / "validation", 101, seed=2)
+    path = folder / "train" / "part-1.parquet"
+    path.write_bytes(path.read_bytes()[:-100])
+    return folder
+
+
+def test_a_truncated_file_is_refused_by_name(tmp_path: Path, rows: Path) -> None:
+    """A Parquet file that lost its end stops the run with 65 and the file's name."""
+    done = start([config(tmp_path, damaged(rows, tmp_path / "data"), CLASSIFIER)])
+    assert done.code == 65
+    assert "part-1.parquet" in done.output
+    assert "is truncated" in done.output
+
+
+def test_data_that_changed_since_the_commit_is_refused(tmp_path: Path, rows: Path) -> None:
+    """A run is not resumed on another dataset; its commits stay."""
+    path = config(tmp_path, rows, CLASSIFIER, epochs=1)
+    succeed(start([path]))
+    commits = sorted((tmp_path / "run" / "commits").iterdir())
+    write_rows(tmp_path / "other" / "train", 330, seed=9)
+    done = start([path, "--data.train", str(tmp_path / "other" / "train"), "--epochs", "2"])
+    assert done.code == 65
+    assert "the manifest changed since commits/00000001-000000000014.json" in done.output
+    assert sorted((tmp_path / "run" / "commits").iterdir()) == commits
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (["--data.train", "/nowhere"], 65, ["/nowhere: no manifest.json", "data import"]),
+        (["--task.params", "{vocabulary: 64, numeric: [sise]}"], 65, ["no column 'sise'", "input_ids"]),
+        (["--task.params", "{vocabulary: 64, label: kind}"], 65, ["label column 'kind' is string"]),
+        (["--task.params", "{vocabulry: 64}"], 2, ["has no 'vocabulry'", "did you mean 'vocabulary'"]),
+        (["--task.path", "tests.tasks:Missing"], 2, ["cannot be imported", "tests.tasks:Missing"]),
+        (["--batch.global_bach", "8"], 2, ["unknown key 'batch.global_bach'", "batch.global_batch"]),
+        (["--batch.global-batch", "10", "--epochs", "x"], 2, ["no multiple", "'epochs'"]),
+        (["--checkpoint.url", "nope://x"], 2, ["nope"]),
+    ],
+)
+def test_bad_input_is_refused_before_training(
+    tmp_path: Path, rows: Path, arguments: list[str], code: int, expected: list[str]
+) -> None:
+    """Each mistake ends with its exit code and a message that says what, where, and what to do; nothing is written."""
+    done = start([config(tmp_path, rows, CLASSIFIER), *arguments])
+    assert done.code == code, done.output
+    for text in expected:
+        assert text in done.output
+    assert "Traceback" not in done.output
+    assert not (tmp_path / "run" / "history").exists()
+
+
+def test_more_ranks_than_lanes_are_refused(tmp_path: Path, rows: Path) -> None:
+    """Five ranks on four lanes end with an error that says how to go on."""
+    done = start([config(tmp_path, rows, CLASSIFIER)], num_ranks=5)
+    assert done.code != 0
+    assert "5 ranks, but only 4 lanes" in done.output
+    assert not (tmp_path / "run" / "history").exists()
+
+
+def test_a_task_and_a_schema_of_ones_own(tmp_path: Path) -> None:
+    """The example trains a user's task on a user's columns, from outside the package, on one rank and on two alike."""
+    example = ROOT / "examples" / "own_task"
+    environ = {"PYTHONPATH": str(example)}
+    made = subprocess.run([sys.executable, example / "make_data.py", tmp_path / "prices"], check=False, timeout=60)
+    assert made.returncode == 0
+    digests = set()
+    for num_ranks in (None, 2):
+        run_dir = tmp_path / str(num_ranks) / "run"
+        places = ["--data.train", str(tmp_path / "prices"), "--run.dir", str(run_dir)]
+        succeed(start([str(example / "config.yaml"), *places], num_ranks=num_ranks, environ=environ))
+        digests.add(result(run_dir.parent)["weights_sha256"])
+    assert len(digests) == 1

@@ -1,0 +1,31 @@
+"""Tasks of a user's own, from outside the package, that misbehave on purpose."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from torch import nn
+
+from elastic_train.tasks.task import Batch, LaneLoss
+from elastic_train.tasks.text_classifier import TextClassifier
+
+
+class FailsOnce(TextClassifier):
+    """Fails once, at the n-th loss of a process: creates `marker`, then raises or sends itself the signal `how`."""
+
+    def __init__(self, marker: str, after: int, how: str = "raise", **params: object) -> None:
+        super().__init__(**params)  # type: ignore[arg-type]
+        self.marker, self.after, self.how = Path(marker), after, how
+        self.is_armed = not self.marker.exists()
+        self.num_losses = 0
+
+    def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
+        self.num_losses += 1
+        if self.is_armed and self.num_losses == self.after:
+            self.marker.touch()
+            if self.how == "raise":
+                raise RuntimeError("planted failure")
+            os.kill(os.getpid(), getattr(signal, self.how))
+        return super().loss(model, batch)
