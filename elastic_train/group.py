@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import cast
 
@@ -43,17 +43,24 @@ class Group:
         except (RuntimeError, TimeoutError) as error:
             raise PeerLostError(f"rank {rank} of {size}: the group did not form: {error}") from error
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
-        """Send and receive tensors of ranks, all at once; the tensors must be contiguous.
+    def send(self, rank: int, tensor: Tensor) -> dist.Work:
+        """Begin to send a contiguous tensor to a rank; it must not change until the work was waited for."""
+        return self._begin(lambda group: group.send([tensor], rank, 0), tensor)
 
-        Several tensors between two ranks arrive in the order in which they were sent.
+    def receive(self, rank: int, tensor: Tensor) -> dist.Work:
+        """Begin to receive into a contiguous tensor; tensors from one rank arrive in the order of its sends.
+
+        Post receives early: a peer's send does not start before it knows where to.
         """
+        return self._begin(lambda group: group.recv([tensor], rank, 0), tensor)
+
+    def wait(self, works: Iterable[dist.Work]) -> None:
+        """Return when all works are done; every wait of this package is here."""
         try:
-            works = [self._group(tensor).recv([tensor], rank, 0) for rank, tensor in receives]
-            works += [self._group(tensor).send([tensor], rank, 0) for rank, tensor in sends]
+            for work in works:
+                work.wait()
         except RuntimeError as error:
             raise self._lost(error) from error
-        self._wait(works)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return every rank's tensor, by rank: shape (size, *shape)."""
@@ -98,16 +105,11 @@ class Group:
         return group
 
     def _run(self, collective: Callable[[dist.ProcessGroup], dist.Work], tensor: Tensor) -> None:
-        try:
-            work = collective(self._group(tensor))
-        except RuntimeError as error:
-            raise self._lost(error) from error
-        self._wait([work])
+        self.wait([self._begin(collective, tensor)])
 
-    def _wait(self, works: Sequence[dist.Work]) -> None:
+    def _begin(self, collective: Callable[[dist.ProcessGroup], dist.Work], tensor: Tensor) -> dist.Work:
         try:
-            for work in works:
-                work.wait()
+            return collective(self._group(tensor))
         except RuntimeError as error:
             raise self._lost(error) from error
 

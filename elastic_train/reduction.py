@@ -58,6 +58,20 @@ def bind_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return flats
 
 
+class Scratch:
+    """Memory for what arrives, kept from step to step: fresh pages would cost more than the additions."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def split(self, sizes: Sequence[int], like: Tensor) -> Sequence[Tensor]:
+        """Return one flat tensor of each size, of `like`'s dtype and device; valid until the next call."""
+        kind, total = (like.dtype, like.device), sum(sizes)
+        if kind not in self._kept or self._kept[kind].numel() < total:
+            self._kept[kind] = torch.empty(total, dtype=like.dtype, device=like.device)
+        return torch.split(self._kept[kind][:total], list(sizes))
+
+
 class CanonicalSum:
     """The sum along the tree."""
 
@@ -67,6 +81,7 @@ class CanonicalSum:
         self._open: Part | None = None  # the subtree whose sum the flat buffers hold
         self._stack: list[tuple[Part, list[Tensor]]] = []
         self._free: list[list[Tensor]] = []
+        self._scratch = Scratch()
 
     def begin(self, lanes: range) -> None:
         assert lanes == owned_lanes(self._group.rank, self._group.size, self._num_lanes), f"{lanes} are not this rank's"
@@ -91,7 +106,7 @@ class CanonicalSum:
             parts = {part: buffers[number] for part, buffers in mine if part is not None}
             assert sorted(parts) == sorted(self._layout[self._group.rank]), "not all of this rank's lanes were run"
             if self._group.size > 1:
-                exchange(flat, parts, self._layout, self._group, self._num_lanes)
+                exchange(flat, parts, self._layout, self._group, self._num_lanes, self._scratch)
             flat.div_(divisor)
 
     def _push(self) -> None:
@@ -139,13 +154,20 @@ class FastSum:
 
 
 def exchange(
-    flat: Tensor, mine: Mapping[Part, Tensor], layout: Sequence[Sequence[Part]], group: Group, num_lanes: int
+    flat: Tensor,
+    mine: Mapping[Part, Tensor],
+    layout: Sequence[Sequence[Part]],
+    group: Group,
+    num_lanes: int,
+    scratch: Scratch,
 ) -> None:
     """Finish the tree over all ranks' parts and leave the whole sum in `flat`, which holds one of `mine`."""
-    if group.size & (group.size - 1) == 0 and is_balanced(layout):
-        halve_and_double(flat, group)
+    if group.size == 2 and is_balanced(layout):
+        group.all_reduce(flat)  # one addition for each element, and it commutes: there is no order to keep
+    elif group.size & (group.size - 1) == 0 and is_balanced(layout):
+        halve_and_double(flat, group, scratch)
     else:
-        finish_in_chunks(flat, mine, layout, group, num_lanes)
+        finish_in_chunks(flat, mine, layout, group, num_lanes, scratch)
 
 
 def is_balanced(layout: Sequence[Sequence[Part]]) -> bool:
@@ -154,52 +176,67 @@ def is_balanced(layout: Sequence[Sequence[Part]]) -> bool:
     return all(list(parts) == [Part(level, rank)] for rank, parts in enumerate(layout))
 
 
-def halve_and_double(flat: Tensor, group: Group) -> None:
+def halve_and_double(flat: Tensor, group: Group, scratch: Scratch) -> None:
     """Reduce by recursive halving and gather by recursive doubling (Thakur, Rabenseifner, Gropp 2005, section 4.5).
 
-    Partners meet in the tree's order, siblings first, so the sum is the tree's; the volume is a ring's.
+    Partners meet in the tree's order, siblings first, so the sum is the tree's; the volume is a ring's. All receives
+    are posted at the start. What is given away is received again, whole, only by the doubling's mirrored turn.
     """
-    lo, hi = 0, flat.numel()
-    inbox = torch.empty((hi + 1) // 2, dtype=flat.dtype, device=flat.device)
-    trail: list[tuple[int, int, int, int, int]] = []
-    distance = 1
-    while distance < group.size:
-        partner = group.rank ^ distance
-        middle = (lo + hi) // 2
-        keep, give = ((lo, middle), (middle, hi)) if group.rank < partner else ((middle, hi), (lo, middle))
-        received = inbox[: keep[1] - keep[0]]
-        group.exchange([(partner, flat[give[0] : give[1]])], [(partner, received)])
-        flat[keep[0] : keep[1]].add_(received)
-        trail.append((partner, *keep, *give))
+    turns = halving_turns(group.rank, group.size, flat.numel())
+    arriving = scratch.split([hi - lo for _, (lo, hi), _ in turns], flat)
+    halving = [group.receive(turn[0], part) for turn, part in zip(turns, arriving, strict=True)]
+    doubling = [group.receive(partner, flat[lo:hi]) for partner, _, (lo, hi) in reversed(turns)]
+    sends = []
+    for (partner, (keep_lo, keep_hi), (lo, hi)), part, receipt in zip(turns, arriving, halving, strict=True):
+        sends.append(group.send(partner, flat[lo:hi]))
+        group.wait([receipt])
+        flat[keep_lo:keep_hi].add_(part)
+    for (partner, (keep_lo, keep_hi), _), receipt in zip(reversed(turns), doubling, strict=True):
+        sends.append(group.send(partner, flat[keep_lo:keep_hi]))
+        group.wait([receipt])
+    group.wait(sends)
+
+
+def halving_turns(rank: int, size: int, length: int) -> list[tuple[int, tuple[int, int], tuple[int, int]]]:
+    """Return (partner, kept, given) of each turn of a recursive halving; kept and given are half-open slices."""
+    turns, lo, hi = [], 0, length
+    for turn in range(size.bit_length() - 1):
+        partner, middle = rank ^ (1 << turn), (lo + hi) // 2
+        keep, give = ((lo, middle), (middle, hi)) if rank < partner else ((middle, hi), (lo, middle))
+        turns.append((partner, keep, give))
         lo, hi = keep
-        distance *= 2
-    for partner, keep_lo, keep_hi, give_lo, give_hi in reversed(trail):
-        group.exchange([(partner, flat[keep_lo:keep_hi])], [(partner, flat[give_lo:give_hi])])
+    return turns
 
 
 def finish_in_chunks(
-    flat: Tensor, mine: Mapping[Part, Tensor], layout: Sequence[Sequence[Part]], group: Group, num_lanes: int
+    flat: Tensor,
+    mine: Mapping[Part, Tensor],
+    layout: Sequence[Sequence[Part]],
+    group: Group,
+    num_lanes: int,
+    scratch: Scratch,
 ) -> None:
     """Let every rank finish the tree over its 1/W of the vector, from all ranks' parts of it, and gather."""
     bounds = [rank * flat.numel() // group.size for rank in range(group.size + 1)]
     lo, hi = bounds[group.rank], bounds[group.rank + 1]
-    others = [rank for rank in range(group.size) if rank != group.rank]
+    # Every rank begins with its right neighbour, so that no receiver is flooded by all at once.
+    others = [(group.rank + distance) % group.size for distance in range(1, group.size)]
     sums: dict[Part, Tensor] = {part: buffer[lo:hi] for part, buffer in mine.items()}
-    receives = []
-    for rank in others:
-        for part in layout[rank]:
-            sums[part] = torch.empty(hi - lo, dtype=flat.dtype, device=flat.device)
-            receives.append((rank, sums[part]))
-    sends = [(rank, mine[part][bounds[rank] : bounds[rank + 1]]) for rank in others for part in layout[group.rank]]
-    group.exchange(sends, receives)
+    theirs = [(rank, part) for rank in others[::-1] for part in layout[rank]]
+    sums |= zip((part for _, part in theirs), scratch.split([hi - lo] * len(theirs), flat), strict=True)
+    arriving = [group.receive(rank, sums[part]) for rank, part in theirs]
+    sends = [
+        group.send(rank, mine[part][bounds[rank] : bounds[rank + 1]]) for rank in others for part in layout[group.rank]
+    ]
+    group.wait(arriving)
     whole = next(iter(sums.values()))
     for left, right, parent in merge_plan(list(sums), num_lanes):
         whole = sums[parent] = sums.pop(left).add_(sums.pop(right))
+    group.wait(sends)
     if whole.data_ptr() != flat[lo:hi].data_ptr():
         flat[lo:hi].copy_(whole)
-    group.exchange(
-        [(rank, flat[lo:hi]) for rank in others], [(rank, flat[bounds[rank] : bounds[rank + 1]]) for rank in others]
-    )
+    gathering = [group.receive(rank, flat[bounds[rank] : bounds[rank + 1]]) for rank in others[::-1]]
+    group.wait([group.send(rank, flat[lo:hi]) for rank in others] + gathering)
 
 
 def gather_lane_table(
