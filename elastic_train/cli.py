@@ -117,3 +117,7 @@ def main_train() -> None:
     if sys.argv[1:2] == ["--help"] or len(sys.argv) < 2:
         main(["train", "--help"])
     main(["train", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()
