@@ -13,51 +13,60 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import yaml
 
 Line = dict[str, object]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A commit record as it lies on disk: its key, the SHA-256 of its bytes, and its fields (None if damaged)."""
+
+    key: str
+    digest: str
+    fields: Line | None
+
+
+@dataclass(frozen=True, slots=True)
 class Evidence:
-    """The files of one run, parsed; `commits` are (key, digest of the bytes, record)."""
+    """The files of one run, parsed; `processes` holds each history file's lines in the order they were written."""
 
     folder: Path
-    lines: list[Line]
-    commits: list[tuple[str, str, Line]]
+    processes: list[list[Line]]
+    commits: list[Commit]
+    config: Line
     result: Line | None
     witness: npt.NDArray[np.int64] | None = field(repr=False)
+    _by_op: dict[str, list[Line]] = field(default_factory=dict, repr=False)
 
     def of(self, op: str) -> list[Line]:
         """Return the lines of one operation, in the order of their times."""
-        return [line for line in self.lines if line.get("op") == op]
+        if op not in self._by_op:
+            lines = [line for process in self.processes for line in process if line.get("op") == op]
+            self._by_op[op] = sorted(lines, key=lambda line: number(line, "t"))
+        return self._by_op[op]
 
 
 def collect(folder: Path) -> Evidence:
     """Read everything below a run's folder."""
-    lines = [line for path in sorted((folder / "history").glob("*.jsonl")) for line in parse_lines(path.read_bytes())]
-    lines.sort(key=lambda line: number(line, "t"))
-    commits = []
-    for path in sorted((folder / "commits").glob("*.json")):
-        content = path.read_bytes()
-        commits.append((f"commits/{path.name}", hashlib.sha256(content).hexdigest(), json.loads(content)))
-    result_path, witness_path = folder / "result.json", folder / "witness.npy"
+    witness = folder / "witness.npy"
+    config = _mapping(yaml.safe_load(_text(folder / "config.yaml") or "{}"))
+    result = _text(folder / "result.json")
     return Evidence(
         folder=folder,
-        lines=lines,
-        commits=commits,
-        result=json.loads(result_path.read_text()) if result_path.exists() else None,
-        witness=np.load(witness_path) if witness_path.exists() else None,
+        processes=[list(parse_lines(path.read_bytes())) for path in sorted((folder / "history").glob("*.jsonl"))],
+        commits=[_commit(path) for path in sorted((folder / "commits").glob("*.json"))],
+        config=config or {},
+        result=_mapping(json.loads(result)) if result else None,
+        witness=np.load(witness, allow_pickle=False) if witness.exists() else None,
     )
 
 
 def parse_lines(content: bytes) -> Iterator[Line]:
     """Yield the whole lines of a history; what is torn is passed over."""
     for text in content.splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict):
+        line = _parsed(text)
+        if line is not None and "op" in line:
             yield line
 
 
@@ -75,3 +84,47 @@ def whole(line: Line, key: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{key} of {line} is no integer")
     return value
+
+
+def part(line: Line, key: str) -> Line:
+    """Return a line's mapping."""
+    value = line[key]
+    if not isinstance(value, dict):
+        raise TypeError(f"{key} of {line} is no mapping")
+    return value
+
+
+def items(line: Line, key: str) -> list[object]:
+    """Return a line's list."""
+    value = line[key]
+    if not isinstance(value, list):
+        raise TypeError(f"{key} of {line} is no list")
+    return value
+
+
+def lanes_of(line: Line) -> tuple[int, int]:
+    """Return the half-open range of lanes that a step's line speaks for."""
+    lo, hi = items(line, "lanes")
+    if not isinstance(lo, int) or not isinstance(hi, int):
+        raise TypeError(f"lanes of {line} are no integers")
+    return lo, hi
+
+
+def _commit(path: Path) -> Commit:
+    content = path.read_bytes()
+    return Commit(f"commits/{path.name}", hashlib.sha256(content).hexdigest(), _parsed(content))
+
+
+def _parsed(content: bytes) -> Line | None:
+    try:
+        return _mapping(json.loads(content))
+    except ValueError:
+        return None
+
+
+def _mapping(value: object) -> Line | None:
+    return value if isinstance(value, dict) else None
+
+
+def _text(path: Path) -> str | None:
+    return path.read_text() if path.exists() else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from chaos.applied import formed_at, newest_steps, restored_at, steps_of
 from chaos.evidence import Evidence, Line, number, whole
 
 
@@ -11,12 +12,13 @@ from chaos.evidence import Evidence, Line, number, whole
 class Recovery:
     """From one fault to the first step that the next world applied; seconds, None where a history does not tell.
 
-    detect: until the next round began; form: until its world had formed, processes started and libraries loaded
-    included; restore: until the state was read; warm: until the first step was applied.
+    detect: until the next world was sealed, a lease's end included; form: until it had formed, with processes started
+    and libraries loaded; restore: until the state was read; warm: until the first step was applied.
     """
 
     kind: str
     node: int
+    at: float
     term: int
     rpo_steps: int
     rto_s: float
@@ -27,32 +29,50 @@ class Recovery:
 
 
 def recoveries(run: Evidence) -> list[Recovery]:
-    """Return the recovery from every fault after which a new world was formed."""
-    found = []
-    for fault in run.of("fault"):
-        form = next((line for line in run.of("form") if number(line, "t") > number(fault, "t")), None)
-        if form is not None and (recovery := _recovery(run, fault, form)) is not None:
-            found.append(recovery)
-    return found
+    """Return the recovery from every fault after which a newer world applied a step."""
+    if not run.of("fault"):
+        return []
+    return [recovery for fault in run.of("fault") if (recovery := _recovery(run, fault)) is not None]
 
 
-def _recovery(run: Evidence, fault: Line, form: Line) -> Recovery | None:
-    term = whole(form, "term")
-    restore = next((line for line in run.of("restore") if whole(line, "term") == term), None)
-    first = next((line for line in run.of("step") if whole(line, "term") == term), None)
-    if restore is None or first is None:
+def fault_name(fault: Line) -> str:
+    """Name a fault as people do."""
+    return f"{fault['kind']} on node {fault['node']} at step {fault.get('seen_step', '?')}"
+
+
+def _recovery(run: Evidence, fault: Line) -> Recovery | None:
+    at, formed = number(fault, "t"), formed_at(run)
+    before = max((term for term, t in formed.items() if t <= at), default=0)
+    first = next((line for line in run.of("step") if number(line, "t") > at and whole(line, "term") > before), None)
+    if first is None:
         return None
-    before = [whole(line, "step") for line in run.of("step") if whole(line, "term") < term]
-    began = form.get("joined_at")
-    detected = float(began) if isinstance(began, int | float) and began >= number(fault, "t") else None
+    term = whole(first, "term")
+    restore, sealed_at = restored_at(run)[term], _sealed_at(run, term)
     return Recovery(
         kind=str(fault["kind"]),
         node=whole(fault, "node"),
+        at=at,
         term=term,
-        rpo_steps=max(0, max(before, default=0) - whole(restore, "step")),
-        rto_s=number(first, "t") - number(fault, "t"),
-        detect_s=None if detected is None else detected - number(fault, "t"),
-        form_s=None if detected is None else number(form, "t") - detected,
-        restore_s=number(restore, "t") - number(form, "t"),
+        rpo_steps=_lost(run, term),
+        rto_s=number(first, "t") - at,
+        detect_s=None if sealed_at is None else max(0.0, sealed_at - at),
+        form_s=None if sealed_at is None else formed[term] - max(at, sealed_at),
+        restore_s=number(restore, "t") - formed[term],
         warm_s=number(first, "t") - number(restore, "t"),
     )
+
+
+def _lost(run: Evidence, term: int) -> int:
+    """Count the applied steps that a term's restore gave up: those of the term before it that it did not go on from."""
+    restored = {key: whole(line, "step") for key, line in restored_at(run).items()}
+    reached = 0
+    for earlier, furthest in sorted(newest_steps(steps_of(run)).items()):
+        if earlier < term:
+            reached = furthest  # what lies beyond an earlier restore was given up there
+    return max(0, reached - restored[term])
+
+
+def _sealed_at(run: Evidence, term: int) -> float | None:
+    times = [line.get("sealed_at") for line in run.of("form") if line["term"] == term]
+    known = [float(time) for time in times if isinstance(time, int | float)]
+    return max(known) if known else None

@@ -13,9 +13,11 @@ from rich.console import Group as Lines
 from rich.table import Table
 from rich.text import Text
 
-from chaos.checker import Finding, Violated, coverage_counts, judge
+from chaos.applied import coverage_counts
+from chaos.checker import judge
 from chaos.errors import ChaosError
 from chaos.evidence import Evidence, Line, collect, whole
+from chaos.findings import Finding, Unknown, Violated
 from chaos.recovery import Recovery, recoveries
 
 FAULTED, REFERENCE, NAME = "faulted", "reference", "verdict.json"
@@ -41,7 +43,7 @@ def examine(folder: Path) -> Verdict:
     run = collect(folder / FAULTED)
     reference = collect(folder / REFERENCE) if (folder / REFERENCE / "history").is_dir() else None
     findings = judge(run, reference)
-    costs = recoveries(run)
+    costs = _costs(run)
     verdict = Verdict(findings, costs, _fields(run, reference, findings, costs))
     (folder / NAME).write_text(json.dumps(verdict.fields, indent=2) + "\n")
     return verdict
@@ -79,8 +81,16 @@ def _coverage(run: Evidence, result: Line) -> dict[str, int | None]:
     try:
         least, most = coverage_counts(run)
         return {"min": least, "max": most, "samples": whole(result, "num_samples")}
-    except (KeyError, TypeError, ValueError, Violated):
+    except (KeyError, TypeError, ValueError, Violated, Unknown):
         return {"min": None, "max": None, "samples": None}
+
+
+def _costs(run: Evidence) -> list[Recovery]:
+    """Return what the faults cost; nothing where the histories do not tell, which `rpo` and `rto` then say."""
+    try:
+        return recoveries(run)
+    except (KeyError, TypeError, ValueError, Violated, Unknown):
+        return []
 
 
 def _metrics(result: Line) -> Line:

@@ -1,0 +1,177 @@
+"""What was applied: the steps that the final weights are made of, and how often each (epoch, lane, offset) is in them.
+
+A term applies steps from where it restored; the next term's restore cuts off what lies behind it. The steps that are
+left are the lineage. The shape of the job (lanes, micro-batch, rows) is worked out here from its configuration, so
+that a history cannot say for itself what it should have held.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from chaos.evidence import Evidence, Line, lanes_of, number, part, whole
+from chaos.findings import Unknown, Violated
+
+Counts = npt.NDArray[np.int32]
+Steps = dict[tuple[int, int], list[Line]]
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """One step of the lineage: which term applied it, and every rank's line of it."""
+
+    step: int
+    term: int
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What follows from a job's configuration: lanes differ by at most one sample, an epoch ends with the longest."""
+
+    rows: int
+    num_lanes: int
+    micro_batch: int
+    total_steps: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        longest = -(-self.rows // self.num_lanes)
+        return -(-longest // self.micro_batch)
+
+    @property
+    def is_at_epoch_end(self) -> bool:
+        return self.total_steps % self.steps_per_epoch == 0
+
+    @property
+    def num_epochs(self) -> int:
+        """Count the epochs that were begun."""
+        return -(-self.total_steps // self.steps_per_epoch)
+
+    def offsets(self, epoch: int) -> int:
+        """Return how many offsets of an epoch every lane has had applied at the end of the job."""
+        steps = min(self.steps_per_epoch, self.total_steps - epoch * self.steps_per_epoch)
+        return steps * self.micro_batch
+
+    def samples_before(self, step: int) -> int:
+        """Count the samples of the first `step` steps."""
+        epochs, steps = divmod(step, self.steps_per_epoch)
+        offset, short, num_long = steps * self.micro_batch, self.rows // self.num_lanes, self.rows % self.num_lanes
+        return epochs * self.rows + num_long * min(offset, short + 1) + (self.num_lanes - num_long) * min(offset, short)
+
+
+def result_of(run: Evidence) -> Line:
+    """Return the run's result; without one it did not come to its end."""
+    if run.result is None:
+        raise Violated("the job left no result.json: it did not come to its end")
+    return run.result
+
+
+def shape_of(run: Evidence) -> Shape:
+    """Work the job's shape out from its configuration and its manifest's row count."""
+    batch, result = part(run.config, "batch"), result_of(run)
+    micro_batch = whole(batch, "micro_batch")
+    return Shape(
+        whole(result, "num_samples"), whole(batch, "global_batch") // micro_batch, micro_batch, whole(result, "step")
+    )
+
+
+def formed_at(run: Evidence) -> dict[int, float]:
+    """Return when each term's world had formed (its first rank's line), in the order of time."""
+    formed: dict[int, float] = {}
+    for line in run.of("form"):
+        formed.setdefault(whole(line, "term"), number(line, "t"))
+    if not formed:
+        raise Unknown("no world was formed")
+    return formed
+
+
+def restored_at(run: Evidence) -> dict[int, Line]:
+    """Return each term's restore, by its first rank's line."""
+    restored: dict[int, Line] = {}
+    for line in run.of("restore"):
+        restored.setdefault(whole(line, "term"), line)
+    return restored
+
+
+def steps_of(run: Evidence) -> Steps:
+    """Return the lines of every (term, step) that was applied, one of each rank."""
+    steps: Steps = defaultdict(list)
+    for line in run.of("step"):
+        steps[whole(line, "term"), whole(line, "step")].append(line)
+    if not steps:
+        raise Unknown("no step was recorded")
+    return dict(steps)
+
+
+def newest_steps(steps: Steps) -> dict[int, int]:
+    """Return the furthest step that each term applied."""
+    newest: dict[int, int] = {}
+    for term, step in steps:
+        newest[term] = max(step, newest.get(term, 0))
+    return newest
+
+
+def lineage_of(run: Evidence) -> list[Applied]:
+    """Return the steps that the final weights are made of: every term's, from where it restored to the next restore."""
+    until, steps = whole(result_of(run), "step"), steps_of(run)
+    lineage: list[Applied] = []
+    for term, restore in sorted(restored_at(run).items(), reverse=True):
+        lo = whole(restore, "step")
+        lineage += [Applied(step, term, tuple(steps.get((term, step), ()))) for step in range(until, lo, -1)]
+        until = min(until, lo)
+    if until > 0:
+        raise Violated(f"no term began before step {until}: the lineage does not reach back to step 0")
+    return lineage[::-1]
+
+
+def counts_of(run: Evidence) -> dict[int, Counts]:
+    """Count, for every epoch, how often each (offset, lane) is in the lineage; shape (offsets, lanes)."""
+    shape = shape_of(run)
+    counts = {epoch: np.zeros((shape.offsets(epoch), shape.num_lanes), np.int32) for epoch in range(shape.num_epochs)}
+    for applied in lineage_of(run):
+        for line in _completed(applied.lines, shape.num_lanes):
+            epoch, lo, hi = whole(line, "epoch"), whole(line, "lo"), whole(line, "hi")
+            if epoch not in counts or not 0 <= lo < hi <= len(counts[epoch]):
+                where = f"step {applied.step} of term {applied.term}"
+                raise Violated(f"{where} applied offsets [{lo}, {hi}) of epoch {epoch}, which the job does not have")
+            counts[epoch][lo:hi, slice(*lanes_of(line))] += 1
+    return counts
+
+
+def first_miscount(run: Evidence) -> str | None:
+    """Say where the lineage first holds a place of an epoch not exactly once; None if nowhere."""
+    for epoch, counts in counts_of(run).items():
+        places = np.argwhere(counts != 1)
+        if places.size:
+            offset, lane = (int(place) for place in places[0])
+            times = int(counts[offset, lane])
+            return f"epoch {epoch}, lane {lane}, offset {offset} was applied {times} times ({len(places)} such places)"
+    return None
+
+
+def coverage_counts(run: Evidence) -> tuple[int, int]:
+    """Return how often samples were applied in an epoch, at least and at most: by the witness, or by the lineage."""
+    shape = shape_of(run)
+    if run.witness is not None and shape.is_at_epoch_end:
+        return int(run.witness.min()) // shape.num_epochs, -(-int(run.witness.max()) // shape.num_epochs)
+    counts = counts_of(run)
+    return min(int(count.min()) for count in counts.values()), max(int(count.max()) for count in counts.values())
+
+
+def _completed(lines: tuple[Line, ...], num_lanes: int) -> Iterator[Line]:
+    """Yield a step's lines, and one more for lanes of ranks that died before they could write theirs.
+
+    A rank that has applied a step proves that the reduction of all lanes was complete.
+    """
+    yield from lines
+    place = 0
+    for lo, hi in [*sorted(lanes_of(line) for line in lines), (num_lanes, num_lanes)]:
+        if lo > place and lines and whole(lines[0], "world") > len(lines):
+            yield {**lines[0], "lanes": [place, lo]}
+        place = max(place, hi)

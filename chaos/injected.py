@@ -1,0 +1,95 @@
+"""Invariants of the run as a whole: it ended, faults were really injected and cost what they should, nothing is left.
+
+These are the checks that keep the others honest: without a fault, or with a death that no fault explains, a good
+verdict would prove nothing, so it is unknown.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from chaos.applied import formed_at, result_of, steps_of
+from chaos.evidence import Evidence, Line, items, number, whole
+from chaos.findings import Unknown, Violated
+from chaos.recovery import fault_name, recoveries
+
+_KILLS = ("kill_worker", "kill_node")
+_ENDS_NODES = ("kill_node", "stop_node")
+
+
+def finished(run: Evidence) -> str:
+    """The job came to its end and said so."""
+    result = result_of(run)
+    if result["status"] != "done":
+        raise Violated(f"the job ended as {result['status']} at step {result['step']}")
+    return f"done at step {result['step']} in term {result['term']}"
+
+
+def faults(run: Evidence) -> str:
+    """Faults were injected, every one changed the world, and a kill at a drawn step made applied steps be lost."""
+    injected = run.of("fault")
+    if not injected:
+        raise Unknown("no fault was injected, so recovery was not put to the test")
+    recovered = {recovery.at: recovery for recovery in recoveries(run)}
+    for fault in injected:
+        recovery = recovered.get(number(fault, "t"))
+        if recovery is None:
+            raise Unknown(f"{fault_name(fault)} changed nothing: no newer world has applied a step after it")
+        if fault["kind"] in _KILLS and fault.get("is_drawn") and recovery.rpo_steps == 0:
+            raise Unknown(f"{fault_name(fault)} lost no applied step: it was not put to the test that they come back")
+    return f"{len(injected)} faults, {len(formed_at(run))} terms, each fault followed by a new world's steps"
+
+
+def deaths(run: Evidence) -> str:
+    """Every new term, every process without an end, and every node that failed has a fault that explains it."""
+    injected, formed = run.of("fault"), formed_at(run)
+    terms = list(formed)
+    for before, after in pairwise(terms):
+        if not any(formed[before] <= number(fault, "t") <= formed[after] for fault in injected):
+            raise Unknown(f"term {after} was formed, but no fault since term {before} explains it")
+    ended = {(line["term"], line["rank"]) for line in run.of("end")}
+    lost = [line for line in run.of("form") if line["term"] == terms[-1] and (line["term"], line["rank"]) not in ended]
+    if lost:
+        who = f"process {lost[0]['pid']}, rank {lost[0]['rank']} of the last term"
+        raise Unknown(f"{who}, died, and no fault explains it")
+    for line in run.of("exit"):
+        if line["code"] != 0 and not _is_explained(line, injected):
+            raise Unknown(f"node {line['node']} ended with code {line['code']}, and no fault explains it")
+    return f"{len(terms) - 1} changes of the world, each explained by a fault"
+
+
+def _is_explained(exit_: Line, injected: list[Line]) -> bool:
+    """Say whether the last thing done to a node was to end it."""
+    kinds = [fault["kind"] for fault in injected if fault["node"] == exit_["node"]]
+    return bool(kinds) and kinds[-1] in _ENDS_NODES
+
+
+def rpo(run: Evidence) -> str:
+    """Every applied step beyond the lineage is one that a recovery gave up: none was computed again unseen."""
+    costs = recoveries(run)
+    if not costs:
+        raise Unknown("nothing was recovered from")
+    lost = sum({cost.term: cost.rpo_steps for cost in costs}.values())
+    again = len(steps_of(run)) - whole(result_of(run), "step")
+    if again != lost:
+        raise Violated(f"{again} applied steps were computed again, but the recoveries account for {lost}")
+    return f"{again} applied steps computed again, at most {max(cost.rpo_steps for cost in costs)} a fault"
+
+
+def rto(run: Evidence) -> str:
+    """Every fault is followed by a next world's first applied step; returns how long that took."""
+    costs = recoveries(run)
+    if len(costs) < len(run.of("fault")) or not costs:
+        raise Unknown(f"{len(costs)} of {len(run.of('fault'))} faults were recovered from")
+    return f"{min(cost.rto_s for cost in costs):.2f} to {max(cost.rto_s for cost in costs):.2f} s to the next step"
+
+
+def cleanliness(run: Evidence) -> str:
+    """No process of the job outlived it."""
+    ends = run.of("clean")
+    if not ends:
+        raise Unknown("nobody looked for processes that outlived the job")
+    orphans = items(ends[-1], "orphans")
+    if orphans:
+        raise Violated(f"processes {orphans} outlived the job")
+    return "no process outlived the job"

@@ -1,0 +1,171 @@
+"""Invariants of what was published: commits form one chain, terms only grow along it, and nothing published is lost.
+
+Histories name every commit with its digest and its parent's, so the chain can be followed past what retention has
+deleted; the records that are left must say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from chaos.applied import formed_at, lineage_of, restored_at, result_of, shape_of
+from chaos.evidence import Commit, Evidence, Line, items, number, whole
+from chaos.findings import Violated
+
+
+def lineage(run: Evidence) -> str:
+    """The commits are one chain of digests from the end to the beginning, and its intervals tile [0, end)."""
+    published = _published(run)
+    _check_records(run, published)
+    _check_parents(run, published)
+    chain = list(_chain(published))
+    steps = [whole(commit, "step") for commit in chain]
+    if any(later <= earlier for later, earlier in pairwise(steps)):
+        raise Violated(f"the chain's steps do not grow: {steps[::-1]}")
+    for commit in run.commits:
+        _check_tiling(run, commit)
+    return f"{len(chain)} of {len(published)} commits are one chain, intervals tile [0, {steps[0]})"
+
+
+def _published(run: Evidence) -> dict[str, Line]:
+    """Return every commit by digest: those that a history tells of, and those whose publisher died before it told."""
+    published = {str(line["digest"]): line for line in run.of("commit")}
+    told = {line["key"] for line in published.values()}
+    for commit in run.commits:
+        if commit.fields is not None and commit.key not in told:
+            published[commit.digest] = {**commit.fields, "key": commit.key, "digest": commit.digest}
+    if not published:
+        raise Violated("there is no commit")
+    return published
+
+
+def _check_records(run: Evidence, published: dict[str, Line]) -> None:
+    """The records on disk are whole, and are those that the histories tell of."""
+    keys = {str(line["key"]): digest for digest, line in published.items()}
+    for commit in run.commits:
+        if commit.fields is None:
+            raise Violated(f"{commit.key} is damaged: it cannot be read")
+        if commit.key in keys and keys[commit.key] != commit.digest:
+            raise Violated(f"{commit.key} has digest {commit.digest[:12]}, it was published as {keys[commit.key][:12]}")
+        if _place(commit.key) != (commit.fields["term"], commit.fields["step"]):
+            held = f"term {commit.fields['term']}, step {commit.fields['step']}"
+            raise Violated(f"{commit.key} holds the record of {held}")
+        if published[commit.digest]["parent"] != commit.fields["parent"]:
+            raise Violated(f"{commit.key} names another parent than the history does")
+
+
+def _check_parents(run: Evidence, published: dict[str, Line]) -> None:
+    """A term's first commit continues the one that the term restored, each further one the one before."""
+    digest_of = {line["key"]: digest for digest, line in published.items()}
+    head = {term: digest_of.get(line["commit"]) for term, line in restored_at(run).items()}
+    unseen = {term for term, line in restored_at(run).items() if line["commit"] and head[term] is None}
+    for digest, line in sorted(published.items(), key=lambda item: _place(str(item[1]["key"]))):
+        term = whole(line, "term")
+        if term in unseen:  # it went on from a commit that nobody told of and retention has deleted
+            unseen.remove(term)
+        elif line["parent"] != head[term]:
+            names = f"{str(line['parent'])[:12]}, but its term went on from {str(head[term])[:12]}"
+            raise Violated(f"{line['key']} names the parent {names}")
+        head[term] = digest
+
+
+def _chain(published: dict[str, Line]) -> Iterator[Line]:
+    """Yield the newest commit by (term, step) and its ancestors; a parent that nobody published breaks the chain."""
+    commit = max(published.values(), key=lambda line: _place(str(line["key"])))
+    for _ in published:
+        yield commit
+        if commit["parent"] is None:
+            return
+        parent = published.get(str(commit["parent"]))
+        if parent is None:
+            raise Violated(f"{commit['key']} names a parent {str(commit['parent'])[:12]} that nobody published")
+        if whole(parent, "term") > whole(commit, "term"):
+            raise Violated(f"{commit['key']} of term {commit['term']} continues {parent['key']}, of a newer term")
+        commit = parent
+    raise Violated("the chain of parents is a circle")
+
+
+def _check_tiling(run: Evidence, commit: Commit) -> None:
+    """A record's intervals tile [0, step), in growing terms; the last one's are those of the histories."""
+    assert commit.fields is not None, "checked before"
+    place = before = 0
+    for interval in items(commit.fields, "intervals"):
+        assert isinstance(interval, dict), "an interval is a mapping"
+        lo, hi, term = whole(interval, "lo"), whole(interval, "hi"), whole(interval, "term")
+        if lo != place or hi <= lo:
+            kind = "gap" if lo > place else "overlap"
+            raise Violated(f"{commit.key}: {kind} between step {place} and step {lo} of term {term}")
+        if term < before:
+            raise Violated(f"{commit.key}: steps of term {term} follow those of term {before}")
+        place, before = hi, term
+    step = whole(commit.fields, "step")
+    if place != step:
+        raise Violated(f"{commit.key}: its intervals end at step {place}, it is of step {step}")
+    if step == shape_of(run).total_steps:
+        _check_same_terms(run, commit)
+
+
+def _check_same_terms(run: Evidence, commit: Commit) -> None:
+    """The last commit's intervals name, for every step, the term that the histories say applied it."""
+    assert commit.fields is not None, "checked before"
+    claimed = {
+        step: whole(interval, "term")
+        for interval in items(commit.fields, "intervals")
+        if isinstance(interval, dict)
+        for step in range(whole(interval, "lo") + 1, whole(interval, "hi") + 1)
+    }
+    for applied in lineage_of(run):
+        if claimed[applied.step] != applied.term:
+            by = f"applied by term {claimed[applied.step]}, by the histories it was term {applied.term}"
+            raise Violated(f"{commit.key}: step {applied.step} is said to be {by}")
+
+
+def fencing(run: Evidence) -> str:
+    """Terms grow, one world holds a term, and nothing that was published behind a newer term's back is continued."""
+    formed = formed_at(run)
+    terms = list(formed)
+    if terms != sorted(terms):
+        raise Violated(f"worlds were formed in the order of terms {terms}")
+    holders: dict[tuple[int, int], object] = {}
+    for line in run.of("form"):
+        holder = holders.setdefault((whole(line, "term"), whole(line, "rank")), line["pid"])
+        if holder != line["pid"]:
+            raise Violated(f"term {line['term']} has two ranks {line['rank']}: processes {holder} and {line['pid']}")
+    made_at = {commit.key: number(commit.fields, "created_at") for commit in run.commits if commit.fields}
+    for line in run.of("commit"):
+        at = made_at.get(str(line["key"]), number(line, "t"))
+        newer = [term for term in terms if term > whole(line, "term") and formed[term] < at]
+        _check_not_continued(run, line, newer)
+    if whole(result_of(run), "term") != terms[-1]:
+        raise Violated(f"the result is of term {result_of(run)['term']}, but term {terms[-1]} had formed")
+    return f"terms {terms[0]} to {terms[-1]}, none extended by an older one"
+
+
+def _check_not_continued(run: Evidence, commit: Line, newer: list[int]) -> None:
+    """Nothing continues a commit that was made when a newer term had formed."""
+    if not newer:
+        return
+    children = [line for line in run.of("commit") if line["parent"] == commit["digest"]]
+    readers = [line for line in run.of("restore") if line["commit"] == commit["key"]]
+    if children or readers:
+        by = f"term {(children + readers)[0]['term']}"
+        raise Violated(f"{commit['key']} was made after term {newer[0]} had formed, and {by} continues it")
+
+
+def durability(run: Evidence) -> str:
+    """Every term goes on from the newest commit that was published before it formed, unless that was damaged."""
+    formed, commits = formed_at(run), run.of("commit")
+    for term, line in restored_at(run).items():
+        skipped = {str(item[0]) for item in items(line, "skipped") if isinstance(item, list) and item}
+        before = [str(commit["key"]) for commit in commits if number(commit, "t") < formed[term]]
+        newest = max((key for key in before if _place(key)[0] < term and key not in skipped), key=_place, default=None)
+        if newest is not None and (line["commit"] is None or _place(str(line["commit"])) < _place(newest)):
+            raise Violated(f"term {term} went on from {line['commit']}, but {newest} was published before")
+    return f"{len(commits)} commits published, none lost"
+
+
+def _place(key: str) -> tuple[int, int]:
+    """Return the (term, step) that a commit's key names: the order of commits."""
+    term, step = key.removeprefix("commits/").removesuffix(".json").split("-")
+    return int(term), int(step)
