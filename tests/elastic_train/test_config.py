@@ -81,7 +81,9 @@ def test_identity_fixes_the_order_and_leaves_the_rest_free(tmp_path):
     base = load(tmp_path, GOOD).identity()
     assert load(tmp_path, GOOD, arguments=("--run.seed", "2")).identity() != base
     assert load(tmp_path, GOOD, arguments=("--batch.micro-batch", "4")).identity() != base
-    assert load(tmp_path, GOOD, arguments=("--run.dir", "x", "--epochs", "2", "--optimizer.lr", "0.1")).identity() == base
+    assert (
+        load(tmp_path, GOOD, arguments=("--run.dir", "x", "--epochs", "2", "--optimizer.lr", "0.1")).identity() == base
+    )
 
 
 def test_every_key_is_explained():
