@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, BinaryIO
@@ -115,6 +115,7 @@ def build_manifest(url: str, *, label_column: str | None = None, **facts: Any) -
         if label_column is not None:
             counts = _add(counts, _count_labels(fs, path, label_column))
     assert schema is not None, "there is at least one file"
+    counts = _checked_counts(url, counts, facts.get("labels"))
     num_rows = sum(rows for entry in entries for rows in entry.row_groups)
     manifest = Manifest(
         url=url,
@@ -129,6 +130,15 @@ def build_manifest(url: str, *, label_column: str | None = None, **facts: Any) -
     with fs.open(f"{root}/{NAME}", "wt") as file:
         file.write(manifest._json() + "\n")
     return manifest
+
+
+def _checked_counts(url: str, counts: Int64s, labels: Sequence[str] | None) -> Int64s:
+    """Return a count for every named label, also those that no row has; DataError if there are more than named."""
+    if labels is None:
+        return counts
+    if len(counts) > len(labels):
+        raise DataError(f"{url}: holds label {len(counts) - 1}, but only {len(labels)} labels are named")
+    return _add(counts, np.zeros(len(labels), dtype=np.int64))
 
 
 def footer_sha256(content: bytes) -> str:
