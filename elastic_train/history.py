@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from elastic_train.coverage import CoverageSums
+from elastic_train.errors import StorageError
 
 FOLDER = "history"
 _TAIL_BYTES = 4096
@@ -31,14 +32,19 @@ class LastApplied:
 
 
 class History:
-    """Appends this process's lines to <run.dir>/history/<term>-<rank>-<pid>.jsonl."""
+    """Appends this process's lines to <run.dir>/history/<term>-<rank>-<pid>.jsonl.
+
+    Raises StorageError when a line cannot be written: a run that cannot be judged afterwards must not go on.
+    """
 
     def __init__(self, run_dir: str | Path, term: int, rank: int) -> None:
-        folder = Path(run_dir) / FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{term:08d}-{rank:05d}-{os.getpid()}.jsonl"
         self.term, self._rank = term, rank
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._path = Path(run_dir) / FOLDER / f"{term:08d}-{rank:05d}-{os.getpid()}.jsonl"
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise StorageError(f"the run's history cannot be written: {error}") from error
 
     def form(
         self, *, world: int, cause: str, joined_at: float | None, sealed_at: float | None, started_at: float
@@ -97,7 +103,13 @@ class History:
 
     def _write(self, op: str, **fields: object) -> None:
         line = json.dumps({"op": op, "t": time.time(), "term": self.term, "rank": self._rank, **fields})
-        os.write(self._file, line.encode() + b"\n")
+        content = line.encode() + b"\n"
+        try:
+            is_whole = os.write(self._file, content) == len(content)
+        except OSError as error:
+            raise StorageError(f"{self._path}: the run's history cannot be written: {error}") from error
+        if not is_whole:
+            raise StorageError(f"{self._path}: a line of the run's history was cut short; make room on the disk")
 
 
 def read_history(run_dir: str | Path) -> Iterator[dict[str, object]]:
@@ -109,27 +121,35 @@ def read_history(run_dir: str | Path) -> Iterator[dict[str, object]]:
 def last_applied(run_dir: str | Path, before_term: int) -> LastApplied | None:
     """Return the furthest step that the newest term before `before_term` applied; reads the ends of its files only."""
     files: dict[int, list[Path]] = {}
-    for path in (Path(run_dir) / FOLDER).glob("*-*-*.jsonl"):
+    for path in (Path(run_dir) / FOLDER).glob("[0-9]*-*-*.jsonl"):
         files.setdefault(int(path.name.partition("-")[0]), []).append(path)
     for term in sorted((term for term in files if term < before_term), reverse=True):
-        lines = [line for path in files[term] for line in _parse(_tail(path)) if line["op"] == "step"]
+        lines = [line for path in files[term] for line in _last_steps(path)]
         if lines:
             last = max(lines, key=lambda line: (int(str(line["step"])), float(str(line["t"]))))
             return LastApplied(term, int(str(last["step"])), int(str(last["world"])), float(str(last["t"])))
     return None
 
 
-def _tail(path: Path) -> bytes:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _TAIL_BYTES))
-        content = file.read()
-    return content if size <= _TAIL_BYTES else content.partition(b"\n")[2]
+def _last_steps(path: Path) -> list[dict[str, object]]:
+    """Return the steps among a file's last lines, of ever more of them until there is one."""
+    size, num_bytes = path.stat().st_size, _TAIL_BYTES
+    while True:
+        with path.open("rb") as file:
+            file.seek(max(0, size - num_bytes))
+            content = file.read()
+        # The first line is torn by where we began to read, and no JSON object then.
+        steps = [line for line in _parse(content) if line["op"] == "step"]
+        if steps or num_bytes >= size:
+            return steps
+        num_bytes *= 4
 
 
 def _parse(content: bytes) -> Iterator[dict[str, object]]:
     for line in content.splitlines():
         try:
-            yield json.loads(line)
+            fields = json.loads(line)
         except ValueError:
             continue
+        if isinstance(fields, dict) and "op" in fields:
+            yield fields

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -12,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 LINE_EVERY_S = 2.0
+PANEL_EVERY_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +68,20 @@ class Status:
 class Progress:
     """Shows the newest status; on a terminal in place, elsewhere as at most one line in `LINE_EVERY_S`."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console or Console(soft_wrap=True)
+        self._clock = clock
         self._live: Live | None = None
-        self._shown_at = 0.0
+        self._shown_at = -math.inf
+        self._unshown: Status | None = None
         self._rates: list[tuple[float, int]] = []
 
     def update(self, status: Status) -> None:
         """Show a status; cheap, and mostly nothing, when called for every step."""
-        now = time.monotonic()
-        if now - self._shown_at < (0.2 if self._console.is_terminal else LINE_EVERY_S):
-            return
-        self._shown_at = now
-        self._rates = [*self._rates[-20:], (now, status.step)]
-        if self._console.is_terminal:
-            self._show(status)
-        else:
-            self._console.print(", ".join(f"{name} {value}" for name, value in self._facts(status)), highlight=False)
+        now = self._clock()
+        self._unshown = status
+        if now - self._shown_at >= (PANEL_EVERY_S if self._console.is_terminal else LINE_EVERY_S):
+            self._draw(status, now)
 
     def event(self, text: str) -> None:
         """Show one line that stays."""
@@ -98,9 +98,19 @@ class Progress:
 
     def close(self) -> None:
         """Leave the last status on the screen."""
+        if self._unshown is not None:
+            self._draw(self._unshown, self._clock())
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    def _draw(self, status: Status, now: float) -> None:
+        self._shown_at, self._unshown = now, None
+        self._rates = [*self._rates[-20:], (now, status.step)]
+        if self._console.is_terminal:
+            self._show(status)
+        else:
+            self._console.print(", ".join(f"{name} {value}" for name, value in self._facts(status)), highlight=False)
 
     def _show(self, status: Status) -> None:
         table = Table.grid(padding=(0, 2))

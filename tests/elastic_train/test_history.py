@@ -1,0 +1,103 @@
+"""The history: whole lines, readable after any end of the writer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from elastic_train.coverage import CoverageSums
+from elastic_train.errors import StorageError
+from elastic_train.history import History, LastApplied, last_applied, read_history
+
+
+def step(history: History, number: int, world: int = 2) -> None:
+    history.step(step=number, epoch=0, lo=number, hi=number + 1, lanes=(0, 4), num_samples=4, world=world, loss=0.5)
+
+
+def write_all(run_dir: Path) -> None:
+    history = History(run_dir, term=3, rank=1)
+    history.form(world=2, cause="lost", joined_at=None, sealed_at=1.0, started_at=2.0)
+    history.restore(step=4, epoch=0, offset=4, commit="c", seconds=0.1, skipped=[("d", "torn")], lost_steps=1)
+    step(history, 5)
+    history.commit(step=5, key="k", digest="d", parent=None, seconds=0.2)
+    history.rollback(from_step=5, to_step=4)
+    history.end(status="done", step=5, weights_sha256="w", coverage=CoverageSums(4, 1, 2))
+    history.close()
+    history.close()
+
+
+def test_every_operation_is_one_line(tmp_path: Path) -> None:
+    """Each operation is read back in order, with its term and rank."""
+    write_all(tmp_path)
+    lines = list(read_history(tmp_path))
+    assert [line["op"] for line in lines] == ["form", "restore", "step", "commit", "rollback", "end"]
+    assert {(line["term"], line["rank"]) for line in lines} == {(3, 1)}
+    assert lines[2]["lanes"] == [0, 4]
+    assert lines[5]["coverage"] == {"count": 4, "sum_a": 1, "sum_b": 2}
+
+
+@pytest.mark.parametrize("torn", [b'{"op": "step", "t', b"12", b'"a"', b"\xff\xfe{", b"[]", b'{"t": 1}'])
+def test_a_torn_line_is_passed_over(tmp_path: Path, torn: bytes) -> None:
+    """What is no whole line of ours is not read, and hides no other line."""
+    write_all(tmp_path)
+    (path,) = (tmp_path / "history").iterdir()
+    path.write_bytes(torn + b"\n" + path.read_bytes() + torn)
+    assert len(list(read_history(tmp_path))) == 6
+    assert last_applied(tmp_path, before_term=4) is not None
+
+
+def test_the_last_applied_step_is_the_newest_earlier_terms_furthest(tmp_path: Path) -> None:
+    """Later and stepless terms do not count; of the ranks the furthest one does."""
+    for term, rank, number in [(1, 0, 90), (2, 0, 41), (2, 1, 42), (5, 0, 7)]:
+        history = History(tmp_path, term, rank)
+        step(history, number, world=term)
+        history.close()
+    History(tmp_path, 3, 0).close()
+    (tmp_path / "history" / "notes-of-mine-x.jsonl").write_text("mine\n")
+    found = last_applied(tmp_path, before_term=5)
+    assert isinstance(found, LastApplied)
+    assert (found.term, found.step, found.world) == (2, 42, 2)
+    assert last_applied(tmp_path, before_term=1) is None
+    assert last_applied(tmp_path / "none", before_term=1) is None
+
+
+@pytest.mark.parametrize("num_after", [0, 1, 3000])
+def test_a_step_is_found_however_many_lines_follow_it(tmp_path: Path, num_after: int) -> None:
+    """The ends of the files are read until a step is in them."""
+    history = History(tmp_path, 1, 0)
+    for number in range(1, 200):
+        step(history, number)
+    for _ in range(num_after):
+        history.commit(step=199, key="k" * 40, digest="d", parent=None, seconds=0.2)
+    found = last_applied(tmp_path, before_term=2)
+    assert found is not None
+    assert found.step == 199
+
+
+def test_a_line_is_on_the_file_before_the_call_returns(tmp_path: Path) -> None:
+    """A reader sees a step at once: a SIGKILL of the writer loses none."""
+    history = History(tmp_path, 1, 0)
+    for number in range(1, 4):
+        step(history, number)
+        assert [line["step"] for line in read_history(tmp_path)] == list(range(1, number + 1))
+
+
+def test_a_full_disk_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that cannot be written, or not wholly, is told as the user's disk, by the file's name."""
+    history = History(tmp_path, 1, 0)
+
+    def full(file: int, content: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(StorageError, match="No space left"):
+            step(history, 1)
+        patch.setattr(os, "write", lambda file, content: 3)
+        with pytest.raises(StorageError, match="cut short"):
+            step(history, 1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot be written"):
+        History(tmp_path / "file", 1, 0)
