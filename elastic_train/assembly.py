@@ -64,6 +64,8 @@ def start_tracker(plan: Plan, world: World) -> Tracker | None:
         return None
     config, folder = plan.config, Path(plan.config.run.dir)
     write_atomically(folder / "config.yaml", config.to_yaml())
+    if config.checkpoint.url is not None:
+        world.store.create(f"configs/{world.term:08d}.yaml", config.to_yaml().encode())
     return Tracker.start(
         run_dir=folder,
         term=world.term,

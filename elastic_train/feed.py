@@ -9,7 +9,8 @@ import numpy as np
 from elastic_train.config import Config
 from elastic_train.data.loader import LaneBatch, LaneLoader
 from elastic_train.data.manifest import Manifest, load_manifest
-from elastic_train.data.reader import Reader
+from elastic_train.data.reader import Reader, check_columns
+from elastic_train.mixing import Int64s
 from elastic_train.order import Cursor, Order
 from elastic_train.tasks.task import Task
 
@@ -19,12 +20,12 @@ class Feed:
 
     def __init__(self, config: Config, task: Task, manifest: Manifest) -> None:
         self._config, self._task = config, task
-        self._training = Reader(manifest, task.columns())
-        self._validation: Reader | None = None
+        self._manifest, self._held_out = manifest, None
+        check_columns(manifest, task.columns())
         if config.data.validation is None:
             return
-        held_out = load_manifest(config.data.validation)
-        self._validation = Reader(held_out, task.columns())
+        self._held_out = held_out = load_manifest(config.data.validation)
+        check_columns(held_out, task.columns())
         self._held_out_order = Order(
             _first_rows(held_out, config.validation.max_samples),
             num_lanes=config.batch.num_lanes,
@@ -34,18 +35,20 @@ class Feed:
 
     def training(self, order: Order, lanes: range, cursor: Cursor, num_steps: int) -> Iterable[Sequence[LaneBatch]]:
         """Return the steps from a cursor on."""
-        return self._loader(self._training, order, lanes, cursor, num_steps)
+        return self._loader(self._manifest, order, lanes, cursor, num_steps)
 
     def validation(self, lanes: range) -> Iterable[Sequence[LaneBatch]] | None:
         """Return one pass over the validation set, None without one."""
-        if self._validation is None:
+        if self._held_out is None:
             return None
         num_steps = self._held_out_order.num_steps(self._config.batch.micro_batch)
-        return self._loader(self._validation, self._held_out_order, lanes, Cursor(), num_steps)
+        return self._loader(self._held_out, self._held_out_order, lanes, Cursor(), num_steps)
 
-    def _loader(self, reader: Reader, order: Order, lanes: range, cursor: Cursor, num_steps: int) -> LaneLoader:
+    def _loader(self, manifest: Manifest, order: Order, lanes: range, cursor: Cursor, num_steps: int) -> LaneLoader:
+        # A lane reads the row groups of one block at a time, of two where a step crosses from one into the next.
+        per_lane = 2 * order.block_row_groups if order.is_shuffled else 2
         return LaneLoader(
-            reader,
+            Reader(manifest, self._task.columns(), max_row_groups=len(lanes) * per_lane),
             order,
             self._task.collate,
             lanes=lanes,
@@ -56,7 +59,7 @@ class Feed:
         )
 
 
-def _first_rows(manifest: Manifest, max_samples: int | None) -> np.ndarray:
+def _first_rows(manifest: Manifest, max_samples: int | None) -> Int64s:
     """Return the row groups' rows, cut after `max_samples` rows."""
     rows = manifest.group_rows
     if max_samples is None or max_samples >= manifest.num_rows:

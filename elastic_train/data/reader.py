@@ -22,6 +22,15 @@ from elastic_train.mixing import Int64s
 MAX_OPEN_FILES = 16
 
 
+def check_columns(manifest: Manifest, columns: Sequence[str]) -> None:
+    """Refuse columns that the dataset does not have."""
+    missing = [name for name in columns if name not in manifest.columns]
+    if missing:
+        raise DataError(
+            f"{manifest.url}: no column {', '.join(map(repr, missing))}; it has {', '.join(manifest.columns)}"
+        )
+
+
 class Reader:
     """Reads rows of one dataset; picklable, and opens its files where it is used first.
 
@@ -30,11 +39,7 @@ class Reader:
     """
 
     def __init__(self, manifest: Manifest, columns: Sequence[str], *, max_row_groups: int = 64) -> None:
-        missing = [name for name in columns if name not in manifest.columns]
-        if missing:
-            raise DataError(
-                f"{manifest.url}: no column {', '.join(map(repr, missing))}; it has {', '.join(manifest.columns)}"
-            )
+        check_columns(manifest, columns)
         self._manifest = manifest
         self._columns = list(columns)
         self._max_row_groups = max_row_groups
