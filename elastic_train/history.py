@@ -8,6 +8,7 @@ step, commit, rollback, end.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from pathlib import Path
 
 from elastic_train.coverage import CoverageSums
 from elastic_train.errors import StorageError
+
+log = logging.getLogger(__name__)
 
 FOLDER = "history"
 _TAIL_BYTES = 4096
@@ -34,11 +37,12 @@ class LastApplied:
 class History:
     """Appends this process's lines to <run.dir>/history/<term>-<rank>-<pid>.jsonl.
 
-    Raises StorageError when a line cannot be written: a run that cannot be judged afterwards must not go on.
+    Opening raises StorageError where nothing can be written. A line that cannot be written later (a full disk) is
+    counted and told once, and training goes on: the proof in the commits does not need it, the checker's does.
     """
 
     def __init__(self, run_dir: str | Path, term: int, rank: int) -> None:
-        self.term, self._rank = term, rank
+        self.term, self._rank, self.num_failures = term, rank, 0
         self._path = Path(run_dir) / FOLDER / f"{term:08d}-{rank:05d}-{os.getpid()}.jsonl"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,11 +109,16 @@ class History:
         line = json.dumps({"op": op, "t": time.time(), "term": self.term, "rank": self._rank, **fields})
         content = line.encode() + b"\n"
         try:
-            is_whole = os.write(self._file, content) == len(content)
+            num_written = os.write(self._file, content)
+            if num_written < len(content):
+                os.write(self._file, b"\n")
+                raise OSError(f"a line was cut after {num_written} bytes")
         except OSError as error:
-            raise StorageError(f"{self._path}: the run's history cannot be written: {error}") from error
-        if not is_whole:
-            raise StorageError(f"{self._path}: a line of the run's history was cut short; make room on the disk")
+            self.num_failures += 1
+            if self.num_failures == 1:
+                log.warning(
+                    "%s: the run's history has holes from here on: %s; make room on the disk", self._path, error
+                )
 
 
 def read_history(run_dir: str | Path) -> Iterator[dict[str, object]]:

@@ -58,7 +58,7 @@ def _train(config: Config, leave: LeaveRequest, started_at: float) -> int:
         return _finish(session, outcome)
     except PeerLostError:
         raise  # the job goes on in the next world, and with it the tracker's run
-    except ElasticTrainError:
+    except Exception:
         session.close(status="FAILED")
         raise
 

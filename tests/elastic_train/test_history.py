@@ -84,20 +84,29 @@ def test_a_line_is_on_the_file_before_the_call_returns(tmp_path: Path) -> None:
         assert [line["step"] for line in read_history(tmp_path)] == list(range(1, number + 1))
 
 
-def test_a_full_disk_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line that cannot be written, or not wholly, is told as the user's disk, by the file's name."""
+def test_a_full_disk_stops_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A line that cannot be written, or not wholly, is counted and told once; what comes later is whole again."""
     history = History(tmp_path, 1, 0)
 
     def full(file: int, content: bytes) -> int:
         raise OSError(28, "No space left on device")
 
+    write = os.write
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
-        with pytest.raises(StorageError, match="No space left"):
-            step(history, 1)
-        patch.setattr(os, "write", lambda file, content: 3)
-        with pytest.raises(StorageError, match="cut short"):
-            step(history, 1)
+        step(history, 1)
+        patch.setattr(os, "write", lambda file, content: write(file, content[:3]))
+        step(history, 2)
+    step(history, 3)
+    assert history.num_failures == 2
+    assert [line["step"] for line in read_history(tmp_path)] == [3]
+    assert caplog.text.count("history has holes") == 1
+
+
+def test_a_history_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
+    """Where nothing can be written from the start, the user is told before training begins."""
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be written"):
         History(tmp_path / "file", 1, 0)
