@@ -6,10 +6,12 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import yaml
@@ -21,7 +23,7 @@ from chaos import scenario as scenarios
 from chaos.errors import ChaosError, RunError, ScenarioError
 from chaos.local import Followed, Job, launch
 from chaos.scenario import Scenario
-from chaos.verdict import FAULTED, REFERENCE, Verdict, examine, render
+from chaos.verdict import FAULTED, REFERENCE, VERDICT, Verdict, examine, render
 from elastic_train.cli import explain
 from elastic_train.config import Config
 from elastic_train.config import load as load_config
@@ -57,6 +59,7 @@ def run(
     trainer's configuration. Exit code 0 only if the verdict is valid.
     """
     described = scenarios.load(scenarios.find(scenario))
+    seed = described.seed if seed is None else seed
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     folder = out or Path("runs") / described.name
     verdict = execute(described, seed, folder, overrides=set_ or [], with_reference=reference, is_quiet=json_)
@@ -74,7 +77,7 @@ def ls(*, json_: Json = False) -> int:
     """List the scenarios that come with the package."""
     known = [scenarios.load(path) for path in sorted(scenarios.FOLDER.glob("*.yaml"))]
     if json_:
-        console.print_json(json.dumps([{"name": item.name, "description": item.description} for item in known]))
+        console.print_json(json.dumps([item.model_dump(mode="json") for item in known]))
         return 0
     table = Table("scenario", "what happens", "nodes x ranks", "faults")
     for item in known:
@@ -98,16 +101,15 @@ def execute(
     config = load_config(scenario.config, environ=os.environ, arguments=changes)
     total_steps = count_steps(config)
     due = scenarios.schedule(scenario, seed, total_steps, config.checkpoint.every_steps or total_steps)
-    late = [fault for fault in due if fault.step is not None and fault.step >= total_steps]
-    if late:
-        raise ScenarioError(f"{scenario.name}: {late[0].kind} is due at step {late[0].step}, the job has {total_steps}")
     say: Callable[[str], None] = (lambda _: None) if is_quiet else (lambda text: console.print(text, highlight=False))
     steps = ", ".join(
-        f"{f.kind} {f.node} {'at step ' + str(f.step) if f.step else f'{f.after_s:g} s later'}" for f in due
+        f"{f.kind} {f.target} {f'{f.after_s:g} s later' if f.step is None else f'at step {f.step}'}" for f in due
     )
     say(f"scenario {scenario.name}, seed {seed}: {total_steps} steps, {steps or 'no faults'}")
+    (folder / VERDICT).unlink(missing_ok=True)
     for name in (FAULTED, REFERENCE):
-        shutil.rmtree(folder / name, ignore_errors=True)
+        if (folder / name).exists():
+            shutil.rmtree(folder / name)
     names = [FAULTED, REFERENCE] if with_reference else [FAULTED]
     for name in names:
         say(f"training {'with' if name == FAULTED else 'the same without'} faults, in {folder / name}")
@@ -132,7 +134,7 @@ def _run_once(
 
     def look(followed: Followed) -> None:
         if followed.term != shown[0] and followed.world:
-            progress.event(f"term {followed.term}: {followed.world} ranks, at step {followed.step}")
+            progress.event(f"term {followed.term}: {followed.world} ranks")
             shown[0] = followed.term
         if followed.step:
             progress.update(
@@ -169,8 +171,13 @@ def report(verdict: Verdict, folder: Path, is_json: bool) -> int:
         sys.stdout.write(json.dumps(verdict.fields) + "\n")
     else:
         console.print(render(verdict))
-        console.print(f"{folder / 'verdict.json'} has the whole of it", highlight=False)
+        console.print(f"{folder / VERDICT} has the whole of it; again with: {replay(verdict)}", highlight=False)
     return 0 if verdict.is_valid else 1
+
+
+def replay(verdict: Verdict) -> str:
+    """Return the command that draws the same steps again."""
+    return f"elastic-chaos run {verdict.fields['scenario']} --seed {verdict.fields['seed']}"
 
 
 def _as_arguments(tree: Mapping[str, object], prefix: str = "") -> list[str]:
@@ -192,8 +199,13 @@ def _split(settings: list[str]) -> list[str]:
     return [f"--{setting}" for setting in settings]
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command and leave with its exit code."""
+    """Run a command and leave with its exit code; SIGTERM is answered like Ctrl-C and leaves no process behind."""
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         result = app(arguments, result_action="return_value", exit_on_error=False)
     except CycloptsError:

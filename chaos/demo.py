@@ -1,4 +1,4 @@
-"""`make demo`: real text, two nodes, one of them killed in the middle; then the same without, and one verdict on both."""
+"""`make demo`: real text, two nodes, one killed in the middle; then the same without, and one verdict on both."""
 
 from __future__ import annotations
 

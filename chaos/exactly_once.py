@@ -151,7 +151,7 @@ def witness(run: Evidence) -> str:
     if wrong.size:
         sample = int(wrong[0])
         times = f"{int(run.witness[sample])} times in {most} epochs"
-        raise Violated(f"sample {sample} was applied {times}, and {wrong.size - 1} others wrongly, too")
+        raise Violated(f"sample {sample} was applied {times}; {wrong.size} of {run.witness.size} samples are wrong")
     total, expected = int(run.witness.sum()), shape.samples_before(shape.total_steps)
     if total != expected:
         raise Violated(f"the witness counted {total} samples in all, it should be {expected}")

@@ -1,31 +1,32 @@
 """Run a scenario with real processes: a real etcd, one real torchrun a node, real signals.
 
-A node is a torchrun in a session of its own; its agent and workers carry a mark in their environment, by which all of
-them are found and killed at once, as a machine's death does. The executor follows the run's histories to know the step,
-injects each fault when it is due, records it beside them, and leaves no process behind.
+The executor follows the run's histories to know the step, injects each fault when it is due, records it beside them,
+and leaves no process behind, whatever ends it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from chaos.errors import RunError
-from chaos.evidence import Line, parse_lines
-from chaos.scenario import Due, Scenario
+from chaos.evidence import Line, number, parse_lines, whole
+from chaos.node import Node, clean_environ, signal_all
+from chaos.scenario import Due, Kind, Scenario
 
-MARK = "ELASTIC_CHAOS_NODE"
+SIGNALS: dict[Kind, str | None] = {
+    "kill_worker": "SIGKILL",
+    "kill_node": "SIGKILL",
+    "stop_node": "SIGTERM",
+    "start_node": None,
+}
 _LOOK_EVERY_S = 0.01
-_GRACE_S = 45.0
 
 
 @dataclass(slots=True)
@@ -37,6 +38,7 @@ class Followed:
     world: int = 0
     term: int = 0
     commit: int | None = None
+    pids: dict[int, int] = field(default_factory=dict)
     _places: dict[Path, int] = field(default_factory=dict)
 
     def look(self, folder: Path) -> None:
@@ -52,72 +54,22 @@ class Followed:
                 self._take(line)
 
     def _take(self, line: Line) -> None:
-        term = int(str(line.get("term", 0)))
+        term = whole(line, "term")
         if term < self.term:
             return
+        if term > self.term:
+            self.pids = {}
+        if line["op"] == "form":
+            self.pids[whole(line, "rank")] = whole(line, "pid")
         if line["op"] in ("form", "restore", "step"):
-            self.term, self.world = term, int(str(line.get("world", self.world)))
+            self.term, self.world = term, whole(line, "world") if "world" in line else self.world
         if line["op"] == "step":
-            self.step = int(str(line["step"]))
-            self.loss = float(str(line["loss"]))
+            self.step = whole(line, "step")
+            self.loss = number(line, "loss")
         elif line["op"] == "restore":
-            self.step = int(str(line["step"]))
+            self.step = whole(line, "step")
         elif line["op"] == "commit":
-            self.commit = int(str(line["step"]))
-
-
-class Node:
-    """One torchrun and everything below it."""
-
-    def __init__(self, number: int, command: list[str], log: Path, environ: dict[str, str]) -> None:
-        self.number, self._command, self._log = number, command, log
-        self._mark = f"{uuid.uuid4().hex}-{number}"
-        self._environ = {**environ, MARK: self._mark}
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> list[int]:
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command, env=self._environ, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        return [self._process.pid]
-
-    def kill(self) -> list[int]:
-        """SIGKILL the agent and every worker, all found before the first is hit."""
-        pids = self.pids()
-        _signal(pids, signal.SIGKILL)
-        self.wait(_GRACE_S)
-        return pids
-
-    def kill_worker(self) -> list[int]:
-        """SIGKILL one worker; the agent lives."""
-        workers = [pid for pid in self.pids() if self._process is not None and pid != self._process.pid]
-        victims = [pid for pid in workers if b"elastic_train" in _read(Path(f"/proc/{pid}/cmdline"))][-1:]
-        _signal(victims, signal.SIGKILL)
-        return victims
-
-    def stop(self) -> list[int]:
-        """SIGTERM the agent, as a scheduler does before it takes a machine away."""
-        assert self._process is not None, "the node was started"
-        self._process.terminate()
-        return [self._process.pid]
-
-    def poll(self) -> int | None:
-        return None if self._process is None else self._process.poll()
-
-    def wait(self, timeout_s: float) -> None:
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout_s)
-
-    def pids(self) -> list[int]:
-        """Return all live processes that carry this node's mark."""
-        mark = f"{MARK}={self._mark}".encode()
-        return [pid for pid in _processes() if mark in _read(Path(f"/proc/{pid}/environ")).split(b"\0")]
-
-    def tail(self, num_lines: int = 15) -> str:
-        """Return the end of the node's log."""
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-num_lines:]) if self._log.exists() else ""
+            self.commit = whole(line, "step")
 
 
 @dataclass(slots=True)
@@ -131,71 +83,104 @@ class Job:
     seed: int
     on_look: Callable[[Followed], None]
     on_event: Callable[[str], None]
+    _followed: Followed = field(default_factory=Followed)
+    _deadline: float = 0.0
+    _lost: list[Node] = field(default_factory=list)
 
     def run(self) -> None:
         """Start the nodes, inject every fault when it is due, wait for the end; leave no process behind."""
         (self.folder / "history").mkdir(parents=True, exist_ok=True)
-        self._record("scenario", name=self.scenario.name, seed=self.seed)
-        deadline = time.monotonic() + self.scenario.timeout_s
-        followed = Followed()
+        self._record("scenario", name=self.scenario.name, seed=self.seed, command=self.nodes[0].command)
+        self._deadline = time.monotonic() + self.scenario.timeout_s
         try:
             for node in self.nodes:
                 node.start()
             for fault in self.faults:
-                self._wait_until_due(fault, followed, deadline)
-                self._inject(fault, followed)
-            self._wait_for_end(followed, deadline)
+                self._inject(fault)
+            self._wait_for_end()
         finally:
             self._clean_up()
 
-    def _wait_until_due(self, fault: Due, followed: Followed, deadline: float) -> None:
-        moment = time.monotonic() + (fault.after_s or 0.0)
-        while time.monotonic() < moment or (fault.step is not None and followed.step < fault.step):
-            self._look(followed, deadline, f"{fault.kind} on node {fault.node}")
-            if fault.step is not None and all(node.poll() is not None for node in self.nodes):
-                raise RunError(f"the job ended before {fault.kind} was due at step {fault.step}; {self._logs()}")
+    def _inject(self, fault: Due) -> None:
+        """Wait until a fault is due and can be done, do it, and record it with the time just before it."""
+        what, moment = f"{fault.kind} on node {fault.target}", time.monotonic() + (fault.after_s or 0.0)
+        while True:
+            self._look(what)
+            if time.monotonic() >= moment and self._has_come(fault):
+                node, at = self._target(fault), time.time()
+                pids = self._do(fault.kind, node)
+                if pids:
+                    break
+            if not any(node.is_up for node in self.nodes) and not (fault.kind == "start_node" and fault.step is None):
+                raise RunError(f"the job ended before {what} was due; {self._logs()}")
+        seen, followed = self._followed.step, self._followed
+        moments = {"at_step": fault.step, "is_drawn": fault.is_drawn, "seen_step": seen, "seen_commit": followed.commit}
+        who = {"kind": fault.kind, "target": fault.target, "node": node.number, "signal": SIGNALS[fault.kind]}
+        self._record("fault", t=at, **who, **moments, term=followed.term, pids=pids)
+        self.on_event(f"fault: {fault.kind} on node {node.number} at step {seen}")
 
-    def _inject(self, fault: Due, followed: Followed) -> None:
-        node = self.nodes[fault.node]
-        actions = {
-            "kill_worker": node.kill_worker,
-            "kill_node": node.kill,
-            "stop_node": node.stop,
-            "start_node": node.start,
-        }
-        at = time.time()
-        pids = actions[fault.kind]()
-        self._record(
-            "fault", t=at, kind=fault.kind, node=fault.node, at_step=fault.step, seen_step=followed.step, pids=pids
-        )
-        self.on_event(f"fault: {fault.kind} on node {fault.node} at step {followed.step}")
+    def _has_come(self, fault: Due) -> bool:
+        """Say whether a fault's step has come; a drawn one also waits for an applied step that is in no commit."""
+        followed = self._followed
+        if fault.is_drawn and (followed.commit is None or followed.step <= followed.commit):
+            return False
+        return fault.has_come(followed.step)
 
-    def _wait_for_end(self, followed: Followed, deadline: float) -> None:
-        while any(node.poll() is None for node in self.nodes):
-            self._look(followed, deadline, "its end")
-        alive = [node.number for node in self.nodes if node.poll() == 0]
-        if not alive:
+    def _target(self, fault: Due) -> Node:
+        """Return the node that a fault hits: by its number, or by the role that it has now."""
+        if isinstance(fault.target, int):
+            return self.nodes[fault.target]
+        if fault.target == "lost":
+            if not self._lost:
+                raise RunError("a lost node is to be started, but none is lost")
+            return self._lost[0]
+        leader = self._followed.pids.get(0)
+        up = [node for node in self.nodes if node.is_up]
+        leaders = [node for node in up if leader in node.pids()]
+        others = [node for node in up if node not in leaders]
+        return (leaders if fault.target == "leader" else others[-1:] or leaders or up)[0]
+
+    def _do(self, kind: Kind, node: Node) -> list[int]:
+        """Do it; return the processes that were hit or started, none if there was nothing to hit."""
+        if kind == "start_node":
+            self._lost = [lost for lost in self._lost if lost is not node]
+            return node.start()
+        if kind == "kill_worker":
+            return node.kill_worker(self._followed.pids)
+        pids = node.kill() if kind == "kill_node" else node.stop()
+        self._lost += [node] if pids else []
+        return pids
+
+    def _wait_for_end(self) -> None:
+        while any(node.is_up for node in self.nodes):
+            self._look("its end")
+        self._followed.look(self.folder)
+        self.on_look(self._followed)
+        if all(node.code != 0 for node in self.nodes):
             raise RunError(f"no node ended well; {self._logs()}")
 
-    def _look(self, followed: Followed, deadline: float, waiting_for: str) -> None:
-        if time.monotonic() > deadline:
+    def _look(self, waiting_for: str) -> None:
+        if time.monotonic() > self._deadline:
             raise RunError(
                 f"the job did not come to {waiting_for} within {self.scenario.timeout_s:.0f} s "
-                f"(step {followed.step}, term {followed.term}); {self._logs()}"
+                f"(step {self._followed.step}, term {self._followed.term}); {self._logs()}"
             )
-        followed.look(self.folder)
-        self.on_look(followed)
+        self._followed.look(self.folder)
+        self.on_look(self._followed)
         time.sleep(_LOOK_EVERY_S)
 
     def _clean_up(self) -> None:
-        """Find what outlived the job, record it, and end it."""
-        is_over = all(node.poll() is not None for node in self.nodes)
+        """Record how nodes ended and what outlived the job, and end that."""
+        is_over = not any(node.is_up for node in self.nodes)
+        for node in self.nodes:
+            if node.code is not None:
+                self._record("exit", node=node.number, code=node.code)
         left = [pid for node in self.nodes for pid in node.pids()]
         if is_over:
             self._record("clean", orphans=left)
-        _signal(left, signal.SIGKILL)
+        signal_all(left, signal.SIGKILL)
         for node in self.nodes:
-            node.wait(_GRACE_S)
+            node.kill()
 
     def _record(self, op: str, *, t: float | None = None, **fields: object) -> None:
         line = json.dumps({"op": op, "t": time.time() if t is None else t, **fields})
@@ -209,7 +194,7 @@ class Job:
 def launch(scenario: Scenario, endpoint: str, folder: Path, overrides: list[str], run_id: str) -> list[Node]:
     """Describe the scenario's nodes: each a `torchrun --rdzv_backend=etcd` as users type it."""
     nodes = scenario.nodes
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environ = {**clean_environ(os.environ), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     command = [
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--rdzv_backend=etcd", f"--rdzv_endpoint={endpoint}", f"--rdzv_id={run_id}"),
@@ -219,21 +204,3 @@ def launch(scenario: Scenario, endpoint: str, folder: Path, overrides: list[str]
         *("-m", "elastic_train", scenario.config, *overrides),
     ]
     return [Node(number, command, folder / f"node-{number}.log", environ) for number in range(nodes.count)]
-
-
-def _processes() -> Iterator[int]:
-    return (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
-
-
-def _read(path: Path) -> bytes:
-    """Read a file of /proc; a process that has gone has nothing to say."""
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
-
-
-def _signal(pids: list[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)

@@ -20,7 +20,7 @@ from chaos.evidence import Evidence, Line, collect, whole
 from chaos.findings import Finding, Unknown, Violated
 from chaos.recovery import Recovery, recoveries
 
-FAULTED, REFERENCE, NAME = "faulted", "reference", "verdict.json"
+FAULTED, REFERENCE, VERDICT = "faulted", "reference", "verdict.json"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def examine(folder: Path) -> Verdict:
     findings = judge(run, reference)
     costs = _costs(run)
     verdict = Verdict(findings, costs, _fields(run, reference, findings, costs))
-    (folder / NAME).write_text(json.dumps(verdict.fields, indent=2) + "\n")
+    (folder / VERDICT).write_text(json.dumps(verdict.fields, indent=2) + "\n")
     return verdict
 
 

@@ -1,0 +1,395 @@
+"""Damage to a good recorded run, as bugs in the product would leave it: what `chaos.planted` plants.
+
+Every function changes the files of one run's folder. Damage to a record is made consistent (`forge`: digests are made
+anew along the chain), so that it is found for what it is, and not for a careless edit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from chaos.applied import formed_at, newest_steps, restored_at, shape_of, steps_of
+from chaos.evidence import Evidence, Line, collect, items, number, part, whole
+
+Change = Callable[[Line], Line | None]
+
+
+def edit(folder: Path, change: Change) -> None:
+    """Rewrite every line of every history; a line changed to None is dropped."""
+    for path in sorted((folder / "history").glob("*.jsonl")):
+        lines = [change(json.loads(text)) for text in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines if line is not None))
+
+
+def edit_result(folder: Path, **fields: object) -> None:
+    """Change fields of result.json."""
+    path = folder / "result.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def forge(folder: Path, change: Change) -> None:
+    """Change commit records, oldest first, and make every digest and every parent anew, in records and histories."""
+    renamed: dict[object, str] = {}
+    for path in sorted((folder / "commits").glob("*.json"), key=lambda path: path.name):
+        before = path.read_bytes()
+        record = change(json.loads(before))
+        assert record is not None, "a record is changed, not dropped"
+        record = {**record, "parent": renamed.get(record["parent"], record["parent"])}
+        path.write_text(json.dumps(record))
+        renamed[hashlib.sha256(before).hexdigest()] = hashlib.sha256(path.read_bytes()).hexdigest()
+    fields = ("digest", "parent")
+    edit(folder, lambda line: {**line, **{key: renamed.get(line[key], line[key]) for key in fields if key in line}})
+
+
+def _later_term(run: Evidence) -> int:
+    """Return the last term, which has restored a commit of another."""
+    return max(restored_at(run))
+
+
+def _edit_step(folder: Path, change: Change) -> None:
+    """Change all ranks' lines of one step of the lineage, in the last term."""
+    run = collect(folder)
+    last, chosen = _later_term(run), _later_step(run)
+    edit(folder, lambda line: change(line) if _is_step(line, last, chosen) else line)
+
+
+def _later_step(run: Evidence) -> int:
+    """Return a step that the last term applied: not its first, and not an epoch's."""
+    first = whole(restored_at(run)[_later_term(run)], "step") + 1
+    return next(step for step in (first + 1, first + 2) if (step - 1) % shape_of(run).steps_per_epoch)
+
+
+def _is_step(line: Line, term: int, step: int) -> bool:
+    return line["op"] == "step" and line["term"] == term and line["step"] == step
+
+
+def repeat(folder: Path) -> None:
+    """A step applies the samples of the step before it."""
+    micro_batch = shape_of(collect(folder)).micro_batch
+    _edit_step(folder, lambda line: {**line, "lo": whole(line, "lo") - micro_batch, "hi": whole(line, "lo")})
+
+
+def skip(folder: Path) -> None:
+    """No rank has applied a step of the lineage."""
+    _edit_step(folder, lambda _: None)
+
+
+def fetched_cursor(folder: Path) -> None:
+    """After a restore every offset is ahead by what was prefetched."""
+    run = collect(folder)
+    last, shape = _later_term(run), shape_of(run)
+
+    def ahead(line: Line) -> Line:
+        if line["op"] != "step" or line["term"] != last:
+            return line
+        step = whole(line, "step")  # the next step's place
+        lo = step % shape.steps_per_epoch * shape.micro_batch
+        return {**line, "epoch": step // shape.steps_per_epoch, "lo": lo, "hi": lo + shape.micro_batch}
+
+    edit(folder, ahead)
+
+
+def dropped_tail(folder: Path) -> None:
+    """The last step of the job was never applied."""
+    end = shape_of(collect(folder)).total_steps
+    edit(folder, lambda line: None if line["op"] == "step" and line["step"] == end else line)
+
+
+def filtered_rows(folder: Path) -> None:
+    """A row was filtered at read time: a step holds one sample less."""
+    _edit_step(folder, lambda line: {**line, "num_samples": whole(line, "num_samples") - 1})
+
+
+def disagreement(folder: Path) -> None:
+    """One rank's line of a step names another loss."""
+    seen: list[Line] = []
+
+    def once(line: Line) -> Line:
+        seen.append(line)
+        return {**line, "loss": -1.5} if len(seen) == 1 else line
+
+    _edit_step(folder, once)
+
+
+def different_losses(folder: Path) -> None:
+    """All ranks agree on a loss that the run without faults does not have."""
+    _edit_step(folder, lambda line: {**line, "loss": -1.5})
+
+
+def skipped_line(folder: Path) -> None:
+    """One rank goes from step s to s+2."""
+    run = collect(folder)
+    last, chosen = _later_term(run), _later_step(run)
+    edit(folder, lambda line: None if _is_step(line, last, chosen) and line["rank"] == 0 else line)
+
+
+def stale_lanes(folder: Path) -> None:
+    """A rank keeps the lanes of a world of another size: some are computed twice."""
+
+    def widened(line: Line) -> Line:
+        lo, hi = items(line, "lanes")
+        assert isinstance(lo, int) and isinstance(hi, int)
+        return {**line, "lanes": [lo - 1, hi] if lo else [lo, hi]}
+
+    _edit_step(folder, widened)
+
+
+def idle_lane(folder: Path) -> None:
+    """The last lane belongs to nobody."""
+    num_lanes = shape_of(collect(folder)).num_lanes
+
+    def narrowed(line: Line) -> Line:
+        lo, hi = items(line, "lanes")
+        return {**line, "lanes": [lo, num_lanes - 1]} if hi == num_lanes else line
+
+    _edit_step(folder, narrowed)
+
+
+def wrong_sum(folder: Path) -> None:
+    """A sample was counted in place of another: the count is right, the mixed sum is not."""
+    coverage = part(collect(folder).result or {}, "coverage")
+    edit_result(folder, coverage={**coverage, "sum_a": whole(coverage, "sum_a") ^ 1})
+
+
+def miscounted_commit(folder: Path) -> None:
+    """A commit's coverage holds one sample more than its steps read."""
+    forge(folder, lambda record: {**record, "coverage": _one_more(part(record, "coverage"))})
+
+
+def _one_more(coverage: Line) -> Line:
+    return {**coverage, "count": whole(coverage, "count") + 1}
+
+
+def witness_repeat(folder: Path) -> None:
+    """A sample was applied twice in one epoch."""
+    _edit_witness(folder, [(0, 1)])
+
+
+def witness_skip(folder: Path) -> None:
+    """A sample was not applied in one epoch."""
+    _edit_witness(folder, [(-1, -1)])
+
+
+def witness_swap(folder: Path) -> None:
+    """A sample was applied in place of another: the count is right."""
+    _edit_witness(folder, [(0, 1), (-1, -1)])
+
+
+def _edit_witness(folder: Path, changes: list[tuple[int, int]]) -> None:
+    weights = np.load(folder / "witness.npy")
+    for sample, by in changes:
+        weights[sample] += by
+    np.save(folder / "witness.npy", weights)
+
+
+def damaged_record(folder: Path) -> None:
+    """A byte of a record changed on the disk, and its digest was not checked."""
+    path = sorted((folder / "commits").glob("*.json"))[0]
+    path.write_bytes(path.read_bytes().replace(b'"step"', b'"stop"', 1))
+
+
+def torn_record(folder: Path) -> None:
+    """A record's end is missing."""
+    path = sorted((folder / "commits").glob("*.json"))[0]
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def wrong_parent(folder: Path) -> None:
+    """A term's first commit continues another commit than the one that the term restored."""
+    run = collect(folder)
+    last = _later_term(run)
+    first = min(whole(line, "step") for line in run.of("commit") if line["term"] == last)
+    other = next(line["digest"] for line in run.of("commit") if line["key"] != restored_at(run)[last]["commit"])
+
+    def orphaned(line: Line) -> Line:
+        return {**line, "parent": other} if line["term"] == last and line["step"] == first else line
+
+    forge(folder, orphaned)
+    edit(folder, lambda line: orphaned(line) if line["op"] == "commit" else line)
+
+
+def interval_gap(folder: Path) -> None:
+    """A commit accounts for one step less than it is of."""
+    forge(folder, lambda record: {**record, "intervals": _moved(record, 1)})
+
+
+def interval_overlap(folder: Path) -> None:
+    """A commit accounts for a step in two terms."""
+    forge(folder, lambda record: {**record, "intervals": _moved(record, -1)})
+
+
+def _moved(record: Line, by: int) -> list[object]:
+    """Move the beginning of a record's last interval."""
+    *earlier, last = items(record, "intervals")
+    assert isinstance(last, dict)
+    return [*earlier, {**last, "lo": last["lo"] + by}]
+
+
+def wrong_terms(folder: Path) -> None:
+    """The last commit credits another term with steps than the one that applied them."""
+    last = _later_term(collect(folder))
+    forge(folder, lambda record: {**record, "intervals": [{"term": last, "lo": 0, "hi": record["step"]}]})
+
+
+def no_fence(folder: Path) -> None:
+    """An older world's commit, made after a newer term had formed, is what that term goes on from."""
+    run = collect(folder)
+    last = _later_term(run)
+    key, late = restored_at(run)[last]["commit"], formed_at(run)[last] + 0.001
+
+    def delayed(line: Line) -> Line:
+        return {**line, "t": late} if line["op"] == "commit" and line["key"] == key else line
+
+    edit(folder, delayed)
+    place = str(key).removeprefix("commits/").removesuffix(".json")
+    at = {tuple(int(number_) for number_ in place.split("-")): late}
+    forge(folder, lambda record: {**record, "created_at": at.get(_place(record), record["created_at"])})
+
+
+def _place(record: Line) -> tuple[int, ...]:
+    return whole(record, "term"), whole(record, "step")
+
+
+def twin_world(folder: Path) -> None:
+    """Two worlds train under one term."""
+    path = sorted((folder / "history").glob("[0-9]*.jsonl"))[-1]
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    twin = [{**line, "pid": line["pid"] + 1} if line["op"] == "form" else line for line in lines]
+    path.with_name(path.name.replace(".jsonl", "9.jsonl")).write_text("".join(json.dumps(line) + "\n" for line in twin))
+
+
+def shrinking_terms(folder: Path) -> None:
+    """After etcd lost its data, a world was given a term below an earlier one's."""
+    run = collect(folder)
+    first, last = min(restored_at(run)), _later_term(run)
+    swapped = {first: last, last: first}
+    edit(
+        folder,
+        lambda line: {**line, "term": swapped.get(whole(line, "term"), line["term"])} if "term" in line else line,
+    )
+
+
+def older_commit(folder: Path) -> None:
+    """A term goes on from the commit before the newest."""
+    run = collect(folder)
+    last = _later_term(run)
+    newest = restored_at(run)[last]["commit"]
+    older = [str(line["key"]) for line in run.of("commit") if str(line["key"]) < str(newest)][-1]
+    edit(folder, lambda line: {**line, "commit": older} if line["op"] == "restore" and line["term"] == last else line)
+
+
+def begun_anew(folder: Path) -> None:
+    """A term found no commit, and began at step 0."""
+    last = _later_term(collect(folder))
+    edit(
+        folder,
+        lambda line: {**line, "commit": None, "step": 0} if line["op"] == "restore" and line["term"] == last else line,
+    )
+
+
+def extra_step(folder: Path) -> None:
+    """A term applied a step that no fault took away and no result holds."""
+    run = collect(folder)
+    newest = newest_steps(steps_of(run))
+    last = _later_term(run)
+
+    path = sorted((folder / "history").glob(f"{last:08d}-*.jsonl"))[0]
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    final = next(line for line in lines if _is_step(line, last, newest[last]))
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {**final, "step": newest[last] + 1}]))
+
+
+def other_weights(folder: Path) -> None:
+    """The final weights differ in one bit."""
+    digest = "0" * 63 + "1"
+    edit_result(folder, weights_sha256=digest)
+    edit(folder, lambda line: {**line, "weights_sha256": digest} if line["op"] == "end" else line)
+
+
+def other_metrics(folder: Path) -> None:
+    """Validation counted a sample twice."""
+    edit_result(folder, metrics={"loss": 0.5, "macro_f1": 0.5})
+
+
+def one_ranks_weights(folder: Path) -> None:
+    """One rank of the last world ends with weights of its own."""
+    seen: list[Line] = []
+
+    def once(line: Line) -> Line:
+        if line["op"] != "end" or line["status"] != "done" or seen:
+            return line
+        seen.append(line)
+        return {**line, "weights_sha256": "0" * 64}
+
+    edit(folder, once)
+
+
+def orphan(folder: Path) -> None:
+    """A worker went on after its agent was killed."""
+    edit(folder, lambda line: {**line, "orphans": [4711]} if line["op"] == "clean" else line)
+
+
+def unlooked(folder: Path) -> None:
+    """The executor itself was killed: nobody looked for what was left."""
+    edit(folder, lambda line: None if line["op"] == "clean" else line)
+
+
+def no_result(folder: Path) -> None:
+    """The job did not come to its end."""
+    (folder / "result.json").unlink()
+
+
+def preempted(folder: Path) -> None:
+    """The job was told to leave and nobody started it again."""
+    edit_result(folder, status="preempted")
+
+
+def no_faults(folder: Path) -> None:
+    """Nothing was injected."""
+    edit(folder, lambda line: None if line["op"] == "fault" else line)
+
+
+def harmless_kill(folder: Path) -> None:
+    """A kill at a drawn step came right behind a commit, so nothing had to come back."""
+    run = collect(folder)
+    fault = next(line for line in run.of("fault") if line.get("is_drawn") and str(line["kind"]).startswith("kill"))
+    after = next(term for term, t in formed_at(run).items() if t > number(fault, "t"))
+    start = whole(restored_at(run)[after], "step")
+
+    def unlucky(line: Line) -> Line | None:
+        is_lost = line["op"] == "step" and whole(line, "term") < after and whole(line, "step") > start
+        return None if is_lost else line
+
+    edit(folder, unlucky)
+
+
+def late_fault(folder: Path) -> None:
+    """The last fault came when the job was as good as done: no world formed after it."""
+    last = max(number(line, "t") for line in collect(folder).of("fault"))
+    edit(folder, lambda line: {**line, "t": last + 1e6} if line["op"] == "fault" and line["t"] == last else line)
+
+
+def unexplained_term(folder: Path) -> None:
+    """A world broke although nobody had touched it: its fault is missing."""
+    first = min(number(line, "t") for line in collect(folder).of("fault"))
+    edit(folder, lambda line: None if line["op"] == "fault" and line["t"] == first else line)
+
+
+def unexplained_death(folder: Path) -> None:
+    """A rank of the last world never said that it ended."""
+    edit(folder, lambda line: None if line["op"] == "end" and line["status"] == "done" else line)
+
+
+def failed_node(folder: Path) -> None:
+    """A node failed that no fault had touched last."""
+    edit(folder, lambda line: {**line, "node": 99, "code": 1} if line["op"] == "exit" else line)
+
+
+def unreadable(folder: Path) -> None:
+    """Histories of another format: the check throws, so it has not checked."""
+    edit(folder, lambda line: {key: value for key, value in line.items() if key != "lanes"})

@@ -1,0 +1,121 @@
+"""A node of a job on this machine: one torchrun in a session of its own, and everything below it.
+
+Agent and workers carry a mark in their environment, by which all of them are found and killed at once, as a machine's
+death does, wherever they have moved to. A node dies with the executor that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from chaos.errors import RunError
+from rendezvous.orphans import bound_command
+
+MARK = "ELASTIC_CHAOS_NODE"
+_LAUNCHED = ("TORCHELASTIC_", "PET_", "MASTER_", "GROUP_", "ROLE_", "ELASTIC_RENDEZVOUS")
+_RANKED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
+_GRACE_S = 45.0
+_MOST_SCANS = 20
+
+
+class Node:
+    """A torchrun that can be started, killed whole, told to stop, and started again."""
+
+    def __init__(self, number: int, command: list[str], log: Path, environ: dict[str, str]) -> None:
+        self.number, self.command, self._log = number, command, log
+        self._mark = f"{uuid.uuid4().hex}-{number}"
+        self._environ = {**environ, MARK: self._mark}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_up(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> list[int]:
+        self.wait(_GRACE_S)  # a node that was told to stop has to be gone before it comes back
+        if self.is_up:
+            raise RunError(f"node {self.number} cannot be started: it is still up after {_GRACE_S:.0f} s")
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                bound_command(*self.command),
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return [self._process.pid]
+
+    def kill(self) -> list[int]:
+        """SIGKILL agent and workers, all found before the first is hit, and again whatever they began meanwhile."""
+        killed: list[int] = []
+        for _ in range(_MOST_SCANS):
+            found = self.pids()
+            if not found:
+                break
+            signal_all(found, signal.SIGKILL)
+            killed += [pid for pid in found if pid not in killed]
+            self.wait(_GRACE_S)
+        return killed
+
+    def kill_worker(self, ranks: dict[int, int]) -> list[int]:
+        """SIGKILL the highest of the world's ranks that this node runs; the agent lives."""
+        own = set(self.pids())
+        victims = [pid for _, pid in sorted(ranks.items()) if pid in own][-1:]
+        signal_all(victims, signal.SIGKILL)
+        return victims
+
+    def stop(self) -> list[int]:
+        """SIGTERM the agent, as a scheduler does before it takes a machine away."""
+        if self._process is None or not self.is_up:
+            return []
+        self._process.terminate()
+        return [self._process.pid]
+
+    @property
+    def code(self) -> int | None:
+        """The agent's exit code, the signal negated; None while it runs, and before it has run."""
+        return None if self._process is None else self._process.poll()
+
+    def wait(self, timeout_s: float) -> None:
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout_s)
+
+    def pids(self) -> list[int]:
+        """Return all live processes that carry this node's mark."""
+        mark = f"{MARK}={self._mark}".encode()
+        return [pid for pid in _processes() if mark in _read(Path(f"/proc/{pid}/environ")).split(b"\0")]
+
+    def tail(self, num_lines: int = 15) -> str:
+        """Return the end of the node's log."""
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-num_lines:]) if self._log.exists() else ""
+
+
+def clean_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without what another launcher, around this process, has left in it."""
+    return {name: value for name, value in environ.items() if not name.startswith(_LAUNCHED) and name not in _RANKED}
+
+
+def _processes() -> Iterator[int]:
+    return (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+
+
+def _read(path: Path) -> bytes:
+    """Read a file of /proc; a process that has gone has nothing to say."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def signal_all(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

@@ -1,0 +1,70 @@
+"""Planted bugs: what went wrong, the traces that it leaves in a run's files, and the invariant that must break.
+
+A checker that has never failed has proved nothing. Planting an entry of `PLANTED` in a copy of a good run and judging
+the copy must give the named invariant the named truth; every invariant has at least one entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from chaos import damage
+from chaos.findings import Truth
+
+
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """A bug: what went wrong, how to leave its traces in a run's folder, and what the judge must say."""
+
+    name: str
+    bug: str
+    plant: Callable[[Path], None]
+    invariant: str
+    truth: Truth = "false"
+
+
+PLANTED = (
+    Planted("repeat", "a step's samples applied twice", damage.repeat, "coverage"),
+    Planted("skip", "a step's samples applied by nobody", damage.skip, "coverage"),
+    Planted("fetched-cursor", "resumed from what was fetched instead of applied", damage.fetched_cursor, "coverage"),
+    Planted("dropped-tail", "the last short step left out", damage.dropped_tail, "coverage"),
+    Planted("filtered-rows", "a row with missing metadata filtered out", damage.filtered_rows, "coverage"),
+    Planted("disagreement", "ranks with different sums", damage.disagreement, "agreement"),
+    Planted("skipped-line", "a rank that skipped a step", damage.skipped_line, "agreement"),
+    Planted("one-ranks-weights", "a rank that ended with weights of its own", damage.one_ranks_weights, "agreement"),
+    Planted("stale-lanes", "wrong lanes after the world changed", damage.stale_lanes, "partition"),
+    Planted("idle-lane", "a lane that nobody owns", damage.idle_lane, "partition"),
+    Planted("wrong-sum", "a sample in place of another", damage.wrong_sum, "sums"),
+    Planted("miscounted-commit", "coverage sums that ran ahead of the commit", damage.miscounted_commit, "sums"),
+    Planted("witness-repeat", "a sample applied twice", damage.witness_repeat, "witness"),
+    Planted("witness-skip", "a sample left out", damage.witness_skip, "witness"),
+    Planted("witness-swap", "a sample in place of another", damage.witness_swap, "witness"),
+    Planted("damaged-record", "a flipped byte, no digest checked", damage.damaged_record, "lineage"),
+    Planted("torn-record", "a record that was published before it was whole", damage.torn_record, "lineage"),
+    Planted("wrong-parent", "a commit beside the lineage", damage.wrong_parent, "lineage"),
+    Planted("interval-gap", "a step in no interval", damage.interval_gap, "lineage"),
+    Planted("interval-overlap", "a step in two intervals", damage.interval_overlap, "lineage"),
+    Planted("wrong-terms", "steps credited to a term that did not apply them", damage.wrong_terms, "lineage"),
+    Planted("no-fence", "a paused world published behind a newer one's back", damage.no_fence, "fencing"),
+    Planted("twin-world", "two worlds under one term", damage.twin_world, "fencing"),
+    Planted("shrinking-terms", "terms that began again after etcd lost its data", damage.shrinking_terms, "fencing"),
+    Planted("older-commit", "the head was not the newest commit", damage.older_commit, "durability"),
+    Planted("begun-anew", "commits that were not found", damage.begun_anew, "durability"),
+    Planted("extra-step", "a step applied beyond the end", damage.extra_step, "rpo"),
+    Planted("other-weights", "rounding that depends on the world", damage.other_weights, "hash"),
+    Planted("different-losses", "dropout drawn from the rank", damage.different_losses, "losses"),
+    Planted("other-metrics", "validation that repeats a padded sample", damage.other_metrics, "metrics"),
+    Planted("orphan", "a worker that outlived its agent", damage.orphan, "cleanliness"),
+    Planted("no-result", "a job that hung or died", damage.no_result, "finished"),
+    Planted("preempted", "a job that nobody started again", damage.preempted, "finished"),
+    Planted("unlooked", "nobody looked for orphans", damage.unlooked, "cleanliness", "unknown"),
+    Planted("no-faults", "nothing was put to the test", damage.no_faults, "faults", "unknown"),
+    Planted("harmless-kill", "a kill that lost nothing", damage.harmless_kill, "faults", "unknown"),
+    Planted("late-fault", "a fault that changed nothing", damage.late_fault, "rto", "unknown"),
+    Planted("unexplained-term", "a world that broke by itself", damage.unexplained_term, "deaths", "unknown"),
+    Planted("unexplained-death", "a rank that died by itself", damage.unexplained_death, "deaths", "unknown"),
+    Planted("failed-node", "a node that failed by itself", damage.failed_node, "deaths", "unknown"),
+    Planted("unreadable", "a check that throws", damage.unreadable, "partition", "unknown"),
+)

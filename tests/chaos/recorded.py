@@ -1,0 +1,178 @@
+"""A small run as the trainer records it, made up without training: three worlds, a kill, a preemption, a new node.
+
+101 rows on 6 lanes with micro-batches of 4: 5 steps an epoch, 6 epochs, a commit every 5 steps, the last 3 kept. Term 1
+(2 ranks) is killed after step 13 and gives up 3 steps; term 2 (1 rank) is told to leave at step 22, for a node that
+joins; term 3 (3 ranks) comes to the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from elastic_train.coverage import CoverageSums
+
+ROWS, LANES, MICRO_BATCH, EPOCHS, EVERY, KEPT = 101, 6, 4, 6, 5, 3
+STEPS_PER_EPOCH = 5
+STEPS = EPOCHS * STEPS_PER_EPOCH
+START = 1_800_000_000.0
+STEP_S = 0.1
+
+
+@dataclass(frozen=True)
+class Worlds:
+    """A term: how many ranks, from which step to which, how it ended, and whether it commits when it leaves."""
+
+    ranks: int
+    lo: int
+    hi: int
+    status: str
+
+
+FAULTED = (Worlds(2, 0, 13, "killed"), Worlds(1, 10, 22, "preempted"), Worlds(3, 22, STEPS, "done"))
+REFERENCE = (Worlds(2, 0, STEPS, "done"),)
+
+
+def loss_of(step: int) -> float:
+    return 1 / (step + 1)
+
+
+def samples_until(step: int) -> int:
+    """Count samples by going through every lane and step, as slowly and plainly as can be."""
+    sizes = [(lane + 1) * ROWS // LANES - lane * ROWS // LANES for lane in range(LANES)]
+    epochs, steps = divmod(step, STEPS_PER_EPOCH)
+    return epochs * ROWS + sum(min(size, steps * MICRO_BATCH) for size in sizes)
+
+
+def coverage_at(step: int) -> dict[str, int]:
+    """Return the sums at an epoch's end; between, only the count is told."""
+    epochs, steps = divmod(step, STEPS_PER_EPOCH)
+    sums = CoverageSums.of_all(ROWS) * epochs
+    return {"count": samples_until(step), "sum_a": sums.sum_a + steps, "sum_b": sums.sum_b + steps}
+
+
+@dataclass
+class Recorder:
+    """Writes a run's files; the clock is virtual."""
+
+    folder: Path
+    first_pid: int
+    now: float = START
+    head: tuple[str, str] | None = None
+    intervals: list[dict[str, int]] = field(default_factory=list)
+    files: dict[str, list[dict[str, object]]] = field(default_factory=dict)
+
+    def write(self, file: str, op: str, /, **fields: object) -> None:
+        self.files.setdefault(file, []).append({"op": op, "t": round(self.now, 4), **fields})
+
+    def term(self, term: int, world: Worlds) -> None:
+        names = [f"{term:08d}-{rank:05d}-{self.first_pid + 10 * term + rank}" for rank in range(world.ranks)]
+        sealed_at, self.now = self.now + 0.5, self.now + 2.0
+        key = self.head[0] if self.head else None
+        for rank, name in enumerate(names):
+            times = {"joined_at": sealed_at - 0.1, "sealed_at": sealed_at, "started_at": sealed_at + 0.2}
+            who = {"term": term, "rank": rank}
+            self.write(name, "form", **who, world=world.ranks, pid=int(name[-5:]), cause="start", **times)
+            where = {"step": world.lo, "epoch": world.lo // 5, "offset": world.lo % 5 * MICRO_BATCH, "commit": key}
+            self.write(name, "restore", **who, **where, seconds=0.1, skipped=[], lost_steps=None)
+        for step in range(world.lo + 1, world.hi + 1):
+            self.now += STEP_S
+            self.step(term, world, names, step)
+            if step % EVERY == 0 or (step == world.hi and world.status != "killed"):
+                self.commit(term, names[0], step)
+        if world.status != "killed":
+            for rank, name in enumerate(names):
+                outcome = {"status": world.status, "step": world.hi, "weights_sha256": f"{world.hi:064d}"}
+                self.write(name, "end", term=term, rank=rank, **outcome, coverage=coverage_at(world.hi))
+
+    def step(self, term: int, world: Worlds, names: list[str], step: int) -> None:
+        epoch, place = divmod(step - 1, STEPS_PER_EPOCH)
+        num_samples = samples_until(step) - samples_until(step - 1)
+        for rank, name in enumerate(names):
+            lanes = [rank * LANES // world.ranks, (rank + 1) * LANES // world.ranks]
+            where = {"epoch": epoch, "lo": place * MICRO_BATCH, "hi": (place + 1) * MICRO_BATCH, "lanes": lanes}
+            what = {"num_samples": num_samples, "world": world.ranks, "loss": loss_of(step)}
+            self.write(name, "step", term=term, rank=rank, step=step, **where, **what)
+
+    def commit(self, term: int, name: str, step: int) -> None:
+        before = [interval for interval in self.intervals if interval["term"] < term and interval["lo"] < step]
+        lo = self.lo_of(term)
+        self.intervals = [*({**i, "hi": min(i["hi"], lo)} for i in before), {"term": term, "lo": lo, "hi": step}]
+        key, parent = f"commits/{term:08d}-{step:012d}.json", self.head[1] if self.head else None
+        places = {"step": step, "term": term, "intervals": self.intervals, "coverage": coverage_at(step)}
+        record = {**places, "parent": parent, "parent_key": self.head[0] if self.head else None, "created_at": self.now}
+        path = self.folder / key
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(record))
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        self.now += 0.01
+        self.write(name, "commit", term=term, rank=0, step=step, key=key, digest=digest, parent=parent, seconds=0.01)
+        self.head = (key, digest)
+        for old in sorted(path.parent.glob("*.json"))[:-KEPT]:
+            old.unlink()
+
+    def lo_of(self, term: int) -> int:
+        return next(line["step"] for name in self.files for line in self.files[name] if _restores(line, term))  # type: ignore[return-value]
+
+    def fault(self, kind: str, node: int, seen_step: int, **fields: object) -> None:
+        self.write("chaos", "fault", kind=kind, target=node, node=node, seen_step=seen_step, pids=[1], **fields)
+
+    def finish(self, term: int, *, ended: list[tuple[int, int]]) -> None:
+        for node, code in ended:
+            self.write("chaos", "exit", node=node, code=code)
+        self.write("chaos", "clean", orphans=[])
+        (self.folder / "history").mkdir()
+        for name, lines in self.files.items():
+            (self.folder / "history" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        result = {
+            "status": "done",
+            "step": STEPS,
+            "term": term,
+            "weights_sha256": f"{STEPS:064d}",
+            "mlflow_run_id": "m",
+        }
+        counts = {"coverage": coverage_at(STEPS), "num_samples": ROWS, "epochs": EPOCHS}
+        metrics = {"macro_f1": 0.75, "loss": 0.25}
+        (self.folder / "result.json").write_text(json.dumps({**result, **counts, "metrics": metrics}))
+        batch = {"global_batch": LANES * MICRO_BATCH, "micro_batch": MICRO_BATCH}
+        (self.folder / "config.yaml").write_text(yaml.safe_dump({"batch": batch}))
+
+
+def _restores(line: dict[str, object], term: int) -> bool:
+    return line["op"] == "restore" and line["term"] == term
+
+
+def record(folder: Path) -> Path:
+    """Write a run with faults and its reference below `folder`."""
+    _record_faulted(folder / "faulted")
+    _record_reference(folder / "reference")
+    return folder
+
+
+def _record_faulted(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    recorder = Recorder(folder, first_pid=20000)
+    recorder.write("chaos", "scenario", name="recorded", seed=7)
+    recorder.term(1, FAULTED[0])
+    recorder.now += 0.05
+    recorder.fault("kill_node", 1, 13, at_step=13, is_drawn=True)
+    recorder.now += 1.0
+    recorder.term(2, FAULTED[1])
+    recorder.now -= 0.15
+    recorder.fault("start_node", 1, 21, at_step=21, is_drawn=True)
+    recorder.now += 0.5
+    recorder.term(3, FAULTED[2])
+    recorder.finish(3, ended=[(0, 0), (1, 0)])
+    np.save(folder / "witness.npy", np.full(ROWS, EPOCHS, dtype=np.int64))
+
+
+def _record_reference(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    recorder = Recorder(folder, first_pid=30000)
+    recorder.term(1, REFERENCE[0])
+    recorder.finish(1, ended=[(0, 0), (1, 0)])

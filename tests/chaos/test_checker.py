@@ -1,0 +1,181 @@
+"""The judge: a healthy run passes, every planted bug is caught by its invariant, and nothing is true by default."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import chaos
+from chaos.applied import coverage_counts, lineage_of, shape_of
+from chaos.checker import COMPARED, INVARIANTS, judge
+from chaos.evidence import collect
+from chaos.exactly_once import closed_form
+from chaos.planted import PLANTED, Planted
+from chaos.recovery import recoveries
+from chaos.verdict import examine
+from elastic_train.coverage import CoverageSums
+from elastic_train.order import Order
+from tests.chaos.recorded import record, samples_until
+
+JUDGE = (
+    *("applied", "checker", "damage", "evidence", "exactly_once", "findings"),
+    *("injected", "one_lineage", "planted", "recovery"),
+)
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with faults, and its reference, in which all is well."""
+    return record(tmp_path_factory.mktemp("recorded") / "run")
+
+
+def truths(folder: Path) -> dict[str, str]:
+    findings = judge(collect(folder / "faulted"), collect(folder / "reference"))
+    return {finding.invariant: finding.truth for finding in findings}
+
+
+def test_a_healthy_run_passes(healthy: Path) -> None:
+    """Every invariant of a run in which all is well is true."""
+    findings = judge(collect(healthy / "faulted"), collect(healthy / "reference"))
+    assert [finding for finding in findings if finding.truth != "true"] == []
+    assert {finding.invariant for finding in findings} == {*INVARIANTS, *COMPARED, "sums", "witness"}
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
+def test_a_planted_bug_is_caught_by_its_invariant(healthy: Path, tmp_path: Path, planted: Planted) -> None:
+    """Damage as a bug would leave it gives the named invariant the named truth, with a reason in words."""
+    folder = tmp_path / "run"
+    shutil.copytree(healthy, folder)
+    planted.plant(folder / "faulted")
+    findings = judge(collect(folder / "faulted"), collect(folder / "reference"))
+    found = {finding.invariant: finding for finding in findings}
+    assert found[planted.invariant].truth == planted.truth, found[planted.invariant].why
+    assert len(found[planted.invariant].why) > 10
+    assert not examine(folder).is_valid
+
+
+def test_every_invariant_has_a_bug_that_breaks_it() -> None:
+    """No check can only pass: each is false, or unknown, for some planted bug."""
+    assert {planted.invariant for planted in PLANTED} == {*INVARIANTS, *COMPARED, "sums", "witness"}
+
+
+def test_a_torn_last_line_is_passed_over(healthy: Path, tmp_path: Path) -> None:
+    """A history whose process died while it wrote loses that line only."""
+    folder = tmp_path / "run"
+    shutil.copytree(healthy, folder)
+    for path in (folder / "faulted" / "history").glob("00000001-*"):
+        path.write_bytes(path.read_bytes() + b'{"op": "step", "t": 1.5, "te')
+    assert set(truths(folder).values()) == {"true"}
+
+
+def test_a_killed_rank_may_lack_the_last_step_of_its_term(healthy: Path, tmp_path: Path) -> None:
+    """A rank that was killed between the reduction and its line leaves a hole only where its term ends."""
+    folder = tmp_path / "run"
+    shutil.copytree(healthy, folder)
+    path = sorted((folder / "faulted" / "history").glob("00000001-00001-*"))[0]
+    path.write_text("\n".join(path.read_text().splitlines()[:-1]) + "\n")
+    assert set(truths(folder).values()) == {"true"}
+    path.write_text("\n".join(path.read_text().splitlines()[:-1]) + "\n")
+    assert truths(folder)["partition"] == "false"
+
+
+def test_a_commit_whose_publisher_died_before_it_told(healthy: Path, tmp_path: Path) -> None:
+    """A record without a line in any history is part of the chain all the same."""
+    folder = tmp_path / "run"
+    shutil.copytree(healthy, folder)
+    path = sorted((folder / "faulted" / "history").glob("00000002-00000-*"))[0]
+    kept = [line for line in path.read_text().splitlines() if '"commit", "t"' not in line or '"step": 22' not in line]
+    assert len(kept) == len(path.read_text().splitlines()) - 1
+    path.write_text("\n".join(kept) + "\n")
+    assert set(truths(folder).values()) == {"true"}
+
+
+def test_a_copy_is_no_reference(healthy: Path, tmp_path: Path) -> None:
+    """A run compared with itself, or with a copy, proves nothing."""
+    shutil.copytree(healthy / "faulted", tmp_path / "run" / "faulted")
+    shutil.copytree(healthy / "faulted", tmp_path / "run" / "reference")
+    found = truths(tmp_path / "run")
+    assert found["hash"] == found["metrics"] == found["losses"] == "unknown"
+    for path in (tmp_path / "run" / "reference" / "history").glob("chaos.jsonl"):
+        path.unlink()  # without its faults it is still the same processes
+    assert truths(tmp_path / "run")["hash"] == "unknown"
+
+
+def test_costs_of_faults(healthy: Path) -> None:
+    """RPO is what the next world computed again, RTO runs to its first step, and the parts add up to the whole."""
+    kill, join = recoveries(collect(healthy / "faulted"))
+    assert (kill.rpo_steps, join.rpo_steps) == (3, 0)
+    assert kill.rto_s == pytest.approx(1.0 + 2.0 + 0.1)
+    for cost in (kill, join):
+        assert cost.detect_s is not None
+        assert cost.form_s is not None
+        assert cost.detect_s + cost.form_s + cost.restore_s + cost.warm_s == pytest.approx(cost.rto_s)
+
+
+def test_lineage_leaves_out_what_was_given_up(healthy: Path) -> None:
+    """Steps 11 to 13 of term 1 are not in the weights; term 2 applied them again."""
+    lineage = lineage_of(collect(healthy / "faulted"))
+    assert [applied.step for applied in lineage] == list(range(1, 31))
+    assert [applied.term for applied in lineage] == [1] * 10 + [2] * 12 + [3] * 8
+
+
+def test_shape_counts_samples_as_the_lanes_do(healthy: Path) -> None:
+    """The checker's own arithmetic agrees with going through every lane, and with the trainer's order."""
+    shape = shape_of(collect(healthy / "faulted"))
+    assert [shape.samples_before(step) for step in range(31)] == [samples_until(step) for step in range(31)]
+    order = Order([101], num_lanes=6, seed=1)
+    assert shape.steps_per_epoch == order.num_steps(4)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 101, 1 << 16, (1 << 20) + 1])
+def test_closed_form_is_the_trainers(rows: int) -> None:
+    """The sums that the checker works out for itself are those that the trainer is to arrive at."""
+    trainers = CoverageSums.of_all(rows)
+    assert closed_form(rows) == (trainers.sum_a, trainers.sum_b)
+
+
+def test_the_judge_imports_nothing_that_it_judges() -> None:
+    """No module of the checker imports the trainer or the rendezvous, directly or through another module of chaos."""
+    allowed = {"numpy", "yaml", *(f"chaos.{name}" for name in JUDGE), "chaos"}
+    for name in JUDGE:
+        tree = ast.parse((Path(chaos.__file__).parent / f"{name}.py").read_text())
+        imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+        imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        foreign = {
+            module for module in imported if module.split(".")[0] in {"elastic_train", "rendezvous", "torch", "chaos"}
+        }
+        assert foreign <= allowed, name
+
+
+def test_verdict_names_what_is_asked_for(healthy: Path) -> None:
+    """verdict.json has hashes, coverage, costs, faults, both runs' validation and tracker runs, seed and invariants."""
+    verdict = examine(healthy)
+    fields = json.loads((healthy / "verdict.json").read_text())
+    assert fields == json.loads(json.dumps(verdict.fields))
+    assert fields["valid"] is True
+    assert fields["weights_sha256"] == fields["reference_weights_sha256"] == f"{30:064d}"
+    assert fields["coverage"] == {"min": 1, "max": 1, "samples": 101}
+    assert (fields["rpo_steps"], fields["seed"], len(fields["faults"])) == (3, 7, 2)
+    assert fields["rto_s"] == pytest.approx(3.1, abs=0.01)
+    assert fields["validation"] == {
+        "macro_f1": 0.75,
+        "reference_macro_f1": 0.75,
+        "loss": 0.25,
+        "reference_loss": 0.25,
+    }
+    assert fields["mlflow_run_id"] == fields["reference_mlflow_run_id"] == "m"
+    assert {item["invariant"] for item in fields["invariants"]} >= set(INVARIANTS)
+
+
+@pytest.mark.parametrize(("name", "counts"), [("witness-repeat", (1, 2)), ("witness-skip", (0, 1)), ("skip", (0, 1))])
+def test_coverage_tells_repeats_from_skips(healthy: Path, tmp_path: Path, name: str, counts: tuple[int, int]) -> None:
+    """The least and most counts of a sample are those that were planted."""
+    shutil.copytree(healthy / "faulted", tmp_path / "run")
+    next(planted for planted in PLANTED if planted.name == name).plant(tmp_path / "run")
+    if name == "skip":
+        (tmp_path / "run" / "witness.npy").unlink()
+    assert coverage_counts(collect(tmp_path / "run")) == counts
