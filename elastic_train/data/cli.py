@@ -1,0 +1,181 @@
+"""`elastic-train data`: make datasets, look into them, check them.
+
+`import` and `synth` write a folder under another name and rename it when it is whole; asked again for the same they
+say that it is there already. DATA is a folder or fsspec URL with a manifest, or a folder with `train/` and
+`validation/` in it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import fsspec
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.table import Table
+
+from elastic_train.data import corpora, describe, origin, synthetic, verify
+from elastic_train.data.corpora import Imported, Options
+from elastic_train.data.manifest import NAME, Manifest, load_manifest
+from elastic_train.data.terminal import shown
+from elastic_train.errors import ConfigError, DataError
+
+app = App(name="data", help="Make datasets, look into them, check them.")
+imports = App(name="import", help="Make a dataset of text: OUT/train and OUT/validation, with a tokeniser of its own.")
+app.command(imports)
+
+Json = Annotated[bool, Parameter(name="--json", negative="")]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Options of every import."""
+
+    samples: int = corpora.DEFAULTS.num_samples
+    "Samples to take; a long tail of them for `docstrings`. `text` always takes every row."
+    seed: int = corpora.DEFAULTS.seed
+    "Decides which samples are taken, the split, and the order of rows."
+    vocabulary: int = corpora.DEFAULTS.vocabulary
+    "Ids of the byte-level BPE tokeniser."
+    max_tokens: int = corpora.DEFAULTS.max_tokens
+    "Tokens kept of each text."
+    replace: bool = False
+    "Put the new dataset in the place of whatever OUT holds."
+
+    def options(self) -> Options:
+        if self.samples < 2 or self.vocabulary < 512 or self.max_tokens < 1 or self.seed < 0:
+            raise ConfigError("samples must be >= 2, vocabulary >= 512, max-tokens >= 1, seed >= 0")
+        return Options(self.samples, self.seed, self.vocabulary, self.max_tokens, self.replace)
+
+
+@imports.command(name="docstrings")
+def import_docstrings(out: Path, *, chosen: Chosen | None = None, site_packages: Path | None = None) -> int:
+    """Import the docstrings of the libraries installed here; the label is the library. Nothing is downloaded or run.
+
+    Parameters
+    ----------
+    site_packages
+        Folder to read the libraries from instead of the running interpreter's.
+    """
+    options = (chosen or Chosen()).options()
+    return _report(out, corpora.import_docstrings(out, options, site_packages=site_packages, track=shown))
+
+
+@imports.command(name="debian")
+def import_debian(out: Path, *, chosen: Chosen | None = None) -> int:
+    """Import the package descriptions of `apt-cache dumpavail`; the label is the section."""
+    return _report(out, corpora.import_debian(out, (chosen or Chosen()).options(), track=shown))
+
+
+@imports.command(name="text")
+def import_text(
+    out: Path, files: list[Path], *, chosen: Chosen | None = None, text_key: str = "text", label_key: str = "label"
+) -> int:
+    """Import your own FILES: .jsonl or .csv with a text and a label in each row, or .txt named after their label."""
+    options = (chosen or Chosen()).options()
+    imported = corpora.import_text(out, files, options, text_key=text_key, label_key=label_key, track=shown)
+    return _report(out, imported)
+
+
+@app.command
+def synth(
+    out: str,
+    *,
+    rows: int = 100_000,
+    schema: Literal["quality", "policy"] = "quality",
+    seed: int = 0,
+    rows_per_group: int = 2048,
+    replace: bool = False,
+) -> int:
+    """Write any number of synthetic rows to OUT, in constant memory; their labels can be learned.
+
+    OUT may be an fsspec URL; only a local folder appears at once when it is whole.
+    """
+    if "://" in out:
+        _refuse_existing(out, replace=replace)
+        return _say_written(synthetic.synthesise(out, rows, schema, seed, rows_per_group=rows_per_group, track=shown))
+    folder = Path(out)
+    made_from = {"source": "synth", "rows": rows, "schema": schema, "seed": seed, "rows_per_group": rows_per_group}
+    if origin.is_finished(folder, made_from, replace=replace):
+        return _say(f"{out}: is there already, made of the same {rows:,} rows, schema and seed; nothing to do")
+    with origin.filled(folder, made_from) as partial:
+        synthetic.synthesise(str(partial), rows, schema, seed, rows_per_group=rows_per_group, track=shown)
+    return _say_written(load_manifest(out))
+
+
+@app.command(name="describe")
+def describe_(data: str, *, json_: Json = False) -> int:
+    """Show what DATA holds: rows, files, labels, lengths, missing values."""
+    facts = [describe.describe(manifest, track=shown) for manifest in _manifests(data)]
+    if json_:
+        rows = [fact.to_dict() for fact in facts]
+        return _say(json.dumps(rows[0] if len(rows) == 1 else rows, indent=2))
+    for fact in facts:
+        describe.render(fact, Console())
+    return 0
+
+
+@app.command(name="verify")
+def verify_(data: str, *, json_: Json = False) -> int:
+    """Read every file of DATA and compare it with the manifest; 65 if any is damaged, all of them named."""
+    found = [
+        (f"{manifest.url}/{verdict.path}", verdict.wrong)
+        for manifest in _manifests(data)
+        for verdict in verify.verify(manifest, track=shown)
+    ]
+    if json_:
+        _say(json.dumps([{"path": path, "wrong": wrong} for path, wrong in found], indent=2))
+    else:
+        table = Table("file", "verdict")
+        for path, wrong in found:
+            table.add_row(path, f"[red]{wrong}" if wrong else "[green]whole")
+        Console().print(table)
+    bad = [f"{path} {wrong}" for path, wrong in found if wrong]
+    if bad and not json_:
+        raise DataError("; ".join(bad))
+    return DataError.exit_code if bad else 0
+
+
+def _manifests(data: str) -> Sequence[Manifest]:
+    """Return the manifest at DATA, or those of its train and validation parts."""
+    fs, root = fsspec.core.url_to_fs(data)
+    if not fs.exists(f"{root}/{NAME}"):
+        parts = [part for part in ("train", "validation") if fs.exists(f"{root}/{part}/{NAME}")]
+        if parts:
+            return [load_manifest(f"{data.rstrip('/')}/{part}") for part in parts]
+    return [load_manifest(data)]
+
+
+def _refuse_existing(url: str, *, replace: bool) -> None:
+    fs, root = fsspec.core.url_to_fs(url)
+    if fs.exists(root) and fs.ls(root):
+        if not replace:
+            raise ConfigError(f"{url}: holds something already; choose another place, or add --replace")
+        fs.rm(root, recursive=True)
+
+
+def _report(out: Path, imported: Imported) -> int:
+    if not imported.is_new:
+        return _say(f"{out}: is there already, made of the same sources and options; nothing to do")
+    for manifest in (imported.train, imported.validation):
+        _say_written(manifest)
+    return 0
+
+
+def _say_written(manifest: Manifest) -> int:
+    num_labels = len(manifest.label_counts or ())
+    return _say(
+        f"{manifest.url}: {manifest.num_rows:,} rows in {len(manifest.files)} files, {num_labels} labels, "
+        f"digest {manifest.digest[:12]}"
+    )
+
+
+def _say(text: str) -> int:
+    sys.stdout.write(text + "\n")
+    return 0

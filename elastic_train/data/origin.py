@@ -1,0 +1,74 @@
+"""Where a dataset came from: origin.json names the source and every parameter, and is written last.
+
+A dataset with the origin that was asked for is finished and is not made again. One with another origin, or a folder
+with something else in it, is never overwritten: that takes `replace`. Folders are filled under another name beside
+the target and renamed, so an interrupted import leaves nothing under the target's own name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from elastic_train.errors import ConfigError
+
+NAME = "origin.json"
+
+Origin = Mapping[str, object]
+
+
+def is_finished(folder: Path, origin: Origin, *, replace: bool = False) -> bool:
+    """Say whether `folder` already holds this very dataset; ConfigError if it holds anything else."""
+    found = read_origin(folder)
+    if found == json.loads(json.dumps(origin)):
+        return True
+    if replace or not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return False
+    if found is None:
+        raise ConfigError(f"{folder}: exists and is no imported dataset; choose another folder, or add --replace")
+    differing = ", ".join(name for name in {**found, **origin} if found.get(name) != origin.get(name))
+    raise ConfigError(f"{folder}: holds a dataset made differently ({differing}); choose another folder, or --replace")
+
+
+def read_origin(folder: Path) -> dict[str, object] | None:
+    """Return the origin of the dataset in `folder`, or None if it has none that can be read."""
+    try:
+        found = json.loads((folder / NAME).read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+@contextmanager
+def filled(folder: Path, origin: Origin) -> Iterator[Path]:
+    """Give an empty folder to fill; when the block ends well it takes the place of `folder` by a rename."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left_over in folder.parent.glob(f".{folder.name}.*.partial"):
+        if not _is_alive(left_over.name.rsplit(".", 2)[1]):
+            shutil.rmtree(left_over, ignore_errors=True)
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        (partial / NAME).write_text(json.dumps(origin, indent=2, sort_keys=True) + "\n")
+        _put(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _put(partial: Path, folder: Path) -> None:
+    """Rename over the target; what was there is moved away first and deleted after."""
+    old = folder.with_name(f".{folder.name}.{os.getpid()}.old.partial")
+    if folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_alive(pid: str) -> bool:
+    return pid.isdigit() and Path(f"/proc/{pid}").exists()

@@ -1,0 +1,37 @@
+"""The tokeniser: byte-level BPE, trained on the training part alone and stored beside the data.
+
+Id 0 is padding and never occurs in a text. The same texts in the same order give the same tokenizer.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+FILE_NAME = "tokenizer.json"
+VOCABULARY = 8192
+PADDING = "<pad>"
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Tokenizer:
+    """Train a byte-level BPE of at most `vocabulary` ids; small texts give fewer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[PADDING],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    assert tokenizer.token_to_id(PADDING) == 0, "padding is id 0"
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
+    """Return the ids of each text, cut off at `max_tokens`."""
+    return [
+        encoding.ids[:max_tokens] for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    ]
