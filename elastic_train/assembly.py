@@ -52,7 +52,8 @@ def make_repeatable(config: Config) -> None:
     torch.set_num_threads(config.threads_per_rank)
     if config.reduction == "canonical":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        # The same switch as use_deterministic_algorithms(True), which imports the compiler: a second of every recovery.
+        torch.set_deterministic_debug_mode("error")
         # Filling fresh memory costs time, and nothing here reads memory that it has not written.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False

@@ -58,12 +58,12 @@ def evaluate(
 @contextlib.contextmanager
 def _plain_kernels() -> Iterator[None]:
     """Leave deterministic mode: counts are integers, exact in any order, and its bincount takes quadratic memory."""
-    is_on = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)
+    mode = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("default")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(is_on)
+        torch.set_deterministic_debug_mode(mode)
 
 
 def _merge(metrics: Mapping[str, Metric], group: Group) -> dict[str, float]:
