@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import cast
 
@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from elastic_train.errors import PeerLostError
+from elastic_train.errors import ConfigError, PeerLostError
+
+_abandoned: list[dist.ProcessGroup] = []  # kept for good: the destructor of a stuck group blocks
 
 
 class Group:
@@ -54,8 +56,25 @@ class Group:
         """
         return self._begin(lambda group: group.recv([tensor], rank, 0), tensor)
 
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        """Send to and receive from several ranks, all at once; pairs are (rank, contiguous tensor), not both empty.
+
+        NCCL takes them as one operation: its sends and receives block one another in the order in which they come.
+        """
+        tensor = next(tensor for _, tensor in (*sends, *receives))
+        group = self._group(tensor)
+        if tensor.is_cuda:
+            group._start_coalescing(tensor.device)
+        receipts = [self.receive(rank, part) for rank, part in receives]
+        shipments = [self.send(rank, part) for rank, part in sends]
+        self.wait([group._end_coalescing(tensor.device)] if tensor.is_cuda else receipts + shipments)
+
     def wait(self, works: Iterable[dist.Work]) -> None:
-        """Return when all works are done; every wait of this package is here."""
+        """Return when all works are done; every wait of this package is here.
+
+        On gloo, `is_completed()` of a send or a receive turns true only in here, and a wait that times out closes all
+        connections: to stay responsive, wait on another thread; do not poll, do not wait a little.
+        """
         try:
             for work in works:
                 work.wait()
@@ -99,6 +118,17 @@ class Group:
         """Return when every rank has come here."""
         self.all_reduce(torch.zeros(1, dtype=torch.int64))
 
+    def close(self) -> None:
+        """Leave together with all ranks; a group that is still there when the interpreter ends aborts the process."""
+        if self.size > 1:
+            self.barrier()
+        self._host = self._device = None
+
+    def abandon(self) -> None:
+        """Give the group up at once, although a thread may be stuck in it; then end the process by `os._exit`."""
+        _abandoned.extend(group for group in (self._host, self._device) if group is not None)
+        self._host = self._device = None
+
     def _group(self, tensor: Tensor) -> dist.ProcessGroup:
         group = self._device if tensor.is_cuda else self._host
         assert group is not None, f"no process group for tensors on {tensor.device}"
@@ -132,6 +162,9 @@ def connect(prefix: str, timeout_s: float, device: torch.device | None = None) -
     if size == 1:
         return Group(0, 1, None, timeout_s)
     is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(f"WORLD_SIZE is {size}, but {', '.join(missing)} is not set: start all ranks with torchrun")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         store = TCPStore(address, port, None, is_host, timedelta(seconds=timeout_s), wait_for_workers=False)

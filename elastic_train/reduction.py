@@ -161,10 +161,13 @@ def exchange(
     num_lanes: int,
     scratch: Scratch,
 ) -> None:
-    """Finish the tree over all ranks' parts and leave the whole sum in `flat`, which holds one of `mine`."""
+    """Finish the tree over all ranks' parts and leave the whole sum in `flat`, which holds one of `mine`.
+
+    NCCL would deadlock on receives posted at the start, and has nothing to gain: both ways have a ring's volume.
+    """
     if group.size == 2 and is_balanced(layout):
         group.all_reduce(flat)  # one addition for each element, and it commutes: there is no order to keep
-    elif group.size & (group.size - 1) == 0 and is_balanced(layout):
+    elif group.size & (group.size - 1) == 0 and is_balanced(layout) and not flat.is_cuda:
         halve_and_double(flat, group, scratch)
     else:
         finish_in_chunks(flat, mine, layout, group, num_lanes, scratch)
@@ -221,22 +224,22 @@ def finish_in_chunks(
     lo, hi = bounds[group.rank], bounds[group.rank + 1]
     # Every rank begins with its right neighbour, so that no receiver is flooded by all at once.
     others = [(group.rank + distance) % group.size for distance in range(1, group.size)]
+    chunk = {rank: slice(bounds[rank], bounds[rank + 1]) for rank in others}
     sums: dict[Part, Tensor] = {part: buffer[lo:hi] for part, buffer in mine.items()}
     theirs = [(rank, part) for rank in others[::-1] for part in layout[rank]]
     sums |= zip((part for _, part in theirs), scratch.split([hi - lo] * len(theirs), flat), strict=True)
-    arriving = [group.receive(rank, sums[part]) for rank, part in theirs]
-    sends = [
-        group.send(rank, mine[part][bounds[rank] : bounds[rank + 1]]) for rank in others for part in layout[group.rank]
-    ]
-    group.wait(arriving)
+    group.exchange(
+        sends=[(rank, mine[part][chunk[rank]]) for rank in others for part in layout[group.rank]],
+        receives=[(rank, sums[part]) for rank, part in theirs],
+    )
     whole = next(iter(sums.values()))
     for left, right, parent in merge_plan(list(sums), num_lanes):
         whole = sums[parent] = sums.pop(left).add_(sums.pop(right))
-    group.wait(sends)
     if whole.data_ptr() != flat[lo:hi].data_ptr():
         flat[lo:hi].copy_(whole)
-    gathering = [group.receive(rank, flat[bounds[rank] : bounds[rank + 1]]) for rank in others[::-1]]
-    group.wait([group.send(rank, flat[lo:hi]) for rank in others] + gathering)
+    group.exchange(
+        sends=[(rank, flat[lo:hi]) for rank in others], receives=[(rank, flat[chunk[rank]]) for rank in others[::-1]]
+    )
 
 
 def gather_lane_table(
@@ -244,19 +247,18 @@ def gather_lane_table(
 ) -> list[list[float | int]]:
     """Return every lane's row, by lane, from the rows of each rank's own lanes, in one collective.
 
-    All rows have one length and one type per column: a float travels as its bits, an integer modulo 2^64 as it is.
+    All rows have one length, below 64. A float travels as its bits, an integer modulo 2^64 as it is; each row's first
+    word says which is which, so that one rank's 0 and another's 0.0 cannot be taken for each other.
     """
-    first = next(iter(rows.values()))
-    is_float = [isinstance(value, float) for value in first]
+    words = [[_kinds(row), *(_to_word(value) for value in row)] for _, row in sorted(rows.items())]
     most = -(-num_lanes // group.size)
-    mine = torch.zeros((most, len(first)), dtype=torch.int64)
-    for place, (_, row) in enumerate(sorted(rows.items())):
-        mine[place] = torch.tensor([_to_word(value) for value in row])
+    mine = torch.zeros((most, len(words[0])), dtype=torch.int64)
+    mine[: len(words)] = torch.tensor(words)
     table = group.all_gather(mine).tolist()
     return [
-        [_from_word(word, kind) for word, kind in zip(table[rank][place], is_float, strict=True)]
+        [_from_word(word, bool(kinds >> column & 1)) for column, word in enumerate(row)]
         for rank in range(group.size)
-        for place in range(len(owned_lanes(rank, group.size, num_lanes)))
+        for kinds, *row in table[rank][: len(owned_lanes(rank, group.size, num_lanes))]
     ]
 
 
@@ -277,6 +279,11 @@ def weights_digest(model: nn.Module) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def _kinds(row: Sequence[float | int]) -> int:
+    """Return a word whose bit c says that column c is a float."""
+    return sum(isinstance(value, float) << column for column, value in enumerate(row))
 
 
 def _to_word(value: float | int) -> int:

@@ -28,7 +28,7 @@ from rendezvous.orphans import die_with_parent
 def run(path: Path, overrides: Sequence[str]) -> int:
     """Train as the configuration says and return the process's exit code; under torchrun, one of its ranks."""
     started_at = time.time()
-    is_launched = "TORCHELASTIC_RUN_ID" in os.environ
+    is_launched = "WORLD_SIZE" in os.environ
     if is_launched:
         die_with_parent()
     leave = LeaveRequest()
@@ -67,5 +67,5 @@ def _finish(session: Session, outcome: Outcome) -> int:
     """Write the result, end the tracker's run truthfully, and leave the group in good order."""
     write_result(session, outcome.value)
     session.close(status="FINISHED" if outcome is Outcome.DONE else "KILLED")
-    session.world.group.barrier()  # nobody leaves while another still waits for an answer
+    session.world.group.close()  # nobody leaves while another still waits for an answer
     return 0 if outcome is Outcome.DONE else Preempted.exit_code
