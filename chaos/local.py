@@ -108,8 +108,7 @@ class Job:
             self._look(what)
             if time.monotonic() >= moment and self._has_come(fault):
                 node, at = self._target(fault), time.time()
-                pids = self._do(fault.kind, node)
-                if pids:
+                if node is not None and (pids := self._do(fault.kind, node)):
                     break
             if not any(node.is_up for node in self.nodes) and not (fault.kind == "start_node" and fault.step is None):
                 raise RunError(f"the job ended before {what} was due; {self._logs()}")
@@ -126,19 +125,18 @@ class Job:
             return False
         return fault.has_come(followed.step)
 
-    def _target(self, fault: Due) -> Node:
-        """Return the node that a fault hits: by its number, or by the role that it has now."""
+    def _target(self, fault: Due) -> Node | None:
+        """Return the node that a fault hits: by its number, or by the role that it has now, if anybody has it."""
         if isinstance(fault.target, int):
             return self.nodes[fault.target]
         if fault.target == "lost":
             if not self._lost:
                 raise RunError("a lost node is to be started, but none is lost")
             return self._lost[0]
-        leader = self._followed.pids.get(0)
-        up = [node for node in self.nodes if node.is_up]
-        leaders = [node for node in up if leader in node.pids()]
-        others = [node for node in up if node not in leaders]
-        return (leaders if fault.target == "leader" else others[-1:] or leaders or up)[0]
+        leader = next((node for node in self.nodes if self._followed.pids.get(0) in node.pids()), None)
+        if fault.target == "leader" or leader is None:
+            return leader
+        return next((node for node in reversed(self.nodes) if node.is_up and node is not leader), None)
 
     def _do(self, kind: Kind, node: Node) -> list[int]:
         """Do it; return the processes that were hit or started, none if there was nothing to hit."""

@@ -34,6 +34,11 @@ class Node:
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
+    def agent(self) -> int | None:
+        """The agent's process id; None before it has run."""
+        return None if self._process is None else self._process.pid
+
+    @property
     def is_up(self) -> bool:
         return self._process is not None and self._process.poll() is None
 

@@ -1,0 +1,42 @@
+"""A stand-in for torchrun and the trainer: writes a history, and has a worker in a session of its own, as torchrun has.
+
+python fake_trainer.py FOLDER NUM_STEPS [EXIT_CODE]; -1 steps for a job that never begins.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+COMMIT_EVERY = 12
+
+
+def main(folder: Path, num_steps: int, code: int) -> int:
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    print(f"worker {worker.pid}", flush=True)  # noqa: T201 - the node's log
+    if num_steps < 0:
+        time.sleep(60)
+    (folder / "history").mkdir(exist_ok=True)
+    with (folder / "history" / f"00000001-00000-{os.getpid()}.jsonl").open("a", buffering=1) as file:
+
+        def write(op: str, **fields: object) -> None:
+            file.write(json.dumps({"op": op, "t": time.time(), "term": 1, "rank": 0, **fields}) + "\n")
+
+        write("form", world=1, pid=worker.pid)
+        write("restore", step=0)
+        for step in range(1, num_steps + 1):
+            time.sleep(0.01)
+            write("step", step=step, world=1, loss=0.5)
+            if step % COMMIT_EVERY == 0:
+                write("commit", step=step)
+    worker.kill()
+    worker.wait()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0))

@@ -1,0 +1,64 @@
+"""The command line: listing, judging again, exit codes that say the verdict, and mistakes that are told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from chaos.cli import main
+from chaos.planted import PLANTED
+from tests.chaos.recorded import record
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(tmp_path_factory.mktemp("recorded") / "run")
+
+
+def leave(arguments: list[str]) -> int | str | None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    return left.value.code
+
+
+def test_ls_shows_what_comes_with_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    """All scenarios are listed, for people and for programs."""
+    assert leave(["ls"]) == 0
+    assert "shrink-and-regrow" in capsys.readouterr().out
+    assert leave(["ls", "--json"]) == 0
+    names = {item["name"] for item in json.loads(capsys.readouterr().out)}
+    assert names >= {"demo", "kill-a-rank", "kill-a-node", "shrink-and-regrow", "witness"}
+
+
+def test_check_judges_an_old_run_again(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A good run leaves with 0, a table, and the command that draws the same steps."""
+    assert leave(["check", str(healthy)]) == 0
+    shown = capsys.readouterr().out
+    assert "VALID" in shown
+    assert "elastic-chaos run recorded --seed 7" in shown
+    assert leave(["check", str(healthy), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["valid"] is True
+
+
+@pytest.mark.parametrize("name", ["witness-swap", "no-faults"])
+def test_what_is_false_or_unknown_is_not_valid(healthy: Path, tmp_path: Path, name: str) -> None:
+    """A broken invariant, and one that nothing put to the test, leave with 1."""
+    shutil.copytree(healthy, tmp_path / "run")
+    next(planted for planted in PLANTED if planted.name == name).plant(tmp_path / "run" / "faulted")
+    assert leave(["check", str(tmp_path / "run")]) == 1
+    assert json.loads((tmp_path / "run" / "verdict.json").read_text())["valid"] is False
+
+
+def test_mistakes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder that is no run, a scenario that is not there, and a setting without a value end with a clear error."""
+    assert leave(["check", str(tmp_path)]) == 1
+    assert "no faulted/history there" in capsys.readouterr().err
+    assert leave(["run", "wittness"]) == 2
+    assert "did you mean 'witness'?" in capsys.readouterr().err
+    assert leave(["run", "witness", "--out", str(tmp_path), "--set", "epochs"]) == 2
+    assert "write key=value" in capsys.readouterr().err
+    assert leave(["run", "witness", "--out", str(tmp_path), "--set", "epocs=3"]) == 2
+    assert "epochs" in capsys.readouterr().err

@@ -1,0 +1,194 @@
+"""The executor: nodes die whole, faults come when they are due and are recorded, nothing outlives a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from chaos.errors import RunError
+from chaos.local import Followed, Job
+from chaos.node import Node, clean_environ
+from chaos.scenario import Due, Scenario
+from tests.chaos import fake_trainer
+
+FAKE = [sys.executable, fake_trainer.__file__]
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    """A started node with an agent, and a worker in another session."""
+    node = Node(0, [*FAKE, str(tmp_path), "-1"], tmp_path / "node.log", dict(os.environ))
+    node.start()
+    until(lambda: len(node.pids()) == 2)
+    yield node
+    node.kill()
+
+
+def job(folder: Path, num_steps: int, *faults: Due, timeout_s: float = 30, code: int = 0, **hooks: object) -> Job:
+    command = [*FAKE, str(folder), str(num_steps), str(code)]
+    nodes = [Node(0, command, folder / "node-0.log", dict(os.environ))]
+    scenario = Scenario(name="x", description="y", config="c", timeout_s=timeout_s)
+    return Job(folder, nodes, scenario, list(faults), 1, hooks.get("look", lambda _: None), lambda _: None)  # type: ignore[arg-type]
+
+
+def recorded(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "history" / "chaos.jsonl").read_text().splitlines()]
+
+
+def test_a_killed_node_leaves_nothing(node: Node) -> None:
+    """Agent and worker, which sits in another session, are killed together, and both are named."""
+    found = node.pids()
+    assert sorted(node.kill()) == sorted(found)
+    assert node.pids() == []
+    assert node.code == -signal.SIGKILL
+    assert node.kill() == []
+
+
+def test_only_a_rank_of_the_world_is_killed_as_a_worker(node: Node) -> None:
+    """The highest rank that the node runs is hit; ranks of other nodes, and the agent, are not."""
+    (worker,) = set(node.pids()) - {node.agent}
+    assert node.kill_worker({0: worker, 1: os.getpid()}) == [worker]
+    assert node.kill_worker({0: os.getpid()}) == []
+    assert node.is_up
+
+
+def test_a_node_that_is_up_is_not_started_twice(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting a node that does not end is an error, not a second node under its name."""
+    monkeypatch.setattr("chaos.node._GRACE_S", 0.05)
+    with pytest.raises(RunError, match="still up"):
+        node.start()
+
+
+def test_a_stopped_node_comes_back_under_its_own_name(node: Node) -> None:
+    """SIGTERM ends the agent; the node can be started again, and is found whole by its mark."""
+    before = node.pids()
+    assert node.stop() == before[:1]
+    node.start()
+    until(lambda: len(node.pids()) >= 2)
+    assert node.is_up
+
+
+def test_a_node_dies_with_the_executor(tmp_path: Path) -> None:
+    """SIGKILL of the executor itself leaves no agent behind."""
+    program = (
+        "import os, sys, time; from pathlib import Path; from chaos.node import Node\n"
+        f"node = Node(0, {[*FAKE, str(tmp_path), '-1']!r}, Path({str(tmp_path / 'log')!r}), dict(os.environ))\n"
+        "print(node.start()[0], flush=True); time.sleep(60)"
+    )
+    executor = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert executor.stdout is not None
+    agent = int(executor.stdout.readline())
+    until(lambda: (tmp_path / "log").exists() and "worker" in (tmp_path / "log").read_text())
+    worker = int((tmp_path / "log").read_text().split()[1])
+    try:
+        executor.kill()
+        executor.wait()
+        until(lambda: not is_running(agent))
+    finally:
+        os.kill(worker, signal.SIGKILL)  # a real worker is bound to its agent; this one is not
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_nodes_environment_has_no_launcher_in_it() -> None:
+    """What an outer torchrun has set does not reach the nodes; everything else does."""
+    outer = {"RANK": "3", "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "y", "PET_NNODES": "2", "ELASTIC_RENDEZVOUS": "{}"}
+    assert clean_environ({**outer, "PATH": "/bin", "ELASTIC_TRAIN__EPOCHS": "2"}) == {
+        "PATH": "/bin",
+        "ELASTIC_TRAIN__EPOCHS": "2",
+    }
+
+
+def test_faults_come_when_due_and_are_recorded(tmp_path: Path) -> None:
+    """A drawn fault hits an applied step that is in no commit; the record names step, seen step, node, signal, pids."""
+    kill = Due("kill_worker", "leader", 17, None, interval=fake_trainer.COMMIT_EVERY)
+    job(tmp_path, 60, kill, Due("stop_node", 0, None, 0.05), Due("start_node", "lost", None, 0.0)).run()
+    _, worker, stop, start, *ends = recorded(tmp_path)
+    assert (worker["kind"], worker["at_step"], worker["is_drawn"], worker["signal"]) == (
+        "kill_worker",
+        17,
+        True,
+        "SIGKILL",
+    )
+    assert isinstance(worker["seen_step"], int)
+    assert worker["seen_step"] >= 17
+    assert worker["seen_commit"] == worker["seen_step"] // 12 * 12 != worker["seen_step"]
+    assert (worker["target"], worker["node"], stop["signal"]) == ("leader", 0, "SIGTERM")
+    assert (start["target"], start["node"]) == ("lost", 0)
+    assert [end["op"] for end in ends] == ["exit", "clean"]
+    assert ends[-1]["orphans"] == []
+
+
+def test_a_job_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
+    """A fault that never came due is told, with the end of the node's log."""
+    with pytest.raises(RunError, match=r"(?s)the job ended before kill_node on node 0 was due; .*worker \d+"):
+        job(tmp_path, 3, Due("kill_node", 0, 20, None)).run()
+
+
+def test_a_job_that_hangs_is_an_error(tmp_path: Path) -> None:
+    """The deadline ends a job that does not come to its end, and its processes."""
+    hung = job(tmp_path, -1, timeout_s=0.5)
+    with pytest.raises(RunError, match="did not come to its end within"):
+        hung.run()
+    assert hung.nodes[0].pids() == []
+
+
+def test_a_job_in_which_every_node_failed_is_an_error(tmp_path: Path) -> None:
+    """If no node ends well, the job did not."""
+    with pytest.raises(RunError, match="no node ended well"):
+        job(tmp_path, 1, code=1).run()
+    assert [line["code"] for line in recorded(tmp_path) if line["op"] == "exit"] == [1]
+
+
+def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
+    """Ctrl-C in the middle of a job ends all of its processes; nothing is recorded as clean."""
+
+    def interrupt(followed: Followed) -> None:
+        if followed.step >= 3:
+            raise KeyboardInterrupt
+
+    interrupted = job(tmp_path, 1000, look=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.run()
+    assert interrupted.nodes[0].pids() == []
+    assert "clean" not in {line["op"] for line in recorded(tmp_path)}
+
+
+def test_histories_are_followed_line_by_line(tmp_path: Path) -> None:
+    """Half a line is waited for; a restore sets the step back; lines of an older term are passed over."""
+    path = tmp_path / "history" / "00000001-00000-1.jsonl"
+    path.parent.mkdir()
+    followed = Followed()
+
+    def told(text: str) -> tuple[int, int, int | None]:
+        with path.open("a") as file:
+            file.write(text)
+        followed.look(tmp_path)
+        return followed.term, followed.step, followed.commit
+
+    assert told('{"op":"form","t":1,"term":1,"rank":0,"world":2,"pid":7}\n{"op":"step","t":1,"ter') == (1, 0, None)
+    assert told('m":1,"step":5,"world":2,"loss":1.5}\n{"op":"commit","t":1,"term":1,"step":5}\n') == (1, 5, 5)
+    assert followed.pids == {0: 7}
+    (tmp_path / "history" / "00000002-00000-2.jsonl").write_text('{"op":"restore","t":1,"term":2,"step":3}\n')
+    assert told('{"op":"step","t":1,"term":1,"step":6,"world":2,"loss":1.5}\n') in {(2, 3, 5), (1, 6, 5)}
+    assert told("") == (2, 3, 5)
