@@ -30,7 +30,7 @@ from elastic_train.config import load as load_config
 from elastic_train.data.manifest import load_manifest
 from elastic_train.errors import ElasticTrainError
 from elastic_train.order import Order
-from elastic_train.progress import Progress, Status
+from elastic_train.progress import Progress, ResumeBanner, Status
 from rendezvous.errors import RendezvousError
 from rendezvous.server import EtcdServer
 
@@ -136,17 +136,20 @@ def _run_once(
         if followed.term != shown[0] and followed.world:
             progress.event(f"term {followed.term}: {followed.world} ranks")
             shown[0] = followed.term
+        if followed.resumed is not None:
+            progress.banner(ResumeBanner(**followed.resumed))  # type: ignore[arg-type]
+            followed.resumed = None
         if followed.step:
             progress.update(
                 Status(
                     step=followed.step,
                     total_steps=total_steps,
                     loss=followed.loss,
-                    samples_per_s=None,
+                    samples_per_s=followed.samples_per_s,
                     world=followed.world,
                     term=followed.term,
                     last_commit_step=followed.commit,
-                    epoch=None,
+                    epoch=followed.epoch,
                 )
             )
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chaos.errors import RunError
-from chaos.evidence import Line, number, parse_lines, whole
+from chaos.evidence import Line, number, parse_lines, part, whole
 from chaos.node import Node, clean_environ, signal_all
 from chaos.scenario import Due, Kind, Scenario
 
@@ -37,9 +37,13 @@ class Followed:
     loss: float | None = None
     world: int = 0
     term: int = 0
+    epoch: int | None = None
+    samples_per_s: float | None = None
     commit: int | None = None
+    resumed: Line | None = None
     pids: dict[int, int] = field(default_factory=dict)
     _places: dict[Path, int] = field(default_factory=dict)
+    _applied_at: float | None = None
 
     def look(self, folder: Path) -> None:
         """Read what was appended to any history since the last look."""
@@ -64,12 +68,20 @@ class Followed:
         if line["op"] in ("form", "restore", "step"):
             self.term, self.world = term, whole(line, "world") if "world" in line else self.world
         if line["op"] == "step":
-            self.step = whole(line, "step")
-            self.loss = number(line, "loss")
+            self._take_step(line)
         elif line["op"] == "restore":
-            self.step = whole(line, "step")
+            self.step, self._applied_at = whole(line, "step"), None
+            self.resumed = part(line, "resumed") if line["resumed"] else self.resumed
         elif line["op"] == "commit":
             self.commit = whole(line, "step")
+
+    def _take_step(self, line: Line) -> None:
+        """Take a step's facts, and its rate from the time since the step before it on the same rank."""
+        self.step, self.epoch, self.loss = whole(line, "step"), whole(line, "epoch"), number(line, "loss")
+        if line["rank"] == 0:
+            at, since = number(line, "t"), self._applied_at
+            self.samples_per_s = whole(line, "num_samples") / (at - since) if since and at > since else None
+            self._applied_at = at
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -66,11 +66,11 @@ class History:
         commit: str | None,
         seconds: float,
         skipped: list[tuple[str, str]],
-        lost_steps: int | None,
+        resumed: Mapping[str, object] | None,
     ) -> None:
-        """The applied state was read from a commit, or began anew."""
+        """The applied state was read from a commit, or began anew; `resumed` is what people were told of it."""
         place = {"step": step, "epoch": epoch, "offset": offset, "commit": commit}
-        self._write("restore", **place, seconds=seconds, skipped=skipped, lost_steps=lost_steps)
+        self._write("restore", **place, seconds=seconds, skipped=skipped, resumed=resumed)
 
     def step(
         self,

@@ -11,7 +11,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 import torch
@@ -95,7 +95,7 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
         commit=key,
         seconds=seconds,
         skipped=[(name, why) for name, why in skipped],
-        lost_steps=banner.steps_lost if banner else None,
+        resumed=asdict(banner) if banner else None,
     )
     if banner is not None and world.progress is not None:
         world.progress.banner(banner)

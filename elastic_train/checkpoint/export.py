@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from elastic_train.checkpoint.reader import read_state, verify
@@ -36,9 +37,5 @@ def export(store: Store, record: CommitRecord, target: Path, kind: Format) -> in
 
 
 def _save_safetensors(tensors: dict[str, Tensor], target: Path, record: CommitRecord) -> None:
-    try:
-        from safetensors.torch import save_file  # type: ignore[import-not-found, unused-ignore]
-    except ImportError as error:
-        raise ConfigError("safetensors is not installed: pip install safetensors, or use --format torch") from error
     origin = {"commit": record.key, "digest": record.digest, "weights_sha256": record.weights_sha256}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target, metadata=origin)

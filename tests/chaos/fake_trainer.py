@@ -27,10 +27,10 @@ def main(folder: Path, num_steps: int, code: int) -> int:
             file.write(json.dumps({"op": op, "t": time.time(), "term": 1, "rank": 0, **fields}) + "\n")
 
         write("form", world=1, pid=worker.pid)
-        write("restore", step=0)
+        write("restore", step=0, resumed=None)
         for step in range(1, num_steps + 1):
             time.sleep(0.01)
-            write("step", step=step, world=1, loss=0.5)
+            write("step", step=step, epoch=0, num_samples=8, world=1, loss=0.5)
             if step % COMMIT_EVERY == 0:
                 write("commit", step=step)
     worker.kill()

@@ -79,7 +79,7 @@ class Recorder:
             who = {"term": term, "rank": rank}
             self.write(name, "form", **who, world=world.ranks, pid=int(name[-5:]), cause="start", **times)
             where = {"step": world.lo, "epoch": world.lo // 5, "offset": world.lo % 5 * MICRO_BATCH, "commit": key}
-            self.write(name, "restore", **who, **where, seconds=0.1, skipped=[], lost_steps=None)
+            self.write(name, "restore", **who, **where, seconds=0.1, skipped=[], resumed=None)
         for step in range(world.lo + 1, world.hi + 1):
             self.now += STEP_S
             self.step(term, world, names, step)

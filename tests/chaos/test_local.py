@@ -186,9 +186,13 @@ def test_histories_are_followed_line_by_line(tmp_path: Path) -> None:
         followed.look(tmp_path)
         return followed.term, followed.step, followed.commit
 
-    assert told('{"op":"form","t":1,"term":1,"rank":0,"world":2,"pid":7}\n{"op":"step","t":1,"ter') == (1, 0, None)
-    assert told('m":1,"step":5,"world":2,"loss":1.5}\n{"op":"commit","t":1,"term":1,"step":5}\n') == (1, 5, 5)
+    form = {"op": "form", "t": 1, "term": 1, "rank": 0, "world": 2, "pid": 7}
+    step = {"op": "step", "t": 1, "term": 1, "rank": 0, "world": 2, "epoch": 0, "num_samples": 8, "loss": 1.5}
+    whole = [json.dumps(line) + "\n" for line in (form, {**step, "step": 5}, {"op": "commit", "term": 1, "step": 5})]
+    assert told(whole[0] + whole[1][:40]) == (1, 0, None)
+    assert told(whole[1][40:] + whole[2]) == (1, 5, 5)
     assert followed.pids == {0: 7}
-    (tmp_path / "history" / "00000002-00000-2.jsonl").write_text('{"op":"restore","t":1,"term":2,"step":3}\n')
-    assert told('{"op":"step","t":1,"term":1,"step":6,"world":2,"loss":1.5}\n') in {(2, 3, 5), (1, 6, 5)}
+    newer = {"op": "restore", "t": 1, "term": 2, "step": 3, "resumed": None}
+    (tmp_path / "history" / "00000002-00000-2.jsonl").write_text(json.dumps(newer) + "\n")
+    assert told(json.dumps({**step, "step": 6}) + "\n") in {(2, 3, 5), (1, 6, 5)}
     assert told("") == (2, 3, 5)

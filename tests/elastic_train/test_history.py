@@ -19,7 +19,8 @@ def step(history: History, number: int, world: int = 2) -> None:
 def write_all(run_dir: Path) -> None:
     history = History(run_dir, term=3, rank=1)
     history.form(world=2, cause="lost", joined_at=None, sealed_at=1.0, started_at=2.0)
-    history.restore(step=4, epoch=0, offset=4, commit="c", seconds=0.1, skipped=[("d", "torn")], lost_steps=1)
+    told: dict[str, object] = {"steps_lost": 1}
+    history.restore(step=4, epoch=0, offset=4, commit="c", seconds=0.1, skipped=[("d", "torn")], resumed=told)
     step(history, 5)
     history.commit(step=5, key="k", digest="d", parent=None, seconds=0.2)
     history.rollback(from_step=5, to_step=4)

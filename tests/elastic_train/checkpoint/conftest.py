@@ -6,9 +6,11 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import boto3
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from moto.server import ThreadedMotoServer
 
 from elastic_train.checkpoint.stores import Store, open_store
 
@@ -27,9 +29,7 @@ class PlainFileSystem(MemoryFileSystem):
 @pytest.fixture(scope="session")
 def s3_bucket() -> Iterator[str]:
     """Run moto's threaded S3 server for the session; its address is in the environment, as users would set it."""
-    boto3 = pytest.importorskip("boto3")
-    server_module = pytest.importorskip("moto.server")
-    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     with pytest.MonkeyPatch.context() as patch:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 from commit_samples import commit_steps, trained, writer
 from commit_samples import facts as some_facts
@@ -106,7 +107,6 @@ def test_export_writes_the_weights(local_store: Store, tmp_path: Path) -> None:
 
 def test_export_writes_safetensors(local_store: Store, tmp_path: Path) -> None:
     """The default format carries the commit's key in its header."""
-    safetensors = pytest.importorskip("safetensors")
     model, _ = trained(1)
     record = writer(local_store).save({"model": model.state_dict()}, some_facts(1))
     target = tmp_path / "weights.safetensors"
