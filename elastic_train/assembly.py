@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 
-from elastic_train.checkpoint import CommitWriter
+from elastic_train.checkpoint import CommitRecord, CommitWriter
 from elastic_train.config import Config
 from elastic_train.files import write_atomically
 from elastic_train.lanes import owned_lanes
+from elastic_train.mlflow_run import COMMIT_TAG, HOSTS_TAG, IDENTITY_TAG, WORLD_TAG
 from elastic_train.plan import Plan, make_plan
 from elastic_train.preemption import LeaveRequest
 from elastic_train.reduction import make_gradient_sum
@@ -38,7 +39,7 @@ def open_session(config: Config, leave: LeaveRequest, started_at: float) -> Sess
         lanes=owned_lanes(world.group.rank, world.group.size, plan.num_lanes),
         leave=leave,
         commits=CommitWriter(world.store, world.fence, world.term, head),
-        tracker=start_tracker(plan, world),
+        tracker=start_tracker(plan, world, head),
         head=head,
     )
     world.tell(
@@ -59,12 +60,15 @@ def make_repeatable(config: Config) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def start_tracker(plan: Plan, world: World) -> Tracker | None:
+def start_tracker(plan: Plan, world: World, head: CommitRecord | None) -> Tracker | None:
     """Start the tracker on rank 0, and keep the resolved configuration beside the commits."""
     if not world.is_leader:
         return None
     config, folder = plan.config, Path(plan.config.run.dir)
-    write_atomically(folder / "config.yaml", config.to_yaml())
+    try:
+        write_atomically(folder / "config.yaml", config.to_yaml())
+    except OSError as error:
+        world.tell(f"{folder}/config.yaml cannot be written, training goes on: {error}; make room on the disk")
     if config.checkpoint.url is not None:
         world.store.create(f"configs/{world.term:08d}.yaml", config.to_yaml().encode())
     return Tracker.start(
@@ -74,4 +78,11 @@ def start_tracker(plan: Plan, world: World) -> Tracker | None:
         mlflow_uri=config.tracking.mlflow_uri,
         experiment=config.tracking.experiment,
         run_name=config.run_name,
+        step=head.step if head else 0,
+        tags={
+            WORLD_TAG: str(world.group.size),
+            HOSTS_TAG: str(world.launched.num_nodes) if world.launched else os.environ.get("GROUP_WORLD_SIZE", "1"),
+            IDENTITY_TAG: config.identity(),
+            **({COMMIT_TAG: head.key} if head else {}),
+        },
     )

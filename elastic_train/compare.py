@@ -20,7 +20,18 @@ from rich.text import Text
 
 from elastic_train.errors import ConfigError
 from elastic_train.metrics import final_metrics
-from elastic_train.mlflow_run import WEIGHTS_TAG, bound_requests, connect, flatten, resolve, sqlite_path
+from elastic_train.mlflow_run import (
+    WEIGHTS_TAG,
+    bound_requests,
+    connect,
+    flatten,
+    reason_of,
+    resolve,
+    sqlite_path,
+    tracker_errors,
+    without_password,
+)
+from elastic_train.tracking import read_mapping
 
 DEFAULT_MLFLOW_URI = "sqlite:///mlflow.db"
 _ABSENT = "-"
@@ -107,29 +118,31 @@ def _find(run: str | Path, mlflow_uri: str | None) -> Finding:
 
 
 def _from_folder(folder: Path) -> Finding:
-    try:
-        config = yaml.safe_load((folder / "config.yaml").read_text())
-        path = folder / "result.json"
-        result = json.loads(path.read_text()) if path.exists() else {}
-    except FileNotFoundError:
-        raise ConfigError(f"{folder} is no run's folder: it has no config.yaml; name a run.dir") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{folder}: config.yaml or result.json cannot be read: {error}") from error
-    validation = {f"validation/{name}": value for name, value in (result.get("metrics") or {}).items()}
-    return Finding(str(folder), flatten(config), {**final_metrics(folder), **validation}, result.get("weights_sha256"))
+    if not (folder / "config.yaml").exists():
+        raise ConfigError(f"{folder} is no run's folder: it has no config.yaml; name a run.dir")
+    config = read_mapping(folder / "config.yaml", yaml.safe_load)
+    path = folder / "result.json"
+    result = read_mapping(path, json.loads) if path.exists() else {}
+    weights, measured = result.get("weights_sha256"), result.get("metrics")
+    validation = {
+        f"validation/{name}": value for name, value in (measured if isinstance(measured, dict) else {}).items()
+    }
+    metrics = {**final_metrics(folder), **validation}
+    return Finding(str(folder), flatten(config), metrics, None if weights is None else str(weights))
 
 
 def _from_mlflow(run_id: str, mlflow_uri: str) -> Finding:
-    from mlflow.exceptions import MlflowException
-
     uri = resolve(mlflow_uri)
     _refuse_missing_database(run_id, uri)
     bound_requests()
     try:
         run = connect(uri).get_run(run_id)
-    except MlflowException as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(f"{run_id}: neither a folder nor a run in MLflow at {mlflow_uri}: {reason}") from error
+    except tracker_errors() as error:
+        reason = reason_of(error)
+        raise ConfigError(
+            f"{run_id}: neither a folder nor a run in MLflow at {without_password(mlflow_uri)}: {reason}; "
+            "name a run.dir or a run id, and the tracker with --mlflow-uri"
+        ) from error
     return Finding(f"MLflow run {run_id}", run.data.params, run.data.metrics, run.data.tags.get(WEIGHTS_TAG))
 
 

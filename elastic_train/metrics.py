@@ -1,30 +1,43 @@
-"""The local truth about a run's metrics: <run>/metrics/<term>.jsonl, one JSON line for the values of one step.
+"""The local truth about a run's metrics: <run>/metrics/<term>.jsonl, one JSON line for each thing that a term tells.
 
-A line reaches the operating system before the call returns, so it survives the process's SIGKILL; a torn line is passed
-over. Only a term's leader writes its file, and its last line says how the term ended, if it did: `{"t", "term",
-"status"}`. Steps that a later term computed again stand in both files; readers keep the first.
+A line is the values of a step, or says that everything up to a step is settled (the term's start, a commit), or how
+the term ended. It reaches the operating system before the call returns, so it survives the process's SIGKILL; a torn
+line is passed over. Only a term's leader writes its file. Steps that were given up and computed again stand in the
+files of several terms: a term takes back what older ones wrote from its first step on, so the highest term wins.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 FOLDER = "metrics"
+BEST = "best/"
 _READ_BYTES = 1 << 20
+_MAX_LINES_HELD = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """What one step measured, at unix time `t`."""
+    """What one step measured, at unix time `t`; `is_higher_better` names those of which a best is kept."""
 
     t: float
     step: int
     by_name: Mapping[str, float]
+    is_higher_better: Mapping[str, bool] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A commit holds all up to this step, so nothing up to it is computed again; what is known of the run since."""
+
+    step: int
+    tags: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +45,11 @@ class End:
     """How a term ended: FINISHED, FAILED or KILLED."""
 
     status: str
+
+    @property
+    def is_final(self) -> bool:
+        """Say whether the job is over; one that was told to leave goes on later."""
+        return self.status != "KILLED"
 
 
 class MetricsWriter:
@@ -44,21 +62,27 @@ class MetricsWriter:
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._is_torn = os.fstat(self._file).st_size > 0
 
-    def values(self, step: int, by_name: Mapping[str, float]) -> None:
+    def values(self, step: int, by_name: Mapping[str, float], is_higher_better: Mapping[str, bool]) -> None:
         """Append the values of a step."""
         floats = {name: float(value) for name, value in by_name.items()}
-        self._append({"t": time.time(), "term": self._term, "step": step, "values": floats})
+        better = {"is_higher_better": dict(is_higher_better)} if is_higher_better else {}
+        self._append({"step": step, "values": floats, **better})
+
+    def settled(self, step: int, tags: Mapping[str, str]) -> None:
+        """Append that a commit holds all up to a step, and what is known of the run since."""
+        self._append({"step": step, "tags": dict(tags)})
 
     def end(self, status: str) -> None:
         """Append how the term ended, and close the file."""
         try:
-            self._append({"t": time.time(), "term": self._term, "status": status})
+            self._append({"status": status})
         finally:
             os.close(self._file)
 
     def _append(self, fields: Mapping[str, object]) -> None:
+        text = json.dumps({"t": time.time(), "term": self._term, **fields})
         # An empty line is passed over; it keeps this line whole if the one before it was torn.
-        line = (b"\n" if self._is_torn else b"") + json.dumps(fields).encode() + b"\n"
+        line = (b"\n" if self._is_torn else b"") + text.encode() + b"\n"
         self._is_torn = True
         if os.write(self._file, line) != len(line):
             raise OSError(f"{self._path}: a line was cut short; the disk is full")
@@ -71,14 +95,61 @@ class MetricsReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
+        self._first: int | None = None
 
-    def read(self) -> list[Values | End]:
-        """Return the whole lines of the next mebibyte; nothing at the end of the file."""
+    def read(self) -> list[Values | Settled | End] | None:
+        """Return the whole lines of the next mebibyte; None at the end of the file."""
         with self._path.open("rb") as file:
             file.seek(self._offset)
             whole, newline, _ = file.read(_READ_BYTES).rpartition(b"\n")
         self._offset += len(whole) + len(newline)
-        return list(_parse(whole))
+        return list(_parse(whole.splitlines())) if newline else None
+
+    def first_step(self) -> float:
+        """Return the first step that the term has values of; infinite while it has none."""
+        if self._first is None:
+            with self._path.open("rb") as file:
+                self._first = next((line.step for line in _parse(file) if isinstance(line, Values)), None)
+        return math.inf if self._first is None else self._first
+
+
+class LineageReader:
+    """Reads what holds of the terms up to `newest`, each step once, in order; a best rides on the values that set it.
+
+    A line of an older term holds if no newer term has computed its step again.
+    """
+
+    def __init__(self, run_dir: Path, newest: int | None = None) -> None:
+        numbers = [term for term in terms(run_dir) if newest is None or term <= newest]
+        self._files = [MetricsReader(metrics_path(run_dir, term)) for term in numbers]
+        self._piece: list[Values | Settled] = []
+        self._best: dict[str, float] = {}
+
+    def read(self, settled: float = math.inf) -> list[Values | Settled]:
+        """Return the next lines up to the step `settled`; nothing where there are none yet."""
+        while self._files:
+            hi = min((file.first_step() for file in self._files[1:]), default=math.inf)
+            self._piece = [line for line in self._piece if line.step < hi]
+            ready = [line for line in self._piece if line.step <= settled]
+            self._piece = [line for line in self._piece if line.step > settled]
+            if ready:
+                return [self._with_best(line) if isinstance(line, Values) else line for line in ready]
+            lines = self._files[0].read() if len(self._piece) < _MAX_LINES_HELD else None
+            if lines is not None:
+                self._piece += [line for line in lines if not isinstance(line, End)]
+            elif self._piece or len(self._files) == 1:
+                break
+            else:
+                self._files.pop(0)
+        return []
+
+    def _with_best(self, line: Values) -> Values:
+        best = {}
+        for name, is_higher_better in line.is_higher_better.items():
+            value, sign = line.by_name.get(name, math.nan), 1 if is_higher_better else -1
+            if sign * value > sign * self._best.get(name, -sign * math.inf):
+                self._best[name] = best[BEST + name] = value
+        return replace(line, by_name={**line.by_name, **best}) if best else line
 
 
 def metrics_path(run_dir: Path, term: int) -> Path:
@@ -91,42 +162,53 @@ def terms(run_dir: Path) -> list[int]:
     return sorted(int(path.stem) for path in (run_dir / FOLDER).glob("*.jsonl") if path.stem.isdecimal())
 
 
-def read_metrics(run_dir: Path) -> Iterator[Values | End]:
-    """Yield the lines of all terms, oldest term first."""
-    for term in terms(run_dir):
-        reader = MetricsReader(metrics_path(run_dir, term))
-        while lines := reader.read():
-            yield from lines
+def read_metrics(run_dir: Path) -> Iterator[Values | Settled]:
+    """Yield what holds of all terms, in the order of steps."""
+    reader = LineageReader(run_dir)
+    while lines := reader.read():
+        yield from lines
 
 
 def final_metrics(run_dir: Path) -> dict[str, float]:
     """Return each metric's value at its furthest step."""
-    furthest: dict[str, tuple[int, float]] = {}
+    final: dict[str, float] = {}
     for line in read_metrics(run_dir):
         if isinstance(line, Values):
-            for name, value in line.by_name.items():
-                if name not in furthest or line.step > furthest[name][0]:
-                    furthest[name] = (line.step, value)
-    return {name: value for name, (_, value) in furthest.items()}
+            final |= line.by_name
+    return final
 
 
-def recorded_end(run_dir: Path) -> str | None:
-    """Return the status that the newest term ended with; None if it was killed or still runs."""
-    status = None
+def recorded_end(run_dir: Path) -> End | None:
+    """Return how the newest term ended; None if it was killed or still runs."""
+    last: Values | Settled | End | None = None
     for term in terms(run_dir)[-1:]:
         reader = MetricsReader(metrics_path(run_dir, term))
-        while lines := reader.read():
-            status = lines[-1].status if isinstance(lines[-1], End) else None
-    return status
+        while (lines := reader.read()) is not None:
+            last = lines[-1] if lines else last
+    return last if isinstance(last, End) else None
 
 
-def _parse(content: bytes) -> Iterator[Values | End]:
-    for line in content.splitlines():
+def settled_step(run_dir: Path) -> float:
+    """Return the step up to which nothing will be computed again; infinite if the job is over."""
+    end = recorded_end(run_dir)
+    if end is not None and end.is_final:
+        return math.inf
+    steps = [line.step for line in read_metrics(run_dir) if isinstance(line, Settled)]
+    return steps[-1] if steps else 0
+
+
+def _parse(content: Iterator[bytes] | Sequence[bytes]) -> Iterator[Values | Settled | End]:
+    for text in content:
         try:
-            fields = json.loads(line)
-        except ValueError:
+            fields = json.loads(text)
+            if not isinstance(fields, dict):
+                continue
+            if "values" in fields:
+                by_name = {name: float(value) for name, value in fields["values"].items()}
+                yield Values(float(fields["t"]), int(fields["step"]), by_name, dict(fields.get("is_higher_better", {})))
+            elif "tags" in fields:
+                yield Settled(int(fields["step"]), dict(fields["tags"]))
+            elif "status" in fields:
+                yield End(fields["status"])
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue
-        if isinstance(fields, dict) and "values" in fields:
-            yield Values(fields["t"], fields["step"], fields["values"])
-        elif isinstance(fields, dict) and "status" in fields:
-            yield End(fields["status"])

@@ -1,8 +1,8 @@
 """The one run that a job has in MLflow, over all its restarts; everything here may be repeated without harm.
 
 <run>/mlflow.json names the job before the run is made, and the run carries that name as a tag: a process killed in
-between leaves a run that the next one finds. What MLflow already holds is asked of MLflow, per metric the furthest
-step, so that no value is there twice whoever sent it.
+between leaves a run that the next one finds. What MLflow already holds is asked of MLflow, of all metrics the furthest
+steps in one call, so that no value is there twice whoever sent it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +32,13 @@ LINK = "mlflow.json"
 JOB_TAG = "elastic_train.job"
 CONFIG_TAG = "elastic_train.config"
 WEIGHTS_TAG = "elastic_train.weights_sha256"
+COMMIT_TAG = "elastic_train.commit"
+WORLD_TAG = "elastic_train.world"
+HOSTS_TAG = "elastic_train.hosts"
+IDENTITY_TAG = "elastic_train.config_digest"
+VERSION_TAG = "elastic_train.version"
+TORCH_TAG = "elastic_train.torch"
+GIT_TAG = "mlflow.source.git.commit"  # MLflow's own name, which its pages show as the run's version
 # MLflow's own limits: parameters and metrics a call, characters a parameter; tags were 5,000 in older servers.
 _PARAMS_A_BATCH, _METRICS_A_BATCH = 100, 1000
 _PARAM_CHARS, _TAG_CHARS, _NAME_CHARS = 6000, 5000, 250
@@ -55,6 +62,26 @@ def read_link(run_dir: Path) -> Link | None:
         return None
 
 
+def tracker_errors() -> tuple[type[Exception], ...]:
+    """Return what MLflow and its stores raise."""
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    return MlflowException, SQLAlchemyError, OSError
+
+
+def is_no_tracker(error: Exception) -> bool:
+    """Say whether what was named as a tracker can never be one, such as a file that is no database."""
+    from sqlalchemy.exc import DatabaseError, OperationalError
+
+    return isinstance(error, DatabaseError) and not isinstance(error, OperationalError)
+
+
+def reason_of(error: Exception) -> str:
+    """Return an error's first line, as far as people read."""
+    return (str(error) or type(error).__name__).partition("\n")[0][:300]
+
+
 def bound_requests() -> None:
     """Let a tracker that is down be noticed within seconds; what the user has set stays."""
     for name, value in (("TIMEOUT", "5"), ("MAX_RETRIES", "1"), ("BACKOFF_FACTOR", "0")):
@@ -64,11 +91,21 @@ def bound_requests() -> None:
 
 
 def connect(mlflow_uri: str) -> MlflowClient:
-    """Return a client; a sqlite database is created and upgraded by one process at a time."""
+    """Return a client; a sqlite database is created and upgraded by one process at a time.
+
+    A new one appears as a whole: a process killed in the middle of MLflow's migrations would leave a file that no later
+    one can repair.
+    """
     from mlflow import MlflowClient
 
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
-    with _alone(sqlite_path(mlflow_uri)):
+    database = sqlite_path(mlflow_uri)
+    with _alone(database):
+        if database is not None and not database.exists():
+            draft = database.with_name(f".{database.name}.{os.getpid()}")
+            draft.unlink(missing_ok=True)
+            MlflowClient(tracking_uri=f"sqlite:///{draft}")
+            draft.replace(database)
         return MlflowClient(tracking_uri=mlflow_uri)
 
 
@@ -86,22 +123,40 @@ class MlflowRun:
         known = Link(link.job, self.run_id, without_password(mlflow_uri))
         write_atomically(run_dir / LINK, json.dumps(asdict(known)) + "\n")
 
-    def describe(self, config: Mapping[str, object], config_text: str) -> None:
-        """Record the configuration: parameters that are new, a tag, and a file if the artifacts are local."""
+    def description(self, config: Mapping[str, object], text: str) -> list[Callable[[], None]]:
+        """Return the parts of recording the configuration; none needs another: parameters, a tag, a file."""
+        flat = {metric_name(key): value[:_PARAM_CHARS] for key, value in flatten(config).items()}
+        return [lambda: self._set_params(flat), lambda: self.tag({CONFIG_TAG: text}), lambda: self._upload(text)]
+
+    def _set_params(self, params: Mapping[str, str]) -> None:
+        """Record parameters that are new; MLflow lets none change."""
         from mlflow.entities import Param
 
-        run = self._client.get_run(self.run_id)
-        shown = {_name(key): value[:_PARAM_CHARS] for key, value in flatten(config).items()}
-        new = [Param(key, value) for key, value in shown.items() if key not in run.data.params]
+        known = self._client.get_run(self.run_id).data.params
+        new = [Param(key, value) for key, value in params.items() if key not in known]
         for lo in range(0, len(new), _PARAMS_A_BATCH):
             self._client.log_batch(self.run_id, params=new[lo : lo + _PARAMS_A_BATCH])
-        self._client.set_tag(self.run_id, CONFIG_TAG, config_text[:_TAG_CHARS])
-        if self._is_local and urlsplit(run.info.artifact_uri).scheme in ("", "file"):
+
+    def _upload(self, config_text: str) -> None:
+        """Keep the configuration as a file where the artifacts are local."""
+        folder = self._client.get_run(self.run_id).info.artifact_uri
+        if self._is_local and urlsplit(folder).scheme in ("", "file"):
             self._client.log_text(self.run_id, config_text, "config.yaml")
 
-    def mark(self, name: str) -> int:
-        """Return the furthest step that MLflow has of a metric, -1 if none."""
-        return max((metric.step for metric in self._client.get_metric_history(self.run_id, _name(name))), default=-1)
+    def marks(self) -> dict[str, int]:
+        """Return the furthest step that MLflow has of every metric.
+
+        MLflow keeps each metric's latest value, by step, beside the run; `RunData.metrics` leaves its step out, the
+        public `to_proto` does not. The history, which grows with the run, is never asked for.
+        """
+        latest = self._client.get_run(self.run_id).data.to_proto().metrics
+        return {metric.key: metric.step for metric in latest}
+
+    def tag(self, tags: Mapping[str, str]) -> None:
+        """Set tags; what they were before is replaced."""
+        from mlflow.entities import RunTag
+
+        self._client.log_batch(self.run_id, tags=[RunTag(key, text[:_TAG_CHARS]) for key, text in tags.items()])
 
     def append(self, lines: Sequence[Values]) -> None:
         """Send values; all of a call's thousand arrive, or none."""
@@ -115,9 +170,9 @@ class MlflowRun:
 
     def end(self, status: str, weights_sha256: str | None) -> None:
         """Set how the run ended, and the hash of its weights where it is known."""
-        if weights_sha256 is not None:
-            self._client.set_tag(self.run_id, WEIGHTS_TAG, weights_sha256)
         self._client.set_terminated(self.run_id, status)
+        if weights_sha256 is not None:
+            self.tag({WEIGHTS_TAG: weights_sha256})
 
     def _find(self, link: Link, experiment: str) -> Run | None:
         from mlflow.exceptions import MlflowException
@@ -192,10 +247,11 @@ def _metrics(lines: Sequence[Values]) -> Iterator[Metric]:
 
     for line in lines:
         for name, value in line.by_name.items():
-            yield Metric(_name(name), value, int(line.t * 1000), line.step)
+            yield Metric(metric_name(name), value, int(line.t * 1000), line.step)
 
 
-def _name(text: str) -> str:
+def metric_name(text: str) -> str:
+    """Return a name with what MLflow refuses in names replaced."""
     return re.sub(r"[^\w\-. :/]", "_", text, flags=re.ASCII)[:_NAME_CHARS]
 
 

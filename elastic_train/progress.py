@@ -1,8 +1,15 @@
-"""What people see while a run goes on: a live panel on a terminal, else plain lines, and a banner on resumption."""
+"""What people see while a run goes on: a live panel on a terminal, else plain lines, and a banner on resumption.
+
+Training does not depend on being seen: a closed pipe or a full disk behind a stream is told once on stderr, and every
+later line is tried anew.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,34 +82,50 @@ class Progress:
         self._shown_at = -math.inf
         self._unshown: Status | None = None
         self._rates: list[tuple[float, int]] = []
+        self._has_failed = False
 
     def update(self, status: Status) -> None:
         """Show a status; cheap, and mostly nothing, when called for every step."""
         now = self._clock()
         self._unshown = status
         if now - self._shown_at >= (PANEL_EVERY_S if self._console.is_terminal else LINE_EVERY_S):
-            self._draw(status, now)
+            self._contain(lambda: self._draw(status, now))
 
     def event(self, text: str) -> None:
         """Show one line that stays."""
-        self._console.print(text, highlight=False, markup=False)
+        self._contain(lambda: self._console.print(text, highlight=False, markup=False))
 
     def banner(self, banner: ResumeBanner) -> None:
         """Show from where the run goes on."""
         lines = banner.lines()
         if self._console.is_terminal:
-            self._console.print(Panel(Text("\n".join(lines)), title="resumed", border_style="yellow"))
+            panel = Panel(Text("\n".join(lines)), title="resumed", border_style="yellow")
+            self._contain(lambda: self._console.print(panel))
             return
         for line in lines:
             self.event(line)
 
     def close(self) -> None:
         """Leave the last status on the screen."""
-        if self._unshown is not None:
-            self._draw(self._unshown, self._clock())
-        if self._live is not None:
-            self._live.stop()
+        if (status := self._unshown) is not None:
+            self._contain(lambda: self._draw(status, self._clock()))
+        if (live := self._live) is not None:
             self._live = None
+            self._contain(live.stop)
+
+    def _contain(self, draw: Callable[[], None]) -> None:
+        try:
+            draw()
+        except (OSError, ValueError, SystemExit) as error:  # rich answers a closed pipe with SystemExit
+            was_quiet, self._console.quiet = self._console.quiet, True
+            self._console.print()  # a quiet console drops what it could not write, instead of keeping it for ever
+            self._console.quiet = was_quiet
+            if not self._has_failed:
+                self._has_failed = True
+                reason = "the pipe is closed" if isinstance(error, SystemExit) else error
+                with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be gone as well
+                    sys.stderr.write(f"progress cannot be shown, training goes on: {reason}\n")
+                    sys.stderr.flush()
 
     def _draw(self, status: Status, now: float) -> None:
         self._shown_at, self._unshown = now, None
@@ -145,3 +168,15 @@ class Progress:
             return "-"
         seconds = int((status.total_steps - status.step) * (now - then) / (status.step - step))
         return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+
+def flush_streams() -> None:
+    """Write out stdout and stderr; one that cannot be written to is silenced, lest it fail the process's exit."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None:
+            continue
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -18,6 +18,7 @@ from elastic_train.cli import explain
 from elastic_train.config import Config
 from elastic_train.errors import ElasticTrainError, PeerLostError, Preempted
 from elastic_train.preemption import LeaveRequest
+from elastic_train.progress import flush_streams
 from elastic_train.result import write_result
 from elastic_train.session import Session
 from elastic_train.trainer import Outcome, train
@@ -44,8 +45,7 @@ def run(path: Path, overrides: Sequence[str]) -> int:
     except Exception:  # noqa: BLE001 - the supervisor: an unforeseen error must still be told and end the process
         traceback.print_exc()
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_streams()
     if is_launched:
         os._exit(code)  # a stuck collective's thread must not keep the process from leaving
     return code

@@ -110,7 +110,12 @@ class Session:
         )
         self.last_validation = values
         if self.tracker is not None:
-            self.tracker.log(self.state.step, {f"validation/{name}": value for name, value in values.items()})
+            better = {name: metric.higher_is_better for name, metric in self.plan.task.metrics().items()}
+            self.tracker.log(
+                self.state.step,
+                {f"validation/{name}": value for name, value in values.items()},
+                {f"validation/{name}": is_so for name, is_so in {"loss": False, **better}.items() if is_so is not None},
+            )
         shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items() if name != "samples")
         self.world.tell(f"validation at step {self.state.step}: {shown}")
 
@@ -138,6 +143,8 @@ class Session:
             parent=self.head.parent,
             seconds=time.perf_counter() - started,
         )
+        if self.tracker is not None:
+            self.tracker.commit(self.head.step, self.head.key)
         try:
             prune(self.world.store, self.plan.config.checkpoint.keep_last, verified=self.head.key)
         except StorageError as error:

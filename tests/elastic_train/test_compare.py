@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from elastic_train import cli
 from elastic_train.compare import Comparison, compare
 from elastic_train.errors import ConfigError
 from elastic_train.files import write_atomically
@@ -101,3 +102,42 @@ def test_a_folder_that_is_no_run_is_the_users_error(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
         compare(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("config.yaml", ""), ("config.yaml", "- 1"), ("config.yaml", "a: ["), ("result.json", "[1]"), ("result.json", "")],
+)
+def test_a_damaged_file_ends_compare_with_one_line(
+    tmp_path: Path, name: str, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty, foreign or damaged file of a run is named in one line, and the exit code is 2."""
+    (tmp_path / "config.yaml").write_text("epochs: 1\n")
+    (tmp_path / name).write_text(content)
+    assert lines_of_failure([str(tmp_path), str(tmp_path)], capsys)[0].startswith(f"error: {tmp_path}/{name} ")
+
+
+def test_a_tracker_that_is_none_ends_compare_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A garbage database, a tracker that is down and one of no known kind are named in one line, and the code is 2."""
+    garbage = tmp_path / "garbage.db"
+    garbage.write_bytes(b"no database " * 1000)
+    for uri in (f"sqlite:///{garbage}", "http://127.0.0.1:1", "nonsense://x"):
+        (line,) = lines_of_failure(["0" * 32, "0" * 32, "--mlflow-uri", uri], capsys)
+        assert uri in line
+        assert "name a run.dir or a run id" in line
+
+
+def test_metrics_of_a_foreign_result_are_left_out(tmp_path: Path) -> None:
+    """A result whose metrics are no mapping is compared by what else is known."""
+    write_run(tmp_path / "a", lr=0.1, accuracy=0.5, weights="aa")
+    (tmp_path / "a" / "result.json").write_text('{"metrics": [1], "weights_sha256": "aa"}')
+    assert compare(tmp_path / "a", tmp_path / "a").same_weights() is True
+
+
+def lines_of_failure(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["compare", *arguments])
+    assert left.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    return lines

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -131,3 +134,64 @@ def test_a_banner_without_a_before_says_so() -> None:
     first = ResumeBanner("c", 1, None, None, None, 2, None, 1, None, None, 0.1)
     assert first.lines()[1] == "world ? -> 2 ranks, term ? -> 1"
     assert "steps lost: unknown" in first.lines()[0]
+
+
+class Failing(io.StringIO):
+    """A stream that cannot be written to while `error` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: Exception | None = OSError(28, "No space left on device")
+
+    def write(self, text: str) -> int:
+        if self.error is not None:
+            raise self.error
+        return super().write(text)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_stream_that_is_full_is_told_once_and_tried_again(
+    is_terminal: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is raised while a stream cannot be written to, and lines come again when it can."""
+    stream = Failing()
+    progress = Progress(Console(file=stream, force_terminal=is_terminal, width=200), Clock())
+    progress.update(status(1))
+    progress.banner(BANNER)
+    progress.event("lost")
+    stream.error = None
+    progress.event("seen")
+    stream.error = ValueError("I/O operation on closed file")
+    progress.update(status(2))
+    progress.close()
+    assert "seen" in stream.getvalue()
+    assert "lost" not in stream.getvalue()
+    told = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert len(told) == 1
+    assert "training goes on" in told[0]
+    assert "No space left" in told[0]
+
+
+PROGRAM = """
+import sys
+from elastic_train.progress import Progress, Status, flush_streams
+sys.stdin.readline()
+progress = Progress(clock=iter(range(0, 1000, 10)).__next__)
+for step in range(5):
+    progress.update(Status(step, 100, 0.5, 1.0, 1, 1, None, 0))
+    progress.event("event")
+progress.close()
+flush_streams()
+print("the end", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("stdout", ["closed pipe", "full disk", "none"])
+def test_a_process_outlives_its_stdout(stdout: str) -> None:
+    """With a closed pipe, a full disk or nothing as stdout a process goes on to its end, and exits with 0."""
+    redirection = {"closed pipe": "| true", "full disk": "> /dev/full", "none": ">&-"}[stdout]
+    command = f"set -o pipefail; sleep 0; {shlex.quote(sys.executable)} -c {shlex.quote(PROGRAM)} {redirection}"
+    done = subprocess.run(["bash", "-c", command], input="\n", capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("training goes on") == (0 if stdout == "none" else 1)
+    assert done.stderr.endswith("the end\n")

@@ -13,16 +13,17 @@ import threading
 import time
 import uuid
 from collections import Counter
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from elastic_train import mlflow_run, tracking
+from elastic_train import cli, mlflow_run, tracking
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.files import write_atomically
-from elastic_train.metrics import final_metrics, metrics_path
+from elastic_train.metrics import Values, final_metrics, metrics_path, read_metrics
 from elastic_train.mlflow_run import Link, flatten, read_link, resolve, without_password
 from elastic_train.tracking import Tracker, sync
 
@@ -53,12 +54,26 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking, "SEND_EVERY_S", 0.02)
 
 
-def start(run_dir: Path, mlflow_uri: str | None, term: int = 1, config: dict[str, object] | None = None) -> Tracker:
+def start(
+    run_dir: Path,
+    mlflow_uri: str | None,
+    term: int = 1,
+    config: dict[str, object] | None = None,
+    step: int = 0,
+    tags: dict[str, str] | None = None,
+) -> Tracker:
     run_dir.mkdir(exist_ok=True)
     resolved = config or CONFIG
     write_atomically(run_dir / "config.yaml", json.dumps(resolved))
     return Tracker.start(
-        run_dir=run_dir, term=term, config=resolved, mlflow_uri=mlflow_uri, experiment=EXPERIMENT, run_name="x"
+        run_dir=run_dir,
+        term=term,
+        config=resolved,
+        mlflow_uri=mlflow_uri,
+        experiment=EXPERIMENT,
+        run_name="x",
+        step=step,
+        tags=tags,
     )
 
 
@@ -72,8 +87,15 @@ def run_of(client: MlflowClient, tracker: Tracker) -> Run:
     return client.get_run(run_id)
 
 
-def test_values_config_and_status_arrive(tmp_path: Path, uri: str, client: MlflowClient) -> None:
+def values(client: MlflowClient, run_id: str, name: str = "loss") -> list[tuple[int, float]]:
+    return sorted((metric.step, metric.value) for metric in client.get_metric_history(run_id, name))
+
+
+def test_values_config_and_status_arrive(
+    tmp_path: Path, uri: str, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A finished run has every value, the flattened configuration, config.yaml, the weights' hash, and FINISHED."""
+    monkeypatch.chdir(tmp_path)
     tracker = start(tmp_path, uri)
     for step in range(1, 2101):
         tracker.log(step, {"loss": 1 / step})
@@ -115,6 +137,166 @@ def test_rollback_and_resume_keep_one_run_and_one_value_a_step(tmp_path: Path, u
     assert run.data.params["added"] == "1"
 
 
+def test_the_highest_term_wins(tmp_path: Path, uri: str, client: MlflowClient) -> None:
+    """Steps computed again are the newest term's, locally and in MLflow, and steps that it has not reached are gone."""
+    first = start(tmp_path, uri, term=1)
+    for step in range(1, 11):
+        first.log(step, {"loss": 1.0})
+    first.commit(5, "commits/00000001-000000000005.json")
+    first.finish("KILLED")
+    run_id = run_of(client, first).info.run_id
+    second = start(tmp_path, uri, term=2)
+    for step in range(6, 9):
+        second.log(step, {"loss": 2.0})
+    assert final_metrics(tmp_path) == {"loss": 2.0}
+    third = start(tmp_path, uri, term=3)
+    for step in range(8, 10):
+        third.log(step, {"loss": 3.0})
+    third.finish("FINISHED")
+    expected = [*((step, 1.0) for step in range(1, 6)), (6, 2.0), (7, 2.0), (8, 3.0), (9, 3.0)]
+    assert values(client, run_id) == expected
+    assert [
+        (line.step, line.by_name["loss"]) for line in read_metrics(tmp_path) if isinstance(line, Values)
+    ] == expected
+    assert sync(tmp_path).num_sent == 0
+    (tmp_path / "mlflow.json").unlink()
+    assert values(client, sync(tmp_path, uri).run_id) == expected
+
+
+def test_a_value_is_sent_once_a_commit_holds_its_step(tmp_path: Path, uri: str, client: MlflowClient) -> None:
+    """What a rollback may still change is not in MLflow; a commit sends it, and so does the end of a failed run."""
+    tracker = start(tmp_path, uri)
+    for step in range(1, 11):
+        tracker.log(step, {"loss": 1.0})
+    run_id = run_of(client, tracker).info.run_id
+    tracker.commit(5, "commits/00000001-000000000005.json")
+    wait_until(lambda: mlflow_run.COMMIT_TAG in client.get_run(run_id).data.tags)
+    assert steps(client, run_id) == Counter(range(1, 6))
+    tracker.finish("FAILED")
+    assert steps(client, run_id) == Counter(range(1, 11))
+
+
+def test_sync_leaves_what_will_be_computed_again(tmp_path: Path, uri: str, client: MlflowClient) -> None:
+    """`sync` of a run without an end sends what live tracking would have sent, and says how much waits."""
+    tracker = start(tmp_path, None)
+    for step in range(1, 11):
+        tracker.log(step, {"loss": 1.0})
+    tracker.commit(4, "commits/00000001-000000000004.json")
+    synced = sync(tmp_path, uri)
+    assert (synced.num_sent, synced.num_waiting, synced.status) == (4, 6, None)
+    assert "6 wait for a commit" in str(synced)
+    assert steps(client, synced.run_id) == Counter(range(1, 5))
+    tracker.finish("FINISHED")
+    assert sync(tmp_path).num_sent == 6
+
+
+def test_tags_name_the_code_the_world_and_the_newest_commit(tmp_path: Path, uri: str, client: MlflowClient) -> None:
+    """After a restart the tags are the newest term's; an older term's are replaced, whoever sends them."""
+    first = start(tmp_path, uri, term=1, tags={mlflow_run.WORLD_TAG: "4", mlflow_run.HOSTS_TAG: "2"})
+    first.log(1, {"loss": 1.0})
+    first.commit(1, "commits/00000001-000000000001.json")
+    first.finish("KILLED")
+    second = start(tmp_path, uri, term=2, step=1, tags={mlflow_run.WORLD_TAG: "3"})
+    second.log(2, {"loss": 1.0})
+    second.commit(2, "commits/00000002-000000000002.json")
+    second.finish("FINISHED")
+    run = run_of(client, second)
+    (tmp_path / "mlflow.json").unlink()
+    for tags in (run.data.tags, client.get_run(sync(tmp_path, uri).run_id).data.tags):
+        assert tags[mlflow_run.COMMIT_TAG] == "commits/00000002-000000000002.json"
+        assert (tags[mlflow_run.WORLD_TAG], tags[mlflow_run.HOSTS_TAG]) == ("3", "2")
+        assert tracking.code_tags().items() <= tags.items()
+        assert tags[mlflow_run.TORCH_TAG] == metadata.version("torch")
+
+
+def test_code_tags_need_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside a checkout, and where there is no git, the code's version is that of the packages alone."""
+    monkeypatch.chdir(tmp_path)
+    assert mlflow_run.GIT_TAG not in tracking.code_tags()
+    monkeypatch.setenv("PATH", "")
+    assert mlflow_run.GIT_TAG not in tracking.code_tags()
+    assert mlflow_run.TORCH_TAG in tracking.code_tags()
+
+
+def test_the_best_values_outlive_restarts(tmp_path: Path, uri: str, client: MlflowClient) -> None:
+    """best/<metric> has a value at each step that improved the metric, over all terms; what was given up is none."""
+    better = {"f1": True, "loss": False}
+    first = start(tmp_path, uri, term=1)
+    for step, f1, loss in ((10, 0.5, 2.0), (20, 0.4, 1.0), (30, 0.9, math.nan)):
+        first.log(step, {"f1": f1, "loss": loss, "samples": 7}, better)
+    first.commit(20, "commits/00000001-000000000020.json")
+    first.finish("KILLED")
+    second = start(tmp_path, uri, term=2, step=20)
+    for step, f1, loss in ((30, 0.6, 3.0), (40, 0.6, 0.5)):
+        second.log(step, {"f1": f1, "loss": loss, "samples": 7}, better)
+    second.finish("FINISHED")
+    run_id = run_of(client, second).info.run_id
+    assert values(client, run_id, "best/f1") == [(10, 0.5), (30, 0.6)]
+    assert values(client, run_id, "best/loss") == [(10, 2.0), (20, 1.0), (40, 0.5)]
+    assert "best/samples" not in client.get_run(run_id).data.metrics
+    assert final_metrics(tmp_path)["best/f1"] == client.get_run(run_id).data.metrics["best/f1"] == 0.6
+
+
+def test_artifacts_that_cannot_be_kept_stop_neither_metrics_nor_status(
+    tmp_path: Path, uri: str, client: MlflowClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A config upload that fails is told, tried again at the end, and left to `sync`."""
+    with monkeypatch.context() as patch:
+
+        def refuse(*_: object) -> None:
+            raise RuntimeError("no artifacts here")
+
+        patch.setattr(MlflowClient, "log_text", refuse)
+        tracker = start(tmp_path, uri)
+        tracker.log(1, {"loss": 1.0})
+        tracker.finish("FINISHED")
+        run = run_of(client, tracker)
+        assert (run.info.status, run.data.metrics) == ("FINISHED", {"loss": 1.0})
+        assert run.data.params["batch.global_batch"] == "64"
+        assert tracker.num_failures == 2
+        assert sum("no artifacts here" in record.message for record in caplog.records) == 1
+        with pytest.raises(StorageError, match="no artifacts here"):
+            sync(tmp_path)
+    sync(tmp_path)
+    assert [entry.path for entry in client.list_artifacts(run.info.run_id)] == ["config.yaml"]
+
+
+def test_metrics_that_cannot_be_sent_do_not_hide_the_end(
+    tmp_path: Path, uri: str, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run whose values MLflow refuses is ended all the same."""
+
+    def refuse(*_: object) -> None:
+        raise ConnectionError("no metrics today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow_run.MlflowRun, "append", refuse)
+        tracker = start(tmp_path, uri)
+        tracker.log(1, {"loss": 1.0})
+        tracker.finish("FAILED")
+        assert run_of(client, tracker).info.status == "FAILED"
+    assert sync(tmp_path).num_sent == 1
+
+
+def test_what_mlflow_has_is_asked_without_its_history(
+    tmp_path: Path, uri: str, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The furthest steps of all metrics come in one call, whatever the run's length."""
+    tracker = start(tmp_path, uri)
+    for step in range(1, 4):
+        tracker.log(step, {"a/loss, odd": math.nan, f"at {step}": 1.0})
+    tracker.finish("FINISHED")
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the history is long")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "get_metric_history", refuse)
+        run = mlflow_run.MlflowRun(tmp_path, uri, EXPERIMENT, "x")
+        assert run.marks() == {"a/loss_ odd": 3, "at 1": 1, "at 2": 2, "at 3": 3}
+        assert sync(tmp_path).num_sent == 0
+
+
 def test_a_killed_process_leaves_its_run_running_and_the_next_term_sends_its_values(
     tmp_path: Path, uri: str, client: MlflowClient
 ) -> None:
@@ -125,6 +307,7 @@ def test_a_killed_process_leaves_its_run_running_and_the_next_term_sends_its_val
         f" experiment={EXPERIMENT!r}, run_name='x')\n"
         "print(tracker.wait_run_id(60), flush=True)\n"
         "for step in range(1, 6): tracker.log(step, {'loss': 1.0})\n"
+        "tracker.commit(5, 'commits/00000001-000000000005.json')\n"
         "print('logged', flush=True); sys.stdin.read()\n"
     )
     process = subprocess.Popen(
@@ -184,6 +367,21 @@ def test_a_new_database_is_made_by_one_process_at_a_time(tmp_path: Path) -> None
         assert not (tmp_path / "mlflow.db").exists()
     opening.join(60)
     assert (tmp_path / "mlflow.db").exists()
+
+
+def test_a_new_database_appears_as_a_whole(tmp_path: Path) -> None:
+    """A process killed while MLflow builds its tables leaves no database, and the next one makes it."""
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    program = (
+        "import os, signal, sqlalchemy.event; from sqlalchemy.engine import Engine\n"
+        "def kill(connection, cursor, statement, *_):\n"
+        "    if statement.strip().startswith('ALTER TABLE'): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "sqlalchemy.event.listen(Engine, 'after_cursor_execute', kill)\n"
+        f"from elastic_train.mlflow_run import connect; connect({uri!r})\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
+    assert not (tmp_path / "mlflow.db").exists()
+    assert mlflow_run.connect(uri).search_experiments()
 
 
 def test_sync_of_a_run_without_an_end_says_running(tmp_path: Path, uri: str, client: MlflowClient) -> None:
@@ -285,6 +483,75 @@ def test_sending_is_tried_a_bounded_number_of_times(tmp_path: Path, monkeypatch:
     assert is_over.wait(30)
     tracker.finish("FAILED")
     assert tracker.num_failures == 4
+
+
+def test_the_runs_id_is_waited_for_beyond_the_first_failure(
+    tmp_path: Path, uri: str, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tracker that answers on a later try gives its run's id; one that never does is asked a few times."""
+    opened, calls = tracking.Delivery.open, []
+
+    def fail_twice(self: tracking.Delivery) -> str:
+        calls.append(1)
+        if len(calls) < 3:
+            raise ConnectionError("not yet")
+        return opened(self)
+
+    monkeypatch.setattr(tracking.Delivery, "open", fail_twice)
+    tracker = start(tmp_path / "a", uri)
+    assert client.get_run(tracker.wait_run_id(30) or "").info.status == "RUNNING"
+    tracker.finish("FINISHED")
+
+    is_over = threading.Event()
+    monkeypatch.setattr(tracking.Delivery, "open", lambda self: opened(self) if is_over.is_set() else 1 / 0)
+    tracker = start(tmp_path / "b", uri)
+    assert tracker.wait_run_id(30) is None
+    assert tracker.num_failures >= tracking.MAX_FAILURES_AWAITED
+    is_over.set()
+    assert tracker.wait_run_id(30) is not None
+    tracker.finish("FINISHED")
+
+
+@pytest.mark.parametrize("content", ["", "- a list", "epochs: [", "just text"])
+def test_sync_of_a_damaged_config_is_the_users_error(
+    tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty or foreign config.yaml ends `elastic-train sync` with one line that names it, and code 2."""
+    start(tmp_path, None).finish("FINISHED")
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(SystemExit) as left:
+        cli.main(["sync", str(tmp_path), "--mlflow-uri", DOWN])
+    assert left.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path}/config.yaml" in line
+    assert "name the folder of a run" in line
+
+
+def test_sync_into_a_file_that_is_no_database_is_the_users_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A garbage database ends `elastic-train sync` with one line that names it, and code 2; so does a missing run."""
+    start(tmp_path, None).finish("FINISHED")
+    (tmp_path / "garbage.db").write_bytes(b"no database " * 1000)
+    for run, expected in ((tmp_path, "is no MLflow database"), (tmp_path / "none", "no run's folder")):
+        with pytest.raises(SystemExit) as left:
+            cli.main(["sync", str(run), "--mlflow-uri", f"sqlite:///{tmp_path}/garbage.db"])
+        assert left.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert expected in line
+
+
+def test_foreign_lines_among_the_metrics_are_passed_over(tmp_path: Path) -> None:
+    """Lines that no tracker has written do not keep the others from being read."""
+    tracker = start(tmp_path, None)
+    tracker.log(1, {"loss": 1.0})
+    with metrics_path(tmp_path, 1).open("a") as file:
+        file.write('[]\n7\n"values"\n{"values": 3}\n{"values": {}, "t": 1, "step": null}\n{"tags": 1, "step": 2}\n')
+        file.write("[]\n" * 400_000 + '{"to')
+    tracker.log(2, {"loss": 2.0})
+    assert final_metrics(tmp_path) == {"loss": 1.0}
+    tracker.log(3, {"loss": 3.0})
+    assert final_metrics(tmp_path) == {"loss": 3.0}
 
 
 def test_log_is_cheap_and_survives_a_full_disk(
