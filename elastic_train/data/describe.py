@@ -10,11 +10,11 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
 from elastic_train.data.manifest import Manifest
+from elastic_train.data.parquet import open_parquet, read_row_group
 from elastic_train.data.schemas import TOKENS
 from elastic_train.data.terminal import Track, silent
 from elastic_train.errors import DataError
@@ -55,9 +55,9 @@ def describe(manifest: Manifest, *, track: Track = silent) -> Description:
         path = f"{manifest.url.rstrip('/')}/{entry.path}"
         try:
             with fsspec.open(path, "rb") as raw:
-                file = pq.ParquetFile(raw)
+                file = open_parquet(raw)
                 for number in range(file.num_row_groups):
-                    table = file.read_row_group(number)
+                    table = read_row_group(file, number)
                     for name in table.column_names:
                         missing[name] += table.column(name).null_count
                     if TOKENS.name in table.column_names:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, BinaryIO
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -20,11 +20,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic_train.coverage import CoverageSums
+from elastic_train.data.parquet import footer_sha256, open_parquet, parse_footer, read_footer, read_row_group
 from elastic_train.errors import DataError
 from elastic_train.mixing import Int64s
 
 NAME = "manifest.json"
 FORMAT = 1
+MAX_LABELS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +109,14 @@ def build_manifest(url: str, *, label_column: str | None = None, **facts: Any) -
         raise DataError(f"{url}: no Parquet file there")
     entries, schema, counts = [], None, np.zeros(0, dtype=np.int64)
     for path in paths:
-        entry, file_schema = _describe(fs, path, root)
+        entry, metadata = _describe(fs, path, root)
+        file_schema = metadata.schema.to_arrow_schema()
         if schema is not None and not file_schema.equals(schema):
             raise DataError(f"{path}: its schema differs from {paths[0]}'s: {file_schema} against {schema}")
         schema = file_schema
         entries.append(entry)
         if label_column is not None:
-            counts = _add(counts, _count_labels(fs, path, label_column))
+            counts = _add(counts, _count_labels(fs, path, label_column, metadata))
     assert schema is not None, "there is at least one file"
     counts = _checked_counts(url, counts, facts.get("labels"))
     num_rows = sum(rows for entry in entries for rows in entry.row_groups)
@@ -141,48 +144,27 @@ def _checked_counts(url: str, counts: Int64s, labels: Sequence[str] | None) -> I
     return _add(counts, np.zeros(len(labels), dtype=np.int64))
 
 
-def footer_sha256(content: bytes) -> str:
-    """Return the SHA-256 of a footer: it holds every column chunk's size, place and statistics."""
-    return hashlib.sha256(content).hexdigest()
-
-
-def read_footer(file: BinaryIO, size: int, path: str) -> bytes:
-    """Read a Parquet file's footer with its length and magic; DataError if the file does not end as one must."""
-    if size < 12:
-        raise DataError(f"{path}: {size} bytes are no Parquet file; it is truncated, copy it again")
-    file.seek(size - 8)
-    tail = file.read(8)
-    length = int.from_bytes(tail[:4], "little")
-    if tail[4:] != b"PAR1" or length + 12 > size:
-        raise DataError(f"{path}: does not end as a Parquet file does; it is truncated or damaged, copy it again")
-    file.seek(size - 8 - length)
-    return file.read(length + 8)
-
-
-def _describe(fs: fsspec.AbstractFileSystem, path: str, root: str) -> tuple[FileEntry, pa.Schema]:
+def _describe(fs: fsspec.AbstractFileSystem, path: str, root: str) -> tuple[FileEntry, pq.FileMetaData]:
     """Read one file once, in constant memory."""
     size = fs.size(path)
     with fs.open(path, "rb") as file:
         footer = read_footer(file, size, path)
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        try:
-            metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + footer))
-        except (pa.ArrowInvalid, OSError) as error:
-            raise DataError(f"{path}: its footer cannot be read: {error}") from error
+    metadata = parse_footer(footer, path)
     groups = tuple(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
     relative = path.removeprefix(root).lstrip("/")
     if not groups or 0 in groups:
         raise DataError(f"{path}: has an empty row group, or none; write it again without")
     entry = FileEntry(relative, size, footer_sha256(footer), digest, groups)
-    return entry, metadata.schema.to_arrow_schema()
+    return entry, metadata
 
 
-def _count_labels(fs: fsspec.AbstractFileSystem, path: str, column: str) -> Int64s:
+def _count_labels(fs: fsspec.AbstractFileSystem, path: str, column: str, metadata: pq.FileMetaData) -> Int64s:
     """Count the labels 0, 1, ... of a file, row group by row group."""
     counts = np.zeros(0, dtype=np.int64)
     with fs.open(path, "rb") as raw:
-        file = pq.ParquetFile(raw)
+        file = open_parquet(raw, metadata)
         if column not in file.schema_arrow.names:
             raise DataError(f"{path}: no label column '{column}'; it has {', '.join(file.schema_arrow.names)}")
         if not pa.types.is_integer(file.schema_arrow.field(column).type):
@@ -190,10 +172,16 @@ def _count_labels(fs: fsspec.AbstractFileSystem, path: str, column: str) -> Int6
                 f"{path}: label column '{column}' is {file.schema_arrow.field(column).type}, not an integer"
             )
         for number in range(file.num_row_groups):
-            labels = file.read_row_group(number, columns=[column]).column(0)
+            labels = read_row_group(file, number, [column]).column(0)
             if labels.null_count:
                 raise DataError(f"{path}: label column '{column}' has missing values in row group {number}")
-            counts = _add(counts, np.bincount(labels.to_numpy()))
+            numbers = labels.to_numpy()
+            if numbers.min() < 0 or numbers.max() >= MAX_LABELS:
+                raise DataError(
+                    f"{path}: label column '{column}' runs from {numbers.min()} to {numbers.max()} in row group "
+                    f"{number}; labels number the classes 0, 1, ... below {MAX_LABELS}"
+                )
+            counts = _add(counts, np.bincount(numbers))
     return counts
 
 

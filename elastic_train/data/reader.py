@@ -15,7 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from elastic_train.data.manifest import Manifest, footer_sha256, read_footer
+from elastic_train.data.manifest import Manifest
+from elastic_train.data.parquet import footer_sha256, open_parquet, parse_footer, read_footer, read_row_group
 from elastic_train.errors import DataError
 from elastic_train.mixing import Int64s
 
@@ -83,7 +84,7 @@ class Reader:
         entry = self._manifest.files[number]
         within = group - int(self._first_group[number])
         try:
-            table = self._file(number).read_row_group(within, columns=self._columns, use_threads=False)
+            table = read_row_group(self._file(number), within, self._columns)
         except (pa.ArrowInvalid, OSError) as error:
             raise DataError(
                 f"{self._manifest.url}/{entry.path}: row group {within} cannot be read ({error}); "
@@ -113,10 +114,10 @@ class Reader:
         size = raw.seek(0, 2)
         if size < entry.size:
             raise DataError(f"{path}: is truncated: {size} bytes of {entry.size}; copy it again")
-        if size > entry.size or footer_sha256(read_footer(raw, size, path)) != entry.footer_sha256:
+        footer = read_footer(raw, size, path) if size == entry.size else b""
+        if footer_sha256(footer) != entry.footer_sha256:
             raise DataError(
                 f"{path}: the file changed since the manifest was made; "
                 "restore it, or build the manifest anew and start another run"
             )
-        raw.seek(0)
-        return pq.ParquetFile(raw, memory_map=False)
+        return open_parquet(raw, parse_footer(footer, path))

@@ -6,11 +6,10 @@ import hashlib
 from dataclasses import dataclass
 
 import fsspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from elastic_train.coverage import CoverageSums
-from elastic_train.data.manifest import FileEntry, Manifest, footer_sha256, read_footer
+from elastic_train.data.manifest import FileEntry, Manifest
+from elastic_train.data.parquet import footer_sha256, parse_footer, read_footer
 from elastic_train.data.terminal import Track, silent
 from elastic_train.errors import DataError
 
@@ -51,14 +50,14 @@ def _wrong_with_file(manifest: Manifest, entry: FileEntry) -> str | None:
         return "its footer changed: the file was written again"
     if digest != entry.sha256:
         return "its content changed: bytes differ from those the manifest was made of"
-    return _wrong_with_rows(footer, entry)
+    return _wrong_with_rows(footer, path, entry)
 
 
-def _wrong_with_rows(footer: bytes, entry: FileEntry) -> str | None:
+def _wrong_with_rows(footer: bytes, path: str, entry: FileEntry) -> str | None:
     try:
-        metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + footer))
-    except (pa.ArrowInvalid, OSError) as error:
-        return f"its footer cannot be read: {error}"
+        metadata = parse_footer(footer, path)
+    except DataError as error:
+        return f"cannot be read: {error}"
     rows = tuple(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
     return None if rows == entry.row_groups else "its row groups are not those of the manifest"
 

@@ -1,0 +1,54 @@
+"""Parquet files as this package reads them: the footer once, row groups in the calling thread.
+
+By default pyarrow reads ahead in threads of its own, and behind an fsspec file these threads run Python. No thread but
+the caller's may do that here: one that waits for the interpreter's lock while the interpreter ends is cancelled inside
+of C++ code, which can abort a process whose work is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from elastic_train.errors import DataError
+
+_MAGIC = b"PAR1"
+
+
+def read_footer(file: BinaryIO, size: int, path: str) -> bytes:
+    """Read a Parquet file's footer with its length and magic; DataError if the file does not end as one must."""
+    if size < 12:
+        raise DataError(f"{path}: {size} bytes are no Parquet file; it is truncated, copy it again")
+    file.seek(size - 8)
+    tail = file.read(8)
+    length = int.from_bytes(tail[:4], "little")
+    if tail[4:] != _MAGIC or length + 12 > size:
+        raise DataError(f"{path}: does not end as a Parquet file does; it is truncated or damaged, copy it again")
+    file.seek(size - 8 - length)
+    return file.read(length + 8)
+
+
+def footer_sha256(footer: bytes) -> str:
+    """Return the SHA-256 of a footer: it holds every column chunk's size, place and statistics."""
+    return hashlib.sha256(footer).hexdigest()
+
+
+def parse_footer(footer: bytes, path: str) -> pq.FileMetaData:
+    """Return what a footer says; DataError if it says nothing."""
+    try:
+        return pq.read_metadata(pa.BufferReader(_MAGIC + footer))
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path}: its footer cannot be read: {error}; copy the file again") from error
+
+
+def open_parquet(file: BinaryIO, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
+    """Open a Parquet file that reads nothing ahead; `metadata`, where known, saves reading the footer again."""
+    return pq.ParquetFile(file, metadata=metadata, pre_buffer=False)
+
+
+def read_row_group(file: pq.ParquetFile, number: int, columns: list[str] | None = None) -> pa.Table:
+    """Read and decode a row group in the calling thread."""
+    return file.read_row_group(number, columns=columns, use_threads=False)
