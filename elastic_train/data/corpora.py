@@ -1,7 +1,7 @@
 """From samples to a dataset: split, train the tokeniser, shuffle, write both parts with their manifests.
 
-A text's hash decides its part, so equal texts never stand on both sides, and every label with at least two texts is
-on both. Rows are permuted before they are written: every file is a mix of all labels.
+A text's hash decides its part, so equal texts never stand on both sides, also under two labels; every label with at
+least two texts of its own is on both. Rows are permuted before they are written: every file is a mix of all labels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastic_train.data.manifest import Manifest, build_manifest, load_manifest
 from elastic_train.data.sample import Sample
 from elastic_train.data.schemas import PLAIN, POLICY, Schema
 from elastic_train.data.terminal import Track, silent
-from elastic_train.errors import DataError
+from elastic_train.errors import ConfigError
 
 ROWS_PER_GROUP = 512
 ROWS_PER_FILE = 8192
@@ -121,10 +121,10 @@ def _write(
 ) -> Imported:
     labels = tuple(label for label, _ in sorted(Counter(s.label for s in samples).items(), key=lambda i: (-i[1], i[0])))
     if len(labels) < 2:
-        raise DataError(f"the texts have {len(labels)} labels ({', '.join(labels)}); a classifier needs at least 2")
+        raise ConfigError(f"the texts have {len(labels)} labels ({', '.join(labels)}); a classifier needs at least 2")
     train, validation = split(samples, options.seed)
     if not train or not validation:
-        raise DataError(f"{len(samples)} texts are too few to keep {VALIDATION_SHARE:.0%} of them for validation")
+        raise ConfigError(f"{len(samples)} texts are too few to keep {VALIDATION_SHARE:.0%} of them for validation")
     stages = iter(track(("tokeniser", "train", "validation"), "tokenising and writing, stages", 3))
     next(stages)
     tokenizer = tokenise.train_tokenizer((sample.text for sample in train), options.vocabulary)
@@ -140,9 +140,10 @@ def _write(
 def split(samples: Sequence[Sample], seed: int) -> tuple[list[Sample], list[Sample]]:
     """Cut samples into training and validation: of each label the tenth with the smallest hashes validates."""
     by_label: dict[str, dict[bytes, list[Sample]]] = defaultdict(lambda: defaultdict(list))
+    owner: dict[bytes, str] = {}  # a text under several labels goes where the first of them puts it
     for sample in samples:
         key = hashlib.sha256(f"{seed}/{sample.text}".encode(errors="replace")).digest()
-        by_label[sample.label][key].append(sample)
+        by_label[owner.setdefault(key, sample.label)][key].append(sample)
     train: list[Sample] = []
     validation: list[Sample] = []
     for texts in by_label.values():

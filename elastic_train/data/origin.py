@@ -23,14 +23,14 @@ Origin = Mapping[str, object]
 
 def is_finished(folder: Path, origin: Origin, *, replace: bool = False) -> bool:
     """Say whether `folder` already holds this very dataset; ConfigError if it holds anything else."""
-    found = read_origin(folder)
-    if found == json.loads(json.dumps(origin)):
+    found, wanted = read_origin(folder), json.loads(json.dumps(origin))
+    if found == wanted:
         return True
     if replace or not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     if found is None:
         raise ConfigError(f"{folder}: exists and is no imported dataset; choose another folder, or add --replace")
-    differing = ", ".join(name for name in {**found, **origin} if found.get(name) != origin.get(name))
+    differing = ", ".join(name for name in {**found, **wanted} if found.get(name) != wanted.get(name))
     raise ConfigError(f"{folder}: holds a dataset made differently ({differing}); choose another folder, or --replace")
 
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from elastic_train.data.sample import Sample, measure
-from elastic_train.errors import ConfigError, DataError
+from elastic_train.errors import ConfigError
 
 
 def read_files(files: Sequence[Path], text_key: str, label_key: str) -> list[Sample]:
-    """Read samples in the order of the files; DataError names the file and line that cannot be used."""
+    """Read samples in the order of the files; ConfigError names the file and line that cannot be used."""
     if not files:
         raise ConfigError("name at least one file to import: .jsonl, .csv or .txt")
     return [Sample(text, label, measure(text)) for path in files for text, label in _read(path, text_key, label_key)]
@@ -31,7 +31,7 @@ def _read(path: Path, text_key: str, label_key: str) -> Iterator[tuple[str, str]
         for line, row in _json_rows(path) if path.suffix == ".jsonl" else _csv_rows(path):
             yield _field(row, text_key, "--text-key", path, line), _field(row, label_key, "--label-key", path, line)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
 
 
 def _paragraphs(path: Path) -> Iterator[tuple[str, str]]:
@@ -39,7 +39,7 @@ def _paragraphs(path: Path) -> Iterator[tuple[str, str]]:
     blocks = "\n".join(line.rstrip() for line in path.read_text(encoding="utf-8").splitlines()).split("\n\n")
     texts = [block.strip("\n") for block in blocks if block.strip()]
     if not texts:
-        raise DataError(f"{path}: holds no text")
+        raise ConfigError(f"{path}: holds no text")
     yield from ((text, path.stem) for text in texts)
 
 
@@ -51,9 +51,9 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise DataError(f"{path}:{number}: is no JSON: {error}") from error
+                raise ConfigError(f"{path}:{number}: is no JSON: {error}") from error
             if not isinstance(row, dict):
-                raise DataError(f"{path}:{number}: is no JSON object")
+                raise ConfigError(f"{path}:{number}: is no JSON object")
             yield number, row
 
 
@@ -68,5 +68,5 @@ def _field(row: dict[str, object], key: str, option: str, path: Path, line: int)
     value = row.get(key)
     if value is None or isinstance(value, list | dict) or not str(value).strip():
         known = ", ".join(row) or "none"
-        raise DataError(f"{path}:{line}: no value under '{key}'; keys there: {known} (choose with {option})")
+        raise ConfigError(f"{path}:{line}: no value under '{key}'; keys there: {known} (choose with {option})")
     return str(value)

@@ -69,6 +69,8 @@ def synthesise(
         raise ConfigError(f"schema must be one of {', '.join(SCHEMAS)}, not '{schema}'")
     if rows < 1 or rows_per_group < 1 or (rows_per_file is not None and rows_per_file < 1):
         raise ConfigError(f"rows, rows per group and rows per file must be at least 1; rows is {rows}")
+    if seed < 0:
+        raise ConfigError(f"seed must be at least 0, not {seed}")
     if rows_per_file is None:
         rows_per_file = min(_MAX_ROWS_PER_FILE, -(-rows // _MIN_FILES))
     layout = SCHEMAS[schema]

@@ -31,7 +31,8 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Token
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
-    """Return the ids of each text, cut off at `max_tokens`."""
+    """Return the ids of each text, cut off at `max_tokens`; a text that spells the padding is text like any other."""
+    tokenizer.encode_special_tokens = True
     return [
         encoding.ids[:max_tokens] for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
     ]
