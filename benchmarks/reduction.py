@@ -184,7 +184,7 @@ def _lane_step(
             rows[lane] = [float(loss.detach()), float(MICRO_BATCH), MICRO_BATCH, 1, 2, 0]
         table = gather_lane_table(group, case.num_lanes, rows)
         gradients.finish(tree_sum([float(row[1]) for row in table]))
-        state.apply(Cursor(), CoverageSums())
+        state.apply(Cursor(), CoverageSums(), 1)
 
     return step
 
@@ -204,7 +204,7 @@ def _ddp_step(case: Case, lanes: range, batches: dict[tuple[int, int], dict[str,
                 (loss * share).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         dist.all_reduce(total)
-        state.apply(Cursor(), CoverageSums())
+        state.apply(Cursor(), CoverageSums(), 1)
 
     return step
 

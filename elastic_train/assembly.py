@@ -1,4 +1,4 @@
-"""Opening a session: a plan, a world, the state restored, the gradients bound; in this order."""
+"""Opening a session: a world is entered, the state brought to its furthest step, the gradients bound; in this order."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from pathlib import Path
 
 import torch
 
-from elastic_train.checkpoint import CommitRecord, CommitWriter
+from elastic_train.checkpoint import CommitRecord, CommitWriter, discover, open_store
 from elastic_train.config import Config
+from elastic_train.fencing import StoreFence
 from elastic_train.files import write_atomically
 from elastic_train.lanes import owned_lanes
 from elastic_train.mlflow_run import COMMIT_TAG, HOSTS_TAG, IDENTITY_TAG, WORLD_TAG
-from elastic_train.plan import Plan, make_plan
+from elastic_train.plan import Plan
 from elastic_train.preemption import LeaveRequest
 from elastic_train.reduction import make_gradient_sum
-from elastic_train.session import Session
+from elastic_train.session import Session, describe_commit
+from elastic_train.state import AppliedState
 from elastic_train.tracking import Tracker
 from elastic_train.world import World, enter_world, has_equal_kernels, restore
+from elastic_train.worlds import Formed, Worlds
 
 
-def open_session(config: Config, leave: LeaveRequest, started_at: float) -> Session:
-    """Check everything, form a world, restore the newest valid commit; whatever can be refused is refused first."""
-    make_repeatable(config)
-    plan = make_plan(config)
-    state = plan.build_state()
-    world = enter_world(config, plan.device, started_at)
+def open_session(
+    plan: Plan, state: AppliedState, formed: Formed, worlds: Worlds, leave: LeaveRequest, started_at: float
+) -> Session:
+    """Enter a world that has formed, bring its state to the furthest applied step, and bind the gradients to it."""
+    config = plan.config
+    world = enter_world(config, formed, started_at)
     head = restore(plan, world, state)
     kind = config.reduction
     if kind == "canonical" and not has_equal_kernels(world.group, plan.device):
@@ -38,6 +41,7 @@ def open_session(config: Config, leave: LeaveRequest, started_at: float) -> Sess
         gradients=make_gradient_sum(kind, list(state.model.parameters()), world.group, plan.num_lanes),
         lanes=owned_lanes(world.group.rank, world.group.size, plan.num_lanes),
         leave=leave,
+        worlds=worlds,
         commits=CommitWriter(world.store, world.fence, world.term, head),
         tracker=start_tracker(plan, world, head),
         head=head,
@@ -46,6 +50,17 @@ def open_session(config: Config, leave: LeaveRequest, started_at: float) -> Sess
         f"term {world.term}: {world.group.size} ranks, {plan.num_lanes} lanes, {plan.total_steps} steps, {plan.device}"
     )
     return session
+
+
+def commit_alone(plan: Plan, state: AppliedState) -> None:
+    """Commit a state that is further than the newest commit, without a world, under a term of its own."""
+    store = open_store(plan.config.checkpoint_url)
+    head = discover(store).head
+    if state.step <= (head.step if head else 0):
+        return
+    fence = StoreFence(store)
+    writer = CommitWriter(store, fence, fence.claim(), head)
+    writer.save(state.tensors(), describe_commit(plan, state, world_size=1), state.reached.intervals)
 
 
 def make_repeatable(config: Config) -> None:

@@ -37,8 +37,8 @@ def evaluate(
     sums: dict[int, list[float]] = {}
     was_training = model.training
     model.eval()
-    for step in steps:
-        for batch in step:
+    try:
+        for batch in (batch for step in steps for batch in step):
             row = sums.setdefault(batch.lane, [0.0, 0.0, 0.0])
             if batch.tensors is None:
                 continue
@@ -49,7 +49,8 @@ def evaluate(
             with _plain_kernels():
                 for metric in metrics.values():
                     metric.update(loss.predictions, loss.targets)
-    model.train(was_training)
+    finally:
+        model.train(was_training)
     table = gather_lane_table(group, num_lanes, sums)
     total, weight, samples = (tree_sum([row[place] for row in table]) for place in range(3))
     return {"loss": total / (weight or 1.0), "samples": samples, **_merge(metrics, group)}

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,31 +19,44 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from elastic_train.errors import ConfigError, PeerLostError
+from elastic_train.waiting import Bystander, GivenUp
 
-_abandoned: list[dist.ProcessGroup] = []  # kept for good: the destructor of a stuck group blocks
+T = TypeVar("T")
 
 
 class Group:
-    """`size` ranks, of which this process is `rank`."""
+    """`size` ranks, of which this process is `rank`.
+
+    With `is_broken`, no wait outlasts the world: as soon as it says so, whoever waits gets PeerLostError, whatever the
+    peers do. Without, a wait ends when the peers answer, die, or `timeout_s` is over.
+    """
 
     def __init__(
-        self, rank: int, size: int, store: Store | None, timeout_s: float, device: torch.device | None = None
+        self,
+        rank: int,
+        size: int,
+        store: Store | None,
+        timeout_s: float,
+        device: torch.device | None = None,
+        *,
+        is_broken: Callable[[], bool] | None = None,
     ) -> None:
         self.rank, self.size = rank, size
+        self._is_broken = is_broken
         self._host: dist.ProcessGroup | None = None
         self._device: dist.ProcessGroup | None = None
+        self._bystander = Bystander(f"group of rank {rank}") if is_broken is not None and size > 1 else None
         if size == 1:
             return
         assert store is not None, "a world of several ranks meets at a store"
         timeout = timedelta(seconds=timeout_s)
-        try:
-            self._host = _typed(dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout))
-            if device is not None and device.type == "cuda":
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timeout
-                self._device = _typed(dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options))
-        except (RuntimeError, TimeoutError) as error:
-            raise PeerLostError(f"rank {rank} of {size}: the group did not form: {error}") from error
+        self._host = self._guard(lambda: _typed(dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)))
+        if device is not None and device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._device = self._guard(
+                lambda: _typed(dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options))
+            )
 
     def send(self, rank: int, tensor: Tensor) -> dist.Work:
         """Begin to send a contiguous tensor to a rank; it must not change until the work was waited for."""
@@ -75,11 +88,19 @@ class Group:
         On gloo, `is_completed()` of a send or a receive turns true only in here, and a wait that times out closes all
         connections: to stay responsive, wait on another thread; do not poll, do not wait a little.
         """
-        try:
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            raise self._lost(error) from error
+        pending = list(works)
+
+        def finish() -> None:
+            while pending:
+                pending[0].wait()
+                pending.pop(0)
+
+        self._guard(finish)
+
+    def transfer(self, tensor: Tensor, *, to: int | None = None, source: int | None = None) -> None:
+        """Send a contiguous tensor to one rank, or fill it with what one rank sends; return when that is done."""
+        assert (to is None) != (source is None), "a transfer has one other end"
+        self.wait([self.send(to, tensor) if to is not None else self.receive(source or 0, tensor)])
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return every rank's tensor, by rank: shape (size, *shape)."""
@@ -122,12 +143,18 @@ class Group:
         """Leave together with all ranks; a group that is still there when the interpreter ends aborts the process."""
         if self.size > 1:
             self.barrier()
-        self._host = self._device = None
+        self.abandon()
 
     def abandon(self) -> None:
-        """Give the group up at once, although a thread may be stuck in it; then end the process by `os._exit`."""
-        _abandoned.extend(group for group in (self._host, self._device) if group is not None)
+        """Give the group up at once, although a call may be stuck in it; the process must end by `os._exit`.
+
+        The group is dropped by the thread that is stuck in it, once that is free.
+        """
+        groups = [group for group in (self._host, self._device) if group is not None]
         self._host = self._device = None
+        if self._bystander is not None:
+            self._bystander.leave(groups.clear)
+            self._bystander = None
 
     def _group(self, tensor: Tensor) -> dist.ProcessGroup:
         group = self._device if tensor.is_cuda else self._host
@@ -141,10 +168,21 @@ class Group:
         try:
             return collective(self._group(tensor))
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self._lost(str(error)) from error
 
-    def _lost(self, error: RuntimeError) -> PeerLostError:
-        return PeerLostError(f"rank {self.rank} of {self.size}: a collective failed: {str(error).splitlines()[0]}")
+    def _guard(self, call: Callable[[], T]) -> T:
+        """Make a call that needs the peers; give it up when the world is broken."""
+        try:
+            if self._bystander is None or self._is_broken is None:
+                return call()
+            return self._bystander.call(call, self._is_broken)
+        except GivenUp:
+            raise self._lost("the world has changed") from None
+        except (RuntimeError, TimeoutError) as error:
+            raise self._lost(str(error)) from error
+
+    def _lost(self, why: str) -> PeerLostError:
+        return PeerLostError(f"rank {self.rank} of {self.size}: a collective failed: {why.splitlines()[0]}")
 
 
 def _typed(backend: object) -> dist.ProcessGroup:

@@ -64,12 +64,16 @@ class History:
         epoch: int,
         offset: int,
         commit: str | None,
+        given_by: int | None,
         seconds: float,
         skipped: list[tuple[str, str]],
         resumed: Mapping[str, object] | None,
     ) -> None:
-        """The applied state was read from a commit, or began anew; `resumed` is what people were told of it."""
-        place = {"step": step, "epoch": epoch, "offset": offset, "commit": commit}
+        """The applied state was read from a commit, kept or handed over by a rank, or began anew.
+
+        `commit` is the one that the next continues; `resumed` is what people were told of it.
+        """
+        place = {"step": step, "epoch": epoch, "offset": offset, "commit": commit, "given_by": given_by}
         self._write("restore", **place, seconds=seconds, skipped=skipped, resumed=resumed)
 
     def step(

@@ -50,8 +50,9 @@ class ResumeBanner:
         world = f"{'?' if self.world_before is None else self.world_before} -> {self.world_after} ranks"
         term = f"{'?' if self.term_before is None else self.term_before} -> {self.term_after}"
         lost = "unknown" if self.steps_lost is None else str(self.steps_lost)
+        age = "" if self.age_s is None else f", {self.age_s:.1f} s old"
         return [
-            f"resumed from {self.commit} (step {self.step}, {seconds(self.age_s)} old); steps lost: {lost}",
+            f"resumed from {self.commit} (step {self.step}{age}); steps lost: {lost}",
             f"world {world}, term {term}",
             f"detect {seconds(self.detect_s)}, form {seconds(self.form_s)}, restore {seconds(self.restore_s)}",
             *(f"skipped {key}: {why}" for key, why in self.skipped),

@@ -35,7 +35,7 @@ def write_result(session: Session, status: str) -> None:
         "step": session.state.step,
         "term": session.world.term,
         "weights_sha256": digest,
-        "metrics": session.last_validation,
+        "metrics": dict(session.state.reached.validation),
         "coverage": asdict(session.state.coverage),
         "num_samples": session.plan.manifest.num_rows,
         "epochs": session.state.cursor.epoch,

@@ -1,4 +1,4 @@
-"""One process of a job from start to exit: set the machine up, open a session, train, tell how it ended, leave.
+"""One process of a job from start to exit: plan, train in one world after another, tell how it ended, leave.
 
 This is the one supervisor: every error ends here, in a message and an exit code.
 """
@@ -13,15 +13,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elastic_train import config as configuration
-from elastic_train.assembly import open_session
+from elastic_train.assembly import commit_alone, make_repeatable, open_session
 from elastic_train.cli import explain
 from elastic_train.config import Config
-from elastic_train.errors import ElasticTrainError, PeerLostError, Preempted
+from elastic_train.errors import ElasticTrainError, FencedError, PeerLostError, Preempted, TooFewNodesError
+from elastic_train.plan import Plan, make_plan
 from elastic_train.preemption import LeaveRequest
 from elastic_train.progress import flush_streams
 from elastic_train.result import write_result
 from elastic_train.session import Session
+from elastic_train.state import AppliedState
 from elastic_train.trainer import Outcome, train
+from elastic_train.worlds import Formed, Worlds, open_worlds
 from rendezvous.errors import RendezvousError
 from rendezvous.orphans import die_with_parent
 
@@ -52,12 +55,48 @@ def run(path: Path, overrides: Sequence[str]) -> int:
 
 
 def _train(config: Config, leave: LeaveRequest, started_at: float) -> int:
-    session = open_session(config, leave, started_at)
+    """Train through one world after another; whatever can be refused is refused before the first."""
+    make_repeatable(config)
+    plan = make_plan(config)
+    state = plan.build_state()
+    worlds = open_worlds(config, plan.device, lambda: leave.is_set)
+    while (formed := _next_world(worlds, plan, state)) is not None:
+        try:
+            session = open_session(plan, state, formed, worlds, leave, started_at)
+            code = _train_in(session)
+        except (PeerLostError, FencedError):
+            if not worlds.is_live:
+                raise  # the job goes on in the next world, and with it the tracker's run
+            formed.group.abandon()
+            continue
+        if code is not None:
+            return code
+    return 0
+
+
+def _next_world(worlds: Worlds, plan: Plan, state: AppliedState) -> Formed | None:
+    """Wait for the next world; a state that no world takes over any more is committed before it is given up."""
+    try:
+        return worlds.form()
+    except (TooFewNodesError, Preempted):
+        if worlds.is_first_in_line():
+            commit_alone(plan, state)
+        worlds.leave(is_job_done=False)
+        raise
+
+
+def _train_in(session: Session) -> int | None:
+    """Train in one world; return the exit code, None if another world is to follow."""
     try:
         outcome = train(session)
+        if outcome is Outcome.REGROUP:
+            session.pause()
+            session.world.group.abandon()
+            return None
         return _finish(session, outcome)
-    except PeerLostError:
-        raise  # the job goes on in the next world, and with it the tracker's run
+    except (PeerLostError, FencedError):
+        session.pause()
+        raise
     except Exception:
         session.close(status="FAILED")
         raise
@@ -65,7 +104,13 @@ def _train(config: Config, leave: LeaveRequest, started_at: float) -> int:
 
 def _finish(session: Session, outcome: Outcome) -> int:
     """Write the result, end the tracker's run truthfully, and leave the group in good order."""
+    if outcome is Outcome.LEFT:
+        session.pause()
+        session.world.group.abandon()
+        session.worlds.leave(is_job_done=False)
+        return Preempted.exit_code
     write_result(session, outcome.value)
     session.close(status="FINISHED" if outcome is Outcome.DONE else "KILLED")
     session.world.group.close()  # nobody leaves while another still waits for an answer
+    session.worlds.leave(is_job_done=outcome is Outcome.DONE)
     return 0 if outcome is Outcome.DONE else Preempted.exit_code

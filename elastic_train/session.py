@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from elastic_train.reduction import GradientSum, weights_digest
 from elastic_train.state import AppliedState
 from elastic_train.tracking import Tracker
 from elastic_train.world import World
+from elastic_train.worlds import Worlds
 
 
 @dataclass(slots=True)
@@ -33,12 +34,12 @@ class Session:
     gradients: GradientSum
     lanes: range
     leave: LeaveRequest
+    worlds: Worlds
     commits: CommitWriter
     tracker: Tracker | None
     head: CommitRecord | None
     last_commit_at: float = field(default_factory=time.monotonic)
     num_failed_saves: int = 0
-    last_validation: dict[str, float] = field(default_factory=dict)
 
     def steps(self) -> Iterator[Sequence[LaneBatch]]:
         """Yield the lanes' micro-batches of every step from the state's cursor to the last."""
@@ -108,7 +109,7 @@ class Session:
         values = evaluate(
             self.plan.task, self.state.model, batches, self.world.group, self.plan.num_lanes, self.plan.device
         )
-        self.last_validation = values
+        self.state.reached = replace(self.state.reached, validation=values)
         if self.tracker is not None:
             better = {name: metric.higher_is_better for name, metric in self.plan.task.metrics().items()}
             self.tracker.log(
@@ -128,8 +129,9 @@ class Session:
         if not self.world.is_leader or (self.head is not None and self.head.step == self.state.step):
             return
         started = time.perf_counter()
+        facts = describe_commit(self.plan, self.state, self.world.group.size)
         try:
-            self.head = self.commits.save(self.state.tensors(), self._facts())
+            self.head = self.commits.save(self.state.tensors(), facts, self.state.reached.intervals)
         except StorageError as error:
             self.num_failed_saves += 1
             self.world.tell(
@@ -150,6 +152,12 @@ class Session:
         except StorageError as error:
             self.world.tell(f"old commits could not be deleted: {error}")
 
+    def pause(self) -> None:
+        """End this world's displays and records; the tracker's run goes on with the next world's."""
+        if self.world.progress is not None:
+            self.world.progress.close()
+        self.world.history.close()
+
     def close(self, status: str) -> None:
         """End the displays and the tracker's run truthfully: FINISHED, FAILED or KILLED."""
         if self.world.progress is not None:
@@ -158,15 +166,17 @@ class Session:
             self.tracker.finish(status)
         self.world.history.close()
 
-    def _facts(self) -> CommitFacts:
-        return CommitFacts(
-            step=self.state.step,
-            cursor=self.state.cursor,
-            coverage=self.state.coverage,
-            rng={"policy": "seed, step, lane", "seed": self.plan.config.run.seed},
-            metrics=self.last_validation,
-            config_digest=self.plan.config.identity(),
-            manifest_digest=self.plan.manifest.digest,
-            world_size=self.world.group.size,
-            weights_sha256=weights_digest(self.state.model),
-        )
+
+def describe_commit(plan: Plan, state: AppliedState, world_size: int) -> CommitFacts:
+    """Return what a commit of the state says of it."""
+    return CommitFacts(
+        step=state.step,
+        cursor=state.cursor,
+        coverage=state.coverage,
+        rng={"policy": "seed, step, lane", "seed": plan.config.run.seed},
+        metrics=state.reached.validation,
+        config_digest=plan.config.identity(),
+        manifest_digest=plan.manifest.digest,
+        world_size=world_size,
+        weights_sha256=weights_digest(state.model),
+    )

@@ -6,7 +6,7 @@ Weights, optimizer, scheduler, scaler, cursor, coverage sums and step are saved,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -23,24 +23,56 @@ from torch.optim.lr_scheduler import LambdaLR
 from elastic_train.checkpoint.format import State
 from elastic_train.config import OptimizerConfig
 from elastic_train.coverage import CoverageSums
+from elastic_train.lineage import Interval, extend
 from elastic_train.order import Cursor
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """How far a state has come: its place in the data, the terms that applied its steps, what it was last worth."""
+
+    step: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
+    coverage: CoverageSums = field(default_factory=CoverageSums)
+    intervals: tuple[Interval, ...] = ()
+    validation: Mapping[str, float | None] = field(default_factory=dict)
+
+    @property
+    def term(self) -> int:
+        """The term that applied the last step; 0 before the first."""
+        return self.intervals[-1].term if self.intervals else 0
+
+    def advance(self, cursor: Cursor, coverage: CoverageSums, term: int) -> Reached:
+        """Return the place one step further."""
+        intervals = extend(self.intervals, term, self.step, self.step + 1)
+        return Reached(self.step + 1, cursor, self.coverage + coverage, intervals, self.validation)
 
 
 @dataclass(slots=True)
 class AppliedState:
-    """Everything that `apply` changes, and the three numbers that say how far it has come."""
+    """Everything that `apply` changes."""
 
     model: nn.Module
     optimizer: Optimizer
     scheduler: LambdaLR
     scaler: torch.amp.GradScaler
     clip_norm: float | None
-    step: int = 0
-    cursor: Cursor = field(default_factory=Cursor)
-    coverage: CoverageSums = field(default_factory=CoverageSums)
+    reached: Reached = field(default_factory=Reached)
 
-    def apply(self, cursor: Cursor, coverage: CoverageSums) -> float:
-        """Take one optimizer step with the reduced gradients in place; return their norm.
+    @property
+    def step(self) -> int:
+        return self.reached.step
+
+    @property
+    def cursor(self) -> Cursor:
+        return self.reached.cursor
+
+    @property
+    def coverage(self) -> CoverageSums:
+        return self.reached.coverage
+
+    def apply(self, cursor: Cursor, coverage: CoverageSums, term: int) -> float:
+        """Take one optimizer step of a term with the reduced gradients in place; return their norm.
 
         Clipping and the scaler's decision read reduced values only, so every rank decides alike. A step whose fp16
         gradients overflowed leaves the weights alone and still counts as applied: its samples are spent.
@@ -51,9 +83,7 @@ class AppliedState:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.scheduler.step()
-        self.step += 1
-        self.cursor = cursor
-        self.coverage = self.coverage + coverage
+        self.reached = self.reached.advance(cursor, coverage, term)
         return float(norm)
 
     def tensors(self) -> State:
@@ -65,8 +95,10 @@ class AppliedState:
             "scaler": self.scaler.state_dict(),
         }
 
-    def restore(self, fill: Callable[[State], None], step: int, cursor: Cursor, coverage: CoverageSums) -> None:
-        """Take over what `tensors` saved and `fill` reads back; call before gradients are bound to buffers."""
+    def restore(self, fill: Callable[[State], None], reached: Reached) -> None:
+        """Take over what `tensors` saved and `fill` reads back; gradients must be bound to buffers anew afterwards."""
+        for parameter in self.model.parameters():
+            parameter.grad = None  # torch does not prepare an optimizer's state while there are gradients
         tensors: State = {"model": get_model_state_dict(self.model), "optimizer": {}, "scheduler": {}, "scaler": {}}
         fill(tensors)
         set_model_state_dict(self.model, tensors["model"])  # type: ignore[arg-type]
@@ -74,7 +106,7 @@ class AppliedState:
         self.scheduler.load_state_dict(tensors["scheduler"])  # type: ignore[arg-type]
         if tensors["scaler"]:
             self.scaler.load_state_dict(tensors["scaler"])  # type: ignore[arg-type]
-        self.step, self.cursor, self.coverage = step, cursor, coverage
+        self.reached = reached
 
 
 def build_state(

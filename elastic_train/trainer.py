@@ -20,14 +20,20 @@ from elastic_train.lanes import lane_seed
 from elastic_train.reduction import gather_lane_table, tree_sum
 from elastic_train.session import Session
 
-_LEAVE, _COMMIT = 1, 2  # flags that ride on the lane table
+_LEAVE, _COMMIT, _GROW = 1, 2, 4  # flags that ride on the lane table
 
 
 class Outcome(enum.Enum):
-    """How a loop ended; the value is what histories and results call it."""
+    """How a loop ended; the value is what histories and results call it.
+
+    PREEMPTED: all were told to leave, or the world cannot go on without those who were. LEFT: this rank was, and the
+    others go on. REGROUP: the world ends to make room, or because somebody left it.
+    """
 
     DONE = "done"
     PREEMPTED = "preempted"
+    LEFT = "left"
+    REGROUP = "regroup"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,8 @@ class StepSums:
     loss: float
     weight: float
     coverage: CoverageSums
-    flags: int
+    any_flags: int
+    all_flags: int
 
     @property
     def divisor(self) -> float:
@@ -45,28 +52,47 @@ class StepSums:
 
 
 def train(session: Session) -> Outcome:
-    """Train from the session's state to its last step, or until told to leave; commits before it returns."""
+    """Train from the session's state to its last step, or until the world ends; a job that ends is committed."""
     state = session.state
     for lanes in session.steps():
-        started = time.perf_counter()
-        sums = compute_step(session, lanes)
+        started, flags = time.perf_counter(), _flags(session)
+        sums = compute_step(session, lanes, flags)
         cursor = session.plan.order.advance(state.cursor, session.plan.micro_batch)
-        norm = state.apply(cursor, sums.coverage)
+        norm = state.apply(cursor, sums.coverage, session.world.term)
         session.record_step(sums.loss / sums.divisor, norm, sums.coverage.count, time.perf_counter() - started)
 
-        is_last = state.step == session.plan.total_steps
-        if is_last or session.is_validation_due():
+        if state.step == session.plan.total_steps:
+            break
+        if session.is_validation_due():
             session.validate()
-        if is_last or sums.flags or session.is_commit_due():
+        end = _end(session, flags, sums)
+        if end is Outcome.PREEMPTED or sums.any_flags & _COMMIT or session.is_commit_due():
             session.commit()
-        if sums.flags & _LEAVE and not is_last:
-            return Outcome.PREEMPTED
+        if end is not None:
+            return end
+    session.validate()
+    session.commit()
     return Outcome.DONE
 
 
-def compute_step(session: Session, lanes: Sequence[LaneBatch]) -> StepSums:
+def _flags(session: Session) -> int:
+    """Return what this rank tells the others with its next step."""
+    return (
+        _LEAVE * session.leave.is_set + _COMMIT * session.is_commit_overdue() + _GROW * session.worlds.wants_to_grow()
+    )
+
+
+def _end(session: Session, flags: int, sums: StepSums) -> Outcome | None:
+    """Say whether the world ends behind this step, alike on every rank; None if it goes on."""
+    if sums.all_flags & _LEAVE or (sums.any_flags & _LEAVE and not session.worlds.is_live):
+        return Outcome.PREEMPTED
+    if flags & _LEAVE:
+        return Outcome.LEFT
+    return Outcome.REGROUP if sums.any_flags & (_LEAVE | _GROW) else None
+
+
+def compute_step(session: Session, lanes: Sequence[LaneBatch], flags: int) -> StepSums:
     """Run forward and backward of this rank's lanes and leave the whole step's mean gradient in the parameters."""
-    flags = _LEAVE * session.leave.is_set + _COMMIT * session.is_commit_overdue()
     gradients = session.gradients
     gradients.begin(session.lanes)
     rows = {batch.lane: [*_run_lane(session, batch), flags] for batch in lanes}
@@ -90,9 +116,10 @@ def _run_lane(session: Session, batch: LaneBatch) -> tuple[float, float, int, in
 
 def _fold(table: Sequence[Sequence[float | int]]) -> StepSums:
     """Add the lanes' rows: floats along the tree, integers in any order."""
-    coverage, flags = CoverageSums(), 0
+    coverage, any_flags, all_flags = CoverageSums(), 0, -1
     for row in table:
         coverage += CoverageSums(int(row[2]), int(row[3]), int(row[4]))
-        flags |= int(row[5])
+        any_flags |= int(row[5])
+        all_flags &= int(row[5])
     loss, weight = (tree_sum([float(row[place]) for row in table]) for place in (0, 1))
-    return StepSums(loss, weight, coverage, flags)
+    return StepSums(loss, weight, coverage, any_flags, all_flags)

@@ -7,7 +7,6 @@ ranks go on alike or stop alike. Rank 0 alone speaks to etcd.
 
 from __future__ import annotations
 
-import os
 import time
 import zlib
 from collections.abc import Callable
@@ -18,16 +17,18 @@ import torch
 
 from elastic_train import errors
 from elastic_train.checkpoint import CommitRecord, Store, discover, load, open_store, sweep
-from elastic_train.checkpoint.reader import read_record
+from elastic_train.checkpoint.reader import read_record, records
 from elastic_train.config import Config
 from elastic_train.errors import ElasticTrainError
 from elastic_train.fencing import Fence, JoinedFence, StoreFence, newest_term
-from elastic_train.group import Group, connect
+from elastic_train.group import Group
+from elastic_train.handover import gather_places, hand_over
 from elastic_train.history import History, last_applied
 from elastic_train.plan import Plan
 from elastic_train.progress import Progress, ResumeBanner
-from elastic_train.state import AppliedState
-from rendezvous.context import RendezvousContext, context, open_fence
+from elastic_train.state import AppliedState, Reached
+from elastic_train.worlds import Formed
+from rendezvous.context import RendezvousContext, open_fence
 
 T = TypeVar("T")
 
@@ -56,10 +57,9 @@ class World:
             self.progress.event(text)
 
 
-def enter_world(config: Config, device: torch.device, started_at: float) -> World:
-    """Form the group and claim its term; sweep what fenced writers left behind."""
-    launched = context()
-    group = connect(_meeting_place(launched), config.peer_timeout_s, device)
+def enter_world(config: Config, formed: Formed, started_at: float) -> World:
+    """Claim the term of a group that has formed; sweep what fenced writers left behind."""
+    group, launched = formed.group, formed.launched
     store = open_store(config.checkpoint_url)
     fence: Fence = JoinedFence(store, open_fence(launched)) if launched and group.rank == 0 else StoreFence(store)
     at_least = launched.term if launched else 1
@@ -79,20 +79,35 @@ def enter_world(config: Config, device: torch.device, started_at: float) -> Worl
 
 
 def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | None:
-    """Read the newest valid commit into the state, on every rank; return it, None at the beginning of a run."""
+    """Bring every rank to the furthest applied step: a member's, or the newest valid commit's if that is further.
+
+    Returns the commit that the next one continues, None at the beginning of a run.
+    """
     started = time.perf_counter()
-    key, skipped = agree(world.group, lambda: _find_head(world))
+    places = gather_places(world.group, state)
+    furthest = max(places)
+    key, skipped = agree(world.group, lambda: _find_head(world, furthest.step))
     head = read_record(world.store, key) if key else None
+    given_by = None
+    is_loaded = head is not None and head.step > furthest.step
     if head is not None:
         plan.check_continues(head)
-        state.restore(lambda tensors: load(world.store, head, tensors), head.step, head.cursor, head.coverage)
+    if head is not None and is_loaded:
+        reached = Reached(head.step, head.cursor, head.coverage, head.intervals, head.metrics)
+        state.restore(lambda tensors: load(world.store, head, tensors), reached)
+    else:
+        given_by = hand_over(world.group, state, places)
     seconds = time.perf_counter() - started
-    banner = _banner(plan, world, head, [(name, why) for name, why in skipped], seconds) if world.is_leader else None
+    source = Source("the members' own state" if state.step else "the beginning", state.step, None)
+    if head is not None and is_loaded:
+        source = Source(head.key, head.step, time.time() - head.created_at)
+    banner = _banner(plan, world, source, [(name, why) for name, why in skipped], seconds) if world.is_leader else None
     world.history.restore(
         step=state.step,
         epoch=state.cursor.epoch,
         offset=state.cursor.offset,
         commit=key,
+        given_by=given_by,
         seconds=seconds,
         skipped=[(name, why) for name, why in skipped],
         resumed=asdict(banner) if banner else None,
@@ -134,33 +149,39 @@ def has_equal_kernels(group: Group, device: torch.device) -> bool:
     return bool((group.all_gather(mine) == mine).all())
 
 
-def _meeting_place(launched: RendezvousContext | None) -> str:
-    """Return a name that no earlier world of this job has used at the same store."""
-    if launched is not None:
-        return f"term-{launched.term}"
-    return f"round-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
-def _find_head(world: World) -> tuple[str | None, list[tuple[str, str]]]:
+def _find_head(world: World, furthest: int) -> tuple[str | None, list[tuple[str, str]]]:
+    """Return the newest commit's key, and what was passed over; a commit that nobody will load is not read in full."""
+    if furthest > 0:
+        newest = next((record for _, record, _ in records(world.store) if record), None)
+        if newest is None or newest.step <= furthest:
+            return (newest.key if newest else None), []
     claimed = world.fence.head()
     found = discover(world.store, published=claimed.commit if claimed else None)
     return (found.head.key if found.head else None), list(found.skipped)
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a world goes on from: a commit or its members' state, its step, and a commit's age."""
+
+    name: str
+    step: int
+    age_s: float | None
+
+
 def _banner(
-    plan: Plan, world: World, head: CommitRecord | None, skipped: list[tuple[str, str]], seconds: float
+    plan: Plan, world: World, source: Source, skipped: list[tuple[str, str]], seconds: float
 ) -> ResumeBanner | None:
     """Return what a resumption cost, as far as the histories of earlier terms tell; None at a run's beginning."""
     last = last_applied(plan.config.run.dir, before_term=world.term)
-    if head is None and last is None:
+    if source.step == 0 and last is None:
         return None
     joined_at = world.launched.joined_at if world.launched else None
-    step = head.step if head else 0
     return ResumeBanner(
-        commit=head.key if head else "the beginning",
-        step=step,
-        age_s=time.time() - head.created_at if head else None,
-        steps_lost=max(0, last.step - step) if last else None,
+        commit=source.name,
+        step=source.step,
+        age_s=source.age_s,
+        steps_lost=max(0, last.step - source.step) if last else None,
         world_before=last.world if last else None,
         world_after=world.group.size,
         term_before=last.term if last else None,

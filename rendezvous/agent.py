@@ -26,19 +26,17 @@ def install() -> None:
 
 
 def make_agent(spec: WorkerSpec, **options: Any) -> LocalElasticAgent:
-    """Return our agent for our handler, the stock one for every other."""
+    """Return our agents for our handlers, the stock one for every other."""
+    from rendezvous.live_agent import LiveAgent, LiveRendezvousHandler
+
+    if isinstance(spec.rdzv_handler, LiveRendezvousHandler):
+        return LiveAgent(spec=spec, **options)
     kind = ElasticAgent if isinstance(spec.rdzv_handler, EtcdRendezvousHandler) else LocalElasticAgent
     return kind(spec=spec, **options)
 
 
-class ElasticAgent(LocalElasticAgent):
-    """TorchElastic's agent, told by membership whose fault a failure was."""
-
-    def __init__(self, spec: WorkerSpec, **options: Any) -> None:
-        super().__init__(spec, **options)
-        assert isinstance(spec.rdzv_handler, EtcdRendezvousHandler)
-        self._membership = spec.rdzv_handler
-        self._membership.num_workers = spec.local_world_size
+class BoundAgent(LocalElasticAgent):
+    """TorchElastic's agent with workers that die with it."""
 
     def run(self, role: str = "default") -> RunResult:
         """Like the stock method, which returns None, and crashes its caller, for a job that is done already."""
@@ -46,6 +44,29 @@ class ElasticAgent(LocalElasticAgent):
         if result is None:
             result = RunResult(state=WorkerState.SUCCEEDED)
         return result
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start each worker so that it dies with this agent, whatever program it is."""
+        spec = worker_group.spec
+        entrypoint, args = spec.entrypoint, spec.args
+        if isinstance(entrypoint, str):
+            guard, *rest = bound_command(entrypoint)
+            spec.entrypoint, spec.args = guard, (*rest, *args)
+        try:
+            started: dict[int, Any] = super()._start_workers(worker_group)
+            return started
+        finally:
+            spec.entrypoint, spec.args = entrypoint, args
+
+
+class ElasticAgent(BoundAgent):
+    """The agent of `restart` mode, told by membership whose fault a failure was."""
+
+    def __init__(self, spec: WorkerSpec, **options: Any) -> None:
+        super().__init__(spec, **options)
+        assert isinstance(spec.rdzv_handler, EtcdRendezvousHandler)
+        self._membership = spec.rdzv_handler
+        self._membership.num_workers = spec.local_world_size
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Report workers that failed because of another node as healthy: the next look restarts them for free."""
@@ -67,19 +88,6 @@ class ElasticAgent(LocalElasticAgent):
             Worker(local_rank=i, global_rank=lo + i, role_rank=lo + i, world_size=total, role_world_size=total)
             for i in range(spec.local_world_size)
         ]
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start each worker so that it dies with this agent, whatever program it is."""
-        spec = worker_group.spec
-        entrypoint, args = spec.entrypoint, spec.args
-        if isinstance(entrypoint, str):
-            guard, *rest = bound_command(entrypoint)
-            spec.entrypoint, spec.args = guard, (*rest, *args)
-        try:
-            started: dict[int, Any] = super()._start_workers(worker_group)
-            return started
-        finally:
-            spec.entrypoint, spec.args = entrypoint, args
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown(timeout=max(1, round(self._membership.stop_grace_s)))

@@ -17,6 +17,7 @@ from rendezvous.options import etcd_options
 from rendezvous.records import Cause
 
 VARIABLE = "ELASTIC_RENDEZVOUS"
+LIVE_VARIABLE = "ELASTIC_LIVE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,36 @@ class RendezvousContext:
 
     def encode(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveContext:
+    """What a worker needs to form worlds by itself (`recovery=live`), the same over all of its worlds."""
+
+    endpoints: tuple[str, ...]
+    run_id: str
+    node: str
+    host: str
+    address: str
+    agent: str
+    min_nodes: int
+    max_nodes: int
+    ttl_s: float
+    last_call_s: float
+    timeout_s: float
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+def live_context() -> LiveContext | None:
+    """Return what the launcher left for a worker in `live` mode, None in every other."""
+    text = os.environ.get(LIVE_VARIABLE)
+    if not text:
+        return None
+    fields = json.loads(text)
+    return LiveContext(endpoints=tuple(fields.pop("endpoints")), **fields)
 
 
 def context() -> RendezvousContext | None:

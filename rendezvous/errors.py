@@ -7,6 +7,7 @@ RendezvousError
 │   └── StoreRefusedError     etcd answered, and refused: credentials, permissions, space
 ├── FencedError               a newer world exists; this one may neither claim a term nor publish
 ├── TooFewNodesError          fewer than min_nodes came in time
+├── StoppedWaiting            told to leave before a world came
 └── ServerError               the etcd of a demo or a test could not be started
 
 A message says what happened, where (endpoint, key, term), and what to do.
@@ -45,6 +46,10 @@ class FencedError(RendezvousError):
 
 class TooFewNodesError(RendezvousError):
     """Fewer nodes than `min_nodes` came in time."""
+
+
+class StoppedWaiting(RendezvousError):  # noqa: N818 - not a failure
+    """Whoever waited for a world was told to leave."""
 
 
 class ServerError(RendezvousError):

@@ -11,7 +11,8 @@ No I/O, no clock: the same code runs in the simulator.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -85,13 +86,14 @@ def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
     ready = ready_members(view)
     if len(ready) < len([member for member in view.members if not _is_finishing(member, view)]):
         return Wait("room" if _has_no_room(view, me, policy) else "members")
-    if len(ready) < policy.min_nodes:
+    num_nodes = count_nodes(ready)
+    if num_nodes < policy.min_nodes or (_is_fresh(view) and not _are_whole(ready)):
         return Wait("nodes")
     if ready[0].id != me:
         return Wait("leader")
-    if len(ready) < policy.max_nodes and _is_fresh(view) and quiet_s < policy.last_call_s:
+    if num_nodes < policy.max_nodes and _is_fresh(view) and quiet_s < policy.last_call_s:
         return Wait("last call", policy.last_call_s - quiet_s)
-    return _seal(view, ready[: policy.max_nodes])
+    return _seal(view, _admitted(ready, policy))
 
 
 def ready_members(view: View) -> tuple[Member, ...]:
@@ -114,15 +116,25 @@ def num_waiting(view: View, me: str, world: World, policy: Policy) -> int:
     if any(_is_finishing(mate, view) for mate in mates):
         # The job is about to end: nobody is admitted any more.
         return lost + again
-    new = sum(world.rank_of(member.id) is None for member in view.members)
-    return lost + again + max(0, min(new, policy.max_nodes - len(mates)))
+    staying = (*mates, *(member for member in view.members if world.rank_of(member.id) is None))
+    return lost + again + sum(world.rank_of(member.id) is None for member in _admitted(staying, policy))
+
+
+def is_broken(view: View, me: str, world: World) -> bool:
+    """Whether a world can take no further step: one of its members is gone or has left it, or a newer one exists."""
+    mates = mates_of(view, world)
+    is_whole = len(mates) == len(world.seats) and all(mate.after < world.term for mate in mates)
+    return view.term > world.term or view.member(me) is None or not is_whole
 
 
 def is_only_growing(view: View, world: World) -> bool:
     """Whether a new round is due to joiners alone: nobody of `world` is lost or has stopped."""
-    mates = mates_of(view, world)
-    is_whole = len(mates) == len(world.seats) and all(mate.after < world.term for mate in mates)
-    return is_whole and view.term == world.term
+    return not is_broken(view, world.seats[0].member, world)
+
+
+def count_nodes(members: Iterable[Member]) -> int:
+    """Count the nodes that members belong to."""
+    return len({member.node_id for member in members})
 
 
 def mates_of(view: View, world: World) -> tuple[Member, ...]:
@@ -179,6 +191,12 @@ def report_failure(snapshot: Snapshot, keys: Keys, failure: Failure) -> Change:
     return Change({keys.failure: encode(failure)}, {keys.failure: snapshot.revision_of(keys.failure)})
 
 
+def bury(snapshot: Snapshot, keys: Keys, member_id: str) -> Change:
+    """Remove a member that is known to be dead; if it is not, it finds itself expelled and joins anew."""
+    key = keys.member(member_id)
+    return Change({key: None}, {key: snapshot.revision_of(key)})
+
+
 def close(keys: Keys, closed: Closed) -> Change:
     return Change({keys.closed: encode(closed)}, {keys.closed: ABSENT})
 
@@ -208,10 +226,25 @@ def _is_fresh(view: View) -> bool:
     return view.world is None or not mates_of(view, view.world)
 
 
+def _admitted(members: tuple[Member, ...], policy: Policy) -> tuple[Member, ...]:
+    """The members of the first `max_nodes` nodes, in the order given."""
+    nodes = list(dict.fromkeys(member.node_id for member in members))[: policy.max_nodes]
+    return tuple(member for member in members if member.node_id in nodes)
+
+
+def _are_whole(members: tuple[Member, ...]) -> bool:
+    """Every node that has come has come with all of its members."""
+    counts = Counter(member.node_id for member in members)
+    return all(counts[member.node_id] >= member.node_members for member in members)
+
+
 def _has_no_room(view: View, me: str, policy: Policy) -> bool:
     """The world is full, and stands without this member."""
-    world = view.world
-    return world is not None and world.rank_of(me) is None and len(mates_of(view, world)) >= policy.max_nodes
+    world, mine = view.world, view.member(me)
+    if world is None or mine is None or world.rank_of(me) is not None:
+        return False
+    nodes = {mate.node_id for mate in mates_of(view, world)}
+    return mine.node_id not in nodes and len(nodes) >= policy.max_nodes
 
 
 def _is_finishing(member: Member, view: View) -> bool:

@@ -16,7 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rendezvous import membership
-from rendezvous.errors import StoreError, StoreRefusedError, StoreUnavailableError, TooFewNodesError
+from rendezvous.addresses import is_refused
+from rendezvous.errors import (
+    StoppedWaiting,
+    StoreError,
+    StoreRefusedError,
+    StoreUnavailableError,
+    TooFewNodesError,
+)
 from rendezvous.membership import Change, Decision, Enter, Expelled, Finished, Policy, Seal, Wait
 from rendezvous.records import Closed, Failure, Keys, Member, View, World, read_view
 from rendezvous.store import ABSENT, Lease, Put, Snapshot, Store
@@ -24,16 +31,23 @@ from rendezvous.store import ABSENT, Lease, Put, Snapshot, Store
 LOOK_S = 1.0
 """The longest that a wait goes without looking again, whatever the watch says."""
 
+PROBE_EVERY_S = 0.1
+"""How often a worker that waits for others looks whether their agents are gone."""
+
 _log = logging.getLogger("rendezvous")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a node is, and what it brings."""
+    """Where a member is, and what it brings; see `Member` for what a worker of a node adds."""
 
     host: str
     address: str
     num_workers: int
+    name: str = ""
+    node: str = ""
+    node_members: int = 1
+    agent: str = ""
 
 
 class Node:
@@ -79,11 +93,17 @@ class Node:
                 self.world = None
                 return
 
-    def next_world(self, host: Callable[[Seal], tuple[str, int]], timeout_s: float) -> World | None:
+    def next_world(
+        self,
+        host: Callable[[Seal], tuple[str, int]],
+        timeout_s: float,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> World | None:
         """Wait for a world with this node in it, sealing it if this node leads; None if the job is done.
 
         `host` starts the store of a world that is about to be sealed and returns its address. Raises
-        TooFewNodesError after `timeout_s`; a node for which there is no room waits without end.
+        TooFewNodesError after `timeout_s`, StoppedWaiting when `is_stopped()`; a node for which there is no room waits
+        without end.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -96,6 +116,8 @@ class Node:
             if isinstance(decision, Wait) and decision.why == "room":
                 deadline = time.monotonic() + timeout_s
             left_s = deadline - time.monotonic()
+            if is_stopped():
+                raise StoppedWaiting("told to leave while waiting for a world")
             if left_s <= 0:
                 raise TooFewNodesError(self._too_few(timeout_s))
             self._act(decision, host, left_s)
@@ -103,6 +125,16 @@ class Node:
     def num_waiting(self) -> int:
         """How many changes ask for a new round; 0 while the world stands."""
         return 0 if self.world is None else membership.num_waiting(self.view, self.id, self.world, self.policy)
+
+    def is_broken(self) -> bool:
+        """Whether the world that this node is in can take no further step."""
+        return self.world is not None and membership.is_broken(self.view, self.id, self.world)
+
+    def wants_to_grow(self, quiet_s: float) -> bool:
+        """Whether members wait to be admitted, and none has come or gone for `quiet_s`, so that they come together."""
+        with self._changed:
+            is_quiet = time.monotonic() - self._same_since >= quiet_s
+        return is_quiet and self.num_waiting() > 0
 
     def is_only_growing(self) -> bool:
         return self.world is not None and membership.is_only_growing(self.view, self.world)
@@ -177,7 +209,10 @@ class Node:
             _log.warning("the lease of this node ended: it joins as a new member")
             self._register()
         elif isinstance(decision, Wait):
-            self._await_change(snapshot, min(left_s, LOOK_S if decision.seconds is None else decision.seconds))
+            if decision.why == "members" and self._bury_refused(snapshot):
+                return
+            pause_s = PROBE_EVERY_S if decision.why == "members" and self.place.agent else LOOK_S
+            self._await_change(snapshot, min(left_s, pause_s if decision.seconds is None else decision.seconds))
 
     def _seal(self, decision: Seal, host: Callable[[Seal], tuple[str, int]], snapshot: Snapshot) -> None:
         address, port = host(decision)
@@ -185,11 +220,31 @@ class Node:
         if not self._try(membership.seal(snapshot, self.keys, world)):
             self._await_change(snapshot, 0.2)
 
+    def _bury_refused(self, snapshot: Snapshot) -> bool:
+        """Remove the members that everybody waits for and whose agent's machine says that the agent is gone.
+
+        Workers die with their agent, so there is no need to wait for their leases to end.
+        """
+        view = self.view
+        late = [member for member in view.members if member.agent and not membership.is_ready(member, view)]
+        gone = {agent for agent in {member.agent for member in late} if is_refused(agent)}
+        return any([self._try(membership.bury(snapshot, self.keys, dead.id)) for dead in late if dead.agent in gone])  # noqa: C419 - all of them
+
     def _register(self) -> None:
         self._lease = self._store.lease(self.ttl_s)
         self.ttl_s = self._lease.ttl_s
-        self.id = f"{self.place.host}-{uuid.uuid4().hex[:12]}"
-        member = Member(self.id, self.place.host, self.place.address, self.place.num_workers, after=self.view.term)
+        place = self.place
+        self.id = f"{place.name or place.host}-{uuid.uuid4().hex[:12]}"
+        member = Member(
+            id=self.id,
+            host=place.host,
+            address=place.address,
+            num_workers=place.num_workers,
+            after=self.view.term,
+            node=place.node,
+            node_members=place.node_members,
+            agent=place.agent,
+        )
         key = self.keys.member(self.id)
         change = membership.update(Snapshot(0, {}), self.keys, member)
         assert change.guards == {key: ABSENT}

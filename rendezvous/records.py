@@ -55,7 +55,10 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A live node. Every number is a term and only grows, so that an old record is never mistaken for a newer one."""
+    """A live node, or one of its workers in `live` mode.
+
+    `after`, `seen` and `done` are terms and only grow, so that an old record is never mistaken for a newer one.
+    """
 
     id: str
     host: str
@@ -67,6 +70,16 @@ class Member:
     """It was alive after somebody failed in this term."""
     done: int = 0
     """Its workers finished in this term."""
+    node: str = ""
+    """The node that it is a worker of; empty for a member that is a node by itself."""
+    node_members: int = 1
+    """How many members its node brings in all."""
+    agent: str = ""
+    """host:port where its node's agent listens as long as it lives; empty if nothing does."""
+
+    @property
+    def node_id(self) -> str:
+        return self.node or self.id
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,17 +8,11 @@ world gets a TCPStore of its own, hosted by that seat's agent, so that nothing o
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
-import socket
-import time
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 
-from torch._C._distributed_c10d import Store, TCPStore
-from torch.distributed import DistError
+from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousGracefulExitError,
@@ -30,18 +24,16 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousHandlerCreator, RendezvousStoreInfo
 
+from rendezvous.addresses import address_towards, machine_name
+from rendezvous.conf import BACKEND, Conf
 from rendezvous.context import VARIABLE, RendezvousContext
-from rendezvous.errors import OptionError, StoreError, TooFewNodesError
+from rendezvous.errors import StoreError, TooFewNodesError
 from rendezvous.etcd import EtcdStore
-from rendezvous.membership import Policy, Seal
+from rendezvous.meeting import Meeting
+from rendezvous.membership import Policy
 from rendezvous.node import Node, Place
-from rendezvous.options import ETCD_KEYS, EtcdOptions, etcd_options, split_endpoint, unknown_keys
 from rendezvous.records import World
 
-BACKEND = "etcd"
-# `timeout` is the launcher's own key: it always passes one, 900 s unless told otherwise.
-SECONDS = {"ttl": "ttl_s", "last_call_s": "last_call_s", "timeout": "timeout_s", "stop_grace_s": "stop_grace_s"}
-CONF_KEYS = (*SECONDS, "recovery", *ETCD_KEYS)
 GROWTH_GRACE_S = 30.0
 
 _log = logging.getLogger("rendezvous")
@@ -57,43 +49,15 @@ def load() -> RendezvousHandlerCreator:
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     """Check the options, connect, and return the handler; our agent takes the place of the stock one."""
     from rendezvous.agent import install
+    from rendezvous.live_agent import LiveRendezvousHandler
 
     try:
         conf = Conf.read(params)
-        handler = EtcdRendezvousHandler(params, conf)
+        handler = (LiveRendezvousHandler if conf.is_live else EtcdRendezvousHandler)(params, conf)
     except StoreError as error:
         raise RendezvousConnectionError(str(error)) from None
     install()
     return handler
-
-
-class Conf:
-    """What --rdzv_conf says, checked: every problem at once."""
-
-    def __init__(self) -> None:
-        self.ttl_s = 3.0
-        self.last_call_s = 2.0
-        self.timeout_s = 900.0
-        self.stop_grace_s = 3.0
-        self.etcd = EtcdOptions(("unset",))
-
-    @classmethod
-    def read(cls, params: RendezvousParameters) -> Conf:
-        conf, problems = cls(), unknown_keys(params.config, CONF_KEYS)
-        for key, name in SECONDS.items():
-            try:
-                setattr(conf, name, float(params.get(key, getattr(conf, name))))
-            except ValueError:
-                problems.append(f"--rdzv_conf: {key}={params.get(key)!r} is not a number of seconds")
-        if params.get("recovery", "restart") != "restart":
-            problems.append("--rdzv_conf: recovery is 'restart'")
-        try:
-            conf.etcd = etcd_options(params.endpoint, params.config)
-        except OptionError as error:
-            problems += error.problems
-        if problems:
-            raise OptionError(*problems)
-        return conf
 
 
 class EtcdRendezvousHandler(RendezvousHandler):
@@ -102,12 +66,12 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def __init__(self, params: RendezvousParameters, conf: Conf) -> None:
         self._run_id = params.run_id
         self._conf = conf
-        self._local_address = params.local_addr or _address_towards(conf.etcd)
+        self._local_address = params.local_addr or address_towards(conf.etcd)
         self._store = EtcdStore(conf.etcd)
         policy = Policy(params.min_nodes, params.max_nodes, conf.last_call_s)
-        place = Place(_machine(), self._local_address, num_workers=0)
+        place = Place(machine_name(), self._local_address, num_workers=0)
         self.node = Node(self._store, params.run_id, policy, place, ttl_s=conf.ttl_s)
-        self._hosted: TCPStore | None = None
+        self._meeting = Meeting(self.node, self._local_address, conf.timeout_s)
         self._is_restart_free = False
         # After SIGTERM the launcher skips shutdown(); the others should not have to wait for the lease to end.
         atexit.register(self.node.leave)
@@ -141,14 +105,14 @@ class EtcdRendezvousHandler(RendezvousHandler):
         while True:
             try:
                 self.node.join(self._conf.timeout_s)
-                world = self.node.next_world(self._host, self._conf.timeout_s)
+                world = self.node.next_world(self._meeting.host, self._conf.timeout_s)
             except TooFewNodesError as error:
                 raise RendezvousTimeoutError(str(error)) from None
             except StoreError as error:
                 raise RendezvousConnectionError(str(error)) from None
             if world is None:
                 raise RendezvousGracefulExitError(f"the job {self._run_id!r} is done: nothing is left for this node")
-            if (store := self._connect(world)) is not None:
+            if (store := self._meeting.connect(world)) is not None:
                 return self._enter(world, store)
 
     def num_nodes_waiting(self) -> int:
@@ -179,27 +143,6 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self.node.leave()
         return True
 
-    def _host(self, seal: Seal) -> tuple[str, int]:
-        """Start the TCPStore of a world that this node is about to seal."""
-        self._hosted = TCPStore(self._local_address, 0, is_master=True, wait_for_workers=False)
-        hosts = {member.host for member in self.node.view.members}
-        is_alone = hosts <= {self.node.place.host}
-        is_local = self._local_address.startswith("127.") or self._local_address == "localhost"
-        return (self._local_address if is_alone or not is_local else socket.getfqdn()), self._hosted.port
-
-    def _connect(self, world: World) -> Store | None:
-        """Reach the TCPStore of a world, or return None as soon as the world has fallen apart."""
-        if self._hosted is not None and self._hosted.port == world.port and world.rank_of(self.node.id) == 0:
-            return self._hosted
-        deadline = time.monotonic() + self._conf.timeout_s
-        while time.monotonic() < deadline and self.node.num_waiting() == 0:
-            with contextlib.suppress(OSError, DistError):
-                socket.create_connection((world.address, world.port), timeout=1.0).close()
-                return TCPStore(world.address, world.port, is_master=False, timeout=timedelta(seconds=60))
-            time.sleep(0.05)
-        _log.warning("the world of term %d fell apart before it began", world.term)
-        return None
-
     def _enter(self, world: World, store: Store) -> RendezvousInfo:
         rank = world.rank_of(self.node.id)
         assert rank is not None, "a node enters only a world that it has a seat in"
@@ -217,22 +160,3 @@ class EtcdRendezvousHandler(RendezvousHandler):
         os.environ[VARIABLE] = told.encode()
         address = RendezvousStoreInfo(world.address, world.port)
         return RendezvousInfo(store, rank, len(world.seats), address)
-
-
-def _address_towards(options: EtcdOptions) -> str:
-    """The address of this node on the network that leads to etcd; no packet is sent."""
-    host, port = split_endpoint(options.endpoints[0])
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((host.strip("[]"), port))
-            return str(probe.getsockname()[0])
-    except OSError:
-        return socket.getfqdn()
-
-
-def _machine() -> str:
-    """A name that two containers or machines do not share."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    suffix = boot.read_text().strip()[:8] if boot.exists() else ""
-    return f"{socket.gethostname()}-{suffix}"

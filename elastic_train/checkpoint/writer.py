@@ -23,7 +23,7 @@ from elastic_train.checkpoint.record import CommitFacts, CommitRecord, library_v
 from elastic_train.checkpoint.stores import Store, Uncertain, create_once
 from elastic_train.checkpoint.tree import survey
 from elastic_train.errors import FencedError, StorageError
-from elastic_train.lineage import extend
+from elastic_train.lineage import Interval, extend, tiling_problems
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +51,10 @@ class CommitWriter:
         """The commit that the next one continues."""
         return self._parent
 
-    def save(self, state: State, facts: CommitFacts) -> CommitRecord:
+    def save(self, state: State, facts: CommitFacts, intervals: tuple[Interval, ...] | None = None) -> CommitRecord:
         """Publish a state of tensors and plain values; return its record.
+
+        `intervals` name the terms that applied the steps up to here; without them, this term did since the parent.
 
         Raises StorageError if nothing was published, FencedError if a newer world owns the lineage (stop then), and
         ConfigError if the state holds what cannot be saved. Where only the fence did not answer, the commit exists
@@ -60,16 +62,16 @@ class CommitWriter:
         """
         record = self._parent
         if record is None or (record.term, record.step) != (self._term, facts.step):
-            record = self._create(state, facts)
+            record = self._create(state, facts, intervals)
         self._fence.publish(self._term, record.key)
         return record
 
-    def _create(self, state: State, facts: CommitFacts) -> CommitRecord:
+    def _create(self, state: State, facts: CommitFacts, intervals: tuple[Interval, ...] | None) -> CommitRecord:
         """Write the files, then the record, after which the commit exists."""
         attempt = f"{ATTEMPTS}step-{facts.step:012d}/{self._term:08d}-{uuid.uuid4().hex[:12]}"
         with contextlib.ExitStack() as undo:
             undo.callback(self._abandon, attempt)
-            record = self._describe(state, facts, attempt, self._write_files(state, attempt))
+            record = self._describe(state, facts, attempt, self._write_files(state, attempt), intervals)
             try:
                 is_ours = create_once(self._store, record.key, record.encode())
             except Uncertain:
@@ -93,19 +95,27 @@ class CommitWriter:
         return files
 
     def _describe(
-        self, state: State, facts: CommitFacts, attempt: str, files: Mapping[str, FileRecord]
+        self,
+        state: State,
+        facts: CommitFacts,
+        attempt: str,
+        files: Mapping[str, FileRecord],
+        intervals: tuple[Interval, ...] | None,
     ) -> CommitRecord:
         parent = self._parent
         lo = parent.step if parent else 0
         assert facts.step >= lo, f"step {facts.step} does not continue {lo}"
-        intervals = parent.intervals if parent else ()
+        if intervals is None:
+            before = parent.intervals if parent else ()
+            intervals = extend(before, self._term, lo, facts.step) if facts.step > lo else before
+        assert not tiling_problems(intervals, facts.step), f"{intervals} do not tile the steps before {facts.step}"
         int_keyed, empty = survey(state)
         return CommitRecord(
             **{name: getattr(facts, name) for name in CommitFacts.__dataclass_fields__},
             term=self._term,
             parent=parent.digest if parent else None,
             parent_key=parent.key if parent else None,
-            intervals=extend(intervals, self._term, lo, facts.step) if facts.step > lo else intervals,
+            intervals=intervals,
             attempt=attempt,
             int_keyed=int_keyed,
             empty=empty,

@@ -20,7 +20,9 @@ def write_all(run_dir: Path) -> None:
     history = History(run_dir, term=3, rank=1)
     history.form(world=2, cause="lost", joined_at=None, sealed_at=1.0, started_at=2.0)
     told: dict[str, object] = {"steps_lost": 1}
-    history.restore(step=4, epoch=0, offset=4, commit="c", seconds=0.1, skipped=[("d", "torn")], resumed=told)
+    history.restore(
+        step=4, epoch=0, offset=4, commit="c", given_by=None, seconds=0.1, skipped=[("d", "torn")], resumed=told
+    )
     step(history, 5)
     history.commit(step=5, key="k", digest="d", parent=None, seconds=0.2)
     history.rollback(from_step=5, to_step=4)

@@ -1,0 +1,140 @@
+"""Where worlds come from: from the launcher, which gives this process one, or one after another from live membership.
+
+In `restart` mode, and alone, a process trains in one world, and a fault ends it: the launcher starts it anew. In `live`
+mode the process outlives its worlds: it asks for the next one after a fault, or to let others in.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from elastic_train.config import Config
+from elastic_train.errors import PeerLostError, Preempted, StorageError, TooFewNodesError
+from elastic_train.group import Group, connect
+from rendezvous import errors as rendezvous_errors
+from rendezvous.context import LiveContext, RendezvousContext, context, live_context
+from rendezvous.live import LiveMember
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """A group that has formed, and what membership knows of it; None without our rendezvous."""
+
+    group: Group
+    launched: RendezvousContext | None
+
+
+class Worlds(Protocol):
+    """The worlds that a process trains in."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether another world may follow in this process."""
+
+    def form(self) -> Formed | None:
+        """Wait for the next world, leaving the last; None if there is none, because the job is done.
+
+        Raises TooFewNodesError if not enough nodes come in time, and Preempted if told to leave.
+        """
+
+    def wants_to_grow(self) -> bool:
+        """Whether the world should end at the next step boundary to let others in."""
+
+    def is_first_in_line(self) -> bool:
+        """Whether this process speaks for all that wait for a world."""
+
+    def leave(self, *, is_job_done: bool) -> None:
+        """Be gone for the others, at once; a job that is done takes no more members."""
+
+
+class OneWorld:
+    """The world that the launcher's environment describes."""
+
+    is_live = False
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self._timeout_s, self._device = config.peer_timeout_s, device
+        self._is_used = False
+
+    def form(self) -> Formed | None:
+        if self._is_used:
+            return None
+        self._is_used = True
+        launched = context()
+        return Formed(connect(_meeting_place(launched), self._timeout_s, self._device), launched)
+
+    def wants_to_grow(self) -> bool:
+        return False
+
+    def is_first_in_line(self) -> bool:
+        return False
+
+    def leave(self, *, is_job_done: bool) -> None:
+        """The launcher does it."""
+
+
+class LiveWorlds:
+    """One world after another, formed by this process's own membership, which begins with the first `form`."""
+
+    is_live = True
+
+    def __init__(self, told: LiveContext, config: Config, device: torch.device, is_stopped: Callable[[], bool]) -> None:
+        self._told, self._is_stopped = told, is_stopped
+        self._timeout_s, self._device = config.peer_timeout_s, device
+        self._member: LiveMember | None = None
+
+    def form(self) -> Formed | None:
+        if self._member is None:
+            self._member = LiveMember(self._told)
+        while True:
+            try:
+                world = self._member.next_world(self._is_stopped)
+                if world is None:
+                    return None
+                group = Group(
+                    world.rank,
+                    world.size,
+                    world.store,
+                    self._timeout_s,
+                    self._device,
+                    is_broken=self._member.is_broken,
+                )
+            except PeerLostError:
+                continue  # it fell apart before it began
+            except rendezvous_errors.StoppedWaiting as error:
+                raise Preempted("told to leave while waiting for a world") from error
+            except rendezvous_errors.TooFewNodesError as error:
+                raise TooFewNodesError(str(error)) from error
+            except rendezvous_errors.StoreError as error:
+                raise StorageError(str(error)) from error
+            return Formed(group, world.told)
+
+    def wants_to_grow(self) -> bool:
+        return self._member is not None and self._member.wants_to_grow()
+
+    def is_first_in_line(self) -> bool:
+        return self._member is not None and self._member.is_first_in_line()
+
+    def leave(self, *, is_job_done: bool) -> None:
+        if self._member is not None:
+            if is_job_done:
+                self._member.close_job()
+            self._member.leave()
+
+
+def open_worlds(config: Config, device: torch.device, is_stopped: Callable[[], bool]) -> Worlds:
+    """Return the worlds that the launcher has prepared; `is_stopped` ends the waiting for one."""
+    told = live_context()
+    return OneWorld(config, device) if told is None else LiveWorlds(told, config, device, is_stopped)
+
+
+def _meeting_place(launched: RendezvousContext | None) -> str:
+    """Return a name that no earlier world of this job has used at the same store."""
+    if launched is not None:
+        return f"term-{launched.term}"
+    return f"round-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

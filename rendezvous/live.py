@@ -1,0 +1,111 @@
+"""Live worlds: workers that train in the same processes through one world after another.
+
+The agent's rendezvous is node-local. Each worker is a member by itself, registers when it has warmed up, and forms
+worlds with the others through etcd; a fault costs the survivors a new world, not a new process. The worker asks
+`is_broken()` while it waits for others and `wants_to_grow()` between its steps, and calls `next_world()` for both.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch._C._distributed_c10d import Store as TorchStore
+
+from rendezvous.context import LiveContext, RendezvousContext
+from rendezvous.etcd import EtcdStore
+from rendezvous.meeting import Meeting
+from rendezvous.membership import Policy
+from rendezvous.node import Node, Place
+from rendezvous.options import etcd_options
+from rendezvous.records import World
+
+GROW_QUIET_S = 0.5
+"""Nobody has come or gone for so long before a world makes room: workers of one node are admitted together."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveWorld:
+    """A world that this worker has a rank in, the store where its members meet, and what its fence needs to know."""
+
+    rank: int
+    size: int
+    store: TorchStore
+    told: RendezvousContext
+
+
+class LiveMember:
+    """A worker's membership over the life of its process."""
+
+    def __init__(self, told: LiveContext) -> None:
+        self._told = told
+        options = etcd_options(told.endpoints, told.options)
+        local_rank, local_size = os.environ["LOCAL_RANK"], int(os.environ["LOCAL_WORLD_SIZE"])
+        place = Place(
+            host=told.host,
+            address=told.address,
+            num_workers=1,
+            name=member_prefix(told.node, int(local_rank)),
+            node=told.node,
+            node_members=local_size,
+            agent=told.agent,
+        )
+        policy = Policy(told.min_nodes, told.max_nodes, told.last_call_s)
+        self._node = Node(EtcdStore(options), told.run_id, policy, place, ttl_s=told.ttl_s)
+        self._meeting = Meeting(self._node, told.address, told.timeout_s)
+
+    def next_world(self, is_stopped: Callable[[], bool]) -> LiveWorld | None:
+        """Leave the world that this worker is in, if any, and wait for the next; None if the job is done.
+
+        Raises TooFewNodesError if fewer nodes than the minimum come in time, StoppedWaiting when `is_stopped()`.
+        """
+        while True:
+            self._node.join(self._told.timeout_s)
+            world = self._node.next_world(self._meeting.host, self._told.timeout_s, is_stopped)
+            if world is None:
+                return None
+            store = self._meeting.connect(world)
+            rank = world.rank_of(self._node.id)
+            if store is not None and rank is not None:
+                return LiveWorld(rank, len(world.seats), store, self._context_of(world))
+
+    def is_broken(self) -> bool:
+        """Whether the present world can take no further step: a member is gone or has left, or a newer one exists."""
+        return self._node.is_broken()
+
+    def wants_to_grow(self) -> bool:
+        """Whether warmed-up members wait to be admitted."""
+        return self._node.wants_to_grow(GROW_QUIET_S)
+
+    def is_first_in_line(self) -> bool:
+        """Whether this member would lead the next world; of several that hold a state one has to save it."""
+        ready = self._node.view.members
+        return bool(ready) and ready[0].id == self._node.id
+
+    def close_job(self) -> None:
+        """Mark the job as done: members that come late leave."""
+        assert self._node.world is not None, "a job is closed by a world"
+        self._node.close(self._node.world.term)
+
+    def leave(self) -> None:
+        """Be gone at once for the others."""
+        self._node.leave()
+
+    def _context_of(self, world: World) -> RendezvousContext:
+        return RendezvousContext(
+            endpoints=self._told.endpoints,
+            run_id=self._told.run_id,
+            term=world.term,
+            member_id=self._node.id,
+            joined_at=self._node.joined_at,
+            sealed_at=world.sealed_at,
+            cause=world.cause,
+            num_nodes=len(world.seats),
+            options=self._told.options,
+        )
+
+
+def member_prefix(node: str, local_rank: int) -> str:
+    """Return how the ids of a node's worker begin, so that its agent finds the member of a worker that died."""
+    return f"{node}.{local_rank}"

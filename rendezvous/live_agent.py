@@ -1,0 +1,206 @@
+"""The node in `live` mode: a rendezvous that is node-local, and an agent that buries and replaces single workers.
+
+The agent knows nothing of the job's worlds. It starts workers, each of which becomes a member by itself; when one
+dies it removes that worker's member from etcd at once, so that the others need not wait for a lease to end, and
+starts another in its place, while the node's other workers train on.
+
+Restarts are counted per cause and hour: `max_restarts` deaths by signal, and as many by an error of the worker's own.
+A node that has used them up leaves; the job goes on for the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections import defaultdict, deque
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+
+from rendezvous.addresses import address_towards, machine_name
+from rendezvous.agent import BoundAgent
+from rendezvous.conf import BACKEND, Conf
+from rendezvous.context import LIVE_VARIABLE, LiveContext
+from rendezvous.errors import StoreError
+from rendezvous.etcd import EtcdStore
+from rendezvous.live import member_prefix
+from rendezvous.records import Keys
+
+PER_S = 3600.0
+SHORT_LIFE_S = 20.0
+LONGEST_PAUSE_S = 30.0
+# Codes with which a worker says that another in its place would end alike: bad input, damage, no progress.
+FINAL_CODES = frozenset({2, 65, 93})
+# Codes with which a worker leaves of its own accord: preempted, too few nodes.
+LEAVING_CODES = frozenset({75, 77})
+
+_log = logging.getLogger("rendezvous")
+
+
+class LiveRendezvousHandler(RendezvousHandler):
+    """TorchElastic's view of a node whose workers form their worlds themselves: a world of this node alone."""
+
+    def __init__(self, params: RendezvousParameters, conf: Conf) -> None:
+        self._run_id = params.run_id
+        self._etcd = EtcdStore(conf.etcd)
+        self._keys = Keys(params.run_id)
+        self._etcd.get(self._keys.world)  # no etcd is an error now, not in every worker
+        self._address = params.local_addr or address_towards(conf.etcd)
+        self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+        self.node = f"{machine_name()}-{uuid.uuid4().hex[:8]}"
+        self.told = LiveContext(
+            endpoints=conf.etcd.endpoints,
+            run_id=params.run_id,
+            node=self.node,
+            host=machine_name(),
+            address=self._address,
+            agent=f"{self._address}:{self._store.port}",
+            min_nodes=params.min_nodes,
+            max_nodes=params.max_nodes,
+            ttl_s=conf.ttl_s,
+            last_call_s=conf.last_call_s,
+            timeout_s=conf.timeout_s,
+            options=conf.etcd.secrets(),
+        )
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        os.environ[LIVE_VARIABLE] = self.told.encode()
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(self._address, self._store.port))
+
+    def num_nodes_waiting(self) -> int:
+        """Nobody waits for this node's agent: its workers make room for others themselves."""
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """A node never closes a job: its workers do, when they have finished."""
+
+    def shutdown(self) -> bool:
+        self._etcd.close()
+        return True
+
+    def bury(self, local_rank: int) -> None:
+        """Remove the members of a worker that is dead."""
+        prefix = self._keys.member(member_prefix(self.node, local_rank)) + "-"
+        try:
+            for key in self._etcd.get(prefix).entries:
+                self._etcd.swap({key: None}, {})
+        except StoreError as error:
+            _log.warning("could not remove a dead worker's member, its lease will run out: %s", error)
+
+
+class LiveAgent(BoundAgent):
+    """Watches over workers one by one."""
+
+    def __init__(self, spec: WorkerSpec, **options: Any) -> None:
+        super().__init__(spec, **options)
+        assert isinstance(spec.rdzv_handler, LiveRendezvousHandler)
+        self._rendezvous_handler = spec.rdzv_handler
+        self._budget = Budget(spec.max_restarts)
+        self._buried: set[int] = set()
+        self._born_at: dict[int, float] = {}
+        self._due_at: dict[int, float] = {}
+        # The stock agent would restart all workers when one has failed for good.
+        self._remaining_restarts = 0
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Bury the dead and start others in their place; the stock method judges once nobody lives or one must not."""
+        handlers = self._context().subprocess_handlers
+        now = time.monotonic()
+        for rank, handler in list(handlers.items()):
+            code = handler.proc.poll()
+            if code is None or code == 0:
+                continue
+            if handler.proc.pid not in self._buried:
+                self._buried.add(handler.proc.pid)
+                self._rendezvous_handler.bury(rank)
+                if code not in LEAVING_CODES:
+                    if code in FINAL_CODES or not self._budget.take("signal" if code < 0 else "error", now):
+                        return self._fail(worker_group, rank, code)
+                    self._due_at[rank] = now + self._pause_s(rank, now)
+                    _log.warning("worker %d ended with code %d: another is started in its place", rank, code)
+            if rank in self._due_at and now >= self._due_at[rank]:
+                del self._due_at[rank]
+                self._replace(worker_group, rank)
+        if self._due_at or any(handler.proc.poll() is None for handler in handlers.values()):
+            return RunResult(state=WorkerState.HEALTHY)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+    def _exit_barrier(self) -> None:
+        """There is nothing to wait for: the workers have closed the job together."""
+
+    def _fail(self, worker_group: WorkerGroup, rank: int, code: int) -> RunResult:
+        _log.error("worker %d ended with code %d, and no restart is left: this node leaves", rank, code)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+    def _pause_s(self, rank: int, now: float) -> float:
+        """Return how long to wait: not at all, unless it died young again and again."""
+        if now - self._born_at.get(rank, 0.0) > SHORT_LIFE_S:
+            return 0.0
+        return min(LONGEST_PAUSE_S, 0.5 * 2.0 ** min(8, self._budget.num_recent(now)))
+
+    def _replace(self, worker_group: WorkerGroup, rank: int) -> None:
+        context = self._context()
+        assert isinstance(context.entrypoint, str), "a bound worker is a program"
+        started = get_subprocess_handler(
+            entrypoint=context.entrypoint,
+            args=context.args[rank],
+            env=context.envs[rank],
+            stdout=context.stdouts[rank],
+            stderr=context.stderrs[rank],
+            local_rank_id=rank,
+            numa_options=worker_group.spec.numa_options,
+        )
+        context.subprocess_handlers[rank] = started
+        context._running_local_ranks.add(rank)
+        self._born_at[rank] = time.monotonic()
+        for worker in worker_group.workers:
+            if worker.local_rank == rank:
+                worker.id = started.proc.pid
+
+    def _context(self) -> SubprocessContext:
+        assert isinstance(self._pcontext, SubprocessContext), "workers are programs, and have been started"
+        return self._pcontext
+
+
+class Budget:
+    """At most so many restarts per cause within an hour."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._taken: dict[str, deque[float]] = defaultdict(deque)
+
+    def take(self, cause: str, now: float) -> bool:
+        """Take one restart for a cause; False if none is left within the hour."""
+        taken = self._taken[cause]
+        while taken and now - taken[0] > PER_S:
+            taken.popleft()
+        if len(taken) >= self._most:
+            return False
+        taken.append(now)
+        return True
+
+    def num_recent(self, now: float) -> int:
+        """Count the restarts of the last minute."""
+        return sum(now - at < 60.0 for taken in self._taken.values() for at in taken)

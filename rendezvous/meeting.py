@@ -1,0 +1,53 @@
+"""Where the members of a world meet: a TCPStore that its first seat hosts, a new one for every world.
+
+So nothing that an older world left behind can be met again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed import DistError
+
+from rendezvous.membership import Seal
+from rendezvous.node import Node
+from rendezvous.records import World
+
+CALL_TIMEOUT_S = 60
+RETRY_S = 0.05
+
+_log = logging.getLogger("rendezvous")
+
+
+class Meeting:
+    """One member's side of the meetings of its worlds."""
+
+    def __init__(self, node: Node, address: str, timeout_s: float) -> None:
+        self._node, self._address, self._timeout_s = node, address, timeout_s
+        self._hosted: TCPStore | None = None
+
+    def host(self, seal: Seal) -> tuple[str, int]:
+        """Start the TCPStore of a world that this member is about to seal; return the address for all of its seats."""
+        self._hosted = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+        hosts = {member.host for member in self._node.view.members}
+        is_alone = hosts <= {self._node.place.host}
+        is_local = self._address.startswith("127.") or self._address == "localhost"
+        return (self._address if is_alone or not is_local else socket.getfqdn()), self._hosted.port
+
+    def connect(self, world: World) -> Store | None:
+        """Reach the TCPStore of a world, or return None as soon as the world has fallen apart."""
+        if self._hosted is not None and self._hosted.port == world.port and world.rank_of(self._node.id) == 0:
+            return self._hosted
+        deadline = time.monotonic() + self._timeout_s
+        while time.monotonic() < deadline and not self._node.is_broken():
+            with contextlib.suppress(OSError, DistError):
+                socket.create_connection((world.address, world.port), timeout=1.0).close()
+                return TCPStore(world.address, world.port, is_master=False, timeout=timedelta(seconds=CALL_TIMEOUT_S))
+            time.sleep(RETRY_S)
+        _log.warning("the world of term %d fell apart before it began", world.term)
+        return None
