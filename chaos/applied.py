@@ -91,6 +91,14 @@ def formed_at(run: Evidence) -> dict[int, float]:
     return formed
 
 
+def pids_of(run: Evidence) -> dict[int, set[int]]:
+    """Return the processes of each term's world."""
+    pids: dict[int, set[int]] = {}
+    for line in run.of("form"):
+        pids.setdefault(whole(line, "term"), set()).add(whole(line, "pid"))
+    return pids
+
+
 def restored_at(run: Evidence) -> dict[int, Line]:
     """Return each term's restore, by its first rank's line."""
     restored: dict[int, Line] = {}

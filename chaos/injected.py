@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from chaos.applied import formed_at, result_of, steps_of
+from chaos.applied import formed_at, pids_of, restored_at, result_of, steps_of
 from chaos.evidence import Evidence, Line, items, number, whole
 from chaos.findings import Unknown, Violated
 from chaos.recovery import fault_name, recoveries
@@ -35,7 +35,7 @@ def faults(run: Evidence) -> str:
         recovery = recovered.get(number(fault, "t"))
         if recovery is None:
             raise Unknown(f"{fault_name(fault)} changed nothing: no newer world has applied a step after it")
-        if fault["kind"] in _KILLS and fault.get("is_drawn") and recovery.rpo_steps == 0:
+        if not is_live(run) and fault["kind"] in _KILLS and fault.get("is_drawn") and recovery.rpo_steps == 0:
             raise Unknown(f"{fault_name(fault)} lost no applied step: it was not put to the test that they come back")
     return f"{len(injected)} faults, {len(formed_at(run))} terms, each fault followed by a new world's steps"
 
@@ -45,7 +45,9 @@ def deaths(run: Evidence) -> str:
     injected, formed = run.of("fault"), formed_at(run)
     terms = list(formed)
     for before, after in pairwise(terms):
-        if not any(formed[before] <= number(fault, "t") <= formed[after] for fault in injected):
+        if is_live(run):
+            _check_change(run, before, after)
+        elif not any(formed[before] <= number(fault, "t") <= formed[after] for fault in injected):
             raise Unknown(f"term {after} was formed, but no fault since term {before} explains it")
     ended = {(line["term"], line["rank"]) for line in run.of("end")}
     lost = [line for line in run.of("form") if line["term"] == terms[-1] and (line["term"], line["rank"]) not in ended]
@@ -56,6 +58,23 @@ def deaths(run: Evidence) -> str:
         if line["code"] != 0 and not _is_explained(line, injected):
             raise Unknown(f"node {line['node']} ended with code {line['code']}, and no fault explains it")
     return f"{len(terms) - 1} changes of the world, each explained by a fault"
+
+
+def is_live(run: Evidence) -> bool:
+    """Say whether survivors kept their processes over the changes of the world."""
+    return any(line.get("recovery") == "live" for line in run.of("scenario"))
+
+
+def _check_change(run: Evidence, before: int, after: int) -> None:
+    """Processes leave a live world only when a fault hit them, and worlds end only because one left or came."""
+    formed, pids = formed_at(run), pids_of(run)
+    injected = [fault for fault in run.of("fault") if number(fault, "t") <= formed[after]]
+    hit = {pid for fault in injected for pid in items(fault, "pids")}
+    gone = sorted(pids[before] - pids[after] - hit)
+    if gone:
+        raise Unknown(f"process {gone[0]} left between terms {before} and {after}, and no fault explains it")
+    if pids[before] == pids[after] and not any(number(fault, "t") >= formed[before] for fault in injected):
+        raise Unknown(f"term {after} was formed by the processes of term {before}, and no fault explains it")
 
 
 def _is_explained(exit_: Line, injected: list[Line]) -> bool:
@@ -69,11 +88,28 @@ def rpo(run: Evidence) -> str:
     costs = recoveries(run)
     if not costs:
         raise Unknown("nothing was recovered from")
+    if is_live(run):
+        _check_kept(run)
     lost = sum({cost.term: cost.rpo_steps for cost in costs}.values())
     again = len(steps_of(run)) - whole(result_of(run), "step")
     if again != lost:
         raise Violated(f"{again} applied steps were computed again, but the recoveries account for {lost}")
     return f"{again} applied steps computed again, at most {max(cost.rpo_steps for cost in costs)} a fault"
+
+
+def _check_kept(run: Evidence) -> None:
+    """No process that lives on in the next world gave up a step that it had applied."""
+    pids, restored = pids_of(run), restored_at(run)
+    ranks = {(line["term"], line["rank"]): line["pid"] for line in run.of("form")}
+    reached: dict[tuple[int, object], int] = {}
+    for line in run.of("step"):
+        place = (whole(line, "term"), ranks[line["term"], line["rank"]])
+        reached[place] = max(whole(line, "step"), reached.get(place, 0))
+    for before, after in pairwise(formed_at(run)):
+        for pid in pids[before] & pids[after]:
+            step, kept = reached.get((before, pid), 0), whole(restored[after], "step")
+            if step > kept:
+                raise Violated(f"process {pid} had applied step {step} in term {before}, term {after} began at {kept}")
 
 
 def rto(run: Evidence) -> str:

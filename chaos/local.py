@@ -23,6 +23,8 @@ from chaos.scenario import Due, Kind, Scenario
 SIGNALS: dict[Kind, str | None] = {
     "kill_worker": "SIGKILL",
     "kill_node": "SIGKILL",
+    "freeze_worker": "SIGSTOP",
+    "freeze_node": "SIGSTOP",
     "stop_node": "SIGTERM",
     "start_node": None,
 }
@@ -98,11 +100,18 @@ class Job:
     _followed: Followed = field(default_factory=Followed)
     _deadline: float = 0.0
     _lost: list[Node] = field(default_factory=list)
+    _frozen: list[tuple[float, list[int]]] = field(default_factory=list)
 
     def run(self) -> None:
         """Start the nodes, inject every fault when it is due, wait for the end; leave no process behind."""
         (self.folder / "history").mkdir(parents=True, exist_ok=True)
-        self._record("scenario", name=self.scenario.name, seed=self.seed, command=self.nodes[0].command)
+        self._record(
+            "scenario",
+            name=self.scenario.name,
+            seed=self.seed,
+            recovery=self.scenario.nodes.recovery,
+            command=self.nodes[0].command,
+        )
         self._deadline = time.monotonic() + self.scenario.timeout_s
         try:
             for node in self.nodes:
@@ -120,7 +129,7 @@ class Job:
             self._look(what)
             if time.monotonic() >= moment and self._has_come(fault):
                 node, at = self._target(fault), time.time()
-                if node is not None and (pids := self._do(fault.kind, node)):
+                if node is not None and (pids := self._do(fault, node)):
                     break
             if not any(node.is_up for node in self.nodes) and not (fault.kind == "start_node" and fault.step is None):
                 raise RunError(f"the job ended before {what} was due; {self._logs()}")
@@ -150,14 +159,19 @@ class Job:
             return leader
         return next((node for node in reversed(self.nodes) if node.is_up and node is not leader), None)
 
-    def _do(self, kind: Kind, node: Node) -> list[int]:
+    def _do(self, fault: Due, node: Node) -> list[int]:
         """Do it; return the processes that were hit or started, none if there was nothing to hit."""
-        if kind == "start_node":
+        if fault.kind == "start_node":
             self._lost = [lost for lost in self._lost if lost is not node]
             return node.start()
-        if kind == "kill_worker":
-            return node.kill_worker(self._followed.pids)
-        pids = node.kill() if kind == "kill_node" else node.stop()
+        if fault.kind == "kill_worker":
+            return node.hit_worker(self._followed.pids, signal.SIGKILL)
+        if fault.for_s is not None:
+            is_one = fault.kind == "freeze_worker"
+            pids = node.hit_worker(self._followed.pids, signal.SIGSTOP) if is_one else node.freeze()
+            self._frozen.append((time.monotonic() + fault.for_s, pids))
+            return pids
+        pids = node.kill() if fault.kind == "kill_node" else node.stop()
         self._lost += [node] if pids else []
         return pids
 
@@ -175,12 +189,17 @@ class Job:
                 f"the job did not come to {waiting_for} within {self.scenario.timeout_s:.0f} s "
                 f"(step {self._followed.step}, term {self._followed.term}); {self._logs()}"
             )
+        for frozen in [frozen for frozen in self._frozen if time.monotonic() >= frozen[0]]:
+            self._frozen.remove(frozen)
+            signal_all(frozen[1], signal.SIGCONT)
         self._followed.look(self.folder)
         self.on_look(self._followed)
         time.sleep(_LOOK_EVERY_S)
 
     def _clean_up(self) -> None:
         """Record how nodes ended and what outlived the job, and end that."""
+        for _, pids in self._frozen:
+            signal_all(pids, signal.SIGCONT)
         is_over = not any(node.is_up for node in self.nodes)
         for node in self.nodes:
             if node.code is not None:
@@ -208,7 +227,7 @@ def launch(scenario: Scenario, endpoint: str, folder: Path, overrides: list[str]
     command = [
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--rdzv_backend=etcd", f"--rdzv_endpoint={endpoint}", f"--rdzv_id={run_id}"),
-        f"--rdzv_conf=ttl={nodes.lease_ttl_s:g}",
+        f"--rdzv_conf=ttl={nodes.lease_ttl_s:g},recovery={nodes.recovery}",
         *(f"--nnodes={nodes.min}:{nodes.count}", f"--nproc-per-node={nodes.ranks}"),
         f"--max-restarts={nodes.max_restarts}",
         *("-m", "elastic_train", scenario.config, *overrides),

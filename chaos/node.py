@@ -69,19 +69,26 @@ class Node:
             self.wait(_GRACE_S)
         return killed
 
-    def kill_worker(self, ranks: dict[int, int]) -> list[int]:
-        """SIGKILL the highest of the world's ranks that this node runs; the agent lives."""
+    def hit_worker(self, ranks: dict[int, int], number: signal.Signals) -> list[int]:
+        """Signal the highest of the world's ranks that this node runs; the agent lives."""
         own = set(self.pids())
         victims = [pid for _, pid in sorted(ranks.items()) if pid in own][-1:]
-        signal_all(victims, signal.SIGKILL)
+        signal_all(victims, number)
         return victims
 
+    def freeze(self) -> list[int]:
+        """SIGSTOP agent and workers; return all of them."""
+        found = self.pids()
+        signal_all(found, signal.SIGSTOP)
+        return found
+
     def stop(self) -> list[int]:
-        """SIGTERM the agent, as a scheduler does before it takes a machine away."""
+        """SIGTERM the agent, as a scheduler does before it takes a machine away; return all that will end."""
         if self._process is None or not self.is_up:
             return []
+        found = self.pids()
         self._process.terminate()
-        return [self._process.pid]
+        return found
 
     @property
     def code(self) -> int | None:

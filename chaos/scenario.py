@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent / "scenarios"
 SMALLEST_INTERVAL = 4
 """Steps between commits that a drawn step needs, to lie neither on a commit nor beside one."""
 
-Kind = Literal["kill_worker", "kill_node", "stop_node", "start_node"]
+Kind = Literal["kill_worker", "kill_node", "freeze_worker", "freeze_node", "stop_node", "start_node"]
 Role = Literal["leader", "other", "lost"]
 Target = int | str
 Section = TypeVar("Section", bound="_Section")
@@ -36,7 +36,8 @@ class Fault(_Section):
     """One fault: what, to which node, and when: at a step, at a drawn step, or some seconds after the last fault."""
 
     kind: Kind
-    """kill_worker: SIGKILL to one rank; kill_node: to agent and ranks at once; stop_node: SIGTERM; start_node."""
+    """kill_worker: SIGKILL to one rank; kill_node: to agent and ranks at once; freeze_…: SIGSTOP, and SIGCONT after
+    for_s; stop_node: SIGTERM; start_node."""
     node: Target
     """A node's number from 0, or its role when the fault is due: leader (rank 0's node), other, lost (to start)."""
     at_step: PositiveInt | None = None
@@ -45,6 +46,8 @@ class Fault(_Section):
     """At a step drawn from the seed between these two parts of the job."""
     after_s: float | None = Field(default=None, ge=0)
     """So many seconds after the fault before this one."""
+    for_s: float | None = Field(default=None, gt=0)
+    """How long a freeze lasts: shorter than a lease it goes unnoticed, longer it is a loss."""
 
     @field_validator("node")
     @classmethod
@@ -59,6 +62,8 @@ class Fault(_Section):
             raise ValueError("say when: exactly one of at_step, within: [from, to] (parts of the job), after_s")
         if self.within is not None and not 0 <= self.within[0] < self.within[1] <= 1:
             raise ValueError(f"within must be two growing parts of the job between 0 and 1, not {self.within}")
+        if (self.for_s is not None) != self.kind.startswith("freeze_"):
+            raise ValueError("for_s belongs to freeze_worker and freeze_node, and to nothing else")
         if (self.node == "lost") != (self.kind == "start_node") and isinstance(self.node, str):
             raise ValueError(f"{self.kind} cannot be done to '{self.node}': a lost node can be started, no other")
         return self
@@ -77,6 +82,8 @@ class Nodes(_Section):
     """--max-restarts of every node."""
     lease_ttl_s: float = Field(default=3.0, ge=2)
     """Seconds after which a silent node counts as lost."""
+    recovery: Literal["restart", "live"] = "restart"
+    """restart: a fault restarts the workers from a commit; live: survivors go on in their processes."""
 
 
 class Scenario(_Section):
@@ -109,6 +116,7 @@ class Due:
     step: int | None
     after_s: float | None
     interval: int | None = None
+    for_s: float | None = None
 
     @property
     def is_drawn(self) -> bool:
@@ -181,7 +189,7 @@ def _after(up: set[int], fault: Fault) -> set[int]:
     assert isinstance(fault.node, int), "only called for numbers"
     if fault.kind == "start_node":
         return up | {fault.node}
-    return up if fault.kind == "kill_worker" else up - {fault.node}
+    return up - {fault.node} if fault.kind in ("kill_node", "stop_node") else up
 
 
 def schedule(scenario: Scenario, seed: int, total_steps: int, commit_every: int) -> list[Due]:
@@ -194,7 +202,9 @@ def schedule(scenario: Scenario, seed: int, total_steps: int, commit_every: int)
     for fault in scenario.faults:
         drawn = _draw(rng, fault.within, total_steps, commit_every) if fault.within and not problems else None
         step = drawn or fault.at_step
-        due.append(Due(fault.kind, fault.node, step, fault.after_s, commit_every if fault.within else None))
+        due.append(
+            Due(fault.kind, fault.node, step, fault.after_s, commit_every if fault.within else None, fault.for_s)
+        )
         if step is not None and step >= total_steps:
             problems.append(f"{fault.kind} is due at step {step}, but the job has {total_steps} steps")
     if problems:
