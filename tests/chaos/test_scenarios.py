@@ -121,3 +121,23 @@ def test_a_run_without_faults_proves_nothing(tmp_path: Path, rows: Path, capfd: 
     invariants = found["invariants"]
     assert isinstance(invariants, list)
     assert {item["invariant"] for item in invariants if item["truth"] != "true"} == {"faults", "rpo", "rto"}
+
+
+def test_survivors_go_on_in_their_processes(tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Live: a killed rank, a frozen one, a killed node and its return cost no applied step and no other process."""
+    faults = [
+        {"kind": "kill_worker", "node": 1, "within": [0.1, 0.15]},
+        {"kind": "freeze_worker", "node": 1, "within": [0.35, 0.4], "for_s": 4},
+        {"kind": "kill_node", "node": 1, "within": [0.6, 0.65]},
+        {"kind": "start_node", "node": 1, "within": [0.7, 0.75]},
+    ]
+    nodes = {"count": 2, "lease_ttl_s": 2, "recovery": "live"}
+    config = {**CLASSIFIER, "epochs": 45}
+    path = scenario(tmp_path, rows, config, nodes=nodes, faults=faults)
+    found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
+    assert found["valid"], found["invariants"]
+    assert found["rpo_steps"] == 0
+    assert found["weights_sha256"] == found["reference_weights_sha256"]
+    formed = collect(tmp_path / "run" / "faulted").of("form")
+    assert len({line["pid"] for line in formed if line["rank"] == 0}) == 1
+    assert len({line["pid"] for line in formed}) == 4

@@ -325,3 +325,40 @@ def test_records_come_back_as_they_were() -> None:
     texts = {KEYS.member("z"): (first, 2), KEYS.member("a"): (last, 3), KEYS.world: (world(1, "z", "a"), 4)}
     entries = {key: Entry(encode(record), revision, revision) for key, (record, revision) in texts.items()}
     assert read_view(Snapshot(4, entries), KEYS) == View(4, (first, last), world(1, "z", "a"))
+
+
+def worker(name: str, node: str, **fields: int) -> Member:
+    return Member(name, "host", "address", 1, **{"after": 0, **fields}, node=node, node_members=2)  # type: ignore[arg-type]
+
+
+def test_nodes_are_counted_not_their_workers() -> None:
+    """A world of two nodes at most takes all workers of the first two, and the third node waits for room."""
+    six = view(*(worker(f"{node}{turn}", node) for turn in range(2) for node in "abc"))
+    decision = membership.decide(six, "a0", TWO, 99.0)
+    assert isinstance(decision, Seal)
+    assert [seat.member for seat in decision.seats] == ["a0", "b0", "a1", "b1"]
+    assert membership.decide(view(worker("a0", "a"), worker("a1", "a")), "a0", Policy(2, 2), 99.0) == Wait("nodes")
+
+
+def test_a_fresh_job_waits_for_all_workers_of_a_node() -> None:
+    """A node that is not complete yet is waited for at the start of a job, and no longer once it runs."""
+    assert membership.decide(view(worker("a0", "a")), "a0", TWO, 99.0) == Wait("nodes")
+    running = view(worker("a0", "a", after=1), of=world(1, "a0", "a1"))
+    assert isinstance(membership.decide(running, "a0", TWO, 0.0), Seal)
+
+
+def test_a_world_is_broken_by_loss_and_not_by_joiners() -> None:
+    """A member gone, a member that left, a newer world, or the own lease's end break a world; a joiner does not."""
+    two = world(1, "a", "b")
+    assert not membership.is_broken(view(member("a"), member("b"), member("c"), of=two), "a", two)
+    assert membership.is_broken(view(member("a"), of=two), "a", two)
+    assert membership.is_broken(view(member("a"), member("b", after=1), of=two), "a", two)
+    assert membership.is_broken(view(member("a"), member("b"), of=world(2, "a", "b")), "a", two)
+    assert membership.is_broken(view(member("b"), of=two), "a", two)
+
+
+def test_a_replaced_worker_of_a_full_world_has_room() -> None:
+    """A worker of a node that is in the world is admitted although the world has all the nodes that it may have."""
+    full = view(worker("a0", "a"), worker("b0", "b"), worker("a2", "a"), of=world(1, "a0", "b0"))
+    assert membership.num_waiting(full, "a0", world(1, "a0", "b0"), TWO) == 1
+    assert membership.decide(full, "a2", TWO, 0.0) == Wait("members")

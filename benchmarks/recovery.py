@@ -1,0 +1,266 @@
+"""What a fault costs: seconds from a fault to the next applied step, side by side, and the throughput that is kept.
+
+    python -m benchmarks.recovery [--json] [--faults N] [--only NAME,...] [--minutes M]
+
+stock_c10d_s    a node of two is killed, plain DDP under torchrun's own c10d rendezvous
+restart_s       the same script under `--rdzv_backend=etcd` (goal: at most 6 s + ttl)
+live_worker_s   our trainer, recovery=live: a worker is killed (goal: p50 at most 0.5 s, max 1.5 s)
+live_node_s     agent and workers of a node are killed (goal: at most ttl + 1 s)
+live_frozen_s   a worker is stopped for twice the ttl (goal: at most ttl + 1 s)
+live_cut_s      a node is cut off the network; needs root and `ip` (goal: at most ttl + 1 s)
+
+All live faults hit one job, whose final weights are then compared with those of a run without faults (`hash_equal`),
+and in which no applied step may be lost (`rpo_steps_max`). With --minutes, a job of four workers has a fault every
+29 s for so long: `throughput_kept` is its speed over that of the same job without faults, `throughput_kept_net` the
+same with the share of the machine taken out that starting the lost processes anew takes. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from chaos.evidence import Evidence, collect, number, whole
+from chaos.injected import rpo
+from chaos.local import Job, launch
+from chaos.node import Node, clean_environ
+from chaos.recovery import recoveries
+from chaos.scenario import Due, Nodes, Scenario
+from elastic_train.data.synthetic import synthesise
+from rendezvous.server import EtcdServer
+
+TTL_S = 3.0
+FROZEN_S = 6.0
+STOCK_TIMEOUT_S = 180.0
+NAMES = ("stock_c10d_s", "restart_s", "live_worker_s", "live_node_s", "live_frozen_s", "live_cut_s")
+FAULT_EVERY_S = 29.0
+
+
+@dataclass
+class Figures:
+    """Seconds to the next step, fault by fault, and what else was found."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    facts: dict[str, object] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, object]:
+        shown = {
+            name: {"p50": round(statistics.median(values), 3), "max": round(max(values), 3)} if values else None
+            for name in NAMES
+            for values in [self.seconds.get(name, [])]
+        }
+        return {**shown, **self.facts}
+
+
+def main() -> None:
+    """Run what is asked for; print a table and one JSON line."""
+    arguments = argparse.ArgumentParser(
+        prog="python -m benchmarks.recovery", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("--json", action="store_true", help="print the last line only")
+    arguments.add_argument("--faults", type=int, default=5, help="faults of each kind")
+    arguments.add_argument("--only", default="stock,restart,live", help="parts to run: stock, restart, live")
+    arguments.add_argument("--minutes", type=float, default=0, help="also measure the throughput kept, for so long")
+    chosen = arguments.parse_args()
+    console = Console(quiet=chosen.json, highlight=False)
+    figures = Figures()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        parts = chosen.only.split(",")
+        if "stock" in parts:
+            flags = ["--rdzv_backend=c10d"]
+            figures.seconds["stock_c10d_s"] = [
+                _foreign(Path(folder) / f"stock-{turn}", flags, "127.0.0.1:0", console) for turn in range(chosen.faults)
+            ]
+        if "restart" in parts:
+            with EtcdServer() as server:
+                flags = ["--rdzv_backend=etcd", f"--rdzv_conf=ttl={TTL_S:g}"]
+                figures.seconds["restart_s"] = [
+                    _foreign(Path(folder) / f"restart-{turn}", flags, server.endpoint, console)
+                    for turn in range(chosen.faults)
+                ]
+        if "live" in parts:
+            _live(Path(folder) / "live", chosen.faults, figures, console)
+        if chosen.minutes:
+            _throughput(Path(folder) / "throughput", chosen.minutes * 60, figures, console)
+    _show(figures, console)
+    print(json.dumps(figures.as_json()))
+
+
+def _foreign(folder: Path, flags: list[str], endpoint: str, console: Console) -> float:
+    """Start two nodes of a plain DDP script, kill one, and return the seconds to the survivor's next step."""
+    folder.mkdir(parents=True)
+    log = folder / "steps.jsonl"
+    if endpoint.endswith(":0"):
+        endpoint = f"127.0.0.1:{_free_port()}"
+    command = [sys.executable, "-m", "torch.distributed.run", *flags, f"--rdzv_endpoint={endpoint}"]
+    command += [f"--rdzv_id={folder.name}", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"]
+    command += ["-m", "benchmarks.plain_ddp", str(log)]
+    nodes = [Node(turn, command, folder / f"node-{turn}.log", clean_environ(os.environ)) for turn in range(2)]
+    try:
+        nodes[0].start()
+        time.sleep(1.0)  # node 0 hosts the c10d store
+        nodes[1].start()
+        _await(lambda: _num_steps(log, world=2, after=0.0) > 50, STOCK_TIMEOUT_S, f"two nodes:\n{nodes[0].tail()}")
+        killed_at = time.time()
+        nodes[1].kill()
+        _await(lambda: _num_steps(log, world=1, after=killed_at) > 0, STOCK_TIMEOUT_S, nodes[0].tail())
+        first = min(float(line["t"]) for line in _lines(log) if line["world"] == 1)
+        console.print(f"{folder.name}: {first - killed_at:.2f} s")
+        return first - killed_at
+    finally:
+        for node in nodes:
+            node.kill()
+
+
+def _live(folder: Path, num_faults: int, figures: Figures, console: Console) -> None:
+    """Hit one live job with every kind of fault in turn, then run it once more without."""
+    due: list[Due] = []
+    for _ in range(num_faults):
+        due += [
+            Due("kill_worker", 1, None, 12.0),
+            Due("freeze_worker", 1, None, 12.0, for_s=FROZEN_S),
+            Due("kill_node", 1, None, 14.0),
+            Due("start_node", 1, None, 2.0),
+        ]
+    seconds = sum(fault.after_s or 0.0 for fault in due) + 20.0
+    config = _write_job(folder, seconds, ranks=2)
+    faulted = _run_job(folder / "faulted", config, due, ranks=1, timeout_s=3 * seconds)
+    reference = _run_job(folder / "reference", config, [], ranks=1, timeout_s=3 * seconds)
+    names = {"kill_worker": "live_worker_s", "kill_node": "live_node_s", "freeze_worker": "live_frozen_s"}
+    costs = recoveries(faulted)
+    for kind, name in names.items():
+        figures.seconds[name] = [cost.rto_s for cost in costs if cost.kind == kind]
+        console.print(f"{name}: {', '.join(f'{s:.2f}' for s in figures.seconds[name])}")
+    rpo(faulted)  # raises if a survivor gave up a step
+    results = [evidence.result or {} for evidence in (faulted, reference)]
+    figures.facts["rpo_steps_max"] = max(cost.rpo_steps for cost in costs)
+    figures.facts["hash_equal"] = results[0]["weights_sha256"] == results[1]["weights_sha256"]
+    figures.facts["num_live_faults"] = len(costs)
+
+
+def _throughput(folder: Path, seconds: float, figures: Figures, console: Console) -> None:
+    """Run a job of four workers with a fault every 29 s, kills and freezes in turn, and without."""
+    kinds = [("kill_worker", None), ("freeze_worker", FROZEN_S)]
+    due = [
+        Due(kind, turn % 2, None, FAULT_EVERY_S, for_s=for_s)  # type: ignore[arg-type]
+        for turn in range(int(seconds // FAULT_EVERY_S))
+        for kind, for_s in [kinds[turn % 2]]
+    ]
+    config = _write_job(folder, seconds, ranks=4)
+    speeds = []
+    for name, faults in (("faulted", due), ("reference", [])):
+        run = _run_job(folder / name, config, faults, ranks=2, timeout_s=4 * seconds)
+        speeds.append(_steps_per_s(run))
+        console.print(f"throughput, {name}: {speeds[-1]:.2f} steps/s")
+    share = _start_cpu_s() * sum(fault.kind == "kill_worker" for fault in due) / (seconds * (os.cpu_count() or 1))
+    kept = speeds[0] / speeds[1]
+    figures.facts |= {
+        "throughput_kept": round(kept, 4),
+        "throughput_kept_net": round(kept / (1 - share), 4),
+        "start_share": round(share, 4),
+        "num_throughput_faults": len(due),
+    }
+
+
+def _steps_per_s(run: Evidence) -> float:
+    """Return the applied steps of the lineage over the time from the first to the last of them."""
+    times = [number(line, "t") for line in run.of("step")]
+    return (whole(run.result or {}, "step") - 1) / (max(times) - min(times))
+
+
+def _start_cpu_s() -> float:
+    """Return the seconds of processor time that starting a worker takes, up to the imports of the trainer."""
+    before = os.times()
+    subprocess.run([sys.executable, "-c", "import elastic_train.run, elastic_train.tasks.text_classifier"], check=True)
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+def _write_job(folder: Path, seconds: float, ranks: int) -> str:
+    """Make data and a configuration that trains for about so long; return the configuration's path."""
+    folder.mkdir(parents=True)
+    synthesise(str(folder / "data"), 20_000, "quality", seed=1)
+    params = {"max_tokens": 128, "dim": 96, "depth": 2, "heads": 4, "dropout": 0.1}
+    steps_per_s = 12.0
+    tree = {
+        "run": {"dir": str(folder / "run"), "seed": 3},
+        "task": {"path": "elastic_train.tasks.text_classifier:TextClassifier", "params": params},
+        "data": {"train": str(folder / "data")},
+        "batch": {"global_batch": 16 * ranks, "micro_batch": 8},
+        "optimizer": {"lr": 0.001, "warmup_steps": 10},
+        "max_steps": int(seconds * steps_per_s),
+        "epochs": 1000,
+        "validation": {"every_steps": None},
+        "checkpoint": {"every_steps": 200, "every_s": None, "keep_last": 2},
+        "tracking": {"mlflow_uri": None},
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return str(path)
+
+
+def _run_job(folder: Path, config: str, due: list[Due], *, ranks: int, timeout_s: float) -> Evidence:
+    """Run a live job of two nodes with its faults to its end, and return what it left."""
+    nodes = Nodes(count=2, ranks=ranks, min=1, max_restarts=1000, lease_ttl_s=TTL_S, recovery="live")
+    scenario = Scenario(name=folder.name, description="", config=config, nodes=nodes, timeout_s=timeout_s)
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    with EtcdServer() as server:
+        started = launch(scenario, server.endpoint, folder, ["--run.dir", str(folder)], folder.name)
+        Job(folder, started, scenario, due, 0, lambda _: None, lambda _: None).run()
+    return collect(folder)
+
+
+def _lines(log: Path) -> Iterator[dict[str, float]]:
+    for text in log.read_text().splitlines() if log.exists() else ():
+        if text.endswith("}"):
+            yield json.loads(text)
+
+
+def _num_steps(log: Path, *, world: int, after: float) -> int:
+    return sum(line["world"] == world and line["t"] > after for line in _lines(log))
+
+
+def _await(condition: Callable[[], bool], timeout_s: float, told: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"nothing happened in {timeout_s:.0f} s: {told}")
+        time.sleep(0.05)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _show(figures: Figures, console: Console) -> None:
+    table = Table("fault", "faults", "p50", "max")
+    for name in NAMES:
+        values = figures.seconds.get(name)
+        if values:
+            table.add_row(name, str(len(values)), f"{statistics.median(values):.2f} s", f"{max(values):.2f} s")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
