@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
-.PHONY: setup demo test check format bench clean
+.PHONY: setup demo test test-long check format bench clean
 
 setup: .venv/.installed
 
@@ -26,6 +26,10 @@ demo: setup
 test: setup
 	@echo "test: the whole suite, with real etcd, torchrun, signals, S3 and MLflow"
 	@$(RUN) -m pytest
+
+test-long: setup
+	@echo "test: the whole suite, and what takes minutes"
+	@$(RUN) -m pytest -m "long or not long"
 
 check: setup
 	@echo "check: format, lint, types"

@@ -89,7 +89,7 @@ def rpo(run: Evidence) -> str:
     if not costs:
         raise Unknown("nothing was recovered from")
     if is_live(run):
-        _check_kept(run)
+        check_kept(run)
     lost = sum({cost.term: cost.rpo_steps for cost in costs}.values())
     again = len(steps_of(run)) - whole(result_of(run), "step")
     if again != lost:
@@ -97,7 +97,7 @@ def rpo(run: Evidence) -> str:
     return f"{again} applied steps computed again, at most {max(cost.rpo_steps for cost in costs)} a fault"
 
 
-def _check_kept(run: Evidence) -> None:
+def check_kept(run: Evidence) -> None:
     """No process that lives on in the next world gave up a step that it had applied."""
     pids, restored = pids_of(run), restored_at(run)
     ranks = {(line["term"], line["rank"]): line["pid"] for line in run.of("form")}
@@ -105,7 +105,8 @@ def _check_kept(run: Evidence) -> None:
     for line in run.of("step"):
         place = (whole(line, "term"), ranks[line["term"], line["rank"]])
         reached[place] = max(whole(line, "step"), reached.get(place, 0))
-    for before, after in pairwise(formed_at(run)):
+    # A world that broke before its state was agreed on has no restore, and applied nothing.
+    for before, after in pairwise(term for term in formed_at(run) if term in restored):
         for pid in pids[before] & pids[after]:
             step, kept = reached.get((before, pid), 0), whole(restored[after], "step")
             if step > kept:

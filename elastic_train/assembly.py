@@ -14,21 +14,19 @@ from elastic_train.files import write_atomically
 from elastic_train.lanes import owned_lanes
 from elastic_train.mlflow_run import COMMIT_TAG, HOSTS_TAG, IDENTITY_TAG, WORLD_TAG
 from elastic_train.plan import Plan
-from elastic_train.preemption import LeaveRequest
 from elastic_train.reduction import make_gradient_sum
-from elastic_train.session import Session, describe_commit
+from elastic_train.session import Process, Session, describe_commit
 from elastic_train.state import AppliedState
 from elastic_train.tracking import Tracker
 from elastic_train.world import World, enter_world, has_equal_kernels, restore
-from elastic_train.worlds import Formed, Worlds
+from elastic_train.worlds import Formed
 
 
-def open_session(
-    plan: Plan, state: AppliedState, formed: Formed, worlds: Worlds, leave: LeaveRequest, started_at: float
-) -> Session:
+def open_session(process: Process, formed: Formed) -> Session:
     """Enter a world that has formed, bring its state to the furthest applied step, and bind the gradients to it."""
+    plan, state = process.plan, process.state
     config = plan.config
-    world = enter_world(config, formed, started_at)
+    world = enter_world(config, formed, process.started_at)
     head = restore(plan, world, state)
     kind = config.reduction
     if kind == "canonical" and not has_equal_kernels(world.group, plan.device):
@@ -40,8 +38,9 @@ def open_session(
         state=state,
         gradients=make_gradient_sum(kind, list(state.model.parameters()), world.group, plan.num_lanes),
         lanes=owned_lanes(world.group.rank, world.group.size, plan.num_lanes),
-        leave=leave,
-        worlds=worlds,
+        leave=process.leave,
+        worlds=process.worlds,
+        watchdog=process.watchdog,
         commits=CommitWriter(world.store, world.fence, world.term, head),
         tracker=start_tracker(plan, world, head),
         head=head,

@@ -141,6 +141,8 @@ class Config(_Section):
     """Compute threads of each rank, equal in all worlds, since another count may round otherwise."""
     peer_timeout_s: PositiveFloat = 300.0
     """How long a collective waits for a silent peer before the world is given up."""
+    hang_timeout_s: PositiveFloat | None = None
+    """How long a rank may work without progress before it dumps its stacks and ends; null: learned from its steps."""
 
     @property
     def checkpoint_url(self) -> str:

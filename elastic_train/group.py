@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TypeVar, cast
 
@@ -28,7 +29,7 @@ class Group:
     """`size` ranks, of which this process is `rank`.
 
     With `is_broken`, no wait outlasts the world: as soon as it says so, whoever waits gets PeerLostError, whatever the
-    peers do. Without, a wait ends when the peers answer, die, or `timeout_s` is over.
+    peers do. Without, a wait ends when the peers answer, die, or `timeout_s` is over. Waits happen inside `resting()`.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class Group:
         device: torch.device | None = None,
         *,
         is_broken: Callable[[], bool] | None = None,
+        resting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.rank, self.size = rank, size
+        self._resting = resting
         self._is_broken = is_broken
         self._host: dist.ProcessGroup | None = None
         self._device: dist.ProcessGroup | None = None
@@ -173,9 +176,10 @@ class Group:
     def _guard(self, call: Callable[[], T]) -> T:
         """Make a call that needs the peers; give it up when the world is broken."""
         try:
-            if self._bystander is None or self._is_broken is None:
-                return call()
-            return self._bystander.call(call, self._is_broken)
+            with self._resting():
+                if self._bystander is None or self._is_broken is None:
+                    return call()
+                return self._bystander.call(call, self._is_broken)
         except GivenUp:
             raise self._lost("the world has changed") from None
         except (RuntimeError, TimeoutError) as error:
@@ -190,7 +194,12 @@ def _typed(backend: object) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, backend)
 
 
-def connect(prefix: str, timeout_s: float, device: torch.device | None = None) -> Group:
+def connect(
+    prefix: str,
+    timeout_s: float,
+    device: torch.device | None = None,
+    resting: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Group:
     """Form the group that torchrun's environment describes; a world of one without a launcher.
 
     `prefix` must be new for every world that meets at one store, such as its term.
@@ -208,4 +217,4 @@ def connect(prefix: str, timeout_s: float, device: torch.device | None = None) -
         store = TCPStore(address, port, None, is_host, timedelta(seconds=timeout_s), wait_for_workers=False)
     except (RuntimeError, TimeoutError) as error:
         raise PeerLostError(f"rank {rank} of {size}: no store at {address}:{port}: {error}") from error
-    return Group(rank, size, PrefixStore(f"elastic/{prefix}", store), timeout_s, device)
+    return Group(rank, size, PrefixStore(f"elastic/{prefix}", store), timeout_s, device, resting=resting)

@@ -20,6 +20,7 @@ from torch import Tensor
 from elastic_train.checkpoint.format import State
 from elastic_train.checkpoint.tree import fill, leaves_of, survey
 from elastic_train.errors import PeerLostError
+from elastic_train.failpoints import reach
 from elastic_train.group import Group
 from elastic_train.state import AppliedState
 
@@ -76,6 +77,7 @@ def _give(group: Group, state: AppliedState, taker: int) -> None:
     group.transfer(torch.tensor([len(head)]), to=taker)
     group.transfer(_as_tensor(digest.digest()), to=taker)
     group.transfer(_as_tensor(head), to=taker)
+    reach("hand-over")
     for chunk in _chunks(list(tensors.values())):
         digest.update(chunk.numpy().data)
         group.transfer(chunk, to=taker)

@@ -17,17 +17,17 @@ SAME_REQUEST_S = 3.0
 
 
 class LeaveRequest:
-    """Whether this process was told to leave; create one, in the main thread."""
+    """Whether this process was told to leave, and since when (monotonic seconds); create one, in the main thread."""
 
     def __init__(self) -> None:
         self.is_set = False
-        self._since_s = 0.0
+        self.since_s = 0.0
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
         if not self.is_set:
-            self.is_set, self._since_s = True, now_s
-        elif number == signal.SIGTERM and now_s - self._since_s > SAME_REQUEST_S:
+            self.is_set, self.since_s = True, now_s
+        elif number == signal.SIGTERM and now_s - self.since_s > SAME_REQUEST_S:
             os._exit(EXIT_AT_ONCE)

@@ -21,12 +21,15 @@ from elastic_train.plan import Plan, make_plan
 from elastic_train.preemption import LeaveRequest
 from elastic_train.progress import flush_streams
 from elastic_train.result import write_result
-from elastic_train.session import Session
+from elastic_train.session import Process, Session
 from elastic_train.state import AppliedState
 from elastic_train.trainer import Outcome, train
+from elastic_train.watchdog import Watchdog
 from elastic_train.worlds import Formed, Worlds, open_worlds
 from rendezvous.errors import RendezvousError
 from rendezvous.orphans import die_with_parent
+
+LEAVING_PATIENCE_S = 8.0
 
 
 def run(path: Path, overrides: Sequence[str]) -> int:
@@ -59,10 +62,14 @@ def _train(config: Config, leave: LeaveRequest, started_at: float) -> int:
     make_repeatable(config)
     plan = make_plan(config)
     state = plan.build_state()
-    worlds = open_worlds(config, plan.device, lambda: leave.is_set)
+    watchdog = Watchdog(config.hang_timeout_s)
+    worlds = open_worlds(config, plan.device, watchdog, lambda: _is_through(leave, state))
+    if worlds.is_live:
+        plan.task.metrics()  # warm up: its imports take longer than a recovery
+    process = Process(plan, state, worlds, leave, watchdog, started_at)
     while (formed := _next_world(worlds, plan, state)) is not None:
         try:
-            session = open_session(plan, state, formed, worlds, leave, started_at)
+            session = open_session(process, formed)
             code = _train_in(session)
         except (PeerLostError, FencedError):
             if not worlds.is_live:
@@ -72,6 +79,15 @@ def _train(config: Config, leave: LeaveRequest, started_at: float) -> int:
         if code is not None:
             return code
     return 0
+
+
+def _is_through(leave: LeaveRequest, state: AppliedState) -> bool:
+    """Say whether to stop waiting for a world: told to leave, with nothing to lose, or after some patience.
+
+    All nodes may be told to leave at slightly different times. So who holds a state enters one more world, in which all
+    find out together whether anybody goes on, and commit if nobody does.
+    """
+    return leave.is_set and (state.step == 0 or time.monotonic() - leave.since_s > LEAVING_PATIENCE_S)
 
 
 def _next_world(worlds: Worlds, plan: Plan, state: AppliedState) -> Formed | None:
@@ -89,12 +105,14 @@ def _train_in(session: Session) -> int | None:
     """Train in one world; return the exit code, None if another world is to follow."""
     try:
         outcome = train(session)
+        session.watchdog.rest()
         if outcome is Outcome.REGROUP:
             session.pause()
             session.world.group.abandon()
             return None
         return _finish(session, outcome)
     except (PeerLostError, FencedError):
+        session.watchdog.rest()
         session.pause()
         raise
     except Exception:

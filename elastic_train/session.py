@@ -14,19 +14,33 @@ from elastic_train.checkpoint import CommitFacts, CommitRecord, CommitWriter, pr
 from elastic_train.data.loader import LaneBatch
 from elastic_train.errors import StorageError
 from elastic_train.evaluation import evaluate
+from elastic_train.failpoints import reach
 from elastic_train.plan import Plan
 from elastic_train.preemption import LeaveRequest
 from elastic_train.progress import Status
 from elastic_train.reduction import GradientSum, weights_digest
 from elastic_train.state import AppliedState
 from elastic_train.tracking import Tracker
+from elastic_train.watchdog import Watchdog
 from elastic_train.world import World
 from elastic_train.worlds import Worlds
 
 
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What a process keeps over all of its worlds."""
+
+    plan: Plan
+    state: AppliedState
+    worlds: Worlds
+    leave: LeaveRequest
+    watchdog: Watchdog
+    started_at: float
+
+
 @dataclass(slots=True)
 class Session:
-    """A plan in a world, with the applied state that outlives both."""
+    """A process in a world."""
 
     plan: Plan
     world: World
@@ -35,6 +49,7 @@ class Session:
     lanes: range
     leave: LeaveRequest
     worlds: Worlds
+    watchdog: Watchdog
     commits: CommitWriter
     tracker: Tracker | None
     head: CommitRecord | None
@@ -44,7 +59,8 @@ class Session:
     def steps(self) -> Iterator[Sequence[LaneBatch]]:
         """Yield the lanes' micro-batches of every step from the state's cursor to the last."""
         plan, state = self.plan, self.state
-        return iter(plan.feed.training(plan.order, self.lanes, state.cursor, plan.total_steps - state.step))
+        steps = plan.feed.training(plan.order, self.lanes, state.cursor, plan.total_steps - state.step)
+        return self.watchdog.beating(steps)
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which a lane's loss is computed."""
@@ -103,11 +119,17 @@ class Session:
 
     def validate(self) -> None:
         """Validate over all ranks and record the values; nothing without a validation set."""
+        reach("validate")
         batches = self.plan.feed.validation(self.lanes)
         if batches is None:
             return
         values = evaluate(
-            self.plan.task, self.state.model, batches, self.world.group, self.plan.num_lanes, self.plan.device
+            self.plan.task,
+            self.state.model,
+            self.watchdog.beating(batches),
+            self.world.group,
+            self.plan.num_lanes,
+            self.plan.device,
         )
         self.state.reached = replace(self.state.reached, validation=values)
         if self.tracker is not None:
@@ -128,10 +150,12 @@ class Session:
         self.last_commit_at = time.monotonic()
         if not self.world.is_leader or (self.head is not None and self.head.step == self.state.step):
             return
+        reach("commit")
         started = time.perf_counter()
         facts = describe_commit(self.plan, self.state, self.world.group.size)
         try:
-            self.head = self.commits.save(self.state.tensors(), facts, self.state.reached.intervals)
+            with self.watchdog.resting():  # a store has deadlines of its own
+                self.head = self.commits.save(self.state.tensors(), facts, self.state.reached.intervals)
         except StorageError as error:
             self.num_failed_saves += 1
             self.world.tell(

@@ -16,6 +16,7 @@ import torch
 
 from elastic_train.coverage import CoverageSums
 from elastic_train.data.loader import LaneBatch
+from elastic_train.failpoints import reach
 from elastic_train.lanes import lane_seed
 from elastic_train.reduction import gather_lane_table, tree_sum
 from elastic_train.session import Session
@@ -58,7 +59,9 @@ def train(session: Session) -> Outcome:
         started, flags = time.perf_counter(), _flags(session)
         sums = compute_step(session, lanes, flags)
         cursor = session.plan.order.advance(state.cursor, session.plan.micro_batch)
+        reach("apply")
         norm = state.apply(cursor, sums.coverage, session.world.term)
+        reach("applied")
         session.record_step(sums.loss / sums.divisor, norm, sums.coverage.count, time.perf_counter() - started)
 
         if state.step == session.plan.total_steps:
@@ -96,7 +99,9 @@ def compute_step(session: Session, lanes: Sequence[LaneBatch], flags: int) -> St
     gradients = session.gradients
     gradients.begin(session.lanes)
     rows = {batch.lane: [*_run_lane(session, batch), flags] for batch in lanes}
+    reach("reduce")
     sums = _fold(gather_lane_table(session.world.group, session.plan.num_lanes, rows))
+    reach("exchange")
     gradients.finish(sums.divisor)
     return sums
 
@@ -107,8 +112,10 @@ def _run_lane(session: Session, batch: LaneBatch) -> tuple[float, float, int, in
         if batch.tensors is None:
             return 0.0, 0.0, 0, 0, 0
         torch.manual_seed(lane_seed(session.plan.config.run.seed, session.state.step, batch.lane))
+        reach("forward")
         with session.autocast():
             loss = session.plan.task.loss(session.state.model, session.to_device(batch.tensors))
+        reach("backward")
         torch.autograd.backward(session.state.scaler.scale(loss.total))
     coverage = CoverageSums.of_ids(batch.ids)
     return float(loss.total.detach()), loss.weight, coverage.count, coverage.sum_a, coverage.sum_b

@@ -20,6 +20,7 @@ from elastic_train.checkpoint import CommitRecord, Store, discover, load, open_s
 from elastic_train.checkpoint.reader import read_record, records
 from elastic_train.config import Config
 from elastic_train.errors import ElasticTrainError
+from elastic_train.failpoints import reach
 from elastic_train.fencing import Fence, JoinedFence, StoreFence, newest_term
 from elastic_train.group import Group
 from elastic_train.handover import gather_places, hand_over
@@ -59,6 +60,7 @@ class World:
 
 def enter_world(config: Config, formed: Formed, started_at: float) -> World:
     """Claim the term of a group that has formed; sweep what fenced writers left behind."""
+    reach("form")
     group, launched = formed.group, formed.launched
     store = open_store(config.checkpoint_url)
     fence: Fence = JoinedFence(store, open_fence(launched)) if launched and group.rank == 0 else StoreFence(store)
@@ -84,6 +86,7 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
     Returns the commit that the next one continues, None at the beginning of a run.
     """
     started = time.perf_counter()
+    reach("restore")
     places = gather_places(world.group, state)
     furthest = max(places)
     key, skipped = agree(world.group, lambda: _find_head(world, furthest.step))

@@ -16,6 +16,7 @@ import torch
 from elastic_train.config import Config
 from elastic_train.errors import PeerLostError, Preempted, StorageError, TooFewNodesError
 from elastic_train.group import Group, connect
+from elastic_train.watchdog import Watchdog
 from rendezvous import errors as rendezvous_errors
 from rendezvous.context import LiveContext, RendezvousContext, context, live_context
 from rendezvous.live import LiveMember
@@ -57,8 +58,8 @@ class OneWorld:
 
     is_live = False
 
-    def __init__(self, config: Config, device: torch.device) -> None:
-        self._timeout_s, self._device = config.peer_timeout_s, device
+    def __init__(self, config: Config, device: torch.device, watchdog: Watchdog) -> None:
+        self._timeout_s, self._device, self._watchdog = config.peer_timeout_s, device, watchdog
         self._is_used = False
 
     def form(self) -> Formed | None:
@@ -66,7 +67,9 @@ class OneWorld:
             return None
         self._is_used = True
         launched = context()
-        return Formed(connect(_meeting_place(launched), self._timeout_s, self._device), launched)
+        return Formed(
+            connect(_meeting_place(launched), self._timeout_s, self._device, self._watchdog.resting), launched
+        )
 
     def wants_to_grow(self) -> bool:
         return False
@@ -83,8 +86,15 @@ class LiveWorlds:
 
     is_live = True
 
-    def __init__(self, told: LiveContext, config: Config, device: torch.device, is_stopped: Callable[[], bool]) -> None:
-        self._told, self._is_stopped = told, is_stopped
+    def __init__(
+        self,
+        told: LiveContext,
+        config: Config,
+        device: torch.device,
+        watchdog: Watchdog,
+        is_stopped: Callable[[], bool],
+    ) -> None:
+        self._told, self._is_stopped, self._watchdog = told, is_stopped, watchdog
         self._timeout_s, self._device = config.peer_timeout_s, device
         self._member: LiveMember | None = None
 
@@ -103,6 +113,7 @@ class LiveWorlds:
                     self._timeout_s,
                     self._device,
                     is_broken=self._member.is_broken,
+                    resting=self._watchdog.resting,
                 )
             except PeerLostError:
                 continue  # it fell apart before it began
@@ -127,10 +138,12 @@ class LiveWorlds:
             self._member.leave()
 
 
-def open_worlds(config: Config, device: torch.device, is_stopped: Callable[[], bool]) -> Worlds:
+def open_worlds(config: Config, device: torch.device, watchdog: Watchdog, is_stopped: Callable[[], bool]) -> Worlds:
     """Return the worlds that the launcher has prepared; `is_stopped` ends the waiting for one."""
     told = live_context()
-    return OneWorld(config, device) if told is None else LiveWorlds(told, config, device, is_stopped)
+    if told is None:
+        return OneWorld(config, device, watchdog)
+    return LiveWorlds(told, config, device, watchdog, is_stopped)
 
 
 def _meeting_place(launched: RendezvousContext | None) -> str:

@@ -14,7 +14,7 @@ import logging
 import os
 import time
 import uuid
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
@@ -118,6 +118,7 @@ class LiveAgent(BoundAgent):
         self._budget = Budget(spec.max_restarts)
         self._buried: set[int] = set()
         self._born_at: dict[int, float] = {}
+        self._young_deaths: Counter[int] = Counter()
         self._due_at: dict[int, float] = {}
         # The stock agent would restart all workers when one has failed for good.
         self._remaining_restarts = 0
@@ -157,8 +158,10 @@ class LiveAgent(BoundAgent):
     def _pause_s(self, rank: int, now: float) -> float:
         """Return how long to wait: not at all, unless it died young again and again."""
         if now - self._born_at.get(rank, 0.0) > SHORT_LIFE_S:
+            self._young_deaths[rank] = 0
             return 0.0
-        return min(LONGEST_PAUSE_S, 0.5 * 2.0 ** min(8, self._budget.num_recent(now)))
+        self._young_deaths[rank] += 1
+        return min(LONGEST_PAUSE_S, 2.0 ** (self._young_deaths[rank] - 2)) if self._young_deaths[rank] > 1 else 0.0
 
     def _replace(self, worker_group: WorkerGroup, rank: int) -> None:
         context = self._context()
@@ -200,7 +203,3 @@ class Budget:
             return False
         taken.append(now)
         return True
-
-    def num_recent(self, now: float) -> int:
-        """Count the restarts of the last minute."""
-        return sum(now - at < 60.0 for taken in self._taken.values() for at in taken)

@@ -23,6 +23,7 @@ from elastic_train.checkpoint.record import CommitFacts, CommitRecord, library_v
 from elastic_train.checkpoint.stores import Store, Uncertain, create_once
 from elastic_train.checkpoint.tree import survey
 from elastic_train.errors import FencedError, StorageError
+from elastic_train.failpoints import reach
 from elastic_train.lineage import Interval, extend, tiling_problems
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class CommitWriter:
         record = self._parent
         if record is None or (record.term, record.step) != (self._term, facts.step):
             record = self._create(state, facts, intervals)
+        reach("publish")
         self._fence.publish(self._term, record.key)
         return record
 
@@ -72,6 +74,7 @@ class CommitWriter:
         with contextlib.ExitStack() as undo:
             undo.callback(self._abandon, attempt)
             record = self._describe(state, facts, attempt, self._write_files(state, attempt), intervals)
+            reach("record")
             try:
                 is_ours = create_once(self._store, record.key, record.encode())
             except Uncertain:

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from elastic_train.data.manifest import Manifest
 from elastic_train.data.parquet import footer_sha256, open_parquet, parse_footer, read_footer, read_row_group
 from elastic_train.errors import DataError
+from elastic_train.failpoints import reach
 from elastic_train.mixing import Int64s
 
 MAX_OPEN_FILES = 16
@@ -55,6 +56,7 @@ class Reader:
 
     def read(self, ids: Int64s) -> tuple[pa.Table, Int64s]:
         """Return the rows of the given ids, in their order, and the ids of the places that were read."""
+        reach("data")
         groups = np.searchsorted(self._first_id, ids, side="right") - 1
         tables, read_ids = [], np.empty_like(ids)
         taken = np.argsort(groups, kind="stable")

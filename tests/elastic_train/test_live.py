@@ -1,0 +1,174 @@
+"""Live recovery from the outside: real etcd, real torchrun, faults in every phase, and one hash at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from chaos.evidence import Evidence, collect
+from chaos.injected import check_kept
+from elastic_train.failpoints import POINTS, VARIABLE, arm
+from rendezvous import EtcdServer
+from tests.conftest import ROOT, start
+
+PARAMS: dict[str, object] = {"max_tokens": 16, "dim": 16, "depth": 1, "heads": 2, "dropout": 0.2, "vocabulary": 64}
+PARAMS |= {"numeric": ["size"], "categorical": ["kind"]}
+JOB: dict[str, object] = {
+    "batch": {"global_batch": 24, "micro_batch": 6},
+    "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "constant"},
+    "validation": {"every_steps": 40},
+    "checkpoint": {"every_steps": 15, "every_s": None, "keep_last": 2},
+    "tracking": {"mlflow_uri": None},
+    "hang_timeout_s": 3.0,
+}
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[EtcdServer]:
+    with EtcdServer() as server:
+        yield server
+
+
+def write_config(folder: Path, rows: Path, steps: int, lane_ms: float = 10.0) -> str:
+    data = {"train": str(rows / "train"), "validation": str(rows / "validation")}
+    tree = {"run": {"dir": str(folder / "run"), "seed": 5}, "data": data, "max_steps": steps, **JOB}
+    tree["task"] = {"path": "tests.chaos.slow_task:SlowClassifier", "params": {**PARAMS, "lane_ms": lane_ms}}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    return str(folder / "config.yaml")
+
+
+def launch(folder: Path, etcd: EtcdServer, config: str, *, ranks: int, **environ: str) -> subprocess.Popen[bytes]:
+    """Start one live node under torchrun; what it says goes into `node.log`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv_backend=etcd"]
+    command += [f"--rdzv_endpoint={etcd.endpoint}", f"--rdzv_id={folder.name}", "--rdzv_conf=recovery=live,ttl=2"]
+    command += ["--nnodes=1:2", f"--nproc-per-node={ranks}", "--max-restarts=50", "-m", "elastic_train", config]
+    everything = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
+    with (folder / "node.log").open("ab") as log:
+        return subprocess.Popen(command, cwd=ROOT, env=everything, stdout=log, stderr=log)
+
+
+def finish(job: subprocess.Popen[bytes], folder: Path, timeout_s: float = 150) -> tuple[Evidence, str]:
+    """Wait for a job; return what it left, and its log."""
+    try:
+        code = job.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        job.kill()
+        code = None
+    log = (folder / "node.log").read_text()
+    assert code == 0, log
+    return collect(folder / "run"), log
+
+
+def weights(run: Evidence) -> object:
+    assert run.result is not None
+    return run.result["weights_sha256"]
+
+
+def undisturbed(folder: Path, rows: Path, steps: int) -> object:
+    """Train the same job in one process, and return the weights' hash."""
+    assert start([write_config(folder, rows, steps, lane_ms=0.0)]).code == 0
+    return weights(collect(folder / "run"))
+
+
+SOME_PHASES = ("exchange", "applied", "record", "hand-over")
+PHASES_OF_A_NEW_WORLD = ("form", "restore", "hand-over")
+
+
+@pytest.mark.parametrize(
+    "phases", [pytest.param(SOME_PHASES, id="some"), pytest.param(POINTS, id="all", marks=pytest.mark.long)]
+)
+def test_a_fault_in_any_phase_ends_in_the_same_place(
+    tmp_path: Path, rows: Path, etcd: EtcdServer, phases: tuple[str, ...]
+) -> None:
+    """Ranks die in every phase, regroup and hand-over included; no survivor gives up a step, and no bit differs."""
+    points = tmp_path / "points"
+    points.mkdir()
+    config = write_config(tmp_path, rows, 100_000)
+    job = launch(tmp_path, etcd, config, ranks=3, **{VARIABLE: str(points)})
+    try:
+        term = 0
+        for point in phases:
+            term, ranks = until_whole(tmp_path / "run", 3, above=term)
+            arm(points, point, "raise" if point == "backward" else "kill")
+            if point in PHASES_OF_A_NEW_WORLD:
+                os.kill(ranks[2], signal.SIGKILL)
+            eventually(lambda: not (points / point).exists(), f"a fault at {point}")  # noqa: B023 - called at once
+        until_whole(tmp_path / "run", 3, above=term)
+        job.send_signal(signal.SIGTERM)
+        job.wait(60)
+    finally:
+        job.kill()
+    run = collect(tmp_path / "run")
+    assert run.result is not None, (tmp_path / "node.log").read_text()
+    check_kept(run)
+    assert weights(run) == undisturbed(tmp_path / "alone", rows, int(str(run.result["step"])))
+
+
+def until_whole(run: Path, size: int, *, above: int = 0) -> tuple[int, dict[int, int]]:
+    """Wait until a world of `size` ranks and a term above `above` takes steps; return the term, processes by rank."""
+    newest: dict[int, int] = {}
+    found = [0]
+
+    def is_whole() -> bool:
+        lines = history(run)
+        term = max((int(line["term"]) for line in lines), default=0)
+        found[0] = term
+        newest.clear()
+        newest.update({line["rank"]: line["pid"] for line in lines if line["op"] == "form" and line["term"] == term})
+        steps = [line for line in lines if line["op"] == "step" and line["term"] == term]
+        return term > above and len(newest) == size and len(steps) > 5 * size
+
+    eventually(is_whole, f"a world of {size}")
+    return found[0], newest
+
+
+def history(run: Path) -> list[dict[str, int]]:
+    texts = [path.read_text() for path in (run / "history").glob("*.jsonl")]
+    return [json.loads(line) for text in texts for line in text.splitlines() if line.endswith("}")]
+
+
+def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come within {timeout_s} s"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("kind", ["hang", "hang-native"])
+def test_a_hanging_rank_is_ended_and_the_others_go_on(tmp_path: Path, rows: Path, etcd: EtcdServer, kind: str) -> None:
+    """The hung process dumps its stacks and ends, also when it holds the interpreter's lock; no bit differs."""
+    points = tmp_path / "points"
+    points.mkdir()
+    config = write_config(tmp_path, rows, 200)
+    job = launch(tmp_path, etcd, config, ranks=2, **{VARIABLE: str(points)})
+    until_whole(tmp_path / "run", 2)
+    arm(points, "forward", kind)
+    run, log = finish(job, tmp_path)
+    assert "in _look" in log
+    assert ("no progress for" in log) == (kind == "hang")
+    assert len({line["pid"] for line in run.of("form")}) == 3
+    assert weights(run) == undisturbed(tmp_path / "alone", rows, 200)
+
+
+def test_a_node_that_is_told_to_leave_commits_when_nobody_goes_on(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+    """SIGTERM to the only node: all ranks leave together, the applied state is committed, and training resumes."""
+    config = write_config(tmp_path, rows, 150)
+    job = launch(tmp_path, etcd, config, ranks=2)
+    until_whole(tmp_path / "run", 2)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(60) != 0  # torchrun makes every signal a 1
+    left = collect(tmp_path / "run")
+    assert left.result is not None and left.result["status"] == "preempted"
+    assert max(int(str(line["step"])) for line in left.of("step")) == left.commits[-1].fields["step"]  # type: ignore[index]
+    run, _ = finish(launch(tmp_path, etcd, config, ranks=1), tmp_path)
+    assert weights(run) == undisturbed(tmp_path / "alone", rows, 150)
