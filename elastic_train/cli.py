@@ -39,6 +39,33 @@ def train(config: Path, *overrides: Overrides) -> int:
 
 
 @app.command
+def launch(
+    config: Path,
+    *overrides: Overrides,
+    nodes: str | None = None,
+    ranks: int | None = None,
+    endpoint: str | None = None,
+    run_id: Annotated[str | None, Parameter(name="--id")] = None,
+    recovery: str = "live",
+    max_restarts: int = 100,
+    ttl_s: float = 3.0,
+    grace_s: float = 30.0,
+) -> int:
+    """Start one node of a job: run the same line on every node, and see exit codes that a scheduler can act on.
+
+    --nodes MIN:MAX (1), --ranks N per node (its GPUs, else 1), --endpoint HOST:PORT of an etcd, --id JOB: what is not
+    given is taken from PET_* variables (Kubernetes operators) or Slurm's; without an endpoint an etcd is started.
+    --recovery live (survivors never stop) or restart. --max-restarts of workers per cause and hour. --ttl-s: seconds
+    after which a silent worker is lost. --grace-s: seconds from SIGTERM to SIGKILL. Any key of CONFIG can follow.
+    """
+    from elastic_train import launch as launching
+
+    configuration.load(config, environ=os.environ, arguments=overrides)  # a mistake is told once, not by every rank
+    flags = launching.Flags(nodes, ranks, endpoint, run_id, recovery, max_restarts, ttl_s, grace_s)
+    return launching.launch(launching.resolve(config, overrides, flags, os.environ, launching.count_gpus()))
+
+
+@app.command
 def validate(config: Path, *overrides: Overrides) -> int:
     """Check CONFIG, its task and its data without training; print all keys as resolved, and what follows from them."""
     from elastic_train.plan import make_plan

@@ -45,6 +45,11 @@ class BoundAgent(LocalElasticAgent):
             result = RunResult(state=WorkerState.SUCCEEDED)
         return result
 
+    def worker_codes(self) -> list[int]:
+        """Return the exit codes of the workers that have ended, a signal negated."""
+        handlers = getattr(self._pcontext, "subprocess_handlers", {}).values()
+        return [code for handler in handlers if (code := handler.proc.poll()) is not None]
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start each worker so that it dies with this agent, whatever program it is."""
         spec = worker_group.spec

@@ -34,12 +34,20 @@ class EtcdServer:
     """A real etcd: `with EtcdServer() as server: … server.endpoint`."""
 
     def __init__(
-        self, *, port: int | None = None, data_dir: str | Path | None = None, tls: Mapping[str, str] | None = None
+        self,
+        *,
+        port: int | None = None,
+        host: str = "127.0.0.1",
+        data_dir: str | Path | None = None,
+        tls: Mapping[str, str] | None = None,
     ) -> None:
-        """Take a free port and a temporary folder unless told otherwise; `tls` (mutual): ca_cert, cert and key."""
+        """Take a free port and a temporary folder unless told otherwise; `tls` (mutual): ca_cert, cert and key.
+
+        Others reach it only with a `host` that is theirs to reach, such as 0.0.0.0.
+        """
         client, peer = _free_ports(2)
         self._tls = dict(tls or {})
-        self._port = port or client
+        self._port, self._host = port or client, host
         self._peer_port = peer
         self._own_dir = None if data_dir else tempfile.TemporaryDirectory(prefix="etcd-", ignore_cleanup_errors=True)
         self.data_dir = Path(data_dir or (self._own_dir.name if self._own_dir else ""))
@@ -98,10 +106,13 @@ class EtcdServer:
 
     def _flags(self) -> list[str]:
         scheme = "https" if self._tls else "http"
-        client, peer = f"{scheme}://{self.endpoint}", f"http://127.0.0.1:{self._peer_port}"
+        client, peer = f"{scheme}://{self._host}:{self._port}", f"http://127.0.0.1:{self._peer_port}"
+        told = (
+            f"{scheme}://{self.endpoint}" if self._host != "0.0.0.0" else f"{scheme}://{socket.getfqdn()}:{self._port}"
+        )
         flags = {
             "name": "one", "data-dir": str(self.data_dir / "member"), "log-level": "error", "logger": "zap",
-            "listen-client-urls": client, "advertise-client-urls": client, "listen-peer-urls": peer,
+            "listen-client-urls": client, "advertise-client-urls": told, "listen-peer-urls": peer,
             "initial-advertise-peer-urls": peer, "initial-cluster": f"one={peer}",
             # A single member waits for nobody's vote, so a short election only means a quick start.
             # The shortest lease is 1.5 elections: still 2 s, as with etcd's defaults.

@@ -132,7 +132,7 @@ def test_survivors_go_on_in_their_processes(tmp_path: Path, rows: Path, capfd: p
         {"kind": "start_node", "node": 1, "within": [0.7, 0.75]},
     ]
     nodes = {"count": 2, "lease_ttl_s": 2, "recovery": "live"}
-    config = {**CLASSIFIER, "epochs": 45}
+    config = {**CLASSIFIER, "epochs": 30}
     path = scenario(tmp_path, rows, config, nodes=nodes, faults=faults)
     found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
     assert found["valid"], found["invariants"]

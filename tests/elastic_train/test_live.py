@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -74,10 +75,17 @@ def weights(run: Evidence) -> object:
     return run.result["weights_sha256"]
 
 
-def undisturbed(folder: Path, rows: Path, steps: int) -> object:
-    """Train the same job in one process, and return the weights' hash."""
-    assert start([write_config(folder, rows, steps, lane_ms=0.0)]).code == 0
-    return weights(collect(folder / "run"))
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Callable[[int], object]:
+    """Train the same job of so many steps in one process, and return the weights' hash."""
+
+    @functools.cache
+    def hash_after(steps: int) -> object:
+        folder = tmp_path_factory.mktemp("alone")
+        assert start([write_config(folder, rows, steps, lane_ms=0.0)]).code == 0
+        return weights(collect(folder / "run"))
+
+    return hash_after
 
 
 SOME_PHASES = ("exchange", "applied", "record", "hand-over")
@@ -88,7 +96,7 @@ PHASES_OF_A_NEW_WORLD = ("form", "restore", "hand-over")
     "phases", [pytest.param(SOME_PHASES, id="some"), pytest.param(POINTS, id="all", marks=pytest.mark.long)]
 )
 def test_a_fault_in_any_phase_ends_in_the_same_place(
-    tmp_path: Path, rows: Path, etcd: EtcdServer, phases: tuple[str, ...]
+    tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object], phases: tuple[str, ...]
 ) -> None:
     """Ranks die in every phase, regroup and hand-over included; no survivor gives up a step, and no bit differs."""
     points = tmp_path / "points"
@@ -111,7 +119,7 @@ def test_a_fault_in_any_phase_ends_in_the_same_place(
     run = collect(tmp_path / "run")
     assert run.result is not None, (tmp_path / "node.log").read_text()
     check_kept(run)
-    assert weights(run) == undisturbed(tmp_path / "alone", rows, int(str(run.result["step"])))
+    assert weights(run) == undisturbed(int(str(run.result["step"])))
 
 
 def until_whole(run: Path, size: int, *, above: int = 0) -> tuple[int, dict[int, int]]:
@@ -145,11 +153,13 @@ def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 60) 
 
 
 @pytest.mark.parametrize("kind", ["hang", "hang-native"])
-def test_a_hanging_rank_is_ended_and_the_others_go_on(tmp_path: Path, rows: Path, etcd: EtcdServer, kind: str) -> None:
+def test_a_hanging_rank_is_ended_and_the_others_go_on(
+    tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object], kind: str
+) -> None:
     """The hung process dumps its stacks and ends, also when it holds the interpreter's lock; no bit differs."""
     points = tmp_path / "points"
     points.mkdir()
-    config = write_config(tmp_path, rows, 200)
+    config = write_config(tmp_path, rows, 120)
     job = launch(tmp_path, etcd, config, ranks=2, **{VARIABLE: str(points)})
     until_whole(tmp_path / "run", 2)
     arm(points, "forward", kind)
@@ -157,12 +167,14 @@ def test_a_hanging_rank_is_ended_and_the_others_go_on(tmp_path: Path, rows: Path
     assert "in _look" in log
     assert ("no progress for" in log) == (kind == "hang")
     assert len({line["pid"] for line in run.of("form")}) == 3
-    assert weights(run) == undisturbed(tmp_path / "alone", rows, 200)
+    assert weights(run) == undisturbed(120)
 
 
-def test_a_node_that_is_told_to_leave_commits_when_nobody_goes_on(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+def test_a_node_that_is_told_to_leave_commits_when_nobody_goes_on(
+    tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
+) -> None:
     """SIGTERM to the only node: all ranks leave together, the applied state is committed, and training resumes."""
-    config = write_config(tmp_path, rows, 150)
+    config = write_config(tmp_path, rows, 120)
     job = launch(tmp_path, etcd, config, ranks=2)
     until_whole(tmp_path / "run", 2)
     job.send_signal(signal.SIGTERM)
@@ -171,4 +183,4 @@ def test_a_node_that_is_told_to_leave_commits_when_nobody_goes_on(tmp_path: Path
     assert left.result is not None and left.result["status"] == "preempted"
     assert max(int(str(line["step"])) for line in left.of("step")) == left.commits[-1].fields["step"]  # type: ignore[index]
     run, _ = finish(launch(tmp_path, etcd, config, ranks=1), tmp_path)
-    assert weights(run) == undisturbed(tmp_path / "alone", rows, 150)
+    assert weights(run) == undisturbed(120)

@@ -1,0 +1,112 @@
+"""The launcher: what it takes from flags, Kubernetes and Slurm, and the exit codes that a scheduler sees."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_train.errors import ConfigError
+from elastic_train.launch import Flags, Launch, exit_code, first_host, resolve
+from tests.conftest import ROOT
+from tests.elastic_train.test_live import history, until_whole, write_config
+
+SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "gpu[07-10]", "SLURM_NODEID": "2"}
+KUBERNETES = {"PET_NNODES": "2:8", "PET_NPROC_PER_NODE": "4", "PET_RDZV_ENDPOINT": "etcd:2379", "PET_RDZV_ID": "k1"}
+
+
+def resolved(flags: Flags, environ: dict[str, str], num_gpus: int = 0) -> Launch:
+    return resolve(Path("c.yaml"), ["--epochs", "2"], flags, environ, num_gpus)
+
+
+def test_alone_it_needs_nothing() -> None:
+    """One node, a rank for each GPU, an etcd and a name of its own."""
+    plan = resolved(Flags(), {}, num_gpus=8)
+    assert (plan.min_nodes, plan.max_nodes, plan.ranks, plan.endpoint, plan.is_etcd_host) == (1, 1, 8, None, True)
+    assert plan.arguments() == ["-m", "elastic_train", "c.yaml", "--epochs", "2"]
+    assert resolved(Flags(), {}).ranks == 1
+
+
+def test_kubernetes_variables_are_read_and_flags_win() -> None:
+    """PET_* variables say what torchrun would take from them; the command line goes over them."""
+    plan = resolved(Flags(ranks=2, run_id="mine"), KUBERNETES)
+    assert (plan.min_nodes, plan.max_nodes, plan.ranks, plan.endpoint, plan.run_id) == (2, 8, 2, "etcd:2379", "mine")
+
+
+def test_slurm_shares_the_first_nodes_etcd() -> None:
+    """Without an endpoint the first host of the list has the job's etcd; only that node starts it."""
+    plan = resolved(Flags(), SLURM)
+    assert (plan.max_nodes, plan.run_id, plan.etcd_address, plan.is_etcd_host) == (4, "77", "gpu07", False)
+    assert resolved(Flags(), {**SLURM, "SLURM_NODEID": "0"}).is_etcd_host
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "first"),
+    [("a1", "a1"), ("a1,b[2-3]", "a1"), ("gpu[07-10,12]", "gpu07"), ("r1n[3,5]", "r1n3"), ("x[1-2],y4", "x1")],
+)
+def test_the_first_host_of_a_list(nodelist: str, first: str) -> None:
+    """Slurm's short forms name the same host first as `scontrol show hostnames`."""
+    assert first_host(nodelist) == first
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    """Nodes, recovery, endpoint and name: one error with everything that is wrong."""
+    with pytest.raises(ConfigError) as told:
+        resolved(Flags(nodes="0", recovery="life"), {"PET_NPROC_PER_NODE": "many"})
+    assert len(told.value.problems) == 3
+    with pytest.raises(ConfigError) as told:
+        resolved(Flags(nodes="2"), {})
+    assert [problem.split()[0] for problem in told.value.problems] == ["--endpoint", "--id"]
+
+
+@pytest.mark.parametrize(
+    ("codes", "has_failed", "expected"),
+    [
+        ([0, 0], False, 0),
+        ([75, 0], False, 75),
+        ([75, 75], True, 75),
+        ([75, -9], True, 1),
+        ([1, 65, -15], True, 65),
+        ([2, 65], True, 65),
+        ([77, 75], True, 77),
+        ([], True, 1),
+        ([0, 1], True, 1),
+    ],
+)
+def test_codes_that_say_more_win(codes: list[int], has_failed: bool, expected: int) -> None:
+    """Damage, a bad configuration, no progress, a hang, too few nodes are passed on; the rest is 0, 75 or 1."""
+    assert exit_code(codes, has_failed=has_failed) == expected
+
+
+def command(config: str, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "elastic_train.cli", "launch", config, *flags]
+
+
+def test_sigterm_ends_with_75_and_the_same_line_goes_on(tmp_path: Path, rows: Path) -> None:
+    """Told to leave, the launcher ends with 75, committed; started again, with 0, from where it was."""
+    config = write_config(tmp_path, rows, 60)
+    job = subprocess.Popen(command(config, "--ranks", "2"), cwd=ROOT)
+    until_whole(tmp_path / "run", 2)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(60) == 75
+    assert subprocess.run(command(config, "--ranks", "1"), cwd=ROOT, timeout=120, check=False).returncode == 0
+    restores = [line for line in history(tmp_path / "run") if line["op"] == "restore"]
+    assert max(line["step"] for line in restores) > 0
+
+
+def test_a_bad_configuration_is_told_once(tmp_path: Path, rows: Path) -> None:
+    """An unknown key ends the launcher with 2 before any worker starts."""
+    done = subprocess.run(
+        command(write_config(tmp_path, rows, 9), "--ranks", "2", "--batch.micro_bach", "3"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("unknown key") == 1
+    assert not (tmp_path / "run").exists()
