@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -24,11 +25,18 @@ from elastic_train.worlds import Formed
 
 def open_session(process: Process, formed: Formed) -> Session:
     """Enter a world that has formed, bring its state to the furthest applied step, and bind the gradients to it."""
+    world = enter_world(process.plan.config, formed, process.started_at)
+    with contextlib.ExitStack() as undo:
+        undo.callback(world.close)
+        session = _open_in(process, world)
+        undo.pop_all()
+    return session
+
+
+def _open_in(process: Process, world: World) -> Session:
     plan, state = process.plan, process.state
-    config = plan.config
-    world = enter_world(config, formed, process.started_at)
     head = restore(plan, world, state)
-    kind = config.reduction
+    kind = plan.config.reduction
     if kind == "canonical" and not has_equal_kernels(world.group, plan.device):
         kind = "fast"
         world.tell("the ranks' devices differ, so bits cannot be equal: going on with `reduction: fast`")
@@ -42,7 +50,7 @@ def open_session(process: Process, formed: Formed) -> Session:
         worlds=process.worlds,
         watchdog=process.watchdog,
         commits=CommitWriter(world.store, world.fence, world.term, head),
-        tracker=start_tracker(plan, world, head),
+        tracker=start_tracker(plan, world, state, head),
         head=head,
     )
     world.tell(
@@ -74,7 +82,7 @@ def make_repeatable(config: Config) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def start_tracker(plan: Plan, world: World, head: CommitRecord | None) -> Tracker | None:
+def start_tracker(plan: Plan, world: World, state: AppliedState, head: CommitRecord | None) -> Tracker | None:
     """Start the tracker on rank 0, and keep the resolved configuration beside the commits."""
     if not world.is_leader:
         return None
@@ -92,7 +100,8 @@ def start_tracker(plan: Plan, world: World, head: CommitRecord | None) -> Tracke
         mlflow_uri=config.tracking.mlflow_uri,
         experiment=config.tracking.experiment,
         run_name=config.run_name,
-        step=head.step if head else 0,
+        begins_at=state.step,
+        settled=head.step if head else 0,
         tags={
             WORLD_TAG: str(world.group.size),
             HOSTS_TAG: str(world.launched.num_nodes) if world.launched else os.environ.get("GROUP_WORLD_SIZE", "1"),

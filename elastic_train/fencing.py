@@ -54,6 +54,9 @@ class Fence(Protocol):
     def head(self) -> HeadLike | None:
         """Return the newest claim, None before the first."""
 
+    def close(self) -> None:
+        """Let go of connections."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoreHead:
@@ -97,6 +100,9 @@ class StoreFence:
             StoreHead(newest, max(records, key=lambda key: place_of(key) or (0, 0), default=None)) if newest else None
         )
 
+    def close(self) -> None:
+        """The store is not the fence's to close."""
+
 
 class JoinedFence:
     """The fence of etcd (`control`) and the store together; errors of etcd become errors of this package."""
@@ -118,6 +124,9 @@ class JoinedFence:
     def head(self) -> HeadLike | None:
         with _translated():
             return self._control.head()
+
+    def close(self) -> None:
+        self._control.close()
 
 
 @contextlib.contextmanager

@@ -1,9 +1,10 @@
 """The local truth about a run's metrics: <run>/metrics/<term>.jsonl, one JSON line for each thing that a term tells.
 
-A line is the values of a step, or says that everything up to a step is settled (the term's start, a commit), or how
-the term ended. It reaches the operating system before the call returns, so it survives the process's SIGKILL; a torn
-line is passed over. Only a term's leader writes its file. Steps that were given up and computed again stand in the
-files of several terms: a term takes back what older ones wrote from its first step on, so the highest term wins.
+A line says from which step the term goes on, or is the values of a step, or says that everything up to a step is
+settled (a commit), or how the term ended. It reaches the operating system before the call returns, so it survives the
+process's SIGKILL; a torn line is passed over. Only a term's leader writes its file. Steps that were given up and
+computed again stand in the files of several terms: a term takes back what older ones wrote behind its beginning, so
+the highest term wins.
 """
 
 from __future__ import annotations
@@ -20,6 +21,13 @@ FOLDER = "metrics"
 BEST = "best/"
 _READ_BYTES = 1 << 20
 _MAX_LINES_HELD = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The term goes on from this applied step."""
+
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,10 @@ class MetricsWriter:
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._is_torn = os.fstat(self._file).st_size > 0
 
+    def begin(self, step: int) -> None:
+        """Append from which applied step the term goes on."""
+        self._append({"begins_at": step})
+
     def values(self, step: int, by_name: Mapping[str, float], is_higher_better: Mapping[str, bool]) -> None:
         """Append the values of a step."""
         floats = {name: float(value) for name, value in by_name.items()}
@@ -77,7 +89,11 @@ class MetricsWriter:
         try:
             self._append({"status": status})
         finally:
-            os.close(self._file)
+            self.close()
+
+    def close(self) -> None:
+        """Close the file of a term that another follows."""
+        os.close(self._file)
 
     def _append(self, fields: Mapping[str, object]) -> None:
         text = json.dumps({"t": time.time(), "term": self._term, **fields})
@@ -97,7 +113,7 @@ class MetricsReader:
         self._offset = 0
         self._first: int | None = None
 
-    def read(self) -> list[Values | Settled | End] | None:
+    def read(self) -> list[Begin | Values | Settled | End] | None:
         """Return the whole lines of the next mebibyte; None at the end of the file."""
         with self._path.open("rb") as file:
             file.seek(self._offset)
@@ -106,10 +122,11 @@ class MetricsReader:
         return list(_parse(whole.splitlines())) if newline else None
 
     def first_step(self) -> float:
-        """Return the first step that the term has values of; infinite while it has none."""
+        """Return the first step that the term may have values of; infinite while that is not known."""
         if self._first is None:
             with self._path.open("rb") as file:
-                self._first = next((line.step for line in _parse(file) if isinstance(line, Values)), None)
+                first = next((line for line in _parse(file) if isinstance(line, Begin | Values)), None)
+            self._first = None if first is None else first.step + isinstance(first, Begin)
         return math.inf if self._first is None else self._first
 
 
@@ -136,7 +153,7 @@ class LineageReader:
                 return [self._with_best(line) if isinstance(line, Values) else line for line in ready]
             lines = self._files[0].read() if len(self._piece) < _MAX_LINES_HELD else None
             if lines is not None:
-                self._piece += [line for line in lines if not isinstance(line, End)]
+                self._piece += [line for line in lines if isinstance(line, Values | Settled)]
             elif self._piece or len(self._files) == 1:
                 break
             else:
@@ -180,7 +197,7 @@ def final_metrics(run_dir: Path) -> dict[str, float]:
 
 def recorded_end(run_dir: Path) -> End | None:
     """Return how the newest term ended; None if it was killed or still runs."""
-    last: Values | Settled | End | None = None
+    last: Begin | Values | Settled | End | None = None
     for term in terms(run_dir)[-1:]:
         reader = MetricsReader(metrics_path(run_dir, term))
         while (lines := reader.read()) is not None:
@@ -197,7 +214,7 @@ def settled_step(run_dir: Path) -> float:
     return steps[-1] if steps else 0
 
 
-def _parse(content: Iterator[bytes] | Sequence[bytes]) -> Iterator[Values | Settled | End]:
+def _parse(content: Iterator[bytes] | Sequence[bytes]) -> Iterator[Begin | Values | Settled | End]:
     for text in content:
         try:
             fields = json.loads(text)
@@ -208,6 +225,8 @@ def _parse(content: Iterator[bytes] | Sequence[bytes]) -> Iterator[Values | Sett
                 yield Values(float(fields["t"]), int(fields["step"]), by_name, dict(fields.get("is_higher_better", {})))
             elif "tags" in fields:
                 yield Settled(int(fields["step"]), dict(fields["tags"]))
+            elif "begins_at" in fields:
+                yield Begin(int(fields["begins_at"]))
             elif "status" in fields:
                 yield End(fields["status"])
         except (ValueError, KeyError, TypeError, AttributeError):

@@ -178,17 +178,15 @@ class Session:
 
     def pause(self) -> None:
         """End this world's displays and records; the tracker's run goes on with the next world's."""
-        if self.world.progress is not None:
-            self.world.progress.close()
-        self.world.history.close()
+        if self.tracker is not None:
+            self.tracker.pause()
+        self.world.close()
 
     def close(self, status: str) -> None:
         """End the displays and the tracker's run truthfully: FINISHED, FAILED or KILLED."""
-        if self.world.progress is not None:
-            self.world.progress.close()
         if self.tracker is not None:
             self.tracker.finish(status)
-        self.world.history.close()
+        self.world.close()
 
 
 def describe_commit(plan: Plan, state: AppliedState, world_size: int) -> CommitFacts:

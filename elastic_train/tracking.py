@@ -166,12 +166,14 @@ class Tracker:
         mlflow_uri: str | None,
         experiment: str,
         run_name: str,
-        step: int = 0,
+        begins_at: int = 0,
+        settled: int = 0,
         tags: Mapping[str, str] | None = None,
     ) -> Tracker:
         """Begin a term's file, and the thread that sends it if there is a tracker; raises StorageError.
 
-        The term goes on from a commit of `step`; `tags` are what else is known of it.
+        The term goes on from the applied step `begins_at`, of which `settled` are in a commit; `tags` are what else is
+        known of it.
         """
         try:
             writer = MetricsWriter(run_dir, term)
@@ -182,7 +184,8 @@ class Tracker:
             bound_requests()
             sending = _Sending(Job(run_dir, config, resolve(mlflow_uri), experiment, run_name), term)
         tracker = Tracker(writer, sending)
-        tracker._settle(step, code_tags() | dict(tags or {}))
+        tracker._write(lambda writer: writer.begin(begins_at))
+        tracker._settle(settled, code_tags() | dict(tags or {}))
         return tracker
 
     @property
@@ -215,6 +218,12 @@ class Tracker:
         self._writer = None
         if self._sending is not None and not self._sending.finish(status, FLUSH_TIMEOUT_S[status]):
             log.warning("MLflow does not know all of this run yet; `elastic-train sync RUN` sends the rest")
+
+    def pause(self) -> None:
+        """End the term without an end of the run: another term's tracker goes on."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
     def _settle(self, step: int, tags: Mapping[str, str]) -> None:
         self._write(lambda writer: writer.settled(step, tags))

@@ -31,6 +31,9 @@ from elastic_train.state import AppliedState, Reached
 from elastic_train.worlds import Formed
 from rendezvous.context import RendezvousContext, open_fence
 
+FENCE_TIMEOUT_S = 3.0
+"""An election of etcd's takes about a second; a commit that etcd does not answer to is found by its record anyway."""
+
 T = TypeVar("T")
 
 
@@ -57,15 +60,26 @@ class World:
         if self.progress is not None:
             self.progress.event(text)
 
+    def close(self) -> None:
+        """Leave the last status on the screen, and let go of files and connections; once more does nothing."""
+        if self.progress is not None:
+            self.progress.close()
+        self.history.close()
+        self.fence.close()
+
 
 def enter_world(config: Config, formed: Formed, started_at: float) -> World:
     """Claim the term of a group that has formed; sweep what fenced writers left behind."""
     reach("form")
     group, launched = formed.group, formed.launched
     store = open_store(config.checkpoint_url)
-    fence: Fence = JoinedFence(store, open_fence(launched)) if launched and group.rank == 0 else StoreFence(store)
+    fence: Fence = _joined(store, launched) if launched and group.rank == 0 else StoreFence(store)
     at_least = launched.term if launched else 1
-    term = agree(group, lambda: fence.claim(max(at_least, newest_term(store) + 1)))
+    try:
+        term = agree(group, lambda: fence.claim(max(at_least, newest_term(store) + 1)))
+    except ElasticTrainError:
+        fence.close()
+        raise
     history = History(config.run.dir, term, group.rank)
     history.form(
         world=group.size,
@@ -78,6 +92,10 @@ def enter_world(config: Config, formed: Formed, started_at: float) -> World:
         sweep(store, term)
     progress = Progress() if group.rank == 0 else None
     return World(group, term, store, fence, history, progress, launched, time.time())
+
+
+def _joined(store: Store, launched: RendezvousContext) -> Fence:
+    return JoinedFence(store, open_fence(launched, give_up_after_s=FENCE_TIMEOUT_S))
 
 
 def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | None:

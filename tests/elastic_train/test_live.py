@@ -48,11 +48,17 @@ def write_config(folder: Path, rows: Path, steps: int, lane_ms: float = 10.0) ->
     return str(folder / "config.yaml")
 
 
-def launch(folder: Path, etcd: EtcdServer, config: str, *, ranks: int, **environ: str) -> subprocess.Popen[bytes]:
+def launch(
+    folder: Path, etcd: EtcdServer, config: str, *, ranks: int, nnodes: str = "1:2", conf: str = "", **environ: str
+) -> subprocess.Popen[bytes]:
     """Start one live node under torchrun; what it says goes into `node.log`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv_backend=etcd"]
-    command += [f"--rdzv_endpoint={etcd.endpoint}", f"--rdzv_id={folder.name}", "--rdzv_conf=recovery=live,ttl=2"]
-    command += ["--nnodes=1:2", f"--nproc-per-node={ranks}", "--max-restarts=50", "-m", "elastic_train", config]
+    command += [
+        f"--rdzv_endpoint={etcd.endpoint}",
+        f"--rdzv_id={folder.name}",
+        f"--rdzv_conf=recovery=live,ttl=2{conf}",
+    ]
+    command += [f"--nnodes={nnodes}", f"--nproc-per-node={ranks}", "--max-restarts=50", "-m", "elastic_train", config]
     everything = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
     with (folder / "node.log").open("ab") as log:
         return subprocess.Popen(command, cwd=ROOT, env=everything, stdout=log, stderr=log)
@@ -184,3 +190,59 @@ def test_a_node_that_is_told_to_leave_commits_when_nobody_goes_on(
     assert max(int(str(line["step"])) for line in left.of("step")) == left.commits[-1].fields["step"]  # type: ignore[index]
     run, _ = finish(launch(tmp_path, etcd, config, ranks=1), tmp_path)
     assert weights(run) == undisturbed(120)
+
+
+@pytest.mark.long
+def test_regroups_leave_nothing_behind(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+    """Open files, threads and memory of a survivor do not grow with the number of its worlds."""
+    config = write_config(tmp_path, rows, 100_000)
+    job = launch(tmp_path, etcd, config, ranks=2)
+    try:
+        seen = []
+        term = 0
+        for _ in range(9):
+            term, ranks = until_whole(tmp_path / "run", 2, above=term)
+            seen.append(held_by(ranks[0]))
+            os.kill(ranks[1], signal.SIGKILL)
+    finally:
+        job.kill()
+    files, threads, kibibytes = zip(*seen, strict=True)
+    assert max(files[6:]) <= max(files[1:4]) + 2, files
+    assert max(threads[6:]) <= max(threads[1:4]) + 2, threads
+    assert max(kibibytes[6:]) <= 1.1 * max(kibibytes[1:4]), kibibytes
+
+
+def held_by(pid: int) -> tuple[int, int, int]:
+    """Return how many files a process has open, its threads, and its resident memory in KiB."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return len(list(Path(f"/proc/{pid}/fd").iterdir())), int(status["Threads"]), int(status["VmRSS"].split()[0])
+
+
+def test_survivors_below_the_minimum_commit_and_leave(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+    """With too few nodes for too long the state that the survivor holds is committed, and it ends with 77."""
+    config = write_config(tmp_path, rows, 100_000)
+    nodes = [launch(tmp_path, etcd, config, ranks=1, nnodes="2", conf=",timeout=4") for _ in range(2)]
+    until_whole(tmp_path / "run", 2)
+    os.kill(nodes[1].pid, signal.SIGKILL)
+    assert nodes[0].wait(60) == 1  # torchrun's
+    left = collect(tmp_path / "run")
+    last = max(int(str(line["step"])) for line in left.of("step"))
+    assert left.commits[-1].fields is not None and left.commits[-1].fields["step"] == last
+    assert "exitcode  : 77" in (tmp_path / "node.log").read_text()
+
+
+def test_training_goes_on_without_etcd(tmp_path: Path, rows: Path, undisturbed: Callable[[int], object]) -> None:
+    """While etcd is away for longer than a lease, members compute on in their world; it needs no new one afterwards."""
+    with EtcdServer() as server:
+        config = write_config(tmp_path, rows, 240)
+        job = launch(tmp_path, server, config, ranks=2)
+        until_whole(tmp_path / "run", 2)
+        server.kill()
+        before = len(history(tmp_path / "run"))
+        time.sleep(6.0)  # three leases
+        during = len(history(tmp_path / "run"))
+        server.start()
+        run, log = finish(job, tmp_path)
+    assert during >= before + 20, log  # a commit waits a moment for etcd's answer
+    assert {line["term"] for line in run.of("form")} == {1}
+    assert weights(run) == undisturbed(240)
