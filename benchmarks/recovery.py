@@ -9,17 +9,23 @@ live_node_s     agent and workers of a node are killed (goal: at most ttl + 1 s)
 live_frozen_s   a worker is stopped for twice the ttl (goal: at most ttl + 1 s)
 live_cut_s      a node is cut off the network; needs root and `ip` (goal: at most ttl + 1 s)
 
-All live faults hit one job, whose final weights are then compared with those of a run without faults (`hash_equal`),
-and in which no applied step may be lost (`rpo_steps_max`). With --minutes, a job of four workers has a fault every
-29 s for so long: `throughput_kept` is its speed over that of the same job without faults, `throughput_kept_net` the
-same with the share of the machine taken out that starting the lost processes anew takes. The last line is JSON.
+With --storm N, three live nodes go through N faults in quick succession, several at a time and during recovery too:
+kills, freezes shorter and longer than a lease, nodes that leave and come back (`storm_faults`, `storm_hash_equal`).
+
+All live faults but the cuts hit one job, whose final weights are then compared with those of a run without faults
+(`hash_equal`), and in which no applied step may be lost (`rpo_steps_max`). With --minutes, a job of four workers has a
+fault every 29 s for so long: `throughput_kept` is its speed over that of the same job without faults,
+`throughput_kept_net` the same with the share of the machine taken out that starting the lost processes anew takes.
+The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -34,8 +40,9 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from chaos.errors import RunError
 from chaos.evidence import Evidence, collect, number, whole
-from chaos.injected import rpo
+from chaos.injected import check_kept, rpo
 from chaos.local import Job, launch
 from chaos.node import Node, clean_environ
 from chaos.recovery import recoveries
@@ -48,6 +55,8 @@ FROZEN_S = 6.0
 STOCK_TIMEOUT_S = 180.0
 NAMES = ("stock_c10d_s", "restart_s", "live_worker_s", "live_node_s", "live_frozen_s", "live_cut_s")
 FAULT_EVERY_S = 29.0
+NAMESPACE, OUTSIDE, INSIDE = "elastic-cut", "elastic-out", "elastic-in"
+ADDRESSES = ("10.213.77.1", "10.213.77.2")
 
 
 @dataclass
@@ -73,7 +82,9 @@ def main() -> None:
     )
     arguments.add_argument("--json", action="store_true", help="print the last line only")
     arguments.add_argument("--faults", type=int, default=5, help="faults of each kind")
-    arguments.add_argument("--only", default="stock,restart,live", help="parts to run: stock, restart, live")
+    arguments.add_argument("--only", default="stock,restart,live,cut", help="parts to run: stock, restart, live, cut")
+    arguments.add_argument("--storm", type=int, default=0, help="also go through so many faults in quick succession")
+    arguments.add_argument("--seed", type=int, default=1, help="draws the storm")
     arguments.add_argument("--minutes", type=float, default=0, help="also measure the throughput kept, for so long")
     chosen = arguments.parse_args()
     console = Console(quiet=chosen.json, highlight=False)
@@ -95,6 +106,10 @@ def main() -> None:
                 ]
         if "live" in parts:
             _live(Path(folder) / "live", chosen.faults, figures, console)
+        if "cut" in parts:
+            _cut(Path(folder) / "cut", chosen.faults, figures, console)
+        if chosen.storm:
+            _storm(Path(folder) / "storm", chosen.storm, chosen.seed, figures, console)
         if chosen.minutes:
             _throughput(Path(folder) / "throughput", chosen.minutes * 60, figures, console)
     _show(figures, console)
@@ -153,6 +168,109 @@ def _live(folder: Path, num_faults: int, figures: Figures, console: Console) -> 
     figures.facts["num_live_faults"] = len(costs)
 
 
+class CutNode(Node):
+    """A node in a network namespace of its own; freezing it cuts the cable, thawing it puts it back."""
+
+    def freeze(self) -> list[int]:
+        _ip("link", "set", OUTSIDE, "down")
+        return self.pids()
+
+    def thaw(self, pids: list[int]) -> None:
+        _ip("link", "set", OUTSIDE, "up")
+
+
+def _cut(folder: Path, num_faults: int, figures: Figures, console: Console) -> None:
+    """Cut one node of two off the network again and again."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        figures.facts["live_cut_missing"] = "network namespaces need root and iproute2"
+        return
+    due = [Due("freeze_node", 1, None, 14.0, for_s=2 * TTL_S) for _ in range(num_faults)]
+    seconds = 14.0 * num_faults + 20.0
+    config = _write_job(folder, seconds, ranks=2)
+    try:
+        with _namespace():
+            run = _run_job(folder / "faulted", config, due, ranks=1, timeout_s=3 * seconds, place=_behind_the_cable)
+    except subprocess.CalledProcessError as error:
+        figures.facts["live_cut_missing"] = f"no network namespaces here: {error.stderr.decode().strip()}"
+        return
+    figures.seconds["live_cut_s"] = [cost.rto_s for cost in recoveries(run)]
+    console.print(f"live_cut_s: {', '.join(f'{s:.2f}' for s in figures.seconds['live_cut_s'])}")
+
+
+@contextlib.contextmanager
+def _namespace() -> Iterator[None]:
+    """Make a namespace with a cable to this one."""
+    try:
+        _ip("netns", "add", NAMESPACE)
+        _ip("link", "add", OUTSIDE, "type", "veth", "peer", "name", INSIDE)
+        _ip("link", "set", INSIDE, "netns", NAMESPACE)
+        _ip("addr", "add", f"{ADDRESSES[0]}/24", "dev", OUTSIDE)
+        _ip("link", "set", OUTSIDE, "up")
+        _ip("-n", NAMESPACE, "addr", "add", f"{ADDRESSES[1]}/24", "dev", INSIDE)
+        _ip("-n", NAMESPACE, "link", "set", INSIDE, "up")
+        _ip("-n", NAMESPACE, "link", "set", "lo", "up")
+        yield
+    finally:
+        subprocess.run(["ip", "link", "del", OUTSIDE], capture_output=True, check=False)
+        subprocess.run(["ip", "netns", "del", NAMESPACE], capture_output=True, check=False)
+
+
+def _behind_the_cable(nodes: list[Node], folder: Path) -> list[Node]:
+    """Put the second node into the namespace; both use the cable."""
+    environ = {**clean_environ(os.environ), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    outside = Node(0, nodes[0].command, folder / "node-0.log", {**environ, "GLOO_SOCKET_IFNAME": OUTSIDE})
+    command = ["ip", "netns", "exec", NAMESPACE, *nodes[1].command]
+    return [outside, CutNode(1, command, folder / "node-1.log", {**environ, "GLOO_SOCKET_IFNAME": INSIDE})]
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+def _storm(folder: Path, num_faults: int, seed: int, figures: Figures, console: Console) -> None:
+    """Send three nodes through faults in quick succession, tell them to leave, and repeat the same steps without."""
+    due = storm(num_faults, seed)
+    config = _write_job(folder, 10 * sum(fault.after_s or 0.0 for fault in due), ranks=3)
+    with contextlib.suppress(RunError):  # told to leave, no node ends with 0
+        _run_job(folder / "faulted", config, due, ranks=1, timeout_s=2400, num_nodes=3)
+    run = collect(folder / "faulted")
+    assert run.result is not None, "the job was told to leave, and says where"
+    check_kept(run)
+    steps = whole(run.result, "step")
+    alone = ["elastic_train", config, "--run.dir", str(folder / "alone"), "--max_steps", str(steps)]
+    subprocess.run([sys.executable, "-m", *alone], check=True, stdout=subprocess.DEVNULL)
+    expected = json.loads((folder / "alone" / "result.json").read_text())
+    figures.facts |= {
+        "storm_faults": len([fault for fault in run.of("fault") if fault["kind"] != "stop_node"]),
+        "storm_worlds": len({line["term"] for line in run.of("form")}),
+        "storm_steps": steps,
+        "storm_hash_equal": expected["weights_sha256"] == run.result["weights_sha256"],
+        "storm_coverage_equal": expected["coverage"] == run.result["coverage"],
+    }
+    console.print(f"storm: {figures.facts}")
+
+
+def storm(num_faults: int, seed: int) -> list[Due]:
+    """Draw faults in bursts; each spares one node, so that a replica lives, and the next waits until all are back."""
+    rng = random.Random(seed)
+    due: list[Due] = []
+    while len(due) < num_faults:
+        spared, is_up = rng.randrange(3), {0: True, 1: True, 2: True}
+        for turn in range(8):
+            node = rng.choice([other for other in is_up if other != spared])
+            pause_s = 15.0 if turn == 0 else rng.choice([0.0, 0.1, 0.5, 1.0, 3.0])
+            if not is_up[node]:
+                due.append(Due("start_node", node, None, pause_s))
+                is_up[node] = True
+                continue
+            kind = rng.choice(["kill_worker", "kill_worker", "freeze_worker", "freeze_node", "kill_node", "stop_node"])
+            for_s = rng.choice([1.0, 2 * TTL_S]) if kind.startswith("freeze") else None
+            due.append(Due(kind, node, None, pause_s, for_s=for_s))  # type: ignore[arg-type]
+            is_up[node] = kind not in ("kill_node", "stop_node")
+        due += [Due("start_node", node, None, 1.0) for node, up in is_up.items() if not up]
+    return [*due, Due("stop_node", 2, None, 20.0), Due("stop_node", 1, None, 0.0), Due("stop_node", 0, None, 0.0)]
+
+
 def _throughput(folder: Path, seconds: float, figures: Figures, console: Console) -> None:
     """Run a job of four workers with a fault every 29 s, kills and freezes in turn, and without."""
     kinds = [("kill_worker", None), ("freeze_worker", FROZEN_S)]
@@ -202,7 +320,7 @@ def _write_job(folder: Path, seconds: float, ranks: int) -> str:
         "task": {"path": "elastic_train.tasks.text_classifier:TextClassifier", "params": params},
         "data": {"train": str(folder / "data")},
         "batch": {"global_batch": 16 * ranks, "micro_batch": 8},
-        "optimizer": {"lr": 0.001, "warmup_steps": 10},
+        "optimizer": {"lr": 0.001, "warmup_steps": 10, "schedule": "constant"},
         "max_steps": int(seconds * steps_per_s),
         "epochs": 1000,
         "validation": {"every_steps": None},
@@ -214,15 +332,26 @@ def _write_job(folder: Path, seconds: float, ranks: int) -> str:
     return str(path)
 
 
-def _run_job(folder: Path, config: str, due: list[Due], *, ranks: int, timeout_s: float) -> Evidence:
-    """Run a live job of two nodes with its faults to its end, and return what it left."""
-    nodes = Nodes(count=2, ranks=ranks, min=1, max_restarts=1000, lease_ttl_s=TTL_S, recovery="live")
+def _run_job(
+    folder: Path,
+    config: str,
+    due: list[Due],
+    *,
+    ranks: int,
+    timeout_s: float,
+    num_nodes: int = 2,
+    place: Callable[[list[Node], Path], list[Node]] | None = None,
+) -> Evidence:
+    """Run a live job with its faults to its end, and return what it left; `place` puts its nodes elsewhere."""
+    nodes = Nodes(count=num_nodes, ranks=ranks, min=1, max_restarts=1000, lease_ttl_s=TTL_S, recovery="live")
     scenario = Scenario(name=folder.name, description="", config=config, nodes=nodes, timeout_s=timeout_s)
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    with EtcdServer() as server:
-        started = launch(scenario, server.endpoint, folder, ["--run.dir", str(folder)], folder.name)
+    with EtcdServer(host="0.0.0.0" if place else "127.0.0.1") as server:
+        endpoint = server.endpoint.replace("127.0.0.1", ADDRESSES[0]) if place else server.endpoint
+        started = launch(scenario, endpoint, folder, ["--run.dir", str(folder)], folder.name)
+        started = place(started, folder) if place else started
         Job(folder, started, scenario, due, 0, lambda _: None, lambda _: None).run()
     return collect(folder)
 

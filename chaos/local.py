@@ -100,7 +100,7 @@ class Job:
     _followed: Followed = field(default_factory=Followed)
     _deadline: float = 0.0
     _lost: list[Node] = field(default_factory=list)
-    _frozen: list[tuple[float, list[int]]] = field(default_factory=list)
+    _frozen: list[tuple[float, Node, list[int]]] = field(default_factory=list)
 
     def run(self) -> None:
         """Start the nodes, inject every fault when it is due, wait for the end; leave no process behind."""
@@ -169,7 +169,7 @@ class Job:
         if fault.for_s is not None:
             is_one = fault.kind == "freeze_worker"
             pids = node.hit_worker(self._followed.pids, signal.SIGSTOP) if is_one else node.freeze()
-            self._frozen.append((time.monotonic() + fault.for_s, pids))
+            self._frozen.append((time.monotonic() + fault.for_s, node, pids))
             return pids
         pids = node.kill() if fault.kind == "kill_node" else node.stop()
         self._lost += [node] if pids else []
@@ -191,15 +191,15 @@ class Job:
             )
         for frozen in [frozen for frozen in self._frozen if time.monotonic() >= frozen[0]]:
             self._frozen.remove(frozen)
-            signal_all(frozen[1], signal.SIGCONT)
+            frozen[1].thaw(frozen[2])
         self._followed.look(self.folder)
         self.on_look(self._followed)
         time.sleep(_LOOK_EVERY_S)
 
     def _clean_up(self) -> None:
         """Record how nodes ended and what outlived the job, and end that."""
-        for _, pids in self._frozen:
-            signal_all(pids, signal.SIGCONT)
+        for _, node, pids in self._frozen:
+            node.thaw(pids)
         is_over = not any(node.is_up for node in self.nodes)
         for node in self.nodes:
             if node.code is not None:
