@@ -95,12 +95,13 @@ class LiveWorlds:
         is_stopped: Callable[[], bool],
     ) -> None:
         self._told, self._is_stopped, self._watchdog = told, is_stopped, watchdog
+        self._num_lanes = config.batch.num_lanes
         self._timeout_s, self._device = config.peer_timeout_s, device
         self._member: LiveMember | None = None
 
     def form(self) -> Formed | None:
         if self._member is None:
-            self._member = LiveMember(self._told)
+            self._member = LiveMember(self._told, self._num_lanes)
         while True:
             try:
                 world = self._member.next_world(self._is_stopped)

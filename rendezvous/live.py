@@ -38,7 +38,8 @@ class LiveWorld:
 class LiveMember:
     """A worker's membership over the life of its process."""
 
-    def __init__(self, told: LiveContext) -> None:
+    def __init__(self, told: LiveContext, max_members: int) -> None:
+        """`max_members` is the most that a world can use: further ones wait, warmed up, until one is lost."""
         self._told = told
         options = etcd_options(told.endpoints, told.options)
         local_rank, local_size = os.environ["LOCAL_RANK"], int(os.environ["LOCAL_WORLD_SIZE"])
@@ -51,7 +52,7 @@ class LiveMember:
             node_members=local_size,
             agent=told.agent,
         )
-        policy = Policy(told.min_nodes, told.max_nodes, told.last_call_s)
+        policy = Policy(told.min_nodes, told.max_nodes, told.last_call_s, max_members)
         self._node = Node(EtcdStore(options), told.run_id, policy, place, ttl_s=told.ttl_s)
         self._meeting = Meeting(self._node, told.address, told.timeout_s)
 

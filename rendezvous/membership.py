@@ -22,11 +22,12 @@ from rendezvous.store import ABSENT, Snapshot
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How many nodes a world may have, and how long a new job waits for one more."""
+    """How many nodes and members a world may have, and how long a new job waits for one more."""
 
     min_nodes: int
     max_nodes: int
     last_call_s: float = 2.0
+    max_members: int = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +228,9 @@ def _is_fresh(view: View) -> bool:
 
 
 def _admitted(members: tuple[Member, ...], policy: Policy) -> tuple[Member, ...]:
-    """The members of the first `max_nodes` nodes, in the order given."""
+    """The members of the first `max_nodes` nodes, in the order given, and of them the first `max_members`."""
     nodes = list(dict.fromkeys(member.node_id for member in members))[: policy.max_nodes]
-    return tuple(member for member in members if member.node_id in nodes)
+    return tuple(member for member in members if member.node_id in nodes)[: policy.max_members]
 
 
 def _are_whole(members: tuple[Member, ...]) -> bool:
@@ -243,8 +244,10 @@ def _has_no_room(view: View, me: str, policy: Policy) -> bool:
     world, mine = view.world, view.member(me)
     if world is None or mine is None or world.rank_of(me) is not None:
         return False
-    nodes = {mate.node_id for mate in mates_of(view, world)}
-    return mine.node_id not in nodes and len(nodes) >= policy.max_nodes
+    mates = mates_of(view, world)
+    nodes = {mate.node_id for mate in mates}
+    is_node_left_out = mine.node_id not in nodes and len(nodes) >= policy.max_nodes
+    return is_node_left_out or len(mates) >= policy.max_members
 
 
 def _is_finishing(member: Member, view: View) -> bool:

@@ -362,3 +362,19 @@ def test_a_replaced_worker_of_a_full_world_has_room() -> None:
     full = view(worker("a0", "a"), worker("b0", "b"), worker("a2", "a"), of=world(1, "a0", "b0"))
     assert membership.num_waiting(full, "a0", world(1, "a0", "b0"), TWO) == 1
     assert membership.decide(full, "a2", TWO, 0.0) == Wait("members")
+
+
+def test_members_beyond_the_most_stand_by() -> None:
+    """A world takes no more members than it can use; one more asks for nothing, and is admitted when one is lost."""
+    policy = Policy(1, 4, 0.0, max_members=2)
+    three = view(member("a"), member("b"), member("c"))
+    decision = membership.decide(three, "a", policy, 99.0)
+    assert isinstance(decision, Seal)
+    assert [seat.member for seat in decision.seats] == ["a", "b"]
+    two = world(1, "a", "b")
+    running = view(member("a"), member("b"), member("c"), of=two)
+    assert membership.num_waiting(running, "a", two, policy) == 0
+    assert membership.decide(running, "c", policy, 99.0) == Wait("room")
+    again = membership.decide(view(member("a", after=1), member("c"), of=two), "a", policy, 0.0)
+    assert isinstance(again, Seal)
+    assert [seat.member for seat in again.seats] == ["a", "c"]
