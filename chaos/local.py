@@ -162,6 +162,8 @@ class Job:
     def _do(self, fault: Due, node: Node) -> list[int]:
         """Do it; return the processes that were hit or started, none if there was nothing to hit."""
         if fault.kind == "start_node":
+            if node.is_up:
+                return []  # it was told to stop, and is not through yet; it may be frozen, so time goes on here
             self._lost = [lost for lost in self._lost if lost is not node]
             return node.start()
         if fault.kind == "kill_worker":
