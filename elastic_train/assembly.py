@@ -10,6 +10,7 @@ import torch
 
 from elastic_train.checkpoint import CommitRecord, CommitWriter, discover, open_store
 from elastic_train.config import Config
+from elastic_train.errors import StorageError
 from elastic_train.fencing import StoreFence
 from elastic_train.files import write_atomically
 from elastic_train.lanes import owned_lanes
@@ -92,7 +93,10 @@ def start_tracker(plan: Plan, world: World, state: AppliedState, head: CommitRec
     except OSError as error:
         world.tell(f"{folder}/config.yaml cannot be written, training goes on: {error}; make room on the disk")
     if config.checkpoint.url is not None:
-        world.store.create(f"configs/{world.term:08d}.yaml", config.to_yaml().encode())
+        try:
+            world.store.create(f"configs/{world.term:08d}.yaml", config.to_yaml().encode())
+        except StorageError as error:
+            world.tell(f"the configuration cannot be kept beside the commits, training goes on: {error}")
     return Tracker.start(
         run_dir=folder,
         term=world.term,

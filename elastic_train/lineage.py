@@ -83,6 +83,11 @@ def extend(intervals: Sequence[Interval], term: int, lo: int, hi: int) -> tuple[
     return (*intervals, Interval(term, lo, hi))
 
 
+def cut(intervals: Sequence[Interval], step: int) -> tuple[Interval, ...]:
+    """Return the part of a lineage before a step."""
+    return tuple(Interval(i.term, i.lo, min(i.hi, step)) for i in intervals if i.lo < step)
+
+
 def tiling_problems(intervals: Sequence[Interval], total: int) -> list[str]:
     """Describe every gap and overlap that keeps the intervals, oldest first, from tiling [0, total)."""
     problems: list[str] = []

@@ -16,7 +16,14 @@ from elastic_train import config as configuration
 from elastic_train.assembly import commit_alone, make_repeatable, open_session
 from elastic_train.cli import explain
 from elastic_train.config import Config
-from elastic_train.errors import ElasticTrainError, FencedError, PeerLostError, Preempted, TooFewNodesError
+from elastic_train.errors import (
+    ElasticTrainError,
+    FencedError,
+    PeerLostError,
+    Preempted,
+    StorageError,
+    TooFewNodesError,
+)
 from elastic_train.plan import Plan, make_plan
 from elastic_train.preemption import LeaveRequest
 from elastic_train.progress import flush_streams
@@ -30,6 +37,8 @@ from rendezvous.errors import RendezvousError
 from rendezvous.orphans import die_with_parent
 
 LEAVING_PATIENCE_S = 8.0
+MOST_FAILED_WORLDS, FAILED_WORLD_PAUSE_S = 60, 2.0
+"""How often, and how long, live ranks that hold a state wait for storage that a new world needs."""
 
 
 def run(path: Path, overrides: Sequence[str]) -> int:
@@ -66,18 +75,28 @@ def _train(config: Config, leave: LeaveRequest, started_at: float) -> int:
     worlds = open_worlds(config, plan.device, watchdog, lambda: _is_through(leave, state))
     if worlds.is_live:
         plan.task.metrics()  # warm up: its imports take longer than a recovery
+    num_failed = 0
     process = Process(plan, state, worlds, leave, watchdog, started_at)
-    while (formed := _next_world(worlds, plan, state)) is not None:
+    while (formed := _next_world(worlds, plan, state, watchdog)) is not None:
         try:
-            session = open_session(process, formed)
-            code = _train_in(session)
+            watchdog.enter()
+            code = _train_in(open_session(process, formed))
         except (PeerLostError, FencedError):
             if not worlds.is_live:
                 raise  # the job goes on in the next world, and with it the tracker's run
             formed.group.abandon()
             continue
+        except StorageError as error:
+            num_failed += 1
+            if not worlds.is_live or state.step == 0 or num_failed == MOST_FAILED_WORLDS:
+                raise
+            sys.stderr.write(f"the world of step {state.step} could not begin, trying on: {error}\n")
+            formed.group.abandon()
+            time.sleep(FAILED_WORLD_PAUSE_S)
+            continue
         if code is not None:
             return code
+        num_failed = 0
     return 0
 
 
@@ -90,13 +109,16 @@ def _is_through(leave: LeaveRequest, state: AppliedState) -> bool:
     return leave.is_set and (state.step == 0 or time.monotonic() - leave.since_s > LEAVING_PATIENCE_S)
 
 
-def _next_world(worlds: Worlds, plan: Plan, state: AppliedState) -> Formed | None:
+def _next_world(worlds: Worlds, plan: Plan, state: AppliedState, watchdog: Watchdog) -> Formed | None:
     """Wait for the next world; a state that no world takes over any more is committed before it is given up."""
+    watchdog.rest()
     try:
         return worlds.form()
     except (TooFewNodesError, Preempted):
-        if worlds.is_first_in_line():
+        try:
             commit_alone(plan, state)
+        except ElasticTrainError as error:
+            sys.stderr.write(f"the state of step {state.step} could not be committed: {error}\n")
         worlds.leave(is_job_done=False)
         raise
 
@@ -105,14 +127,13 @@ def _train_in(session: Session) -> int | None:
     """Train in one world; return the exit code, None if another world is to follow."""
     try:
         outcome = train(session)
-        session.watchdog.rest()
+        session.watchdog.enter()
         if outcome is Outcome.REGROUP:
             session.pause()
             session.world.group.abandon()
             return None
         return _finish(session, outcome)
     except (PeerLostError, FencedError):
-        session.watchdog.rest()
         session.pause()
         raise
     except Exception:

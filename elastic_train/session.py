@@ -22,8 +22,11 @@ from elastic_train.reduction import GradientSum, weights_digest
 from elastic_train.state import AppliedState
 from elastic_train.tracking import Tracker
 from elastic_train.watchdog import Watchdog
-from elastic_train.world import World
+from elastic_train.world import World, agree
 from elastic_train.worlds import Worlds
+
+LAST_COMMIT_TRIES = 3
+LAST_COMMIT_PAUSE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +154,14 @@ class Session:
         if not self.world.is_leader or (self.head is not None and self.head.step == self.state.step):
             return
         reach("commit")
+        with self.watchdog.resting():  # a store has deadlines of its own
+            self._publish()
+
+    def _publish(self) -> None:
         started = time.perf_counter()
         facts = describe_commit(self.plan, self.state, self.world.group.size)
         try:
-            with self.watchdog.resting():  # a store has deadlines of its own
-                self.head = self.commits.save(self.state.tensors(), facts, self.state.reached.intervals)
+            self.head = self.commits.save(self.state.tensors(), facts, self.state.reached.intervals)
         except StorageError as error:
             self.num_failed_saves += 1
             self.world.tell(
@@ -175,6 +181,22 @@ class Session:
             prune(self.world.store, self.plan.config.checkpoint.keep_last, verified=self.head.key)
         except StorageError as error:
             self.world.tell(f"old commits could not be deleted: {error}")
+
+    def commit_or_fail(self) -> None:
+        """Commit what a job ends with: tries again for a while, and raises StorageError on every rank if it fails."""
+        agree(self.world.group, self._insist)
+
+    def _insist(self) -> None:
+        for attempt in range(LAST_COMMIT_TRIES):
+            if attempt:
+                time.sleep(LAST_COMMIT_PAUSE_S)
+            self.commit()
+            if self.head is not None and self.head.step == self.state.step:
+                return
+        raise StorageError(
+            f"step {self.state.step} could not be committed in {LAST_COMMIT_TRIES} tries: make room in "
+            f"{self.world.store.url} and start again, to go on from step {self.head.step if self.head else 0}"
+        )
 
     def pause(self) -> None:
         """End this world's displays and records; the tracker's run goes on with the next world's."""

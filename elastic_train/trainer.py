@@ -69,12 +69,14 @@ def train(session: Session) -> Outcome:
         if session.is_validation_due():
             session.validate()
         end = _end(session, flags, sums)
-        if end is Outcome.PREEMPTED or sums.any_flags & _COMMIT or session.is_commit_due():
+        if end is Outcome.PREEMPTED:
+            session.commit_or_fail()
+        elif sums.any_flags & _COMMIT or session.is_commit_due():
             session.commit()
         if end is not None:
             return end
     session.validate()
-    session.commit()
+    session.commit_or_fail()
     return Outcome.DONE
 
 

@@ -33,24 +33,30 @@ class Watchdog:
         self._fixed_s = limit_s
         self._longest_s: float | None = None
         self._since: float | None = None
+        self._is_entering = False
         self._thread: threading.Thread | None = None
 
     @property
     def limit_s(self) -> float:
         """How long work may go on without progress, as of now."""
-        if self._fixed_s is not None:
-            return self._fixed_s
-        return MOST_S if self._longest_s is None else min(MOST_S, max(LEAST_S, TIMES_LONGEST * self._longest_s))
+        if self._is_entering or (self._fixed_s is None and self._longest_s is None):
+            return MOST_S
+        learned_s = min(MOST_S, max(LEAST_S, TIMES_LONGEST * (self._longest_s or 0.0)))
+        return self._fixed_s or learned_s
 
     def beat(self) -> None:
         """Say that there was progress, and that work goes on."""
-        now = time.monotonic()
-        if self._since is not None:
-            self._longest_s = max(now - self._since, self._longest_s or 0.0)
-        self._since = now
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-            self._thread.start()
+        self._learn()
+        was_entering, self._is_entering = self._is_entering, False
+        self._since = time.monotonic()
+        self._start()
+        if was_entering:
+            self._arm()
+
+    def enter(self) -> None:
+        """Say that work without beats begins, such as a world's: up to the next beat it has the longest limit."""
+        self._since, self._is_entering = time.monotonic(), True
+        self._start()
 
     def beating(self, items: Iterable[T]) -> Iterator[T]:
         """Yield the items; each is progress."""
@@ -61,24 +67,37 @@ class Watchdog:
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
         """Do not count the time inside: it is somebody else's, or has a limit of its own."""
+        self._learn()
         was_working, self._since = self._since is not None, None
         try:
             yield
         finally:
             self._since = time.monotonic() if was_working else None
 
+    def _learn(self) -> None:
+        if self._since is not None and not self._is_entering:
+            self._longest_s = max(time.monotonic() - self._since, self._longest_s or 0.0)
+
     def rest(self) -> None:
         """Stop counting until the next beat."""
         self._since = None
 
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
+
     def _watch(self) -> None:
         while True:
-            with contextlib.suppress(ValueError, OSError):  # there may be no stderr to dump to
-                faulthandler.dump_traceback_later(self.limit_s + BACKSTOP_S, exit=True)
+            self._arm()
             time.sleep(min(1.0, self.limit_s / 4))
             since = self._since
             if since is not None and time.monotonic() - since > self.limit_s:
                 self._end(time.monotonic() - since)
+
+    def _arm(self) -> None:
+        with contextlib.suppress(ValueError, OSError):  # there may be no stderr to dump to
+            faulthandler.dump_traceback_later(self.limit_s + BACKSTOP_S, exit=True)
 
     def _end(self, stuck_s: float) -> None:
         with contextlib.suppress(ValueError, OSError):

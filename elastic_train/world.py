@@ -7,6 +7,7 @@ ranks go on alike or stop alike. Rank 0 alone speaks to etcd.
 
 from __future__ import annotations
 
+import logging
 import time
 import zlib
 from collections.abc import Callable
@@ -19,12 +20,13 @@ from elastic_train import errors
 from elastic_train.checkpoint import CommitRecord, Store, discover, load, open_store, sweep
 from elastic_train.checkpoint.reader import read_record, records
 from elastic_train.config import Config
-from elastic_train.errors import ElasticTrainError
+from elastic_train.errors import ElasticTrainError, StorageError
 from elastic_train.failpoints import reach
 from elastic_train.fencing import Fence, JoinedFence, StoreFence, newest_term
 from elastic_train.group import Group
 from elastic_train.handover import gather_places, hand_over
 from elastic_train.history import History, last_applied
+from elastic_train.lineage import cut
 from elastic_train.plan import Plan
 from elastic_train.progress import Progress, ResumeBanner
 from elastic_train.state import AppliedState, Reached
@@ -35,6 +37,7 @@ FENCE_TIMEOUT_S = 3.0
 """An election of etcd's takes about a second; a commit that etcd does not answer to is found by its record anyway."""
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,10 @@ def enter_world(config: Config, formed: Formed, started_at: float) -> World:
         started_at=started_at,
     )
     if group.rank == 0:
-        sweep(store, term)
+        try:
+            sweep(store, term)
+        except StorageError as error:
+            log.warning("what fenced writers left could not be removed: %s", error)
     progress = Progress() if group.rank == 0 else None
     return World(group, term, store, fence, history, progress, launched, time.time())
 
@@ -114,10 +120,11 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
     if head is not None:
         plan.check_continues(head)
     if head is not None and is_loaded:
-        reached = Reached(head.step, head.cursor, head.coverage, head.intervals, head.metrics)
-        state.restore(lambda tensors: load(world.store, head, tensors), reached)
+        _load(world.store, head, state)
     else:
         given_by = hand_over(world.group, state, places)
+        key = agree(world.group, lambda: _parent_of(world.store, state))
+        head = read_record(world.store, key) if key else None
     seconds = time.perf_counter() - started
     source = Source("the members' own state" if state.step else "the beginning", state.step, None)
     if head is not None and is_loaded:
@@ -136,6 +143,22 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
     if banner is not None and world.progress is not None:
         world.progress.banner(banner)
     return head
+
+
+def _load(store: Store, head: CommitRecord, state: AppliedState) -> None:
+    reached = Reached(head.step, head.cursor, head.coverage, head.intervals, head.metrics)
+    try:
+        state.restore(lambda tensors: load(store, head, tensors), reached)
+    except StorageError as error:
+        # The state is neither the old nor the new one: nothing but a new process may go on from here.
+        raise ElasticTrainError(f"{head.key} could not be read to its end: {error}") from error
+
+
+def _parent_of(store: Store, state: AppliedState) -> str | None:
+    """Return the newest commit that the state goes on from; a fenced writer's late record is no ancestor of it."""
+    mine = state.reached.intervals
+    found = (r for _, r, _ in records(store) if r and r.step <= state.step and r.intervals == cut(mine, r.step))
+    return next((record.key for record in found), None)
 
 
 def agree(group: Group, decide: Callable[[], T]) -> T:

@@ -46,9 +46,6 @@ class Worlds(Protocol):
     def wants_to_grow(self) -> bool:
         """Whether the world should end at the next step boundary to let others in."""
 
-    def is_first_in_line(self) -> bool:
-        """Whether this process speaks for all that wait for a world."""
-
     def leave(self, *, is_job_done: bool) -> None:
         """Be gone for the others, at once; a job that is done takes no more members."""
 
@@ -72,9 +69,6 @@ class OneWorld:
         )
 
     def wants_to_grow(self) -> bool:
-        return False
-
-    def is_first_in_line(self) -> bool:
         return False
 
     def leave(self, *, is_job_done: bool) -> None:
@@ -128,9 +122,6 @@ class LiveWorlds:
 
     def wants_to_grow(self) -> bool:
         return self._member is not None and self._member.wants_to_grow()
-
-    def is_first_in_line(self) -> bool:
-        return self._member is not None and self._member.is_first_in_line()
 
     def leave(self, *, is_job_done: bool) -> None:
         if self._member is not None:

@@ -79,11 +79,6 @@ class LiveMember:
         """Whether warmed-up members wait to be admitted."""
         return self._node.wants_to_grow(GROW_QUIET_S)
 
-    def is_first_in_line(self) -> bool:
-        """Whether this member would lead the next world; of several that hold a state one has to save it."""
-        ready = self._node.view.members
-        return bool(ready) and ready[0].id == self._node.id
-
     def close_job(self) -> None:
         """Mark the job as done: members that come late leave."""
         assert self._node.world is not None, "a job is closed by a world"

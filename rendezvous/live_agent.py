@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 import uuid
 from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
@@ -36,6 +38,7 @@ from rendezvous.records import Keys
 PER_S = 3600.0
 SHORT_LIFE_S = 20.0
 LONGEST_PAUSE_S = 30.0
+DONE_GRACE_S = 60.0
 # Codes with which a worker says that another in its place would end alike: bad input, damage, no progress.
 FINAL_CODES = frozenset({2, 65, 93})
 # Codes with which a worker leaves of its own accord: preempted, too few nodes.
@@ -120,6 +123,7 @@ class LiveAgent(BoundAgent):
         self._born_at: dict[int, float] = {}
         self._young_deaths: Counter[int] = Counter()
         self._due_at: dict[int, float] = {}
+        self._done_since: float | None = None
         # The stock agent would restart all workers when one has failed for good.
         self._remaining_restarts = 0
 
@@ -142,6 +146,8 @@ class LiveAgent(BoundAgent):
             if rank in self._due_at and now >= self._due_at[rank]:
                 del self._due_at[rank]
                 self._replace(worker_group, rank)
+        if 0 in codes(handlers) and not self._due_at:
+            self._end_the_rest(now)
         if self._due_at or any(handler.proc.poll() is None for handler in handlers.values()):
             return RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
@@ -149,6 +155,15 @@ class LiveAgent(BoundAgent):
 
     def _exit_barrier(self) -> None:
         """There is nothing to wait for: the workers have closed the job together."""
+
+    def _end_the_rest(self, now: float) -> None:
+        """Kill workers that outlive a job that is done for long: they are frozen, or hang."""
+        self._done_since = self._done_since or now
+        if now - self._done_since > DONE_GRACE_S:
+            self._done_since = None  # those that take their place learn that the job is done, and leave
+            for handler in self._context().subprocess_handlers.values():
+                if handler.proc.poll() is None:
+                    handler.close(signal.SIGKILL)
 
     def _fail(self, worker_group: WorkerGroup, rank: int, code: int) -> RunResult:
         _log.error("worker %d ended with code %d, and no restart is left: this node leaves", rank, code)
@@ -177,6 +192,7 @@ class LiveAgent(BoundAgent):
         )
         context.subprocess_handlers[rank] = started
         context._running_local_ranks.add(rank)
+        self._buried.discard(started.proc.pid)  # numbers come back
         self._born_at[rank] = time.monotonic()
         for worker in worker_group.workers:
             if worker.local_rank == rank:
@@ -185,6 +201,11 @@ class LiveAgent(BoundAgent):
     def _context(self) -> SubprocessContext:
         assert isinstance(self._pcontext, SubprocessContext), "workers are programs, and have been started"
         return self._pcontext
+
+
+def codes(handlers: Mapping[int, SubprocessHandler]) -> list[int | None]:
+    """Return every worker's exit code, None while it runs."""
+    return [handler.proc.poll() for handler in handlers.values()]
 
 
 class Budget:

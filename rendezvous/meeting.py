@@ -30,10 +30,16 @@ class Meeting:
     def __init__(self, node: Node, address: str, timeout_s: float) -> None:
         self._node, self._address, self._timeout_s = node, address, timeout_s
         self._hosted: TCPStore | None = None
+        self._hosted_for = 0
 
     def host(self, seal: Seal) -> tuple[str, int]:
-        """Start the TCPStore of a world that this member is about to seal; return the address for all of its seats."""
-        self._hosted = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+        """Start the TCPStore of a world that this member is about to seal; return the address for all of its seats.
+
+        A term has one: the answer to a first try to seal it may have been lost.
+        """
+        if self._hosted is None or self._hosted_for != seal.term:
+            self._hosted = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+            self._hosted_for = seal.term
         hosts = {member.host for member in self._node.view.members}
         is_alone = hosts <= {self._node.place.host}
         is_local = self._address.startswith("127.") or self._address == "localhost"

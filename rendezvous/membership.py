@@ -87,8 +87,10 @@ def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
     ready = ready_members(view)
     if len(ready) < len([member for member in view.members if not _is_finishing(member, view)]):
         return Wait("room" if _has_no_room(view, me, policy) else "members")
+    if _is_fresh(view):
+        ready = _of_whole_nodes(ready)
     num_nodes = count_nodes(ready)
-    if num_nodes < policy.min_nodes or (_is_fresh(view) and not _are_whole(ready)):
+    if num_nodes < policy.min_nodes:
         return Wait("nodes")
     if ready[0].id != me:
         return Wait("leader")
@@ -233,10 +235,10 @@ def _admitted(members: tuple[Member, ...], policy: Policy) -> tuple[Member, ...]
     return tuple(member for member in members if member.node_id in nodes)[: policy.max_members]
 
 
-def _are_whole(members: tuple[Member, ...]) -> bool:
-    """Every node that has come has come with all of its members."""
+def _of_whole_nodes(members: tuple[Member, ...]) -> tuple[Member, ...]:
+    """The members of nodes that have come with all of their members."""
     counts = Counter(member.node_id for member in members)
-    return all(counts[member.node_id] >= member.node_members for member in members)
+    return tuple(member for member in members if counts[member.node_id] >= member.node_members)
 
 
 def _has_no_room(view: View, me: str, policy: Policy) -> bool:

@@ -227,10 +227,14 @@ class Node:
         """
         view = self.view
         late = [member for member in view.members if member.agent and not membership.is_ready(member, view)]
-        gone = {agent for agent in {member.agent for member in late} if is_refused(agent)}
+        # A loopback address means another machine there.
+        near = {m.agent for m in late if m.host == self.place.host or not m.agent.startswith(("127.", "localhost"))}
+        gone = {agent for agent in near if is_refused(agent)}
         return any([self._try(membership.bury(snapshot, self.keys, dead.id)) for dead in late if dead.agent in gone])  # noqa: C419 - all of them
 
     def _register(self) -> None:
+        if self._lease is not None:
+            self._lease.abandon()
         self._lease = self._store.lease(self.ttl_s)
         self.ttl_s = self._lease.ttl_s
         place = self.place

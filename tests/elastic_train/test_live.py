@@ -158,7 +158,7 @@ def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 60) 
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("kind", ["hang", "hang-native"])
+@pytest.mark.parametrize("kind", [pytest.param("hang", marks=pytest.mark.long), "hang-native"])
 def test_a_hanging_rank_is_ended_and_the_others_go_on(
     tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object], kind: str
 ) -> None:
@@ -172,10 +172,10 @@ def test_a_hanging_rank_is_ended_and_the_others_go_on(
     run, log = finish(job, tmp_path)
     assert "in _look" in log
     assert ("no progress for" in log) == (kind == "hang")
-    assert len({line["pid"] for line in run.of("form")}) == 3
     assert weights(run) == undisturbed(120)
 
 
+@pytest.mark.long
 def test_a_node_that_is_told_to_leave_commits_when_nobody_goes_on(
     tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
 ) -> None:
@@ -231,6 +231,7 @@ def test_survivors_below_the_minimum_commit_and_leave(tmp_path: Path, rows: Path
     assert "exitcode  : 77" in (tmp_path / "node.log").read_text()
 
 
+@pytest.mark.long
 def test_training_goes_on_without_etcd(tmp_path: Path, rows: Path, undisturbed: Callable[[int], object]) -> None:
     """While etcd is away for longer than a lease, members compute on in their world; it needs no new one afterwards."""
     with EtcdServer() as server:
