@@ -94,15 +94,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Callabl
     return hash_after
 
 
-SOME_PHASES = ("exchange", "applied", "record", "hand-over")
 PHASES_OF_A_NEW_WORLD = ("form", "restore", "hand-over")
 
 
-@pytest.mark.parametrize(
-    "phases", [pytest.param(SOME_PHASES, id="some"), pytest.param(POINTS, id="all", marks=pytest.mark.long)]
-)
+@pytest.mark.long
 def test_a_fault_in_any_phase_ends_in_the_same_place(
-    tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object], phases: tuple[str, ...]
+    tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
 ) -> None:
     """Ranks die in every phase, regroup and hand-over included; no survivor gives up a step, and no bit differs."""
     points = tmp_path / "points"
@@ -111,7 +108,7 @@ def test_a_fault_in_any_phase_ends_in_the_same_place(
     job = launch(tmp_path, etcd, config, ranks=3, **{VARIABLE: str(points)})
     try:
         term = 0
-        for point in phases:
+        for point in POINTS:
             term, ranks = until_whole(tmp_path / "run", 3, above=term)
             arm(points, point, "raise" if point == "backward" else "kill")
             if point in PHASES_OF_A_NEW_WORLD:
