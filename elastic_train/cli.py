@@ -110,7 +110,7 @@ def compare(
 @app.command
 def sync(run: Path, *, mlflow_uri: str | None = None) -> int:
     """Send what MLflow has missed (a tracker that was down, a killed run) from RUN's local metrics."""
-    from elastic_train.tracking import sync as sync_run
+    from elastic_train.sync import sync as sync_run
 
     print_text(f"{sync_run(run, mlflow_uri=mlflow_uri)}")
     return 0

@@ -31,7 +31,7 @@ from elastic_train.mlflow_run import (
     tracker_errors,
     without_password,
 )
-from elastic_train.tracking import read_mapping
+from elastic_train.sync import read_mapping
 
 DEFAULT_MLFLOW_URI = "sqlite:///mlflow.db"
 _ABSENT = "-"

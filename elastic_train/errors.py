@@ -11,7 +11,6 @@ ElasticTrainError               1
 ├── Preempted                  75   told to leave, committed, requeue
 ├── HungError                  76   no step in the time allowed
 ├── TooFewNodesError           77   not enough nodes in time
-└── NoProgressError            93   restarted again and again without a new commit; do not requeue
 
 A message says what happened, where (file, key, step, term), and what to do.
 """
@@ -73,7 +72,3 @@ class HungError(ElasticTrainError):
 
 class TooFewNodesError(ElasticTrainError):
     exit_code = 77
-
-
-class NoProgressError(ElasticTrainError):
-    exit_code = 93

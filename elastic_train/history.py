@@ -125,12 +125,6 @@ class History:
                 )
 
 
-def read_history(run_dir: str | Path) -> Iterator[dict[str, object]]:
-    """Yield the lines of all processes, file by file; a torn line is passed over."""
-    for path in sorted((Path(run_dir) / FOLDER).glob("*.jsonl")):
-        yield from _parse(path.read_bytes())
-
-
 def last_applied(run_dir: str | Path, before_term: int) -> LastApplied | None:
     """Return the furthest step that the newest term before `before_term` applied; reads the ends of its files only."""
     files: dict[int, list[Path]] = {}

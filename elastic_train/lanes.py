@@ -48,12 +48,6 @@ def owned_lanes(rank: int, world_size: int, num_lanes: int) -> range:
     return range(rank * num_lanes // world_size, (rank + 1) * num_lanes // world_size)
 
 
-def owner_of(lane: int, world_size: int, num_lanes: int) -> int:
-    """Return the rank that owns a lane; the inverse of `owned_lanes`."""
-    assert 0 <= lane < num_lanes, f"no lane {lane} of {num_lanes}"
-    return ((lane + 1) * world_size - 1) // num_lanes
-
-
 def root_of(num_lanes: int) -> Part:
     """Return the node above all lanes."""
     return Part((num_lanes - 1).bit_length(), 0)

@@ -1,4 +1,4 @@
-"""Lineage: the order of commits, the chain from one to its ancestors, and the proof that the chain covers every step.
+"""Lineage: the order of commits, and the proof that a chain of them covers every step.
 
 Commits are ordered by (term, step), never by time: a late record of an older term sorts below everything that a newer
 world has published, so nothing newer ever has it as an ancestor. Every commit accounts for an interval of applied
@@ -8,30 +8,11 @@ steps; the intervals of a lineage must tile [0, T) with no gap and no overlap.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from elastic_train.order import Cursor
 
 COMMITS = "commits/"
 _KEY = re.compile(r"commits/(\d{8,})-(\d{12,})\.json")
-
-
-@dataclass(frozen=True, slots=True)
-class CommitRef:
-    """What the lineage needs to know of a commit; `parent` is the digest of the commit that it continues."""
-
-    term: int
-    step: int
-    key: str
-    digest: str
-    parent: str | None
-    cursor: Cursor
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Where the commit stands in the order of all commits."""
-        return self.term, self.step
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +37,6 @@ def place_of(key: str) -> tuple[int, int] | None:
     match = _KEY.fullmatch(key)
     place = (int(match[1]), int(match[2])) if match else None
     return place if place and commit_key(*place) == key else None
-
-
-def head_of(commits: Iterable[CommitRef]) -> CommitRef | None:
-    """Return the newest commit by (term, step)."""
-    return max(commits, key=lambda commit: commit.place, default=None)
-
-
-def ancestors(commit: CommitRef, by_digest: Mapping[str, CommitRef]) -> Iterator[CommitRef]:
-    """Yield the commit's ancestors, nearest first, as far as they are known.
-
-    A parent that does not come before its child ends the walk with ValueError: such a chain was not made by us.
-    """
-    while commit.parent is not None and commit.parent in by_digest:
-        parent = by_digest[commit.parent]
-        if parent.place >= commit.place or parent.step > commit.step:
-            raise ValueError(f"{commit.key} names {parent.key} as its parent, which does not come before it")
-        yield parent
-        commit = parent
 
 
 def extend(intervals: Sequence[Interval], term: int, lo: int, hi: int) -> tuple[Interval, ...]:

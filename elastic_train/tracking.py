@@ -9,46 +9,23 @@ afterwards.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import re
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from importlib import metadata
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import yaml
-
-from elastic_train.errors import ConfigError, StorageError
-from elastic_train.metrics import (
-    LineageReader,
-    MetricsWriter,
-    Settled,
-    Values,
-    read_metrics,
-    recorded_end,
-    settled_step,
-    terms,
-)
+from elastic_train.delivery import LOCK, SEND_EVERY_S, Delivery, Job, attempt, code_tags
+from elastic_train.errors import StorageError
+from elastic_train.metrics import LineageReader, MetricsWriter, Settled, Values, terms
 from elastic_train.mlflow_run import (
     COMMIT_TAG,
-    GIT_TAG,
-    TORCH_TAG,
-    VERSION_TAG,
-    MlflowRun,
     bound_requests,
-    is_no_tracker,
     locked_by,
-    metric_name,
     read_link,
     reason_of,
     resolve,
-    tracker_errors,
     without_password,
 )
 
@@ -56,97 +33,9 @@ log = logging.getLogger(__name__)
 
 STATUSES = ("FINISHED", "FAILED", "KILLED")
 FLUSH_TIMEOUT_S = {"FINISHED": 20.0, "FAILED": 20.0, "KILLED": 5.0}
-SEND_EVERY_S = 1.0
 MAX_FAILURES_IN_A_ROW = 500
 MAX_FAILURES_AWAITED = 3
 _LONGEST_PAUSE_S = 60.0
-_GIT_TIMEOUT_S = 2.0
-_LOCK = "mlflow.lock"
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What the tracker's run is made from."""
-
-    run_dir: Path
-    config: Mapping[str, object]
-    mlflow_uri: str
-    experiment: str
-    run_name: str
-
-    def config_text(self) -> str:
-        """Return the configuration as the run keeps it, without passwords."""
-        return re.sub(r"://[^/@\s]+@", "://***@", yaml.safe_dump(dict(self.config), sort_keys=False))
-
-
-class Delivery:
-    """Brings a job's lines to its run in MLflow, each value once. After a failure it is opened again, and goes on."""
-
-    def __init__(self, job: Job, *, goes_on: bool) -> None:
-        self._job, self._goes_on = job, goes_on
-        self._run: MlflowRun | None = None
-        self._undone: list[Callable[[], object]] | None = None
-        self._marks: dict[str, int] = {}
-        self._tags: dict[str, str] = {}
-        self._tags_set: dict[str, str] = {}
-
-    @property
-    def is_open(self) -> bool:
-        """Say whether the run was found or made."""
-        return self._run is not None
-
-    def open(self) -> str:
-        """Find or make the run, and return its id; ask it what it has, for a call that timed out may have arrived."""
-        self._run = MlflowRun(self._job.run_dir, self._job.mlflow_uri, self._job.experiment, self._job.run_name)
-        self._marks = self._run.marks()
-        return self._run.run_id
-
-    def describe(self) -> list[Exception]:
-        """Record the configuration, and that the run goes on; return what failed; the next call repeats it."""
-        if self._undone is None:
-            run = self._opened()
-            reopening = [run.reopen] if self._goes_on else []
-            self._undone = [*reopening, *run.description(self._job.config, self._job.config_text())]
-        failed = {part: errors[0] for part in self._undone if (errors := attempt(part))}
-        self._undone = list(failed)
-        return list(failed.values())
-
-    def send(self, lines: Sequence[Values | Settled]) -> int:
-        """Send the values that MLflow does not have, and return how many they were; remember the tags."""
-        missing, marks, tags = [], dict(self._marks), dict(self._tags)
-        for line in lines:
-            if isinstance(line, Settled):
-                tags |= line.tags
-                continue
-            by_name = {name: x for name, x in line.by_name.items() if line.step > marks.get(metric_name(name), -1)}
-            missing.append(replace(line, by_name=by_name))
-            marks |= {metric_name(name): line.step for name in by_name}
-        self._opened().append(missing)
-        self._marks, self._tags = marks, tags
-        return count_values(missing)
-
-    def tag(self) -> None:
-        """Set the newest tags, if they are not those that were set last."""
-        if self._tags != self._tags_set:
-            self._opened().tag(self._tags)
-            self._tags_set = self._tags
-
-    def end(self, status: str) -> None:
-        """Set how the run ended."""
-        self._opened().end(status, None if status == "FAILED" else _weights_sha256(self._job.run_dir))
-
-    def _opened(self) -> MlflowRun:
-        assert self._run is not None, "a run is opened before it is sent to"
-        return self._run
-
-
-def attempt(part: Callable[[], object]) -> list[Exception]:
-    """Do one of several things that do not need each other; return the error if it failed."""
-    try:
-        part()
-    except Exception as error:  # noqa: BLE001 - artifact stores raise what their libraries raise; the caller tells it
-        return [error]
-    return []
 
 
 class Tracker:
@@ -283,7 +172,7 @@ class _Sending:
 
     def _supervise(self) -> None:
         try:
-            with (self._job.run_dir / _LOCK).open("w") as lock:
+            with (self._job.run_dir / LOCK).open("w") as lock:
                 locked_by(lock.fileno(), 10 * SEND_EVERY_S)  # held by a `sync`, or by an older term that is stopped
                 self._deliver_in_spite_of_failures()
         except OSError as error:
@@ -352,124 +241,3 @@ class _Sending:
         if what not in self._told:
             self._told.add(what)
             log.warning("MLflow %s, training goes on with local metrics: %s", what, reason_of(error))
-
-
-@dataclass(frozen=True, slots=True)
-class Synced:
-    """What a repair has sent; `status` is None for a run whose end nobody wrote down.
-
-    Of such a run, and of one that was told to leave, the values after its newest commit wait: they will be computed
-    again.
-    """
-
-    run_id: str
-    mlflow_uri: str
-    num_sent: int
-    num_present: int
-    num_waiting: int
-    status: str | None
-
-    def __str__(self) -> str:
-        sent = f"sent {self.num_sent} values" if self.num_sent else "nothing was missing"
-        waiting = f", {self.num_waiting} wait for a commit" if self.num_waiting else ""
-        end = f"it is {self.status}" if self.status else "it stays RUNNING: no end was written down"
-        return f"MLflow run {self.run_id}: {sent}, {self.num_present} were there already{waiting}; {end}"
-
-
-def sync(run_dir: Path, mlflow_uri: str | None = None) -> Synced:
-    """Send what MLflow does not have of a run's metrics, and how it ended.
-
-    Raises ConfigError if the folder is no run or no tracker is known, StorageError if the tracker cannot be reached or
-    a trainer is sending.
-    """
-    job = _job_of(run_dir, mlflow_uri)
-    bound_requests()
-    try:
-        with (run_dir / _LOCK).open("w") as lock:
-            if not locked_by(lock.fileno(), 2 * SEND_EVERY_S):
-                raise StorageError(f"{run_dir}: a trainer is running and sends its metrics itself; sync when it ended")
-            return _repair(job)
-    except tracker_errors() as error:
-        if is_no_tracker(error):
-            raise ConfigError(
-                f"{job.mlflow_uri} is no MLflow database: {reason_of(error)}; name a tracker with --mlflow-uri"
-            ) from error
-        raise StorageError(f"{job.mlflow_uri}: MLflow cannot be reached, sync later: {reason_of(error)}") from error
-
-
-def _repair(job: Job) -> Synced:
-    end = recorded_end(job.run_dir)
-    delivery, lines, settled = Delivery(job, goes_on=end is None), LineageReader(job.run_dir), settled_step(job.run_dir)
-    run_id = delivery.open()
-    num_sent = num_settled = 0
-
-    def send() -> None:
-        nonlocal num_sent, num_settled
-        while piece := lines.read(settled):
-            num_sent += delivery.send(piece)
-            num_settled += count_values(piece)
-        delivery.tag()
-
-    failed = [*delivery.describe(), *attempt(send)]
-    if end is not None:
-        delivery.end(end.status)
-    if failed:
-        raise StorageError(f"{job.mlflow_uri}: MLflow did not take everything, sync later: {reason_of(failed[0])}")
-    num_waiting = count_values(read_metrics(job.run_dir)) - num_settled
-    return Synced(run_id, job.mlflow_uri, num_sent, num_settled - num_sent, num_waiting, end.status if end else None)
-
-
-def count_values(lines: Iterable[Values | Settled]) -> int:
-    """Return how many values the lines hold."""
-    return sum(len(line.by_name) for line in lines if isinstance(line, Values))
-
-
-def read_mapping(path: Path, parse: Callable[[str], object]) -> Mapping[str, object]:
-    """Read a run's config.yaml or result.json; raises ConfigError for what no run writes."""
-    try:
-        fields = parse(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {reason_of(error)}; name the folder of a run") from error
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{path} holds no keys, it is empty or of another program; name the folder of a run")
-    return fields
-
-
-def _job_of(run_dir: Path, mlflow_uri: str | None) -> Job:
-    path = run_dir / "config.yaml"
-    if not path.is_file() or not terms(run_dir):
-        raise ConfigError(f"{run_dir} is no run's folder: it lacks config.yaml or metrics/; name a run.dir")
-    config = read_mapping(path, yaml.safe_load)
-    link = read_link(run_dir)
-    uri = mlflow_uri or (link.mlflow_uri if link and "***@" not in (link.mlflow_uri or "") else None)
-    uri = uri or _text(config, "tracking", "mlflow_uri")
-    if uri is None:
-        raise ConfigError(f"{run_dir} was not tracked in MLflow; name a tracker with --mlflow-uri")
-    experiment = _text(config, "tracking", "experiment") or "elastic-train"
-    return Job(run_dir, config, resolve(uri), experiment, _text(config, "run", "name") or run_dir.resolve().name)
-
-
-def _text(config: Mapping[str, object], section: str, key: str) -> str | None:
-    keys = config.get(section)
-    value = keys.get(key) if isinstance(keys, dict) else None
-    return str(value) if value else None
-
-
-def code_tags() -> dict[str, str]:
-    """Return which code runs: this package's version and torch's, and the commit that the working folder is at."""
-    tags = {}
-    for tag, package in ((VERSION_TAG, "elastic-train"), (TORCH_TAG, "torch")):
-        with suppress(metadata.PackageNotFoundError):  # a checkout that was not installed
-            tags[tag] = metadata.version(package)
-    with suppress(OSError, subprocess.SubprocessError):  # no git, or no answer from it
-        command = ["git", "rev-parse", "--verify", "HEAD"]
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)
-        tags[GIT_TAG] = asked.stdout.strip()
-    return tags
-
-
-def _weights_sha256(run_dir: Path) -> str | None:
-    try:
-        return str(json.loads((run_dir / "result.json").read_text())["weights_sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

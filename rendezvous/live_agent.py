@@ -39,8 +39,8 @@ PER_S = 3600.0
 SHORT_LIFE_S = 20.0
 LONGEST_PAUSE_S = 30.0
 DONE_GRACE_S = 60.0
-# Codes with which a worker says that another in its place would end alike: bad input, damage, no progress.
-FINAL_CODES = frozenset({2, 65, 93})
+# Codes with which a worker says that another in its place would end alike: bad input, damage.
+FINAL_CODES = frozenset({2, 65})
 # Codes with which a worker leaves of its own accord: preempted, too few nodes.
 LEAVING_CODES = frozenset({75, 77})
 

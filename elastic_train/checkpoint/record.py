@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from elastic_train.checkpoint.checksums import FileRecord
 from elastic_train.coverage import CoverageSums
 from elastic_train.errors import CommitError
-from elastic_train.lineage import CommitRef, Interval, commit_key
+from elastic_train.lineage import Interval, commit_key
 from elastic_train.order import Cursor
 
 FORMAT = 1
@@ -77,10 +77,6 @@ class CommitRecord(CommitFacts):
     @property
     def digest(self) -> str:
         return hashlib.sha256(self.encode()).hexdigest()
-
-    @property
-    def ref(self) -> CommitRef:
-        return CommitRef(self.term, self.step, self.key, self.digest, self.parent, self.cursor)
 
     @property
     def num_bytes(self) -> int:

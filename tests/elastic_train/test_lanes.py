@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_train.lanes import Part, lane_seed, merge_plan, owned_lanes, owner_of, parts_of, root_of, settle
+from elastic_train.lanes import Part, lane_seed, merge_plan, owned_lanes, parts_of, root_of, settle
 
 worlds = st.integers(1, 130).flatmap(lambda lanes: st.tuples(st.integers(1, lanes), st.just(lanes)))
 ODD_WORLDS = [(w, n) for n in (1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 16, 17, 31, 33, 64) for w in range(1, n + 1)]
@@ -21,14 +21,6 @@ def test_lanes_are_cut_into_slices_that_differ_by_one(world: tuple[int, int]) ->
     slices = [owned_lanes(rank, world_size, num_lanes) for rank in range(world_size)]
     assert [lane for part in slices for lane in part] == list(range(num_lanes))
     assert max(map(len, slices)) - min(map(len, slices)) <= 1
-
-
-@given(worlds)
-def test_owner_of_is_the_inverse_of_owned_lanes(world: tuple[int, int]) -> None:
-    """A lane's owner is the rank whose slice holds it."""
-    world_size, num_lanes = world
-    for rank in range(world_size):
-        assert {owner_of(lane, world_size, num_lanes) for lane in owned_lanes(rank, world_size, num_lanes)} == {rank}
 
 
 def sum_tree(world_size: int, num_lanes: int) -> Tree:

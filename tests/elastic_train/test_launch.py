@@ -77,7 +77,7 @@ def test_all_mistakes_are_told_at_once() -> None:
     ],
 )
 def test_codes_that_say_more_win(codes: list[int], has_failed: bool, expected: int) -> None:
-    """Damage, a bad configuration, no progress, a hang, too few nodes are passed on; the rest is 0, 75 or 1."""
+    """Damage, a bad configuration, a hang, too few nodes are passed on; the rest is 0, 75 or 1."""
     assert exit_code(codes, has_failed=has_failed) == expected
 
 

@@ -1,4 +1,4 @@
-"""The order of commits, the chain of ancestors, and the tiling that shows that no step is lost or repeated."""
+"""The order of commits, and the tiling that shows that no step is lost or repeated."""
 
 from __future__ import annotations
 
@@ -6,25 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_train.lineage import (
-    CommitRef,
-    Interval,
-    ancestors,
-    commit_key,
-    extend,
-    head_of,
-    place_of,
-    tiling_problems,
-)
-from elastic_train.order import Cursor
+from elastic_train.lineage import Interval, commit_key, cut, extend, place_of, tiling_problems
 
 places = st.tuples(st.integers(0, 10**9), st.integers(0, 10**13))
-
-
-def commit(term: int, step: int, parent: CommitRef | None = None) -> CommitRef:
-    """Return a commit whose digest is its place."""
-    key = commit_key(term, step)
-    return CommitRef(term, step, key, f"digest of {key}", parent.digest if parent else None, Cursor(0, step))
 
 
 @given(places)
@@ -49,39 +33,10 @@ def test_other_keys_name_nothing(key: str) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**8 - 1), st.integers(0, 10**12 - 1)), unique=True))
-def test_commits_are_ordered_by_term_then_step(unordered: list[tuple[int, int]]) -> None:
-    """The order is (term, step), and is that of the keys."""
-    commits = [commit(*place) for place in unordered]
-    by_place = sorted(commits, key=lambda ref: ref.place)
-    assert [ref.place for ref in by_place] == sorted(unordered)
-    assert [ref.key for ref in by_place] == sorted(ref.key for ref in commits)
-    assert head_of(commits) == (by_place[-1] if by_place else None)
-
-
-def test_a_late_commit_of_an_older_term_is_not_the_head() -> None:
-    """A higher step does not outweigh a higher term."""
-    assert head_of([commit(1, 900), commit(2, 10)]) == commit(2, 10)
-    assert head_of([]) is None
-
-
-def test_ancestors_are_walked_by_digest() -> None:
-    """The chain leaves out what is not in it, and ends where a parent is unknown."""
-    first = commit(1, 10)
-    second = commit(1, 20, first)
-    late = commit(1, 30, second)
-    third = commit(2, 25, second)
-    by_digest = {ref.digest: ref for ref in (first, second, late, third)}
-    assert list(ancestors(third, by_digest)) == [second, first]
-    assert list(ancestors(third, {second.digest: second})) == [second]
-    assert list(ancestors(first, by_digest)) == []
-
-
-def test_a_parent_after_its_child_is_refused() -> None:
-    """A chain that does not go back is no lineage, and is not walked for ever."""
-    first = commit(2, 10)
-    child = commit(1, 20, first)
-    with pytest.raises(ValueError, match="does not come before"):
-        list(ancestors(child, {first.digest: first}))
+def test_commits_are_ordered_by_term_then_step(places: list[tuple[int, int]]) -> None:
+    """The order of the keys is that of (term, step)."""
+    keys = sorted(commit_key(*place) for place in places)
+    assert [place_of(key) for key in keys] == sorted(places)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 50)), min_size=1))
@@ -95,6 +50,18 @@ def test_extended_intervals_tile(commits: list[tuple[bool, int]]) -> None:
         step += num_steps
     assert tiling_problems(intervals, step) == []
     assert [interval.term for interval in intervals] == sorted({interval.term for interval in intervals})
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 60))
+def test_what_is_before_a_step_tiles_up_to_it(lengths: list[int], step: int) -> None:
+    """A cut lineage is the beginning of the whole one, and ends at the step or where the whole one ends."""
+    intervals: tuple[Interval, ...] = ()
+    for term, length in enumerate(lengths):
+        done = intervals[-1].hi if intervals else 0
+        intervals = extend(intervals, term, done, done + length)
+    before = cut(intervals, step)
+    assert tiling_problems(before, min(step, sum(lengths))) == []
+    assert [interval.term for interval in before] == [interval.term for interval in intervals[: len(before)]]
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.data())

@@ -20,12 +20,13 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from elastic_train import cli, mlflow_run, tracking
+from elastic_train import cli, delivery, mlflow_run, tracking
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.files import write_atomically
 from elastic_train.metrics import Values, final_metrics, metrics_path, read_metrics
 from elastic_train.mlflow_run import Link, flatten, read_link, resolve, without_password
-from elastic_train.tracking import Tracker, sync
+from elastic_train.sync import sync
+from elastic_train.tracking import Tracker
 
 DOWN = "http://127.0.0.1:1"
 EXPERIMENT = "tests"
@@ -207,17 +208,17 @@ def test_tags_name_the_code_the_world_and_the_newest_commit(tmp_path: Path, uri:
     for tags in (run.data.tags, client.get_run(sync(tmp_path, uri).run_id).data.tags):
         assert tags[mlflow_run.COMMIT_TAG] == "commits/00000002-000000000002.json"
         assert (tags[mlflow_run.WORLD_TAG], tags[mlflow_run.HOSTS_TAG]) == ("3", "2")
-        assert tracking.code_tags().items() <= tags.items()
+        assert delivery.code_tags().items() <= tags.items()
         assert tags[mlflow_run.TORCH_TAG] == metadata.version("torch")
 
 
 def test_code_tags_need_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside a checkout, and where there is no git, the code's version is that of the packages alone."""
     monkeypatch.chdir(tmp_path)
-    assert mlflow_run.GIT_TAG not in tracking.code_tags()
+    assert mlflow_run.GIT_TAG not in delivery.code_tags()
     monkeypatch.setenv("PATH", "")
-    assert mlflow_run.GIT_TAG not in tracking.code_tags()
-    assert mlflow_run.TORCH_TAG in tracking.code_tags()
+    assert mlflow_run.GIT_TAG not in delivery.code_tags()
+    assert mlflow_run.TORCH_TAG in delivery.code_tags()
 
 
 def test_the_best_values_outlive_restarts(tmp_path: Path, uri: str, client: MlflowClient) -> None:
@@ -473,13 +474,13 @@ def test_sending_is_tried_a_bounded_number_of_times(tmp_path: Path, monkeypatch:
     """A tracker that never answers is given up after MAX_FAILURES_IN_A_ROW calls."""
     calls, is_over = [], threading.Event()
 
-    def fail(self: tracking.Delivery) -> str:
+    def fail(self: delivery.Delivery) -> str:
         calls.append(1)
         if len(calls) == 4:
             is_over.set()
         raise ConnectionError("down")
 
-    monkeypatch.setattr(tracking.Delivery, "open", fail)
+    monkeypatch.setattr(delivery.Delivery, "open", fail)
     monkeypatch.setattr(tracking, "MAX_FAILURES_IN_A_ROW", 4)
     tracker = start(tmp_path, DOWN)
     assert is_over.wait(30)
@@ -491,21 +492,21 @@ def test_the_runs_id_is_waited_for_beyond_the_first_failure(
     tmp_path: Path, uri: str, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tracker that answers on a later try gives its run's id; one that never does is asked a few times."""
-    opened, calls = tracking.Delivery.open, []
+    opened, calls = delivery.Delivery.open, []
 
-    def fail_twice(self: tracking.Delivery) -> str:
+    def fail_twice(self: delivery.Delivery) -> str:
         calls.append(1)
         if len(calls) < 3:
             raise ConnectionError("not yet")
         return opened(self)
 
-    monkeypatch.setattr(tracking.Delivery, "open", fail_twice)
+    monkeypatch.setattr(delivery.Delivery, "open", fail_twice)
     tracker = start(tmp_path / "a", uri)
     assert client.get_run(tracker.wait_run_id(30) or "").info.status == "RUNNING"
     tracker.finish("FINISHED")
 
     is_over = threading.Event()
-    monkeypatch.setattr(tracking.Delivery, "open", lambda self: opened(self) if is_over.is_set() else 1 / 0)
+    monkeypatch.setattr(delivery.Delivery, "open", lambda self: opened(self) if is_over.is_set() else 1 / 0)
     tracker = start(tmp_path / "b", uri)
     assert tracker.wait_run_id(30) is None
     assert tracker.num_failures >= tracking.MAX_FAILURES_AWAITED
