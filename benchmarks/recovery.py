@@ -6,7 +6,8 @@ stock_c10d_s    a node of two is killed, plain DDP under torchrun's own c10d ren
 restart_s       the same script under `--rdzv_backend=etcd` (goal: at most 6 s + ttl)
 live_worker_s   our trainer, recovery=live: a worker is killed (goal: p50 at most 0.5 s, max 1.5 s)
 live_node_s     agent and workers of a node are killed (goal: at most ttl + 1 s)
-live_frozen_s   a worker is stopped for twice the ttl (goal: at most ttl + 1 s)
+live_stopped_s  a worker is stopped for twice the ttl (its agent sees it)
+live_frozen_s   agent and workers of a node are stopped for twice the ttl (goal: at most ttl + 1 s)
 live_cut_s      a node is cut off the network; needs root and `ip` (goal: at most ttl + 1 s)
 
 With --storm N, three live nodes go through N faults in quick succession, several at a time and during recovery too:
@@ -15,7 +16,8 @@ kills, freezes shorter and longer than a lease, nodes that leave and come back (
 All live faults but the cuts hit one job, whose final weights are then compared with those of a run without faults
 (`hash_equal`), and in which no applied step may be lost (`rpo_steps_max`). With --minutes, a job of four workers has a
 fault every 29 s for so long: `throughput_kept` is its speed over that of the same job without faults,
-`throughput_kept_net` the same with the share of the machine taken out that starting the lost processes anew takes.
+`throughput_kept_net` the same with `start_share` taken out, the share of the machine that making the lost workers
+ready takes. `import_share` is what their imports would take besides, had the node's standby process not done them.
 The last line is JSON.
 """
 
@@ -53,7 +55,7 @@ from rendezvous.server import EtcdServer
 TTL_S = 3.0
 FROZEN_S = 6.0
 STOCK_TIMEOUT_S = 180.0
-NAMES = ("stock_c10d_s", "restart_s", "live_worker_s", "live_node_s", "live_frozen_s", "live_cut_s")
+NAMES = ("stock_c10d_s", "restart_s", "live_worker_s", "live_node_s", "live_stopped_s", "live_frozen_s", "live_cut_s")
 FAULT_EVERY_S = 29.0
 NAMESPACE, OUTSIDE, INSIDE = "elastic-cut", "elastic-out", "elastic-in"
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
@@ -150,6 +152,7 @@ def _live(folder: Path, num_faults: int, figures: Figures, console: Console) -> 
         due += [
             Due("kill_worker", 1, None, 12.0),
             Due("freeze_worker", 1, None, 12.0, for_s=FROZEN_S),
+            Due("freeze_node", 1, None, 14.0, for_s=FROZEN_S),
             Due("kill_node", 1, None, 14.0),
             Due("start_node", 1, None, 2.0),
         ]
@@ -157,7 +160,12 @@ def _live(folder: Path, num_faults: int, figures: Figures, console: Console) -> 
     config = _write_job(folder, seconds, ranks=2)
     faulted = _run_job(folder / "faulted", config, due, ranks=1, timeout_s=3 * seconds)
     reference = _run_job(folder / "reference", config, [], ranks=1, timeout_s=3 * seconds)
-    names = {"kill_worker": "live_worker_s", "kill_node": "live_node_s", "freeze_worker": "live_frozen_s"}
+    names = {
+        "kill_worker": "live_worker_s",
+        "kill_node": "live_node_s",
+        "freeze_worker": "live_stopped_s",
+        "freeze_node": "live_frozen_s",
+    }
     costs = recoveries(faulted)
     for kind, name in names.items():
         figures.seconds[name] = [cost.rto_s for cost in costs if cost.kind == kind]
@@ -290,12 +298,14 @@ def _throughput(folder: Path, seconds: float, figures: Figures, console: Console
         run = _run_job(folder / name, config, faults, ranks=2, timeout_s=4 * seconds)
         speeds.append(_steps_per_s(run))
         console.print(f"throughput, {name}: {speeds[-1]:.2f} steps/s")
-    share = _start_cpu_s() * sum(fault.kind == "kill_worker" for fault in due) / (seconds * (os.cpu_count() or 1))
+    num_kills = sum(fault.kind == "kill_worker" for fault in due)
+    import_share, share = (cpu_s * num_kills / (seconds * (os.cpu_count() or 1)) for cpu_s in _start_cpu_s(config))
     kept = speeds[0] / speeds[1]
     figures.facts |= {
         "throughput_kept": round(kept, 4),
         "throughput_kept_net": round(kept / (1 - share), 4),
         "start_share": round(share, 4),
+        "import_share": round(import_share, 4),
         "num_throughput_faults": len(due),
     }
 
@@ -306,12 +316,28 @@ def _steps_per_s(run: Evidence) -> float:
     return (whole(run.result or {}, "step") - 1) / (max(times) - min(times))
 
 
-def _start_cpu_s() -> float:
-    """Return the seconds of processor time that starting a worker takes, up to the imports of the trainer."""
-    before = os.times()
-    subprocess.run([sys.executable, "-c", "import elastic_train.run, elastic_train.tasks.text_classifier"], check=True)
-    after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
+def _start_cpu_s(config: str) -> tuple[float, float]:
+    """Return the seconds of processor time that a worker's imports take, and that it takes to be ready after them."""
+    made = subprocess.run([sys.executable, "-c", _START, config], check=True, capture_output=True, text=True)
+    imports_s, ready_s = made.stdout.split()
+    return float(imports_s), float(ready_s)
+
+
+_START = """
+import sys, time
+from pathlib import Path
+import elastic_train.preload
+imports_s = time.process_time()
+from elastic_train import config
+from elastic_train.assembly import make_repeatable
+from elastic_train.plan import make_plan
+told = config.load(Path(sys.argv[1]), environ={}, arguments=[])
+make_repeatable(told)
+plan = make_plan(told)
+plan.build_state()
+plan.task.metrics()
+print(imports_s, time.process_time() - imports_s)
+"""
 
 
 def _write_job(folder: Path, seconds: float, ranks: int) -> str:

@@ -10,7 +10,7 @@ from rendezvous.options import ETCD_KEYS, EtcdOptions, etcd_options, unknown_key
 BACKEND = "etcd"
 # `timeout` is the launcher's own key: it always passes one, 900 s unless told otherwise.
 SECONDS = {"ttl": "ttl_s", "last_call_s": "last_call_s", "timeout": "timeout_s", "stop_grace_s": "stop_grace_s"}
-CONF_KEYS = (*SECONDS, "recovery", *ETCD_KEYS)
+CONF_KEYS = (*SECONDS, "recovery", "standby", *ETCD_KEYS)
 
 
 class Conf:
@@ -22,6 +22,7 @@ class Conf:
         self.timeout_s = 900.0
         self.stop_grace_s = 3.0
         self.is_live = False
+        self.has_standby = True
         self.etcd = EtcdOptions(("unset",))
 
     @classmethod
@@ -36,6 +37,10 @@ class Conf:
         conf.is_live = recovery == "live"
         if recovery not in ("restart", "live"):
             problems.append(f"--rdzv_conf: recovery={recovery!r} is neither 'restart' nor 'live'")
+        standby = str(params.get("standby", "1"))
+        conf.has_standby = standby == "1"
+        if standby not in ("0", "1"):
+            problems.append(f"--rdzv_conf: standby={standby!r} is neither 0 nor 1")
         try:
             conf.etcd = etcd_options(params.endpoint, params.config)
         except OptionError as error:

@@ -1,8 +1,8 @@
 """The node in `live` mode: a rendezvous that is node-local, and an agent that buries and replaces single workers.
 
 The agent knows nothing of the job's worlds. It starts workers, each of which becomes a member by itself; when one
-dies it removes that worker's member from etcd at once, so that the others need not wait for a lease to end, and
-starts another in its place, while the node's other workers train on.
+dies, or is stopped, it removes that worker's member from etcd at once, so that the others need not wait for a lease
+to end. In a dead one's place it starts another, while the node's other workers train on.
 
 Restarts are counted per cause and hour: `max_restarts` deaths by signal, and as many by an error of the worker's own.
 A node that has used them up leaves; the job goes on for the others.
@@ -11,12 +11,14 @@ A node that has used them up leaves; the job goes on for the others.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import time
 import uuid
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
@@ -34,8 +36,10 @@ from rendezvous.errors import StoreError
 from rendezvous.etcd import EtcdStore
 from rendezvous.live import member_prefix
 from rendezvous.records import Keys
+from rendezvous.standby import Program, Standby
 
 PER_S = 3600.0
+STOPPED_S = 0.5
 SHORT_LIFE_S = 20.0
 LONGEST_PAUSE_S = 30.0
 DONE_GRACE_S = 60.0
@@ -54,6 +58,7 @@ class LiveRendezvousHandler(RendezvousHandler):
         self._run_id = params.run_id
         self._etcd = EtcdStore(conf.etcd)
         self._keys = Keys(params.run_id)
+        self.has_standby = conf.has_standby
         self._etcd.get(self._keys.world)  # no etcd is an error now, not in every worker
         self._address = params.local_addr or address_towards(conf.etcd)
         self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
@@ -102,13 +107,13 @@ class LiveRendezvousHandler(RendezvousHandler):
         return True
 
     def bury(self, local_rank: int) -> None:
-        """Remove the members of a worker that is dead."""
+        """Remove the members of a worker that is dead or stopped: a stopped one joins anew when it goes on."""
         prefix = self._keys.member(member_prefix(self.node, local_rank)) + "-"
         try:
             for key in self._etcd.get(prefix).entries:
                 self._etcd.swap({key: None}, {})
         except StoreError as error:
-            _log.warning("could not remove a dead worker's member, its lease will run out: %s", error)
+            _log.warning("could not remove a lost worker's member, its lease will run out: %s", error)
 
 
 class LiveAgent(BoundAgent):
@@ -120,6 +125,8 @@ class LiveAgent(BoundAgent):
         self._rendezvous_handler = spec.rdzv_handler
         self._budget = Budget(spec.max_restarts)
         self._buried: set[int] = set()
+        self._stopped_since: dict[int, float] = {}
+        self._standby: Standby | None = None
         self._born_at: dict[int, float] = {}
         self._young_deaths: Counter[int] = Counter()
         self._due_at: dict[int, float] = {}
@@ -133,6 +140,8 @@ class LiveAgent(BoundAgent):
         now = time.monotonic()
         for rank, handler in list(handlers.items()):
             code = handler.proc.poll()
+            if code is None:
+                self._bury_if_stopped(rank, handler.proc.pid, now)
             if code is None or code == 0:
                 continue
             if handler.proc.pid not in self._buried:
@@ -152,6 +161,24 @@ class LiveAgent(BoundAgent):
             return RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the workers, and then the standby process from which others are forked that take their places."""
+        started = super()._start_workers(worker_group)
+        spec = worker_group.spec
+        preload = Standby.preload_of(spec.args)
+        if self._rendezvous_handler.has_standby and preload and spec.numa_options is None and self._standby is None:
+            self._standby = Standby(preload)
+        return started
+
+    def _bury_if_stopped(self, rank: int, pid: int, now: float) -> None:
+        """Do not let the others wait for the lease of a worker that was stopped by a signal or a debugger."""
+        if not is_stopped(pid):
+            self._stopped_since.pop(pid, None)
+        elif now - self._stopped_since.setdefault(pid, now) > STOPPED_S:
+            self._stopped_since[pid] = math.inf  # once is enough: while it is stopped it cannot join
+            _log.warning("worker %d is stopped: the others go on without it", rank)
+            self._rendezvous_handler.bury(rank)
 
     def _exit_barrier(self) -> None:
         """There is nothing to wait for: the workers have closed the job together."""
@@ -180,16 +207,7 @@ class LiveAgent(BoundAgent):
 
     def _replace(self, worker_group: WorkerGroup, rank: int) -> None:
         context = self._context()
-        assert isinstance(context.entrypoint, str), "a bound worker is a program"
-        started = get_subprocess_handler(
-            entrypoint=context.entrypoint,
-            args=context.args[rank],
-            env=context.envs[rank],
-            stdout=context.stdouts[rank],
-            stderr=context.stderrs[rank],
-            local_rank_id=rank,
-            numa_options=worker_group.spec.numa_options,
-        )
+        started = self._start(rank, context, worker_group.spec.numa_options)
         context.subprocess_handlers[rank] = started
         context._running_local_ranks.add(rank)
         self._buried.discard(started.proc.pid)  # numbers come back
@@ -197,6 +215,23 @@ class LiveAgent(BoundAgent):
         for worker in worker_group.workers:
             if worker.local_rank == rank:
                 worker.id = started.proc.pid
+
+    def _start(self, rank: int, context: SubprocessContext, numa_options: Any) -> Any:
+        """Fork a worker from the standby process, or start a program as TorchElastic does; return its handler."""
+        program = Program.of(context.args[rank])
+        env, stdout, stderr = context.envs[rank], context.stdouts[rank], context.stderrs[rank]
+        if self._standby is not None and self._standby.is_ready and program is not None:
+            return self._standby.start(program, env, stdout, stderr)
+        assert isinstance(context.entrypoint, str), "a bound worker is a program"
+        return get_subprocess_handler(
+            entrypoint=context.entrypoint,
+            args=context.args[rank],
+            env=env,
+            stdout=stdout,
+            stderr=stderr,
+            local_rank_id=rank,
+            numa_options=numa_options,
+        )
 
     def _context(self) -> SubprocessContext:
         assert isinstance(self._pcontext, SubprocessContext), "workers are programs, and have been started"
@@ -206,6 +241,14 @@ class LiveAgent(BoundAgent):
 def codes(handlers: Mapping[int, SubprocessHandler]) -> list[int | None]:
     """Return every worker's exit code, None while it runs."""
     return [handler.proc.poll() for handler in handlers.values()]
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped, by a signal or a debugger; False where there is no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] in ("T", "t")
+    except OSError:
+        return False
 
 
 class Budget:

@@ -98,13 +98,14 @@ PHASES_OF_A_NEW_WORLD = ("form", "restore", "hand-over")
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_fault_in_any_phase_ends_in_the_same_place(
     tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
 ) -> None:
     """Ranks die in every phase, regroup and hand-over included; no survivor gives up a step, and no bit differs."""
     points = tmp_path / "points"
     points.mkdir()
-    config = write_config(tmp_path, rows, 100_000)
+    config = write_config(tmp_path, rows, 100_000, lane_ms=30.0)
     job = launch(tmp_path, etcd, config, ranks=3, **{VARIABLE: str(points)})
     try:
         term = 0
@@ -170,6 +171,43 @@ def test_a_hanging_rank_is_ended_and_the_others_go_on(
     assert "in _look" in log
     assert ("no progress for" in log) == (kind == "hang")
     assert weights(run) == undisturbed(120)
+
+
+def test_a_stopped_worker_is_left_behind_and_a_dead_one_forked_anew(
+    tmp_path: Path, rows: Path, etcd: EtcdServer
+) -> None:
+    """No lease has to end for a worker that was stopped; going on, it joins anew, as the process that it was.
+
+    A dead one's place is taken by a fork of the standby process, and none of them outlives the agent.
+    """
+    config = write_config(tmp_path, rows, 100_000)
+    job = launch(tmp_path, etcd, config, ranks=2, conf=",ttl=60")
+    try:
+        _, ranks = until_whole(tmp_path / "run", 2)
+        os.kill(ranks[1], signal.SIGSTOP)
+        term, alone = until_whole(tmp_path / "run", 1)
+        assert alone == {0: ranks[0]}
+        os.kill(ranks[1], signal.SIGCONT)
+        term, again = until_whole(tmp_path / "run", 2, above=term)
+        assert set(again.values()) == set(ranks.values())
+        while "forkserver" not in Path(f"/proc/{parent_of(again[1])}/cmdline").read_text():
+            os.kill(again[1], signal.SIGKILL)  # the first ones die while the standby process still imports
+            term, again = until_whole(tmp_path / "run", 2, above=term)
+        everyone = [*ranks.values(), *again.values(), parent_of(again[1])]
+    finally:
+        job.kill()
+    eventually(lambda: not any(is_running(pid) for pid in everyone), "the end of all that the agent has started")
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.long

@@ -1,0 +1,7 @@
+"""What a worker imports before it trains; a node's standby process imports it once, for all workers that it forks."""
+
+import torch._dynamo  # noqa: F401 - the first optimizer imports it
+
+import elastic_train.run
+import elastic_train.tasks.classification_metrics
+import elastic_train.tasks.text_classifier  # noqa: F401
