@@ -9,13 +9,15 @@ live_node_s     agent and workers of a node are killed (goal: at most ttl + 1 s)
 live_stopped_s  a worker is stopped for twice the ttl (its agent sees it)
 live_frozen_s   agent and workers of a node are stopped for twice the ttl (goal: at most ttl + 1 s)
 live_cut_s      a node is cut off the network; needs root and `ip` (goal: at most ttl + 1 s)
+live_split_s    two nodes are cut off each other, while both reach etcd; needs root and `ip`
 
 With --storm N, three live nodes go through N faults in quick succession, several at a time and during recovery too:
 kills, freezes shorter and longer than a lease, nodes that leave and come back (`storm_faults`, `storm_hash_equal`).
 
 All live faults but the cuts hit one job, whose final weights are then compared with those of a run without faults
 (`hash_equal`), and in which no applied step may be lost (`rpo_steps_max`). With --minutes, a job of four workers has a
-fault every 29 s for so long: `throughput_kept` is its speed over that of the same job without faults,
+fault every 29 s for so long: `throughput_kept` is its speed over that of the same job without faults, of which one half
+runs before it and one after, since a machine's speed drifts,
 `throughput_kept_net` the same with `start_share` taken out, the share of the machine that making the lost workers
 ready takes. `import_share` is what their imports would take besides, had the node's standby process not done them.
 The last line is JSON.
@@ -36,6 +38,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -55,10 +58,20 @@ from rendezvous.server import EtcdServer
 TTL_S = 3.0
 FROZEN_S = 6.0
 STOCK_TIMEOUT_S = 180.0
-NAMES = ("stock_c10d_s", "restart_s", "live_worker_s", "live_node_s", "live_stopped_s", "live_frozen_s", "live_cut_s")
+NAMES = (
+    "stock_c10d_s",
+    "restart_s",
+    "live_worker_s",
+    "live_node_s",
+    "live_stopped_s",
+    "live_frozen_s",
+    "live_cut_s",
+    "live_split_s",
+)
 FAULT_EVERY_S = 29.0
 NAMESPACE, OUTSIDE, INSIDE = "elastic-cut", "elastic-out", "elastic-in"
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
+ETCD_ADDRESS = "10.213.77.3"
 
 
 @dataclass
@@ -84,7 +97,9 @@ def main() -> None:
     )
     arguments.add_argument("--json", action="store_true", help="print the last line only")
     arguments.add_argument("--faults", type=int, default=5, help="faults of each kind")
-    arguments.add_argument("--only", default="stock,restart,live,cut", help="parts to run: stock, restart, live, cut")
+    arguments.add_argument(
+        "--only", default="stock,restart,live,cut,split", help="parts to run: stock,restart,live,cut,split"
+    )
     arguments.add_argument("--storm", type=int, default=0, help="also go through so many faults in quick succession")
     arguments.add_argument("--seed", type=int, default=1, help="draws the storm")
     arguments.add_argument("--keep", help="keep the files of all runs in this folder")
@@ -109,8 +124,9 @@ def main() -> None:
                 ]
         if "live" in parts:
             _live(Path(folder) / "live", chosen.faults, figures, console)
-        if "cut" in parts:
-            _cut(Path(folder) / "cut", chosen.faults, figures, console)
+        for part, kind in (("cut", CutNode), ("split", SplitNode)):
+            if part in parts:
+                _cut(Path(folder) / part, chosen.faults, figures, console, f"live_{part}_s", kind)
         if chosen.storm:
             _storm(Path(folder) / "storm", chosen.storm, chosen.seed, figures, console)
         if chosen.minutes:
@@ -188,22 +204,37 @@ class CutNode(Node):
         _ip("link", "set", OUTSIDE, "up")
 
 
-def _cut(folder: Path, num_faults: int, figures: Figures, console: Console) -> None:
-    """Cut one node of two off the network again and again."""
+class SplitNode(Node):
+    """A node in a network namespace; freezing it takes away its way to the other node, and leaves that to etcd."""
+
+    def freeze(self) -> list[int]:
+        _ip("-n", NAMESPACE, "route", "add", "blackhole", f"{ADDRESSES[0]}/32")
+        return self.pids()
+
+    def thaw(self, pids: list[int]) -> None:
+        _ip("-n", NAMESPACE, "route", "del", "blackhole", f"{ADDRESSES[0]}/32")
+
+
+def _cut(
+    folder: Path, num_faults: int, figures: Figures, console: Console, name: str, kind: type[CutNode | SplitNode]
+) -> None:
+    """Cut one node of two off again and again."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
-        figures.facts["live_cut_missing"] = "network namespaces need root and iproute2"
+        figures.facts["no_namespaces"] = "network namespaces need root and iproute2"
         return
-    due = [Due("freeze_node", 1, None, 14.0, for_s=2 * TTL_S) for _ in range(num_faults)]
-    seconds = 14.0 * num_faults + 20.0
+    due = [Due("freeze_node", 1, None, 30.0, for_s=3 * TTL_S) for _ in range(num_faults)]
+    seconds = 30.0 * num_faults + 20.0
     config = _write_job(folder, seconds, ranks=2)
     try:
         with _namespace():
-            run = _run_job(folder / "faulted", config, due, ranks=1, timeout_s=3 * seconds, place=_behind_the_cable)
+            run = _run_job(
+                folder / "faulted", config, due, ranks=1, timeout_s=3 * seconds, place=partial(_behind_the_cable, kind)
+            )
     except subprocess.CalledProcessError as error:
-        figures.facts["live_cut_missing"] = f"no network namespaces here: {error.stderr.decode().strip()}"
+        figures.facts["no_namespaces"] = f"no network namespaces here: {error.stderr.decode().strip()}"
         return
-    figures.seconds["live_cut_s"] = [cost.rto_s for cost in recoveries(run)]
-    console.print(f"live_cut_s: {', '.join(f'{s:.2f}' for s in figures.seconds['live_cut_s'])}")
+    figures.seconds[name] = [cost.rto_s for cost in recoveries(run)]
+    console.print(f"{name}: {', '.join(f'{s:.2f}' for s in figures.seconds[name])}")
 
 
 @contextlib.contextmanager
@@ -213,7 +244,8 @@ def _namespace() -> Iterator[None]:
         _ip("netns", "add", NAMESPACE)
         _ip("link", "add", OUTSIDE, "type", "veth", "peer", "name", INSIDE)
         _ip("link", "set", INSIDE, "netns", NAMESPACE)
-        _ip("addr", "add", f"{ADDRESSES[0]}/24", "dev", OUTSIDE)
+        for address in (ADDRESSES[0], ETCD_ADDRESS):
+            _ip("addr", "add", f"{address}/24", "dev", OUTSIDE)
         _ip("link", "set", OUTSIDE, "up")
         _ip("-n", NAMESPACE, "addr", "add", f"{ADDRESSES[1]}/24", "dev", INSIDE)
         _ip("-n", NAMESPACE, "link", "set", INSIDE, "up")
@@ -224,12 +256,14 @@ def _namespace() -> Iterator[None]:
         subprocess.run(["ip", "netns", "del", NAMESPACE], capture_output=True, check=False)
 
 
-def _behind_the_cable(nodes: list[Node], folder: Path) -> list[Node]:
+def _behind_the_cable(kind: type[Node], nodes: list[Node], folder: Path) -> list[Node]:
     """Put the second node into the namespace; both use the cable."""
     environ = {**clean_environ(os.environ), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    outside = Node(0, nodes[0].command, folder / "node-0.log", {**environ, "GLOO_SOCKET_IFNAME": OUTSIDE})
+    at = nodes[0].command.index("torch.distributed.run") + 1
+    command = [*nodes[0].command[:at], f"--local-addr={ADDRESSES[0]}", *nodes[0].command[at:]]
+    outside = Node(0, command, folder / "node-0.log", {**environ, "GLOO_SOCKET_IFNAME": OUTSIDE})
     command = ["ip", "netns", "exec", NAMESPACE, *nodes[1].command]
-    return [outside, CutNode(1, command, folder / "node-1.log", {**environ, "GLOO_SOCKET_IFNAME": INSIDE})]
+    return [outside, kind(1, command, folder / "node-1.log", {**environ, "GLOO_SOCKET_IFNAME": INSIDE})]
 
 
 def _ip(*arguments: str) -> None:
@@ -292,15 +326,16 @@ def _throughput(folder: Path, seconds: float, figures: Figures, console: Console
         for turn in range(int(seconds // FAULT_EVERY_S))
         for kind, for_s in [kinds[turn % 2]]
     ]
-    config = _write_job(folder, seconds, ranks=4)
+    config = _write_job(folder, seconds, ranks=4, steps_per_s=7.5)
+    half = _write_job(folder / "half", seconds / 2, ranks=4, steps_per_s=7.5)
     speeds = []
-    for name, faults in (("faulted", due), ("reference", [])):
-        run = _run_job(folder / name, config, faults, ranks=2, timeout_s=4 * seconds)
+    for name, job, faults in (("before", half, []), ("faulted", config, due), ("after", half, [])):
+        run = _run_job(folder / name, job, faults, ranks=2, timeout_s=4 * seconds)
         speeds.append(_steps_per_s(run))
         console.print(f"throughput, {name}: {speeds[-1]:.2f} steps/s")
     num_kills = sum(fault.kind == "kill_worker" for fault in due)
     import_share, share = (cpu_s * num_kills / (seconds * (os.cpu_count() or 1)) for cpu_s in _start_cpu_s(config))
-    kept = speeds[0] / speeds[1]
+    kept = 2 * speeds[1] / (speeds[0] + speeds[2])
     figures.facts |= {
         "throughput_kept": round(kept, 4),
         "throughput_kept_net": round(kept / (1 - share), 4),
@@ -340,12 +375,11 @@ print(imports_s, time.process_time() - imports_s)
 """
 
 
-def _write_job(folder: Path, seconds: float, ranks: int) -> str:
+def _write_job(folder: Path, seconds: float, ranks: int, steps_per_s: float = 12.0) -> str:
     """Make data and a configuration that trains for about so long; return the configuration's path."""
     folder.mkdir(parents=True)
     synthesise(str(folder / "data"), 20_000, "quality", seed=1)
     params = {"max_tokens": 128, "dim": 96, "depth": 2, "heads": 4, "dropout": 0.1}
-    steps_per_s = 12.0
     tree = {
         "run": {"dir": str(folder / "run"), "seed": 3},
         "task": {"path": "elastic_train.tasks.text_classifier:TextClassifier", "params": params},
@@ -380,7 +414,7 @@ def _run_job(
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     with EtcdServer(host="0.0.0.0" if place else "127.0.0.1") as server:
-        endpoint = server.endpoint.replace("127.0.0.1", ADDRESSES[0]) if place else server.endpoint
+        endpoint = server.endpoint.replace("127.0.0.1", ETCD_ADDRESS) if place else server.endpoint
         started = launch(scenario, endpoint, folder, ["--run.dir", str(folder)], folder.name)
         started = place(started, folder) if place else started
         Job(folder, started, scenario, due, 0, lambda _: None, lambda _: None).run()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -28,8 +29,9 @@ T = TypeVar("T")
 class Group:
     """`size` ranks, of which this process is `rank`.
 
-    With `is_broken`, no wait outlasts the world: as soon as it says so, whoever waits gets PeerLostError, whatever the
-    peers do. Without, a wait ends when the peers answer, die, or `timeout_s` is over. Waits happen inside `resting()`.
+    With `is_broken`, which is asked with the seconds that a wait has lasted, no wait outlasts the world: as soon as it
+    says so, whoever waits gets PeerLostError, whatever the peers do. Without, a wait ends when the peers answer or die,
+    or `timeout_s` is over. Waits happen inside `resting()`.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class Group:
         timeout_s: float,
         device: torch.device | None = None,
         *,
-        is_broken: Callable[[], bool] | None = None,
+        is_broken: Callable[[float], bool] | None = None,
         resting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.rank, self.size = rank, size
@@ -175,11 +177,12 @@ class Group:
 
     def _guard(self, call: Callable[[], T]) -> T:
         """Make a call that needs the peers; give it up when the world is broken."""
+        started, is_broken = time.monotonic(), self._is_broken
         try:
             with self._resting():
-                if self._bystander is None or self._is_broken is None:
+                if self._bystander is None or is_broken is None:
                     return call()
-                return self._bystander.call(call, self._is_broken)
+                return self._bystander.call(call, lambda: is_broken(time.monotonic() - started))
         except GivenUp:
             raise self._lost("the world has changed") from None
         except (RuntimeError, TimeoutError) as error:

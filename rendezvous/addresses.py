@@ -9,6 +9,7 @@ from pathlib import Path
 from rendezvous.options import EtcdOptions, split_endpoint
 
 PROBE_TIMEOUT_S = 0.2
+REACH_TIMEOUT_S = 1.0
 
 
 def address_towards(options: EtcdOptions) -> str:
@@ -41,3 +42,14 @@ def is_refused(endpoint: str) -> bool:
         except ConnectionRefusedError:
             return True
     return False
+
+
+def is_reachable(endpoint: str) -> bool:
+    """Say whether the machine of host:port answers, if only by a refusal."""
+    try:
+        socket.create_connection(split_endpoint(endpoint), timeout=REACH_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return True

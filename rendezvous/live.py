@@ -19,6 +19,7 @@ from rendezvous.meeting import Meeting
 from rendezvous.membership import Policy
 from rendezvous.node import Node, Place
 from rendezvous.options import etcd_options
+from rendezvous.reach import Reach
 from rendezvous.records import World
 
 GROW_QUIET_S = 0.5
@@ -54,7 +55,8 @@ class LiveMember:
         )
         policy = Policy(told.min_nodes, told.max_nodes, told.last_call_s, max_members)
         self._node = Node(EtcdStore(options), told.run_id, policy, place, ttl_s=told.ttl_s)
-        self._meeting = Meeting(self._node, told.address, told.timeout_s)
+        self._reach = Reach(self._node)
+        self._meeting = Meeting(self._node, told.address, told.timeout_s, self.is_broken)
 
     def next_world(self, is_stopped: Callable[[], bool]) -> LiveWorld | None:
         """Leave the world that this worker is in, if any, and wait for the next; None if the job is done.
@@ -71,8 +73,13 @@ class LiveMember:
             if store is not None and rank is not None:
                 return LiveWorld(rank, len(world.seats), store, self._context_of(world))
 
-    def is_broken(self) -> bool:
-        """Whether the present world can take no further step: a member is gone or has left, or a newer one exists."""
+    def is_broken(self, waited_s: float = 0.0) -> bool:
+        """Whether the present world can take no further step: a member is gone or has left, or a newer one exists.
+
+        Who has waited for others for longer than a lease has them looked for: they may be out of reach.
+        """
+        if waited_s > self._node.ttl_s:
+            self._reach.ask()
         return self._node.is_broken()
 
     def wants_to_grow(self) -> bool:
@@ -86,6 +93,7 @@ class LiveMember:
 
     def leave(self) -> None:
         """Be gone at once for the others."""
+        self._reach.close()
         self._node.leave()
 
     def _context_of(self, world: World) -> RendezvousContext:

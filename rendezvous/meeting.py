@@ -9,6 +9,7 @@ import contextlib
 import logging
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store, TCPStore
@@ -27,8 +28,9 @@ _log = logging.getLogger("rendezvous")
 class Meeting:
     """One member's side of the meetings of its worlds."""
 
-    def __init__(self, node: Node, address: str, timeout_s: float) -> None:
-        self._node, self._address, self._timeout_s = node, address, timeout_s
+    def __init__(self, node: Node, address: str, timeout_s: float, is_broken: Callable[[float], bool]) -> None:
+        """`is_broken(waited_s)` ends the waiting for others."""
+        self._node, self._address, self._timeout_s, self._is_broken = node, address, timeout_s, is_broken
         self._hosted: TCPStore | None = None
         self._hosted_for = 0
 
@@ -49,8 +51,8 @@ class Meeting:
         """Reach the TCPStore of a world, or return None as soon as the world has fallen apart."""
         if self._hosted is not None and self._hosted.port == world.port and world.rank_of(self._node.id) == 0:
             return self._hosted
-        deadline = time.monotonic() + self._timeout_s
-        while time.monotonic() < deadline and not self._node.is_broken():
+        started = time.monotonic()
+        while (waited_s := time.monotonic() - started) < self._timeout_s and not self._is_broken(waited_s):
             with contextlib.suppress(OSError, DistError):
                 socket.create_connection((world.address, world.port), timeout=1.0).close()
                 return TCPStore(world.address, world.port, is_master=False, timeout=timedelta(seconds=CALL_TIMEOUT_S))

@@ -89,9 +89,12 @@ def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
         return Wait("room" if _has_no_room(view, me, policy) else "members")
     if _is_fresh(view):
         ready = _of_whole_nodes(ready)
+    ready = mutually_reachable(ready)
     num_nodes = count_nodes(ready)
     if num_nodes < policy.min_nodes:
         return Wait("nodes")
+    if mine not in ready:
+        return Wait("room")
     if ready[0].id != me:
         return Wait("leader")
     if num_nodes < policy.max_nodes and _is_fresh(view) and quiet_s < policy.last_call_s:
@@ -102,6 +105,25 @@ def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
 def ready_members(view: View) -> tuple[Member, ...]:
     """The members that a next world would be made of, first registered first."""
     return tuple(member for member in view.members if is_ready(member, view) and not _is_finishing(member, view))
+
+
+def mutually_reachable(members: tuple[Member, ...]) -> tuple[Member, ...]:
+    """The members left when no two of them miss each other's nodes.
+
+    Of the nodes that cannot reach each other the one with the most such others goes first, the latest of them if in
+    doubt: so the larger part of a network that has split goes on.
+    """
+    conflicts: dict[str, set[str]] = {member.node_id: set() for member in members}
+    for member in members:
+        for other in member.missed:
+            if other in conflicts and other != member.node_id:
+                conflicts[member.node_id].add(other)
+                conflicts[other].add(member.node_id)
+    while any(conflicts.values()):
+        worst = max(reversed(conflicts), key=lambda node: len(conflicts[node]))
+        for other in conflicts.pop(worst):
+            conflicts[other].discard(worst)
+    return tuple(member for member in members if member.node_id in conflicts)
 
 
 def is_ready(member: Member, view: View) -> bool:
@@ -120,7 +142,11 @@ def num_waiting(view: View, me: str, world: World, policy: Policy) -> int:
         # The job is about to end: nobody is admitted any more.
         return lost + again
     staying = (*mates, *(member for member in view.members if world.rank_of(member.id) is None))
-    return lost + again + sum(world.rank_of(member.id) is None for member in _admitted(staying, policy))
+    return (
+        lost
+        + again
+        + sum(world.rank_of(member.id) is None for member in _admitted(mutually_reachable(staying), policy))
+    )
 
 
 def is_broken(view: View, me: str, world: World) -> bool:
@@ -242,11 +268,13 @@ def _of_whole_nodes(members: tuple[Member, ...]) -> tuple[Member, ...]:
 
 
 def _has_no_room(view: View, me: str, policy: Policy) -> bool:
-    """The world is full, and stands without this member."""
+    """The world is full or out of reach, and stands without this member."""
     world, mine = view.world, view.member(me)
     if world is None or mine is None or world.rank_of(me) is not None:
         return False
     mates = mates_of(view, world)
+    if mine not in mutually_reachable((*mates, mine)):
+        return True
     nodes = {mate.node_id for mate in mates}
     is_node_left_out = mine.node_id not in nodes and len(nodes) >= policy.max_nodes
     return is_node_left_out or len(mates) >= policy.max_members

@@ -130,6 +130,18 @@ class Node:
         """Whether the world that this node is in can take no further step."""
         return self.world is not None and membership.is_broken(self.view, self.id, self.world)
 
+    def report_missed(self, nodes: frozenset[str]) -> None:
+        """Say which nodes this member cannot reach, and leave its world if one of them is in it."""
+        world = self.world
+        mates = membership.mates_of(self.view, world) if world is not None else ()
+        leaves = world is not None and any(mate.node_id in nodes for mate in mates)
+
+        def told(member: Member, view: View) -> Member:
+            after = max(member.after, world.term) if leaves and world is not None else member.after
+            return replace(member, missed=tuple(sorted(nodes)), after=after)
+
+        self._update_own(told)
+
     def wants_to_grow(self, quiet_s: float) -> bool:
         """Whether members wait to be admitted, and none has come or gone for `quiet_s`, so that they come together."""
         with self._changed:

@@ -76,6 +76,8 @@ class Member:
     """How many members its node brings in all."""
     agent: str = ""
     """host:port where its node's agent listens as long as it lives; empty if nothing does."""
+    missed: tuple[str, ...] = ()
+    """The nodes that it cannot reach, although they are in etcd."""
 
     @property
     def node_id(self) -> str:
@@ -161,7 +163,7 @@ def read_view(snapshot: Snapshot, keys: Keys) -> View:
     leased = [(entry.create_revision, key) for key, entry in snapshot.entries.items() if key.startswith(keys.members)]
     return View(
         revision=snapshot.revision,
-        members=tuple(Member(**json.loads(texts[key])) for _, key in sorted(leased)),
+        members=tuple(_member(texts[key]) for _, key in sorted(leased)),
         world=_world(texts.get(keys.world)),
         failure=Failure(**json.loads(texts[keys.failure])) if keys.failure in texts else None,
         head=read_head(texts.get(keys.head)),
@@ -171,6 +173,11 @@ def read_view(snapshot: Snapshot, keys: Keys) -> View:
 
 def read_head(text: str | None) -> Head | None:
     return None if text is None else Head(**json.loads(text))
+
+
+def _member(text: str) -> Member:
+    fields = json.loads(text)
+    return Member(**{**fields, "missed": tuple(fields.get("missed", ()))})
 
 
 def _world(text: str | None) -> World | None:

@@ -71,7 +71,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         policy = Policy(params.min_nodes, params.max_nodes, conf.last_call_s)
         place = Place(machine_name(), self._local_address, num_workers=0)
         self.node = Node(self._store, params.run_id, policy, place, ttl_s=conf.ttl_s)
-        self._meeting = Meeting(self.node, self._local_address, conf.timeout_s)
+        self._meeting = Meeting(self.node, self._local_address, conf.timeout_s, lambda _: self.node.is_broken())
         self._is_restart_free = False
         # After SIGTERM the launcher skips shutdown(); the others should not have to wait for the lease to end.
         atexit.register(self.node.leave)

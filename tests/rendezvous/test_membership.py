@@ -10,8 +10,11 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rendezvous import membership
 from rendezvous.errors import FencedError
@@ -378,3 +381,44 @@ def test_members_beyond_the_most_stand_by() -> None:
     again = membership.decide(view(member("a", after=1), member("c"), of=two), "a", policy, 0.0)
     assert isinstance(again, Seal)
     assert [seat.member for seat in again.seats] == ["a", "c"]
+
+
+@given(st.integers(2, 9), st.data())
+def test_members_out_of_reach_of_each_other_make_no_world(num_nodes: int, data: st.DataObject) -> None:
+    """No two of the chosen miss each other, whoever has noticed; who misses nobody is always among them."""
+    names = [str(number) for number in range(num_nodes)]
+    others = st.lists(st.sampled_from([*names, "gone"]), max_size=3)
+    members = tuple(replace(member(name), missed=tuple(data.draw(others))) for name in names)
+    chosen = membership.mutually_reachable(members)
+    ids = {one.id for one in chosen}
+    assert not any(other in ids - {one.id} for one in chosen for other in one.missed)
+    hit = {other for one in members for other in one.missed if other != one.id}
+    assert {one.id for one in members if one.id not in hit and not set(one.missed) & set(names) - {one.id}} <= ids
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_the_larger_part_of_a_split_network_goes_on(size: int, other_size: int, random: Random) -> None:
+    """Of two parts without a connection the larger one is chosen; of equal ones that of the first that registered."""
+    names = [*(f"a{n}" for n in range(size)), *(f"b{n}" for n in range(other_size))]
+    random.shuffle(names)
+    members = [replace(member(name), missed=tuple(o for o in names if o[0] != name[0])) for name in names]
+    kept = {one.id[0] for one in membership.mutually_reachable(tuple(members))}
+    assert len(kept) == 1
+    if size != other_size:
+        assert kept == {"a" if size > other_size else "b"}
+
+
+def test_who_is_out_of_reach_stands_by_until_the_network_heals() -> None:
+    """The others' world stands, and asks for nothing; who misses the leader leads no world of its own."""
+    two = world(1, "a", "b")
+    cut = replace(member("c"), missed=("a", "b"))
+    running = view(member("a"), member("b"), cut, of=two)
+    assert membership.num_waiting(running, "a", two, Policy(1, 3)) == 0
+    assert membership.decide(running, "c", Policy(1, 3), 99.0) == Wait("room")
+    assert membership.num_waiting(view(member("a"), member("b"), member("c"), of=two), "a", two, Policy(1, 3)) == 1
+    first = view(replace(member("a", after=1), missed=("b", "c")), member("b", after=1), member("c"), of=two)
+    decision = membership.decide(first, "b", Policy(1, 3), 99.0)
+    assert isinstance(decision, Seal)
+    assert [seat.member for seat in decision.seats] == ["b", "c"]
+    assert membership.decide(first, "a", Policy(1, 3), 99.0) == Wait("room")
+    assert membership.decide(first, "b", Policy(3, 3), 99.0) == Wait("nodes")
