@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from elastic_train.errors import ConfigError, PeerLostError
-from elastic_train.waiting import Bystander, GivenUp
+from rendezvous.waiting import Bystander, GivenUp
 
 T = TypeVar("T")
 
@@ -54,7 +54,14 @@ class Group:
         if size == 1:
             return
         assert store is not None, "a world of several ranks meets at a store"
-        timeout = timedelta(seconds=timeout_s)
+        try:
+            self._connect(store, timedelta(seconds=timeout_s), device)
+        except PeerLostError:
+            self.abandon()
+            raise
+
+    def _connect(self, store: Store, timeout: timedelta, device: torch.device | None) -> None:
+        rank, size = self.rank, self.size
         self._host = self._guard(lambda: _typed(dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)))
         if device is not None and device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()

@@ -18,6 +18,7 @@ from torch.distributed import DistError
 from rendezvous.membership import Seal
 from rendezvous.node import Node
 from rendezvous.records import World
+from rendezvous.waiting import Bystander, GivenUp
 
 CALL_TIMEOUT_S = 60
 RETRY_S = 0.05
@@ -53,9 +54,21 @@ class Meeting:
             return self._hosted
         started = time.monotonic()
         while (waited_s := time.monotonic() - started) < self._timeout_s and not self._is_broken(waited_s):
-            with contextlib.suppress(OSError, DistError):
+            with contextlib.suppress(OSError, DistError, GivenUp):
                 socket.create_connection((world.address, world.port), timeout=1.0).close()
-                return TCPStore(world.address, world.port, is_master=False, timeout=timedelta(seconds=CALL_TIMEOUT_S))
+                return self._open(world, started)
             time.sleep(RETRY_S)
         _log.warning("the world of term %d fell apart before it began", world.term)
         return None
+
+    def _open(self, world: World, started: float) -> TCPStore:
+        """Open the store; its host may have been frozen since its machine answered."""
+        timeout = timedelta(seconds=CALL_TIMEOUT_S)
+        bystander = Bystander(f"meeting of term {world.term}")
+        try:
+            return bystander.call(
+                lambda: TCPStore(world.address, world.port, is_master=False, timeout=timeout),
+                lambda: self._is_broken(time.monotonic() - started),
+            )
+        finally:
+            bystander.leave(lambda: None)

@@ -219,7 +219,11 @@ class Node:
             self._seal(decision, host, snapshot)
         elif isinstance(decision, Expelled):
             _log.warning("the lease of this node ended: it joins as a new member")
-            self._register()
+            try:
+                self._register()
+            except StoreUnavailableError as error:
+                _log.warning("waiting for etcd: %s", error)
+                time.sleep(min(left_s, LOOK_S))
         elif isinstance(decision, Wait):
             if decision.why == "members" and self._bury_refused(snapshot):
                 return

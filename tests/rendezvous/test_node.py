@@ -10,9 +10,11 @@ import pytest
 from rendezvous_sides import eventually
 
 from rendezvous import EtcdServer, EtcdStore, MemoryStore, TooFewNodesError, etcd_options
+from rendezvous.errors import StoreUnavailableError
 from rendezvous.membership import Policy
 from rendezvous.node import Node, Place
 from rendezvous.records import World
+from rendezvous.store import Lease
 
 TTL_S = 3.0
 
@@ -145,6 +147,29 @@ def test_an_expelled_node_joins_as_a_new_one(store: MemoryStore, pool: ThreadPoo
     back = pool.submit(enter, second)
     eventually(lambda: first.num_waiting() > 0, "the return is noticed")
     assert enter(first) == back.result(10) and second.id != old
+
+
+def test_a_node_expelled_while_it_waits_outlives_an_etcd_that_does_not_answer(
+    store: MemoryStore, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It registers anew as soon as etcd grants a lease again."""
+    node, granted, refused = make_node(store, least=2), store.lease, threading.Event()
+
+    def refuse(ttl_s: float, *, renew: bool = True) -> Lease:
+        refused.set()
+        raise StoreUnavailableError("no leader")
+
+    waiting = pool.submit(enter, node)
+    eventually(lambda: node._lease is not None and node.view.member(node.id) is not None, "its registration")
+    old = node.id
+    monkeypatch.setattr(store, "lease", refuse)
+    assert node._lease is not None
+    node._lease.abandon()
+    store.advance(TTL_S)
+    assert refused.wait(10)
+    monkeypatch.setattr(store, "lease", granted)
+    other = pool.submit(enter, make_node(store, least=2))
+    assert waiting.result(10) == other.result(10) and node.id != old
 
 
 def test_too_few_nodes_is_an_error(store: MemoryStore) -> None:

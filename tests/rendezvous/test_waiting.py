@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from elastic_train.waiting import Bystander, GivenUp
+from rendezvous.waiting import Bystander, GivenUp
 
 
 @pytest.fixture
