@@ -12,7 +12,8 @@ live_cut_s      a node is cut off the network; needs root and `ip` (goal: at mos
 live_split_s    two nodes are cut off each other, while both reach etcd; needs root and `ip`
 
 With --storm N, three live nodes go through N faults in quick succession, several at a time and during recovery too:
-kills, freezes shorter and longer than a lease, nodes that leave and come back (`storm_faults`, `storm_hash_equal`).
+kills, freezes shorter and longer than a lease, nodes that leave and come back (`storm_faults`, `storm_hash_equal`). The
+third node is cut off where others freeze, from all or from the other nodes alone; needs root and `ip`.
 
 All live faults but the cuts hit one job, whose final weights are then compared with those of a run without faults
 (`hash_equal`), and in which no applied step may be lost (`rpo_steps_max`). With --minutes, a job of four workers has a
@@ -45,6 +46,15 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.network import (
+    ETCD_ADDRESS,
+    CableNode,
+    CutNode,
+    NoNamespacesError,
+    SplitNode,
+    behind_the_cable,
+    namespace,
+)
 from chaos.errors import RunError
 from chaos.evidence import Evidence, collect, number, whole
 from chaos.injected import check_kept, rpo
@@ -69,9 +79,6 @@ NAMES = (
     "live_split_s",
 )
 FAULT_EVERY_S = 29.0
-NAMESPACE, OUTSIDE, INSIDE = "elastic-cut", "elastic-out", "elastic-in"
-ADDRESSES = ("10.213.77.1", "10.213.77.2")
-ETCD_ADDRESS = "10.213.77.3"
 
 
 @dataclass
@@ -193,92 +200,35 @@ def _live(folder: Path, num_faults: int, figures: Figures, console: Console) -> 
     figures.facts["num_live_faults"] = len(costs)
 
 
-class CutNode(Node):
-    """A node in a network namespace of its own; freezing it cuts the cable, thawing it puts it back."""
-
-    def freeze(self) -> list[int]:
-        _ip("link", "set", OUTSIDE, "down")
-        return self.pids()
-
-    def thaw(self, pids: list[int]) -> None:
-        _ip("link", "set", OUTSIDE, "up")
-
-
-class SplitNode(Node):
-    """A node in a network namespace; freezing it takes away its way to the other node, and leaves that to etcd."""
-
-    def freeze(self) -> list[int]:
-        _ip("-n", NAMESPACE, "route", "add", "blackhole", f"{ADDRESSES[0]}/32")
-        return self.pids()
-
-    def thaw(self, pids: list[int]) -> None:
-        _ip("-n", NAMESPACE, "route", "del", "blackhole", f"{ADDRESSES[0]}/32")
-
-
-def _cut(
-    folder: Path, num_faults: int, figures: Figures, console: Console, name: str, kind: type[CutNode | SplitNode]
-) -> None:
+def _cut(folder: Path, num_faults: int, figures: Figures, console: Console, name: str, kind: type[CableNode]) -> None:
     """Cut one node of two off again and again."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        figures.facts["no_namespaces"] = "network namespaces need root and iproute2"
-        return
     due = [Due("freeze_node", 1, None, 30.0, for_s=3 * TTL_S) for _ in range(num_faults)]
     seconds = 30.0 * num_faults + 20.0
     config = _write_job(folder, seconds, ranks=2)
+    place = partial(behind_the_cable, kind)
     try:
-        with _namespace():
-            run = _run_job(
-                folder / "faulted", config, due, ranks=1, timeout_s=3 * seconds, place=partial(_behind_the_cable, kind)
-            )
-    except subprocess.CalledProcessError as error:
-        figures.facts["no_namespaces"] = f"no network namespaces here: {error.stderr.decode().strip()}"
+        with namespace():
+            run = _run_job(folder / "faulted", config, due, ranks=1, timeout_s=3 * seconds, place=place)
+    except NoNamespacesError as error:
+        figures.facts["no_namespaces"] = str(error)
         return
     figures.seconds[name] = [cost.rto_s for cost in recoveries(run)]
     console.print(f"{name}: {', '.join(f'{s:.2f}' for s in figures.seconds[name])}")
-
-
-@contextlib.contextmanager
-def _namespace() -> Iterator[None]:
-    """Make a namespace with a cable to this one."""
-    try:
-        _ip("netns", "add", NAMESPACE)
-        _ip("link", "add", OUTSIDE, "type", "veth", "peer", "name", INSIDE)
-        _ip("link", "set", INSIDE, "netns", NAMESPACE)
-        for address in (ADDRESSES[0], ETCD_ADDRESS):
-            _ip("addr", "add", f"{address}/24", "dev", OUTSIDE)
-        _ip("link", "set", OUTSIDE, "up")
-        _ip("-n", NAMESPACE, "addr", "add", f"{ADDRESSES[1]}/24", "dev", INSIDE)
-        _ip("-n", NAMESPACE, "link", "set", INSIDE, "up")
-        _ip("-n", NAMESPACE, "link", "set", "lo", "up")
-        yield
-    finally:
-        subprocess.run(["ip", "link", "del", OUTSIDE], capture_output=True, check=False)
-        subprocess.run(["ip", "netns", "del", NAMESPACE], capture_output=True, check=False)
-
-
-def _behind_the_cable(kind: type[Node], nodes: list[Node], folder: Path) -> list[Node]:
-    """Put the second node into the namespace; both use the cable."""
-    environ = {**clean_environ(os.environ), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    at = nodes[0].command.index("torch.distributed.run") + 1
-    command = [*nodes[0].command[:at], f"--local-addr={ADDRESSES[0]}", *nodes[0].command[at:]]
-    outside = Node(0, command, folder / "node-0.log", {**environ, "GLOO_SOCKET_IFNAME": OUTSIDE})
-    command = ["ip", "netns", "exec", NAMESPACE, *nodes[1].command]
-    return [outside, kind(1, command, folder / "node-1.log", {**environ, "GLOO_SOCKET_IFNAME": INSIDE})]
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
 def _storm(folder: Path, num_faults: int, seed: int, figures: Figures, console: Console) -> None:
     """Send three nodes through faults in quick succession, tell them to leave, and repeat the same steps without."""
     due = storm(num_faults, seed)
     config = _write_job(folder, 10 * sum(fault.after_s or 0.0 for fault in due), ranks=3)
-    told = ""
-    try:
-        _run_job(folder / "faulted", config, due, ranks=1, timeout_s=2400, num_nodes=3)
-    except RunError as error:  # expected: told to leave, no node ends with 0
-        told = str(error)
+    told, place = "", None
+    with contextlib.ExitStack() as cable:
+        with contextlib.suppress(NoNamespacesError):
+            cable.enter_context(namespace())
+            place = partial(behind_the_cable, CableNode)
+        try:
+            _run_job(folder / "faulted", config, due, ranks=1, timeout_s=2400, num_nodes=3, place=place)
+        except RunError as error:  # expected: told to leave, no node ends with 0
+            told = str(error)
     run = collect(folder / "faulted")
     if run.result is None:
         raise SystemExit(f"storm of seed {seed}: {told}")
@@ -289,6 +239,7 @@ def _storm(folder: Path, num_faults: int, seed: int, figures: Figures, console: 
     expected = json.loads((folder / "alone" / "result.json").read_text())
     figures.facts |= {
         "storm_faults": len([fault for fault in run.of("fault") if fault["kind"] != "stop_node"]),
+        "storm_has_cuts": place is not None,
         "storm_worlds": len({line["term"] for line in run.of("form")}),
         "storm_steps": steps,
         "storm_hash_equal": expected["weights_sha256"] == run.result["weights_sha256"],
