@@ -1,8 +1,8 @@
 """Which nodes a member cannot reach although all of them reach etcd: no lease ends, and every world of both hangs.
 
-A member that has waited for its peers for longer than a lease connects to the agents of their nodes. Those that do
-not answer twice in a row it names in its own record, and `membership` makes worlds without such pairs. What was out of
-reach is tried again, so that a network that heals needs nobody's help.
+A member that has waited for its peers for longer than a lease connects to the agents of their nodes; one does it for
+all workers of a node. Those that do not answer twice in a row it names in its own record, and `membership` makes worlds
+without such pairs. What was out of reach is tried again, so that a network that heals needs nobody's help.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rendezvous.records import Member
 AGAIN_S = 1.0
 """A second look at nodes that did not answer comes so long after the first."""
 
-HEALED_EVERY_S = 10.0
+LOOK_EVERY_S = 10.0
 _MOST_AT_ONCE = 16
 
 _log = logging.getLogger("rendezvous")
@@ -40,7 +40,7 @@ class Reach:
 
     def ask(self) -> None:
         """Have a look at all nodes of this member's world soon; returns at once."""
-        if time.monotonic() - self._looked_at > AGAIN_S:
+        if time.monotonic() - self._looked_at > (AGAIN_S if self._silent else LOOK_EVERY_S):
             self._asked.set()
 
     def close(self) -> None:
@@ -51,13 +51,16 @@ class Reach:
         """Connect to the nodes of this member's world and to those that it misses, and say what has changed."""
         view, world = self._node.view, self._node.world
         mine = view.member(self._node.id)
+        self._looked_at = time.monotonic()
         if mine is None:
             return
         mates = membership.mates_of(view, world) if world else ()
+        if next((mate for mate in mates if mate.node_id == mine.node_id), mine) != mine:
+            return
         agents = {m.node_id: m for m in view.members if m in mates or m.node_id in mine.missed}
         silent = self._silent_of({name: m for name, m in agents.items() if self._can_tell(m, mine)})
         missed = frozenset(name for name in silent if name in self._silent or name in mine.missed)
-        self._silent, self._looked_at = silent, time.monotonic()
+        self._silent = silent
         if missed != frozenset(mine.missed):
             _log.warning("out of reach although etcd is not: %s", ", ".join(sorted(missed)) or "nobody any more")
             self._node.report_missed(missed)
@@ -77,7 +80,7 @@ class Reach:
 
     def _serve(self) -> None:
         while not self._closed.is_set():
-            is_asked = self._asked.wait(HEALED_EVERY_S)
+            is_asked = self._asked.wait(LOOK_EVERY_S)
             self._asked.clear()
             mine = self._node.view.member(self._node.id)
             if is_asked or (mine is not None and mine.missed):
