@@ -133,11 +133,19 @@ class Job:
                     break
             if not any(node.is_up for node in self.nodes) and not (fault.kind == "start_node" and fault.step is None):
                 raise RunError(f"the job ended before {what} was due; {self._logs()}")
+            self._check_is_up(fault)
         seen, followed = self._followed.step, self._followed
         moments = {"at_step": fault.step, "is_drawn": fault.is_drawn, "seen_step": seen, "seen_commit": followed.commit}
         who = {"kind": fault.kind, "target": fault.target, "node": node.number, "signal": SIGNALS[fault.kind]}
         self._record("fault", t=at, **who, **moments, term=followed.term, pids=pids)
         self.on_event(f"fault: {fault.kind} on node {node.number} at step {seen}")
+
+    def _check_is_up(self, fault: Due) -> None:
+        """Refuse to wait for ever for a node that has ended by itself."""
+        node = self.nodes[fault.target] if isinstance(fault.target, int) else None
+        if node is not None and node.code is not None and node not in self._lost and fault.kind != "start_node":
+            what = f"{fault.kind} on node {node.number} was due, but it has ended with code {node.code}"
+            raise RunError(f"{what}; the end of its log:\n{node.tail()}")
 
     def _has_come(self, fault: Due) -> bool:
         """Say whether a fault's step has come; a drawn one also waits for an applied step that is in no commit."""

@@ -135,12 +135,16 @@ class LiveAgent(BoundAgent):
         self._remaining_restarts = 0
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Bury the dead and start others in their place; the stock method judges once nobody lives or one must not."""
+        """Bury the dead and start others in their place; the stock method judges once nobody lives or one must not.
+
+        Every worker is looked at once: one that dies between two looks would be taken for buried.
+        """
         handlers = self._context().subprocess_handlers
-        now = time.monotonic()
+        now, is_alive = time.monotonic(), False
         for rank, handler in list(handlers.items()):
             code = handler.proc.poll()
             if code is None:
+                is_alive = True
                 self._bury_if_stopped(rank, handler.proc.pid, now)
             if code is None or code == 0:
                 continue
@@ -155,9 +159,10 @@ class LiveAgent(BoundAgent):
             if rank in self._due_at and now >= self._due_at[rank]:
                 del self._due_at[rank]
                 self._replace(worker_group, rank)
+                is_alive = True
         if 0 in codes(handlers) and not self._due_at:
             self._end_the_rest(now)
-        if self._due_at or any(handler.proc.poll() is None for handler in handlers.values()):
+        if self._due_at or is_alive:
             return RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
