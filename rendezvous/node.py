@@ -107,7 +107,7 @@ class Node:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            decision = self._decide()
+            decision, snapshot = self._decide()
             if isinstance(decision, Enter):
                 self.world = decision.world
                 return decision.world
@@ -120,7 +120,7 @@ class Node:
                 raise StoppedWaiting("told to leave while waiting for a world")
             if left_s <= 0:
                 raise TooFewNodesError(self._too_few(timeout_s))
-            self._act(decision, host, left_s)
+            self._act(decision, snapshot, host, left_s)
 
     def num_waiting(self) -> int:
         """How many changes ask for a new round; 0 while the world stands."""
@@ -207,14 +207,15 @@ class Node:
             _log.warning("could not revoke the lease, it will run out: %s", error)
         self._store.close()
 
-    def _decide(self) -> Decision:
+    def _decide(self) -> tuple[Decision, Snapshot]:
+        """Return what to do next, and the snapshot that says so: acting on a newer one would guard what nobody saw."""
         with self._changed:
             quiet_s = time.monotonic() - self._same_since
-            return membership.decide(self._view, self.id, self.policy, quiet_s)
+            return membership.decide(self._view, self.id, self.policy, quiet_s), self._snapshot
 
-    def _act(self, decision: Decision, host: Callable[[Seal], tuple[str, int]], left_s: float) -> None:
-        with self._changed:
-            snapshot = self._snapshot
+    def _act(
+        self, decision: Decision, snapshot: Snapshot, host: Callable[[Seal], tuple[str, int]], left_s: float
+    ) -> None:
         if isinstance(decision, Seal):
             self._seal(decision, host, snapshot)
         elif isinstance(decision, Expelled):

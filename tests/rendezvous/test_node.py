@@ -191,3 +191,21 @@ def test_an_outage_of_etcd_does_not_end_a_world() -> None:
         assert joins[0] == joins[1] and joins[0] is not None and joins[0].cause == "restart"
         for node in nodes:
             node.leave()
+
+
+def test_a_leader_seals_what_it_has_seen(store: MemoryStore) -> None:
+    """A member that dies between the decision and the transaction makes it fail; the leader decides again."""
+    leader, late = make_node(store), make_node(store)
+    leader.join(10.0)
+    late.join(10.0)
+    eventually(lambda: len(leader.view.members) == 2, "both members")
+
+    def dies_now() -> bool:
+        if leader.view.member(late.id) is not None:
+            late.leave()
+            eventually(lambda: leader.view.member(late.id) is None, "the loss")
+        return False
+
+    world = leader.next_world(lambda seal: ("127.0.0.1", 1), 10.0, dies_now)
+    assert world is not None and [seat.member for seat in world.seats] == [leader.id]
+    leader.leave()
