@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import signal
+import sys
 import time
 import uuid
 from collections import Counter, defaultdict, deque
@@ -172,8 +173,12 @@ class LiveAgent(BoundAgent):
         started = super()._start_workers(worker_group)
         spec = worker_group.spec
         preload = Standby.preload_of(spec.args)
-        if self._rendezvous_handler.has_standby and preload and spec.numa_options is None and self._standby is None:
-            self._standby = Standby(preload)
+        is_this_python = spec.entrypoint == sys.executable
+        if self._rendezvous_handler.has_standby and preload and is_this_python and spec.numa_options is None:
+            try:
+                self._standby = Standby(preload)
+            except OSError as error:  # such as a TMPDIR that is too long for a socket's address
+                _log.warning("no standby process, workers are started in the ordinary way: %s", error)
         return started
 
     def _bury_if_stopped(self, rank: int, pid: int, now: float) -> None:
@@ -212,7 +217,7 @@ class LiveAgent(BoundAgent):
 
     def _replace(self, worker_group: WorkerGroup, rank: int) -> None:
         context = self._context()
-        started = self._start(rank, context, worker_group.spec.numa_options)
+        started = self._start(rank, context, worker_group.spec)
         context.subprocess_handlers[rank] = started
         context._running_local_ranks.add(rank)
         self._buried.discard(started.proc.pid)  # numbers come back
@@ -221,12 +226,16 @@ class LiveAgent(BoundAgent):
             if worker.local_rank == rank:
                 worker.id = started.proc.pid
 
-    def _start(self, rank: int, context: SubprocessContext, numa_options: Any) -> Any:
+    def _start(self, rank: int, context: SubprocessContext, spec: WorkerSpec) -> Any:
         """Fork a worker from the standby process, or start a program as TorchElastic does; return its handler."""
-        program = Program.of(context.args[rank])
+        program = Program.of(context.args[rank][-len(spec.args) :])  # without the guard
         env, stdout, stderr = context.envs[rank], context.stdouts[rank], context.stderrs[rank]
         if self._standby is not None and self._standby.is_ready and program is not None:
-            return self._standby.start(program, env, stdout, stderr)
+            try:
+                return self._standby.start(program, env, stdout, stderr)
+            except (OSError, EOFError) as error:
+                self._standby = None
+                _log.warning("the standby process does not serve, and is not used any more: %s", error)
         assert isinstance(context.entrypoint, str), "a bound worker is a program"
         return get_subprocess_handler(
             entrypoint=context.entrypoint,
@@ -235,7 +244,7 @@ class LiveAgent(BoundAgent):
             stdout=stdout,
             stderr=stderr,
             local_rank_id=rank,
-            numa_options=numa_options,
+            numa_options=spec.numa_options,
         )
 
     def _context(self) -> SubprocessContext:

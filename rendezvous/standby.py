@@ -10,7 +10,10 @@ started as ever.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
+import itertools
 import multiprocessing
 import os
 import runpy
@@ -36,11 +39,12 @@ class Program:
 
     @staticmethod
     def of(command: Sequence[str]) -> Program | None:
-        """Find `-m MODULE ARGS…` in a worker's command line; None if it runs something else."""
-        if "-m" not in command[:-1]:
-            return None
-        at = list(command).index("-m")
-        return Program(command[at + 1], tuple(command[at + 2 :]))
+        """Find `-m MODULE ARGS…` in what follows the interpreter; None if it runs something else, such as a file."""
+        options = list(itertools.takewhile(lambda part: part.startswith("-") and part != "-m", command))
+        match command[len(options) :]:
+            case ["-m", module, *arguments]:
+                return Program(module, tuple(arguments))
+        return None
 
 
 class Standby:
@@ -105,23 +109,38 @@ class ForkedWorker:
         return self._process.exitcode
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Signal the worker and all that it has started."""
+        """Signal the worker and all that it has started; one that has just ended, or just begun, is no error."""
         if self._process.exitcode is None:
-            os.killpg(self.pid, death_sig or signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                try:
+                    os.killpg(self.pid, death_sig or signal.SIGTERM)
+                except ProcessLookupError:  # it has no group of its own yet
+                    os.kill(self.pid, death_sig or signal.SIGTERM)
 
 
 def _become(program: Program, env: dict[str, str], stdout: str | None, stderr: str | None) -> None:
     """In the forked process: be what a process that was started with the program's command line would be."""
+    from rendezvous.standby_process import dispositions  # not in the agent: importing it ignores signals
+
     os.setsid()
     die_with_parent()
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)  # the standby process ignores them
+    agent = multiprocessing.parent_process()
+    if agent is None or not agent.is_alive():
+        sys.exit("the agent that asked for this worker is gone")
+    for number, before in dispositions.items():
+        signal.signal(number, before)
+    multiprocessing.current_process().daemon = False  # or it could have no children
+    multiprocessing.set_start_method(None, force=True)
+    if not sys.flags.safe_path:
+        sys.path.insert(0, str(Path.cwd()))  # as `-m` does
     os.environ.clear()
     os.environ.update(env)
     for path, stream in ((stdout, sys.stdout), (stderr, sys.stderr)):
         if path:
             with Path(path).open("w") as file:
                 os.dup2(file.fileno(), stream.fileno())
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(write_through=True)  # as torchrun's `-u` does
     sys.argv = [program.module, *program.arguments]
     runpy.run_module(program.module, run_name="__main__", alter_sys=True)
 

@@ -1,7 +1,7 @@
 """Imported by a node's standby process alone, before all else: it dies with its agent, and with nothing less.
 
 A scheduler that tells a whole process tree to leave means the workers: they would die with the standby process, which
-is their parent.
+is their parent. So does a terminal that is closed.
 """
 
 import signal
@@ -9,5 +9,8 @@ import signal
 from rendezvous.orphans import die_with_parent
 
 die_with_parent()
-for _number in (signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(_number, signal.SIG_IGN)
+dispositions = {
+    number: signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
+}
+"""What a program that is started by the agent finds for the signals that the standby process ignores."""
