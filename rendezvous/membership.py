@@ -89,7 +89,7 @@ def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
         return Wait("room" if _has_no_room(view, me, policy) else "members")
     if _is_fresh(view):
         ready = _of_whole_nodes(ready)
-    ready = mutually_reachable(ready)
+    ready = mutually_reachable(ready, view.world)
     num_nodes = count_nodes(ready)
     if num_nodes < policy.min_nodes:
         return Wait("nodes")
@@ -107,20 +107,22 @@ def ready_members(view: View) -> tuple[Member, ...]:
     return tuple(member for member in view.members if is_ready(member, view) and not _is_finishing(member, view))
 
 
-def mutually_reachable(members: tuple[Member, ...]) -> tuple[Member, ...]:
+def mutually_reachable(members: tuple[Member, ...], last: World | None = None) -> tuple[Member, ...]:
     """The members left when no two of them miss each other's nodes.
 
-    Of the nodes that cannot reach each other the one with the most such others goes first, the latest of them if in
-    doubt: so the larger part of a network that has split goes on.
+    Of the nodes that cannot reach each other the one with the most such others goes first: so the larger part of a
+    network that has split goes on. If in doubt one goes that was not in the last world, which others are further than,
+    and else the latest.
     """
     conflicts: dict[str, set[str]] = {member.node_id: set() for member in members}
+    stood = {member.node_id for member in members if last is not None and last.rank_of(member.id) is not None}
     for member in members:
         for other in member.missed:
             if other in conflicts and other != member.node_id:
                 conflicts[member.node_id].add(other)
                 conflicts[other].add(member.node_id)
     while any(conflicts.values()):
-        worst = max(reversed(conflicts), key=lambda node: len(conflicts[node]))
+        worst = max(reversed(conflicts), key=lambda node: (len(conflicts[node]), node not in stood))
         for other in conflicts.pop(worst):
             conflicts[other].discard(worst)
     return tuple(member for member in members if member.node_id in conflicts)
@@ -145,7 +147,7 @@ def num_waiting(view: View, me: str, world: World, policy: Policy) -> int:
     return (
         lost
         + again
-        + sum(world.rank_of(member.id) is None for member in _admitted(mutually_reachable(staying), policy))
+        + sum(world.rank_of(member.id) is None for member in _admitted(mutually_reachable(staying, world), policy))
     )
 
 
@@ -273,7 +275,7 @@ def _has_no_room(view: View, me: str, policy: Policy) -> bool:
     if world is None or mine is None or world.rank_of(me) is not None:
         return False
     mates = mates_of(view, world)
-    if mine not in mutually_reachable((*mates, mine)):
+    if mine not in mutually_reachable((*mates, mine), world):
         return True
     nodes = {mate.node_id for mate in mates}
     is_node_left_out = mine.node_id not in nodes and len(nodes) >= policy.max_nodes

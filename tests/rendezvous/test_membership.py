@@ -422,3 +422,13 @@ def test_who_is_out_of_reach_stands_by_until_the_network_heals() -> None:
     assert [seat.member for seat in decision.seats] == ["b", "c"]
     assert membership.decide(first, "a", Policy(1, 3), 99.0) == Wait("room")
     assert membership.decide(first, "b", Policy(3, 3), 99.0) == Wait("nodes")
+
+
+def test_of_two_halves_the_one_that_has_trained_goes_on() -> None:
+    """Who was left out and registered first does not take over from the last world's survivor."""
+    out, lost = replace(member("a"), missed=("b",)), world(7, "b", "c")
+    survivor = member("b", after=7)
+    seen = view(out, survivor, of=lost)
+    assert isinstance(membership.decide(seen, "a", POLICY, 0.0), Wait)
+    sealed = membership.decide(seen, "b", POLICY, 0.0)
+    assert isinstance(sealed, Seal) and [seat.member for seat in sealed.seats] == ["b"]
