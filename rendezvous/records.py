@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Literal
 from urllib.parse import quote
 
@@ -92,7 +93,7 @@ class Seat:
     num_workers: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class World:
     """The members that train together, in rank order, and where the first of them hosts their TCPStore."""
 
@@ -103,9 +104,12 @@ class World:
     port: int
     sealed_at: float
 
+    @cached_property
+    def _ranks(self) -> dict[str, int]:
+        return {seat.member: rank for rank, seat in enumerate(self.seats)}
+
     def rank_of(self, member_id: str) -> int | None:
-        ids = [seat.member for seat in self.seats]
-        return ids.index(member_id) if member_id in ids else None
+        return self._ranks.get(member_id)
 
 
 @dataclass(frozen=True, slots=True)
