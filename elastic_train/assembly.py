@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from elastic_train.checkpoint import CommitRecord, CommitWriter, discover, open_store
+from elastic_train.checkpoint.reader import read_record
 from elastic_train.config import Config
 from elastic_train.errors import StorageError
 from elastic_train.fencing import StoreFence
@@ -20,7 +21,7 @@ from elastic_train.reduction import make_gradient_sum
 from elastic_train.session import Process, Session, describe_commit
 from elastic_train.state import AppliedState
 from elastic_train.tracking import Tracker
-from elastic_train.world import World, enter_world, has_equal_kernels, restore
+from elastic_train.world import World, enter_world, has_equal_kernels, parent_of, restore
 from elastic_train.worlds import Formed
 
 
@@ -67,7 +68,8 @@ def commit_alone(plan: Plan, state: AppliedState) -> None:
     if state.step <= (head.step if head else 0):
         return
     fence = StoreFence(store)
-    writer = CommitWriter(store, fence, fence.claim(), head)
+    term, key = fence.claim(), parent_of(store, state)
+    writer = CommitWriter(store, fence, term, read_record(store, key) if key else None)
     writer.save(state.tensors(), describe_commit(plan, state, world_size=1), state.reached.intervals)
 
 

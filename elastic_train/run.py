@@ -114,7 +114,7 @@ def _next_world(worlds: Worlds, plan: Plan, state: AppliedState, watchdog: Watch
     watchdog.rest()
     try:
         return worlds.form()
-    except (TooFewNodesError, Preempted):
+    except (TooFewNodesError, Preempted, StorageError):
         try:
             commit_alone(plan, state)
         except ElasticTrainError as error:

@@ -123,7 +123,7 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
         _load(world.store, head, state)
     else:
         given_by = hand_over(world.group, state, places)
-        key = agree(world.group, lambda: _parent_of(world.store, state))
+        key = agree(world.group, lambda: parent_of(world.store, state))
         head = read_record(world.store, key) if key else None
     seconds = time.perf_counter() - started
     source = Source("the members' own state" if state.step else "the beginning", state.step, None)
@@ -154,7 +154,7 @@ def _load(store: Store, head: CommitRecord, state: AppliedState) -> None:
         raise ElasticTrainError(f"{head.key} could not be read to its end: {error}") from error
 
 
-def _parent_of(store: Store, state: AppliedState) -> str | None:
+def parent_of(store: Store, state: AppliedState) -> str | None:
     """Return the newest commit that the state goes on from; a fenced writer's late record is no ancestor of it."""
     mine = state.reached.intervals
     found = (r for _, r, _ in records(store) if r and r.step <= state.step and r.intervals == cut(mine, r.step))

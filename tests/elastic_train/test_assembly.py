@@ -1,0 +1,59 @@
+"""A state that no world takes over any more is committed by the process that holds it, as the child of its ancestor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from elastic_train.checkpoint import CommitRecord, CommitWriter, discover, open_store
+from elastic_train.config import OptimizerConfig
+from elastic_train.errors import ElasticTrainError, Preempted, StorageError, TooFewNodesError
+from elastic_train.fencing import StoreFence
+from elastic_train.lineage import Interval
+from elastic_train.run import _next_world
+from elastic_train.session import describe_commit
+from elastic_train.state import AppliedState, Reached, build_state
+from elastic_train.watchdog import Watchdog
+
+
+def plan_of(folder: Path) -> SimpleNamespace:
+    run = SimpleNamespace(dir=str(folder), seed=1)
+    config = SimpleNamespace(checkpoint_url=str(folder), run=run, identity=lambda: "one")
+    return SimpleNamespace(config=config, manifest=SimpleNamespace(digest="two"))
+
+
+def state_of(*intervals: tuple[int, int, int]) -> AppliedState:
+    """A state whose steps were applied by the terms of `intervals` (term, lo, hi)."""
+    state = build_state(nn.Linear(2, 1), OptimizerConfig(lr=0.1), 50, "cpu", is_fp16=False)
+    lineage = tuple(Interval(*interval) for interval in intervals)
+    return replace(state, reached=Reached(step=intervals[-1][2], intervals=lineage))
+
+
+@pytest.mark.parametrize("error", [TooFewNodesError("few"), Preempted("told"), StorageError("etcd is away")])
+def test_whatever_ends_the_waiting_for_a_world_the_state_is_committed(error: ElasticTrainError, tmp_path: Path) -> None:
+    """Its parent is the newest commit that it goes on from, not the late record of a fenced writer."""
+    plan, store = plan_of(tmp_path), open_store(str(tmp_path))
+
+    def commit(term: int, parent: CommitRecord | None, *intervals: tuple[int, int, int]) -> CommitRecord:
+        state = state_of(*intervals)
+        writer = CommitWriter(store, StoreFence(store), term, parent)
+        return writer.save(state.tensors(), describe_commit(plan, state, 1), state.reached.intervals)  # type: ignore[arg-type]
+
+    ancestor = commit(1, None, (1, 0, 3))
+    commit(1, ancestor, (1, 0, 6))  # term 2 went on from step 4 meanwhile
+    left: list[bool] = []
+
+    def form() -> None:
+        raise error
+
+    worlds = SimpleNamespace(form=form, leave=lambda *, is_job_done: left.append(is_job_done))
+    state = state_of((1, 0, 4), (2, 4, 9))
+    with pytest.raises(type(error)):
+        _next_world(worlds, plan, state, Watchdog())  # type: ignore[arg-type]
+    head = discover(store).head
+    assert head is not None and (head.step, head.parent_key) == (9, ancestor.key)
+    assert left == [False]
