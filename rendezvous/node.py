@@ -250,6 +250,12 @@ class Node:
         return any([self._try(membership.bury(snapshot, self.keys, dead.id)) for dead in late if dead.agent in gone])  # noqa: C419 - all of them
 
     def _register(self) -> None:
+        try:
+            self._register_once()
+        except StoreRefusedError:
+            self._register_once()  # the lease was over before its first use: this process was frozen meanwhile
+
+    def _register_once(self) -> None:
         if self._lease is not None:
             self._lease.abandon()
         self._lease = self._store.lease(self.ttl_s)

@@ -10,11 +10,11 @@ import pytest
 from rendezvous_sides import eventually
 
 from rendezvous import EtcdServer, EtcdStore, MemoryStore, TooFewNodesError, etcd_options
-from rendezvous.errors import StoreUnavailableError
+from rendezvous.errors import StoreRefusedError, StoreUnavailableError
 from rendezvous.membership import Policy
 from rendezvous.node import Node, Place
 from rendezvous.records import World
-from rendezvous.store import Lease
+from rendezvous.store import Guards, Lease, Writes
 
 TTL_S = 3.0
 
@@ -170,6 +170,20 @@ def test_a_node_expelled_while_it_waits_outlives_an_etcd_that_does_not_answer(
     monkeypatch.setattr(store, "lease", granted)
     other = pool.submit(enter, make_node(store, least=2))
     assert waiting.result(10) == other.result(10) and node.id != old
+
+
+def test_a_node_frozen_while_it_registers_registers_again(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Etcd refuses a record on a lease that ended before its first use; that ends nobody."""
+    node, swap, tries = make_node(store, most=1), store.swap, []
+
+    def refuse_first(writes: Writes, guards: Guards) -> int | None:
+        tries.append(writes)
+        if len(tries) == 1:
+            raise StoreRefusedError("requested lease not found")
+        return swap(writes, guards)
+
+    monkeypatch.setattr(store, "swap", refuse_first)
+    assert enter(node) is not None and len(node.view.members) == 1
 
 
 def test_too_few_nodes_is_an_error(store: MemoryStore) -> None:
