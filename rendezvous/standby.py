@@ -137,7 +137,7 @@ def _become(program: Program, env: dict[str, str], stdout: str | None, stderr: s
     os.environ.update(env)
     for path, stream in ((stdout, sys.stdout), (stderr, sys.stderr)):
         if path:
-            with Path(path).open("w") as file:
+            with Path(path).open("a") as file:  # behind the last words of the one before
                 os.dup2(file.fileno(), stream.fileno())
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(write_through=True)  # as torchrun's `-u` does

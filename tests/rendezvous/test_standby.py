@@ -63,10 +63,11 @@ def test_a_forked_worker_is_what_its_command_line_would_have_started(standby: St
         check=False,
     )
     out, err = tmp_path / "out", tmp_path / "err"
+    err.write_text("the one before\n")
     forked = standby.start(program, said, str(out), str(err))
     assert (forked.wait(30.0), started.returncode) == (3, 3), err.read_text()
     assert json.loads(out.read_text()) == json.loads(started.stdout)
-    assert err.read_text() == ""
+    assert err.read_text() == "the one before\n"
     forked.close(signal.SIGTERM)  # it has ended: nothing happens
 
 
