@@ -240,9 +240,13 @@ class Node:
     def _bury_refused(self, snapshot: Snapshot) -> bool:
         """Remove the members that everybody waits for and whose agent's machine says that the agent is gone.
 
-        Workers die with their agent, so there is no need to wait for their leases to end.
+        Workers die with their agent, so there is no need to wait for their leases to end. One worker of a node looks
+        for all of them.
         """
         view = self.view
+        mates = [member for member in membership.ready_members(view) if member.node_id == self.place.node]
+        if mates and mates[0].id != self.id:
+            return False
         late = [member for member in view.members if member.agent and not membership.is_ready(member, view)]
         # A loopback address means another machine there.
         near = {m.agent for m in late if m.host == self.place.host or not m.agent.startswith(("127.", "localhost"))}

@@ -11,7 +11,7 @@ from rendezvous_sides import eventually
 
 from rendezvous import EtcdServer, EtcdStore, MemoryStore, TooFewNodesError, etcd_options
 from rendezvous.errors import StoreRefusedError, StoreUnavailableError
-from rendezvous.membership import Policy
+from rendezvous.membership import Policy, ready_members
 from rendezvous.node import Node, Place
 from rendezvous.records import World
 from rendezvous.store import Guards, Lease, Writes
@@ -223,3 +223,26 @@ def test_a_leader_seals_what_it_has_seen(store: MemoryStore) -> None:
     world = leader.next_world(lambda seal: ("127.0.0.1", 1), 10.0, dies_now)
     assert world is not None and [seat.member for seat in world.seats] == [leader.id]
     leader.leave()
+
+
+def test_one_worker_of_a_node_looks_for_agents_that_are_gone(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of those that wait; a thousand would ask one another's machines ten times a second."""
+    asked: list[str] = []
+    monkeypatch.setattr("rendezvous.node.is_refused", lambda agent: bool(asked.append(agent)))
+    places = [Place("host", "127.0.0.1", 1, node=name, agent=f"{name}:1") for name in ("here", "here", "there")]
+    nodes = [Node(store, "job", Policy(1, 2, 0.0), place, ttl_s=TTL_S) for place in places]
+    for node in nodes:
+        node.join(10.0)
+    eventually(lambda: all(len(node.view.members) == 3 for node in nodes), "all members")
+    assert nodes[0].next_world(lambda seal: ("127.0.0.1", 1), 10.0) is not None
+    eventually(lambda: all(node.view.term == 1 for node in nodes), "the world")
+    for node in nodes[:2]:
+        node.join(10.0)
+    eventually(lambda: all(len(ready_members(node.view)) == 2 for node in nodes), "those who wait")
+    snapshot = nodes[0]._snapshot
+    assert not nodes[1]._bury_refused(snapshot) and asked == []
+    assert not nodes[0]._bury_refused(snapshot) and asked == ["there:1"]
+    for node in nodes:
+        node.leave()
