@@ -7,6 +7,7 @@ mode the process outlives its worlds: it asks for the next one after a fault, or
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +21,9 @@ from elastic_train.watchdog import Watchdog
 from rendezvous import errors as rendezvous_errors
 from rendezvous.context import LiveContext, RendezvousContext, context, live_context
 from rendezvous.live import LiveMember
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 5.0
+"""How long a member waits after a world that did not form; twice as long after the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,7 @@ class LiveWorlds:
     def form(self) -> Formed | None:
         if self._member is None:
             self._member = LiveMember(self._told, self._num_lanes)
+        pause_s = FIRST_PAUSE_S
         while True:
             try:
                 world = self._member.next_world(self._is_stopped)
@@ -111,7 +116,11 @@ class LiveWorlds:
                     resting=self._watchdog.resting,
                 )
             except PeerLostError:
-                continue  # it fell apart before it began
+                time.sleep(
+                    pause_s
+                )  # it fell apart before it began; the next is not tried for ever as fast as it can be
+                pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+                continue
             except rendezvous_errors.StoppedWaiting as error:
                 raise Preempted("told to leave while waiting for a world") from error
             except rendezvous_errors.TooFewNodesError as error:
