@@ -63,6 +63,7 @@ def namespace() -> Iterator[None]:
     """Make a namespace with a cable to this one; raise NoNamespacesError where that is not allowed."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         raise NoNamespacesError("network namespaces need root and iproute2")
+    _take_away()  # what a killed process has left
     try:
         try:
             _lay_cable()
@@ -70,8 +71,12 @@ def namespace() -> Iterator[None]:
             raise NoNamespacesError(f"no network namespaces here: {error.stderr.decode().strip()}") from error
         yield
     finally:
-        subprocess.run(["ip", "link", "del", OUTSIDE], capture_output=True, check=False)
-        subprocess.run(["ip", "netns", "del", NAMESPACE], capture_output=True, check=False)
+        _take_away()
+
+
+def _take_away() -> None:
+    subprocess.run(["ip", "link", "del", OUTSIDE], capture_output=True, check=False)
+    subprocess.run(["ip", "netns", "del", NAMESPACE], capture_output=True, check=False)
 
 
 def _lay_cable() -> None:

@@ -238,7 +238,7 @@ def _storm(folder: Path, num_faults: int, seed: int, figures: Figures, console: 
     subprocess.run([sys.executable, "-m", *alone], check=True, stdout=subprocess.DEVNULL)
     expected = json.loads((folder / "alone" / "result.json").read_text())
     figures.facts |= {
-        "storm_faults": len([fault for fault in run.of("fault") if fault["kind"] != "stop_node"]),
+        "storm_faults": len(run.of("fault")) - len(_LAST),
         "storm_has_cuts": place is not None,
         "storm_worlds": len({line["term"] for line in run.of("form")}),
         "storm_steps": steps,
@@ -266,7 +266,10 @@ def storm(num_faults: int, seed: int) -> list[Due]:
             due.append(Due(kind, node, None, pause_s, for_s=for_s))  # type: ignore[arg-type]
             is_up[node] = kind not in ("kill_node", "stop_node")
         due += [Due("start_node", node, None, 1.0) for node, up in is_up.items() if not up]
-    return [*due, Due("stop_node", 2, None, 20.0), Due("stop_node", 1, None, 0.0), Due("stop_node", 0, None, 0.0)]
+    return [*due, *_LAST]
+
+
+_LAST = (Due("stop_node", 2, None, 20.0), Due("stop_node", 1, None, 0.0), Due("stop_node", 0, None, 0.0))
 
 
 def _throughput(folder: Path, seconds: float, figures: Figures, console: Console) -> None:
