@@ -49,15 +49,20 @@ _TRANSIENT = {
     grpc.StatusCode.ABORTED,
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.UNAUTHENTICATED,
+    # What etcd has no code for, above all its own "context deadline exceeded" while no member leads.
+    grpc.StatusCode.UNKNOWN,
 }
+# pyetcd would ask the same member again, with the same token.
+_NEEDS_NEW_CLIENT = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNKNOWN}
 _log = logging.getLogger(__name__)
 
 
 class Connection:
     """One pyetcd client to all endpoints, made when it is first needed and made anew when its token expires."""
 
-    def __init__(self, options: EtcdOptions) -> None:
+    def __init__(self, options: EtcdOptions, *, call_timeout_s: float = CALL_TIMEOUT_S) -> None:
         self.options = options
+        self._call_timeout_s = call_timeout_s
         self._lock = threading.Lock()
         self._client: pyetcd.MultiEndpointEtcd3Client | None = None
         self._last_words = "no answer"
@@ -78,7 +83,7 @@ class Connection:
     def client(self) -> pyetcd.MultiEndpointEtcd3Client:
         with self._lock:
             if self._client is None:
-                self._client = _make_client(self.options)
+                self._client = _make_client(self.options, self._call_timeout_s)
             return self._client
 
     def close(self) -> None:
@@ -92,7 +97,7 @@ class Connection:
         if code is not None:
             # Once every endpoint has just failed, pyetcd says only that there is none to ask.
             self._last_words = _details(error)
-        if code is grpc.StatusCode.UNAUTHENTICATED:
+        if code in _NEEDS_NEW_CLIENT:
             self.close()
         return code in _TRANSIENT or isinstance(error, failures.NoServerAvailableError | failures.WatchTimedOut)
 
@@ -136,7 +141,10 @@ class EtcdStore:
         granted = self._connection.call(
             lambda client: client.lease(max(1, math.ceil(ttl_s))), give_up_after_s=self._give_up_after_s
         )
-        return EtcdLease(Connection(self._connection.options), granted.id, float(granted.ttl), renew=renew)
+        ttl_s = float(granted.ttl)
+        # A member of etcd that says nothing must not cost a lease: there has to be time left to ask another.
+        connection = Connection(self._connection.options, call_timeout_s=min(CALL_TIMEOUT_S, ttl_s / 4))
+        return EtcdLease(connection, granted.id, ttl_s, renew=renew)
 
     def watch(self, prefix: str) -> Watch:
         from rendezvous.mirror import Mirror
@@ -225,7 +233,7 @@ def list_prefix(connection: Connection, prefix: str, give_up_after_s: float = GI
     return Snapshot(response.header.revision, entries)
 
 
-def _make_client(options: EtcdOptions) -> pyetcd.MultiEndpointEtcd3Client:
+def _make_client(options: EtcdOptions, call_timeout_s: float) -> pyetcd.MultiEndpointEtcd3Client:
     credentials = None
     if options.ca_cert is not None:
         credentials = pyetcd.MultiEndpointEtcd3Client.get_secure_creds(options.ca_cert, options.key, options.cert)
@@ -240,7 +248,7 @@ def _make_client(options: EtcdOptions) -> pyetcd.MultiEndpointEtcd3Client:
         for endpoint in options.endpoints
     ]
     client = pyetcd.MultiEndpointEtcd3Client(
-        endpoints, timeout=CALL_TIMEOUT_S, user=options.user, password=options.password, failover=True
+        endpoints, timeout=call_timeout_s, user=options.user, password=options.password, failover=True
     )
     # The token travels as metadata already; as call credentials, too, gRPC refuses it on a channel without TLS.
     client.call_credentials = None

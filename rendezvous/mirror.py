@@ -1,8 +1,9 @@
 """A mirror of an etcd prefix that follows every change, whatever breaks on the way.
 
-It lists at revision R and streams from R+1. When the stream breaks, or starts at a revision that was compacted away, it
-lists again, through another member of etcd if need be, and streams from there. A list after `RELIST_S` of silence
-bounds how long a stream that died without a sign is believed.
+It lists at revision R and streams from R+1, from the member of etcd that has just answered. When the stream breaks, or
+starts at a revision that was compacted away, it lists again, through another member if need be, and streams from there.
+After `PROBE_S` of silence that member has to answer once more, and after `RELIST_S` the whole list is read: so a stream
+that died without a sign is not believed for long.
 
 Invariant: the mirror's revision never goes back, and every revision it shows is a state that etcd had.
 """
@@ -14,6 +15,7 @@ import logging
 import queue
 import random
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -21,10 +23,11 @@ from pyetcd import events as kinds
 from pyetcd import watch as streams
 
 from rendezvous.errors import StoreError
-from rendezvous.etcd import Connection, list_prefix
+from rendezvous.etcd import GIVE_UP_AFTER_S, Connection, list_prefix
 from rendezvous.options import EtcdOptions
 from rendezvous.store import Entry, Snapshot
 
+PROBE_S = 3.0
 RELIST_S = 10.0
 _log = logging.getLogger(__name__)
 _Said: TypeAlias = streams.WatchResponse | Exception | None
@@ -40,6 +43,7 @@ class Mirror:
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._said: queue.SimpleQueue[_Said] = queue.SimpleQueue()
+        self._listed_at = 0.0
         threading.Thread(target=self._follow, name=f"watch {prefix}", daemon=True).start()
 
     @property
@@ -66,22 +70,37 @@ class Mirror:
         self._connection.close()
 
     def _stream(self) -> None:
-        """Apply what one stream says until it breaks or falls silent, then list."""
+        """List, then apply what one stream says until it breaks, or its member of etcd does not answer any more."""
+        self._list()
         said: queue.SimpleQueue[_Said] = queue.SimpleQueue()
         self._said = said
         watch_id = self._connection.call(functools.partial(self._open, said.put), give_up_after_s=2.0)
+        streaming_from = self._connection.client().endpoint_in_use
         while not self._closed.is_set():
             try:
-                answer = said.get(timeout=RELIST_S)
+                answer = said.get(timeout=PROBE_S)
             except queue.Empty:
-                self._publish(list_prefix(self._connection, self._prefix))
+                self._probe()
+                if self._connection.client().endpoint_in_use is not streaming_from:
+                    break
                 continue
             if not isinstance(answer, streams.WatchResponse):
                 break
             self._publish(_applied(self._snapshot, answer))
         self._connection.client().cancel_watch(watch_id)
-        if not self._closed.is_set():
-            self._publish(list_prefix(self._connection, self._prefix))
+
+    def _list(self) -> None:
+        self._publish(list_prefix(self._connection, self._prefix))
+        self._listed_at = time.monotonic()
+
+    def _probe(self) -> None:
+        """Ask for something small; a member that does not answer is left for another."""
+        if time.monotonic() - self._listed_at >= RELIST_S:
+            self._list()
+        else:
+            self._connection.call(
+                lambda client: client.get_response(self._prefix, count_only=True), give_up_after_s=GIVE_UP_AFTER_S
+            )
 
     def _open(self, tell: Callable[[_Said], None], client: object) -> int:
         start = self._snapshot.revision + 1

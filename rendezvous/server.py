@@ -40,15 +40,18 @@ class EtcdServer:
         host: str = "127.0.0.1",
         data_dir: str | Path | None = None,
         tls: Mapping[str, str] | None = None,
+        name: str = "one",
+        peer_ports: Mapping[str, int] | None = None,
     ) -> None:
         """Take a free port and a temporary folder unless told otherwise; `tls` (mutual): ca_cert, cert and key.
 
-        Others reach it only with a `host` that is theirs to reach, such as 0.0.0.0.
+        Others reach it only with a `host` that is theirs to reach, such as 0.0.0.0. `peer_ports` make it one of
+        several members: the port of each, by name.
         """
-        client, peer = _free_ports(2)
+        client, peer = free_ports(2)
         self._tls = dict(tls or {})
         self._port, self._host = port or client, host
-        self._peer_port = peer
+        self._name, self._peer_ports = name, dict(peer_ports or {name: peer})
         self._own_dir = None if data_dir else tempfile.TemporaryDirectory(prefix="etcd-", ignore_cleanup_errors=True)
         self.data_dir = Path(data_dir or (self._own_dir.name if self._own_dir else ""))
         self._process: subprocess.Popen[bytes] | None = None
@@ -63,6 +66,12 @@ class EtcdServer:
 
     def start(self) -> EtcdServer:
         """Start, or start again on the same data, and return once it answers."""
+        self.begin()
+        self.await_answer()
+        return self
+
+    def begin(self) -> None:
+        """Start without waiting: of several members, the first answers once most of them are up."""
         assert self._process is None, "it runs already"
         self.data_dir.mkdir(parents=True, exist_ok=True)
         with (self.data_dir / "etcd.log").open("ab") as log:
@@ -75,8 +84,23 @@ class EtcdServer:
                 # etcd reads ETCD_… as flags; those of the user's own etcd are not meant for this one.
                 env={name: value for name, value in os.environ.items() if not name.startswith("ETCD_")},
             )
-        self._await_answer(self._process)
-        return self
+
+    def await_answer(self) -> None:
+        """Return once it answers; raise ServerError with its log if it does not in time."""
+        process = self._process
+        assert process is not None, "it was not begun"
+        connection = Connection(etcd_options(self.endpoint, self._tls))
+        deadline = time.monotonic() + START_TIMEOUT_S
+        try:
+            while time.monotonic() < deadline and process.poll() is None:
+                with contextlib.suppress(StoreUnavailableError):
+                    _answer(connection)
+                    return
+        finally:
+            connection.close()
+        log = (self.data_dir / "etcd.log").read_text(errors="replace")[-2000:]
+        self._end(signal.SIGKILL)
+        raise ServerError(f"etcd did not come up on {self.endpoint} within {START_TIMEOUT_S:.0f} s; its log:\n{log}")
 
     def stop(self) -> None:
         """Stop in good order; the data stays until `close`."""
@@ -106,14 +130,16 @@ class EtcdServer:
 
     def _flags(self) -> list[str]:
         scheme = "https" if self._tls else "http"
-        client, peer = f"{scheme}://{self._host}:{self._port}", f"http://127.0.0.1:{self._peer_port}"
+        client = f"{scheme}://{self._host}:{self._port}"
+        peers = {name: f"http://127.0.0.1:{port}" for name, port in self._peer_ports.items()}
         told = (
             f"{scheme}://{self.endpoint}" if self._host != "0.0.0.0" else f"{scheme}://{socket.getfqdn()}:{self._port}"
         )
         flags = {
-            "name": "one", "data-dir": str(self.data_dir / "member"), "log-level": "error", "logger": "zap",
-            "listen-client-urls": client, "advertise-client-urls": told, "listen-peer-urls": peer,
-            "initial-advertise-peer-urls": peer, "initial-cluster": f"one={peer}",
+            "name": self._name, "data-dir": str(self.data_dir / "member"), "log-level": "error", "logger": "zap",
+            "listen-client-urls": client, "advertise-client-urls": told,
+            "listen-peer-urls": peers[self._name], "initial-advertise-peer-urls": peers[self._name],
+            "initial-cluster": ",".join(f"{name}={peer}" for name, peer in peers.items()),
             # A single member waits for nobody's vote, so a short election only means a quick start.
             # The shortest lease is 1.5 elections: still 2 s, as with etcd's defaults.
             "heartbeat-interval": "100", "election-timeout": "1000",
@@ -122,20 +148,6 @@ class EtcdServer:
             flags |= {"cert-file": self._tls["cert"], "key-file": self._tls["key"]}
             flags |= {"trusted-ca-file": self._tls["ca_cert"], "client-cert-auth": "true"}
         return [f"--{name}={value}" for name, value in flags.items()]
-
-    def _await_answer(self, process: subprocess.Popen[bytes]) -> None:
-        connection = Connection(etcd_options(self.endpoint, self._tls))
-        deadline = time.monotonic() + START_TIMEOUT_S
-        try:
-            while time.monotonic() < deadline and process.poll() is None:
-                with contextlib.suppress(StoreUnavailableError):
-                    _answer(connection)
-                    return
-        finally:
-            connection.close()
-        log = (self.data_dir / "etcd.log").read_text(errors="replace")[-2000:]
-        self._end(signal.SIGKILL)
-        raise ServerError(f"etcd did not come up on {self.endpoint} within {START_TIMEOUT_S:.0f} s; its log:\n{log}")
 
     def _end(self, how: signal.Signals) -> None:
         process, self._process = self._process, None
@@ -171,7 +183,7 @@ def _path_without_own_scripts() -> str:
     return os.pathsep.join(part for part in os.get_exec_path() if Path(part) != own)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

@@ -19,6 +19,7 @@ from cryptography.x509.oid import NameOID
 import rendezvous
 from rendezvous import EtcdServer, EtcdStore, OptionError, StoreRefusedError, StoreUnavailableError, etcd_options
 from rendezvous.store import Put
+from tests.etcd_cluster import EtcdCluster, frozen
 
 
 def test_watch_and_lease_survive_a_killed_etcd() -> None:
@@ -49,6 +50,36 @@ def test_watch_survives_a_compaction_it_slept_through(etcd_store: EtcdStore) -> 
     seen = watch.wait((late or 0) - 1, timeout_s=10)
     watch.close()
     assert seen is not None and seen.entries["/compacted/a"].value == "late"
+
+
+def test_a_frozen_member_and_a_lost_leader_cost_no_lease_and_hide_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the member of etcd in use says nothing, and when the leader dies, a lease of 2 s holds and the watch shows.
+
+    The watch of a prefix in which nothing happens notices it, too: it finds out by asking.
+    """
+    with EtcdCluster() as cluster:
+        follower, endpoint = cluster.follower(), cluster.endpoint
+        others = EtcdStore(etcd_options([m.endpoint for m in cluster.members if m is not follower]), give_up_after_s=20)
+        monkeypatch.setattr(
+            "random.choice", lambda choices: follower.endpoint if follower.endpoint in choices else choices[0]
+        )
+        store = EtcdStore(etcd_options(endpoint))
+        lease, watch = store.lease(2), store.watch("/a/")
+        leased = store.swap({"/a/leased": Put("1", lease)}, {})
+        assert leased is not None and watch.wait(leased - 1, timeout_s=10) is not None
+        with frozen(follower):
+            written = others.swap({"/a/frozen": Put("1")}, {})
+            assert written is not None
+            seen = watch.wait(written - 1, timeout_s=30)
+            assert seen is not None and sorted(seen.entries) == ["/a/frozen", "/a/leased"]
+        cluster.leader().kill()
+        written = others.swap({"/a/lost": Put("1")}, {})
+        assert written is not None
+        seen = watch.wait(written - 1, timeout_s=30)
+        assert seen is not None and sorted(seen.entries) == ["/a/frozen", "/a/leased", "/a/lost"]
+        assert not lease.is_lost
+        for each in (watch, store, others):
+            each.close()
 
 
 def test_every_endpoint_is_tried(etcd: EtcdServer) -> None:

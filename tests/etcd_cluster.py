@@ -1,0 +1,92 @@
+"""An etcd of three members on this machine, one of which can be lost, or frozen, without a word to its clients."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from types import TracebackType
+
+import grpc
+import pyetcd
+
+from rendezvous import EtcdServer
+from rendezvous.server import free_ports
+
+RPC_TIMEOUT_S = 1.0
+
+
+class EtcdCluster:
+    """`with EtcdCluster() as cluster: … cluster.endpoint`, which names all members."""
+
+    def __init__(self) -> None:
+        names = ("one", "two", "three")
+        ports = dict(zip(names, free_ports(len(names)), strict=True))
+        self.members = [EtcdServer(name=name, peer_ports=ports) for name in names]
+
+    @property
+    def endpoint(self) -> str:
+        return ",".join(member.endpoint for member in self.members)
+
+    def start(self) -> None:
+        """Start all members, or all again on the same data, and return once they answer."""
+        for member in self.members:
+            member.begin()
+        for member in self.members:
+            member.await_answer()
+
+    def kill(self) -> None:
+        """SIGKILL all members at once."""
+        for member in self.members:
+            member.kill()
+
+    def leader(self) -> EtcdServer:
+        """Return the member that leads now; wait for an election if one is on."""
+        deadline = time.monotonic() + 20.0
+        while time.monotonic() < deadline:
+            for member in self.members:
+                if member.pid is not None and _leads(member):
+                    return member
+            time.sleep(0.05)
+        raise AssertionError("no member of etcd leads")
+
+    def follower(self) -> EtcdServer:
+        """Return a member that does not lead."""
+        leader = self.leader()
+        return next(member for member in self.members if member is not leader)
+
+    def __enter__(self) -> EtcdCluster:
+        try:
+            self.start()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for member in self.members:
+            member.close()
+
+
+@contextlib.contextmanager
+def frozen(member: EtcdServer) -> Iterator[None]:
+    """Freeze a member: it accepts connections and answers nothing, as one behind a black hole."""
+    assert member.pid is not None, "it runs"
+    os.kill(member.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(member.pid, signal.SIGCONT)
+
+
+def _leads(member: EtcdServer) -> bool:
+    with grpc.insecure_channel(member.endpoint) as channel:
+        try:
+            status = pyetcd.etcdrpc.MaintenanceStub(channel).Status(pyetcd.etcdrpc.StatusRequest(), RPC_TIMEOUT_S)
+        except grpc.RpcError:
+            return False
+        return bool(status.leader == status.header.member_id)
