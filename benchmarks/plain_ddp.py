@@ -1,4 +1,4 @@
-"""A minimal DDP script that knows nothing of this package: what `benchmarks.recovery` puts under both rendezvous.
+"""A minimal DDP script that knows nothing of this package: what the benchmarks put under every rendezvous.
 
 Arguments: a file to which every rank appends a line of JSON for every step.
 """
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 def main(log: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(torch.nn.Linear(64, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with open(log, "a", buffering=1) as file:  # noqa: PTH123
@@ -25,7 +26,7 @@ def main(log: str) -> None:
             optimizer.zero_grad()
             model(torch.randn(8, 64)).sum().backward()
             optimizer.step()
-            line = {"t": time.time(), "pid": os.getpid(), "world": dist.get_world_size()}
+            line = {"op": "step", "t": time.time(), "pid": os.getpid(), "rank": rank, "world": world}
             file.write(json.dumps(line) + "\n")
             time.sleep(0.02)
 

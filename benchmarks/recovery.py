@@ -37,15 +37,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.jobs import LOG, TTL_S, Steps, free_endpoint, plain_nodes, write_live_job
 from benchmarks.network import (
     ETCD_ADDRESS,
     CableNode,
@@ -59,13 +59,11 @@ from chaos.errors import RunError
 from chaos.evidence import Evidence, collect, number, whole
 from chaos.injected import check_kept, rpo
 from chaos.local import Job, launch
-from chaos.node import Node, clean_environ
+from chaos.node import Node
 from chaos.recovery import recoveries
 from chaos.scenario import Due, Nodes, Scenario
-from elastic_train.data.synthetic import synthesise
 from rendezvous.server import EtcdServer
 
-TTL_S = 3.0
 FROZEN_S = 6.0
 STOCK_TIMEOUT_S = 180.0
 NAMES = (
@@ -120,7 +118,8 @@ def main() -> None:
         if "stock" in parts:
             flags = ["--rdzv_backend=c10d"]
             figures.seconds["stock_c10d_s"] = [
-                _foreign(Path(folder) / f"stock-{turn}", flags, "127.0.0.1:0", console) for turn in range(chosen.faults)
+                _foreign(Path(folder) / f"stock-{turn}", flags, free_endpoint(), console)
+                for turn in range(chosen.faults)
             ]
         if "restart" in parts:
             with EtcdServer() as server:
@@ -144,25 +143,20 @@ def main() -> None:
 
 def _foreign(folder: Path, flags: list[str], endpoint: str, console: Console) -> float:
     """Start two nodes of a plain DDP script, kill one, and return the seconds to the survivor's next step."""
-    folder.mkdir(parents=True)
-    log = folder / "steps.jsonl"
-    if endpoint.endswith(":0"):
-        endpoint = f"127.0.0.1:{_free_port()}"
-    command = [sys.executable, "-m", "torch.distributed.run", *flags, f"--rdzv_endpoint={endpoint}"]
-    command += [f"--rdzv_id={folder.name}", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"]
-    command += ["-m", "benchmarks.plain_ddp", str(log)]
-    nodes = [Node(turn, command, folder / f"node-{turn}.log", clean_environ(os.environ)) for turn in range(2)]
+    nodes, steps = plain_nodes(folder, flags, endpoint, max_restarts=3), Steps(folder, LOG)
     try:
         nodes[0].start()
         time.sleep(1.0)  # node 0 hosts the c10d store
         nodes[1].start()
-        _await(lambda: _num_steps(log, world=2, after=0.0) > 50, STOCK_TIMEOUT_S, f"two nodes:\n{nodes[0].tail()}")
+        if steps.first(lambda step: step.world == 2, of=50, timeout_s=STOCK_TIMEOUT_S) is None:
+            raise SystemExit(f"two nodes did not train within {STOCK_TIMEOUT_S:.0f} s:\n{nodes[0].tail()}")
         killed_at = time.time()
         nodes[1].kill()
-        _await(lambda: _num_steps(log, world=1, after=killed_at) > 0, STOCK_TIMEOUT_S, nodes[0].tail())
-        first = min(float(line["t"]) for line in _lines(log) if line["world"] == 1)
-        console.print(f"{folder.name}: {first - killed_at:.2f} s")
-        return first - killed_at
+        first = steps.first(lambda step: step.world == 1 and step.t > killed_at, of=1, timeout_s=STOCK_TIMEOUT_S)
+        if first is None:
+            raise SystemExit(f"the survivor did not train within {STOCK_TIMEOUT_S:.0f} s:\n{nodes[0].tail()}")
+        console.print(f"{folder.name}: {first.t - killed_at:.2f} s")
+        return first.t - killed_at
     finally:
         for node in nodes:
             node.kill()
@@ -180,7 +174,7 @@ def _live(folder: Path, num_faults: int, figures: Figures, console: Console) -> 
             Due("start_node", 1, None, 2.0),
         ]
     seconds = sum(fault.after_s or 0.0 for fault in due) + 20.0
-    config = _write_job(folder, seconds, ranks=2)
+    config = write_live_job(folder, seconds, ranks=2)
     faulted = _run_job(folder / "faulted", config, due, ranks=1, timeout_s=3 * seconds)
     reference = _run_job(folder / "reference", config, [], ranks=1, timeout_s=3 * seconds)
     names = {
@@ -204,7 +198,7 @@ def _cut(folder: Path, num_faults: int, figures: Figures, console: Console, name
     """Cut one node of two off again and again."""
     due = [Due("freeze_node", 1, None, 30.0, for_s=3 * TTL_S) for _ in range(num_faults)]
     seconds = 30.0 * num_faults + 20.0
-    config = _write_job(folder, seconds, ranks=2)
+    config = write_live_job(folder, seconds, ranks=2)
     place = partial(behind_the_cable, kind)
     try:
         with namespace():
@@ -219,7 +213,7 @@ def _cut(folder: Path, num_faults: int, figures: Figures, console: Console, name
 def _storm(folder: Path, num_faults: int, seed: int, figures: Figures, console: Console) -> None:
     """Send three nodes through faults in quick succession, tell them to leave, and repeat the same steps without."""
     due = storm(num_faults, seed)
-    config = _write_job(folder, 10 * sum(fault.after_s or 0.0 for fault in due), ranks=3)
+    config = write_live_job(folder, 10 * sum(fault.after_s or 0.0 for fault in due), ranks=3)
     told, place = "", None
     with contextlib.ExitStack() as cable:
         with contextlib.suppress(NoNamespacesError):
@@ -280,8 +274,8 @@ def _throughput(folder: Path, seconds: float, figures: Figures, console: Console
         for turn in range(int(seconds // FAULT_EVERY_S))
         for kind, for_s in [kinds[turn % 2]]
     ]
-    config = _write_job(folder, seconds, ranks=4, steps_per_s=7.5)
-    half = _write_job(folder / "half", seconds / 2, ranks=4, steps_per_s=7.5)
+    config = write_live_job(folder, seconds, ranks=4, steps_per_s=7.5)
+    half = write_live_job(folder / "half", seconds / 2, ranks=4, steps_per_s=7.5)
     speeds = []
     for name, job, faults in (("before", half, []), ("faulted", config, due), ("after", half, [])):
         run = _run_job(folder / name, job, faults, ranks=2, timeout_s=4 * seconds)
@@ -329,28 +323,6 @@ print(imports_s, time.process_time() - imports_s)
 """
 
 
-def _write_job(folder: Path, seconds: float, ranks: int, steps_per_s: float = 12.0) -> str:
-    """Make data and a configuration that trains for about so long; return the configuration's path."""
-    folder.mkdir(parents=True)
-    synthesise(str(folder / "data"), 20_000, "quality", seed=1)
-    params = {"max_tokens": 128, "dim": 96, "depth": 2, "heads": 4, "dropout": 0.1}
-    tree = {
-        "run": {"dir": str(folder / "run"), "seed": 3},
-        "task": {"path": "elastic_train.tasks.text_classifier:TextClassifier", "params": params},
-        "data": {"train": str(folder / "data")},
-        "batch": {"global_batch": 16 * ranks, "micro_batch": 8},
-        "optimizer": {"lr": 0.001, "warmup_steps": 10, "schedule": "constant"},
-        "max_steps": int(seconds * steps_per_s),
-        "epochs": 1000,
-        "validation": {"every_steps": None},
-        "checkpoint": {"every_steps": 200, "every_s": None, "keep_last": 2},
-        "tracking": {"mlflow_uri": None},
-    }
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    return str(path)
-
-
 def _run_job(
     folder: Path,
     config: str,
@@ -373,32 +345,6 @@ def _run_job(
         started = place(started, folder) if place else started
         Job(folder, started, scenario, due, 0, lambda _: None, lambda _: None).run()
     return collect(folder)
-
-
-def _lines(log: Path) -> Iterator[dict[str, float]]:
-    for text in log.read_text().splitlines() if log.exists() else ():
-        if text.endswith("}"):
-            yield json.loads(text)
-
-
-def _num_steps(log: Path, *, world: int, after: float) -> int:
-    return sum(line["world"] == world and line["t"] > after for line in _lines(log))
-
-
-def _await(condition: Callable[[], bool], timeout_s: float, told: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise SystemExit(f"nothing happened in {timeout_s:.0f} s: {told}")
-        time.sleep(0.05)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _show(figures: Figures, console: Console) -> None:

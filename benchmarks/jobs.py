@@ -1,0 +1,123 @@
+"""Jobs to break: plain DDP under any rendezvous, our trainer in live mode, and the steps that their ranks log.
+
+Both log a line of JSON a step and rank, so that both are followed, and judged, alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from chaos.node import Node, clean_environ
+from elastic_train.data.synthetic import synthesise
+
+TTL_S = 3.0
+LOG = "steps.jsonl"
+LIVE_LOGS = "history/[0-9]*.jsonl"
+_LOOK_EVERY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step that a rank has taken; `t` in seconds since the epoch, `world` in ranks."""
+
+    t: float
+    world: int
+    rank: int
+    pid: int
+
+
+class Steps:
+    """The steps of a job, read as they are logged below its folder."""
+
+    def __init__(self, folder: Path, logs: str) -> None:
+        """`logs` is a pattern of file names: LOG for plain DDP, LIVE_LOGS for our trainer."""
+        self._folder, self._logs = folder, logs
+        self._places: dict[Path, int] = {}
+        self._pids: dict[tuple[int, int], int] = {}
+        self.newest: dict[int, Step] = {}
+        """The last step of each rank."""
+
+    def read(self) -> list[Step]:
+        """Return what was logged since the last look."""
+        steps = [step for path in sorted(self._folder.glob(self._logs)) for step in self._read(path)]
+        self.newest |= {step.rank: step for step in sorted(steps, key=lambda step: step.t)}
+        return steps
+
+    def first(
+        self,
+        is_meant: Callable[[Step], bool],
+        *,
+        of: int,
+        timeout_s: float,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> Step | None:
+        """Return the first of `of` such steps; None if there are not as many in time, or nobody to take them."""
+        deadline = time.monotonic() + timeout_s
+        found: list[Step] = []
+        while len(found) < of:
+            if time.monotonic() > deadline or is_over():
+                return None
+            time.sleep(_LOOK_EVERY_S)
+            found += [step for step in self.read() if is_meant(step)]
+        return min(found, key=lambda step: step.t)
+
+    def _read(self, path: Path) -> Iterator[Step]:
+        place = self._places.get(path, 0)
+        with path.open("rb") as file:
+            file.seek(place)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._places[path] = place + len(whole)
+        for line in map(json.loads, whole.splitlines()):
+            if line["op"] == "form":
+                self._pids[line["term"], line["rank"]] = line["pid"]
+            if line["op"] == "step":
+                pid = line["pid"] if "pid" in line else self._pids[line["term"], line["rank"]]
+                yield Step(line["t"], line["world"], line["rank"], pid)
+
+
+def plain_nodes(folder: Path, flags: list[str], endpoint: str, *, max_restarts: int) -> list[Node]:
+    """Describe two nodes of one rank each that run plain DDP; `flags` choose and configure the rendezvous."""
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-m", "torch.distributed.run", *flags, f"--rdzv_endpoint={endpoint}"]
+    command += [f"--rdzv_id={folder.name}", "--nnodes=1:2", "--nproc-per-node=1", f"--max-restarts={max_restarts}"]
+    command += ["-m", "benchmarks.plain_ddp", str(folder / LOG)]
+    return [Node(turn, command, folder / f"node-{turn}.log", clean_environ(os.environ)) for turn in range(2)]
+
+
+def write_live_job(folder: Path, seconds: float, ranks: int, steps_per_s: float = 12.0) -> str:
+    """Make data and a configuration that trains for about so long; return the configuration's path."""
+    folder.mkdir(parents=True)
+    synthesise(str(folder / "data"), 20_000, "quality", seed=1)
+    params = {"max_tokens": 128, "dim": 96, "depth": 2, "heads": 4, "dropout": 0.1}
+    tree = {
+        "run": {"dir": str(folder / "run"), "seed": 3},
+        "task": {"path": "elastic_train.tasks.text_classifier:TextClassifier", "params": params},
+        "data": {"train": str(folder / "data")},
+        "batch": {"global_batch": 16 * ranks, "micro_batch": 8},
+        "optimizer": {"lr": 0.001, "warmup_steps": 10, "schedule": "constant"},
+        "max_steps": int(seconds * steps_per_s),
+        "epochs": 1000,
+        "validation": {"every_steps": None},
+        "checkpoint": {"every_steps": 200, "every_s": None, "keep_last": 2},
+        "tracking": {"mlflow_uri": None},
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return str(path)
+
+
+def free_endpoint() -> str:
+    """Return an endpoint of this machine at which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
