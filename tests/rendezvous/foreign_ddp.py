@@ -33,7 +33,9 @@ while not is_last.item():
     optimizer.step()
     steps += 1
     if steps == 3:
-        say(op="trains", rank=rank, world=world, restarts=int(os.environ["TORCHELASTIC_RESTART_COUNT"]), told=told)
+        weights = [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
+        restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        say(op="trains", rank=rank, world=world, restarts=restarts, told=told, weights=weights)
     is_last[0] = os.path.exists(stop)  # noqa: PTH110
     dist.all_reduce(is_last)
     time.sleep(0.01)
