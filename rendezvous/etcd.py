@@ -21,7 +21,7 @@ import tenacity
 from pyetcd import exceptions as failures
 from pyetcd import utils
 
-from rendezvous.errors import StoreRefusedError, StoreUnavailableError
+from rendezvous.errors import StoreError, StoreRefusedError, StoreUnavailableError
 from rendezvous.options import EtcdOptions, split_endpoint
 from rendezvous.store import Entry, Guards, Lease, Put, Snapshot, Watch, Writes
 
@@ -203,13 +203,11 @@ class EtcdLease:
             started = time.monotonic()
             try:
                 left_s = self._connection.call(self._refresh, give_up_after_s=self.ttl_s / 3)
-            except StoreUnavailableError as error:
-                # Etcd keeps leases over its own outage, so only its word ends this one.
+            except StoreError as error:
+                # Etcd keeps leases over its own outage, so only its word ends this one; "too many requests" is not it.
                 if not is_silent:
                     _log.warning("cannot renew the lease, trying on: %s", error)
                 is_silent, left_s = True, self.ttl_s
-            except StoreRefusedError:
-                left_s = 0
             else:
                 is_silent = False
             if left_s <= 0:

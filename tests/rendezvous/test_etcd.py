@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from cryptography.x509.oid import NameOID
 
 import rendezvous
 from rendezvous import EtcdServer, EtcdStore, OptionError, StoreRefusedError, StoreUnavailableError, etcd_options
+from rendezvous.etcd import EtcdLease
 from rendezvous.store import Put
 from tests.etcd_cluster import EtcdCluster, frozen
 
@@ -80,6 +82,31 @@ def test_a_frozen_member_and_a_lost_leader_cost_no_lease_and_hide_no_change(monk
         assert not lease.is_lost
         for each in (watch, store, others):
             each.close()
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNKNOWN, grpc.StatusCode.RESOURCE_EXHAUSTED])
+def test_an_error_of_etcd_does_not_end_a_lease(
+    etcd_store: EtcdStore, monkeypatch: pytest.MonkeyPatch, code: grpc.StatusCode
+) -> None:
+    """A renewal that etcd could not do (nobody leads, too many requests) is tried again: the lease is not over."""
+
+    class UnableError(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return code
+
+    refresh, failures, renewed = EtcdLease._refresh, [UnableError()], threading.Event()
+
+    def fail_first(lease: EtcdLease, client: pyetcd.MultiEndpointEtcd3Client) -> float:
+        if failures:
+            raise failures.pop()
+        left_s = refresh(lease, client)
+        renewed.set()
+        return left_s
+
+    monkeypatch.setattr(EtcdLease, "_refresh", fail_first)
+    lease = etcd_store.lease(2)
+    assert renewed.wait(10) and not lease.is_lost
+    lease.revoke()
 
 
 def test_every_endpoint_is_tried(etcd: EtcdServer) -> None:
