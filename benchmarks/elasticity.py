@@ -2,13 +2,13 @@
 
     python -m benchmarks.elasticity [--json] [--turns N] [--stock-turns M] [--only stock,restart,live] [--keep DIR]
 
-stock     plain DDP under torchrun's own c10d rendezvous, default settings
-restart   the same script under `--rdzv_backend=etcd`
-live      our trainer, recovery=live
+stock         plain DDP under torchrun's own c10d rendezvous, default settings: the first node hosts its store
+stock_apart   the same with the store in a process of its own, as etcd is, so that no node takes it along (--only)
+restart       the same script under `--rdzv_backend=etcd`
+live          our trainer, recovery=live
 
 A try passes if training goes on, in the world that is expected and within 90 s of the fault. Stock has a new job for
-every try, and its c10d store is hosted apart from the nodes, as etcd is, so that losing a node never loses it. Ours go
-through all tries in one job, unless one fails. The last line is JSON.
+every try; ours go through all tries in one job, unless one fails. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import json
 import os
 import re
 import signal
+import socket
 import statistics
 import tempfile
 import time
@@ -41,7 +42,7 @@ START_S = 120.0
 ENOUGH_STEPS = 10
 MAX_RESTARTS = 100
 FOREVER_S = 1e5
-MODES = ("stock", "restart", "live")
+MODES = ("stock", "stock_apart", "restart", "live")
 _ERROR = re.compile(r"\b\w+Error: .+")
 
 
@@ -67,8 +68,9 @@ class Tally:
 class Running:
     """A job of at most two nodes of one rank each, what its ranks log, and the three things that are done to it."""
 
-    def __init__(self, nodes: list[Node], steps: Steps) -> None:
-        self._nodes, self._steps = nodes, steps
+    def __init__(self, nodes: list[Node], steps: Steps, host: str | None = None) -> None:
+        """`host` is the endpoint that the first node opens before the second is started."""
+        self._nodes, self._steps, self._host = nodes, steps, host
 
     def prepare(self, size: int) -> str | None:
         """Have `size` nodes train together; return why they do not, None if they do."""
@@ -78,6 +80,8 @@ class Running:
         since = time.time()
         for node in down[: size - num_up]:
             node.start()
+            if self._host is not None:
+                _await_listener(self._host)
         if self._go_on(size, since, set(), START_S) is None:
             return f"{size} nodes did not start: {self._state(since)}"
         return None
@@ -156,7 +160,7 @@ def main() -> None:
     arguments.add_argument(
         "--stock-turns", type=int, default=4, help="tries of each case under c10d: failures take long"
     )
-    arguments.add_argument("--only", default=",".join(MODES), help="modes to run")
+    arguments.add_argument("--only", default="stock,restart,live", help="modes to run")
     arguments.add_argument("--keep", help="keep the files of all jobs in this folder")
     chosen = arguments.parse_args()
     console = Console(quiet=chosen.json, highlight=False)
@@ -165,9 +169,10 @@ def main() -> None:
     with contextlib.nullcontext(chosen.keep) if chosen.keep else tempfile.TemporaryDirectory() as kept:
         folder = Path(kept)
         for mode in [mode for mode in MODES if mode in chosen.only.split(",")]:
-            turns = chosen.stock_turns if mode == "stock" else chosen.turns
+            is_fresh = mode.startswith("stock")
+            turns = chosen.stock_turns if is_fresh else chosen.turns
             with _starter(mode, folder) as start:
-                figures[mode] = _tries(start, turns, is_fresh=mode == "stock", show=console.print)
+                figures[mode] = _tries(start, turns, is_fresh=is_fresh, show=console.print)
     _show(figures, console)
     print(json.dumps({mode: {case: asdict(tally) for case, tally in cases.items()} for mode, cases in figures.items()}))
 
@@ -178,11 +183,15 @@ Start = Callable[[int], Running]
 @contextlib.contextmanager
 def _starter(mode: str, folder: Path) -> Iterator[Start]:
     """Yield what describes the n-th job of a mode, with a rendezvous store that outlives its nodes."""
+    flags = ["--rdzv_backend=c10d"]
     if mode == "stock":
+        yield lambda number: _plain(folder / f"{mode}-{number}", flags, free_endpoint(), is_host=True)
+        return
+    if mode == "stock_apart":
         endpoint = free_endpoint()
         host, port = endpoint.split(":")
         store = TCPStore(host, int(port), is_master=True, wait_for_workers=False)
-        yield lambda number: _plain(folder / f"stock-{number}", ["--rdzv_backend=c10d"], endpoint)
+        yield lambda number: _plain(folder / f"{mode}-{number}", flags, endpoint)
         del store
         return
     with EtcdServer() as server:
@@ -193,8 +202,9 @@ def _starter(mode: str, folder: Path) -> Iterator[Start]:
             yield lambda number: _live(folder / f"live-{number}", server.endpoint)
 
 
-def _plain(folder: Path, flags: list[str], endpoint: str) -> Running:
-    return Running(plain_nodes(folder, flags, endpoint, max_restarts=MAX_RESTARTS), Steps(folder, LOG))
+def _plain(folder: Path, flags: list[str], endpoint: str, *, is_host: bool = False) -> Running:
+    nodes = plain_nodes(folder, flags, endpoint, max_restarts=MAX_RESTARTS)
+    return Running(nodes, Steps(folder, LOG), endpoint if is_host else None)
 
 
 def _live(folder: Path, endpoint: str) -> Running:
@@ -224,6 +234,21 @@ def _tries(start: Start, turns: int, *, is_fresh: bool, show: Callable[[str], No
         if job is not None:
             job.end()
     return tallies
+
+
+def _await_listener(endpoint: str) -> None:
+    """Return once somebody listens at an endpoint."""
+    host, port = endpoint.split(":")
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=1.0).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+        else:
+            return
 
 
 def _errors(log: str) -> set[str]:
