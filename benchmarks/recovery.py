@@ -17,8 +17,8 @@ third node is cut off where others freeze, from all or from the other nodes alon
 
 All live faults but the cuts hit one job, whose final weights are then compared with those of a run without faults
 (`hash_equal`), and in which no applied step may be lost (`rpo_steps_max`). With --minutes, a job of four workers has a
-fault every 29 s for so long: `throughput_kept` is its speed over that of the same job without faults, of which one half
-runs before it and one after, since a machine's speed drifts,
+fault every 29 s for so long: `throughput_kept` is its speed over that of the same job without faults, which runs for a
+quarter of the time before it and for a quarter after, since a machine's speed drifts,
 `throughput_kept_net` the same with `start_share` taken out, the share of the machine that making the lost workers
 ready takes. `import_share` is what their imports would take besides, had the node's standby process not done them.
 The last line is JSON.
@@ -275,9 +275,9 @@ def _throughput(folder: Path, seconds: float, figures: Figures, console: Console
         for kind, for_s in [kinds[turn % 2]]
     ]
     config = write_live_job(folder, seconds, ranks=4, steps_per_s=7.5)
-    half = write_live_job(folder / "half", seconds / 2, ranks=4, steps_per_s=7.5)
+    plain = write_live_job(folder / "plain", seconds / 4, ranks=4, steps_per_s=7.5)
     speeds = []
-    for name, job, faults in (("before", half, []), ("faulted", config, due), ("after", half, [])):
+    for name, job, faults in (("before", plain, []), ("faulted", config, due), ("after", plain, [])):
         run = _run_job(folder / name, job, faults, ranks=2, timeout_s=4 * seconds)
         speeds.append(_steps_per_s(run))
         console.print(f"throughput, {name}: {speeds[-1]:.2f} steps/s")
