@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import sys
@@ -22,6 +23,7 @@ from rich.table import Table
 from chaos import scenario as scenarios
 from chaos.errors import ChaosError, RunError, ScenarioError
 from chaos.local import Followed, Job, launch
+from chaos.report import write as write_report
 from chaos.scenario import Scenario
 from chaos.verdict import FAULTED, REFERENCE, VERDICT, Verdict, examine, render
 from elastic_train.cli import explain
@@ -62,14 +64,27 @@ def run(
     seed = described.seed if seed is None else seed
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     folder = out or Path("runs") / described.name
-    verdict = execute(described, seed, folder, overrides=set_ or [], with_reference=reference, is_quiet=json_)
-    return report(verdict, folder, json_)
+    settings = set_ or []
+    replay = shlex.join(
+        ["elastic-chaos", "run", scenario, "--seed", str(seed), *(f"--set={setting}" for setting in settings)]
+    )
+    verdict = execute(
+        described, seed, folder, overrides=settings, replay=replay, with_reference=reference, is_quiet=json_
+    )
+    return tell(verdict, folder, json_)
 
 
 @app.command
 def check(folder: Path, *, json_: Json = False) -> int:
-    """Judge the run in FOLDER again, from its files alone."""
-    return report(examine(folder), folder, json_)
+    """Judge the run in FOLDER again, from its files alone; verdict.json and report.html are made anew."""
+    return tell(examine(folder), folder, json_)
+
+
+@app.command
+def report(folder: Path) -> int:
+    """Make FOLDER/report.html again, from the run's files alone, and say where it lies."""
+    console.print(write_report(folder, examine(folder)))
+    return 0
 
 
 @app.command
@@ -93,10 +108,14 @@ def execute(
     folder: Path,
     *,
     overrides: list[str],
+    replay: str,
     with_reference: bool = True,
     is_quiet: bool = False,
 ) -> Verdict:
-    """Run a scenario with its faults and, separately, without; write and return the verdict."""
+    """Run a scenario with its faults and, separately, without; write and return the verdict.
+
+    `replay` is the command that does the same again.
+    """
     changes = [*_as_arguments(scenario.set), *_split(overrides)]
     config = load_config(scenario.config, environ=os.environ, arguments=changes)
     total_steps = count_steps(config)
@@ -114,7 +133,7 @@ def execute(
     for name in names:
         say(f"training {'with' if name == FAULTED else 'the same without'} faults, in {folder / name}")
         started = time.monotonic()
-        _run_once(scenario, folder / name, due if name == FAULTED else [], seed, changes, total_steps, is_quiet)
+        _run_once(scenario, folder / name, due if name == FAULTED else [], seed, changes, total_steps, replay, is_quiet)
         say(f"done in {time.monotonic() - started:.0f} s")
     return examine(folder)
 
@@ -126,6 +145,7 @@ def _run_once(
     seed: int,
     changes: list[str],
     total_steps: int,
+    replay: str,
     is_quiet: bool,
 ) -> None:
     folder.mkdir(parents=True)
@@ -157,7 +177,7 @@ def _run_once(
     with EtcdServer() as server:
         nodes = launch(scenario, server.endpoint, folder, [*changes, *own], f"{scenario.name}-{folder.name}")
         try:
-            Job(folder, nodes, scenario, due, seed, look, progress.event).run()
+            Job(folder, nodes, scenario, due, seed, look, progress.event, replay).run()
         finally:
             progress.close()
 
@@ -168,19 +188,16 @@ def count_steps(config: Config) -> int:
     return config.max_steps or config.epochs * order.num_steps(config.batch.micro_batch)
 
 
-def report(verdict: Verdict, folder: Path, is_json: bool) -> int:
-    """Print a verdict and return the exit code that says it."""
+def tell(verdict: Verdict, folder: Path, is_json: bool) -> int:
+    """Write the report, print the verdict, and return the exit code that says it."""
+    page = write_report(folder, verdict)
     if is_json:
         sys.stdout.write(json.dumps(verdict.fields) + "\n")
     else:
         console.print(render(verdict))
-        console.print(f"{folder / VERDICT} has the whole of it; again with: {replay(verdict)}", highlight=False)
+        again = f"; again with: {verdict.fields['replay']}" if verdict.fields["replay"] else ""
+        console.print(f"{page} shows it, {folder / VERDICT} has the whole of it{again}", highlight=False)
     return 0 if verdict.is_valid else 1
-
-
-def replay(verdict: Verdict) -> str:
-    """Return the command that draws the same steps again."""
-    return f"elastic-chaos run {verdict.fields['scenario']} --seed {verdict.fields['seed']}"
 
 
 def _as_arguments(tree: Mapping[str, object], prefix: str = "") -> list[str]:

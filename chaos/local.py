@@ -14,11 +14,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 from chaos.errors import RunError
 from chaos.evidence import Line, number, parse_lines, part, whole
 from chaos.node import Node, clean_environ, signal_all
 from chaos.scenario import Due, Kind, Scenario
+from elastic_train.failpoints import KINDS as POINT_KINDS
+from elastic_train.failpoints import POINTS
 
 SIGNALS: dict[Kind, str | None] = {
     "kill_worker": "SIGKILL",
@@ -97,10 +100,12 @@ class Job:
     seed: int
     on_look: Callable[[Followed], None]
     on_event: Callable[[str], None]
+    replay: str | None = None
     _followed: Followed = field(default_factory=Followed)
     _deadline: float = 0.0
     _lost: list[Node] = field(default_factory=list)
     _frozen: list[tuple[float, Node, list[int]]] = field(default_factory=list)
+    _placed: set[int] = field(default_factory=set)
 
     def run(self) -> None:
         """Start the nodes, inject every fault when it is due, wait for the end; leave no process behind."""
@@ -111,6 +116,10 @@ class Job:
             seed=self.seed,
             recovery=self.scenario.nodes.recovery,
             command=self.nodes[0].command,
+            replay=self.replay,
+            kinds=get_args(Kind),
+            points=POINTS,
+            point_kinds=POINT_KINDS,
         )
         self._deadline = time.monotonic() + self.scenario.timeout_s
         try:
@@ -203,8 +212,17 @@ class Job:
             self._frozen.remove(frozen)
             frozen[1].thaw(frozen[2])
         self._followed.look(self.folder)
+        self._place()
         self.on_look(self._followed)
         time.sleep(_LOOK_EVERY_S)
+
+    def _place(self) -> None:
+        """Record on which node the processes run that have come into the world since the last look."""
+        new = set(self._followed.pids.values()) - self._placed
+        self._placed |= new
+        for node in self.nodes if new else []:
+            if pids := sorted(new.intersection(node.pids())):
+                self._record("node", node=node.number, pids=pids)
 
     def _clean_up(self) -> None:
         """Record how nodes ended and what outlived the job, and end that."""

@@ -25,8 +25,10 @@ FAULTED, REFERENCE, VERDICT = "faulted", "reference", "verdict.json"
 
 @dataclass(frozen=True)
 class Verdict:
-    """Everything that was found on a run; `fields` is what verdict.json holds."""
+    """Everything that was found on a run, and the evidence for it; `fields` is what verdict.json holds."""
 
+    run: Evidence
+    reference: Evidence | None
     findings: list[Finding]
     recoveries: list[Recovery]
     fields: dict[str, object]
@@ -42,11 +44,15 @@ def examine(folder: Path) -> Verdict:
         raise ChaosError(f"{folder}: no {FAULTED}/history there; give the folder of an `elastic-chaos run`")
     run = collect(folder / FAULTED)
     reference = collect(folder / REFERENCE) if (folder / REFERENCE / "history").is_dir() else None
-    findings = judge(run, reference)
-    costs = _costs(run)
-    verdict = Verdict(findings, costs, _fields(run, reference, findings, costs))
+    verdict = weigh(run, reference)
     (folder / VERDICT).write_text(json.dumps(verdict.fields, indent=2) + "\n")
     return verdict
+
+
+def weigh(run: Evidence, reference: Evidence | None) -> Verdict:
+    """Judge evidence, wherever it comes from."""
+    findings, costs = judge(run, reference), _costs(run)
+    return Verdict(run, reference, findings, costs, _fields(run, reference, findings, costs))
 
 
 def _fields(
@@ -71,10 +77,24 @@ def _fields(
         },
         "mlflow_run_id": result.get("mlflow_run_id"),
         "reference_mlflow_run_id": expected.get("mlflow_run_id"),
-        "seed": next((line["seed"] for line in run.of("scenario")), None),
-        "scenario": next((line["name"] for line in run.of("scenario")), None),
+        "seed": _told(run, "seed"),
+        "scenario": _told(run, "name"),
+        "replay": _replay(run),
         "invariants": [asdict(finding) for finding in findings],
     }
+
+
+def _told(run: Evidence, key: str) -> object:
+    """Return what the executor wrote of the run before it began; None if nothing."""
+    return next((line.get(key) for process in run.processes for line in process if line["op"] == "scenario"), None)
+
+
+def _replay(run: Evidence) -> str | None:
+    """Return the command that injects the same faults at the same steps again."""
+    if _told(run, "replay"):
+        return str(_told(run, "replay"))
+    name = _told(run, "name")
+    return f"elastic-chaos run {name} --seed {_told(run, 'seed')}" if name else None
 
 
 def _coverage(run: Evidence, result: Line) -> dict[str, int | None]:

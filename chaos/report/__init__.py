@@ -1,0 +1,17 @@
+"""The report on a run: report.html, one self-contained page beside verdict.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from chaos.report.page import render
+from chaos.verdict import Verdict
+
+REPORT = "report.html"
+
+
+def write(folder: Path, verdict: Verdict) -> Path:
+    """Write the page on a run's folder; return where it lies."""
+    path = folder / REPORT
+    path.write_text(render(verdict), encoding="utf-8")
+    return path

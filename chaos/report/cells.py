@@ -1,0 +1,103 @@
+"""Which faults met which moments, and which never did: kinds by what the job was doing, failpoints by kinds.
+
+What the executor could have done is told by its `scenario` line (`kinds`, and `points` with `point_kinds`); where that
+does not tell, only what it did is known. What the job was doing follows from the histories' times.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chaos.evidence import Evidence, whole
+from chaos.report.reading import Reader, is_number
+from chaos.report.story import Story, Struck
+
+MOMENTS = ("before the first world", "forming", "restoring", "computing", "committing", "recovering")
+"""What a job does when a fault comes; `recovering`: between another fault and the next applied step."""
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How often each (row, column) was hit; `is_told` says whether the evidence names all that could have been."""
+
+    rows: Sequence[str]
+    columns: Sequence[str]
+    hits: Counter[tuple[str, str]]
+    is_told: bool
+
+    @property
+    def never(self) -> list[tuple[str, str]]:
+        return [(row, column) for row in self.rows for column in self.columns if not self.hits[row, column]]
+
+
+def moments_grid(run: Evidence, story: Story) -> Grid:
+    """Return what the job was doing when each kind of fault came; faults at failpoints are in the other grid."""
+    reader = Reader(run)
+    told = _told(reader, "kinds")
+    during = {"committing": _commits(reader), "restoring": _restores(reader), "forming": _forms(reader)}
+    during["recovering"] = [(fault.at, fault.until) for fault in story.faults if fault.cost]
+    merged = {name: _merged(intervals) for name, intervals in during.items()}
+    faults = [fault for fault in story.faults if not fault.point]
+    hits = Counter((fault.kind, _moment(fault, story, merged)) for fault in faults)
+    kinds = dict.fromkeys([*told, *sorted(kind for kind, _ in hits)])
+    return Grid(list(kinds), MOMENTS, hits, bool(told))
+
+
+def points_grid(run: Evidence, story: Story) -> Grid:
+    """Return which kinds of fault came at which failpoint."""
+    reader = Reader(run)
+    points, kinds = _told(reader, "points"), _told(reader, "point_kinds")
+    hits = Counter((fault.point, fault.kind) for fault in story.faults if fault.point)
+    rows = dict.fromkeys([*points, *sorted(point for point, _ in hits)])
+    columns = dict.fromkeys([*kinds, *sorted(kind for _, kind in hits)])
+    return Grid(list(rows), list(columns), hits, bool(points and kinds))
+
+
+def _moment(fault: Struck, story: Story, during: dict[str, list[Interval]]) -> str:
+    if not story.branches or fault.at < story.branches[0].formed_at:
+        return MOMENTS[0]
+    return next((name for name, intervals in during.items() if _is_inside(fault.at, intervals)), "computing")
+
+
+def _is_inside(time: float, intervals: list[Interval]) -> bool:
+    """Say whether a time lies within one of several disjoint intervals; a fault is not within its own recovery."""
+    place = bisect_left(intervals, (time, time))
+    return place > 0 and time <= intervals[place - 1][1]
+
+
+def _merged(intervals: list[Interval]) -> list[Interval]:
+    """Return the same times as disjoint intervals, in order."""
+    merged: list[Interval] = []
+    for lo, hi in sorted(intervals):
+        if merged and lo <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(hi, merged[-1][1]))
+        else:
+            merged.append((lo, hi))
+    return merged
+
+
+def _commits(reader: Reader) -> list[Interval]:
+    lines = [line for line in reader.of("commit") if is_number(line.get("seconds"))]
+    return [(reader.at(line) - float(str(line["seconds"])), reader.at(line)) for line in lines]
+
+
+def _restores(reader: Reader) -> list[Interval]:
+    formed = {whole(line, "term"): reader.at(line) for line in reversed(reader.of("form", "term"))}
+    ends = [(whole(line, "term"), reader.at(line)) for line in reader.of("restore", "term")]
+    return [(formed[term], end) for term, end in ends if term in formed]
+
+
+def _forms(reader: Reader) -> list[Interval]:
+    lines = [line for line in reader.of("form") if is_number(line.get("sealed_at"))]
+    return [(float(str(line["sealed_at"])) - reader.began, reader.at(line)) for line in lines]
+
+
+def _told(reader: Reader, key: str) -> list[str]:
+    """Return a list that the executor's first line holds; none if it does not."""
+    value = next((line.get(key) for line in reader.of("scenario")), None)
+    return [str(item) for item in value] if isinstance(value, list) else []

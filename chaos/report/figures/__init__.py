@@ -1,0 +1,1 @@
+"""One figure a room: each a function from a story, or from evidence, to SVG."""

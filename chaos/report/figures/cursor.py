@@ -1,0 +1,110 @@
+"""The cursor over time: the step that each term has applied, commits on it, and what each fault cost.
+
+A fault's price is a rectangle: as wide as its RTO (seconds to the next applied step), as high as its RPO (applied steps
+that the next world gave up and computed again).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from markupsafe import Markup
+
+from chaos.report.figures import faults
+from chaos.report.figures.svg import (
+    Axis,
+    Point,
+    along_x,
+    along_y,
+    figure,
+    num,
+    path,
+    rect,
+    seconds_in,
+    text,
+    time_axis,
+    titled,
+)
+from chaos.report.story import Branch, Story, Struck
+
+_TOP, _BOTTOM = 30.0, 310.0
+_LABELLED = 12
+_APART = 4
+
+
+def cursor_figure(story: Story) -> Markup:
+    """Draw steps against seconds."""
+    axis, unit = time_axis(story.until)
+    unit_s, height = seconds_in(unit), Axis(0.0, float(story.furthest), _BOTTOM, _TOP, apart=1.0)
+    restored = {branch.term: branch.lo for branch in story.branches}
+    parts = [
+        *along_x(axis, _TOP, _BOTTOM, unit),
+        *along_y(height, "step"),
+        *faults.bands(story.faults, axis, unit_s, _TOP, _BOTTOM),
+    ]
+    for branch in story.branches:
+        parts += _curves(branch, axis, unit_s, height)
+    for fault in story.faults:
+        parts += _price(fault, restored, axis, unit_s, height, is_labelled=len(story.faults) <= _LABELLED)
+    parts += _commits(story, axis, unit_s, height)
+    label = f"steps applied over time in {len(story.branches)} terms, with {len(story.commits)} commits"
+    return figure(_BOTTOM + 34, label, parts)
+
+
+def _curves(branch: Branch, axis: Axis, unit_s: float, height: Axis) -> list[Markup]:
+    """Draw what was kept in the term's colour, and what was given up behind it."""
+    began = (branch.formed_at, branch.lo)
+    places = [began, *((applied.at, applied.step) for applied in branch.steps)]
+    points = [(axis(time / unit_s), height(step), step) for time, step in places]
+    kept: list[Point] = [(x, y) for x, y, step in points if step <= branch.cut]
+    gone: list[Point] = [*kept[-1:], *((x, y) for x, y, step in points if step > branch.cut)]
+    title = f"term {branch.term}, {branch.world} ranks: steps {branch.lo + 1} to {branch.hi}"
+    parts = [titled("path", title, class_=f"curve s{branch.term % 8}", d=path(_visible(kept)))] if kept else []
+    if branch.hi > branch.cut:
+        lost = f"{title}; those after {branch.cut} were given up"
+        parts.append(titled("path", lost, class_="curve gone", d=path(_visible(gone))))
+    return parts
+
+
+def _visible(points: list[Point]) -> list[Point]:
+    """Return a curve that can be seen though it may have one point only."""
+    return points if len(points) > 1 else [points[0], (points[0][0] + 1.0, points[0][1])]
+
+
+def _price(
+    fault: Struck, restored: dict[int, int], axis: Axis, unit_s: float, height: Axis, *, is_labelled: bool
+) -> list[Markup]:
+    """Draw a recovery's rectangle: RTO wide, RPO high."""
+    cost = fault.cost
+    if cost is None or cost.term not in restored:
+        return []
+    lo, hi = axis(fault.at / unit_s), axis(fault.until / unit_s)
+    bottom, lost = height(restored[cost.term]), height(restored[cost.term] + cost.rpo_steps)
+    fields = {"data_rpo": str(cost.rpo_steps), "data_rto": f"{cost.rto_s:.3f}"}
+    drawn = rect((lo, min(lost, bottom - 3)), (hi, bottom), faults.tell(fault), class_="price", **fields)
+    steps = f"{cost.rpo_steps} steps, " if cost.rpo_steps else ""
+    label = text(hi + 4, bottom + 13, f"{steps}{cost.rto_s:.1f} s", class_="faint")
+    return [drawn, label] if is_labelled else [drawn]
+
+
+def _commits(story: Story, axis: Axis, unit_s: float, height: Axis) -> list[Markup]:
+    """Draw commits as dots, hollow where nothing at the end descends from them; those that touch share a dot."""
+    together: dict[tuple[bool, int, int], list[str]] = defaultdict(list)
+    places: dict[tuple[bool, int, int], Point] = {}
+    for commit in story.commits:
+        x, y = axis(commit.at / unit_s), height(commit.step)
+        key = (commit.is_kept, int(x / _APART), int(y / _APART))
+        places.setdefault(key, (x, y))
+        together[key].append(f"commit of step {commit.step}, term {commit.term}, {commit.at:.1f} s\n{commit.key}")
+    return [
+        titled(
+            "circle",
+            told[0] if len(told) == 1 else f"{told[0]}\nand {len(told) - 1} more here",
+            cx=num(places[key][0]),
+            cy=num(places[key][1]),
+            r=3.0,
+            class_="commit" if key[0] else "commit dead",
+            data_commits=len(told),
+        )
+        for key, told in together.items()
+    ]

@@ -1,0 +1,151 @@
+"""Who trained when, a row for every node, coloured by term; many nodes share rows, in which colour fades with fewer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+from markupsafe import Markup
+
+from chaos.report.figures import faults
+from chaos.report.figures.svg import (
+    LEFT,
+    RIGHT,
+    Axis,
+    along_x,
+    boxes,
+    figure,
+    num,
+    rect,
+    seconds_in,
+    tag,
+    text,
+    time_axis,
+    titled,
+)
+from chaos.report.lanes import Lane, Span
+from chaos.report.story import Story
+
+TOP = 46.0
+MOST_ROWS = 48
+"""Up to so many lanes each have a row; more share _HEAT_ROWS."""
+_TRACK, _PAD = 9.0, 7.0
+_HEAT_ROWS, _HEAT_ROW, _COLUMNS = 96, 3.0, 490
+_LEVELS = 4
+
+Cell = tuple[int, int]
+"""A term, and how many of the processes train in it, from 1 to _LEVELS."""
+
+
+def lanes_figure(story: Story) -> Markup:
+    """Draw every node's time in every term's world, and the faults."""
+    axis, unit = time_axis(story.until)
+    unit_s = seconds_in(unit)
+    if len(story.lanes) <= MOST_ROWS:
+        parts, bottom, row_of = _rows(story.lanes, axis, unit_s)
+    else:
+        parts, bottom, row_of = _heat(story.lanes, axis, story.until)
+    crosses = [(axis(fault.at / unit_s), row_of[fault.node]) for fault in story.faults if fault.node in row_of]
+    drawn = sorted({(round(x), round(y, 1)) for x, y in crosses})
+    struck = "".join(f"M{x - 4} {num(y - 4)}l8 8m0 -8l-8 8" for x, y in drawn)
+    return figure(
+        bottom + 34,
+        f"{len(story.lanes)} lanes over time, coloured by term, with {len(story.faults)} faults",
+        [
+            *along_x(axis, TOP, bottom, unit),
+            *faults.bands(story.faults, axis, unit_s, TOP, bottom),
+            *parts,
+            *([tag("path", class_="cross", d=struck)] if struck else []),
+            *faults.marks(story.faults, axis, unit_s, TOP),
+        ],
+    )
+
+
+def _rows(lanes: Sequence[Lane], axis: Axis, unit_s: float) -> tuple[list[Markup], float, dict[int, float]]:
+    parts: list[Markup] = []
+    row_of: dict[int, float] = {}
+    y = TOP
+    for lane in lanes:
+        height = len(lane.tracks) * (_TRACK + 1)
+        middle = y + _PAD / 2 + height / 2
+        parts.append(text(LEFT - 8, middle + 4, lane.name, class_="end"))
+        parts.append(tag("line", x1=LEFT, x2=RIGHT, y1=y + height + _PAD, y2=y + height + _PAD, class_="grid"))
+        for place, track in enumerate(lane.tracks):
+            top = y + _PAD / 2 + place * (_TRACK + 1)
+            parts += [_span(lane, span, axis, unit_s, top) for span in track]
+        if lane.node is not None:
+            row_of[lane.node] = middle
+        y += height + _PAD
+    return parts, y, row_of
+
+
+def _span(lane: Lane, span: Span, axis: Axis, unit_s: float, top: float) -> Markup:
+    title = (
+        f"term {span.term} ({span.cause}): rank {span.rank}, process {span.pid}, {lane.name}\n"
+        f"{span.lo:.1f} s to {span.hi:.1f} s"
+    )
+    lo, hi = axis(span.lo / unit_s), axis(span.hi / unit_s)
+    return rect((lo, top), (hi, top + _TRACK), title, class_=f"t{span.term % 8}")
+
+
+def _heat(lanes: Sequence[Lane], axis: Axis, until: float) -> tuple[list[Markup], float, dict[int, float]]:
+    per_row = -(-len(lanes) // _HEAT_ROWS)
+    rows = [lanes[lo : lo + per_row] for lo in range(0, len(lanes), per_row)]
+    places: dict[Cell, dict[tuple[int, int], list[int]]] = defaultdict(lambda: defaultdict(list))
+    for number, row in enumerate(rows):
+        for cell, lo, hi in _runs(_cells(row, until)):
+            places[cell][lo, hi].append(number)
+    width = (axis.end - axis.start) / _COLUMNS
+    parts: list[Markup] = []
+    for (term, level), runs in sorted(places.items()):
+        drawn = [
+            (LEFT + lo * width, TOP + first * _HEAT_ROW, (hi - lo) * width, count * _HEAT_ROW)
+            for (lo, hi), numbers in sorted(runs.items())
+            for first, count in _consecutive(numbers)
+        ]
+        share = f"{100 * (level - 1) // _LEVELS} to {100 * level // _LEVELS} %"
+        title = f"term {term}: {share} of a row's processes train in it"
+        parts.append(titled("path", title, class_=f"t{term % 8} level{level}", d=boxes(drawn)))
+    labels = range(0, len(rows), 16)
+    names = [text(LEFT - 8, TOP + row * _HEAT_ROW + 8, rows[row][0].name, class_="end") for row in labels]
+    row_of = {
+        lane.node: TOP + (place // per_row + 0.5) * _HEAT_ROW
+        for place, lane in enumerate(lanes)
+        if lane.node is not None
+    }
+    return [*parts, *names], TOP + len(rows) * _HEAT_ROW, row_of
+
+
+def _cells(row: Sequence[Lane], until: float) -> list[Cell | None]:
+    """Return, for every column of time, the term in which most processes of a row train, and how large a part."""
+    counts: dict[int, npt.NDArray[np.int64]] = defaultdict(lambda: np.zeros(_COLUMNS, np.int64))
+    for lane in row:
+        for span in lane.spans:
+            lo = min(_COLUMNS - 1, int(_COLUMNS * span.lo / (until or 1.0)))
+            counts[span.term][lo : max(lo + 1, int(_COLUMNS * span.hi / (until or 1.0)))] += 1
+    terms = sorted(counts)
+    table = np.stack([counts[term] for term in terms])
+    most, size = table.argmax(axis=0), sum(len(lane.tracks) for lane in row)
+    numbers = table.max(axis=0)
+    levels = np.minimum(_LEVELS, -(-_LEVELS * numbers // size))
+    return [(terms[int(which)], int(level)) if level else None for which, level in zip(most, levels, strict=True)]
+
+
+def _runs(cells: Sequence[Cell | None]) -> Iterator[tuple[Cell, int, int]]:
+    """Yield stretches [lo, hi) of equal cells."""
+    lo = 0
+    for cell, group in groupby(cells):
+        hi = lo + len(list(group))
+        if cell is not None:
+            yield cell, lo, hi
+        lo = hi
+
+
+def _consecutive(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (first, how many) of each stretch of consecutive numbers."""
+    for _, group in groupby(enumerate(numbers), key=lambda item: item[1] - item[0]):
+        stretch = [number for _, number in group]
+        yield stretch[0], len(stretch)

@@ -1,0 +1,98 @@
+"""The lineage: the steps that the end is made of, by the term that applied them, and the branches that died."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from markupsafe import Markup
+
+from chaos.report.figures.svg import LEFT, RIGHT, Axis, along_x, figure, rect, tag, text, titled
+from chaos.report.story import Branch, Published, Story
+
+_TOP, _BAR, _FIRST, _ROW = 24.0, 16.0, 66.0, 20.0
+_MOST_ROWS = 16
+_LABELLED = 40
+_APART = 4
+
+
+def lineage_figure(story: Story) -> Markup:
+    """Draw the trunk from step 0 to the end, and below it what was applied and given up."""
+    axis = Axis(0.0, float(story.furthest), apart=1.0)
+    dead = [branch for branch in story.branches if branch.hi > branch.cut]
+    is_labelled = len(dead) <= _LABELLED
+    rows = _pack(dead, axis, 210.0 if is_labelled else 4.0)
+    bottom = _FIRST + _ROW * max(1, max(rows.values(), default=0) + 1)
+    parts = along_x(axis, _TOP, bottom, "step")
+    for branch in story.branches:
+        parts += _trunk(branch, axis)
+    for branch in dead:
+        parts += _branch(branch, axis, _FIRST + _ROW * rows[branch.term], is_labelled=is_labelled)
+    parts += _commits([commit for commit in story.commits if commit.is_kept], axis, y=_TOP + _BAR / 2)
+    for branch in dead:
+        own = [commit for commit in story.commits if not commit.is_kept and commit.term == branch.term]
+        parts += _commits(own, axis, y=_FIRST + _ROW * rows[branch.term])
+    if not dead:
+        parts.append(text(LEFT, _FIRST + 8, "no dead branch: no applied step was given up", class_="faint"))
+    return figure(bottom + 34, f"lineage of {len(story.branches)} terms with {len(dead)} dead branches", parts)
+
+
+def _trunk(branch: Branch, axis: Axis) -> list[Markup]:
+    if branch.cut <= branch.lo:
+        return []
+    lo, hi = axis(branch.lo), axis(branch.cut)
+    title = f"term {branch.term}, {branch.world} ranks: steps {branch.lo + 1} to {branch.cut} are in the lineage"
+    parts = [rect((lo, _TOP), (hi, _TOP + _BAR), title, class_=f"t{branch.term % 8}", data_term=branch.term)]
+    if hi - lo >= 9 * len(str(branch.term)) + 6:
+        parts.append(text((lo + hi) / 2, _TOP - 6, str(branch.term), class_="mid"))
+    return parts
+
+
+def _branch(branch: Branch, axis: Axis, y: float, *, is_labelled: bool) -> list[Markup]:
+    """Draw what a term applied in vain, hanging from where the lineage left it."""
+    lo, hi, num_steps = axis(branch.cut), max(axis(branch.hi), axis(branch.cut) + 3), branch.hi - branch.cut
+    what = f"term {branch.term}: {num_steps} {'step' if num_steps == 1 else 'steps'} given up"
+    title = f"{what}, {branch.cut + 1} to {branch.hi}"
+    line = titled(
+        "path",
+        title,
+        class_="dead-branch",
+        d=f"M{lo:.1f} {_TOP + _BAR:.1f}V{y:.1f}H{hi:.1f}",
+        data_term=branch.term,
+        data_lost=num_steps,
+    )
+    if not is_labelled:
+        return [line]
+    size = 7.0 * len(what)
+    if hi + size <= RIGHT:
+        return [line, text(hi + 6, y + 4, what, class_="faint")]
+    return [line, text(RIGHT, y - 4, what, class_="end faint")]
+
+
+def _pack(dead: list[Branch], axis: Axis, apart: float) -> dict[int, int]:
+    """Give every dead branch a row in which it touches no other, label and all; the last takes the rest."""
+    ends: list[float] = []
+    rows: dict[int, int] = {}
+    for branch in dead:
+        lo = axis(branch.cut)
+        row = next((row for row, end in enumerate(ends) if end < lo), len(ends))
+        row = min(row, _MOST_ROWS - 1)
+        ends[row : row + 1] = [axis(branch.hi) + apart]
+        rows[branch.term] = row
+    return rows
+
+
+def _commits(commits: list[Published], axis: Axis, y: float) -> list[Markup]:
+    together: dict[int, list[Published]] = defaultdict(list)
+    for commit in commits:
+        together[int(axis(commit.step) / _APART)].append(commit)
+    return [
+        tag(
+            "circle",
+            tag("title", f"{group[0].key}" + (f"\nand {len(group) - 1} more here" if len(group) > 1 else "")),
+            cx=axis(group[0].step),
+            cy=y,
+            r=3.0,
+            class_="commit" if group[0].is_kept else "commit dead",
+        )
+        for group in together.values()
+    ]

@@ -1,0 +1,82 @@
+"""The loss of the faulted run's lineage over that of the run without faults, and where the two differ."""
+
+from __future__ import annotations
+
+import math
+from itertools import groupby
+
+from markupsafe import Markup
+
+from chaos.report.figures.svg import Axis, Point, along_x, along_y, figure, path, tag, titled
+from chaos.report.story import Story
+
+_TOP, _BOTTOM = 30.0, 250.0
+_MOST_MARKS = 300
+
+
+def loss_figure(story: Story, reference: Story | None) -> Markup:
+    """Draw the losses of kept and of given-up steps, over the reference's."""
+    kept, gone = losses_of(story), _given_up(story)
+    expected = losses_of(reference) if reference else {}
+    shown = [loss for losses in (kept, expected) for loss in losses.values() if math.isfinite(loss)]
+    if not shown:
+        raise ValueError("no step has a loss that is a number")
+    axis, height = Axis(0.0, float(story.furthest), apart=1.0), _height(min(shown), max(shown))
+    parts = [*along_x(axis, _TOP, _BOTTOM, "step"), *along_y(height, "loss")]
+    parts += _curve(expected, axis, height, "without faults", "reference")
+    parts += [piece for losses in gone for piece in _curve(losses, axis, height, "given up", "curve gone")]
+    parts += _curve(kept, axis, height, "with faults", "curve ink")
+    differing = [step for step, loss in kept.items() if step in expected and not _equal(loss, expected[step])]
+    for step in differing[:: -(-len(differing) // _MOST_MARKS) or 1]:
+        y = height(kept[step]) if math.isfinite(kept[step]) else _TOP
+        title = f"step {step}: {kept[step]}, without faults {expected[step]}"
+        parts.append(tag("circle", tag("title", title), cx=axis(step), cy=y, r=3.5, class_="differs"))
+    return figure(_BOTTOM + 34, "loss of the faulted run over the fault-free one", parts)
+
+
+def losses_of(story: Story) -> dict[int, float]:
+    """Return the loss of every step of the lineage that a history tells of."""
+    return {
+        applied.step: applied.loss
+        for branch in story.branches
+        for applied in branch.steps
+        if branch.lo < applied.step <= branch.cut
+    }
+
+
+def compared(story: Story, reference: Story | None) -> str:
+    """Say in how many steps the losses differ."""
+    if reference is None:
+        return "there is no run without faults to compare with"
+    kept, expected = losses_of(story), losses_of(reference)
+    both = [step for step in kept if step in expected]
+    differing = sum(not _equal(kept[step], expected[step]) for step in both)
+    return f"{differing} of {len(both)} steps differ from the run without faults"
+
+
+def _given_up(story: Story) -> list[dict[int, float]]:
+    return [
+        {applied.step: applied.loss for applied in branch.steps if applied.step > branch.cut}
+        for branch in story.branches
+        if branch.hi > branch.cut
+    ]
+
+
+def _curve(losses: dict[int, float], axis: Axis, height: Axis, title: str, class_: str) -> list[Markup]:
+    """Draw a curve, broken where a loss is no number."""
+    parts = []
+    for is_finite, group in groupby(losses.items(), key=lambda item: math.isfinite(item[1])):
+        points: list[Point] = [(axis(step), height(loss)) for step, loss in group] if is_finite else []
+        if points:
+            points = points if len(points) > 1 else [points[0], (points[0][0] + 1.0, points[0][1])]
+            parts.append(titled("path", title, class_=class_, d=path(points)))
+    return parts
+
+
+def _height(lo: float, hi: float) -> Axis:
+    margin = 0.05 * (hi - lo) or 0.5
+    return Axis(lo - margin, hi + margin, _BOTTOM, _TOP)
+
+
+def _equal(loss: float, other: float) -> bool:
+    return loss == other or (math.isnan(loss) and math.isnan(other))

@@ -1,0 +1,90 @@
+"""Who trained when: a lane for each node, in it a span for every process in every term's world.
+
+On which node a process ran is told by the executor (`node` lines), or by a fault that hit it there. Processes of which
+nobody tells share slots: each goes into the first that is free when it comes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from chaos.evidence import Evidence, whole
+from chaos.report.reading import Reader, is_number, is_whole, pids_of, time_of
+
+_ON_ITS_NODE = ("_worker", "_node")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A process's time in one term's world, in seconds, from where it had formed to its last line."""
+
+    lo: float
+    hi: float
+    term: int
+    rank: int
+    pid: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One node's processes, or a slot; `tracks` are its spans, those of each track one after another."""
+
+    name: str
+    node: int | None
+    tracks: list[list[Span]] = field(repr=False)
+
+    @property
+    def spans(self) -> list[Span]:
+        return [span for track in self.tracks for span in track]
+
+
+def lanes_of(run: Evidence, reader: Reader) -> list[Lane]:
+    """Return the lanes: nodes by number, then slots."""
+    nodes, last = _nodes(reader), _last_seen(run)
+    per_node: dict[int, list[Span]] = defaultdict(list)
+    elsewhere: list[Span] = []
+    for line in reader.of("form", "term", "rank", "pid"):
+        pid, term, rank, lo = whole(line, "pid"), whole(line, "term"), whole(line, "rank"), reader.at(line)
+        hi = max(lo, last.get((term, rank, pid), reader.began) - reader.began)
+        spans = per_node[nodes[pid]] if pid in nodes else elsewhere
+        spans.append(Span(lo, hi, term, rank, pid, str(line.get("cause"))))
+    told = [Lane(f"node {node}", node, _pack(spans)) for node, spans in sorted(per_node.items())]
+    return [*told, *(Lane(f"slot {place}", None, [track]) for place, track in enumerate(_pack(elsewhere)))]
+
+
+def _pack(spans: list[Span]) -> list[list[Span]]:
+    """Put each process into the first track that is free when it comes, so that processes that follow share one."""
+    per_pid: dict[int, list[Span]] = defaultdict(list)
+    for span in spans:
+        per_pid[span.pid].append(span)
+    tracks: list[list[Span]] = []
+    for own in sorted(per_pid.values(), key=lambda own: (own[0].lo, own[0].rank)):
+        free = next((track for track in tracks if track[-1].hi <= own[0].lo), None)
+        if free is None:
+            tracks.append(list(own))
+        else:
+            free.extend(own)
+    return tracks
+
+
+def _nodes(reader: Reader) -> dict[int, int]:
+    """Return the node of every process of which one is told."""
+    hits = [line for line in reader.of("fault") if str(line.get("kind")).endswith(_ON_ITS_NODE)]
+    told = [*(line for line in hits if is_whole(line.get("node"))), *reader.of("node", "node")]
+    return {pid: whole(line, "node") for line in told for pid in pids_of(line)}
+
+
+def _last_seen(run: Evidence) -> dict[tuple[int, int, int], float]:
+    """Return the last time of each (term, rank, process): a history's lines after a `form` are of its process."""
+    seen: dict[tuple[int, int, int], float] = {}
+    for process in run.processes:
+        pid = -1
+        for line in process:
+            if line["op"] == "form" and is_whole(line.get("pid")):
+                pid = whole(line, "pid")
+            if is_number(line.get("t")) and is_whole(line.get("term")) and is_whole(line.get("rank")):
+                key = (whole(line, "term"), whole(line, "rank"), pid)
+                seen[key] = max(time_of(line), seen.get(key, 0.0))
+    return seen

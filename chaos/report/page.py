@@ -1,0 +1,171 @@
+"""The page: every figure and table of a run's report in one HTML file that needs nothing but itself.
+
+A pure function of the verdict and the evidence that it was reached on: no clock, no network, no script. A figure whose
+evidence is torn says so in its place; the rest of the page stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from chaos import exactly_once
+from chaos.checker import COMPARED, INVARIANTS
+from chaos.findings import Finding, Unknown, Violated
+from chaos.report.cells import moments_grid, points_grid
+from chaos.report.figures.costs import costs_figure, prices
+from chaos.report.figures.coverage import coverage_figure
+from chaos.report.figures.cursor import cursor_figure
+from chaos.report.figures.lanes import MOST_ROWS, lanes_figure
+from chaos.report.figures.lineage import lineage_figure
+from chaos.report.figures.loss import compared, loss_figure
+from chaos.report.story import Story, tell
+from chaos.verdict import Verdict
+
+_HERE = Path(__file__).parent
+MOST_FAULTS = 500
+"""Faults that the page lists one by one."""
+
+Fact = tuple[str, str, str]
+"""A name, a value, and a note on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A figure, or why there is none."""
+
+    svg: Markup | None
+    problem: str | None
+
+
+def render(verdict: Verdict) -> str:
+    """Return the report as HTML."""
+    run, reference = verdict.run, verdict.reference
+    story = tell(run, verdict.recoveries)
+    expected = tell(reference) if reference else None
+    figures = {
+        "lanes": _draw(lambda: lanes_figure(story)),
+        "cursor": _draw(lambda: cursor_figure(story)),
+        "lineage": _draw(lambda: lineage_figure(story)),
+        "coverage": _draw(lambda: coverage_figure(run)),
+        "loss": _draw(lambda: loss_figure(story, expected)),
+        "costs": _draw(lambda: costs_figure(story)),
+    }
+    return (
+        _environment()
+        .get_template("page.html.j2")
+        .render(
+            title=f"{verdict.fields['scenario'] or 'a run'}, seed {verdict.fields['seed']}",
+            outcome="valid" if verdict.is_valid else "not valid",
+            is_valid=verdict.is_valid,
+            style=Markup((_HERE / "style.css").read_text()),
+            summary=_summary(verdict, story),
+            headlines=_headlines(verdict, story),
+            replay=verdict.fields["replay"] or "the evidence does not tell which command began this run",
+            findings=[(finding, demand(finding)) for finding in verdict.findings],
+            lanes_note=_lanes_note(story),
+            figures=figures,
+            has_witness=run.witness is not None,
+            losses=compared(story, expected),
+            prices=prices(story),
+            faults=story.faults,
+            most_faults=MOST_FAULTS,
+            grids=(
+                (moments_grid(run, story), "kind", "Kinds of fault, by what the job was doing"),
+                (points_grid(run, story), "failpoint", "Kinds of fault at failpoints"),
+            ),
+            footnote=_footnote(story),
+        )
+    )
+
+
+def demand(finding: Finding) -> str:
+    """Return what an invariant demands: the first line of its check."""
+    checks: dict[str, Callable[..., str]] = {
+        **INVARIANTS,
+        **COMPARED,
+        "sums": exactly_once.sums,
+        "witness": exactly_once.witness,
+    }
+    written = getattr(checks.get(finding.invariant), "__doc__", None) or ""
+    return written.partition("\n")[0]
+
+
+def _draw(figure: Callable[[], Markup]) -> Drawn:
+    try:
+        return Drawn(figure(), None)
+    except (Violated, Unknown, ValueError) as told:
+        return Drawn(None, str(told))
+    except (LookupError, TypeError, ArithmeticError, AttributeError) as error:
+        return Drawn(None, f"the evidence lacks what it needs: {type(error).__name__}: {error}")
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    environment.filters["seconds"] = lambda value: "–" if value is None else f"{value:.2f}"
+    return environment
+
+
+def _summary(verdict: Verdict, story: Story) -> str:
+    truths = [finding.truth for finding in verdict.findings]
+    began = datetime.fromtimestamp(story.began, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return (
+        f"{truths.count('true')} of {len(truths)} invariants are true, {truths.count('false')} false, "
+        f"{truths.count('unknown')} unknown. The run began {began} and took {story.until:.1f} s."
+    )
+
+
+def _headlines(verdict: Verdict, story: Story) -> list[Fact]:
+    fields, coverage = verdict.fields, verdict.fields["coverage"]
+    assert isinstance(coverage, dict), "made by the verdict"
+    rto = sorted(cost.rto_s for cost in verdict.recoveries)
+    num_given_up = sum(branch.hi - branch.cut for branch in story.branches)
+    ours, theirs = fields["weights_sha256"], fields["reference_weights_sha256"]
+    same = "the same without faults" if ours == theirs else "not the same" if theirs else "no run without faults"
+    worlds = [branch.world for branch in story.branches]
+    return [
+        ("faults", str(len(story.faults)), f"{len(rto)} recovered from"),
+        ("terms", str(len(story.branches)), f"{min(worlds, default=0)} to {max(worlds, default=0)} ranks"),
+        ("steps applied", str(story.furthest if story.branches else 0), f"{num_given_up} given up, computed again"),
+        ("commits", str(len(story.commits)), f"{sum(not commit.is_kept for commit in story.commits)} on dead branches"),
+        ("RPO, at most", _shown(fields["rpo_steps"], "{} steps"), "applied steps lost to a fault"),
+        ("RTO, at most", _shown(rto[-1] if rto else None, "{:.2f} s"), _median(rto)),
+        (
+            "a sample counts",
+            f"{_shown(coverage['min'])} to {_shown(coverage['max'])} ×",
+            f"an epoch, of {_shown(coverage['samples'])}",
+        ),
+        ("weights SHA-256", str(ours)[:12] if ours else "–", same if ours else "the job did not come to its end"),
+    ]
+
+
+def _median(rto: list[float]) -> str:
+    return f"p50 {rto[(len(rto) - 1) // 2]:.2f} s, to the next step" if rto else "nothing was recovered from"
+
+
+def _shown(value: object, pattern: str = "{}") -> str:
+    return "–" if value is None else pattern.format(value)
+
+
+def _lanes_note(story: Story) -> str:
+    slots = sum(lane.node is None for lane in story.lanes)
+    unplaced = f" {slots} lanes are slots of processes whose node nobody told." if slots else ""
+    if len(story.lanes) > MOST_ROWS:
+        return (
+            f"{len(story.lanes)} lanes, several to a row: the paler a row, the fewer of its processes train.{unplaced}"
+        )
+    return f"A lane a node, a bar for each of its ranks, coloured by term.{unplaced}"
+
+
+def _footnote(story: Story) -> str:
+    left_out = (
+        f"{story.num_left_out} lines of the histories lack a field and are not drawn. " if story.num_left_out else ""
+    )
+    return f"{left_out}Made from the run's files alone; `elastic-chaos report` makes the same page again."

@@ -1,0 +1,56 @@
+"""Lines of a history that have what is asked of them; the rest is counted and left out, so a torn run can be drawn."""
+
+from __future__ import annotations
+
+import math
+
+from chaos.evidence import Evidence, Line
+
+
+class Reader:
+    """Gives out lines whose time is finite and whose `keys` hold whole numbers; `num_left_out` counts the rest."""
+
+    def __init__(self, run: Evidence) -> None:
+        self._lines = [line for process in run.processes for line in process]
+        self._left_out: set[int] = set()
+        times = [time_of(line) for line in self._lines if is_number(line.get("t"))]
+        self.began, self.ended = min(times, default=0.0), max(times, default=0.0)
+
+    @property
+    def num_left_out(self) -> int:
+        return len(self._left_out)
+
+    def of(self, op: str, *keys: str) -> list[Line]:
+        """Return an operation's lines in the order of their times."""
+        lines = [line for line in self._lines if line["op"] == op]
+        sound = [line for line in lines if is_number(line.get("t")) and all(is_whole(line.get(key)) for key in keys)]
+        kept = {id(line) for line in sound}
+        self._left_out |= {id(line) for line in lines if id(line) not in kept}
+        return sorted(sound, key=time_of)
+
+    def at(self, line: Line) -> float:
+        """Return a line's time, in seconds since the run began."""
+        return time_of(line) - self.began
+
+
+def is_number(value: object) -> bool:
+    """Say whether it is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_whole(value: object) -> bool:
+    """Say whether it is an integer."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def time_of(line: Line) -> float:
+    """Return the time of a line that has one, in unix seconds."""
+    time = line["t"]
+    assert isinstance(time, int | float), "only called for lines with a time"
+    return time
+
+
+def pids_of(line: Line) -> list[int]:
+    """Return the processes that a line names."""
+    pids = line.get("pids")
+    return [pid for pid in pids if isinstance(pid, int)] if isinstance(pids, list) else []

@@ -1,0 +1,155 @@
+"""The story of a run, as its report draws it: what was applied and given up, what was published, what faults cost.
+
+Everything is read from evidence and from the verdict on it; times are seconds since the run's first line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from chaos.evidence import Evidence, Line, whole
+from chaos.recovery import Recovery
+from chaos.report.lanes import Lane, lanes_of
+from chaos.report.reading import Reader, is_number, time_of
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """A step's first line in its term; its loss may be NaN."""
+
+    at: float
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """What one term applied: steps (lo, hi]; those in (cut, hi] were given up by a later term."""
+
+    term: int
+    world: int
+    formed_at: float
+    lo: int
+    cut: int
+    hi: int
+    steps: Sequence[Applied] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A commit: when, of which step, and whether the end of the run descends from it."""
+
+    at: float
+    step: int
+    term: int
+    key: str
+    is_kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Struck:
+    """A fault: what was done, where, when, and what its recovery cost, if the run recovered from it."""
+
+    at: float
+    kind: str
+    point: str
+    node: int | None
+    step: int | None
+    cost: Recovery | None
+
+    @property
+    def until(self) -> float:
+        return self.at + (self.cost.rto_s if self.cost else 0.0)
+
+    @property
+    def name(self) -> str:
+        where = f" on node {self.node}" if self.node is not None else ""
+        return f"{self.kind}{f' at {self.point}' if self.point else ''}{where}"
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """All of it; `began` in unix seconds."""
+
+    began: float
+    until: float
+    branches: list[Branch]
+    commits: list[Published]
+    lanes: list[Lane]
+    faults: list[Struck]
+    num_left_out: int
+
+    @property
+    def furthest(self) -> int:
+        """The furthest step that any term applied, at least 1."""
+        return max([1, *(branch.hi for branch in self.branches)])
+
+
+def tell(run: Evidence, recoveries: Sequence[Recovery] = ()) -> Story:
+    """Tell a run's story, whatever its histories lack."""
+    reader = Reader(run)
+    branches = _branches(reader)
+    faults = _faults(reader, recoveries)
+    lanes, commits = lanes_of(run, reader), _commits(reader, branches)
+    return Story(reader.began, reader.ended - reader.began, branches, commits, lanes, faults, reader.num_left_out)
+
+
+def _branches(reader: Reader) -> list[Branch]:
+    formed, restored = _first(reader.of("form", "term", "world")), _first(reader.of("restore", "term", "step"))
+    steps: dict[int, dict[int, Applied]] = defaultdict(dict)
+    for line in reader.of("step", "term", "step"):
+        applied = Applied(reader.at(line), whole(line, "step"), _loss(line))
+        steps[whole(line, "term")].setdefault(applied.step, applied)
+    branches: list[Branch] = []
+    cut: float = math.inf
+    for term in sorted({*restored, *steps}, reverse=True):
+        own = sorted(steps[term].values(), key=lambda applied: applied.step)
+        lo = whole(restored[term], "step") if term in restored else own[0].step - 1
+        hi = max(lo, own[-1].step) if own else lo
+        first = formed.get(term) or restored.get(term)
+        formed_at, world = (reader.at(first) if first else own[0].at), formed.get(term, {}).get("world")
+        size = world if isinstance(world, int) else 0
+        branches.append(Branch(term, size, formed_at, lo, int(min(hi, max(lo, cut))), hi, own))
+        cut = min(cut, lo)
+    return branches[::-1]
+
+
+def _first(lines: list[Line]) -> dict[int, Line]:
+    """Return each term's first line."""
+    return {whole(line, "term"): line for line in reversed(lines)}
+
+
+def _commits(reader: Reader, branches: list[Branch]) -> list[Published]:
+    cuts = {branch.term: branch.cut for branch in branches}
+    commits = []
+    for line in reader.of("commit", "step", "term"):
+        step, term = whole(line, "step"), whole(line, "term")
+        commits.append(Published(reader.at(line), step, term, str(line.get("key")), step <= cuts.get(term, -1)))
+    return commits
+
+
+def _faults(reader: Reader, recoveries: Sequence[Recovery]) -> list[Struck]:
+    costs = {(cost.at, cost.kind): cost for cost in recoveries}
+    faults = []
+    for line in reader.of("fault"):
+        kind, _, point = str(line.get("kind")).partition("@")
+        node, step = line.get("node"), line.get("seen_step")
+        faults.append(
+            Struck(
+                at=reader.at(line),
+                kind=kind,
+                point=str(line.get("point") or point),
+                node=node if isinstance(node, int) else None,
+                step=step if isinstance(step, int) else None,
+                cost=costs.get((time_of(line), str(line.get("kind")))),
+            )
+        )
+    return faults
+
+
+def _loss(line: Line) -> float:
+    loss = line.get("loss")
+    return float(str(loss)) if is_number(loss) else math.nan
