@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chaos.evidence import Evidence, whole
+from chaos.evidence import whole
 from chaos.report.reading import Reader, is_number
 from chaos.report.story import Story, Struck
 
@@ -35,9 +35,8 @@ class Grid:
         return [(row, column) for row in self.rows for column in self.columns if not self.hits[row, column]]
 
 
-def moments_grid(run: Evidence, story: Story) -> Grid:
+def moments_grid(reader: Reader, story: Story) -> Grid:
     """Return what the job was doing when each kind of fault came; faults at failpoints are in the other grid."""
-    reader = Reader(run)
     told = _told(reader, "kinds")
     during = {"committing": _commits(reader), "restoring": _restores(reader), "forming": _forms(reader)}
     during["recovering"] = [(fault.at, fault.until) for fault in story.faults if fault.cost]
@@ -48,9 +47,8 @@ def moments_grid(run: Evidence, story: Story) -> Grid:
     return Grid(list(kinds), MOMENTS, hits, bool(told))
 
 
-def points_grid(run: Evidence, story: Story) -> Grid:
+def points_grid(reader: Reader, story: Story) -> Grid:
     """Return which kinds of fault came at which failpoint."""
-    reader = Reader(run)
     points, kinds = _told(reader, "points"), _told(reader, "point_kinds")
     hits = Counter((fault.point, fault.kind) for fault in story.faults if fault.point)
     rows = dict.fromkeys([*points, *sorted(point for point, _ in hits)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from chaos.evidence import Evidence, whole
+from chaos.evidence import whole
 from chaos.report.reading import Reader, is_number, is_whole, pids_of, time_of
 
 _ON_ITS_NODE = ("_worker", "_node")
@@ -40,9 +40,9 @@ class Lane:
         return [span for track in self.tracks for span in track]
 
 
-def lanes_of(run: Evidence, reader: Reader) -> list[Lane]:
+def lanes_of(reader: Reader) -> list[Lane]:
     """Return the lanes: nodes by number, then slots."""
-    nodes, last = _nodes(reader), _last_seen(run)
+    nodes, last = _nodes(reader), _last_seen(reader)
     per_node: dict[int, list[Span]] = defaultdict(list)
     elsewhere: list[Span] = []
     for line in reader.of("form", "term", "rank", "pid"):
@@ -76,10 +76,10 @@ def _nodes(reader: Reader) -> dict[int, int]:
     return {pid: whole(line, "node") for line in told for pid in pids_of(line)}
 
 
-def _last_seen(run: Evidence) -> dict[tuple[int, int, int], float]:
+def _last_seen(reader: Reader) -> dict[tuple[int, int, int], float]:
     """Return the last time of each (term, rank, process): a history's lines after a `form` are of its process."""
     seen: dict[tuple[int, int, int], float] = {}
-    for process in run.processes:
+    for process in reader.processes:
         pid = -1
         for line in process:
             if line["op"] == "form" and is_whole(line.get("pid")):

@@ -24,6 +24,7 @@ from chaos.report.figures.cursor import cursor_figure
 from chaos.report.figures.lanes import MOST_ROWS, lanes_figure
 from chaos.report.figures.lineage import lineage_figure
 from chaos.report.figures.loss import compared, loss_figure
+from chaos.report.reading import Reader
 from chaos.report.story import Story, tell
 from chaos.verdict import Verdict
 
@@ -46,8 +47,9 @@ class Drawn:
 def render(verdict: Verdict) -> str:
     """Return the report as HTML."""
     run, reference = verdict.run, verdict.reference
-    story = tell(run, verdict.recoveries)
-    expected = tell(reference) if reference else None
+    reader = Reader(run)
+    story = tell(reader, verdict.recoveries)
+    expected = tell(Reader(reference)) if reference else None
     figures = {
         "lanes": _draw(lambda: lanes_figure(story)),
         "cursor": _draw(lambda: cursor_figure(story)),
@@ -76,8 +78,8 @@ def render(verdict: Verdict) -> str:
             faults=story.faults,
             most_faults=MOST_FAULTS,
             grids=(
-                (moments_grid(run, story), "kind", "Kinds of fault, by what the job was doing"),
-                (points_grid(run, story), "failpoint", "Kinds of fault at failpoints"),
+                (moments_grid(reader, story), "kind", "Kinds of fault, by what the job was doing"),
+                (points_grid(reader, story), "failpoint", "Kinds of fault at failpoints"),
             ),
             footnote=_footnote(story),
         )

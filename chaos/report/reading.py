@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 
 from chaos.evidence import Evidence, Line
 
@@ -11,9 +12,16 @@ class Reader:
     """Gives out lines whose time is finite and whose `keys` hold whole numbers; `num_left_out` counts the rest."""
 
     def __init__(self, run: Evidence) -> None:
-        self._lines = [line for process in run.processes for line in process]
+        self.processes = run.processes
+        self._by_op: dict[object, list[Line]] = defaultdict(list)
         self._left_out: set[int] = set()
-        times = [time_of(line) for line in self._lines if is_number(line.get("t"))]
+        times = []
+        for line in (line for process in run.processes for line in process):
+            if is_number(line.get("t")):
+                self._by_op[line["op"]].append(line)
+                times.append(time_of(line))
+            else:
+                self._left_out.add(id(line))
         self.began, self.ended = min(times, default=0.0), max(times, default=0.0)
 
     @property
@@ -22,10 +30,12 @@ class Reader:
 
     def of(self, op: str, *keys: str) -> list[Line]:
         """Return an operation's lines in the order of their times."""
-        lines = [line for line in self._lines if line["op"] == op]
-        sound = [line for line in lines if is_number(line.get("t")) and all(is_whole(line.get(key)) for key in keys)]
-        kept = {id(line) for line in sound}
-        self._left_out |= {id(line) for line in lines if id(line) not in kept}
+        sound = []
+        for line in self._by_op[op]:
+            if all(is_whole(line.get(key)) for key in keys):
+                sound.append(line)
+            else:
+                self._left_out.add(id(line))
         return sorted(sound, key=time_of)
 
     def at(self, line: Line) -> float:

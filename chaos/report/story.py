@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from chaos.evidence import Evidence, Line, whole
+from chaos.evidence import Line, whole
 from chaos.recovery import Recovery
 from chaos.report.lanes import Lane, lanes_of
 from chaos.report.reading import Reader, is_number, time_of
@@ -88,12 +88,11 @@ class Story:
         return max([1, *(branch.hi for branch in self.branches)])
 
 
-def tell(run: Evidence, recoveries: Sequence[Recovery] = ()) -> Story:
+def tell(reader: Reader, recoveries: Sequence[Recovery] = ()) -> Story:
     """Tell a run's story, whatever its histories lack."""
-    reader = Reader(run)
     branches = _branches(reader)
     faults = _faults(reader, recoveries)
-    lanes, commits = lanes_of(run, reader), _commits(reader, branches)
+    lanes, commits = lanes_of(reader), _commits(reader, branches)
     return Story(reader.began, reader.ended - reader.began, branches, commits, lanes, faults, reader.num_left_out)
 
 

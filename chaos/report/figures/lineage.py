@@ -11,7 +11,7 @@ from chaos.report.story import Branch, Published, Story
 
 _TOP, _BAR, _FIRST, _ROW = 24.0, 16.0, 66.0, 20.0
 _MOST_ROWS = 16
-_LABELLED = 40
+_LABELLED = 12
 _APART = 4
 
 

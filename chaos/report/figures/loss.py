@@ -47,11 +47,11 @@ def losses_of(story: Story) -> dict[int, float]:
 def compared(story: Story, reference: Story | None) -> str:
     """Say in how many steps the losses differ."""
     if reference is None:
-        return "there is no run without faults to compare with"
+        return "There is no run without faults to compare with"
     kept, expected = losses_of(story), losses_of(reference)
     both = [step for step in kept if step in expected]
     differing = sum(not _equal(kept[step], expected[step]) for step in both)
-    return f"{differing} of {len(both)} steps differ from the run without faults"
+    return f"{differing} of {len(both)} steps have another loss than without faults"
 
 
 def _given_up(story: Story) -> list[dict[int, float]]:
