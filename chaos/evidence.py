@@ -57,7 +57,7 @@ def collect(folder: Path) -> Evidence:
         processes=[list(parse_lines(path.read_bytes())) for path in sorted((folder / "history").glob("*.jsonl"))],
         commits=[_commit(path) for path in sorted((folder / "commits").glob("*.json"))],
         config=config or {},
-        result=_mapping(json.loads(result)) if result else None,
+        result=_parsed(result.encode()) if result else None,
         witness=np.load(witness, allow_pickle=False) if witness.exists() else None,
     )
 

@@ -67,7 +67,7 @@ def _fields(
         "coverage": _coverage(run, result),
         "rpo_steps": max((cost.rpo_steps for cost in costs), default=None),
         "rto_s": max((round(cost.rto_s, 3) for cost in costs), default=None),
-        "faults": [{key: value for key, value in fault.items() if key != "op"} for fault in run.of("fault")],
+        "faults": [{key: value for key, value in fault.items() if key != "op"} for fault in _lines(run, "fault")],
         "recoveries": [asdict(cost) for cost in costs],
         "validation": {
             "macro_f1": metrics.get("macro_f1"),
@@ -86,7 +86,12 @@ def _fields(
 
 def _told(run: Evidence, key: str) -> object:
     """Return what the executor wrote of the run before it began; None if nothing."""
-    return next((line.get(key) for process in run.processes for line in process if line["op"] == "scenario"), None)
+    return next((line.get(key) for line in _lines(run, "scenario")), None)
+
+
+def _lines(run: Evidence, op: str) -> list[Line]:
+    """Return an operation's lines as they were written, those without a time, too."""
+    return [line for process in run.processes for line in process if line["op"] == op]
 
 
 def _replay(run: Evidence) -> str | None:

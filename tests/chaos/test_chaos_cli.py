@@ -43,6 +43,17 @@ def test_check_judges_an_old_run_again(healthy: Path, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out)["valid"] is True
 
 
+def test_report_is_made_with_every_verdict_and_again(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`check` writes the page, `report` the same page again, and says where it lies."""
+    assert leave(["check", str(healthy)]) == 0
+    page = (healthy / "report.html").read_bytes()
+    (healthy / "report.html").unlink()
+    capsys.readouterr()
+    assert leave(["report", str(healthy)]) == 0
+    assert capsys.readouterr().out.strip() == str(healthy / "report.html")
+    assert (healthy / "report.html").read_bytes() == page
+
+
 @pytest.mark.parametrize("name", ["witness-swap", "no-faults"])
 def test_what_is_false_or_unknown_is_not_valid(healthy: Path, tmp_path: Path, name: str) -> None:
     """A broken invariant, and one that nothing put to the test, leave with 1."""

@@ -123,7 +123,10 @@ def test_faults_come_when_due_and_are_recorded(tmp_path: Path) -> None:
     """A drawn fault hits an applied step that is in no commit; the record names step, seen step, node, signal, pids."""
     kill = Due("kill_worker", "leader", 17, None, interval=fake_trainer.COMMIT_EVERY)
     job(tmp_path, 60, kill, Due("stop_node", 0, None, 0.05), Due("start_node", "lost", None, 0.0)).run()
-    _, worker, stop, start, *ends = recorded(tmp_path)
+    told = recorded(tmp_path)
+    scenario, worker, stop, start, *ends = [line for line in told if line["op"] != "node"]
+    assert {"kill_worker", "stop_node"} <= set(scenario["kinds"])  # type: ignore[call-overload]
+    assert worker["pids"] in [line["pids"] for line in told if line["op"] == "node" and line["node"] == 0]
     assert (worker["kind"], worker["at_step"], worker["is_drawn"], worker["signal"]) == (
         "kill_worker",
         17,

@@ -6,10 +6,11 @@ that the next world gave up and computed again).
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from markupsafe import Markup
 
+from chaos.recovery import Recovery
 from chaos.report.figures import faults
 from chaos.report.figures.svg import (
     Axis,
@@ -44,8 +45,13 @@ def cursor_figure(story: Story) -> Markup:
     ]
     for branch in story.branches:
         parts += _curves(branch, axis, unit_s, height)
+    shared: Counter[int] = Counter()
     for fault in story.faults:
-        parts += _price(fault, restored, axis, unit_s, height, is_labelled=len(story.faults) <= _LABELLED)
+        parts += _price(fault, restored, axis, unit_s, height)
+        if fault.cost is not None and fault.cost.term in restored and len(story.faults) <= _LABELLED:
+            x, y = axis(fault.until / unit_s) + 4, height(restored[fault.cost.term]) + 13
+            parts.append(text(x, y + 13 * shared[fault.cost.term], _say(fault.cost), class_="faint halo"))
+            shared[fault.cost.term] += 1
     parts += _commits(story, axis, unit_s, height)
     label = f"steps applied over time in {len(story.branches)} terms, with {len(story.commits)} commits"
     return figure(_BOTTOM + 34, label, parts)
@@ -71,9 +77,7 @@ def _visible(points: list[Point]) -> list[Point]:
     return points if len(points) > 1 else [points[0], (points[0][0] + 1.0, points[0][1])]
 
 
-def _price(
-    fault: Struck, restored: dict[int, int], axis: Axis, unit_s: float, height: Axis, *, is_labelled: bool
-) -> list[Markup]:
+def _price(fault: Struck, restored: dict[int, int], axis: Axis, unit_s: float, height: Axis) -> list[Markup]:
     """Draw a recovery's rectangle: RTO wide, RPO high."""
     cost = fault.cost
     if cost is None or cost.term not in restored:
@@ -81,10 +85,12 @@ def _price(
     lo, hi = axis(fault.at / unit_s), axis(fault.until / unit_s)
     bottom, lost = height(restored[cost.term]), height(restored[cost.term] + cost.rpo_steps)
     fields = {"data_rpo": str(cost.rpo_steps), "data_rto": f"{cost.rto_s:.3f}"}
-    drawn = rect((lo, min(lost, bottom - 3)), (hi, bottom), faults.tell(fault), class_="price", **fields)
-    steps = f"{cost.rpo_steps} steps, " if cost.rpo_steps else ""
-    label = text(hi + 4, bottom + 13, f"{steps}{cost.rto_s:.1f} s", class_="faint")
-    return [drawn, label] if is_labelled else [drawn]
+    return [rect((lo, min(lost, bottom - 3)), (hi, bottom), faults.tell(fault), class_="price", **fields)]
+
+
+def _say(cost: Recovery) -> str:
+    steps = f"{cost.rpo_steps} {'step' if cost.rpo_steps == 1 else 'steps'}, " if cost.rpo_steps else ""
+    return f"{steps}{cost.rto_s:.1f} s"
 
 
 def _commits(story: Story, axis: Axis, unit_s: float, height: Axis) -> list[Markup]:

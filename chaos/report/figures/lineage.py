@@ -26,11 +26,12 @@ def lineage_figure(story: Story) -> Markup:
     for branch in story.branches:
         parts += _trunk(branch, axis)
     for branch in dead:
-        parts += _branch(branch, axis, _FIRST + _ROW * rows[branch.term], is_labelled=is_labelled)
+        parts.append(_branch(branch, axis, _FIRST + _ROW * rows[branch.term]))
     parts += _commits([commit for commit in story.commits if commit.is_kept], axis, y=_TOP + _BAR / 2)
     for branch in dead:
         own = [commit for commit in story.commits if not commit.is_kept and commit.term == branch.term]
         parts += _commits(own, axis, y=_FIRST + _ROW * rows[branch.term])
+    parts += [_label(branch, axis, _FIRST + _ROW * rows[branch.term]) for branch in dead if is_labelled]
     if not dead:
         parts.append(text(LEFT, _FIRST + 8, "no dead branch: no applied step was given up", class_="faint"))
     return figure(bottom + 34, f"lineage of {len(story.branches)} terms with {len(dead)} dead branches", parts)
@@ -47,25 +48,30 @@ def _trunk(branch: Branch, axis: Axis) -> list[Markup]:
     return parts
 
 
-def _branch(branch: Branch, axis: Axis, y: float, *, is_labelled: bool) -> list[Markup]:
+def _branch(branch: Branch, axis: Axis, y: float) -> Markup:
     """Draw what a term applied in vain, hanging from where the lineage left it."""
-    lo, hi, num_steps = axis(branch.cut), max(axis(branch.hi), axis(branch.cut) + 3), branch.hi - branch.cut
-    what = f"term {branch.term}: {num_steps} {'step' if num_steps == 1 else 'steps'} given up"
-    title = f"{what}, {branch.cut + 1} to {branch.hi}"
-    line = titled(
+    lo, hi = axis(branch.cut), max(axis(branch.hi), axis(branch.cut) + 3)
+    return titled(
         "path",
-        title,
+        f"{_say(branch)}, {branch.cut + 1} to {branch.hi}",
         class_="dead-branch",
         d=f"M{lo:.1f} {_TOP + _BAR:.1f}V{y:.1f}H{hi:.1f}",
         data_term=branch.term,
-        data_lost=num_steps,
+        data_lost=branch.hi - branch.cut,
     )
-    if not is_labelled:
-        return [line]
-    size = 7.0 * len(what)
-    if hi + size <= RIGHT:
-        return [line, text(hi + 6, y + 4, what, class_="faint")]
-    return [line, text(RIGHT, y - 4, what, class_="end faint")]
+
+
+def _label(branch: Branch, axis: Axis, y: float) -> Markup:
+    """Write beside a branch, or, where the figure ends, over it."""
+    what, end = _say(branch), max(axis(branch.hi), axis(branch.cut) + 3)
+    if end + 7.0 * len(what) <= RIGHT:
+        return text(end + 6, y + 4, what, class_="faint halo")
+    return text(RIGHT, y - 4, what, class_="end faint halo")
+
+
+def _say(branch: Branch) -> str:
+    num_steps = branch.hi - branch.cut
+    return f"term {branch.term}: {num_steps} {'step' if num_steps == 1 else 'steps'} given up"
 
 
 def _pack(dead: list[Branch], axis: Axis, apart: float) -> dict[int, int]:
