@@ -21,7 +21,7 @@ from chaos.report.cells import moments_grid, points_grid
 from chaos.report.figures.costs import costs_figure, prices
 from chaos.report.figures.coverage import coverage_figure
 from chaos.report.figures.cursor import cursor_figure
-from chaos.report.figures.lanes import MOST_ROWS, lanes_figure
+from chaos.report.figures.lanes import is_strip, lanes_figure
 from chaos.report.figures.lineage import lineage_figure
 from chaos.report.figures.loss import compared, loss_figure
 from chaos.report.reading import Reader
@@ -132,9 +132,10 @@ def _headlines(verdict: Verdict, story: Story) -> list[Fact]:
     ours, theirs = fields["weights_sha256"], fields["reference_weights_sha256"]
     same = "the same without faults" if ours == theirs else "not the same" if theirs else "no run without faults"
     worlds = [branch.world for branch in story.branches]
+    terms = {branch.term for branch in story.branches} | {span.term for lane in story.lanes for span in lane.spans}
     return [
         ("faults", str(len(story.faults)), f"{len(rto)} recovered from"),
-        ("terms", str(len(story.branches)), f"{min(worlds, default=0)} to {max(worlds, default=0)} ranks"),
+        ("terms", str(len(terms)), f"{min(worlds, default=0)} to {max(worlds, default=0)} ranks"),
         ("steps applied", str(story.furthest if story.branches else 0), f"{num_given_up} given up, computed again"),
         ("commits", str(len(story.commits)), f"{sum(not commit.is_kept for commit in story.commits)} on dead branches"),
         ("RPO, at most", _shown(fields["rpo_steps"], "{} steps"), "applied steps lost to a fault"),
@@ -159,10 +160,8 @@ def _shown(value: object, pattern: str = "{}") -> str:
 def _lanes_note(story: Story) -> str:
     slots = sum(lane.node is None for lane in story.lanes)
     unplaced = f" {slots} lanes are slots of processes whose node nobody told." if slots else ""
-    if len(story.lanes) > MOST_ROWS:
-        return (
-            f"{len(story.lanes)} lanes, several to a row: the paler a row, the fewer of its processes train.{unplaced}"
-        )
+    if is_strip(story):
+        return f"{len(story.lanes)} lanes, which may share rows: the paler, the fewer of a row train.{unplaced}"
     return f"A lane a node, a bar for each of its ranks, coloured by term.{unplaced}"
 
 

@@ -13,7 +13,7 @@ BEGAN = 1_800_000_000.0
 
 @dataclass(frozen=True)
 class Crowd:
-    """So many nodes of one rank, so many terms of so many steps, a kill between terms; the steps at most one commit."""
+    """So many nodes of one rank, so many terms of so many steps; a term's last `lost` steps are in no commit."""
 
     nodes: int = 1000
     terms: int = 40
@@ -43,7 +43,7 @@ def gather(crowd: Crowd) -> Evidence:
         step += crowd.steps - crowd.lost
         if term < crowd.terms:
             victim = draws.choice(ranks)
-            up = (set(range(crowd.nodes)) if term % 5 == 0 else up) - {victim}
+            up = (set(range(crowd.nodes)) if term % 5 == 0 or 2 * len(up) <= crowd.nodes else up) - {victim}
             moment = {
                 "seen_step": step + crowd.lost,
                 "term": term,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -30,24 +31,28 @@ from chaos.report.lanes import Lane, Span
 from chaos.report.story import Story
 
 TOP = 46.0
-MOST_ROWS = 48
-"""Up to so many lanes each have a row; more share _HEAT_ROWS."""
+_MOST_ROWS, _MOST_SPANS = 48, 2000
 _TRACK, _PAD = 9.0, 7.0
-_HEAT_ROWS, _HEAT_ROW, _COLUMNS = 96, 3.0, 490
+_STRIP, _STRIP_ROWS, _MOST_HIGH, _COLUMNS = 288.0, 96, 14.0, 490
 _LEVELS = 4
 
 Cell = tuple[int, int]
 """A term, and how many of the processes train in it, from 1 to _LEVELS."""
 
 
+def is_strip(story: Story) -> bool:
+    """Say whether there are too many lanes, or too many spans in them, to draw each by itself."""
+    return len(story.lanes) > _MOST_ROWS or sum(len(lane.spans) for lane in story.lanes) > _MOST_SPANS
+
+
 def lanes_figure(story: Story) -> Markup:
     """Draw every node's time in every term's world, and the faults."""
     axis, unit = time_axis(story.until)
     unit_s = seconds_in(unit)
-    if len(story.lanes) <= MOST_ROWS:
+    if not is_strip(story):
         parts, bottom, row_of = _rows(story.lanes, axis, unit_s)
     else:
-        parts, bottom, row_of = _heat(story.lanes, axis, story.until)
+        parts, bottom, row_of = _strip(story.lanes, axis, story.until)
     crosses = [(axis(fault.at / unit_s), row_of[fault.node]) for fault in story.faults if fault.node in row_of]
     drawn = sorted({(round(x), round(y, 1)) for x, y in crosses})
     struck = "".join(f"M{x - 4} {num(y - 4)}l8 8m0 -8l-8 8" for x, y in drawn)
@@ -91,9 +96,10 @@ def _span(lane: Lane, span: Span, axis: Axis, unit_s: float, top: float) -> Mark
     return rect((lo, top), (hi, top + _TRACK), title, class_=f"t{span.term % 8}")
 
 
-def _heat(lanes: Sequence[Lane], axis: Axis, until: float) -> tuple[list[Markup], float, dict[int, float]]:
-    per_row = -(-len(lanes) // _HEAT_ROWS)
+def _strip(lanes: Sequence[Lane], axis: Axis, until: float) -> tuple[list[Markup], float, dict[int, float]]:
+    per_row = -(-len(lanes) // _STRIP_ROWS)
     rows = [lanes[lo : lo + per_row] for lo in range(0, len(lanes), per_row)]
+    height = min(_MOST_HIGH, _STRIP / len(rows))
     places: dict[Cell, dict[tuple[int, int], list[int]]] = defaultdict(lambda: defaultdict(list))
     for number, row in enumerate(rows):
         for cell, lo, hi in _runs(_cells(row, until)):
@@ -102,21 +108,19 @@ def _heat(lanes: Sequence[Lane], axis: Axis, until: float) -> tuple[list[Markup]
     parts: list[Markup] = []
     for (term, level), runs in sorted(places.items()):
         drawn = [
-            (LEFT + lo * width, TOP + first * _HEAT_ROW, (hi - lo) * width, count * _HEAT_ROW)
+            (LEFT + lo * width, TOP + first * height, (hi - lo) * width, count * height)
             for (lo, hi), numbers in sorted(runs.items())
             for first, count in _consecutive(numbers)
         ]
         share = f"{100 * (level - 1) // _LEVELS} to {100 * level // _LEVELS} %"
         title = f"term {term}: {share} of a row's processes train in it"
         parts.append(titled("path", title, class_=f"t{term % 8} level{level}", d=boxes(drawn)))
-    labels = range(0, len(rows), 16)
-    names = [text(LEFT - 8, TOP + row * _HEAT_ROW + 8, rows[row][0].name, class_="end") for row in labels]
+    labels = range(0, len(rows), math.ceil(_MOST_HIGH / height) * (3 if len(rows) > 20 else 1))
+    names = [text(LEFT - 8, TOP + row * height + 10, rows[row][0].name, class_="end") for row in labels]
     row_of = {
-        lane.node: TOP + (place // per_row + 0.5) * _HEAT_ROW
-        for place, lane in enumerate(lanes)
-        if lane.node is not None
+        lane.node: TOP + (place // per_row + 0.5) * height for place, lane in enumerate(lanes) if lane.node is not None
     }
-    return [*parts, *names], TOP + len(rows) * _HEAT_ROW, row_of
+    return [*parts, *names], TOP + len(rows) * height, row_of
 
 
 def _cells(row: Sequence[Lane], until: float) -> list[Cell | None]:
