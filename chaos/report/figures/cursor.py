@@ -13,15 +13,20 @@ from markupsafe import Markup
 from chaos.recovery import Recovery
 from chaos.report.figures import faults
 from chaos.report.figures.svg import (
+    MOST_TITLED,
     Axis,
     Point,
+    Stroke,
     along_x,
     along_y,
+    boxes,
     figure,
     num,
     path,
+    paths,
     rect,
     seconds_in,
+    tag,
     text,
     time_axis,
     titled,
@@ -43,11 +48,10 @@ def cursor_figure(story: Story) -> Markup:
         *along_y(height, "step"),
         *faults.bands(story.faults, axis, unit_s, _TOP, _BOTTOM),
     ]
-    for branch in story.branches:
-        parts += _curves(branch, axis, unit_s, height)
+    parts += paths([stroke for branch in story.branches for stroke in _curves(branch, axis, unit_s, height)])
+    parts += _prices(story, restored, axis, unit_s, height)
     shared: Counter[int] = Counter()
     for fault in story.faults:
-        parts += _price(fault, restored, axis, unit_s, height)
         if fault.cost is not None and fault.cost.term in restored and len(story.faults) <= _LABELLED:
             x, y = axis(fault.until / unit_s) + 4, height(restored[fault.cost.term]) + 13
             parts.append(text(x, y + 13 * shared[fault.cost.term], _say(fault.cost), class_="faint halo"))
@@ -57,7 +61,7 @@ def cursor_figure(story: Story) -> Markup:
     return figure(_BOTTOM + 34, label, parts)
 
 
-def _curves(branch: Branch, axis: Axis, unit_s: float, height: Axis) -> list[Markup]:
+def _curves(branch: Branch, axis: Axis, unit_s: float, height: Axis) -> list[Stroke]:
     """Draw what was kept in the term's colour, and what was given up behind it."""
     began = (branch.formed_at, branch.lo)
     places = [began, *((applied.at, applied.step) for applied in branch.steps)]
@@ -65,10 +69,10 @@ def _curves(branch: Branch, axis: Axis, unit_s: float, height: Axis) -> list[Mar
     kept: list[Point] = [(x, y) for x, y, step in points if step <= branch.cut]
     gone: list[Point] = [*kept[-1:], *((x, y) for x, y, step in points if step > branch.cut)]
     title = f"term {branch.term}, {branch.world} ranks: steps {branch.lo + 1} to {branch.hi}"
-    parts = [titled("path", title, class_=f"curve s{branch.term % 8}", d=path(_visible(kept)))] if kept else []
+    parts = [Stroke(f"curve s{branch.term % 8}", path(_visible(kept)), title)] if kept else []
     if branch.hi > branch.cut:
         lost = f"{title}; those after {branch.cut} were given up"
-        parts.append(titled("path", lost, class_="curve gone", d=path(_visible(gone))))
+        parts.append(Stroke("curve gone", path(_visible(gone)), lost))
     return parts
 
 
@@ -77,15 +81,29 @@ def _visible(points: list[Point]) -> list[Point]:
     return points if len(points) > 1 else [points[0], (points[0][0] + 1.0, points[0][1])]
 
 
-def _price(fault: Struck, restored: dict[int, int], axis: Axis, unit_s: float, height: Axis) -> list[Markup]:
-    """Draw a recovery's rectangle: RTO wide, RPO high."""
-    cost = fault.cost
-    if cost is None or cost.term not in restored:
-        return []
-    lo, hi = axis(fault.at / unit_s), axis(fault.until / unit_s)
-    bottom, lost = height(restored[cost.term]), height(restored[cost.term] + cost.rpo_steps)
-    fields = {"data_rpo": str(cost.rpo_steps), "data_rto": f"{cost.rto_s:.3f}"}
-    return [rect((lo, min(lost, bottom - 3)), (hi, bottom), faults.tell(fault), class_="price", **fields)]
+def _prices(story: Story, restored: dict[int, int], axis: Axis, unit_s: float, height: Axis) -> list[Markup]:
+    """Draw every recovery's rectangle: RTO wide, RPO high."""
+    drawn: list[tuple[Point, Point, Struck, Recovery]] = []
+    for fault in story.faults:
+        if fault.cost is not None and fault.cost.term in restored:
+            step = restored[fault.cost.term]
+            bottom, lost = height(step), height(step + fault.cost.rpo_steps)
+            lo, hi = axis(fault.at / unit_s), axis(fault.until / unit_s)
+            drawn.append(((lo, min(lost, bottom - 3)), (hi, bottom), fault, fault.cost))
+    if len(drawn) > MOST_TITLED:
+        rects = {
+            (round(x), round(y), max(1, round(hi - x)), max(1, round(bottom - y))) for (x, y), (hi, bottom), *_ in drawn
+        }
+        return [tag("path", class_="price", d=boxes(sorted(rects)))]
+    return [
+        rect(
+            *(lo, hi, faults.tell(fault)),
+            class_="price",
+            data_rpo=str(cost.rpo_steps),
+            data_rto=f"{cost.rto_s:.3f}",
+        )
+        for lo, hi, fault, cost in drawn
+    ]
 
 
 def _say(cost: Recovery) -> str:

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from chaos.report.figures.svg import RIGHT, Axis, rect, text
 from chaos.report.story import Struck
 
-_MOST_NAMED = 6
+_MOST_NAMED = 4
 _LABELLED, _NAME_ROWS = 24, 3
 
 

@@ -6,12 +6,12 @@ from collections import defaultdict
 
 from markupsafe import Markup
 
-from chaos.report.figures.svg import LEFT, RIGHT, Axis, along_x, figure, rect, tag, text, titled
+from chaos.report.figures.svg import LEFT, RIGHT, Axis, Stroke, along_x, boxes, figure, num, paths, tag, text
 from chaos.report.story import Branch, Published, Story
 
 _TOP, _BAR, _FIRST, _ROW = 24.0, 16.0, 66.0, 20.0
 _MOST_ROWS = 16
-_LABELLED = 12
+_LABELLED, _NUMBER = 12, 24.0
 _APART = 4
 
 
@@ -23,10 +23,10 @@ def lineage_figure(story: Story) -> Markup:
     rows = _pack(dead, axis, 210.0 if is_labelled else 4.0)
     bottom = _FIRST + _ROW * max(1, max(rows.values(), default=0) + 1)
     parts = along_x(axis, _TOP, bottom, "step")
-    for branch in story.branches:
-        parts += _trunk(branch, axis)
-    for branch in dead:
-        parts.append(_branch(branch, axis, _FIRST + _ROW * rows[branch.term]))
+    kept = [branch for branch in story.branches if branch.cut > branch.lo]
+    parts += paths([_trunk(branch, axis) for branch in kept])
+    parts += [_number(branch, axis) for branch in kept if axis(branch.cut) - axis(branch.lo) >= _NUMBER]
+    parts += paths([_branch(branch, axis, _FIRST + _ROW * rows[branch.term]) for branch in dead])
     parts += _commits([commit for commit in story.commits if commit.is_kept], axis, y=_TOP + _BAR / 2)
     for branch in dead:
         own = [commit for commit in story.commits if not commit.is_kept and commit.term == branch.term]
@@ -37,28 +37,21 @@ def lineage_figure(story: Story) -> Markup:
     return figure(bottom + 34, f"lineage of {len(story.branches)} terms with {len(dead)} dead branches", parts)
 
 
-def _trunk(branch: Branch, axis: Axis) -> list[Markup]:
-    if branch.cut <= branch.lo:
-        return []
+def _trunk(branch: Branch, axis: Axis) -> Stroke:
     lo, hi = axis(branch.lo), axis(branch.cut)
     title = f"term {branch.term}, {branch.world} ranks: steps {branch.lo + 1} to {branch.cut} are in the lineage"
-    parts = [rect((lo, _TOP), (hi, _TOP + _BAR), title, class_=f"t{branch.term % 8}", data_term=branch.term)]
-    if hi - lo >= 9 * len(str(branch.term)) + 6:
-        parts.append(text((lo + hi) / 2, _TOP - 6, str(branch.term), class_="mid"))
-    return parts
+    return Stroke(f"t{branch.term % 8}", boxes([(lo, _TOP, max(1.0, hi - lo), _BAR)]), title)
 
 
-def _branch(branch: Branch, axis: Axis, y: float) -> Markup:
+def _number(branch: Branch, axis: Axis) -> Markup:
+    return text((axis(branch.lo) + axis(branch.cut)) / 2, _TOP - 6, str(branch.term), class_="mid")
+
+
+def _branch(branch: Branch, axis: Axis, y: float) -> Stroke:
     """Draw what a term applied in vain, hanging from where the lineage left it."""
     lo, hi = axis(branch.cut), max(axis(branch.hi), axis(branch.cut) + 3)
-    return titled(
-        "path",
-        f"{_say(branch)}, {branch.cut + 1} to {branch.hi}",
-        class_="dead-branch",
-        d=f"M{lo:.1f} {_TOP + _BAR:.1f}V{y:.1f}H{hi:.1f}",
-        data_term=branch.term,
-        data_lost=branch.hi - branch.cut,
-    )
+    drawn = f"M{num(lo)} {num(_TOP + _BAR)}V{num(y)}H{num(hi)}"
+    return Stroke("dead-branch", drawn, f"{_say(branch)}, {branch.cut + 1} to {branch.hi}")
 
 
 def _label(branch: Branch, axis: Axis, y: float) -> Markup:

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from markupsafe import Markup
 
-from chaos.report.figures.svg import Axis, Point, along_x, along_y, figure, path, tag, titled
+from chaos.report.figures.svg import Axis, Point, Stroke, along_x, along_y, figure, path, paths, tag
 from chaos.report.story import Story
 
 _TOP, _BOTTOM = 30.0, 250.0
@@ -23,9 +23,9 @@ def loss_figure(story: Story, reference: Story | None) -> Markup:
         raise ValueError("no step has a loss that is a number")
     axis, height = Axis(0.0, float(story.furthest), apart=1.0), _height(min(shown), max(shown))
     parts = [*along_x(axis, _TOP, _BOTTOM, "step"), *along_y(height, "loss")]
-    parts += _curve(expected, axis, height, "without faults", "reference")
-    parts += [piece for losses in gone for piece in _curve(losses, axis, height, "given up", "curve gone")]
-    parts += _curve(kept, axis, height, "with faults", "curve ink")
+    parts += paths(_curve(expected, axis, height, "without faults", "reference"))
+    parts += paths([piece for losses in gone for piece in _curve(losses, axis, height, "given up", "curve gone")])
+    parts += paths(_curve(kept, axis, height, "with faults", "curve ink"))
     differing = [step for step, loss in kept.items() if step in expected and not _equal(loss, expected[step])]
     for step in differing[:: -(-len(differing) // _MOST_MARKS) or 1]:
         y = height(kept[step]) if math.isfinite(kept[step]) else _TOP
@@ -62,14 +62,14 @@ def _given_up(story: Story) -> list[dict[int, float]]:
     ]
 
 
-def _curve(losses: dict[int, float], axis: Axis, height: Axis, title: str, class_: str) -> list[Markup]:
+def _curve(losses: dict[int, float], axis: Axis, height: Axis, title: str, class_: str) -> list[Stroke]:
     """Draw a curve, broken where a loss is no number."""
     parts = []
     for is_finite, group in groupby(losses.items(), key=lambda item: math.isfinite(item[1])):
         points: list[Point] = [(axis(step), height(loss)) for step, loss in group] if is_finite else []
         if points:
             points = points if len(points) > 1 else [points[0], (points[0][0] + 1.0, points[0][1])]
-            parts.append(titled("path", title, class_=class_, d=path(points)))
+            parts.append(Stroke(class_, path(points), title))
     return parts
 
 

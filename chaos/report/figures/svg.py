@@ -6,6 +6,7 @@ Colours are classes, never values, so that the page's style sheet can be light o
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,6 +15,9 @@ from markupsafe import Markup, escape
 
 WIDTH, LEFT, RIGHT = 1080.0, 76.0, 1064.0
 """A figure's width, and where what it plots begins and ends."""
+
+MOST_TITLED = 600
+"""Up to so many marks of one sort say what they are when pointed at."""
 
 Point = tuple[float, float]
 _TIMES = ((1.0, "s"), (60.0, "min"), (3600.0, "h"), (86400.0, "d"))
@@ -112,6 +116,25 @@ def along_y(axis: Axis, unit: str, shown: Callable[[float], str] = "{:g}".format
             text(LEFT - 8, y + 4, shown(value), class_="end"),
         ]
     return [*parts, text(8, axis.end - 8, unit, class_="faint")]
+
+
+@dataclass(frozen=True, slots=True)
+class Stroke:
+    """A path: its class, where it goes, and what it is."""
+
+    class_: str
+    d: str
+    title: str
+
+
+def paths(strokes: Sequence[Stroke]) -> list[Markup]:
+    """Return a path for each stroke; of very many, one for each class, without titles, which keeps a page small."""
+    if len(strokes) <= MOST_TITLED:
+        return [titled("path", stroke.title, class_=stroke.class_, d=stroke.d) for stroke in strokes]
+    together: dict[str, list[str]] = defaultdict(list)
+    for stroke in strokes:
+        together[stroke.class_].append(stroke.d)
+    return [tag("path", class_=class_, d="".join(drawn)) for class_, drawn in together.items()]
 
 
 def path(points: Sequence[Point]) -> str:
