@@ -31,7 +31,7 @@ from chaos.report.lanes import Lane, Span
 from chaos.report.story import Story
 
 TOP = 46.0
-_MOST_ROWS, _MOST_SPANS = 48, 2000
+_MOST_ROWS, _MOST_SPANS, _MOST_CROSSES = 48, 2000, 150
 _TRACK, _PAD = 9.0, 7.0
 _STRIP, _STRIP_ROWS, _MOST_HIGH, _COLUMNS = 288.0, 96, 14.0, 490
 _LEVELS = 4
@@ -55,7 +55,10 @@ def lanes_figure(story: Story) -> Markup:
         parts, bottom, row_of = _strip(story.lanes, axis, story.until)
     crosses = [(axis(fault.at / unit_s), row_of[fault.node]) for fault in story.faults if fault.node in row_of]
     drawn = sorted({(round(x), round(y, 1)) for x, y in crosses})
-    struck = "".join(f"M{x - 4} {num(y - 4)}l8 8m0 -8l-8 8" for x, y in drawn)
+    arm = 4 if len(drawn) <= _MOST_CROSSES else 1
+    struck = "".join(
+        f"M{x - arm} {num(y - arm)}l{2 * arm} {2 * arm}m0 {-2 * arm}l{-2 * arm} {2 * arm}" for x, y in drawn
+    )
     return figure(
         bottom + 34,
         f"{len(story.lanes)} lanes over time, coloured by term, with {len(story.faults)} faults",
