@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import uuid
 from pathlib import Path
 
 import torch
 
-from elastic_train.checkpoint import CommitRecord, CommitWriter, discover, open_store
+from elastic_train.checkpoint import CommitRecord, CommitWriter, Role, Saves, discover, open_store, prune
 from elastic_train.checkpoint.reader import read_record
 from elastic_train.config import Config
 from elastic_train.errors import StorageError
-from elastic_train.fencing import StoreFence
+from elastic_train.fencing import StoreFence, claim_of
 from elastic_train.files import write_atomically
 from elastic_train.lanes import owned_lanes
 from elastic_train.mlflow_run import COMMIT_TAG, HOSTS_TAG, IDENTITY_TAG, WORLD_TAG
@@ -51,7 +52,7 @@ def _open_in(process: Process, world: World) -> Session:
         leave=process.leave,
         worlds=process.worlds,
         watchdog=process.watchdog,
-        commits=CommitWriter(world.store, world.fence, world.term, head),
+        saves=open_saves(process, world, head),
         tracker=start_tracker(plan, world, state, head),
         head=head,
     )
@@ -59,6 +60,28 @@ def _open_in(process: Process, world: World) -> Session:
         f"term {world.term}: {world.group.size} ranks, {plan.num_lanes} lanes, {plan.total_steps} steps, {plan.device}"
     )
     return session
+
+
+def open_saves(process: Process, world: World, head: CommitRecord | None) -> Saves:
+    """Open this rank's saves; every rank that sees the world's claim in its store writes a part, rank 0 always."""
+    claim = claim_of(world.store, world.term)
+    mine = int(claim[:12], 16) if claim else 0
+    seen = world.group.all_gather(torch.tensor(mine)).tolist()
+    writers = [0, *(rank for rank in range(1, world.group.size) if seen[rank] and seen[rank] == seen[0])]
+    place = writers.index(world.group.rank) if world.group.rank in writers else None
+    keep_last = process.plan.config.checkpoint.keep_last
+    return Saves(
+        world.store,
+        CommitWriter(world.store, world.fence, world.term, head),
+        world.term,
+        Role(place, len(writers), claim[:12] if claim else uuid.uuid4().hex[:12]),
+        process.save_memory,
+        tidy=lambda commit: _prune(world, keep_last, commit),
+    )
+
+
+def _prune(world: World, keep_last: int, newest: CommitRecord) -> None:
+    prune(world.store, keep_last, verified=newest.key)
 
 
 def commit_alone(plan: Plan, state: AppliedState) -> None:

@@ -107,6 +107,10 @@ class CheckpointConfig(_Section):
     """Commit after every so many steps; null for never by count."""
     every_s: PositiveFloat | None = 900.0
     """Commit when so many seconds have passed since the last; null for never by time."""
+    when_busy: Literal["skip", "wait"] = "skip"
+    """A commit that is due while the last one is being written: skip it, or wait for the last."""
+    give_up_after: PositiveInt | None = 10
+    """Failed commits in a row after which training ends with an error; null for never."""
     keep_last: PositiveInt = 5
     """Commits kept; the newest verified one is never deleted."""
 

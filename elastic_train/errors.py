@@ -6,6 +6,7 @@ ElasticTrainError               1
 │   ├── DataError              65   a dataset is missing, truncated, changed, or lacks a column
 │   └── CommitError            65   a commit or one of its files does not match its record
 ├── StorageError                1   a save failed (disk full, store unreachable); training goes on
+├── SavesFailedError            1   too many saves in a row failed; training ends
 ├── FencedError                 1   a newer world owns the lineage; this one must not publish
 ├── PeerLostError               1   a collective failed: a member of the world is gone
 ├── Preempted                  75   told to leave, committed, requeue
@@ -50,6 +51,12 @@ class CommitError(CorruptError):
 
 class StorageError(ElasticTrainError):
     """A write to the store failed; nothing was published."""
+
+
+class SavesFailedError(ElasticTrainError):
+    """Saves keep failing: what is trained from here on could not be kept."""
+
+    exit_code = StorageError.exit_code
 
 
 class FencedError(ElasticTrainError):

@@ -26,6 +26,7 @@ POINTS = (
     "applied",
     "validate",
     "commit",
+    "write",
     "record",
     "publish",
     "form",

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from elastic_train.checkpoint.stores import Store, create_once
+from elastic_train.checkpoint.stores import Store, create_once, read
 from elastic_train.errors import FencedError, StorageError
 from elastic_train.lineage import COMMITS, place_of
 from rendezvous import errors as rendezvous_errors
@@ -148,6 +148,14 @@ def _claim_in(store: Store, propose: Callable[[int], int]) -> int:
             return term
         lowest = max(term, newest_term(store)) + 1
     raise StorageError(f"{store.url}/{TERMS}: {_CLAIM_TRIES} terms were claimed by others; who else runs here?")
+
+
+def claim_of(store: Store, term: int) -> str | None:
+    """Return the word that is unique to the claim of a term; None if it cannot be seen from here."""
+    try:
+        return str(json.loads(read(store, f"{TERMS}{term:08d}.json"))["claim"])
+    except (StorageError, ValueError, KeyError):
+        return None
 
 
 def newest_term(store: Store) -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from elastic_train.checkpoint.format import State
+from elastic_train.checkpoint.layout import State
 from elastic_train.checkpoint.tree import fill, leaves_of, survey
 from elastic_train.errors import PeerLostError
 from elastic_train.failpoints import reach

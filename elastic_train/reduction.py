@@ -8,7 +8,6 @@ larger subtrees of a rank are kept by a binary counter of at most log2 L more bu
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, Protocol
@@ -270,15 +269,6 @@ def tree_sum(values: Sequence[float]) -> float:
         sums[parent] = sums.pop(left) + sums.pop(right)
     (total,) = sums.values()
     return total
-
-
-def weights_digest(model: nn.Module) -> str:
-    """Return the SHA-256 of all weights and buffers: names in order, dtypes, shapes, bytes."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def _kinds(row: Sequence[float | int]) -> int:

@@ -11,9 +11,9 @@ import torch
 from elastic_train.errors import ElasticTrainError
 from elastic_train.files import write_atomically
 from elastic_train.group import Group
-from elastic_train.reduction import weights_digest
 from elastic_train.session import Session
 from elastic_train.tasks.task import Finishing
+from elastic_train.weights import weights_digest
 
 TRACKER_TIMEOUT_S = 20.0
 
@@ -41,6 +41,7 @@ def write_result(session: Session, status: str) -> None:
         "epochs": session.state.cursor.epoch,
         "world": session.world.group.size,
         "num_failed_saves": session.num_failed_saves,
+        "num_skipped_saves": session.num_skipped_saves,
         "mlflow_run_id": session.tracker.wait_run_id(TRACKER_TIMEOUT_S) if session.tracker else None,
     }
     write_atomically(folder / "result.json", json.dumps(result, indent=2) + "\n")

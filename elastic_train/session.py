@@ -10,15 +10,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from elastic_train.checkpoint import CommitFacts, CommitRecord, CommitWriter, prune
+from elastic_train.checkpoint import CommitFacts, CommitRecord, Ended, SaveMemory, Saves
 from elastic_train.data.loader import LaneBatch
-from elastic_train.errors import StorageError
+from elastic_train.errors import SavesFailedError, StorageError
 from elastic_train.evaluation import evaluate
 from elastic_train.failpoints import reach
 from elastic_train.plan import Plan
 from elastic_train.preemption import LeaveRequest
 from elastic_train.progress import Status
-from elastic_train.reduction import GradientSum, weights_digest
+from elastic_train.reduction import GradientSum
 from elastic_train.state import AppliedState
 from elastic_train.tracking import Tracker
 from elastic_train.watchdog import Watchdog
@@ -27,6 +27,8 @@ from elastic_train.worlds import Worlds
 
 LAST_COMMIT_TRIES = 3
 LAST_COMMIT_PAUSE_S = 2.0
+LAST_SAVE_PATIENCE_S = 5.0
+"""How long a process that ends with its world waits for a save in flight: the job goes on from there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class Process:
     leave: LeaveRequest
     watchdog: Watchdog
     started_at: float
+    save_memory: SaveMemory = field(default_factory=SaveMemory)
 
 
 @dataclass(slots=True)
@@ -53,11 +56,13 @@ class Session:
     leave: LeaveRequest
     worlds: Worlds
     watchdog: Watchdog
-    commits: CommitWriter
+    saves: Saves
     tracker: Tracker | None
     head: CommitRecord | None
     last_commit_at: float = field(default_factory=time.monotonic)
     num_failed_saves: int = 0
+    num_failed_in_a_row: int = 0
+    num_skipped_saves: int = 0
 
     def steps(self) -> Iterator[Sequence[LaneBatch]]:
         """Yield the lanes' micro-batches of every step from the state's cursor to the last."""
@@ -86,7 +91,14 @@ class Session:
     def is_commit_overdue(self) -> bool:
         """Say whether the time for a commit has come; rank 0's clock alone decides for all."""
         every_s = self.plan.config.checkpoint.every_s
-        return self.world.is_leader and every_s is not None and time.monotonic() - self.last_commit_at > every_s
+        if not self.world.is_leader or every_s is None or self.saves.is_busy:
+            return False
+        return time.monotonic() - self.last_commit_at > every_s
+
+    def is_saving_hopeless(self) -> bool:
+        """Say whether so many saves in a row have failed that training should end; only rank 0 knows."""
+        limit = self.plan.config.checkpoint.give_up_after
+        return limit is not None and self.num_failed_in_a_row >= limit
 
     def record_step(self, loss: float, norm: float, num_samples: int, seconds: float) -> None:
         """Write the step that was just applied to the history, and to tracker and progress on rank 0."""
@@ -145,67 +157,117 @@ class Session:
         shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items() if name != "samples")
         self.world.tell(f"validation at step {self.state.step}: {shown}")
 
-    def commit(self) -> None:
-        """Publish the applied state; a failed save is counted and shown, and training goes on.
-
-        Rank 0 alone writes and knows; the others meet it again in the next step's collective.
-        """
-        self.last_commit_at = time.monotonic()
-        if not self.world.is_leader or (self.head is not None and self.head.step == self.state.step):
-            return
-        reach("commit")
-        with self.watchdog.resting():  # a store has deadlines of its own
-            self._publish()
-
-    def _publish(self) -> None:
-        started = time.perf_counter()
-        facts = describe_commit(self.plan, self.state, self.world.group.size)
-        try:
-            self.head = self.commits.save(self.state.tensors(), facts, self.state.reached.intervals)
-        except StorageError as error:
-            self.num_failed_saves += 1
+    def commit(self, *, is_busy: bool) -> None:
+        """Begin to save the applied state, if no rank `is_busy` with the last save; else do what the policy says."""
+        if is_busy and self.plan.config.checkpoint.when_busy == "skip":
+            self.num_skipped_saves += 1
             self.world.tell(
-                f"commit at step {self.state.step} FAILED ({self.num_failed_saves} so far), going on: {error}"
+                f"commit at step {self.state.step} skipped ({self.num_skipped_saves} so far): the last one is still "
+                "being written; commit less often, or set checkpoint.when_busy to wait"
             )
             return
+        if is_busy:
+            with self.watchdog.resting():  # a store has deadlines of its own
+                self._note(self.saves.wait())
+        self._begin_save()
+
+    def await_staging(self) -> None:
+        """Return when the state may change: a save in flight has its own copy."""
+        self.saves.await_staging()
+
+    def note_saves(self) -> None:
+        """Record a save that has ended; one that failed is counted and shown, and training goes on."""
+        self._note(self.saves.collect())
+
+    def _begin_save(self) -> None:
+        self.last_commit_at = time.monotonic()
+        reach("commit")
+        facts = describe_commit(self.plan, self.state, self.world.group.size)
+        self.saves.begin(self.state.tensors(), facts, self.state.reached.intervals, self.state.stillness())
+
+    def _note(self, ended: Ended | None) -> None:
+        if ended is None:
+            return
+        if self.world.is_leader:  # whoever could not write its part has told rank 0
+            self._tell(ended)
+        if ended.error is not None and not isinstance(ended.error, StorageError):
+            raise ended.error
+
+    def _tell(self, ended: Ended) -> None:
+        if ended.commit is not None:
+            self._note_commit(ended, ended.commit)
+        elif isinstance(ended.error, StorageError):
+            self.num_failed_saves += 1
+            self.num_failed_in_a_row += 1
+            self.world.tell(
+                f"commit at step {ended.step} FAILED ({self.num_failed_saves} so far), going on: {ended.error}"
+            )
+        if self.tracker is not None:
+            counts = {"failed": self.num_failed_saves, "skipped": self.num_skipped_saves}
+            times = {"seconds": ended.seconds, "stall_s": ended.stall_s}
+            self.tracker.log(self.state.step, {f"commit/{name}": value for name, value in {**counts, **times}.items()})
+
+    def _note_commit(self, ended: Ended, commit: CommitRecord) -> None:
+        self.head, self.num_failed_in_a_row = commit, 0
         self.world.history.commit(
-            step=self.head.step,
-            key=self.head.key,
-            digest=self.head.digest,
-            parent=self.head.parent,
-            seconds=time.perf_counter() - started,
+            step=commit.step,
+            key=commit.key,
+            digest=commit.digest,
+            parent=commit.parent,
+            seconds=ended.seconds,
+            stall_s=ended.stall_s,
         )
         if self.tracker is not None:
-            self.tracker.commit(self.head.step, self.head.key)
-        try:
-            prune(self.world.store, self.plan.config.checkpoint.keep_last, verified=self.head.key)
-        except StorageError as error:
-            self.world.tell(f"old commits could not be deleted: {error}")
+            self.tracker.commit(commit.step, commit.key)
+        if ended.tidying_error is not None:
+            self.world.tell(f"old commits could not be deleted: {ended.tidying_error}")
+
+    def saves_failed(self) -> SavesFailedError:
+        """Return the error that ends training on every rank."""
+        limit = self.plan.config.checkpoint.give_up_after
+        return SavesFailedError(
+            f"{limit} saves in a row have failed, the last before step {self.state.step}: make {self.world.store.url} "
+            "writable and start again, or set checkpoint.give_up_after to null"
+        )
 
     def commit_or_fail(self) -> None:
         """Commit what a job ends with: tries again for a while, and raises StorageError on every rank if it fails."""
-        agree(self.world.group, self._insist)
+        for num_left in range(LAST_COMMIT_TRIES, -1, -1):
+            with self.watchdog.resting():
+                ended = self.saves.wait()
+                if agree(self.world.group, lambda: self._is_committed(ended, num_left)):  # noqa: B023 - called at once
+                    return
+                if num_left < LAST_COMMIT_TRIES:
+                    time.sleep(LAST_COMMIT_PAUSE_S)
+            self._begin_save()
 
-    def _insist(self) -> None:
-        for attempt in range(LAST_COMMIT_TRIES):
-            if attempt:
-                time.sleep(LAST_COMMIT_PAUSE_S)
-            self.commit()
-            if self.head is not None and self.head.step == self.state.step:
-                return
-        raise StorageError(
-            f"step {self.state.step} could not be committed in {LAST_COMMIT_TRIES} tries: make room in "
-            f"{self.world.store.url} and start again, to go on from step {self.head.step if self.head else 0}"
-        )
+    def _is_committed(self, ended: Ended | None, num_left: int) -> bool:
+        self._note(ended)
+        if self.head is not None and self.head.step == self.state.step:
+            return True
+        if num_left == 0:
+            raise StorageError(
+                f"step {self.state.step} could not be committed in {LAST_COMMIT_TRIES} tries: make room in "
+                f"{self.world.store.url} and start again, to go on from step {self.head.step if self.head else 0}"
+            )
+        return False
+
+    def _abandon_save(self) -> None:
+        """Give up the save in flight; where the job goes on from commits, give it some time first."""
+        ended = self.saves.abandon(0.0 if self.worlds.is_live else LAST_SAVE_PATIENCE_S)
+        if ended is not None and ended.commit is not None and self.world.is_leader:
+            self._note_commit(ended, ended.commit)
 
     def pause(self) -> None:
-        """End this world's displays and records; the tracker's run goes on with the next world's."""
+        """End this world's saves, displays and records; the tracker's run goes on with the next world's."""
+        self._abandon_save()
         if self.tracker is not None:
             self.tracker.pause()
         self.world.close()
 
     def close(self, status: str) -> None:
-        """End the displays and the tracker's run truthfully: FINISHED, FAILED or KILLED."""
+        """End the saves, the displays, and the tracker's run truthfully: FINISHED, FAILED or KILLED."""
+        self._abandon_save()
         if self.tracker is not None:
             self.tracker.finish(status)
         self.world.close()
@@ -222,5 +284,4 @@ def describe_commit(plan: Plan, state: AppliedState, world_size: int) -> CommitF
         config_digest=plan.config.identity(),
         manifest_digest=plan.manifest.digest,
         world_size=world_size,
-        weights_sha256=weights_digest(state.model),
     )

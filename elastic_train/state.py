@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from elastic_train.checkpoint.format import State
+from elastic_train.checkpoint.layout import State
+from elastic_train.checkpoint.record import Path
 from elastic_train.config import OptimizerConfig
 from elastic_train.coverage import CoverageSums
 from elastic_train.lineage import Interval, extend
@@ -94,6 +95,11 @@ class AppliedState:
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
         }
+
+    def stillness(self) -> Callable[[Path], bool]:
+        """Return whether `apply` alone changes the tensor at a path of `tensors`; others a forward pass may change."""
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        return lambda path: path[0] == "optimizer" or (path[0] == "model" and path[1] in parameters)
 
     def restore(self, fill: Callable[[State], None], reached: Reached) -> None:
         """Take over what `tensors` saved and `fill` reads back; gradients must be bound to buffers anew afterwards."""

@@ -21,7 +21,7 @@ from elastic_train.lanes import lane_seed
 from elastic_train.reduction import gather_lane_table, tree_sum
 from elastic_train.session import Session
 
-_LEAVE, _COMMIT, _GROW = 1, 2, 4  # flags that ride on the lane table
+_LEAVE, _COMMIT, _GROW, _BUSY, _GIVE_UP = 1, 2, 4, 8, 16  # flags that ride on the lane table
 
 
 class Outcome(enum.Enum):
@@ -59,6 +59,7 @@ def train(session: Session) -> Outcome:
         started, flags = time.perf_counter(), _flags(session)
         sums = compute_step(session, lanes, flags)
         cursor = session.plan.order.advance(state.cursor, session.plan.micro_batch)
+        session.await_staging()
         reach("apply")
         norm = state.apply(cursor, sums.coverage, session.world.term)
         reach("applied")
@@ -68,11 +69,12 @@ def train(session: Session) -> Outcome:
             break
         if session.is_validation_due():
             session.validate()
+        session.note_saves()
         end = _end(session, flags, sums)
         if end is Outcome.PREEMPTED:
             session.commit_or_fail()
         elif sums.any_flags & _COMMIT or session.is_commit_due():
-            session.commit()
+            session.commit(is_busy=bool(sums.any_flags & _BUSY))
         if end is not None:
             return end
     session.validate()
@@ -82,13 +84,14 @@ def train(session: Session) -> Outcome:
 
 def _flags(session: Session) -> int:
     """Return what this rank tells the others with its next step."""
-    return (
-        _LEAVE * session.leave.is_set + _COMMIT * session.is_commit_overdue() + _GROW * session.worlds.wants_to_grow()
-    )
+    flags = _LEAVE * session.leave.is_set + _GROW * session.worlds.wants_to_grow() + _BUSY * session.saves.is_busy
+    return flags + _COMMIT * session.is_commit_overdue() + _GIVE_UP * session.is_saving_hopeless()
 
 
 def _end(session: Session, flags: int, sums: StepSums) -> Outcome | None:
     """Say whether the world ends behind this step, alike on every rank; None if it goes on."""
+    if sums.any_flags & _GIVE_UP:
+        raise session.saves_failed()
     if sums.all_flags & _LEAVE or (sums.any_flags & _LEAVE and not session.worlds.is_live):
         return Outcome.PREEMPTED
     if flags & _LEAVE:

@@ -3,6 +3,7 @@
 from elastic_train.checkpoint.reader import Discovery, discover, load, read_state, verify
 from elastic_train.checkpoint.record import CommitFacts, CommitRecord
 from elastic_train.checkpoint.retention import prune, sweep
+from elastic_train.checkpoint.saves import Ended, Role, SaveMemory, Saves
 from elastic_train.checkpoint.stores import Entry, Store, open_store
 from elastic_train.checkpoint.writer import CommitWriter
 
@@ -11,7 +12,11 @@ __all__ = [
     "CommitRecord",
     "CommitWriter",
     "Discovery",
+    "Ended",
     "Entry",
+    "Role",
+    "SaveMemory",
+    "Saves",
     "Store",
     "discover",
     "load",

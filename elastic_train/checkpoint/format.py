@@ -1,158 +1,98 @@
 """The files of a checkpoint: the format of torch.distributed.checkpoint, written to and read from a store.
 
-Its own planner, writer and reader do the work, over a file system that is our store and computes or checks every
-checksum on the way. Nothing here talks to another rank: with replicated state every rank can compute the whole plan,
-write its part, and hand what it wrote to whoever finishes. Objects other than tensors are plain values: they are
-written only if they can be read back without trusting a pickle.
+torch's planners say what is in a state, and what of the files goes where; its metadata names every place. The bytes go
+between memory and store by themselves (see `frames`), with every checksum computed or checked on the way. Nothing here
+talks to another rank: with replicated state every rank computes the same plan and writes its part. Objects other than
+tensors are plain values, all in part 0: they are written only if they can be read back without trusting a pickle.
 
-Not used of torch's: several writer threads (they swallow errors), its fsync (before the flush), its rename (a store
-has none), its load of pickled objects, and the wrappers that raise outside of `Exception`.
+Not used of torch's: its writer (it swallows the errors of threads, syncs before the flush, renames where a store
+cannot), its load of pickled objects, and the wrappers that raise outside of `Exception`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import hashlib
 import io
 import pickle
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from os import PathLike
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from elastic_train.checkpoint.checksums import FileRecord, HashingSink, open_checked
+from elastic_train.checkpoint.checksums import CheckedFile, FileRecord, HashingSink, open_checked
+from elastic_train.checkpoint.frames import bytes_of, frame_of
+from elastic_train.checkpoint.layout import AttemptPlan, Part
 from elastic_train.checkpoint.record import Path
 from elastic_train.checkpoint.stores import Store, read
 from elastic_train.errors import CommitError, ConfigError
+from elastic_train.weights import tensor_digest
 
-State = dict[str, object]
 METADATA = ".metadata"
-_BEING_WRITTEN = ".tmp"
+MODEL = "model"
 
 
-class AttemptFiles(FileSystemBase):
-    """An attempt's folder in a store, as torch's checkpoint code sees a file system.
+@dataclasses.dataclass(frozen=True, slots=True)
+class WrittenPart:
+    """A part that is in the store: its file, where plain values lie in it (offset, length), the weights' digests."""
 
-    `files` are the records of what was written, or what reads are checked against.
-    """
-
-    def __init__(self, store: Store, attempt: str, files: dict[str, FileRecord]) -> None:
-        self._store = store
-        self._attempt = attempt
-        self._unnamed: dict[str, bytes] = {}
-        self.files = files
-
-    @contextlib.contextmanager
-    def create_stream(self, path: str | PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        name = str(path)
-        if mode == "rb":
-            with open_checked(self._store, f"{self._attempt}/{name}", self._record_of(name)) as file:
-                yield file
-        elif name.endswith(_BEING_WRITTEN):
-            with io.BytesIO() as held:
-                yield held
-                self._unnamed[name] = held.getvalue()
-        else:
-            with self._writing(name) as sink:
-                yield sink
-
-    @contextlib.contextmanager
-    def _writing(self, name: str) -> Iterator[HashingSink]:
-        with self._store.write(f"{self._attempt}/{name}") as file:
-            sink = HashingSink(file)
-            try:
-                yield sink
-                sink.close()
-            except RuntimeError:
-                if sink.failure is None:
-                    raise
-                raise sink.failure from None
-        self.files[name] = sink.record()
-
-    def rename(self, path: str | PathLike[str], new_path: str | PathLike[str]) -> None:
-        """Write what was held back under its final name."""
-        with self._writing(str(new_path)) as sink:
-            sink.write(self._unnamed.pop(str(path)))
-
-    def metadata(self) -> bytes:
-        """Return the pickled metadata, once its SHA-256 has cleared it."""
-        record = self._record_of(METADATA)
-        content = read(self._store, f"{self._attempt}/{METADATA}")
-        if hashlib.sha256(content).hexdigest() != record.sha256:
-            raise CommitError(f"{self._store.url}/{self._attempt}/{METADATA} does not match its SHA-256")
-        return content
-
-    def concat_path(self, path: str | PathLike[str], suffix: str) -> str:
-        return suffix
-
-    def init_path(self, path: str | PathLike[str]) -> str:
-        return str(path)
-
-    def mkdir(self, path: str | PathLike[str]) -> None:
-        """Do nothing: a store has no folders."""
-
-    def exists(self, path: str | PathLike[str]) -> bool:
-        return str(path) in self.files
-
-    def rm_file(self, path: str | PathLike[str]) -> None:
-        raise AssertionError(f"{path}: an attempt's files are never replaced")
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
-        return True
-
-    def _record_of(self, name: str) -> FileRecord:
-        record = self.files.get(name)
-        if record is None:
-            raise CommitError(f"{self._store.url}/{self._attempt}/{name} is not in the commit's record")
-        return record
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptPlan:
-    """Who writes what: the same on every rank that plans the same state for the same number of parts."""
-
-    planner: DefaultSavePlanner
-    parts: Sequence[SavePlan]
-    metadata: Metadata
-
-
-def plan_attempt(state: State, num_parts: int = 1) -> AttemptPlan:
-    """Plan the files of a replicated state, spread over `num_parts` writers by size; reads no tensor's values."""
-    planner = _PlainSavePlanner()
-    try:
-        planner.set_up_planner(state, is_coordinator=True)
-    except ValueError as error:  # two paths that read alike, such as a -> b.c and a.b -> c
-        raise ConfigError(f"the state cannot be saved: {error}; rename one of them") from error
-    local = planner.create_local_plan()
-    parts, metadata = planner.create_global_plan([local] * num_parts)
-    return AttemptPlan(planner, parts, metadata)
+    name: str
+    file: FileRecord
+    plain: Mapping[str, tuple[int, int]]
+    digests: Mapping[str, str]
 
 
 def write_part(
-    store: Store, attempt: str, plan: AttemptPlan, part: int
-) -> tuple[list[WriteResult], dict[str, FileRecord]]:
-    """Write one part's file; return what `finish_attempt` needs of it."""
-    writer, files = _open_writer(store, attempt)
-    numbered = writer.prepare_global_plan(list(plan.parts))[part]
-    results = writer.write_data(plan.planner.finish_plan(numbered), plan.planner).wait()
-    return results, files.files
+    store: Store, attempt: str, part: Part, contents: Iterable[memoryview], plain: Mapping[str, bytes]
+) -> WrittenPart:
+    """Write one part's file: its tensors' bytes, in the order of its slots, and encoded plain values behind them."""
+    digests, places = {}, {}
+    with store.write(f"{attempt}/{part.name}") as file, HashingSink(file) as sink:
+        for slot, content in zip(part.slots, contents, strict=True):
+            sink.write(slot.frame.head)
+            sink.write(content)
+            sink.write(slot.frame.tail)
+            if slot.path[0] == MODEL:
+                digests[".".join(map(str, slot.path[1:]))] = tensor_digest(slot.dtype, slot.shape, content)
+        end = part.num_bytes
+        for name, encoded in plain.items():
+            sink.write(encoded)
+            places[name] = (end, len(encoded))
+            end += len(encoded)
+        sink.close()
+    return WrittenPart(part.name, sink.record(), places, digests)
+
+
+def live_contents(part: Part, leaves: Mapping[Path, object]) -> Iterator[memoryview]:
+    """Yield the bytes of a part's tensors from where they are, one copy at a time if they lie on a device."""
+    for slot in part.slots:
+        tensor = leaves[slot.path]
+        assert isinstance(tensor, Tensor), "the plan is of this state"
+        yield bytes_of(tensor.detach().cpu().contiguous())
 
 
 def finish_attempt(
-    store: Store, attempt: str, plan: AttemptPlan, written: Sequence[tuple[list[WriteResult], dict[str, FileRecord]]]
+    store: Store, attempt: str, plan: AttemptPlan, written: Sequence[WrittenPart]
 ) -> dict[str, FileRecord]:
     """Write the metadata that joins all parts; return the records of all files."""
-    writer, files = _open_writer(store, attempt)
-    writer.finish(plan.metadata, [results for results, _ in written])
-    return {name: record for _, part in [*written, ([], files.files)] for name, record in part.items()}
+    infos = {
+        slot.index: _StorageInfo(part.name, slot.offset, slot.frame.num_bytes)
+        for part in plan.parts
+        for slot in part.slots
+    }
+    for part in written:
+        infos |= {plan.plain[name].index: _StorageInfo(part.name, *place) for name, place in part.plain.items()}
+    metadata = dataclasses.replace(
+        plan.metadata, storage_data=infos, storage_meta=StorageMeta(attempt), version=CURRENT_DCP_VERSION
+    )
+    with store.write(f"{attempt}/{METADATA}") as file, HashingSink(file) as sink:
+        sink.write(pickle.dumps(metadata))
+        sink.close()
+    return {**{part.name: part.file for part in written}, METADATA: sink.record()}
 
 
 def read_leaves(
@@ -162,42 +102,21 @@ def read_leaves(
 
     Raises ConfigError, before anything is changed, if a wanted leaf is not in the files or is of another kind there.
     """
-    attempt_files = AttemptFiles(store, attempt, dict(files))
-    metadata: Metadata = pickle.loads(attempt_files.metadata())
+    metadata = _read_metadata(store, attempt, files)
     paths: dict[str, Path] = {name: tuple(path) for name, path in metadata.planner_data.items()}
     problems = list(_mismatches(metadata, paths, wanted))
     if problems:
         raise ConfigError(*problems)
-    reader = FileSystemReader(attempt)
-    reader.fs = attempt_files  # type: ignore[assignment]  # the seam that torch's own fsspec reader uses
-    planner = _PlainLoadPlanner(flatten_state_dict=False)
     leaves = {
         name: _destination(stored, wanted.get(paths[name])) for name, stored in metadata.state_dict_metadata.items()
     }
+    planner = _PlainLoadPlanner(flatten_state_dict=False)
     planner.set_up_planner(leaves, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
     try:
-        reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+        _read_items(store, attempt, files, metadata, planner)
     except (pickle.UnpicklingError, RuntimeError) as error:
         raise CommitError(f"{store.url}/{attempt}: cannot be read: {error}") from error
     return {paths[name]: value for name, value in planner.state_dict.items()}
-
-
-class _PlainSavePlanner(DefaultSavePlanner):
-    """Refuse a value that could not be read back without trusting a pickle."""
-
-    def transform_object(self, write_item: WriteItem, object: object) -> object:
-        written = super().transform_object(write_item, object)
-        if write_item.type == WriteItemType.BYTE_IO:
-            try:
-                written.seek(0)
-                torch.load(written, weights_only=True)
-            except pickle.UnpicklingError as error:
-                kind = type(object).__qualname__
-                raise ConfigError(
-                    f"state '{write_item.index.fqn}' is a {kind}; a checkpoint holds tensors and plain values only"
-                ) from error
-        return written
 
 
 class _PlainLoadPlanner(DefaultLoadPlanner):
@@ -207,11 +126,70 @@ class _PlainLoadPlanner(DefaultLoadPlanner):
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
-def _open_writer(store: Store, attempt: str) -> tuple[FileSystemWriter, AttemptFiles]:
-    writer = FileSystemWriter(attempt, sync_files=False, thread_count=1)
-    files = AttemptFiles(store, attempt, {})
-    writer.fs = files  # type: ignore[assignment]  # the seam that torch's own fsspec writer uses
-    return writer, files
+def _read_metadata(store: Store, attempt: str, files: Mapping[str, FileRecord]) -> Metadata:
+    """Unpickle the metadata, once its SHA-256 has cleared it."""
+    key = f"{attempt}/{METADATA}"
+    content = read(store, key)
+    if hashlib.sha256(content).hexdigest() != _record_of(store, key, files).sha256:
+        raise CommitError(f"{store.url}/{key} does not match its SHA-256")
+    metadata = pickle.loads(content)
+    assert isinstance(metadata, Metadata), "what we have written"
+    return metadata
+
+
+def _record_of(store: Store, key: str, files: Mapping[str, FileRecord]) -> FileRecord:
+    record = files.get(key.rsplit("/", 1)[1])
+    if record is None:
+        raise CommitError(f"{store.url}/{key} is not in the commit's record")
+    return record
+
+
+def _read_items(
+    store: Store, attempt: str, files: Mapping[str, FileRecord], metadata: Metadata, planner: DefaultLoadPlanner
+) -> None:
+    """Read all that the planner asks for, every file from its beginning to its end."""
+    wanted: dict[str, list[tuple[_StorageInfo, ReadItem]]] = {}
+    for item in planner.finish_plan(planner.create_local_plan()).items:
+        info = metadata.storage_data[item.storage_index]
+        wanted.setdefault(info.relative_path, []).append((info, item))
+    for name, items in sorted(wanted.items()):
+        key = f"{attempt}/{name}"
+        with open_checked(store, key, _record_of(store, key, files)) as file:
+            for info, item in sorted(items, key=lambda pair: pair[0].offset):
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, io.BytesIO(_read_range(file, info.offset, info.length)))
+                else:
+                    _read_tensor(file, info, item, planner.resolve_tensor(item).detach())
+
+
+def _read_tensor(file: CheckedFile, info: _StorageInfo, item: ReadItem, target: Tensor) -> None:
+    """Fill a tensor: from the file into its memory if it lies there as a whole, else by way of torch."""
+    frame = frame_of(target.dtype, item.lengths)
+    is_whole = frame.num_bytes == info.length and _read_range(file, info.offset, len(frame.head)) == frame.head
+    if not is_whole:
+        stored = torch.load(io.BytesIO(_read_range(file, info.offset, info.length)), weights_only=True)
+        for axis, (lo, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            stored = stored.narrow(axis, lo, length)
+        target.copy_(stored)
+        return
+    is_direct = target.is_cpu and target.is_contiguous()
+    landing = target if is_direct else torch.empty(target.shape, dtype=target.dtype)
+    _read_into(file, info.offset + len(frame.head), bytes_of(landing))
+    if not is_direct:
+        target.copy_(landing)
+
+
+def _read_range(file: CheckedFile, offset: int, length: int) -> bytes:
+    content = bytearray(length)
+    _read_into(file, offset, memoryview(content))
+    return bytes(content)
+
+
+def _read_into(file: CheckedFile, offset: int, view: memoryview) -> None:
+    file.seek(offset)
+    num_read = file.readinto(view)
+    if num_read != len(view):
+        raise CommitError(f"{file.where}: ends at byte {offset + num_read} of {offset + len(view)}")
 
 
 def _mismatches(metadata: Metadata, paths: Mapping[str, Path], wanted: Mapping[Path, object]) -> Iterator[str]:

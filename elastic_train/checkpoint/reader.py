@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from elastic_train.checkpoint.checksums import find_damage
-from elastic_train.checkpoint.format import State, read_leaves
+from elastic_train.checkpoint.format import read_leaves
+from elastic_train.checkpoint.layout import State
 from elastic_train.checkpoint.record import CommitRecord, decode
 from elastic_train.checkpoint.stores import KeyMissing, Store, Unreadable, read
 from elastic_train.checkpoint.tree import fill, leaves_of

@@ -39,7 +39,6 @@ class CommitFacts:
     config_digest: str
     manifest_digest: str
     world_size: int
-    weights_sha256: str
 
     def __post_init__(self) -> None:
         finite = {
@@ -58,6 +57,7 @@ class CommitRecord(CommitFacts):
     change: those with integer keys, and those with no entry.
     """
 
+    weights_sha256: str
     term: int
     parent: str | None
     parent_key: str | None

@@ -14,17 +14,19 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from elastic_train.checkpoint.checksums import FileRecord
-from elastic_train.checkpoint.format import State, finish_attempt, plan_attempt, write_part
+from elastic_train.checkpoint.format import WrittenPart, finish_attempt, live_contents, write_part
+from elastic_train.checkpoint.layout import AttemptPlan, Planner, State, leaves_by_path
 from elastic_train.checkpoint.record import CommitFacts, CommitRecord, library_versions
 from elastic_train.checkpoint.stores import Store, Uncertain, create_once
-from elastic_train.checkpoint.tree import survey
 from elastic_train.errors import FencedError, StorageError
 from elastic_train.failpoints import reach
 from elastic_train.lineage import Interval, extend, tiling_problems
+from elastic_train.weights import join_digests
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,25 @@ class Publisher(Protocol):
 
     def publish(self, term: int, commit: str) -> None:
         """Make a commit the head; FencedError if a newer term has been claimed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a save is of, fixed at a step boundary: the same on every rank that takes part.
+
+    `intervals` name the terms that applied the steps up to here; without them, this term did since the parent.
+    """
+
+    attempt: str
+    plan: AttemptPlan
+    plain: Mapping[str, bytes]
+    facts: CommitFacts
+    intervals: tuple[Interval, ...] | None
+
+
+def attempt_folder(step: int, term: int, unique: str) -> str:
+    """Return the folder of a save's files, which is never used again."""
+    return f"{ATTEMPTS}step-{step:012d}/{term:08d}-{unique}"
 
 
 class CommitWriter:
@@ -53,79 +74,88 @@ class CommitWriter:
         return self._parent
 
     def save(self, state: State, facts: CommitFacts, intervals: tuple[Interval, ...] | None = None) -> CommitRecord:
-        """Publish a state of tensors and plain values; return its record.
+        """Write and publish a state of tensors and plain values, alone and at once; return its record."""
+        planner, leaves = Planner(), leaves_by_path(state)
+        plan = planner.plan(state, leaves, num_writers=1)
+        attempt = attempt_folder(facts.step, self._term, uuid.uuid4().hex[:12])
+        draft = Draft(attempt, plan, planner.encode(plan, leaves), facts, intervals)
+        part = plan.parts[0]
+        return self.publish(
+            draft, lambda: [write_part(self._store, attempt, part, live_contents(part, leaves), draft.plain)]
+        )
 
-        `intervals` name the terms that applied the steps up to here; without them, this term did since the parent.
+    def publish(
+        self,
+        draft: Draft,
+        write: Callable[[], Sequence[WrittenPart]],
+        gate: contextlib.AbstractContextManager[object] | None = None,
+    ) -> CommitRecord:
+        """Let all parts be written, then publish them from inside `gate`; return the record.
 
         Raises StorageError if nothing was published, FencedError if a newer world owns the lineage (stop then), and
-        ConfigError if the state holds what cannot be saved. Where only the fence did not answer, the commit exists
-        already: saving the same step again asks the fence again, and the next step's commit is its child.
+        what `write` and `gate` raise. Where only the fence did not answer, the commit exists already: publishing the
+        same step again asks the fence again, and the next step's commit is its child.
         """
         record = self._parent
-        if record is None or (record.term, record.step) != (self._term, facts.step):
-            record = self._create(state, facts, intervals)
+        if record is not None and (record.term, record.step) == (self._term, draft.facts.step):
+            with gate or contextlib.nullcontext():
+                self._make_head(record)
+            return record
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._abandon, draft.attempt)
+            record = self._describe(draft, write())
+            reach("record")
+            with gate or contextlib.nullcontext():
+                try:
+                    is_ours = create_once(self._store, record.key, record.encode())
+                except Uncertain:
+                    undo.pop_all()  # the record may still come to exist, so its files must stay
+                    raise
+                if not is_ours:
+                    raise FencedError(
+                        f"{self._store.url}/{record.key}: another writer of term {self._term} has created it"
+                    )
+                undo.pop_all()
+                self._parent = record
+                self._make_head(record)
+        return record
+
+    def _make_head(self, record: CommitRecord) -> None:
         reach("publish")
         self._fence.publish(self._term, record.key)
-        return record
 
-    def _create(self, state: State, facts: CommitFacts, intervals: tuple[Interval, ...] | None) -> CommitRecord:
-        """Write the files, then the record, after which the commit exists."""
-        attempt = f"{ATTEMPTS}step-{facts.step:012d}/{self._term:08d}-{uuid.uuid4().hex[:12]}"
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._abandon, attempt)
-            record = self._describe(state, facts, attempt, self._write_files(state, attempt), intervals)
-            reach("record")
-            try:
-                is_ours = create_once(self._store, record.key, record.encode())
-            except Uncertain:
-                undo.pop_all()  # the record may still come to exist, so its files must stay
-                raise
-            if not is_ours:
-                raise FencedError(f"{self._store.url}/{record.key}: another writer of term {self._term} has created it")
-            undo.pop_all()
-        self._parent = record
-        return record
-
-    def _write_files(self, state: State, attempt: str) -> dict[str, FileRecord]:
-        """Write all files and make sure that the store holds them in full."""
-        plan = plan_attempt(state)
-        files = finish_attempt(self._store, attempt, plan, [write_part(self._store, attempt, plan, part=0)])
-        sizes = {entry.key: entry.size for entry in self._store.list(f"{attempt}/")}
-        for name, file in files.items():
-            size = sizes.get(f"{attempt}/{name}")
-            if size != file.size:
-                raise StorageError(f"{self._store.url}/{attempt}/{name}: the store has {size} bytes of {file.size}")
-        return files
-
-    def _describe(
-        self,
-        state: State,
-        facts: CommitFacts,
-        attempt: str,
-        files: Mapping[str, FileRecord],
-        intervals: tuple[Interval, ...] | None,
-    ) -> CommitRecord:
-        parent = self._parent
+    def _describe(self, draft: Draft, written: Sequence[WrittenPart]) -> CommitRecord:
+        """Write the metadata, make sure that the store holds all files in full, and make the record."""
+        files = finish_attempt(self._store, draft.attempt, draft.plan, written)
+        self._check_sizes(draft.attempt, files)
+        parent, facts, intervals = self._parent, draft.facts, draft.intervals
         lo = parent.step if parent else 0
         assert facts.step >= lo, f"step {facts.step} does not continue {lo}"
         if intervals is None:
             before = parent.intervals if parent else ()
             intervals = extend(before, self._term, lo, facts.step) if facts.step > lo else before
         assert not tiling_problems(intervals, facts.step), f"{intervals} do not tile the steps before {facts.step}"
-        int_keyed, empty = survey(state)
         return CommitRecord(
             **{name: getattr(facts, name) for name in CommitFacts.__dataclass_fields__},
+            weights_sha256=join_digests({name: digest for part in written for name, digest in part.digests.items()}),
             term=self._term,
             parent=parent.digest if parent else None,
             parent_key=parent.key if parent else None,
             intervals=intervals,
-            attempt=attempt,
-            int_keyed=int_keyed,
-            empty=empty,
+            attempt=draft.attempt,
+            int_keyed=draft.plan.int_keyed,
+            empty=draft.plan.empty,
             versions=library_versions(),
             created_at=time.time(),
             files=files,
         )
+
+    def _check_sizes(self, attempt: str, files: Mapping[str, FileRecord]) -> None:
+        sizes = {entry.key: entry.size for entry in self._store.list(f"{attempt}/")}
+        for name, file in files.items():
+            size = sizes.get(f"{attempt}/{name}")
+            if size != file.size:
+                raise StorageError(f"{self._store.url}/{attempt}/{name}: the store has {size} bytes of {file.size}")
 
     def _abandon(self, attempt: str) -> None:
         """Remove what a failed save has written; what cannot be removed now is swept later."""

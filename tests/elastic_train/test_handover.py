@@ -21,8 +21,9 @@ from elastic_train.errors import PeerLostError
 from elastic_train.group import Group
 from elastic_train.handover import Place, gather_places, hand_over, pairs
 from elastic_train.order import Cursor
-from elastic_train.reduction import bind_gradients, weights_digest
+from elastic_train.reduction import bind_gradients
 from elastic_train.state import AppliedState, build_state
+from elastic_train.weights import weights_digest
 
 TERM = 3
 

@@ -16,7 +16,8 @@ from torch.multiprocessing.spawn import spawn
 from elastic_train.errors import PeerLostError
 from elastic_train.group import Group
 from elastic_train.lanes import lane_seed, owned_lanes
-from elastic_train.reduction import gather_lane_table, halving_turns, make_gradient_sum, tree_sum, weights_digest
+from elastic_train.reduction import gather_lane_table, halving_turns, make_gradient_sum, tree_sum
+from elastic_train.weights import weights_digest
 
 LANES = (4, 5, 7, 8, 12, 13, 16)
 EMPTY = 2  # a lane that has no sample in some steps

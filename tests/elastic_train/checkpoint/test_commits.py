@@ -14,8 +14,9 @@ from commit_samples import State, commit_steps, facts, small_state, take_steps, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_train.checkpoint import Store, discover, load, open_store, read_state, verify
-from elastic_train.checkpoint.format import finish_attempt, plan_attempt, read_leaves, write_part
+from elastic_train.checkpoint import Store, discover, layout, load, open_store, read_state, verify
+from elastic_train.checkpoint.format import finish_attempt, live_contents, read_leaves, write_part
+from elastic_train.checkpoint.layout import Planner, leaves_by_path
 from elastic_train.checkpoint.tree import fill, leaves_of, survey
 from elastic_train.errors import ConfigError
 
@@ -166,11 +167,20 @@ def test_stock_dcp_reads_a_commit_sharded_over_two_ranks(local_store: Store, tmp
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 5])
-def test_a_state_can_be_spread_over_writers(local_store: Store, num_parts: int) -> None:
+def test_a_state_can_be_spread_over_writers(
+    local_store: Store, num_parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every rank plans alike without talking, writes its part, and the parts are the whole."""
+    monkeypatch.setattr(layout, "LEAST_PART_BYTES", 1)
     state = odd_state()
-    plans = [plan_attempt(state, num_parts) for _ in range(num_parts)]
-    written = [write_part(local_store, "data/x/y", plan, part) for part, plan in enumerate(plans)]
+    leaves = leaves_by_path(state)
+    planners = [Planner() for _ in range(num_parts)]
+    plans = [planner.plan(state, leaves, num_parts) for planner in planners]
+    written = []
+    for place, (planner, plan) in enumerate(zip(planners, plans, strict=True)):
+        plain = planner.encode(plan, leaves) if place == 0 else {}
+        part = plan.parts[place]
+        written.append(write_part(local_store, "data/x/y", part, live_contents(part, leaves), plain))
     files = finish_attempt(local_store, "data/x/y", plans[0], written)
     restored: State = {}
     fill(restored, read_leaves(local_store, "data/x/y", files, {}), *survey(state))

@@ -1,0 +1,273 @@
+"""Saves in the background: one in flight for each rank, on a thread without collectives that can be walked away from.
+
+At a step boundary `begin` fixes what is saved. The thread copies it (`await_staging` returns when it has, and must be
+called before the state changes), writes this rank's part and says that it is done; on rank 0 it waits for the others'
+parts and publishes. What became of it is picked up at a later boundary, by `collect`.
+
+A world that ends abandons its save: nothing of it is published from then on, except by a publish that has begun, which
+is the fence's to judge. So the next world, which may be in this process, reads a lineage that nobody here extends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from elastic_train.checkpoint import done
+from elastic_train.checkpoint.format import WrittenPart, write_part
+from elastic_train.checkpoint.layout import Planner, State, leaves_by_path
+from elastic_train.checkpoint.record import CommitFacts, CommitRecord, Path
+from elastic_train.checkpoint.staging import Buffers, Snapshot
+from elastic_train.checkpoint.stores import Store
+from elastic_train.checkpoint.writer import CommitWriter, Draft, attempt_folder
+from elastic_train.errors import StorageError
+from elastic_train.failpoints import reach
+from elastic_train.lineage import Interval
+
+RETRY_PAUSES_S = (0.2, 1.0)
+PUBLISH_PATIENCE_S = 1.0
+"""How long a world that ends waits for a publish that has begun; after that the fence alone decides."""
+
+
+class Abandoned(Exception):  # noqa: N818 - not a failure: the world has ended
+    """The save is not wanted any more."""
+
+
+class Gate:
+    """Whether a save may go on; `passing` it is publishing."""
+
+    def __init__(self) -> None:
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+
+    def check(self) -> None:
+        if self._closed.is_set():
+            raise Abandoned
+
+    def pause(self, seconds: float) -> None:
+        """Sleep, or raise Abandoned as soon as the gate is closed."""
+        if self._closed.wait(seconds):
+            raise Abandoned
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        with self._lock:
+            self.check()
+            yield
+
+    def close(self, patience_s: float) -> None:
+        """Let nobody pass from now on, and wait a while for who is passing."""
+        self._closed.set()
+        if self._lock.acquire(timeout=patience_s):
+            self._lock.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A rank's part in its world's saves: it writes as `place` of `num_writers`, place 0 being rank 0; None: nothing.
+
+    `unique` is a word that this world shares and no other has.
+    """
+
+    place: int | None
+    num_writers: int
+    unique: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a save ended: rank 0 has a commit, or whoever failed an error; `stall_s` is what training waited for it."""
+
+    step: int
+    commit: CommitRecord | None
+    error: BaseException | None
+    tidying_error: StorageError | None
+    seconds: float
+    stall_s: float
+
+
+class SaveMemory:
+    """What saves keep over all worlds of a process: the plan and the staging buffers."""
+
+    def __init__(self) -> None:
+        self.planner = Planner()
+        self.buffers = Buffers()
+
+
+class Saves:
+    """One rank's saves in one world; `tidy` is called, on the thread, behind every commit."""
+
+    def __init__(
+        self,
+        store: Store,
+        commits: CommitWriter,
+        term: int,
+        role: Role,
+        memory: SaveMemory,
+        tidy: Callable[[CommitRecord], None] = lambda commit: None,
+    ) -> None:
+        self._store, self._commits, self._term, self._role = store, commits, term, role
+        self._memory, self._tidy = memory, tidy
+        self._flight: _Flight | None = None
+        self._num_begun = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Say whether a save is in flight, or memory for one is still held by a thread that is stuck."""
+        in_flight = self._flight is not None and not self._flight.ended.is_set()
+        return in_flight or (self._role.place is not None and not self._memory.buffers.has_free)
+
+    def begin(
+        self,
+        state: State,
+        facts: CommitFacts,
+        intervals: tuple[Interval, ...] | None = None,
+        is_still: Callable[[Path], bool] = lambda path: False,
+    ) -> None:
+        """Begin to save a state; the last save must have been collected, and no other rank may skip this one.
+
+        Tensors at paths that `is_still` may be read until `await_staging` has returned. Raises ConfigError if the
+        state holds what cannot be saved.
+        """
+        assert self._flight is None, "a save is in flight"
+        started = time.perf_counter()
+        self._num_begun += 1
+        role, planner, leaves = self._role, self._memory.planner, leaves_by_path(state)
+        plan = planner.plan(state, leaves, role.num_writers)
+        attempt = attempt_folder(facts.step, self._term, f"{role.unique}-{self._num_begun:04d}")
+        if role.place is None or role.place >= len(plan.parts):
+            return
+        draft = Draft(attempt, plan, planner.encode(plan, leaves), facts, intervals)
+        snapshot = Snapshot(plan.parts[role.place], leaves, is_still)
+        self._flight = _Flight(
+            self._store, self._commits, self._tidy, self._memory.buffers, role.place, draft, snapshot
+        )
+        self._flight.stall_s = time.perf_counter() - started
+
+    def await_staging(self) -> None:
+        """Return when nothing reads the state any more."""
+        if self._flight is not None:
+            self._flight.await_staging()
+
+    def collect(self) -> Ended | None:
+        """Return how a save ended that has ended, once."""
+        flight = self._flight
+        if flight is None or not flight.ended.is_set():
+            return None
+        self._flight = None
+        return flight.outcome()
+
+    def wait(self) -> Ended | None:
+        """Wait for the save in flight; return how it ended."""
+        if self._flight is not None:
+            self._flight.ended.wait()
+        return self.collect()
+
+    def abandon(self, patience_s: float = 0.0) -> Ended | None:
+        """Give the save in flight up, after some patience; return how it ended if it has."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return None
+        flight.ended.wait(patience_s)
+        flight.gate.close(PUBLISH_PATIENCE_S)
+        flight.staged.wait()
+        return flight.outcome() if flight.ended.is_set() or flight.commit is not None else None
+
+
+class _Flight:
+    """One save, on a thread of its own."""
+
+    def __init__(
+        self,
+        store: Store,
+        commits: CommitWriter,
+        tidy: Callable[[CommitRecord], None],
+        buffers: Buffers,
+        place: int,
+        draft: Draft,
+        snapshot: Snapshot,
+    ) -> None:
+        self._store, self._commits, self._tidy, self._buffers = store, commits, tidy, buffers
+        self._place, self._draft, self._snapshot = place, draft, snapshot
+        self._began_at, self._seconds = time.perf_counter(), 0.0
+        self.gate, self.staged, self.ended = Gate(), threading.Event(), threading.Event()
+        self.stall_s = 0.0
+        self.commit: CommitRecord | None = None
+        self._error: BaseException | None = None
+        self._tidying_error: StorageError | None = None
+        threading.Thread(target=self._supervise, name=f"save of step {draft.facts.step}", daemon=True).start()
+
+    def await_staging(self) -> None:
+        if not self.staged.is_set():
+            started = time.perf_counter()
+            self.staged.wait()
+            self.stall_s += time.perf_counter() - started
+
+    def outcome(self) -> Ended:
+        step = self._draft.facts.step
+        return Ended(step, self.commit, self._error, self._tidying_error, self._seconds, self.stall_s)
+
+    def _supervise(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:  # noqa: BLE001 - raised, or told, where it is collected
+            self._error = error
+        finally:
+            self._seconds = self._seconds or time.perf_counter() - self._began_at
+            self.staged.set()
+            self.ended.set()
+
+    def _run(self) -> None:
+        if self._place == 0:
+            self.commit = self._commits.publish(self._draft, self._write_all, self.gate.passing())
+            self._seconds = time.perf_counter() - self._began_at
+            try:
+                self._tidy(self.commit)
+            except StorageError as error:
+                self._tidying_error = error
+            return
+        try:
+            written = done.Done(self._write_mine(), None)
+        except StorageError as error:
+            done.post(self._store, self._draft.attempt, self._place, done.Done(None, str(error)))
+            raise
+        done.post(self._store, self._draft.attempt, self._place, written)
+
+    def _write_all(self) -> Sequence[WrittenPart]:
+        """Write this rank's part, and wait for those of the others."""
+        mine = self._write_mine()
+        others = range(1, len(self._draft.plan.parts))
+        return [mine, *(done.wait_for(self._store, self._draft.attempt, part, self.gate.pause) for part in others)]
+
+    def _write_mine(self) -> WrittenPart:
+        snapshot = self._snapshot
+        with self._buffers.lease(snapshot.num_bytes, is_pinned=snapshot.is_on_device) as buffer:
+            contents = snapshot.copy(buffer, self.gate.check)
+            self.staged.set()
+            reach("write")
+            return self._write_stubbornly(contents)
+
+    def _write_stubbornly(self, contents: Sequence[memoryview]) -> WrittenPart:
+        for pause_s in RETRY_PAUSES_S:
+            try:
+                return self._write(contents)
+            except StorageError:
+                self.gate.pause(pause_s)
+        return self._write(contents)
+
+    def _write(self, contents: Sequence[memoryview]) -> WrittenPart:
+        part = self._draft.plan.parts[self._place]
+        plain = self._draft.plain if self._place == 0 else {}
+        return write_part(self._store, self._draft.attempt, part, self._checking(contents), plain)
+
+    def _checking(self, contents: Sequence[memoryview]) -> Iterator[memoryview]:
+        """Yield the bytes as long as the save is wanted."""
+        for content in contents:
+            self.gate.check()
+            yield content
+
+
+__all__ = ["Abandoned", "Ended", "Gate", "Role", "SaveMemory", "Saves"]

@@ -1,0 +1,35 @@
+"""One hash for all weights: equal if and only if every weight and buffer is, to the last bit.
+
+It is a hash of the tensors' hashes, so that ranks that hold a part each can find theirs apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Return the SHA-256 over all weights and buffers: names in order, dtypes, shapes, bytes."""
+    return join_digests({name: _digest_of(tensor) for name, tensor in model.state_dict().items()})
+
+
+def tensor_digest(dtype: torch.dtype, shape: torch.Size, content: memoryview) -> str:
+    """Return the SHA-256 over dtype, shape and bytes of one tensor."""
+    digest = hashlib.sha256(f"{dtype} {tuple(shape)}\n".encode())
+    digest.update(content)
+    return digest.hexdigest()
+
+
+def _digest_of(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return tensor_digest(tensor.dtype, tensor.shape, flat.numpy().data)
+
+
+def join_digests(digests: Mapping[str, str]) -> str:
+    """Return the SHA-256 of named tensors' digests, in the order of their names."""
+    lines = "".join(f"{name} {digest}\n" for name, digest in sorted(digests.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
