@@ -6,11 +6,12 @@ Weights, optimizer, scheduler, scaler, cursor, coverage sums and step are saved,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -59,6 +60,7 @@ class AppliedState:
     scaler: torch.amp.GradScaler
     clip_norm: float | None
     reached: Reached = field(default_factory=Reached)
+    _named: tuple[tuple[object, ...], Mapping[str, object], dict[str, Any]] | None = None
 
     @property
     def step(self) -> int:
@@ -88,13 +90,29 @@ class AppliedState:
         return float(norm)
 
     def tensors(self) -> State:
-        """Return the saved part as a nested dict, parameters by their full names."""
+        """Return the saved part as a nested dict, parameters by their full names; its tensors are the live ones."""
+        held = tuple(self._held())
+        if self._named is None or held != self._named[0]:
+            # Naming takes longer than all else that a save does at a step boundary, and holds while the tensors do.
+            moments = dict(get_optimizer_state_dict(self.model, self.optimizer))
+            self._named = (held, get_model_state_dict(self.model), moments)
+        _, model, optimizer = self._named
+        groups = zip(optimizer["param_groups"], self.optimizer.param_groups, strict=True)
+        current = [{**named, **{key: live[key] for key in named if key != "params"}} for named, live in groups]
         return {
-            "model": get_model_state_dict(self.model),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+            "model": dict(model),
+            "optimizer": {**optimizer, "param_groups": current},
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
         }
+
+    def _held(self) -> Iterator[object]:
+        """Yield where the memory of every saved tensor is, and the other values of the optimizer's state."""
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            yield tensor.data_ptr()
+        for values in self.optimizer.state.values():
+            for value in values.values():
+                yield value.data_ptr() if isinstance(value, Tensor) else value
 
     def stillness(self) -> Callable[[Path], bool]:
         """Return whether `apply` alone changes the tensor at a path of `tensors`; others a forward pass may change."""
@@ -112,7 +130,7 @@ class AppliedState:
         self.scheduler.load_state_dict(tensors["scheduler"])  # type: ignore[arg-type]
         if tensors["scaler"]:
             self.scaler.load_state_dict(tensors["scaler"])  # type: ignore[arg-type]
-        self.reached = reached
+        self.reached, self._named = reached, None
 
 
 def build_state(

@@ -116,9 +116,8 @@ class Saves:
 
     @property
     def is_busy(self) -> bool:
-        """Say whether a save is in flight, or memory for one is still held by a thread that is stuck."""
-        in_flight = self._flight is not None and not self._flight.ended.is_set()
-        return in_flight or (self._role.place is not None and not self._memory.buffers.has_free)
+        """Say whether a save is in flight."""
+        return self._flight is not None and not self._flight.ended.is_set()
 
     def begin(
         self,

@@ -11,45 +11,68 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from elastic_train.checkpoint.frames import bytes_of
-from elastic_train.checkpoint.layout import Leaves, Part, Slot
+from elastic_train.checkpoint.layout import Leaves, Part
 from elastic_train.checkpoint.record import Path
 from elastic_train.errors import StorageError
 
 NUM_BUFFERS = 2
 _ALIGNMENT = 64
+_RUN_BYTES = 64 << 20
+
+
+class Buffer:
+    """Host memory for one part's tensors, and the views of it that they are copied into, kept with it."""
+
+    def __init__(self, num_bytes: int, *, is_pinned: bool) -> None:
+        try:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+            raise StorageError(f"no {num_bytes} bytes of host memory to stage a save: {why}") from error
+        self._part: Part | None = None
+        self._views: list[Tensor] = []
+
+    def fits(self, num_bytes: int, *, is_pinned: bool) -> bool:
+        return self._memory.numel() >= num_bytes and self._memory.is_pinned() == is_pinned
+
+    def views_of(self, part: Part) -> list[Tensor]:
+        """Return where every tensor of a part goes, typed and shaped."""
+        if part is not self._part:
+            self._part, self._views, end = part, [], 0
+            for slot in part.slots:
+                place = self._memory[end : end + slot.frame.size]
+                self._views.append(place.view(slot.dtype).view(slot.shape))
+                end += _aligned(slot.frame.size)
+        return self._views
 
 
 class Buffers:
     """A process's staging memory, over all of its worlds."""
 
     def __init__(self) -> None:
-        self._free: list[Tensor | None] = [None] * NUM_BUFFERS
+        self._free: list[Buffer | None] = [None] * NUM_BUFFERS
         self._lock = threading.Lock()
 
-    @property
-    def has_free(self) -> bool:
-        with self._lock:
-            return bool(self._free)
-
     @contextlib.contextmanager
-    def lease(self, num_bytes: int, *, is_pinned: bool) -> Iterator[Tensor]:
+    def lease(self, num_bytes: int, *, is_pinned: bool) -> Iterator[Buffer]:
         """Lend a buffer of at least so many bytes, the last one if it is large enough.
 
-        Raises StorageError if the host's memory is short.
+        Raises StorageError if the host's memory is short, or all buffers are held by threads that are stuck in a store.
         """
         with self._lock:
-            assert self._free, "a save begins only if there is a free buffer"
+            if not self._free:
+                raise StorageError(f"{NUM_BUFFERS} earlier saves are still being written; does the store answer?")
             buffer = self._free.pop()
         try:
-            if buffer is None or buffer.numel() < num_bytes or buffer.is_pinned() != is_pinned:
+            if buffer is None or not buffer.fits(num_bytes, is_pinned=is_pinned):
                 buffer = None  # let go of it before the new one is there
-                buffer = _allocate(num_bytes, is_pinned)
+                buffer = Buffer(num_bytes, is_pinned=is_pinned)
             yield buffer
         finally:
             with self._lock:
@@ -61,39 +84,47 @@ class Snapshot:
     """A part's tensors as they are at a step boundary; created there, and copied by `copy` before the next update."""
 
     def __init__(self, part: Part, leaves: Leaves, is_still: Callable[[Path], bool]) -> None:
-        self._slots: Sequence[Slot] = part.slots
+        self._part = part
         self._tensors = [_at_boundary(leaves[slot.path], is_still(slot.path)) for slot in part.slots]
         self._versions = [tensor._version for tensor in self._tensors]
         self._device = next((tensor.device for tensor in self._tensors if tensor.is_cuda), None)
         self._event = torch.cuda.Event() if self._device is not None else None  # type: ignore[no-untyped-call]
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(self._device))
-        self.num_bytes = sum(_aligned(slot.frame.size) for slot in self._slots)
+        self.num_bytes = sum(_aligned(slot.frame.size) for slot in part.slots)
 
     @property
     def is_on_device(self) -> bool:
         return self._device is not None
 
-    def copy(self, buffer: Tensor, check: Callable[[], None]) -> list[memoryview]:
-        """Copy the tensors and let go of them; return the bytes of each. `check` may raise between two tensors.
+    def copy(self, buffer: Buffer, check: Callable[[], None]) -> list[memoryview]:
+        """Copy the tensors and let go of them; return the bytes of each. `check` may raise now and then.
 
         Raises StorageError if a tensor has changed since the boundary.
         """
-        places, end = [], 0
-        for slot in self._slots:
-            places.append(buffer[end : end + slot.frame.size])
-            end += _aligned(slot.frame.size)
+        views = buffer.views_of(self._part)
         with self._stream():
-            for slot, tensor, place in zip(self._slots, self._tensors, places, strict=True):
+            for lo, hi in self._runs():
                 check()
-                place.view(slot.dtype).view(slot.shape).copy_(tensor, non_blocking=True)
-        for slot, tensor, version in zip(self._slots, self._tensors, self._versions, strict=True):
+                torch._foreach_copy_(views[lo:hi], self._tensors[lo:hi], non_blocking=True)
+        for slot, tensor, version in zip(self._part.slots, self._tensors, self._versions, strict=True):
             if tensor._version != version:
                 raise StorageError(
                     f"state '{slot.index.fqn}' changed while it was copied; only an update may change it"
                 )
         self._tensors = []
-        return [bytes_of(place) for place in places]
+        return [bytes_of(view) for view in views]
+
+    def _runs(self) -> Iterator[tuple[int, int]]:
+        """Cut the slots into half-open runs [lo, hi) of some megabytes."""
+        lo = num_bytes = 0
+        for place, slot in enumerate(self._part.slots):
+            num_bytes += slot.frame.size
+            if num_bytes >= _RUN_BYTES:
+                yield lo, place + 1
+                lo, num_bytes = place + 1, 0
+        if lo < len(self._part.slots):
+            yield lo, len(self._part.slots)
 
     @contextlib.contextmanager
     def _stream(self) -> Iterator[None]:
@@ -108,15 +139,6 @@ class Snapshot:
                 yield
         finally:
             stream.synchronize()
-
-
-def _allocate(num_bytes: int, is_pinned: bool) -> Tensor:
-    try:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-    except RuntimeError as error:
-        raise StorageError(
-            f"no {num_bytes} bytes of host memory to stage a save: {str(error).splitlines()[0]}"
-        ) from error
 
 
 def _at_boundary(leaf: object, is_still: bool) -> Tensor:

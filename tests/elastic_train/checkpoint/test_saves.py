@@ -1,0 +1,316 @@
+"""Saves in the background: a copy of the boundary, one in flight, parts by rank, and worlds that end in the middle."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+import torch
+from commit_samples import State, facts, small_state, take_steps, trained
+from test_commits import assert_equal_trees, odd_state
+
+from elastic_train.checkpoint import CommitWriter, Role, SaveMemory, Saves, Store, discover, layout, read_state, saves
+from elastic_train.checkpoint.layout import leaves_by_path, plan_attempt
+from elastic_train.checkpoint.local import LocalStore
+from elastic_train.checkpoint.staging import Snapshot
+from elastic_train.checkpoint.stores import Sink
+from elastic_train.errors import FencedError, StorageError
+from elastic_train.fencing import StoreFence
+from elastic_train.weights import weights_digest
+
+DEADLINE_S = 30.0
+
+
+class HeldStore(LocalStore):
+    """A local store whose writes of files, and creations of records, wait until they are let through."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.may_write, self.may_create = threading.Event(), threading.Event()
+        self.is_writing, self.is_creating = threading.Event(), threading.Event()
+
+    @contextlib.contextmanager
+    def write(self, key: str) -> Iterator[Sink]:
+        with super().write(key) as file:
+            self.is_writing.set()
+            assert self.may_write.wait(DEADLINE_S), "never let through"
+            yield file
+
+    def create(self, key: str, content: bytes) -> None:
+        if key.startswith("commits/"):
+            self.is_creating.set()
+            assert self.may_create.wait(DEADLINE_S), "never let through"
+        super().create(key, content)
+
+
+class FullStore(LocalStore):
+    """A local store on a disk that is full for so many files."""
+
+    def __init__(self, root: Path, num_left: int) -> None:
+        super().__init__(root)
+        self.num_left = num_left
+
+    @contextlib.contextmanager
+    def write(self, key: str) -> Iterator[Sink]:
+        with self._telling("write", key), super().write(key) as file:
+            self.num_left -= 1
+            if self.num_left >= 0:
+                file.write(b"half of it")
+                raise OSError(errno.ENOSPC, "No space left on device")
+            yield file
+
+
+def open_saves(
+    store: Store, memory: SaveMemory | None = None, *, term: int | None = None, place: int = 0, of: int = 1
+) -> Saves:
+    """Open one rank's saves in a world, under a new term if none is given."""
+    fence = StoreFence(store)
+    term = fence.claim() if term is None else term
+    commits = CommitWriter(store, fence, term, discover(store).head)
+    return Saves(store, commits, term, Role(place, of, f"world{term}"), memory or SaveMemory())
+
+
+def all_still(path: object) -> bool:
+    """Say that only updates change the state."""
+    return True
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saves, "RETRY_PAUSES_S", (0.0, 0.0))
+
+
+def test_what_changes_while_a_save_is_written_is_not_in_the_commit(tmp_path: Path) -> None:
+    """The copy is of the step boundary: training changes every tensor during the upload, and no bit of the commit."""
+    store = HeldStore(tmp_path)
+    store.may_create.set()
+    background = open_saves(store)
+    model, optimizer = trained(3)
+    state: State = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    before = {path: leaf.clone() for path, leaf in leaves_by_path(state).items() if isinstance(leaf, torch.Tensor)}
+    digest = weights_digest(model)
+    background.begin(
+        state, facts(3), is_still=lambda path: "running" not in str(path) and "num_batches" not in str(path)
+    )
+    model(torch.randn(4, 6))  # a forward changes the batch norm's buffers at once
+    background.await_staging()
+    take_steps(model, optimizer, 3, 5)
+    assert background.is_busy and background.collect() is None
+    store.may_write.set()
+    ended = background.wait()
+    assert ended is not None and ended.commit is not None and not background.is_busy
+    saved = leaves_by_path(read_state(store, ended.commit))
+    assert all(torch.equal(saved[path], tensor) for path, tensor in before.items())  # type: ignore[arg-type]
+    assert any(not torch.equal(before[path], leaf) for path, leaf in leaves_by_path(state).items() if path in before)  # type: ignore[arg-type]
+    assert ended.commit.weights_sha256 == digest
+
+
+def test_a_change_before_the_copy_fails_the_save(tmp_path: Path) -> None:
+    """Who updates without waiting is told, and no third state is published; what was cloned is not affected."""
+    state = small_state(1)
+    part = plan_attempt(state).parts[0]
+    memory = SaveMemory().buffers
+    for is_still in (False, True):
+        snapshot = Snapshot(part, leaves_by_path(state), lambda path: is_still)  # noqa: B023 - called at once
+        state["model"]["w"].add_(1)  # type: ignore[index]
+        with memory.lease(snapshot.num_bytes, is_pinned=False) as buffer:
+            if is_still:
+                with pytest.raises(StorageError, match=r"'model\.w' changed while it was copied"):
+                    snapshot.copy(buffer, lambda: None)
+            else:
+                (content,) = snapshot.copy(buffer, lambda: None)
+                assert torch.frombuffer(bytearray(content), dtype=torch.float32).tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize(("num_failures", "is_saved"), [(2, True), (3, False)])
+def test_a_full_disk_in_the_writer_thread_is_a_failed_save(tmp_path: Path, num_failures: int, is_saved: bool) -> None:
+    """It is tried again, then reported; the old head stays, nothing else is left, and the next save works."""
+    first = open_saves(LocalStore(tmp_path))
+    first.begin(small_state(1), facts(1))
+    old = first.wait()
+    store = FullStore(tmp_path, num_failures)
+    background = open_saves(store)
+    background.begin(small_state(2), facts(2))
+    ended = background.wait()
+    assert old is not None and ended is not None
+    assert (ended.commit is not None) == is_saved
+    if not is_saved:
+        assert isinstance(ended.error, StorageError) and "No space left" in str(ended.error)
+        assert discover(store).head == old.commit
+        assert {entry.key.split("/")[1] for entry in store.list("data/")} == {"step-000000000001"}
+        background.begin(small_state(3), facts(3))
+        ended = background.wait()
+    assert ended is not None and ended.commit is not None and old.commit is not None
+    assert ended.commit.parent == old.commit.digest
+    assert discover(store).head == ended.commit
+
+
+def test_a_world_that_breaks_in_a_save_publishes_nothing_of_it(tmp_path: Path) -> None:
+    """The next world begins while the old thread is stuck in a write, which comes back, unseen and harmless."""
+    stuck, memory = HeldStore(tmp_path), SaveMemory()
+    old = open_saves(stuck, memory)
+    old.begin(small_state(1), facts(1), is_still=all_still)
+    flight = old._flight
+    assert flight is not None and stuck.is_writing.wait(DEADLINE_S)
+    assert old.abandon() is None
+
+    store = LocalStore(tmp_path)
+    new = open_saves(store, memory)
+    new.begin(small_state(7), facts(1), is_still=all_still)
+    ended = new.wait()
+    stuck.may_write.set()
+    assert flight.ended.wait(DEADLINE_S)
+    assert flight.commit is None and isinstance(flight.outcome().error, saves.Abandoned)
+    found = discover(store)
+    assert ended is not None and found.head == ended.commit and found.skipped == ()
+    assert {"/".join(entry.key.split("/")[:3]) for entry in store.list("data/")} == {found.head.attempt}  # type: ignore[union-attr]
+    assert read_state(store, found.head)["scheduler"] == {"last_epoch": 7}  # type: ignore[arg-type]
+
+
+def test_memory_is_bounded_when_writers_are_stuck(tmp_path: Path) -> None:
+    """With both buffers held by threads that do not come back a save fails, in place of taking more memory."""
+    stuck, memory = HeldStore(tmp_path), SaveMemory()
+    flights = []
+    for number in (1, 2):
+        world = open_saves(stuck, memory)
+        world.begin(small_state(number), facts(number))
+        flights.append(world._flight)
+        world.await_staging()
+        world.abandon()
+    third = open_saves(stuck, memory)
+    third.begin(small_state(3), facts(3))
+    ended = third.wait()
+    assert ended is not None and "2 earlier saves are still being written" in str(ended.error)
+    stuck.may_create.set()
+    stuck.may_write.set()
+    assert all(flight is not None and flight.ended.wait(DEADLINE_S) for flight in flights)
+    third.begin(small_state(4), facts(4))
+    ended = third.wait()
+    assert ended is not None and ended.commit is not None
+
+
+def test_a_publish_that_has_begun_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next world reads the lineage with the commit in it, not while it comes to exist."""
+    monkeypatch.setattr(saves, "PUBLISH_PATIENCE_S", DEADLINE_S)
+    store = HeldStore(tmp_path)
+    store.may_write.set()
+    background = open_saves(store)
+    background.begin(small_state(1), facts(1))
+    assert store.is_creating.wait(DEADLINE_S)
+    letting_through = threading.Timer(0.1, store.may_create.set)
+    letting_through.start()
+    background.abandon()
+    assert store.may_create.is_set()
+    head = discover(store).head
+    assert head is not None and head.step == 1
+
+
+def test_a_fenced_save_ends_with_the_fences_error(tmp_path: Path) -> None:
+    """A newer term that was claimed while the files were written keeps the commit from becoming the head."""
+    store = HeldStore(tmp_path)
+    store.may_create.set()
+    background = open_saves(store)
+    background.begin(small_state(1), facts(1))
+    newer = StoreFence(store).claim()
+    store.may_write.set()
+    ended = background.wait()
+    assert ended is not None and ended.commit is None
+    assert isinstance(ended.error, FencedError) and f"term {newer} was claimed" in str(ended.error)
+
+
+def world_of(stores: list[Store], patch: pytest.MonkeyPatch) -> list[Saves]:
+    """Open the saves of a world's ranks, whatever the state's size."""
+    patch.setattr(layout, "LEAST_PART_BYTES", 1)
+    term = StoreFence(stores[0]).claim()
+    return [open_saves(store, term=term, place=place, of=len(stores)) for place, store in enumerate(stores)]
+
+
+def test_ranks_write_a_part_each_and_the_first_publishes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a word between them, W ranks write every tensor once, spread by bytes; the whole is bit-equal."""
+    ranks = world_of([store] * 3, monkeypatch)
+    model, optimizer = trained(2)
+    states: list[State] = [
+        odd_state(),
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "more": torch.randn(50_000).split(9_999)},
+    ]
+    states[1]["more"] = list(states[1]["more"])  # type: ignore[call-overload]
+    for step, state in enumerate(states, start=1):
+        for rank in reversed(ranks):
+            rank.begin(state, facts(step))
+        ended = [rank.wait() for rank in ranks]
+        assert [end and end.error for end in ended] == [None] * 3
+        commit = ended[0].commit if ended[0] else None
+        assert commit is not None and discover(store).head == commit
+        assert_equal_trees(read_state(store, commit), state)
+        sizes = [file.size for name, file in commit.files.items() if name != ".metadata"]
+        assert len(sizes) == 3
+    assert max(sizes) < 1.5 * sum(sizes) / 3
+    assert commit.weights_sha256 == weights_digest(model)
+
+
+def test_a_rank_that_cannot_write_its_part_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is told why by the done record, publishes nothing, and the next save is whole."""
+    full = FullStore(tmp_path, 3)
+    ranks = world_of([LocalStore(tmp_path), full], monkeypatch)
+    for step in (1, 2):
+        for rank in ranks:
+            rank.begin(odd_state(), facts(step))
+        first, second = (rank.wait() for rank in ranks)
+        if step == 1:
+            assert first is not None and second is not None
+            assert "part 1 was not written" in str(first.error) and "No space left" in str(first.error)
+            assert isinstance(second.error, StorageError)
+            assert discover(full).head is None
+    assert first is not None and discover(full).head == first.commit
+
+
+def test_a_writer_that_dies_is_no_trouble_for_the_next_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for a part that never comes until its world ends; the next world's first save starts clean."""
+    is_waiting = threading.Event()
+
+    class Watched(LocalStore):
+        def open(self, key: str) -> BinaryIO:
+            if "/done-" in key:
+                is_waiting.set()
+            return super().open(key)
+
+    store = Watched(tmp_path)
+    ranks = world_of([store, store], monkeypatch)
+    ranks[0].begin(odd_state(), facts(1))
+    flight = ranks[0]._flight
+    assert is_waiting.wait(DEADLINE_S)
+    ranks[0].abandon()
+    assert flight is not None and flight.ended.wait(DEADLINE_S)
+    assert flight.commit is None and store.list("commits/") == []
+    survivor = world_of([store], monkeypatch)[0]
+    state = odd_state()
+    survivor.begin(state, facts(1))
+    ended = survivor.wait()
+    assert ended is not None and ended.commit is not None
+    assert_equal_trees(read_state(store, ended.commit), state)
+    assert {"/".join(entry.key.split("/")[:3]) for entry in store.list("data/")} == {ended.commit.attempt}
+
+
+@pytest.mark.parametrize(
+    "harm", [lambda content: content[:-1], lambda content: b"0" + content[1:], lambda content: b""]
+)
+def test_a_damaged_done_record_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[bytes], bytes]
+) -> None:
+    """What rank 0 cannot read is not published."""
+
+    class Harmed(LocalStore):
+        def create(self, key: str, content: bytes) -> None:
+            super().create(key, harm(content) if "/done-" in key else content)
+
+    ranks = world_of([LocalStore(tmp_path), Harmed(tmp_path)], monkeypatch)
+    for rank in ranks:
+        rank.begin(odd_state(), facts(1))
+    ended = ranks[0].wait()
+    assert ended is not None and ended.commit is None
+    assert isinstance(ended.error, StorageError) and "done-00001.json" in str(ended.error)
