@@ -15,6 +15,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 import yaml
 
+from elastic_train.checkpoint.frames import bytes_of
+from elastic_train.weights import join_digests, tensor_digest
 from tests.conftest import ROOT, Finished, start, write_rows
 
 PARAMS = {
@@ -160,13 +162,22 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path, rows: Path) -> None
     assert len(history(tmp_path, "step")) == 14
 
 
-def test_stock_dcp_reads_a_commit(tmp_path: Path, rows: Path) -> None:
-    """torch.distributed.checkpoint.load, without any of our code, gives the weights that the commit's record names."""
-    succeed(start([config(tmp_path, rows, WITNESS, epochs=1)]))
+def test_stock_dcp_reads_a_commit_that_two_ranks_wrote(tmp_path: Path, rows: Path) -> None:
+    """torch.distributed.checkpoint.load, without any of our code, gives the weights that record and result name."""
+    task = {"path": CLASSIFIER["task"]["path"], "params": {**PARAMS, "vocabulary": 60_000}}  # type: ignore[index]
+    succeed(start([config(tmp_path, rows, CLASSIFIER, epochs=1, task=task)], num_ranks=2))
     record = json.loads(max((tmp_path / "run" / "commits").iterdir()).read_text())
-    state = {"model": {"w": torch.zeros(331)}}
-    dcp.load(state, checkpoint_id=tmp_path / "run" / record["attempt"])
-    assert state["model"]["w"].tolist() == [1.0] * 331
+    assert sorted(record["files"]) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    folder = tmp_path / "run" / record["attempt"]
+    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    weights = {
+        name.removeprefix("model."): torch.zeros(about.size, dtype=about.properties.dtype)
+        for name, about in stored.items()
+        if name.startswith("model.")
+    }
+    dcp.load({"model": weights}, checkpoint_id=folder)
+    digests = {name: tensor_digest(tensor.dtype, tensor.shape, bytes_of(tensor)) for name, tensor in weights.items()}
+    assert join_digests(digests) == record["weights_sha256"] == result(tmp_path)["weights_sha256"]
 
 
 def test_a_full_disk_stops_no_training(tmp_path: Path, rows: Path) -> None:

@@ -1,0 +1,169 @@
+"""What a session makes of saves beside its steps: due ones meanwhile, failures, the end of a job or of a world."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_saves import FullStore, HeldStore, open_saves
+
+from elastic_train.checkpoint import Store, discover, saves
+from elastic_train.checkpoint.local import LocalStore
+from elastic_train.config import CheckpointConfig, OptimizerConfig
+from elastic_train.coverage import CoverageSums
+from elastic_train.errors import SavesFailedError, StorageError
+from elastic_train.group import Group
+from elastic_train.lineage import Interval
+from elastic_train.order import Cursor
+from elastic_train.session import Session
+from elastic_train.state import build_state
+from elastic_train.watchdog import Watchdog
+
+
+class Ears:
+    """What was told, and the history's commit lines."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.commits: list[dict[str, object]] = []
+
+    def commit(self, **fields: object) -> None:
+        self.commits.append(fields)
+
+    @property
+    def steps(self) -> list[object]:
+        return [line["step"] for line in self.commits]
+
+
+def session(store: Store, *, is_live: bool = False, **checkpoint: object) -> tuple[Session, Ears]:
+    """Open a session of one rank, with a tiny model, whose commits go to a store."""
+    background, ears = open_saves(store), Ears()
+    config = SimpleNamespace(
+        checkpoint=CheckpointConfig(**checkpoint), run=SimpleNamespace(seed=1), identity=lambda: "config"
+    )
+    world = SimpleNamespace(
+        group=Group(0, 1, None, 1.0),
+        is_leader=True,
+        term=1,
+        store=store,
+        history=ears,
+        tell=ears.told.append,
+        close=lambda: None,
+    )
+    opened = Session(
+        plan=SimpleNamespace(config=config, manifest=SimpleNamespace(digest="manifest")),  # type: ignore[arg-type]
+        world=world,  # type: ignore[arg-type]
+        state=build_state(torch.nn.Linear(3, 2), OptimizerConfig(), 100, "cpu", is_fp16=False),
+        gradients=None,  # type: ignore[arg-type]
+        lanes=range(1),
+        leave=None,  # type: ignore[arg-type]
+        worlds=SimpleNamespace(is_live=is_live),  # type: ignore[arg-type]
+        watchdog=Watchdog(),
+        saves=background,
+        tracker=None,
+        head=None,
+    )
+    return opened, ears
+
+
+def take_step(opened: Session) -> None:
+    """Do what the loop does for a step, up to its boundary."""
+    opened.state.model(torch.ones(1, 3)).sum().backward()
+    opened.await_staging()
+    opened.state.apply(Cursor(), CoverageSums(), opened.world.term)
+    opened.note_saves()
+
+
+def let_through(store: HeldStore, after_s: float = 0.0) -> None:
+    store.may_create.set()
+    threading.Timer(after_s, store.may_write.set).start() if after_s else store.may_write.set()
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saves, "RETRY_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("elastic_train.session.LAST_COMMIT_PAUSE_S", 0.0)
+
+
+def test_a_commit_due_while_one_is_written_is_skipped_and_counted(tmp_path: Path) -> None:
+    """The next one continues the one that was in flight, with the right intervals; the history tells of each once."""
+    store = HeldStore(tmp_path)
+    opened, ears = session(store)
+    for _ in range(2):
+        take_step(opened)
+        opened.commit(is_busy=opened.saves.is_busy)
+    assert opened.num_skipped_saves == 1 and "step 2 skipped (1 so far)" in ears.told[0] and ears.steps == []
+    let_through(store)
+    take_step(opened)
+    opened.commit_or_fail()
+    first, last = ears.commits
+    assert ears.steps == [1, 3] and last["parent"] == first["digest"]
+    head = discover(store).head
+    assert head is not None and head.step == 3 and head.intervals == (Interval(1, 0, 3),)
+
+
+def test_a_due_commit_can_wait_for_the_last(tmp_path: Path) -> None:
+    """With `when_busy: wait` none is left out."""
+    store = HeldStore(tmp_path)
+    opened, ears = session(store, when_busy="wait")
+    take_step(opened)
+    opened.commit(is_busy=False)
+    take_step(opened)
+    let_through(store, after_s=0.1)
+    opened.commit(is_busy=True)
+    opened.commit_or_fail()
+    assert ears.steps == [1, 2] and opened.num_skipped_saves == 0 and ears.told == []
+
+
+def test_a_job_ends_behind_the_save_in_flight(tmp_path: Path) -> None:
+    """The last commit comes after it, of the last step, and is there when the call returns."""
+    store = HeldStore(tmp_path)
+    opened, ears = session(store)
+    take_step(opened)
+    opened.commit(is_busy=False)
+    take_step(opened)
+    let_through(store, after_s=0.1)
+    opened.commit_or_fail()
+    assert ears.steps == [1, 2] and ears.commits[1]["parent"] == ears.commits[0]["digest"]
+    assert discover(store).head == opened.head
+
+
+def test_saves_that_fail_in_a_row_end_training(tmp_path: Path) -> None:
+    """Each is counted and shown; one that succeeds makes up for those before; then enough is enough."""
+    store = FullStore(tmp_path, 3 * 2)
+    opened, ears = session(store, give_up_after=3)
+    for number in range(1, 7):
+        assert not opened.is_saving_hopeless()
+        take_step(opened)
+        opened.commit(is_busy=False)
+        opened._note(opened.saves.wait())
+        if number == 3:
+            assert ears.steps == [3] and opened.num_failed_saves == 2
+            store.num_left = 1000
+    assert opened.is_saving_hopeless() and opened.num_failed_saves == 5
+    assert "commit at step 6 FAILED (5 so far), going on" in ears.told[-1] and "No space left" in ears.told[-1]
+    error = opened.saves_failed()
+    assert isinstance(error, SavesFailedError) and error.exit_code == StorageError.exit_code
+    assert "3 saves in a row have failed" in str(error) and str(tmp_path) in str(error)
+    with pytest.raises(StorageError, match="could not be committed in 3 tries"):
+        opened.commit_or_fail()
+    assert [entry.key.split("/")[1] for entry in store.list("data/")] == ["step-000000000003"] * 2
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+def test_a_world_that_ends_gives_its_save_up_or_time(tmp_path: Path, is_live: bool) -> None:
+    """Survivors hold the state and go on at once; a process that ends lets the job go on from what it was writing."""
+    store = HeldStore(tmp_path)
+    opened, ears = session(store, is_live=is_live)
+    take_step(opened)
+    opened.commit(is_busy=False)
+    assert store.is_writing.wait(30)
+    if not is_live:
+        let_through(store, after_s=0.1)
+    opened.pause()
+    let_through(store)
+    head = discover(LocalStore(tmp_path)).head
+    assert ears.steps == ([] if is_live else [1]) and (head is None) == is_live
