@@ -180,10 +180,9 @@ def test_stock_dcp_reads_a_commit_that_two_ranks_wrote(tmp_path: Path, rows: Pat
     assert join_digests(digests) == record["weights_sha256"] == result(tmp_path)["weights_sha256"]
 
 
-def test_a_full_disk_stops_no_training(tmp_path: Path, rows: Path) -> None:
-    """Saves that fail for want of space are counted, and training goes on; without its last one a job is not done."""
-    path = config(tmp_path, rows, CLASSIFIER, epochs=1)
-    limited = f"ulimit -f 24; exec {sys.executable} -m elastic_train {path}"
+def start_on_a_full_disk(*arguments: str) -> Finished:
+    """Start a run whose files cannot grow beyond 24 KiB."""
+    limited = f"ulimit -f 24; exec {sys.executable} -m elastic_train {' '.join(arguments)}"
     done = subprocess.run(
         ["bash", "-c", limited],
         cwd=ROOT,
@@ -194,12 +193,28 @@ def test_a_full_disk_stops_no_training(tmp_path: Path, rows: Path) -> None:
         timeout=120,
         check=False,
     )
-    assert done.returncode == 1, done.stdout
-    assert "FAILED (1 so far), going on" in done.stdout
-    assert "error: step 14 could not be committed in 3 tries: make room in" in done.stdout
+    return Finished(done.returncode, done.stdout)
+
+
+def test_a_full_disk_stops_no_training(tmp_path: Path, rows: Path) -> None:
+    """Saves that fail for want of space are counted, and training goes on; without its last one a job is not done."""
+    done = start_on_a_full_disk(config(tmp_path, rows, CLASSIFIER, epochs=1))
+    assert done.code == 1, done.output
+    assert "FAILED (1 so far), going on" in done.output
+    assert "error: step 14 could not be committed in 3 tries: make room in" in done.output
     assert not (tmp_path / "run" / "result.json").exists()
     assert not list((tmp_path / "run" / "commits").glob("*"))
     assert not list((tmp_path / "run" / "data").rglob("*.distcp"))
+
+
+def test_a_disk_that_stays_full_ends_training(tmp_path: Path, rows: Path) -> None:
+    """After so many failed saves in a row the run ends, in the middle, and says what to do."""
+    options = ["--checkpoint.every-steps", "1", "--checkpoint.when-busy", "wait", "--checkpoint.give-up-after", "2"]
+    done = start_on_a_full_disk(config(tmp_path, rows, CLASSIFIER, epochs=1), *options)
+    assert done.code == 1, done.output
+    assert "FAILED (2 so far), going on" in done.output
+    assert "error: 2 saves in a row have failed, the last before step" in done.output
+    assert len(history(tmp_path, "step")) < 14
 
 
 def damaged(rows: Path, folder: Path) -> Path:
