@@ -89,10 +89,12 @@ class Session:
         return every is not None and self.state.step % every == 0
 
     def is_commit_overdue(self) -> bool:
-        """Say whether the time for a commit has come; rank 0's clock alone decides for all."""
+        """Say whether the time for a commit has come: by rank 0's clock, or since an earlier world's was given up."""
         every_s = self.plan.config.checkpoint.every_s
-        if not self.world.is_leader or every_s is None or self.saves.is_busy:
+        if self.saves.is_busy:
             return False
+        if self.saves.is_owed or not self.world.is_leader or every_s is None:
+            return self.saves.is_owed
         return time.monotonic() - self.last_commit_at > every_s
 
     def is_saving_hopeless(self) -> bool:

@@ -73,7 +73,7 @@ def train(session: Session) -> Outcome:
         end = _end(session, flags, sums)
         if end is Outcome.PREEMPTED:
             session.commit_or_fail()
-        elif sums.any_flags & _COMMIT or session.is_commit_due():
+        elif end is None and (sums.any_flags & _COMMIT or session.is_commit_due()):
             session.commit(is_busy=bool(sums.any_flags & _BUSY))
         if end is not None:
             return end

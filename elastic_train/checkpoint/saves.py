@@ -90,11 +90,12 @@ class Ended:
 
 
 class SaveMemory:
-    """What saves keep over all worlds of a process: the plan and the staging buffers."""
+    """What saves keep over all worlds of a process: plan, staging buffers, and whether one was given up unpublished."""
 
     def __init__(self) -> None:
         self.planner = Planner()
         self.buffers = Buffers()
+        self.is_owed = False
 
 
 class Saves:
@@ -119,6 +120,11 @@ class Saves:
         """Say whether a save is in flight."""
         return self._flight is not None and not self._flight.ended.is_set()
 
+    @property
+    def is_owed(self) -> bool:
+        """Say whether an earlier world's save was given up, and none has begun since."""
+        return self._memory.is_owed
+
     def begin(
         self,
         state: State,
@@ -134,6 +140,7 @@ class Saves:
         assert self._flight is None, "a save is in flight"
         started = time.perf_counter()
         self._num_begun += 1
+        self._memory.is_owed = False
         role, planner, leaves = self._role, self._memory.planner, leaves_by_path(state)
         plan = planner.plan(state, leaves, role.num_writers)
         attempt = attempt_folder(facts.step, self._term, f"{role.unique}-{self._num_begun:04d}")
@@ -173,7 +180,9 @@ class Saves:
         flight.ended.wait(patience_s)
         flight.gate.close(PUBLISH_PATIENCE_S)
         flight.staged.wait()
-        return flight.outcome() if flight.ended.is_set() or flight.commit is not None else None
+        ended = flight.outcome() if flight.ended.is_set() or flight.commit is not None else None
+        self._memory.is_owed = ended is None or ended.error is not None
+        return ended
 
 
 class _Flight:

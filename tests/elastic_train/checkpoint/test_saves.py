@@ -161,13 +161,14 @@ def test_a_world_that_breaks_in_a_save_publishes_nothing_of_it(tmp_path: Path) -
 
     store = LocalStore(tmp_path)
     new = open_saves(store, memory)
+    assert new.is_owed
     new.begin(small_state(7), facts(1), is_still=all_still)
     ended = new.wait()
     stuck.may_write.set()
     assert flight.ended.wait(DEADLINE_S)
     assert flight.commit is None and isinstance(flight.outcome().error, saves.Abandoned)
     found = discover(store)
-    assert ended is not None and found.head == ended.commit and found.skipped == ()
+    assert ended is not None and found.head == ended.commit and found.skipped == () and not new.is_owed
     assert {"/".join(entry.key.split("/")[:3]) for entry in store.list("data/")} == {found.head.attempt}  # type: ignore[union-attr]
     assert read_state(store, found.head)["scheduler"] == {"last_epoch": 7}  # type: ignore[arg-type]
 
