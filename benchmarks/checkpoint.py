@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -93,8 +94,10 @@ class Training:
         )
 
 
-Side = Callable[[Path], tuple[Callable[[], None], Callable[[], None]]]
-"""Begins a save into a folder; returns what waits until the state may change, and what waits for the end."""
+Waits = tuple[Callable[[], None], Callable[[], None]]
+"""What waits until the state may change, and what waits for the end of the save."""
+Side = Callable[[Path], Callable[[], Waits]]
+"""Prepares a folder for a save, and returns what begins it."""
 
 
 def main() -> None:
@@ -147,10 +150,11 @@ def _measure_saves(training: Training, figures: Figures, rounds: int, folder: Pa
     """Save with all sides in turn; the first round warms up, and is not counted."""
     sides = dict(_sides(training))
     for number in range(rounds + 1):
-        for name, begin in sides.items():
+        for name, prepare in sides.items():
             target = folder / f"{name}-{number}".replace(" ", "-")
+            begin = prepare(target)
             started = time.perf_counter()
-            await_copy, wait = begin(target)
+            await_copy, wait = begin()
             stall = time.perf_counter() - started
             training.compute()
             before = time.perf_counter()
@@ -167,37 +171,47 @@ def _measure_saves(training: Training, figures: Figures, rounds: int, folder: Pa
 def _sides(training: Training) -> Iterator[tuple[str, Side]]:
     memory = SaveMemory()
 
-    def ours(target: Path) -> tuple[Callable[[], None], Callable[[], None]]:
+    def ours(target: Path) -> Callable[[], Waits]:
         saves = _saves(open_store(str(target)), memory)
-        saves.begin(training.state.tensors(), training.facts(), is_still=training.state.stillness())
 
         def wait() -> None:
             _check(saves)
 
-        return saves.await_staging, wait
+        def begin() -> Waits:
+            saves.begin(training.state.tensors(), training.facts(), is_still=training.state.stillness())
+            return saves.await_staging, wait
 
-    def torch_save(target: Path) -> tuple[Callable[[], None], Callable[[], None]]:
+        return begin
+
+    def torch_save(target: Path) -> Callable[[], Waits]:
         target.mkdir()
-        torch.save(training.state.tensors(), target / "state.pt")
-        return _nothing, _nothing
 
-    def dcp_save(target: Path) -> tuple[Callable[[], None], Callable[[], None]]:
-        saver.save(training.state.tensors(), checkpoint_id=target)
-        return _nothing, _nothing
+        def begin() -> Waits:
+            torch.save(training.state.tensors(), target / "state.pt")
+            return _nothing, _nothing
 
-    def dcp_async_save(target: Path) -> tuple[Callable[[], None], Callable[[], None]]:
-        return _nothing, _ended(saver.async_save(training.state.tensors(), checkpoint_id=target))
+        return begin
 
-    stager = DefaultStager(StagingOptions(False, False, False, False))
+    def dcp_save(target: Path) -> Callable[[], Waits]:
+        def begin() -> Waits:
+            saver.save(training.state.tensors(), checkpoint_id=target)
+            return _nothing, _nothing
 
-    def dcp_async_save_kept(target: Path) -> tuple[Callable[[], None], Callable[[], None]]:
-        return _nothing, _ended(saver.async_save(training.state.tensors(), checkpoint_id=target, async_stager=stager))
+        return begin
 
+    def dcp_async_save(stager: DefaultStager | None, target: Path) -> Callable[[], Waits]:
+        def begin() -> Waits:
+            promise = saver.async_save(training.state.tensors(), checkpoint_id=target, async_stager=stager)
+            return _nothing, _ended(promise)
+
+        return begin
+
+    kept = DefaultStager(StagingOptions(False, False, False, False))
     yield OURS, ours
     yield "torch.save", torch_save
     yield "dcp.save", dcp_save
-    yield "dcp.async_save", dcp_async_save
-    yield "dcp.async_save, kept memory", dcp_async_save_kept
+    yield "dcp.async_save", partial(dcp_async_save, None)
+    yield "dcp.async_save, kept memory", partial(dcp_async_save, kept)
 
 
 def _saves(store: Store, memory: SaveMemory) -> Saves:
@@ -234,7 +248,7 @@ def _measure_disk_and_loads(training: Training, figures: Figures, rounds: int, f
         shutil.rmtree(commits, ignore_errors=True)
         saves = _saves(open_store(str(commits)), memory)
         started = time.perf_counter()
-        saves.begin(training.state.tensors(), training.facts(), is_still=lambda path: True)
+        saves.begin(training.state.tensors(), training.facts(), is_still=training.state.stillness())
         record = _check(saves)
         whole = time.perf_counter() - started
         if number:
