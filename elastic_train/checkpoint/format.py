@@ -16,6 +16,7 @@ import hashlib
 import io
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -32,6 +33,9 @@ from elastic_train.checkpoint.stores import Store, read
 from elastic_train.errors import CommitError, ConfigError
 from elastic_train.weights import tensor_digest
 
+Wanted = tuple[_StorageInfo, ReadItem]
+_NUM_READERS = 2
+_RUN_BYTES = 32 << 20
 METADATA = ".metadata"
 MODEL = "model"
 
@@ -147,19 +151,38 @@ def _record_of(store: Store, key: str, files: Mapping[str, FileRecord]) -> FileR
 def _read_items(
     store: Store, attempt: str, files: Mapping[str, FileRecord], metadata: Metadata, planner: DefaultLoadPlanner
 ) -> None:
-    """Read all that the planner asks for, every file from its beginning to its end."""
-    wanted: dict[str, list[tuple[_StorageInfo, ReadItem]]] = {}
+    """Read all that the planner asks for, every file from its beginning to its end, by a few readers."""
+    wanted: dict[str, list[Wanted]] = {}
     for item in planner.finish_plan(planner.create_local_plan()).items:
         info = metadata.storage_data[item.storage_index]
         wanted.setdefault(info.relative_path, []).append((info, item))
-    for name, items in sorted(wanted.items()):
+    runs = [(name, run) for name, items in sorted(wanted.items()) for run in _runs(items)]
+
+    def read_run(named: tuple[str, list[Wanted]]) -> None:
+        name, run = named
         key = f"{attempt}/{name}"
         with open_checked(store, key, _record_of(store, key, files)) as file:
-            for info, item in sorted(items, key=lambda pair: pair[0].offset):
+            for info, item in run:
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, io.BytesIO(_read_range(file, info.offset, info.length)))
                 else:
                     _read_tensor(file, info, item, planner.resolve_tensor(item).detach())
+
+    with ThreadPoolExecutor(_NUM_READERS, "reading") as readers:
+        for _ in readers.map(read_run, runs):
+            pass
+
+
+def _runs(items: list[Wanted]) -> Iterator[list[Wanted]]:
+    """Cut a file's items, in the order of their places, into runs of some megabytes."""
+    run: list[Wanted] = []
+    for info, item in sorted(items, key=lambda pair: pair[0].offset):
+        run.append((info, item))
+        if info.offset + info.length - run[0][0].offset >= _RUN_BYTES:
+            yield run
+            run = []
+    if run:
+        yield run
 
 
 def _read_tensor(file: CheckedFile, info: _StorageInfo, item: ReadItem, target: Tensor) -> None:

@@ -23,15 +23,21 @@ def survey(tree: object, at: Path = ()) -> tuple[tuple[Path, ...], tuple[Path, .
 
 
 def leaves_of(tree: object, at: Path = ()) -> Iterator[tuple[Path, object]]:
-    """Yield every leaf with its path; a list that holds no tensor and no mapping is one leaf."""
+    """Yield every leaf with its path, as torch does; a list without tensors or mappings, however deep, is one leaf."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from leaves_of(value, (*at, str(key)))
-    elif isinstance(tree, list) and any(isinstance(value, Mapping | list | Tensor) for value in tree):
+    elif isinstance(tree, list) and _is_split(tree):
         for index, value in enumerate(tree):
             yield from leaves_of(value, (*at, index))
     else:
         yield at, tree
+
+
+def _is_split(values: list[object]) -> bool:
+    return any(
+        isinstance(value, Mapping | Tensor) or (isinstance(value, list) and _is_split(value)) for value in values
+    )
 
 
 def fill(

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from commit_samples import State, commit_steps, facts, small_state, take_steps, trained, writer
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastic_train.checkpoint import Store, discover, layout, load, open_store, read_state, verify
@@ -218,6 +218,7 @@ trees = st.recursive(
 
 @settings(max_examples=40, deadline=None)
 @given(st.dictionaries(names, trees, max_size=3))
+@example({"a": [[]], "b": [[1], [{}]]})
 def test_any_tree_of_plain_values_comes_back(state: State) -> None:
     """Shape, keys and values of a nested state survive the file format."""
     store = open_store(f"memory://trees/{id(state)}")
