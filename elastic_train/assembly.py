@@ -9,12 +9,15 @@ from pathlib import Path
 
 import torch
 
-from elastic_train.checkpoint import CommitRecord, CommitWriter, Role, Saves, discover, open_store, prune
+from elastic_train.cadence import Cadence
+from elastic_train.checkpoint import CommitRecord, CommitWriter, Retention, Role, Saves, discover, open_store, prune
+from elastic_train.checkpoint.interval import Faults
 from elastic_train.checkpoint.reader import read_record
 from elastic_train.config import Config
 from elastic_train.errors import StorageError
 from elastic_train.fencing import StoreFence, claim_of
 from elastic_train.files import write_atomically
+from elastic_train.history import faults_before
 from elastic_train.lanes import owned_lanes
 from elastic_train.mlflow_run import COMMIT_TAG, HOSTS_TAG, IDENTITY_TAG, WORLD_TAG
 from elastic_train.plan import Plan
@@ -55,11 +58,18 @@ def _open_in(process: Process, world: World) -> Session:
         saves=open_saves(process, world, head),
         tracker=start_tracker(plan, world, state, head),
         head=head,
+        cadence=open_cadence(plan, world),
     )
     world.tell(
         f"term {world.term}: {world.group.size} ranks, {plan.num_lanes} lanes, {plan.total_steps} steps, {plan.device}"
     )
     return session
+
+
+def open_cadence(plan: Plan, world: World) -> Cadence:
+    """Return the rule by which commits are due; rank 0 knows how often faults have cost steps."""
+    past = faults_before(plan.config.run.dir, world.term) if world.is_leader else Faults(0, 0.0)
+    return Cadence(plan.config.checkpoint, past)
 
 
 def open_saves(process: Process, world: World, head: CommitRecord | None) -> Saves:
@@ -69,19 +79,19 @@ def open_saves(process: Process, world: World, head: CommitRecord | None) -> Sav
     seen = world.group.all_gather(torch.tensor(mine)).tolist()
     writers = [0, *(rank for rank in range(1, world.group.size) if seen[rank] and seen[rank] == seen[0])]
     place = writers.index(world.group.rank) if world.group.rank in writers else None
-    keep_last = process.plan.config.checkpoint.keep_last
+    retention = process.plan.retention
     return Saves(
         world.store,
         CommitWriter(world.store, world.fence, world.term, head),
         world.term,
         Role(place, len(writers), claim[:12] if claim else uuid.uuid4().hex[:12]),
         process.save_memory,
-        tidy=lambda commit: _prune(world, keep_last, commit),
+        tidy=lambda commit: _prune(world, retention, commit),
     )
 
 
-def _prune(world: World, keep_last: int, newest: CommitRecord) -> None:
-    prune(world.store, keep_last, verified=newest.key)
+def _prune(world: World, retention: Retention, newest: CommitRecord) -> None:
+    prune(world.store, retention, verified=newest.key)
 
 
 def commit_alone(plan: Plan, state: AppliedState) -> None:

@@ -10,12 +10,22 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from elastic_train.errors import ConfigError
 
@@ -103,16 +113,36 @@ class ValidationConfig(_Section):
 class CheckpointConfig(_Section):
     url: str | None = None
     """Where commits are published, a folder or an fsspec URL; run.dir if not given."""
+    near_dir: str | None = None
+    """Folder on every node, such as tmpfs, for a copy of the newest commits, which is read instead if it matches."""
     every_steps: PositiveInt | None = 50
     """Commit after every so many steps; null for never by count."""
     every_s: PositiveFloat | None = 900.0
     """Commit when so many seconds have passed since the last; null for never by time."""
+    interval: Literal["auto"] | None = None
+    """auto: in place of every_steps and every_s, what wastes least by the saves and faults so far, within rpo_s."""
+    rpo_s: PositiveFloat = 900.0
+    """With interval: auto, how many seconds of training a fault may cost at most."""
     when_busy: Literal["skip", "wait"] = "skip"
     """A commit that is due while the last one is being written: skip it, or wait for the last."""
     give_up_after: PositiveInt | None = 10
     """Failed commits in a row after which training ends with an error; null for never."""
     keep_last: PositiveInt = 5
-    """Commits kept; the newest verified one is never deleted."""
+    """The newest commits are kept, so many; the newest verified one, pinned and held ones are never deleted."""
+    keep_every_steps: PositiveInt | None = None
+    """Also keep the first commit at or behind every multiple of so many steps."""
+    keep_every_s: PositiveFloat | None = None
+    """Also keep the first commit of every period of so many seconds."""
+    keep_best: str | None = None
+    """Also keep the commit with the best value of a validation metric: 'min loss', 'max macro_f1'."""
+    storage_budget: ByteSize | None = Field(default=None, gt=0)
+    """In place of keep_last, as many of the newest commits as fit into 200GB, say, beside what else is kept."""
+
+    @model_validator(mode="after")
+    def _names_a_best(self) -> CheckpointConfig:
+        if self.keep_best is not None and not re.fullmatch(r"(min|max) \S+", self.keep_best):
+            raise ValueError(f"keep_best '{self.keep_best}' names no best commit; write 'min loss' or 'max macro_f1'")
+        return self
 
 
 class TrackingConfig(_Section):

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from elastic_train.checkpoint.interval import Faults
 from elastic_train.coverage import CoverageSums
 from elastic_train.errors import StorageError
 
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = "history"
 _TAIL_BYTES = 4096
+_HEAD_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,25 @@ def last_applied(run_dir: str | Path, before_term: int) -> LastApplied | None:
             last = max(lines, key=lambda line: (int(str(line["step"])), float(str(line["t"]))))
             return LastApplied(term, int(str(last["step"])), int(str(last["world"])), float(str(last["t"])))
     return None
+
+
+def faults_before(run_dir: str | Path, before_term: int) -> Faults:
+    """Return how many terms before `before_term` began behind a step that was applied, and how long all of them were.
+
+    Reads both ends of rank 0's histories only.
+    """
+    num, trained_s = 0, 0.0
+    for path in sorted((Path(run_dir) / FOLDER).glob("[0-9]*-00000-*.jsonl")):
+        if int(path.name.partition("-")[0]) < before_term and (first := _restored(path)):
+            resumed = first.get("resumed")
+            num += isinstance(resumed, dict) and bool(resumed.get("steps_lost"))
+            trained_s += max((float(str(last["t"])) - float(str(first["t"])) for last in _last_steps(path)), default=0)
+    return Faults(num, trained_s)
+
+
+def _restored(path: Path) -> dict[str, object] | None:
+    with path.open("rb") as file:
+        return next((line for line in _parse(file.read(_HEAD_BYTES)) if line["op"] == "restore"), None)
 
 
 def _last_steps(path: Path) -> list[dict[str, object]]:

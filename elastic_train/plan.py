@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic_train.checkpoint import CommitRecord
+from elastic_train.checkpoint import CommitRecord, Retention
 from elastic_train.config import Config
 from elastic_train.data.manifest import Manifest, load_manifest
 from elastic_train.errors import ConfigError, DataError
@@ -43,6 +43,18 @@ class Plan:
     @property
     def micro_batch(self) -> int:
         return self.config.batch.micro_batch
+
+    @property
+    def retention(self) -> Retention:
+        """Which commits stay."""
+        keep = self.config.checkpoint
+        return Retention.of(
+            last=keep.keep_last,
+            every_steps=keep.keep_every_steps,
+            every_s=keep.keep_every_s,
+            best=keep.keep_best,
+            budget=keep.storage_budget,
+        )
 
     def build_state(self) -> AppliedState:
         """Build model and optimizer from the run's seed, so that every rank begins with the same bits."""

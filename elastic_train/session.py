@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from elastic_train.cadence import Cadence
 from elastic_train.checkpoint import CommitFacts, CommitRecord, Ended, SaveMemory, Saves
 from elastic_train.data.loader import LaneBatch
 from elastic_train.errors import SavesFailedError, StorageError
@@ -59,7 +60,7 @@ class Session:
     saves: Saves
     tracker: Tracker | None
     head: CommitRecord | None
-    last_commit_at: float = field(default_factory=time.monotonic)
+    cadence: Cadence
     num_failed_saves: int = 0
     num_failed_in_a_row: int = 0
     num_skipped_saves: int = 0
@@ -85,17 +86,13 @@ class Session:
         return every is not None and self.state.step % every == 0
 
     def is_commit_due(self) -> bool:
-        every = self.plan.config.checkpoint.every_steps
-        return every is not None and self.state.step % every == 0
+        return self.cadence.is_due(self.state.step)
 
     def is_commit_overdue(self) -> bool:
         """Say whether the time for a commit has come: by rank 0's clock, or since an earlier world's was given up."""
-        every_s = self.plan.config.checkpoint.every_s
         if self.saves.is_busy:
             return False
-        if self.saves.is_owed or not self.world.is_leader or every_s is None:
-            return self.saves.is_owed
-        return time.monotonic() - self.last_commit_at > every_s
+        return self.saves.is_owed or (self.world.is_leader and self.cadence.is_overdue())
 
     def is_saving_hopeless(self) -> bool:
         """Say whether so many saves in a row have failed that training should end; only rank 0 knows."""
@@ -182,7 +179,7 @@ class Session:
         self._note(self.saves.collect())
 
     def _begin_save(self) -> None:
-        self.last_commit_at = time.monotonic()
+        self.cadence.begin()
         reach("commit")
         facts = describe_commit(self.plan, self.state, self.world.group.size)
         self.saves.begin(self.state.tensors(), facts, self.state.reached.intervals, self.state.stillness())
@@ -219,6 +216,8 @@ class Session:
             seconds=ended.seconds,
             stall_s=ended.stall_s,
         )
+        if (reason := self.cadence.measured(ended.stall_s, ended.seconds)) is not None:
+            self.world.tell(reason)
         if self.tracker is not None:
             self.tracker.commit(commit.step, commit.key)
         if ended.tidying_error is not None:

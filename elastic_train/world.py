@@ -75,7 +75,7 @@ def enter_world(config: Config, formed: Formed, started_at: float) -> World:
     """Claim the term of a group that has formed; sweep what fenced writers left behind."""
     reach("form")
     group, launched = formed.group, formed.launched
-    store = open_store(config.checkpoint_url)
+    store = open_store(config.checkpoint_url, config.checkpoint.near_dir)
     fence: Fence = _joined(store, launched) if launched and group.rank == 0 else StoreFence(store)
     at_least = launched.term if launched else 1
     try:

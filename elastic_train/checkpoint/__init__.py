@@ -1,5 +1,7 @@
 """Commits: published checkpoints, their stores, and how they are written, found, read and kept."""
 
+from elastic_train.checkpoint.markers import holding
+from elastic_train.checkpoint.policies import Retention
 from elastic_train.checkpoint.reader import Discovery, discover, load, read_state, verify
 from elastic_train.checkpoint.record import CommitFacts, CommitRecord
 from elastic_train.checkpoint.retention import prune, sweep
@@ -14,11 +16,13 @@ __all__ = [
     "Discovery",
     "Ended",
     "Entry",
+    "Retention",
     "Role",
     "SaveMemory",
     "Saves",
     "Store",
     "discover",
+    "holding",
     "load",
     "open_store",
     "prune",

@@ -1,8 +1,4 @@
-"""`elastic-train ckpt`: look at the commits of a run, check them, delete old ones, take the weights out.
-
-RUN is a run's folder, or the URL where its commits are. A commit is named by its step, by term-step, or by its key;
-without a name it is the newest. Every command takes --json.
-"""
+"""`elastic-train ckpt`: look at the commits of a run, check them, delete old ones, take the weights out, plan saves."""
 
 from __future__ import annotations
 
@@ -13,49 +9,81 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
+from pydantic import ByteSize, TypeAdapter, ValidationError
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from elastic_train.checkpoint import listing, markers
 from elastic_train.checkpoint.export import Format, export
-from elastic_train.checkpoint.reader import commit_keys, damage_of, discover, read_record, records
-from elastic_train.checkpoint.record import CommitRecord
+from elastic_train.checkpoint.forecast import Outlook, forecast
+from elastic_train.checkpoint.interval import SaveCost, shown
+from elastic_train.checkpoint.naming import find, name_to_key, open_run
+from elastic_train.checkpoint.policies import Best, Retention
+from elastic_train.checkpoint.reader import DAMAGE, commit_keys, read_record
 from elastic_train.checkpoint.retention import prune, sweep
-from elastic_train.checkpoint.stores import Store, open_store
+from elastic_train.checkpoint.stores import Store
 from elastic_train.errors import CommitError, ConfigError
 from elastic_train.fencing import newest_term
-from elastic_train.lineage import place_of, tiling_problems
 
-app = App(name="ckpt", help="Look at the commits of a run, check them, delete old ones, take the weights out.")
+app = App(
+    name="ckpt",
+    help=(
+        "Look at the commits of a run, check them, delete old ones, take the weights out, plan how often to save.\n\n"
+        "RUN is a run's folder, or the folder or URL that its commits are in (s3://bucket/run). A COMMIT is named by "
+        "its step (4000), by term-step (3-4000), or by its key; without a name it is the one that training would go "
+        "on from. Every command takes --json."
+    ),
+)
 
 Json = Annotated[bool, Parameter(name="--json", negative="")]
+Flag = Annotated[bool, Parameter(negative="")]
+STALL_S_PER_GB = 0.11
+"""A save's, on a CPU's memory; see benchmarks."""
+
 FormatOption = Annotated[Format, Parameter(name="--format")]
 
 
 @app.command
-def ls(run: str, *, json_: Json = False) -> int:
-    """List the commits of RUN, the newest first. Records are checked, files are not: see `ckpt verify`."""
-    store = open_store(run)
-    rows = [_row(key, record, wrong) for key, record, wrong in records(store)]
+def ls(run: str, *, best: str = "min loss", verify: Flag = False, json_: Json = False) -> int:
+    """List the commits of RUN, the newest first, and mark the head, the best, pinned ones and those that are held.
+
+    --best 'max macro_f1' names the metric that is shown and that decides which is best. Records are checked, and files
+    by their sizes; --verify reads all files, too.
+    """
+    store, metric = open_run(run), Best.parse(best)
+    found = listing.survey_store(store, metric, is_thorough=verify)
+    rows = [row.fields(metric.metric, time.time()) for row in found.rows]
     if json_:
         return _print_json(rows)
-    columns = ("key", "step", "term", "epoch", "age", "size", "world", "loss", "record")
-    table = Table(*columns)
-    for row in rows:
-        table.add_row(*("-" if row[name] is None else str(row[name]) for name in columns))
+    table = _table("step", "term", "epoch", "age", "size", "world", metric.metric, "validity", "marks")
+    for row, fields in zip(found.rows, rows, strict=True):
+        age_s = None if row.record is None else time.time() - row.record.created_at
+        table.add_row(
+            *(_cell(fields[name]) for name in ("step", "term", "epoch")),
+            "-" if age_s is None else listing.age(age_s),
+            "-" if row.record is None else listing.size(row.record.num_bytes),
+            *(_cell(fields[name]) for name in ("world", metric.metric)),
+            f"[red]{row.wrong}" if row.wrong else f"[green]{'whole' if verify else 'sizes ok'}",
+            ", ".join(row.marks),
+        )
     Console().print(table if rows else f"{store.url}: no commits")
+    if rows or found.abandoned:
+        left = f"; {listing.size(found.abandoned_bytes)} in {found.abandoned} abandoned attempts, see `ckpt prune`"
+        Console().print(f"{listing.size(found.num_bytes)} in {len(rows)} commits{left if found.abandoned else ''}")
     return 0
 
 
 @app.command
 def show(run: str, commit: str | None = None, *, json_: Json = False) -> int:
     """Show everything that is recorded of one commit of RUN."""
-    record = find(open_store(run), commit)
+    record = find(open_run(run), commit)
     fields = json.loads(record.encode())
     fields["files"] = {name: {"size": file.size, "sha256": file.sha256} for name, file in record.files.items()}
     fields = {"key": record.key, "digest": record.digest, **fields}
     if json_:
         return _print_json(fields)
-    table = Table("field", "value")
+    table = _table("field", "value")
     for name, value in fields.items():
         table.add_row(name, value if isinstance(value, str) else json.dumps(value))
     Console().print(table)
@@ -68,13 +96,13 @@ def verify(run: str, commit: str | None = None, *, json_: Json = False) -> int:
 
     Without a commit's name a damaged one is reported, and the code is 0 as long as training can go on from another.
     """
-    store = open_store(run)
-    keys = commit_keys(store) if commit is None else [find(store, commit).key]
+    store = open_run(run)
+    keys = commit_keys(store) if commit is None else [name_to_key(store, commit)]
     found = [{"key": key, "wrong": _wrong_with(store, key)} for key in keys]
     if json_:
         _print_json(found)
     else:
-        table = Table("commit", "verdict")
+        table = _table("commit", "verdict")
         for row in found:
             table.add_row(str(row["key"]), f"[red]{row['wrong']}" if row["wrong"] else "[green]whole")
         Console().print(table if found else f"{store.url}: no commits")
@@ -82,103 +110,150 @@ def verify(run: str, commit: str | None = None, *, json_: Json = False) -> int:
 
 
 @app.command(name="prune")
-def prune_(run: str, *, keep_last: int = 5, json_: Json = False) -> int:
-    """Delete all but the newest commits of RUN, and what failed saves have left; a whole commit always stays.
+def prune_(
+    run: str,
+    *,
+    keep_last: int = 5,
+    keep_every_steps: int | None = None,
+    keep_every_s: float | None = None,
+    keep_best: str | None = None,
+    storage_budget: str | None = None,
+    dry_run: Flag = False,
+    json_: Json = False,
+) -> int:
+    """Delete the commits of RUN that no rule keeps, and what failed saves have left; see first with --dry-run.
 
-    Attempts of the newest term are left alone for six hours, since a writer may be at them.
+    A commit stays if any rule wants it: --keep-last N, --keep-every-steps K and --keep-every-s S (the first of every
+    period), --keep-best 'max macro_f1'. With --storage-budget 200GB, in place of --keep-last, as many of the newest as
+    fit. Pinned commits stay, those that a reader holds, and the newest whole one. Attempts of the newest term are left
+    alone for six hours, since a writer may be at them.
     """
-    if keep_last < 1:
-        raise ConfigError(f"--keep-last must be at least 1, not {keep_last}")
-    store = open_store(run)
-    pruned, swept = prune(store, keep_last), sweep(store, newest_term(store))
+    retention = Retention.of(
+        last=keep_last,
+        every_steps=keep_every_steps,
+        every_s=keep_every_s,
+        best=keep_best,
+        budget=_bytes(storage_budget) if storage_budget else None,
+    )
+    store = open_run(run)
+    pruned = prune(store, retention, is_rehearsal=dry_run)
+    swept = sweep(store, newest_term(store), is_rehearsal=dry_run)
     num_bytes = pruned.num_bytes + swept.num_bytes
     if json_:
         return _print_json({"commits": pruned.commits, "attempts": swept.attempts, "bytes": num_bytes})
-    Console().print(
-        f"{len(pruned.commits)} commits and {len(swept.attempts)} attempts deleted, {_size(num_bytes)} freed"
+    for key in (*pruned.commits, *swept.attempts):
+        _print(key)
+    return _print(
+        f"{'would be ' if dry_run else ''}deleted: {len(pruned.commits)} commits, {len(swept.attempts)} attempts, "
+        f"{listing.size(num_bytes)}"
     )
-    return 0
+
+
+@app.command
+def pin(run: str, commit: str, *, json_: Json = False) -> int:
+    """Keep COMMIT of RUN, whatever retention says, until `ckpt unpin`."""
+    store = open_run(run)
+    record = find(store, commit)
+    markers.pin(store, record.key)
+    return _print_json({"pinned": record.key}) if json_ else _print(f"{record.key} is pinned")
+
+
+@app.command
+def unpin(run: str, commit: str, *, json_: Json = False) -> int:
+    """Let retention delete COMMIT of RUN again."""
+    store = open_run(run)
+    key = name_to_key(store, commit)
+    markers.unpin(store, key)
+    return _print_json({"unpinned": key}) if json_ else _print(f"{key} is not pinned any more")
 
 
 @app.command(name="export")
 def export_(
     run: str, target: Path, commit: str | None = None, *, format_: FormatOption = "safetensors", json_: Json = False
 ) -> int:
-    """Write the weights of one commit of RUN to the file TARGET."""
-    store = open_store(run)
+    """Write the weights of one commit of RUN to the file TARGET, once all of its files have been verified.
+
+    --format safetensors names the commit in the file's header; --format torch is a plain state dict, for torch.load.
+    """
+    store = open_run(run)
     record = find(store, commit)
-    num_tensors = export(store, record, target, format_)
+    with markers.holding(store, record.key):
+        num_tensors = export(store, record, target, format_)
     if json_:
         return _print_json({"commit": record.key, "target": str(target), "tensors": num_tensors})
-    Console().print(f"{num_tensors} tensors of {record.key} written to {target}")
-    return 0
+    return _print(f"{num_tensors} tensors of {record.key} written to {target}")
 
 
-def find(store: Store, name: str | None) -> CommitRecord:
-    """Return the commit that a person names, or the newest whole one; ConfigError if there is none such."""
-    if name is None:
-        head = discover(store).head
-        if head is None:
-            raise ConfigError(f"{store.url}: no commits")
-        return head
-    keys = commit_keys(store)
-    matches = [key for key in keys if name in _names(key)]
-    if not matches:
-        known = ", ".join(str(_names(key)[1]) for key in keys[:5]) or "none"
-        raise ConfigError(f"{store.url}: no commit is called '{name}'; the newest, as term-step: {known}")
-    return read_record(store, matches[0])
+@app.command
+def plan(
+    *,
+    state_gb: float,
+    mtbf_h: float,
+    rpo_min: float = 15.0,
+    stall_s: float | None = None,
+    write_mb_s: float = 500.0,
+    restart_s: float = 30.0,
+    keep_last: int = 5,
+    json_: Json = False,
+) -> int:
+    """Show what saving often or seldom costs, in time, lost work and storage, for numbers of your own.
 
-
-def _names(key: str) -> tuple[str, str, str, str]:
-    term, step = place_of(key) or (0, 0)
-    return key, f"{term}-{step}", str(step), key.removeprefix("commits/").removesuffix(".json")
+    --state-gb: what a commit holds (for AdamW in fp32 three times the weights). --mtbf-h: hours between faults that end
+    the whole job; one node in N fails N times as often. --stall-s: how long a save stops training (0.11 s a GB).
+    --write-mb-s: how fast the store takes it. --restart-s: from a fault to training again.
+    """
+    stall = STALL_S_PER_GB * state_gb if stall_s is None else stall_s
+    cost = SaveCost(stall, max(stall, state_gb * 1000 / write_mb_s))
+    choice, rows = forecast(cost, mtbf_h * 3600, rpo_min * 60, restart_s)
+    if json_:
+        return _print_json(
+            {"chosen_s": choice.interval_s, "reason": choice.reason, "rows": [_outlook(r) for r in rows]}
+        )
+    table = _table("interval", "wasted", "by stalls", "by faults", "lost at most", "saved a day", "")
+    for row in rows:
+        chosen = "[green]chosen " if row.interval_s == choice.interval_s else ""
+        mark = f"{chosen}{'' if row.is_allowed else '[red]over the RPO'}"
+        shares = (f"{share:.2%}" for share in (row.waste, row.stall_share, row.fault_share))
+        written = listing.size(86400 / row.interval_s * state_gb * 1e9)
+        table.add_row(shown(row.interval_s), *shares, shown(row.rpo_s), written, mark)
+    Console().print(table)
+    return _print(
+        f"{choice.reason}\nkeep_last {keep_last} holds {listing.size((keep_last + 1) * state_gb * 1e9)} at most"
+    )
 
 
 def _wrong_with(store: Store, key: str) -> str | None:
-    damage = damage_of(store, key)
-    if damage is not None:
-        return damage
-    record = read_record(store, key)
-    problems = tiling_problems(record.intervals, record.step)
-    return f"its lineage does not tile: {'; '.join(problems)}" if problems else None
+    try:
+        return listing.wrong_with(store, read_record(store, key))
+    except DAMAGE as error:
+        return str(error)
 
 
-def _row(key: str, record: CommitRecord | None, wrong: str | None) -> dict[str, object]:
-    term, step = place_of(key) or (0, 0)
-    row: dict[str, object] = {"key": key, "step": step, "term": term, "record": wrong or "sealed"}
-    if record is None:
-        return {
-            **row,
-            **dict.fromkeys(("epoch", "age", "age_s", "size", "bytes", "world", "loss", "parent", "metrics")),
-        }
-    age_s = time.time() - record.created_at
-    return {
-        **row,
-        "epoch": record.cursor.epoch,
-        "age": _age(age_s),
-        "age_s": round(age_s, 1),
-        "size": _size(record.num_bytes),
-        "bytes": record.num_bytes,
-        "world": record.world_size,
-        "loss": record.metrics.get("loss"),
-        "parent": record.parent_key,
-        "metrics": dict(record.metrics),
-    }
+def _bytes(text: str) -> int:
+    try:
+        return TypeAdapter(ByteSize).validate_python(text)
+    except ValidationError as error:
+        raise ConfigError(
+            f"--storage-budget '{text}' is no amount of bytes; write 200GB, 1.5TiB or a number"
+        ) from error
 
 
-def _age(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.0f} s"
+def _outlook(row: Outlook) -> dict[str, object]:
+    return {name: getattr(row, name) for name in Outlook.__dataclass_fields__}
 
 
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} GB"
+def _table(*columns: str) -> Table:
+    """Return a table that is narrow enough for a terminal."""
+    return Table(*columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+
+
+def _cell(value: object) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _print(text: str) -> int:
+    Console().print(text, highlight=False, markup=False, soft_wrap=True)
+    return 0
 
 
 def _print_json(value: object) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -26,13 +28,18 @@ def export(store: Store, record: CommitRecord, target: Path, kind: Format) -> in
     tensors = {str(name): value for name, value in model.items() if isinstance(value, Tensor)}
     if target.exists():
         raise ConfigError(f"{target}: exists already; name another file")
+    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
         if kind == "torch":
-            torch.save(tensors, target)
+            torch.save(tensors, unfinished)
         else:
-            _save_safetensors(tensors, target, record)
-    except OSError as error:
-        raise StorageError(f"{target}: cannot write: {error.strerror or error}") from error
+            _save_safetensors(tensors, unfinished, record)
+        unfinished.rename(target)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise StorageError(f"{target}: cannot write: {reason or error}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
     return len(tensors)
 
 

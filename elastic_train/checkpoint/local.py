@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from elastic_train.checkpoint.disk import Disk, RealDisk
-from elastic_train.checkpoint.stores import Entry, KeyMissing, KeyTaken, Sink, Unreadable
+from elastic_train.checkpoint.stores import Entry, KeyMissing, KeyTaken, Sink, Uncertain, Unreadable
 from elastic_train.errors import StorageError
 
 _UNFINISHED = ".unfinished"  # the suffix of a record that is being created; no key ends so
@@ -37,9 +37,7 @@ class LocalStore:
             with self._disk.create(unfinished) as file:
                 file.write(content)
                 self._disk.sync(file)
-            self._disk.link(unfinished, path)
-            with self._removing_on_error(path):
-                self._disk.sync_directory(path.parent)
+            self._name(unfinished, path)
 
     @contextlib.contextmanager
     def write(self, key: str) -> Iterator[Sink]:
@@ -79,6 +77,32 @@ class LocalStore:
                 except OSError:
                     break  # not empty, or another writer's by now
 
+    def _name(self, unfinished: Path, path: Path) -> None:
+        """Link a file to its name, durably; behind an error the name is durably not ours, or it is Uncertain."""
+        try:
+            try:
+                self._disk.link(unfinished, path)
+            finally:
+                self._disk.sync_directory(path.parent)  # that a name is taken is as durable an answer as that it is not
+        except FileExistsError:
+            raise
+        except OSError as error:
+            if not self._is_taken_back(unfinished, path):
+                raise Uncertain(f"{path}: nobody knows whether it was created: {error.strerror or error}") from error
+            raise
+
+    def _is_taken_back(self, unfinished: Path, path: Path) -> bool:
+        """Remove a name that may have been given, unless it is another's, and say whether it will stay away."""
+        try:
+            if path.exists():
+                if not path.samefile(unfinished):
+                    return False
+                self._disk.unlink(path)
+            self._disk.sync_directory(path.parent)
+        except OSError:
+            return False
+        return True
+
     def _make_directory(self, path: Path) -> None:
         """Make a directory and those above it, each durable in the one above."""
         if path.is_dir():
@@ -116,8 +140,8 @@ class LocalStore:
 
 
 _ADVICE = {
-    errno.ENOSPC: "; free some space, or set checkpoint.keep_last lower",
-    errno.EDQUOT: "; raise the quota, or set checkpoint.keep_last lower",
+    errno.ENOSPC: "; free some space, or set checkpoint.storage_budget",
+    errno.EDQUOT: "; raise the quota, or set checkpoint.storage_budget",
     errno.EACCES: "; check who owns the folder",
     errno.EPERM: "; the file system must know hard links",
     errno.ENOTSUP: "; the file system must know hard links",

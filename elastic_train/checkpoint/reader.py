@@ -9,12 +9,13 @@ A store that cannot be asked is not a damaged commit: that error is passed on, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from elastic_train.checkpoint.checksums import find_damage
 from elastic_train.checkpoint.format import read_leaves
 from elastic_train.checkpoint.layout import State
+from elastic_train.checkpoint.near import NearStore
 from elastic_train.checkpoint.record import CommitRecord, decode
 from elastic_train.checkpoint.stores import KeyMissing, Store, Unreadable, read
 from elastic_train.checkpoint.tree import fill, leaves_of
@@ -33,11 +34,15 @@ class Discovery:
     skipped: tuple[tuple[str, str], ...]
 
 
-def discover(store: Store, *, published: str | None = None) -> Discovery:
+def discover(
+    store: Store, *, published: str | None = None, damage: Callable[[Store, str], str | None] | None = None
+) -> Discovery:
     """Find the commit to go on from; raise CommitError if there are commits and none is whole.
 
-    `published` is the key that the fence names as head, if it does: that it is gone is reported, not fatal.
+    `published` is the key that the fence names as head, if it does: that it is gone is reported, not fatal. `damage`
+    says what is wrong with a commit, None if nothing is; without it all files are read.
     """
+    damage = damage or damage_of
     keys = commit_keys(store)
     skipped: list[tuple[str, str]] = []
     if published is not None and published not in keys:
@@ -45,10 +50,10 @@ def discover(store: Store, *, published: str | None = None) -> Discovery:
     left = list(keys)
     while left:
         key = left.pop(0)
-        damage = damage_of(store, key)
-        if damage is None:
+        wrong = damage(store, key)
+        if wrong is None:
             return Discovery(read_record(store, key), tuple(skipped))
-        skipped.append((key, damage))
+        skipped.append((key, wrong))
         left = _after(store, key, left, skipped)
     if keys:
         told = "\n".join(f"  {key}: {why}" for key, why in skipped)
@@ -79,9 +84,8 @@ def records(store: Store) -> Iterator[tuple[str, CommitRecord | None, str | None
             yield key, None, str(error)
 
 
-def verify(store: Store, record: CommitRecord) -> None:
-    """Compare all files of a commit with its record, sizes first; raise CommitError with everything that is wrong."""
-    sizes = {entry.key: entry.size for entry in store.list(f"{record.attempt}/")}
+def wrong_sizes(record: CommitRecord, sizes: Mapping[str, int]) -> list[str]:
+    """Compare the sizes of keys with a commit's record; say what is missing or of another size."""
     wrong: list[str] = []
     for name, file in sorted(record.files.items()):
         key = f"{record.attempt}/{name}"
@@ -89,6 +93,12 @@ def verify(store: Store, record: CommitRecord) -> None:
             wrong.append(f"{key} is missing")
         elif sizes[key] != file.size:
             wrong.append(f"{key} has {sizes[key]} bytes, its record says {file.size}")
+    return wrong
+
+
+def verify(store: Store, record: CommitRecord) -> None:
+    """Compare all files of a commit with its record, sizes first; raise CommitError with everything that is wrong."""
+    wrong = wrong_sizes(record, {entry.key: entry.size for entry in store.list(f"{record.attempt}/")})
     for name, file in sorted(record.files.items()):
         if not wrong and (damage := find_damage(store, f"{record.attempt}/{name}", file)):
             wrong.append(damage)
@@ -112,6 +122,8 @@ def load(store: Store, record: CommitRecord, state: State) -> None:
     stepped) is added on the CPU. Raises ConfigError if `state` has a leaf that the commit lacks, or of another shape or
     type, and CommitError if the bytes that are read do not match their checksums.
     """
+    if isinstance(store, NearStore):
+        store = store.preferring({f"{record.attempt}/{name}": file for name, file in record.files.items()})
     leaves = read_leaves(store, record.attempt, record.files, dict(leaves_of(state)))
     fill(state, leaves, record.int_keyed, record.empty)
 

@@ -1,16 +1,21 @@
-"""Retention: which commits stay, and the sweeping of attempts that never became one.
+"""Retention: the deletion of commits that no policy wants, and the sweeping of attempts that never became one.
 
 A record is deleted before its files, so that what is left at any moment is either a whole commit or an abandoned
-attempt. Never deleted: the newest commit that verifies, pinned ones, and an attempt that may still be written.
+attempt. Never deleted: the newest commit that verifies, pinned ones, those that a reader holds, and an attempt that may
+still be written.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
 
+from elastic_train.checkpoint.markers import held, pinned
+from elastic_train.checkpoint.policies import Candidate, Retention
 from elastic_train.checkpoint.reader import DAMAGE, commit_keys, damage_of, read_record, records
+from elastic_train.checkpoint.record import CommitRecord
 from elastic_train.checkpoint.stores import Entry, Store
 from elastic_train.checkpoint.writer import ATTEMPTS
 from elastic_train.lineage import place_of
@@ -27,24 +32,25 @@ class Pruned:
     num_bytes: int
 
 
-def prune(store: Store, keep_last: int, *, pinned: Collection[str] = (), verified: str | None = None) -> Pruned:
-    """Delete all but the newest `keep_last` commits, those pinned, and the newest one that verifies.
+def prune(store: Store, retention: Retention, *, verified: str | None = None, is_rehearsal: bool = False) -> Pruned:
+    """Delete the commits that no policy wants, but none that is pinned or held, nor the newest one that verifies.
 
-    `verified` is the key of a commit that the caller knows to be whole; without it the newest are read until one is.
-    Damaged commits count among the last, and go as others do: they are no reason to keep fewer whole ones.
+    `verified` is the key of a commit that the caller knows to be whole; without it the newest are read until one is,
+    and if none is, nothing is deleted. A rehearsal deletes nothing and says what it would have deleted.
     """
-    if keep_last < 1:
-        raise ValueError(f"keep_last must be at least 1, not {keep_last}")
-    keys = commit_keys(store)
-    doomed = [key for key in keys[keep_last:] if key not in pinned]
+    commits = [_candidate(store, key) for key in commit_keys(store)]
+    sure = pinned(store) | held(store)
+    doomed = retention.unwanted(commits, sure)
     if doomed:
-        whole = verified if verified in keys else _newest_whole(store)
-        doomed = [key for key in doomed if key != whole] if whole else []
-    num_bytes = sum(_delete_commit(store, key) for key in reversed(doomed))
-    return Pruned(tuple(doomed), (), num_bytes)
+        whole = verified if verified in {commit.key for commit in commits} else _newest_whole(store)
+        doomed = retention.unwanted(commits, sure | {whole}) if whole else []
+    delete = _measure_commit if is_rehearsal else _delete_commit
+    return Pruned(tuple(doomed), (), sum(delete(store, key) for key in doomed))
 
 
-def sweep(store: Store, term: int, *, now: float | None = None, safe_age_s: float = SAFE_AGE_S) -> Pruned:
+def sweep(
+    store: Store, term: int, *, now: float | None = None, safe_age_s: float = SAFE_AGE_S, is_rehearsal: bool = False
+) -> Pruned:
     """Delete attempts that no record names, once nobody can finish them: of a term below `term`, or long untouched.
 
     A writer of an older term that is still at it loses its files, and could not have published anyway.
@@ -56,15 +62,16 @@ def sweep(store: Store, term: int, *, now: float | None = None, safe_age_s: floa
             unreadable.add(place_of(key))
         else:
             sealed.add(record.attempt)
+    spared = unreadable | {place_of(key) for key in held(store, now)}
     moment = time.time() if now is None else now
     swept, num_bytes = [], 0
     for attempt, entries in attempts.items():
-        place = _place_of_attempt(attempt)
-        if attempt in sealed or place is None or place in unreadable:
+        place = place_of_attempt(attempt)
+        if attempt in sealed or place is None or place in spared:
             continue
         touched = [entry.modified_at for entry in entries if entry.modified_at is not None]
         if place[0] < term or (touched and max(touched) < moment - safe_age_s):
-            num_bytes += _delete_all(store, entries)
+            num_bytes += sum(entry.size for entry in entries) if is_rehearsal else _delete_all(store, entries)
             swept.append(attempt)
     return Pruned((), tuple(swept), num_bytes)
 
@@ -73,15 +80,33 @@ def _newest_whole(store: Store) -> str | None:
     return next((key for key in commit_keys(store) if damage_of(store, key) is None), None)
 
 
+def _candidate(store: Store, key: str) -> Candidate:
+    place = place_of(key)
+    assert place, f"{key} is no commit's key"
+    return Candidate(key, place[1], functools.partial(_readable, store, key))
+
+
+def _readable(store: Store, key: str) -> CommitRecord | None:
+    with contextlib.suppress(*DAMAGE):
+        return read_record(store, key)
+    return None
+
+
+def _measure_commit(store: Store, key: str) -> int:
+    record = _readable(store, key)
+    return record.num_bytes if record else 0
+
+
 def _delete_commit(store: Store, key: str) -> int:
-    """Delete a record, then its files; those of an unreadable record stay, for nobody knows which they are."""
-    try:
-        attempt = read_record(store, key).attempt
-    except DAMAGE:
-        store.delete(key)
-        return 0
+    """Delete a record, then its files; those of an unreadable record stay, for nobody knows which they are.
+
+    So do those of a commit that a reader has taken hold of meanwhile: they are swept later.
+    """
+    record = _readable(store, key)
     store.delete(key)
-    return _delete_all(store, store.list(f"{attempt}/"))
+    if record is None or key in held(store):
+        return 0
+    return _delete_all(store, store.list(f"{record.attempt}/"))
 
 
 def _delete_all(store: Store, entries: list[Entry]) -> int:
@@ -98,7 +123,7 @@ def _attempts(store: Store) -> dict[str, list[Entry]]:
     return attempts
 
 
-def _place_of_attempt(attempt: str) -> tuple[int, int] | None:
+def place_of_attempt(attempt: str) -> tuple[int, int] | None:
     """Return the (term, step) of an attempt's folder, None if it is not one of ours."""
     _, step, name = attempt.split("/") if attempt.count("/") == 2 else ("", "", "")
     term = name.partition("-")[0]

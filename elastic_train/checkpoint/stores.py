@@ -74,8 +74,18 @@ class Store(Protocol):
         """Remove a key, durably; nothing happens if there is none."""
 
 
-def open_store(url: str) -> Store:
-    """Open the store at a folder or an fsspec URL; ConfigError if nothing here can speak its protocol."""
+def open_store(url: str, near_dir: str | None = None) -> Store:
+    """Open the store at a folder or an fsspec URL; ConfigError if nothing here can speak its protocol.
+
+    With `near_dir`, a folder on this node, what is written is also kept there, and read from there if it matches.
+    """
+    from elastic_train.checkpoint.near import NearStore
+
+    store = _open(url)
+    return NearStore(store, near_dir) if near_dir else store
+
+
+def _open(url: str) -> Store:
     from elastic_train.checkpoint.local import LocalStore
     from elastic_train.checkpoint.remote import FsspecStore
 
@@ -98,20 +108,29 @@ def create_once(store: Store, key: str, content: bytes) -> bool:
     """Create a key whose content is unique to this call; return False if someone else holds it.
 
     A store that retries by itself may refuse the retry because its own first try got through, and an unanswered
-    create may have: the content tells.
+    create may have: it is asked a second time, and the content tells. To look alone would not do: what can be seen
+    need not be durable.
     """
-    try:
-        store.create(key, content)
-    except KeyTaken:
-        return read(store, key) == content
-    except Uncertain:
-        if not _holds(store, key, content):
-            raise
-    return True
+    unknown: Uncertain | None = None
+    for _ in range(2):
+        try:
+            store.create(key, content)
+        except KeyTaken:
+            return _is_content(store, key, content)
+        except Uncertain as error:
+            unknown = unknown or error
+        except StorageError:
+            if unknown is None:
+                raise
+            break  # a second failure does not undo the first try
+        else:
+            return True
+    assert unknown is not None
+    raise unknown
 
 
-def _holds(store: Store, key: str, content: bytes) -> bool:
+def _is_content(store: Store, key: str, content: bytes) -> bool:
     try:
         return read(store, key) == content
-    except StorageError:
-        return False
+    except StorageError as error:
+        raise Uncertain(f"{store.url}/{key}: is taken, and cannot be read to see by whom: {error}") from error

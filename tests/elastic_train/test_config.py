@@ -100,3 +100,13 @@ def test_an_unreadable_file_is_said_so(tmp_path):
     (tmp_path / "bad.yaml").write_text("a: [1")
     with pytest.raises(ConfigError, match="no YAML"):
         configuration.load(tmp_path / "bad.yaml", environ={})
+
+
+def test_what_to_keep_is_read_and_checked(tmp_path: Path) -> None:
+    """A budget has a unit, and a best that is not understood is refused with what to write."""
+    keep = {"storage_budget": "200GB", "keep_best": "max macro_f1"}
+    config = load(tmp_path, {**GOOD, "checkpoint": keep})
+    assert config.checkpoint.storage_budget == 200 * 10**9
+    assert load(tmp_path, yaml.safe_load(config.to_yaml())) == config
+    with pytest.raises(ConfigError, match="write 'min loss'"):
+        load(tmp_path, GOOD, arguments=("--checkpoint.keep-best", "loss"))

@@ -12,8 +12,9 @@ import torch
 from commit_samples import commit_steps, trained, writer
 from commit_samples import facts as some_facts
 
-from elastic_train.checkpoint import Store
+from elastic_train.checkpoint import Store, open_store
 from elastic_train.checkpoint.cli import app
+from elastic_train.checkpoint.reader import commit_keys
 from elastic_train.errors import CommitError, ConfigError
 
 
@@ -32,23 +33,64 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> object:
 
 
 def test_ls_lists_the_newest_first(local_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row says step, term, epoch, age, size, world and loss."""
-    commit_steps(local_store, 1, 2)
-    rows = run_json(capsys, "ls", local_store.url)
+    """A row says step, term, epoch, age, size, world, metric, validity, and marks head and best."""
+    commits = commit_steps(local_store, 1, 2)
+    run("pin", local_store.url, "1")
+    rows = run_json(capsys, "ls", local_store.url, "--best", "max loss")
     assert isinstance(rows, list)
     assert [row["step"] for row in rows] == [2, 1]
-    assert rows[0]["world"] == 2
-    assert rows[0]["record"] == "sealed"
+    assert (rows[0]["world"], rows[0]["bytes"], rows[0]["loss"]) == (2, commits[1].num_bytes, 1 / 3)
+    assert [row["marks"] for row in rows] == [["head"], ["best", "pinned"]]
+    assert all(row["is_valid"] for row in rows)
     assert run("ls", local_store.url) == 0
-    assert "commits/" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "head, best" in printed
+    assert "in 2 commits" in printed
 
 
-def test_an_empty_run_is_said_to_be_empty(local_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    """No commits is no error for ls, and is one for show."""
+def test_ls_sees_damage_and_marks_the_commit_to_go_on_from(
+    local_store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong size is seen at once, a flipped bit with --verify; the head is then the parent."""
+    first, second, third = commit_steps(local_store, 1, 2, 3)
+    os.truncate(Path(local_store.url) / third.attempt / "__0_0.distcp", 9)
+    data = Path(local_store.url) / second.attempt / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    local_store.create("data/step-000000000009/00000001-dead/__0_0.distcp", b"half")
+
+    def marks(*options: str) -> list[tuple[bool, list[str]]]:
+        rows = run_json(capsys, "ls", local_store.url, *options)
+        assert isinstance(rows, list)
+        return [(row["is_valid"], row["marks"]) for row in rows]
+
+    assert marks() == [(False, []), (True, ["head", "best"]), (True, [])]
+    assert marks("--verify") == [(False, []), (False, []), (True, ["head", "best"])]
+    (Path(local_store.url) / first.key).write_bytes(b"{}")
+    assert marks("--verify") == [(False, [])] * 3
     assert run("ls", local_store.url) == 0
+    assert "4 B in 1" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_empty_run_is_said_to_be_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No commits is no error for ls, and is one for show; a folder that is not there is one for both."""
+    (tmp_path / "run-1").mkdir()
+    assert run("ls", str(tmp_path / "run-1")) == 0
     assert "no commits" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="no commits"):
-        run("show", local_store.url)
+        run("show", str(tmp_path / "run-1"))
+    with pytest.raises(ConfigError, match=r"no such folder; did you mean '.*run-1'"):
+        run("ls", str(tmp_path / "run_1"))
+
+
+def test_a_runs_folder_leads_to_its_commits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the commits are elsewhere, the run's resolved configuration says where."""
+    (tmp_path / "run").mkdir()
+    url = f"memory://{tmp_path.name}"
+    (tmp_path / "run" / "config.yaml").write_text(f"checkpoint: {{url: {url}}}")
+    commit_steps(open_store(url), 7)
+    rows = run_json(capsys, "ls", str(tmp_path / "run"))
+    assert isinstance(rows, list)
+    assert rows[0]["step"] == 7
 
 
 @pytest.mark.parametrize("name", ["1", "1-1", "00000001-000000000001", "commits/00000001-000000000001.json"])
@@ -81,15 +123,52 @@ def test_verify_finds_damage(local_store: Store, capsys: pytest.CaptureFixture[s
     assert run("verify", local_store.url) == CommitError.exit_code
 
 
-def test_prune_keeps_the_last(local_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command deletes as retention does, and says how much."""
-    first, second, _ = commit_steps(local_store, 1, 2, 3)
-    pruned = run_json(capsys, "prune", local_store.url, "--keep-last", "1")
+def test_prune_keeps_what_a_rule_keeps(local_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command deletes as retention does, says how much, and says it beforehand if asked to."""
+    first, second, third, _ = commit_steps(local_store, 1, 2, 3, 4)
+    run("pin", local_store.url, "1")
+    options = ("prune", local_store.url, "--keep-last", "1", "--keep-best", "max loss", "--keep-every-steps", "3")
+    rehearsed = run_json(capsys, *options, "--dry-run")
+    pruned = run_json(capsys, *options)
+    assert rehearsed == pruned
     assert isinstance(pruned, dict)
-    assert sorted(pruned["commits"]) == [first.key, second.key]
-    assert pruned["bytes"] > 0
-    with pytest.raises(ConfigError, match="at least 1"):
-        run("prune", local_store.url, "--keep-last", "0")
+    assert pruned["commits"] == [second.key]
+    assert pruned["bytes"] == second.num_bytes
+    run("unpin", local_store.url, "1")
+    pruned = run_json(capsys, "prune", local_store.url, "--storage-budget", "4kB")
+    assert isinstance(pruned, dict)
+    assert pruned["commits"] == [first.key, third.key]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--keep-last", "0"), "at least 1"),
+        (("--keep-best", "loss"), "write 'min loss'"),
+        (("--storage-budget", "much"), "write 200GB"),
+    ],
+)
+def test_a_rule_that_makes_no_sense_deletes_nothing(local_store: Store, options: tuple[str, str], message: str) -> None:
+    """It is refused with what to write instead."""
+    commit_steps(local_store, 1, 2)
+    with pytest.raises(ConfigError, match=message):
+        run("prune", local_store.url, *options)
+    assert len(commit_keys(local_store)) == 2
+
+
+def test_a_plan_shows_the_curve(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the intervals that the budget allows none wastes less than the chosen one, which is among the rows."""
+    options = ("plan", "--state-gb", "12", "--mtbf-h", "8")
+    told = run_json(capsys, *options)
+    assert isinstance(told, dict)
+    chosen = next(row for row in told["rows"] if row["interval_s"] == told["chosen_s"])
+    assert chosen["is_allowed"]
+    assert chosen["waste"] == min(row["waste"] for row in told["rows"] if row["is_allowed"])
+    assert [row["is_allowed"] for row in told["rows"]][-1] is False
+    assert run(*options) == 0
+    printed = capsys.readouterr().out
+    assert "chosen" in printed
+    assert "keep_last 5 holds 72 GB" in printed
 
 
 def test_export_writes_the_weights(local_store: Store, tmp_path: Path) -> None:

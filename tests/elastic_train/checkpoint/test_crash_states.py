@@ -1,214 +1,204 @@
 """Crash states: whenever the machine stops, whatever the disk had not synced, load yields the old commit or the new.
 
-A save runs on a disk that records its operations. For every prefix of them, every state that a file system may leave
-is built: names not synced may be there or not, bytes not synced may be whole, torn, zeros or absent.
+Saves and deletions run on a disk that a simulated one follows. After every operation each state is built that a crash
+may leave there, all names and all writes choosing for themselves; every different one of them is then started from.
 """
 
 from __future__ import annotations
 
-import io
-import itertools
-import random
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+import contextlib
+import errno
+import uuid
+from collections import Counter
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
+import fsspec
 import pytest
-from commit_samples import facts, small_state
+from commit_samples import commit_steps, facts, small_state
+from simulated_disk import Image, MirroredDisk, SimulatedDisk
 
-from elastic_train.checkpoint import CommitRecord, CommitWriter, Entry, discover, read_state
-from elastic_train.checkpoint.disk import RealDisk
+from elastic_train.checkpoint import (
+    CommitRecord,
+    CommitWriter,
+    Retention,
+    Store,
+    discover,
+    open_store,
+    prune,
+    read_state,
+)
 from elastic_train.checkpoint.local import LocalStore
-from elastic_train.checkpoint.stores import KeyMissing, Sink
+from elastic_train.checkpoint.reader import commit_keys, damage_of
+from elastic_train.errors import CommitError, StorageError
 from elastic_train.fencing import StoreFence
 
 
-@dataclass
-class Inode:
-    """A file's bytes, and how many of them are durable."""
+class Machine:
+    """A machine with a store on its disk, and every state in which a crash would have left it since `watch`."""
 
-    content: bytes = b""
-    num_durable: int = 0
+    def __init__(self, root: Path) -> None:
+        self._disk = SimulatedDisk(root)
+        self._seen: set[frozenset[tuple[str, bytes]]] = set()
+        self._failing = range(0)
+        self._is_done = False
+        self.num_operations = 0
+        self.store = LocalStore(root, MirroredDisk(self._disk, self._operation))
 
+    def watch(self, failing: range = range(0), *, is_done: bool = False) -> None:
+        """Begin with the state as it is; let some operations from now on fail, undone or done all the same."""
+        self._seen, self.num_operations = set(), 0
+        self._failing, self._is_done = failing, is_done
+        self._look()
 
-@dataclass
-class Model:
-    """What names lead where, now and after a crash that loses all that is not synced; folders lead to None."""
+    def states(self) -> list[Image]:
+        """Return the different states that were seen."""
+        return [dict(files) for files in self._seen]
 
-    names: dict[Path, Inode | None] = field(default_factory=dict)
-    durable: dict[Path, Inode | None] = field(default_factory=dict)
+    @contextlib.contextmanager
+    def _operation(self) -> Iterator[None]:
+        self.num_operations += 1
+        fails = self.num_operations in self._failing
+        if fails and not self._is_done:
+            raise OSError(errno.EIO, "injected")
+        yield
+        self._look()
+        if fails:
+            raise OSError(errno.EIO, "injected")
 
-
-class RecordingDisk(RealDisk):
-    """A real disk that also writes down what is done to it, as functions of a model."""
-
-    def __init__(self) -> None:
-        self.operations: list[Callable[[Model], None]] = []
-
-    def create(self, path: Path) -> BinaryIO:
-        self.operations.append(lambda model: model.names.update({path: Inode()}))
-        return RecordingFile(super().create(path), path, self)  # type: ignore[return-value]
-
-    def sync(self, file: BinaryIO) -> None:
-        assert isinstance(file, RecordingFile)
-        path = file.path
-
-        def apply(model: Model) -> None:
-            inode = model.names[path]
-            assert inode is not None
-            inode.num_durable = len(inode.content)
-
-        self.operations.append(apply)
-
-    def link(self, source: Path, target: Path) -> None:
-        super().link(source, target)
-        self.operations.append(lambda model: model.names.update({target: model.names[source]}))
-
-    def unlink(self, path: Path) -> None:
-        super().unlink(path)
-        self.operations.append(lambda model: model.names.__delitem__(path))
-
-    def make_directory(self, path: Path) -> None:
-        super().make_directory(path)
-        self.operations.append(lambda model: model.names.update({path: None}))
-
-    def sync_directory(self, path: Path) -> None:
-        def apply(model: Model) -> None:
-            for name in {*model.names, *model.durable}:
-                if name.parent == path and name in model.names:
-                    model.durable[name] = model.names[name]
-                elif name.parent == path:
-                    del model.durable[name]
-
-        self.operations.append(apply)
+    def _look(self) -> None:
+        self._seen.update(frozenset(image.items()) for image in self._disk.images())
 
 
-class RecordingFile:
-    """A file whose writes are written down."""
-
-    def __init__(self, file: BinaryIO, path: Path, disk: RecordingDisk) -> None:
-        self.file = file
-        self.path = path
-        self.disk = disk
-
-    def __enter__(self) -> RecordingFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.file.close()
-
-    def write(self, content: bytes) -> int:
-        piece = bytes(content)
-
-        def apply(model: Model) -> None:
-            inode = model.names[self.path]
-            assert inode is not None
-            inode.content += piece
-
-        self.disk.operations.append(apply)
-        return self.file.write(piece)
+def started_from(states: Collection[Image]) -> Iterator[Store]:
+    """Yield a store that holds what is left, for each of the states."""
+    disk = fsspec.filesystem("memory")
+    for image in states:
+        root = f"/{uuid.uuid4().hex}"
+        disk.pipe({f"{root}/{name}": content for name, content in image.items()})
+        yield open_store(f"memory:/{root}")
+        if disk.exists(root):
+            disk.rm(root, recursive=True)
 
 
-class LeftStore:
-    """What a crash left, for reading."""
+def heads(states: Collection[Image], allowed: Collection[CommitRecord]) -> Counter[int]:
+    """Start from every state: the head is whole and allowed, nothing newer looks damaged, and training goes on.
 
-    url = "left"
-
-    def __init__(self, files: dict[str, bytes]) -> None:
-        self.files = files
-
-    def open(self, key: str) -> BinaryIO:
-        if key not in self.files:
-            raise KeyMissing(key)
-        return io.BytesIO(self.files[key])
-
-    def list(self, prefix: str) -> list[Entry]:
-        return [Entry(key, len(content), None) for key, content in sorted(self.files.items()) if key.startswith(prefix)]
-
-    def create(self, key: str, content: bytes) -> None:
-        raise NotImplementedError
-
-    def write(self, key: str) -> AbstractContextManager[Sink]:
-        raise NotImplementedError
-
-    def delete(self, key: str) -> None:
-        raise NotImplementedError
+    Returns how many states had which step as head.
+    """
+    steps: Counter[int] = Counter()
+    for store in started_from(states):
+        found = discover(store)
+        assert found.skipped == ()
+        assert found.head in allowed, "a third thing"
+        assert found.head is not None
+        assert read_state(store, found.head)["scheduler"] == {"last_epoch": found.head.step}
+        (following,) = commit_steps(store, found.head.step + 1, parent=found.head)
+        assert discover(store).head == following
+        steps[found.head.step] += 1
+    return steps
 
 
-def torn(inode: Inode, how: str) -> bytes:
-    """Return a file's bytes after a crash."""
-    durable, lost = inode.content[: inode.num_durable], inode.content[inode.num_durable :]
-    return durable + {"whole": lost, "torn": lost[: len(lost) // 2], "zeros": bytes(len(lost)), "absent": b""}[how]
+def heads_only(states: Collection[Image]) -> set[int]:
+    """Return the steps of the heads that the states have, none of which passes over a newer commit; 0 for none."""
+    found = [discover(store) for store in started_from(states)]
+    assert all(each.skipped == () for each in found), "a record without its files"
+    return {each.head.step if each.head else 0 for each in found}
 
 
-def states_after(model: Model, root: Path, seed: int) -> Iterator[LeftStore]:
-    """Yield what a crash may leave: a choice of the names that were not synced, times a fate of the bytes."""
-    pending = [
-        path for path in {**model.names, **model.durable} if model.names.get(path, 0) is not model.durable.get(path, 0)
-    ]
-    choice = random.Random(seed)
-    subsets = [[], pending, *([path for path in pending if choice.random() < 0.5] for _ in range(3))]
-    for happened, how in itertools.product(subsets, ("whole", "torn", "zeros", "absent")):
-        names = dict(model.durable)
-        for path in happened:
-            if path in model.names:
-                names[path] = model.names[path]
-            else:
-                del names[path]
-        yield LeftStore(
-            {
-                path.relative_to(root).as_posix(): torn(inode, how)
-                for path, inode in names.items()
-                if inode is not None
-                and all(above in names for above in path.parents if above != root and above.is_relative_to(root))
-            }
-        )
+def open_commits(machine: Machine) -> CommitWriter:
+    """Open a writer; its term is not claimed, so that the claim's operations are not among those watched."""
+    return CommitWriter(machine.store, StoreFence(machine.store), 1, None)
 
 
-def recorded_save(root: Path) -> tuple[CommitRecord, CommitRecord, list[Callable[[Model], None]], int]:
-    """Publish two commits; return both, all operations, and how many of them belong to the first."""
-    disk = RecordingDisk()
-    store = LocalStore(root, disk)
-    commits = CommitWriter(store, StoreFence(store), 1, None)
+def saved_once(machine: Machine) -> tuple[CommitWriter, CommitRecord]:
+    """Publish a commit and begin to watch."""
+    commits = open_commits(machine)
     first = commits.save(small_state(1), facts(1))
-    num_first = len(disk.operations)
-    second = commits.save(small_state(2), facts(2))
-    return first, second, disk.operations, num_first
+    machine.watch()
+    return commits, first
 
 
-def check_every_state(
-    root: Path, operations: list[Callable[[Model], None]], first: CommitRecord, second: CommitRecord, num_first: int
-) -> set[int]:
-    """Assert the promise in every crash state; return the steps of the heads that were found."""
-    model, heads = Model(), set()
-    for number, operation in enumerate(operations, start=1):
-        operation(model)
-        if number < num_first:
-            continue
-        for left in states_after(model, root, seed=number):
-            found = discover(left)
-            assert found.skipped == (), f"after operation {number}"
-            assert found.head in (first, second), f"after operation {number}"
-            assert found.head is not None
-            assert read_state(left, found.head)["scheduler"] == {"last_epoch": found.head.step}
-            assert number < len(operations) or found.head == second, "a finished save was lost"
-            heads.add(found.head.step)
-    return heads
-
-
-def test_every_crash_state_yields_the_old_commit_or_the_new(tmp_path: Path) -> None:
+def test_every_crash_state_of_a_save_yields_the_old_commit_or_the_new(tmp_path: Path) -> None:
     """Never a third thing, never none, and the new one once `save` has returned."""
-    first, second, operations, num_first = recorded_save(tmp_path)
-    assert len(operations) - num_first >= 15
-    assert check_every_state(tmp_path, operations, first, second, num_first) == {1, 2}
+    machine = Machine(tmp_path)
+    commits, first = saved_once(machine)
+    second = commits.save(small_state(2), facts(2))
+    assert machine.num_operations >= 15
+    assert heads(machine.states(), (first, second)).keys() == {1, 2}
+    machine.watch()
+    assert heads(machine.states(), (second,)).keys() == {2}
+
+
+def test_the_first_save_leaves_nothing_or_itself(tmp_path: Path) -> None:
+    """Before the first commit a crash leaves a run that begins, not a damaged one."""
+    machine = Machine(tmp_path)
+    machine.watch()
+    first = open_commits(machine).save(small_state(1), facts(1))
+    found = [discover(store).head for store in started_from(machine.states())]
+    assert all(head in (None, first) for head in found)
+    assert None in found
+    assert first in found
+
+
+@pytest.mark.parametrize(
+    ("num_failing", "is_done"), [(1, False), (1, True), (4, False), (1000, False)], ids=["one", "done", "some", "all"]
+)
+def test_a_crash_after_failed_operations_yields_the_old_commit_or_the_new(
+    tmp_path: Path, num_failing: int, is_done: bool
+) -> None:
+    """Cleaning up behind errors is safe against a crash too, and a save that returned in spite of one holds.
+
+    What fails may have been done all the same. Four in a row also meet the undoing of the first and the second try.
+    """
+    for failing in range(1, 100):
+        root = tmp_path / str(failing)
+        root.mkdir()
+        machine = Machine(root)
+        commits, _ = saved_once(machine)
+        machine.watch(range(failing, failing + num_failing), is_done=is_done)
+        allowed, second = {1, 2}, None
+        with contextlib.suppress(StorageError):
+            second = commits.save(small_state(2), facts(2))
+        num_operations = machine.num_operations
+        if second is not None:
+            assert heads_only(machine.states()) <= {1, 2}
+            machine.watch()
+            allowed = {2}
+        assert heads_only(machine.states()) <= allowed, f"operation {failing} failed"
+        if num_operations < failing:
+            break
+    assert failing > 15, "hardly anything failed"
+
+
+def test_every_crash_state_of_a_deletion_keeps_the_head(tmp_path: Path) -> None:
+    """Deletions leave whole commits and abandoned attempts, in whatever order they become durable."""
+    machine = Machine(tmp_path)
+    commits = open_commits(machine)
+    last = [commits.save(small_state(step), facts(step)) for step in (1, 2, 3)][-1]
+    machine.watch()
+    prune(machine.store, Retention.of(last=1))
+    assert heads(machine.states(), (last,)).keys() == {3}
+    for store in started_from(machine.states()):
+        assert all(damage_of(store, key) is None for key in commit_keys(store)), "a record outlived its files"
 
 
 @pytest.mark.parametrize("omitted", ["sync", "sync_directory"])
 def test_the_enumeration_sees_a_missing_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, omitted: str) -> None:
     """The check can fail: without syncing files, or without syncing folders, some state breaks the promise."""
-    monkeypatch.setattr(RecordingDisk, omitted, lambda self, thing: None)
-    first, second, operations, num_first = recorded_save(tmp_path)
-    with pytest.raises(Exception, match=r"after operation|a finished save was lost|none is whole"):
-        check_every_state(tmp_path, operations, first, second, num_first)
+    monkeypatch.setattr(MirroredDisk, omitted, lambda self, thing: None)
+    machine = Machine(tmp_path)
+    second = open_commits(machine).save(small_state(2), facts(2))
+    with pytest.raises((AssertionError, CommitError)):
+        heads(machine.states(), (second,))
+
+
+def test_the_enumeration_sees_files_that_go_before_their_record(tmp_path: Path) -> None:
+    """The check can fail: deleting in the wrong order leaves a record without its files."""
+    machine = Machine(tmp_path)
+    _, first = saved_once(machine)
+    for entry in machine.store.list(f"{first.attempt}/"):
+        machine.store.delete(entry.key)
+    machine.store.delete(first.key)
+    whole = [damage_of(store, key) is None for store in started_from(machine.states()) for key in commit_keys(store)]
+    assert not all(whole)

@@ -219,6 +219,20 @@ def test_an_unanswered_create_keeps_its_files(tmp_path: Path) -> None:
     assert len(store.list("data/")) == 2
 
 
+def test_a_taken_record_that_cannot_be_read_keeps_its_files(tmp_path: Path) -> None:
+    """The refusal may be of a retry whose first try arrived, so nothing says that the record is not ours."""
+
+    class MuteStore(UnansweredStore):
+        def open(self, key: str) -> BinaryIO:
+            raise StorageError(f"{key}: no answer")
+
+    with pytest.raises(Uncertain, match="to see by whom"):
+        writer(MuteStore(tmp_path)).save(small_state(), facts(1))
+    head = discover(LocalStore(tmp_path)).head
+    assert head is not None
+    assert head.step == 1
+
+
 def test_a_record_whose_fence_does_not_answer_is_still_the_next_ones_parent(local_store: Store) -> None:
     """The commit exists once its record does, whatever the fence says afterwards."""
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 from commit_samples import commit_steps
 
-from elastic_train.checkpoint import CommitRecord, Store, discover, prune, sweep
+from elastic_train.checkpoint import CommitRecord, Retention, Store, discover, holding, prune, sweep, verify
 from elastic_train.checkpoint.local import LocalStore
+from elastic_train.checkpoint.markers import held, pin, pinned, unpin
 from elastic_train.checkpoint.reader import commit_keys
+from elastic_train.checkpoint.stores import KeyMissing
+from elastic_train.errors import StorageError
 
 
 def damage(store: Store, record: CommitRecord) -> None:
@@ -26,7 +30,7 @@ def steps_of(store: Store) -> list[int]:
 def test_the_last_commits_stay(store: Store) -> None:
     """keep_last commits stay whole; of the others nothing is left."""
     commits = commit_steps(store, 1, 2, 3, 4)
-    pruned = prune(store, keep_last=2)
+    pruned = prune(store, Retention.of(last=2))
     assert steps_of(store) == [4, 3]
     assert set(pruned.commits) == {commits[0].key, commits[1].key}
     assert {"/".join(entry.key.split("/")[:3]) for entry in store.list("data/")} == {
@@ -41,7 +45,7 @@ def test_the_newest_whole_commit_stays_whatever_its_age(local_store: Store) -> N
     commits = commit_steps(local_store, 1, 2, 3, 4)
     for commit in commits[2:]:
         damage(local_store, commit)
-    prune(local_store, keep_last=2)
+    prune(local_store, Retention.of(last=2))
     assert steps_of(local_store) == [4, 3, 2]
     assert discover(local_store).head == commits[1]
 
@@ -50,29 +54,95 @@ def test_nothing_is_deleted_while_nothing_is_whole(local_store: Store) -> None:
     """With every commit damaged, what a person may still rescue stays."""
     for commit in commit_steps(local_store, 1, 2, 3):
         damage(local_store, commit)
-    assert prune(local_store, keep_last=1).commits == ()
+    assert prune(local_store, Retention.of(last=1)).commits == ()
     assert steps_of(local_store) == [3, 2, 1]
 
 
-def test_pinned_commits_stay(local_store: Store) -> None:
-    """A pin keeps a commit."""
-    commits = commit_steps(local_store, 1, 2, 3)
-    prune(local_store, keep_last=1, pinned=[commits[0].key])
-    assert steps_of(local_store) == [3, 1]
+def test_pinned_commits_stay(store: Store) -> None:
+    """A pin keeps a commit until it is taken off, and is put on and taken off any number of times."""
+    commits = commit_steps(store, 1, 2, 3)
+    for _ in range(2):
+        pin(store, commits[0].key)
+    assert pinned(store) == {commits[0].key}
+    prune(store, Retention.of(last=1))
+    assert steps_of(store) == [3, 1]
+    for _ in range(2):
+        unpin(store, commits[0].key)
+    prune(store, Retention.of(last=1))
+    assert steps_of(store) == [3]
+
+
+def test_a_commit_that_a_reader_holds_stays(store: Store) -> None:
+    """From the hold's creation to its end nothing of the commit goes; afterwards it does."""
+    commits = commit_steps(store, 1, 2)
+    with holding(store, commits[0].key):
+        assert prune(store, Retention.of(last=1)).commits == ()
+    assert store.list("holds/") == []
+    assert prune(store, Retention.of(last=1)).commits == (commits[0].key,)
+    with pytest.raises(KeyMissing), holding(store, commits[0].key):
+        pass
+    assert store.list("holds/") == []
+
+
+def test_a_hold_ends_by_itself(local_store: Store) -> None:
+    """A reader that died keeps a commit until the time that its hold names."""
+    (commit,) = commit_steps(local_store, 1)
+    hold = holding(local_store, commit.key, ttl_s=100)
+    hold.__enter__()
+    assert held(local_store, now=time.time() + 90) == {commit.key}
+    assert held(local_store, now=time.time() + 110) == set()
+    assert local_store.list("holds/") == []
+
+
+def test_a_hold_that_comes_while_the_record_goes_keeps_the_files(
+    local_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that still saw the record has its files until it is done, whatever happens in between."""
+    old, _ = commit_steps(local_store, 1, 2)
+    hold, delete = holding(local_store, old.key), LocalStore.delete
+
+    def delete_after_a_reader_came(store: LocalStore, key: str) -> None:
+        if key == old.key:
+            hold.__enter__()
+        delete(store, key)
+
+    monkeypatch.setattr(LocalStore, "delete", delete_after_a_reader_came)
+    assert prune(local_store, Retention.of(last=1)).num_bytes == 0
+    assert sweep(local_store, term=9).attempts == ()
+    verify(local_store, old)
+    hold.__exit__(None, None, None)
+    assert sweep(local_store, term=9).attempts == (old.attempt,)
+
+
+def test_a_store_that_cannot_be_written_to_is_read_without_a_hold(
+    local_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Read-only credentials are enough for a reader, who is told what that means."""
+    (commit,) = commit_steps(local_store, 1)
+
+    def refuse(store: LocalStore, key: str, content: bytes) -> None:
+        raise StorageError(f"{key}: read-only")
+
+    monkeypatch.setattr(LocalStore, "create", refuse)
+    with holding(local_store, commit.key):
+        assert "without a hold" in caplog.text
+
+
+def test_a_rehearsal_deletes_nothing(local_store: Store) -> None:
+    """It tells what would go, and how much that is."""
+    commits = commit_steps(local_store, 1, 2)
+    told = prune(local_store, Retention.of(last=1), is_rehearsal=True)
+    assert told.commits == (commits[0].key,)
+    assert told.num_bytes == commits[0].num_bytes
+    assert steps_of(local_store) == [2, 1]
 
 
 def test_a_commit_known_to_be_whole_is_not_read_again(local_store: Store) -> None:
     """The caller's word saves reading the newest commit."""
     commits = commit_steps(local_store, 1, 2)
     damage(local_store, commits[1])
-    prune(local_store, keep_last=1, verified=commits[1].key)
+    prune(local_store, Retention.of(last=1), verified=commits[1].key)
     assert steps_of(local_store) == [2]
-
-
-def test_keeping_nothing_is_refused() -> None:
-    """keep_last is at least 1."""
-    with pytest.raises(ValueError, match="at least 1"):
-        prune(LocalStore("nowhere"), keep_last=0)
 
 
 def test_a_record_goes_before_its_files(local_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +150,7 @@ def test_a_record_goes_before_its_files(local_store: Store, monkeypatch: pytest.
     commits = commit_steps(local_store, 1, 2)
     deleted: list[str] = []
     monkeypatch.setattr(local_store, "delete", deleted.append)
-    prune(local_store, keep_last=1)
+    prune(local_store, Retention.of(last=1))
     assert deleted[0] == commits[0].key
     assert all(key.startswith(commits[0].attempt) for key in deleted[1:])
     assert len(deleted) == 3

@@ -10,7 +10,9 @@ import pytest
 import torch
 from test_saves import FullStore, HeldStore, open_saves
 
+from elastic_train.cadence import Cadence
 from elastic_train.checkpoint import Store, discover, saves
+from elastic_train.checkpoint.interval import Faults
 from elastic_train.checkpoint.local import LocalStore
 from elastic_train.config import CheckpointConfig, OptimizerConfig
 from elastic_train.coverage import CoverageSums
@@ -65,6 +67,7 @@ def session(store: Store, *, is_live: bool = False, **checkpoint: object) -> tup
         saves=background,
         tracker=None,
         head=None,
+        cadence=Cadence(config.checkpoint, Faults(0, 0.0)),
     )
     return opened, ears
 

@@ -1,0 +1,105 @@
+"""How often to save: the interval that wastes least, within a budget for what a fault may cost. No I/O, no clock.
+
+Young (1974) and Daly (2006): with faults at a constant rate, saving too often wastes the saves' stalls, too seldom the
+steps that are computed again. Of Daly's model the exact optimum is taken, of which sqrt(2 * stall * time between
+faults) is the beginning. Saving goes on in the background here: a commit counts from its publication on, so that time
+adds to what a fault costs, and one save is in flight at a time, so no interval is shorter.
+
+The fault rate is the mean of its Gamma posterior: what the run has seen, and before it has seen much, a prior.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+PRIOR_FAULTS, PRIOR_S = 1.0, 86400.0
+"""As if one fault had been seen in a day of training."""
+SHORTEST_S = 1.0
+_BISECTIONS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCost:
+    """What a save costs: seconds for which training stands still, and until the commit is published."""
+
+    stall_s: float
+    publish_s: float
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.stall_s <= self.publish_s, f"{self}: a save stalls no longer than it takes"
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """The faults that cost applied steps, and the seconds of training in which they came."""
+
+    num: int
+    trained_s: float
+
+    @property
+    def mtbf_s(self) -> float:
+        """Seconds of training between faults, to be expected."""
+        return (PRIOR_S + self.trained_s) / (PRIOR_FAULTS + self.num)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An interval from one save's begin to the next, and why."""
+
+    interval_s: float
+    reason: str
+
+
+def choose(cost: SaveCost, mtbf_s: float, rpo_s: float, restart_s: float = 0.0) -> Choice:
+    """Return the interval that wastes least among those that keep what a fault costs within `rpo_s` seconds.
+
+    If publishing alone takes longer than the budget allows, saves follow one another without a pause.
+    """
+    optimal_s = optimum(cost.stall_s, mtbf_s)
+    shortest_s = max(SHORTEST_S, cost.publish_s)
+    allowed_s = rpo_s - cost.publish_s
+    interval_s = max(shortest_s, min(optimal_s, allowed_s))
+    facts = (
+        f"a save stalls training for {shown(cost.stall_s)} and is published after {shown(cost.publish_s)}, "
+        f"a fault is expected every {shown(mtbf_s)}: least is wasted at {shown(optimal_s)}"
+    )
+    if allowed_s < shortest_s:
+        facts += f"; the RPO budget of {shown(rpo_s)} cannot be kept, since publishing takes too long"
+    elif allowed_s < optimal_s:
+        facts += f", but the RPO budget of {shown(rpo_s)} allows {shown(allowed_s)}"
+    elif optimal_s < shortest_s:
+        facts += ", but one save is in flight at a time"
+    share = waste(interval_s, cost, mtbf_s, restart_s)
+    return Choice(interval_s, f"commit every {shown(interval_s)}: {facts}; {share:.2%} of the time is wasted")
+
+
+def optimum(stall_s: float, mtbf_s: float) -> float:
+    """Return the interval of least waste: the root x = T / mtbf of log(1 - x) + x = -stall / mtbf in [0, 1)."""
+    lo, hi = 0.0, 1.0
+    for _ in range(_BISECTIONS):
+        x = (lo + hi) / 2
+        if x < 1 and math.log1p(-x) + x > -stall_s / mtbf_s:
+            lo = x
+        else:
+            hi = x
+    return lo * mtbf_s
+
+
+def waste(interval_s: float, cost: SaveCost, mtbf_s: float, restart_s: float = 0.0) -> float:
+    """Return the share of time that is no progress: stalls, steps computed again, and restarts (Daly 2006, section 4).
+
+    `restart_s` is the time from a fault to the first step that is computed again.
+    """
+    segment, lost = (interval_s + cost.stall_s) / mtbf_s, (cost.publish_s + restart_s) / mtbf_s
+    if segment + lost > 700:
+        return 1.0
+    return 1 - interval_s / mtbf_s / (math.exp(lost) * math.expm1(segment))
+
+
+def shown(seconds: float) -> str:
+    """Return a duration for people."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"

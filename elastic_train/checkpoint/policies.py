@@ -1,0 +1,151 @@
+"""Which commits stay: policies that each name those worth keeping, and a rule that joins them. No I/O.
+
+A policy looks at all commits, newest first, and says which it wants; a commit stays if any policy wants it. A policy
+that looks back over time wants the first commit of every period, so that what it once wanted it wants for ever, however
+many others have been deleted since.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from elastic_train.checkpoint.record import CommitRecord
+from elastic_train.errors import ConfigError
+
+
+class Candidate:
+    """A commit, of which the record is read only if a policy asks for it; None if it cannot be read."""
+
+    def __init__(self, key: str, step: int, read: Callable[[], CommitRecord | None]) -> None:
+        self.key = key
+        self.step = step
+        self._read = read
+
+    @functools.cached_property
+    def record(self) -> CommitRecord | None:
+        return self._read()
+
+
+class Policy(Protocol):
+    """A reason to keep commits."""
+
+    def wanted(self, commits: Sequence[Candidate]) -> Iterable[str]:
+        """Return the keys of those commits, newest first, that should stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Last:
+    """Keep the newest `num` commits, damaged ones among them: they are no reason to keep fewer whole ones."""
+
+    num: int
+
+    def __post_init__(self) -> None:
+        if self.num < 1:
+            raise ConfigError(f"the number of last commits to keep must be at least 1, not {self.num}")
+
+    def wanted(self, commits: Sequence[Candidate]) -> Iterator[str]:
+        return (commit.key for commit in commits[: self.num])
+
+
+@dataclass(frozen=True, slots=True)
+class EverySteps:
+    """Keep the first commit at or behind every multiple of `num` steps."""
+
+    num: int
+
+    def wanted(self, commits: Sequence[Candidate]) -> Iterator[str]:
+        return _firsts(commits, lambda commit: commit.step // self.num or None)
+
+
+@dataclass(frozen=True, slots=True)
+class EverySeconds:
+    """Keep the first commit of every period of so many seconds, by the time in its record."""
+
+    seconds: float
+
+    def wanted(self, commits: Sequence[Candidate]) -> Iterator[str]:
+        return _firsts(commits, lambda commit: int(commit.record.created_at // self.seconds) if commit.record else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Keep the commit with the best value of a metric; of equal ones the first. Written `min loss`, `max macro_f1`."""
+
+    metric: str
+    is_higher_better: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Best:
+        which, _, metric = text.strip().partition(" ")
+        if which not in ("min", "max") or not metric.strip():
+            raise ConfigError(f"'{text}' names no best commit; write 'min loss', or 'max' and a metric's name")
+        return cls(metric.strip(), which == "max")
+
+    def wanted(self, commits: Sequence[Candidate]) -> list[str]:
+        best: tuple[float, str] | None = None
+        for commit in reversed(commits):
+            value = commit.record.metrics.get(self.metric) if commit.record else None
+            rank = None if value is None else -value if self.is_higher_better else value
+            if rank is not None and (best is None or rank < best[0]):
+                best = rank, commit.key
+        return [best[1]] if best else []
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What stays: all that a policy wants or, with a budget in bytes, as much of it, and of the newest, as fits."""
+
+    policies: tuple[Policy, ...]
+    budget: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        last: int,
+        every_steps: int | None = None,
+        every_s: float | None = None,
+        best: str | None = None,
+        budget: int | None = None,
+    ) -> Retention:
+        """Join the policies asked for, a budget in place of `last`; raise ConfigError if one makes no sense."""
+        policies: list[Policy] = [] if budget else [Last(last)]
+        policies += [EverySteps(every_steps)] if every_steps else []
+        policies += [EverySeconds(every_s)] if every_s else []
+        policies += [Best.parse(best)] if best else []
+        return cls(tuple(policies), budget)
+
+    def unwanted(self, commits: Sequence[Candidate], sure: Collection[str]) -> list[str]:
+        """Return the keys to delete, oldest first; those in `sure` stay, and count towards the budget."""
+        wanted = {*sure, *(key for policy in self.policies for key in policy.wanted(commits))}
+        if self.budget is not None:
+            wanted = self._fitting(commits, sure, wanted, self.budget)
+        return [commit.key for commit in reversed(commits) if commit.key not in wanted]
+
+    def _fitting(
+        self, commits: Sequence[Candidate], sure: Collection[str], wanted: Collection[str], budget: int
+    ) -> set[str]:
+        fitting = set(sure)
+        left = budget - sum(_size(commit) for commit in commits if commit.key in fitting)
+        for commit in sorted(commits, key=lambda commit: commit.key not in wanted):  # stable: newest first in each
+            if commit.key not in fitting and _size(commit) <= left:
+                fitting.add(commit.key)
+                left -= _size(commit)
+        return fitting
+
+
+def _firsts(commits: Sequence[Candidate], period_of: Callable[[Candidate], int | None]) -> Iterator[str]:
+    """Yield the first commit of every period; None is no period."""
+    seen: set[int] = set()
+    for commit in reversed(commits):
+        period = period_of(commit)
+        if period is not None and period not in seen:
+            seen.add(period)
+            yield commit.key
+
+
+def _size(commit: Candidate) -> int:
+    return commit.record.num_bytes if commit.record else 0
