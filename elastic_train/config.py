@@ -62,7 +62,7 @@ class DataConfig(_Section):
     block_row_groups: PositiveInt = 8
     """Row groups shuffled together: more mixes better and keeps more of them in memory."""
     num_workers: int = Field(default=0, ge=0)
-    """Loader processes of each rank; 0 reads in the trainer's own process."""
+    """Loader processes of each rank; 0 reads by threads, faster unless collating is slow."""
 
 
 class BatchConfig(_Section):

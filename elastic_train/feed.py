@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from elastic_train.config import Config
+from elastic_train.data.groups import check_columns
 from elastic_train.data.loader import LaneBatch, LaneLoader
 from elastic_train.data.manifest import Manifest, load_manifest
-from elastic_train.data.reader import Reader, check_columns
+from elastic_train.data.reader import Reader
 from elastic_train.mixing import Int64s
 from elastic_train.order import Cursor, Order
 from elastic_train.tasks.task import Task

@@ -32,6 +32,15 @@ class Cursor:
         assert self.offset >= 0, "offset counts from 0"
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Offsets [lo, hi) of a lane that are shuffled among themselves, and the row groups that hold their samples."""
+
+    lo: int
+    hi: int
+    groups: Int64s
+
+
 class Order:
     """The order of every epoch of a run.
 
@@ -117,6 +126,14 @@ class EpochOrder:
             line = self._shuffle(lane, line)
         places = np.searchsorted(self._starts, line, side="right") - 1
         return self._order.group_first_id[self._groups[places]] + (line - self._starts[places])
+
+    def block_at(self, lane: int, offset: int) -> Block:
+        """Return the block that holds an offset of a lane."""
+        first, end = self._order.lane_bounds(lane)
+        assert 0 <= offset < end - first, f"lane {lane} has no offset {offset}"
+        _, lo, hi = self._block_at(lane, first + offset)
+        lo_place, hi_place = np.searchsorted(self._starts, (lo, hi - 1), side="right") - 1
+        return Block(lo - first, hi - first, self._groups[lo_place : hi_place + 1])
 
     def _shuffle(self, lane: int, line: Int64s) -> Int64s:
         """Permute line positions inside their blocks; positions come in ascending order."""

@@ -20,6 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic_train.coverage import CoverageSums
+from elastic_train.data.footer import Footer, cut_footer
+from elastic_train.data.footers import write_footers
 from elastic_train.data.parquet import footer_sha256, open_parquet, parse_footer, read_footer, read_row_group
 from elastic_train.errors import DataError
 from elastic_train.mixing import Int64s
@@ -99,7 +101,7 @@ def load_manifest(url: str) -> Manifest:
 
 
 def build_manifest(url: str, *, label_column: str | None = None, **facts: Any) -> Manifest:
-    """Describe the Parquet files below `url`, in the order of their names, and write manifest.json beside them.
+    """Describe the Parquet files below `url`, in the order of their names, and write the manifest beside them.
 
     All files must have one schema. `facts` are the other fields of Manifest that the data itself does not tell.
     """
@@ -107,14 +109,15 @@ def build_manifest(url: str, *, label_column: str | None = None, **facts: Any) -
     paths = sorted(path for path in fs.glob(f"{root}/**/*.parquet"))
     if not paths:
         raise DataError(f"{url}: no Parquet file there")
-    entries, schema, counts = [], None, np.zeros(0, dtype=np.int64)
+    entries, footers, schema, counts = [], [], None, np.zeros(0, dtype=np.int64)
     for path in paths:
-        entry, metadata = _describe(fs, path, root)
+        entry, footer, metadata = _describe(fs, path, root)
         file_schema = metadata.schema.to_arrow_schema()
         if schema is not None and not file_schema.equals(schema):
             raise DataError(f"{path}: its schema differs from {paths[0]}'s: {file_schema} against {schema}")
         schema = file_schema
         entries.append(entry)
+        footers.append(footer)
         if label_column is not None:
             counts = _add(counts, _count_labels(fs, path, label_column, metadata))
     assert schema is not None, "there is at least one file"
@@ -130,6 +133,7 @@ def build_manifest(url: str, *, label_column: str | None = None, **facts: Any) -
         label_counts=tuple(int(count) for count in counts) if label_column else None,
         **facts,
     )
+    write_footers(url, footers)
     with fs.open(f"{root}/{NAME}", "wt") as file:
         file.write(manifest._json() + "\n")
     return manifest
@@ -144,7 +148,7 @@ def _checked_counts(url: str, counts: Int64s, labels: Sequence[str] | None) -> I
     return _add(counts, np.zeros(len(labels), dtype=np.int64))
 
 
-def _describe(fs: fsspec.AbstractFileSystem, path: str, root: str) -> tuple[FileEntry, pq.FileMetaData]:
+def _describe(fs: fsspec.AbstractFileSystem, path: str, root: str) -> tuple[FileEntry, Footer, pq.FileMetaData]:
     """Read one file once, in constant memory."""
     size = fs.size(path)
     with fs.open(path, "rb") as file:
@@ -157,7 +161,7 @@ def _describe(fs: fsspec.AbstractFileSystem, path: str, root: str) -> tuple[File
     if not groups or 0 in groups:
         raise DataError(f"{path}: has an empty row group, or none; write it again without")
     entry = FileEntry(relative, size, footer_sha256(footer), digest, groups)
-    return entry, metadata
+    return entry, cut_footer(footer, relative), metadata
 
 
 def _count_labels(fs: fsspec.AbstractFileSystem, path: str, column: str, metadata: pq.FileMetaData) -> Int64s:

@@ -7,7 +7,11 @@ of C++ code, which can abort a process whose work is done.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
+import io
+import os
 from typing import BinaryIO
 
 import pyarrow as pa
@@ -15,7 +19,8 @@ import pyarrow.parquet as pq
 
 from elastic_train.errors import DataError
 
-_MAGIC = b"PAR1"
+MAGIC = b"PAR1"
+_KEPT_MS = 10_000
 
 
 def read_footer(file: BinaryIO, size: int, path: str) -> bytes:
@@ -25,7 +30,7 @@ def read_footer(file: BinaryIO, size: int, path: str) -> bytes:
     file.seek(size - 8)
     tail = file.read(8)
     length = int.from_bytes(tail[:4], "little")
-    if tail[4:] != _MAGIC or length + 12 > size:
+    if tail[4:] != MAGIC or length + 12 > size:
         raise DataError(f"{path}: does not end as a Parquet file does; it is truncated or damaged, copy it again")
     file.seek(size - 8 - length)
     return file.read(length + 8)
@@ -39,14 +44,27 @@ def footer_sha256(footer: bytes) -> str:
 def parse_footer(footer: bytes, path: str) -> pq.FileMetaData:
     """Return what a footer says; DataError if it says nothing."""
     try:
-        return pq.read_metadata(pa.BufferReader(_MAGIC + footer))
+        return pq.read_metadata(pa.BufferReader(MAGIC + footer))
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path}: its footer cannot be read: {error}; copy the file again") from error
 
 
-def open_parquet(file: BinaryIO, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
+def open_parquet(file: BinaryIO | io.RawIOBase, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
     """Open a Parquet file that reads nothing ahead; `metadata`, where known, saves reading the footer again."""
     return pq.ParquetFile(file, metadata=metadata, pre_buffer=False)
+
+
+@functools.cache
+def keep_memory() -> None:
+    """Have pyarrow keep freed memory for the next row group, unless ARROW_DEFAULT_MEMORY_POOL names a pool.
+
+    Its default gives memory back at once, and to fault fresh pages in can cost more than to decode into them.
+    """
+    if "ARROW_DEFAULT_MEMORY_POOL" in os.environ:
+        return
+    with contextlib.suppress(NotImplementedError):  # a build without jemalloc
+        pa.set_memory_pool(pa.jemalloc_memory_pool())
+        pa.jemalloc_set_decay_ms(_KEPT_MS)
 
 
 def read_row_group(file: pq.ParquetFile, number: int, columns: list[str] | None = None) -> pa.Table:

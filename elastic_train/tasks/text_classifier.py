@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic_train.data.manifest import Manifest
+from elastic_train.data.numbers import numbers_of
+from elastic_train.data.padding import pad_lists
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.tasks.encoder import EncoderShape, TextEncoder
 from elastic_train.tasks.task import Batch, LaneLoss
@@ -103,12 +105,12 @@ class TextClassifier:
         )
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
-        tokens, lengths = _pad(rows.column(self._tokens), self.max_tokens)
+        tokens, lengths = pad_lists(rows.column(self._tokens), max_width=self.max_tokens, multiple=_WIDTH_MULTIPLE)
         numeric, is_missing = _numeric(rows, self._numeric or ())
-        label = rows.column(self._label).to_numpy().astype(np.int64)
+        label = numbers_of(rows.column(self._label)).astype(np.int64)
         return {
             "tokens": torch.from_numpy(tokens),
-            "lengths": torch.from_numpy(lengths),
+            "lengths": torch.from_numpy(np.maximum(lengths, 1)),
             "numeric": torch.from_numpy(numeric),
             "is_missing": torch.from_numpy(is_missing),
             "categories": torch.from_numpy(_categories(rows, self._categorical or (), self.category_buckets)),
@@ -144,26 +146,11 @@ def _check_columns(manifest: Manifest, tokens: str, label: str, others: Sequence
         raise DataError(f"{manifest.url}: label column '{label}' is {manifest.columns[label]}, not an integer")
 
 
-def _pad(column: pa.ChunkedArray, max_tokens: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return (rows, width) token ids padded with 0, and (rows,) lengths of at least 1."""
-    lists = column.combine_chunks()
-    offsets = lists.offsets.to_numpy()
-    values = lists.values.to_numpy(zero_copy_only=False)
-    lengths = np.minimum(np.diff(offsets), max_tokens).astype(np.int64)
-    longest = int(lengths.max(initial=1))
-    width = min(-(-longest // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE, max_tokens)
-    places = np.arange(width)
-    is_token = places < lengths[:, None]
-    tokens = np.zeros((len(lengths), width), dtype=np.int64)
-    tokens[is_token] = values[(offsets[:-1, None] + places)[is_token]]
-    return tokens, np.maximum(lengths, 1)
-
-
 def _numeric(rows: pa.Table, names: Sequence[str]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
     """Return (rows, columns) log-compressed values, 0 where missing, and where they are missing."""
     values = np.zeros((len(rows), len(names)), dtype=np.float64)
     for place, name in enumerate(names):
-        values[:, place] = rows.column(name).to_numpy(zero_copy_only=False)
+        values[:, place] = numbers_of(rows.column(name).cast(pa.float64()).fill_null(float("nan")))
     is_missing = np.isnan(values)
     values[is_missing] = 0.0
     return (np.sign(values) * np.log1p(np.abs(values))).astype(np.float32), is_missing
@@ -175,7 +162,7 @@ def _categories(rows: pa.Table, names: Sequence[str], buckets: int) -> npt.NDArr
     for place, name in enumerate(names):
         encoded = rows.column(name).combine_chunks().dictionary_encode()
         table = np.array([_bucket(str(value), buckets) for value in encoded.dictionary.to_pylist()] + [0])
-        codes[:, place] = table[encoded.indices.fill_null(len(table) - 1).to_numpy()]
+        codes[:, place] = table[numbers_of(encoded.indices.fill_null(len(table) - 1))]
     return codes
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from elastic_train.cli import main
 from elastic_train.data.describe import LENGTH_BOUNDS, describe
+from elastic_train.data.footers import NAME as FOOTERS
 from elastic_train.data.manifest import NAME, build_manifest, load_manifest
 from elastic_train.data.terminal import shown, silent
 from elastic_train.data.verify import verify
@@ -64,7 +65,7 @@ def test_text_is_imported_once(tmp_path: Path, call: Call) -> None:
     before = snapshot(out)
     assert sorted(before) == sorted(
         ["origin.json"]
-        + [f"{part}/{name}" for part in ("train", "validation") for name in (NAME, "tokenizer.json")]
+        + [f"{part}/{name}" for part in ("train", "validation") for name in (NAME, FOOTERS, "tokenizer.json")]
         + [f"{part}/part-0000{number}.parquet" for part in ("train", "validation") for number in range(4)]
     )
     again = call("import", "text", out, path)

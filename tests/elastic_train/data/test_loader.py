@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastic_train.data.loader import LaneBatch, LaneLoader, LaneSampler, LaneSlice
+from elastic_train.data.carrier import LaneSampler, LaneSlice
+from elastic_train.data.loader import LaneBatch, LaneLoader
 from elastic_train.data.manifest import Manifest, load_manifest
 from elastic_train.data.reader import Reader
 from elastic_train.lanes import owned_lanes

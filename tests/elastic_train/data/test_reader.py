@@ -18,8 +18,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_train.data.footers import NAME as FOOTERS
+from elastic_train.data.groups import check_columns
 from elastic_train.data.manifest import Manifest, build_manifest, load_manifest
-from elastic_train.data.reader import MAX_OPEN_FILES, Reader, check_columns
+from elastic_train.data.reader import Reader
 from elastic_train.errors import DataError
 from tests.conftest import write_rows
 
@@ -32,7 +34,7 @@ class WatchedFileSystem(MemoryFileSystem):  # type: ignore[misc]
     protocol = "watched"
     store: dict[str, Any] = {}  # noqa: RUF012 - of this class, not of every memory:// file
     pseudo_dirs: list[str] = [""]  # noqa: RUF012
-    reads: list[tuple[str, int, int, int]] = []  # noqa: RUF012
+    reads: list[tuple[str, int, int, threading.Thread]] = []  # noqa: RUF012
 
     def _open(self, path: str, mode: str = "rb", **options: object) -> Any:
         file = super()._open(path, mode, **options)
@@ -43,11 +45,16 @@ class WatchedFileSystem(MemoryFileSystem):  # type: ignore[misc]
                 def read(self, size: int = -1) -> bytes:
                     lo = self.tell()
                     taken: bytes = super().read(size)
-                    reads.append((path, lo, lo + len(taken), threading.get_ident()))
+                    reads.append((path, lo, lo + len(taken), threading.current_thread()))
                     return taken
 
             return Watched(self, path, content)
         return file
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: object) -> bytes:
+        content: bytes = super().cat_file(path, start, end, **options)
+        self.reads.append((path, start or 0, (start or 0) + len(content), threading.current_thread()))
+        return content
 
 
 @pytest.fixture
@@ -133,29 +140,37 @@ def test_only_the_columns_in_use_are_read(watched: type[WatchedFileSystem]) -> N
     assert sum(hi - lo for _, lo, hi, _ in watched.reads) < 20_000 < manifest.files[0].size
 
 
-def test_a_footer_is_read_once(watched: type[WatchedFileSystem]) -> None:
-    """Opening a file reads its last 8 bytes and its footer, reading a row group neither: no byte is read twice more."""
+@pytest.mark.parametrize("has_footers", [True, False], ids=["with footers", "without"])
+def test_a_file_is_compared_once_and_its_footer_read_with_the_rows(
+    watched: type[WatchedFileSystem], has_footers: bool
+) -> None:
+    """The footer's own bytes are read once, with the first row group where the footers lie beside the manifest."""
     manifest = put("watched://footers", pa.table({"a": range(40)}), group_rows=10)
+    if not has_footers:
+        del watched.store[next(key for key in watched.store if key.endswith(FOOTERS))]
     watched.reads.clear()
-    Reader(manifest, ["a"]).read(np.arange(40))
+    assert Reader(manifest, ["a"]).read(np.arange(40))[0].column("a").to_pylist() == list(range(40))
     last_byte = manifest.files[0].size - 1
-    assert [hi - lo for _, lo, hi, _ in watched.reads if lo <= last_byte < hi].count(8) == 1
-    assert len([lo for _, lo, hi, _ in watched.reads if lo <= last_byte < hi]) == 2
+    reads = [(lo, hi) for path, lo, hi, _ in watched.reads if path.endswith(".parquet")]
+    assert len([lo for lo, hi in reads if lo <= last_byte < hi]) == (1 if has_footers else 2)
+    assert len(reads) == (4 if has_footers else 5)
 
 
-def test_files_are_read_in_the_calling_thread_alone(watched: type[WatchedFileSystem]) -> None:
-    """No thread of pyarrow's own runs the code of a Python file, neither for a manifest nor for a reader."""
+def test_files_are_read_by_threads_of_python_alone(watched: type[WatchedFileSystem]) -> None:
+    """No thread of pyarrow's own runs the code of a Python file: it could be cancelled in it when the process ends."""
     table = pa.table({"a": range(400), "label": [i % 3 for i in range(400)]})
     put("watched://threads", table, group_rows=50)
     manifest = build_manifest("watched://threads", label_column="label")
     Reader(manifest, ["a", "label"]).read(np.arange(400))
-    assert len(watched.reads) > 8
-    assert Counter(thread for *_, thread in watched.reads) == Counter({threading.get_ident(): len(watched.reads)})
+    names = Counter(thread.name.rsplit("_", 1)[0] for *_, thread in watched.reads)
+    assert names["fetch"] == 8
+    assert not [name for name in names if name.startswith("Dummy")]
 
 
 def count_groups_read(watched: type[WatchedFileSystem], manifest: Manifest) -> int:
     """Count the reads that are not of the footer: one to a row group, for a single column."""
-    return sum(1 for _, lo, _, _ in watched.reads if lo < manifest.files[0].size - 1000)
+    size = manifest.files[0].size
+    return sum(1 for path, lo, _, _ in watched.reads if path.endswith(".parquet") and lo < size - 1000)
 
 
 @pytest.mark.parametrize(("max_row_groups", "num_reads"), [(1, 6), (2, 3), (3, 3)])
@@ -176,16 +191,7 @@ def test_no_more_row_groups_are_kept_than_allowed(dataset: Manifest) -> None:
     """Memory is bounded: a pass over everything leaves the last few row groups."""
     reader = Reader(dataset, ["label"], max_row_groups=3)
     reader.read(np.arange(NUM_ROWS))
-    assert list(reader._tables) == [len(dataset.group_rows) - 3 + i for i in range(3)]
-
-
-def test_no_more_files_are_open_than_allowed(tmp_path: Path) -> None:
-    """Many files are read through a few open ones, and those that were closed open again."""
-    manifest = load_manifest(str(write_rows(tmp_path / "rows", 40, num_files=MAX_OPEN_FILES + 4, group_rows=2)))
-    reader = Reader(manifest, ["label"], max_row_groups=1)
-    first = reader.read(np.arange(40))[0]
-    assert len(reader._files) == MAX_OPEN_FILES
-    assert reader.read(np.arange(40))[0].equals(first)
+    assert list(reader._rows) == [len(dataset.group_rows) - 3 + i for i in range(3)]
 
 
 def test_a_reader_travels_without_its_files(dataset: Manifest) -> None:
@@ -193,7 +199,7 @@ def test_a_reader_travels_without_its_files(dataset: Manifest) -> None:
     reader = Reader(dataset, ["label", "input_ids"])
     rows, _ = reader.read(np.arange(NUM_ROWS))
     travelled = pickle.loads(pickle.dumps(reader))
-    assert (len(travelled._files), len(travelled._tables)) == (0, 0)
+    assert len(travelled._rows) == 0
     assert travelled.read(np.arange(NUM_ROWS))[0].equals(rows)
 
 

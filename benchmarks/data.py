@@ -1,0 +1,220 @@
+"""Our loader beside its peers, on the same rows of the same machine, each in processes of its own and in turn.
+
+    python -m benchmarks.data [--json] [--rows 200000] [--rounds 3] [--seconds 3] [--peers lit,grains] [--keep FOLDER]
+
+Peers come from PyPI into a virtual environment that is made here. A peer that cannot be installed, or cannot do
+something, says so. The last line is JSON: `samples_per_s_vs_best_peer` and `resume_vs_best_peer` (medians over rounds,
+goals 1.5 and 10, among the peers that read more than fits into memory), `repeats` and `skips` of ours over resizes,
+`order_build_ms` and `seek_ms` at 42 million rows, `decode_vs_pyarrow` (goal 0.9).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.rows import write_numbered_rows, write_rows
+from elastic_train.data.synthetic import synthesise
+
+OURS = "ours"
+PEERS = {
+    "lit": "litdata",
+    "hugging_map": "Hugging Face datasets, map-style",
+    "hugging_stream": "Hugging Face datasets, streaming",
+    "mosaic": "mosaicml-streaming",
+    "grains": "grain",
+    "plain": "StatefulDataLoader, table in memory",
+}
+IN_MEMORY = "plain"
+TORCH = "torch==2.13.0"
+PACKAGES = ("mosaicml-streaming", "litdata", "grain", "datasets", "torchdata", "pyarrow", TORCH)
+STAGES = {"4-3-5": [[4, 100], [3, 60], [5, 0]], "8-7-5-8": [[8, 40], [7, 40], [5, 40], [8, 0]]}
+NUM_NUMBERED, NUM_FULL, FULL_ROWS_PER_GROUP = 10_007, 42_000_000, 2000
+TIMEOUT_S = 900.0
+Found = dict[str, float | int | str]
+
+
+@dataclass
+class Loader:
+    """One loader, and what was found out about it, measurement by measurement."""
+
+    name: str
+    python: str
+    found: dict[str, list[float]] = field(default_factory=dict)
+    resizes: dict[str, Found] = field(default_factory=dict)
+    cannot: str | None = None
+
+    def run(self, module: str, *arguments: str) -> Found:
+        """Run a measurement in a process of its own; what it cannot do is noted, and the result empty."""
+        command = [self.python, "-m", f"benchmarks.peers.{module}", self.name, *arguments]
+        quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
+        try:
+            done = subprocess.run(
+                command,
+                env={**os.environ, **quiet, "PYTHONPATH": str(Path(__file__).parent.parent)},
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+                check=True,
+            )
+            found: Found = json.loads(done.stdout.strip().splitlines()[-1])
+        except subprocess.TimeoutExpired:
+            found = {"cannot": f"{arguments[0]}: not done in {TIMEOUT_S:.0f} s"}
+        except (subprocess.CalledProcessError, ValueError, IndexError) as error:
+            said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
+            found = {"cannot": f"{arguments[0]}: {said[-1][:160] if said else 'failed'}"}
+        if "cannot" in found:
+            self.cannot = str(found["cannot"])
+        for name, value in found.items():
+            if isinstance(value, float | int):
+                self.found.setdefault(name, []).append(float(value))
+        return found
+
+    def median(self, name: str) -> float | None:
+        """Return the median of what was found under a name."""
+        return statistics.median(self.found[name]) if self.found.get(name) else None
+
+
+def main() -> None:
+    """Measure everything, print the tables, then one JSON line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.data", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print the last line only")
+    parser.add_argument("--rows", type=int, default=200_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=3.0, help="how long a loader is read in a round")
+    parser.add_argument("--peers", default=",".join(PEERS), help=f"of {', '.join(PEERS)}")
+    parser.add_argument("--keep", type=Path, help="folder for rows and environments, used again the next time")
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = chosen.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        _make_rows(folder, chosen.rows)
+        python = _make_environment(folder / "environment")
+        names = [name for name in chosen.peers.split(",") if name]
+        loaders = [Loader(OURS, sys.executable), *(Loader(name, python) for name in names)]
+        _measure(loaders, folder, chosen.rows, chosen.rounds, chosen.seconds)
+        alone = _run_alone(folder)
+    if not chosen.json:
+        _print(loaders, alone)
+    print(json.dumps(_summary(loaders, alone)))
+
+
+def _make_rows(folder: Path, num_rows: int) -> None:
+    if not (folder / f"rows-{num_rows}").exists():
+        write_rows(folder / f"rows-{num_rows}", num_rows)
+    if not (folder / "numbered").exists():
+        write_numbered_rows(folder / "numbered", NUM_NUMBERED)
+    if not (folder / "full").exists():
+        url = str(folder / "full")
+        synthesise(url, NUM_FULL, rows_per_group=FULL_ROWS_PER_GROUP, metadata_only=True)
+
+
+def _make_environment(folder: Path) -> str:
+    """Make the peers' virtual environment, torch first and at its pin; return its interpreter."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        pip = [str(python), "-m", "pip", "-q", "--disable-pip-version-check", "install"]
+        subprocess.run([*pip, TORCH], check=True)
+        subprocess.run([*pip, *PACKAGES], check=True)
+    return str(python)
+
+
+def _measure(loaders: list[Loader], folder: Path, num_rows: int, rounds: int, seconds: float) -> None:
+    """Measure all loaders in turn, round after round, so that a busy minute of the machine hits all of them."""
+    rows, numbered = str(folder / f"rows-{num_rows}"), str(folder / "numbered")
+    for loader in loaders:
+        for source in (rows, numbered):
+            out = _out(folder, loader, source)
+            if not (out / "prepared").exists() and "cannot" not in loader.run("measure", "prepare", source, str(out)):
+                (out / "prepared").touch()
+        if loader.cannot is None and not (_out(folder, loader, rows) / "state").exists():
+            kept = str(_out(folder, loader, rows) / "state")
+            loader.run("measure", "half", rows, str(_out(folder, loader, rows)), kept)
+    for _ in range(rounds):
+        for loader in loaders:
+            folder_of = str(_out(folder, loader, rows))
+            if loader.cannot is None:
+                loader.run("measure", "speed", rows, folder_of, str(seconds))
+                loader.run("measure", "resume", rows, folder_of, f"{folder_of}/state")
+    for loader in loaders:
+        for name, stages in STAGES.items():
+            loader.resizes[name] = _resize(loader, _out(folder, loader, numbered), numbered, name, stages)
+
+
+def _resize(loader: Loader, out: Path, rows: str, name: str, stages: list[list[int]]) -> Found:
+    """Count a loader's repeats and skips, or take the count of an earlier run: it is the same every time."""
+    earlier = out / f"resize-{name}.json"
+    if earlier.exists():
+        found: Found = json.loads(earlier.read_text())
+        return found
+    found = loader.run("resize", rows, str(out), json.dumps(stages))
+    if "cannot" not in found:
+        earlier.write_text(json.dumps(found))
+    return found
+
+
+def _out(folder: Path, loader: Loader, rows: str) -> Path:
+    return folder / "converted" / loader.name / Path(rows).name
+
+
+def _run_alone(folder: Path) -> Found:
+    """Measure what concerns our own loader only."""
+    found: Found = {}
+    for what in ("scale", "decode"):
+        rows = folder / "full" if what == "scale" else next(folder.glob("rows-*"))
+        command = [sys.executable, "-m", "benchmarks.data_alone", what, str(rows)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+        found |= json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def _summary(loaders: list[Loader], alone: Found) -> dict[str, object]:
+    ours, peers = loaders[0], [loader for loader in loaders[1:] if loader.name != IN_MEMORY]
+    speeds = [speed for peer in peers if (speed := peer.median("samples_per_s")) is not None]
+    resumes = [resume for peer in peers if (resume := peer.median("resume_s")) is not None]
+    speed, resume = ours.median("samples_per_s"), ours.median("resume_s")
+    return {
+        "samples_per_s_vs_best_peer": round(speed / max(speeds), 3) if speed and speeds else None,
+        "resume_vs_best_peer": round(min(resumes) / resume, 3) if resume and resumes else None,
+        "repeats": sum(int(found["repeats"]) for found in ours.resizes.values()),
+        "skips": sum(int(found["skips"]) for found in ours.resizes.values()),
+        **alone,
+    }
+
+
+def _print(loaders: list[Loader], alone: Found) -> None:
+    columns = {
+        "samples_per_s": "samples/s",
+        "cpu_us_per_sample": "CPU µs/sample",
+        "first_batch_s": "first batch s",
+        "resume_s": "resume at 50 % s",
+        "memory_mb": "memory MB",
+    }
+    table = Table("loader", *columns.values(), *(f"{name}: repeats, skips" for name in STAGES))
+    for loader in loaders:
+        numbers = [f"{value:,.3g}" if (value := loader.median(name)) is not None else "-" for name in columns]
+        resizes = [
+            str(found.get("cannot") or f"{found['repeats']}, {found['skips']}") for found in loader.resizes.values()
+        ]
+        table.add_row(PEERS.get(loader.name, "elastic_train.data"), *numbers, *resizes)
+    console = Console(width=180)
+    console.print(table)
+    for loader in loaders:
+        if loader.cannot:
+            console.print(f"{loader.name} cannot: {loader.cannot}")
+    console.print(alone)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Our own loader, from the same Parquet files and their manifest; one lane, as one rank of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from benchmarks.peers.peer import SEED, Batch, World
+from elastic_train.data.loader import LaneLoader
+from elastic_train.data.manifest import load_manifest
+from elastic_train.data.numbers import numbers_of
+from elastic_train.data.padding import pad_lists
+from elastic_train.data.reader import Reader
+from elastic_train.lanes import owned_lanes
+from elastic_train.order import Cursor, Order
+
+COLUMNS = ["input_ids", "label"]
+
+
+def collate(rows: pa.Table, ids: npt.NDArray[np.int64]) -> dict[str, Tensor]:
+    tokens, _ = pad_lists(rows.column("input_ids"), max_width=4096)
+    return {
+        "tokens": torch.from_numpy(tokens),
+        "label": torch.from_numpy(numbers_of(rows.column("label")).astype(np.int64)),
+    }
+
+
+class Ours:
+    """Not a peer: us."""
+
+    num_lanes = 1
+
+    def prepare(self, rows: Path, out: Path) -> None:
+        """Nothing: the manifest is part of the dataset."""
+
+    def open(self, rows: Path, out: Path, world: World, state: Any | None) -> Lanes:
+        return Lanes(rows, self.num_lanes, world, state)
+
+
+class Lanes:
+    """The lanes of one rank; an epoch, or what is left of it."""
+
+    def __init__(self, rows: Path, num_lanes: int, world: World, state: Any | None) -> None:
+        manifest = load_manifest(str(rows))
+        order = Order(manifest.group_rows, num_lanes=num_lanes, seed=SEED)
+        cursor = Cursor(**state) if state else Cursor()
+        num_steps = order.num_steps(world.batch)
+        self._loader = LaneLoader(
+            Reader(manifest, COLUMNS),
+            order,
+            collate,
+            lanes=owned_lanes(world.rank, world.size, num_lanes),
+            micro_batch=world.batch,
+            cursor=cursor,
+            num_steps=num_steps - order.step_of(cursor, world.batch) % num_steps,
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        for step in self._loader:
+            for batch in step:
+                if batch.tensors is not None:
+                    yield batch.tensors["tokens"], batch.tensors["label"]
+
+    def state(self) -> dict[str, int]:
+        return self._loader.state_dict()
+
+
+PEER = Ours()

@@ -1,0 +1,73 @@
+"""What a peer's module offers, and the padding that all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+BATCH, SEED = 32, 1
+Batch = tuple[Tensor, Tensor]
+
+
+class Stream(Protocol):
+    """One rank's batches from some state on."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield (tokens, labels): shapes (rows, longest) and (rows,)."""
+
+    def state(self) -> Any:
+        """Return what `open` goes on from, as of the last batch that was yielded."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Which rank of how many reads, and how many rows it takes a step."""
+
+    rank: int = 0
+    size: int = 1
+    batch: int = BATCH
+
+
+class Peer(Protocol):
+    """A library's loader."""
+
+    def prepare(self, rows: Path, out: Path) -> None:
+        """Convert Parquet files into what the library reads best."""
+
+    def open(self, rows: Path, out: Path, world: World, state: Any | None) -> Stream:
+        """Open the dataset, from its start or from a state."""
+
+
+def pad(rows: Sequence[npt.NDArray[np.int32]]) -> Tensor:
+    """Pad rows to the longest of them; the fastest way found for a list of arrays."""
+    lengths = [len(row) for row in rows]
+    padded = np.zeros((len(rows), max(lengths)), dtype=np.int64)
+    for place, row in enumerate(rows):
+        padded[place, : lengths[place]] = row
+    return torch.from_numpy(padded)
+
+
+def pad_table(table: pa.Table) -> Batch:
+    """Pad the rows of an Arrow table, without a loop over them."""
+    lists = table.column("input_ids").combine_chunks()
+    lists = lists.chunk(0) if isinstance(lists, pa.ChunkedArray) else lists
+    offsets, values = (np.frombuffer(each.buffers()[1], np.int32) for each in (lists.offsets, lists.values))
+    offsets = offsets[lists.offset : lists.offset + len(lists) + 1]
+    lengths = np.diff(offsets).astype(np.int16)
+    padded = np.zeros((len(lengths), int(lengths.max())), dtype=np.int64)
+    is_filled = np.arange(padded.shape[1], dtype=np.int16) < lengths[:, None]
+    padded[is_filled] = values[offsets[0] : offsets[-1]]
+    return torch.from_numpy(padded), torch.from_numpy(table.column("label").to_numpy().astype(np.int64))
+
+
+def files_of(rows: Path) -> list[str]:
+    """Return the Parquet files of a dataset, in order."""
+    return [str(path) for path in sorted(rows.glob("*.parquet"))]

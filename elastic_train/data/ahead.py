@@ -1,0 +1,129 @@
+"""Reading ahead: threads decode the blocks that are needed next, and one thread makes micro-batches of their rows.
+
+The order tells the future, so nothing is guessed. Rows are taken for many steps at once, a chunk of steps, and then cut
+into micro-batches: no Python runs for a single row. The thread that asks for steps does all the bookkeeping; tasks of
+the pools only compute, and end by themselves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from elastic_train.data.blocks import BlockSchedule, DecodedBlock
+from elastic_train.data.lane_batch import Collate, LaneBatch
+from elastic_train.data.reader import Reader
+from elastic_train.data.rows import Rows, gather
+from elastic_train.mixing import Int64s
+from elastic_train.order import Cursor, EpochOrder, Order
+
+PREFETCH_BYTES = 128 << 20
+CHUNK_BYTES, CHUNK_ROWS, CHUNKS_AHEAD = 4 << 20, 1024, 2
+IDS_AT_ONCE = 4096
+MAX_DECODERS, REMOTE_DECODERS = 8, 16
+
+Step = list[LaneBatch]
+
+
+class ReadAhead:
+    """Yields the steps of some lanes; `prefetch_bytes` bounds the decoded rows that no step needs yet."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        order: Order,
+        collate: Collate,
+        *,
+        lanes: range,
+        micro_batch: int,
+        prefetch_bytes: int = PREFETCH_BYTES,
+    ) -> None:
+        self._reader, self._order, self._collate = reader, order, collate
+        self._lanes, self._micro_batch, self._prefetch_bytes = lanes, micro_batch, prefetch_bytes
+        self._is_pinned = torch.cuda.is_available()
+        self._ids = {lane: _LaneIds(lane) for lane in lanes}
+
+    def steps(self, cursor: Cursor, num_steps: int) -> Iterator[Step]:
+        """Yield one list a step: a micro-batch for every lane."""
+        next_ = first = self._order.step_of(cursor, self._micro_batch)
+        end = first + num_steps
+        schedule = BlockSchedule(self._reader, self._order, self._lanes, self._micro_batch, range(first, end))
+        decoders = ThreadPoolExecutor(_num_decoders(self._reader), "decode")
+        assembler = ThreadPoolExecutor(1, "assemble")
+        chunks: deque[tuple[int, Future[list[Step]]]] = deque()
+        try:
+            while next_ < end or chunks:
+                while next_ < end and len(chunks) <= CHUNKS_AHEAD:
+                    hi = min(end, self._chunk_end(next_, schedule.row_bytes))
+                    blocks = schedule.require(next_, hi, decoders)
+                    chunks.append((next_, assembler.submit(self._assemble, next_, hi, blocks)))
+                    next_ = hi
+                lo, assembled = chunks.popleft()
+                schedule.release(lo)
+                schedule.prefetch(lo, self._prefetch_bytes, decoders)
+                yield from assembled.result()
+        finally:
+            assembler.shutdown(wait=False, cancel_futures=True)
+            decoders.shutdown(wait=False, cancel_futures=True)
+
+    def _chunk_end(self, step: int, row_bytes: float | None) -> int:
+        """Return where a chunk ends that begins at a step: in the same epoch, and soon while the rows are unknown."""
+        if row_bytes is None:
+            return step + 1
+        num_steps = self._order.num_steps(self._micro_batch)
+        rows = min(CHUNK_ROWS, CHUNK_BYTES // max(1, int(row_bytes)))
+        return step + max(1, min(num_steps - step % num_steps, rows // (self._micro_batch * len(self._lanes))))
+
+    def _assemble(self, lo: int, hi: int, blocks: Sequence[Sequence[DecodedBlock]]) -> list[Step]:
+        """Make the micro-batches of the steps [lo, hi), which lie in one epoch."""
+        cursor = self._order.cursor_at(lo, self._micro_batch)
+        epoch = self._order.epoch(cursor.epoch)
+        end = cursor.offset + (hi - lo) * self._micro_batch
+        lanes = []
+        for lane, of_lane in zip(self._lanes, blocks, strict=True):
+            ids = self._ids[lane].between(cursor.epoch, epoch, cursor.offset, end)
+            rows_of = {group: rows for block in of_lane for group, rows in block.rows.items()}
+            rows, read_ids = self._take(rows_of, ids)
+            lanes.append([self._micro(lane, cursor, number, rows, read_ids) for number in range(hi - lo)])
+        return [list(step) for step in zip(*lanes, strict=True)]
+
+    def _take(self, rows_of: Mapping[int, Future[Rows]], ids: Int64s) -> tuple[pa.Table | None, Int64s]:
+        """Wait for the row groups; return the rows of the ids, and the ids of the places that they came from."""
+        if not len(ids):
+            return None, ids
+        return gather(lambda group: rows_of[group].result(), self._reader.first_id, ids)
+
+    def _micro(self, lane: int, cursor: Cursor, number: int, rows: pa.Table | None, ids: Int64s) -> LaneBatch:
+        """Cut one step's micro-batch from the rows of a chunk."""
+        first = number * self._micro_batch
+        taken, lo = ids[first : first + self._micro_batch], cursor.offset + first
+        if rows is None or not len(taken):
+            return LaneBatch(lane, cursor.epoch, lo, lo, taken, None)
+        tensors = self._collate(rows.slice(first, len(taken)), taken)
+        batch = LaneBatch(lane, cursor.epoch, lo, lo + len(taken), taken, tensors)
+        return batch.pin_memory() if self._is_pinned else batch
+
+
+class _LaneIds:
+    """A lane's ids, made many at a time, since a call costs as much as hundreds of ids."""
+
+    def __init__(self, lane: int) -> None:
+        self._lane, self._epoch, self._lo, self._ids = lane, -1, 0, np.zeros(0, dtype=np.int64)
+
+    def between(self, number: int, epoch: EpochOrder, lo: int, hi: int) -> Int64s:
+        """Return the ids at offsets [lo, hi) of an epoch, clipped at the lane's end."""
+        if number != self._epoch or lo < self._lo or hi > self._lo + len(self._ids):
+            self._epoch, self._lo = number, lo
+            self._ids = epoch.ids(self._lane, lo, max(hi, lo + IDS_AT_ONCE))
+        return self._ids[lo - self._lo : hi - self._lo]
+
+
+def _num_decoders(reader: Reader) -> int:
+    """Return how many threads decode: as many as cores, or more where they mostly wait."""
+    return REMOTE_DECODERS if reader.groups.is_remote else min(MAX_DECODERS, len(os.sched_getaffinity(0)))

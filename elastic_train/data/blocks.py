@@ -1,0 +1,94 @@
+"""The blocks that a loader's lanes need, in the order in which steps need them, decoded by a pool of threads.
+
+A block is in use from the first step that needs a row of it to the last; what is decoded before its first step is
+bounded in bytes. The schedule belongs to the thread that asks for steps.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future
+
+from elastic_train.data.reader import Reader
+from elastic_train.data.rows import Rows
+from elastic_train.order import Block, Cursor, Order
+
+
+class DecodedBlock:
+    """A lane's block: the steps [first, end) that need it, and its row groups, on their way or here."""
+
+    def __init__(self, epoch: int, block: Block, first: int, end: int, num_rows: int) -> None:
+        self.epoch, self.block, self.first, self.end, self.num_rows = epoch, block, first, end, num_rows
+        self.rows: dict[int, Future[Rows]] = {}
+
+    def decode(self, reader: Reader, pool: Executor) -> None:
+        """Have the row groups decoded."""
+        self.rows = {group: pool.submit(reader.decode, group) for group in self.block.groups.tolist()}
+
+    @property
+    def row_bytes(self) -> float | None:
+        """Bytes of a decoded row, on average; None before they are here."""
+        if not self.rows or not all(rows.done() and not rows.exception() for rows in self.rows.values()):
+            return None
+        num_bytes: int = sum(rows.result().nbytes for rows in self.rows.values())
+        return num_bytes / self.num_rows
+
+
+class BlockSchedule:
+    """Decodes blocks for the steps [first, end) of some lanes, from any cursor on."""
+
+    def __init__(self, reader: Reader, order: Order, lanes: range, micro_batch: int, steps: range) -> None:
+        self._reader, self._order, self._micro_batch, self._steps = reader, order, micro_batch, steps
+        self._held: dict[int, list[DecodedBlock]] = {lane: [] for lane in lanes}
+        self._next: list[tuple[int, int, DecodedBlock]] = []
+        for lane in lanes:
+            self._plan(lane, order.cursor_at(steps.start, micro_batch))
+
+    @property
+    def row_bytes(self) -> float | None:
+        """Bytes of a decoded row in the blocks that are here; None while none is."""
+        known = [block.row_bytes for blocks in self._held.values() for block in blocks]
+        return max((row_bytes for row_bytes in known if row_bytes is not None), default=None)
+
+    def require(self, lo: int, hi: int, pool: Executor) -> list[Sequence[DecodedBlock]]:
+        """Return each lane's blocks of the steps [lo, hi), having those decoded that are not on their way yet."""
+        while self._next and self._next[0][0] < hi:
+            self._admit(pool)
+        return [[block for block in blocks if block.first < hi and block.end > lo] for blocks in self._held.values()]
+
+    def prefetch(self, step: int, max_bytes: int, pool: Executor) -> None:
+        """Have blocks decoded that steps behind `step` need first, as long as they take up to `max_bytes`."""
+        row_bytes = self.row_bytes
+        if row_bytes is None:
+            return
+        rows = sum(block.num_rows for blocks in self._held.values() for block in blocks if block.first > step)
+        while self._next and (rows + self._next[0][2].num_rows) * row_bytes <= max_bytes:
+            rows += self._next[0][2].num_rows
+            self._admit(pool)
+
+    def release(self, step: int) -> None:
+        """Drop the blocks that no step from `step` on needs."""
+        for lane, blocks in self._held.items():
+            self._held[lane] = [block for block in blocks if block.end > step]
+
+    def _admit(self, pool: Executor) -> None:
+        """Have the next block decoded, and plan its lane's next."""
+        _, lane, block = heapq.heappop(self._next)
+        block.decode(self._reader, pool)
+        self._held[lane].append(block)
+        self._plan(lane, Cursor(block.epoch, block.block.hi))
+
+    def _plan(self, lane: int, cursor: Cursor) -> None:
+        """Put the block at a cursor, or the next epoch's first, into the queue, if the steps reach it."""
+        lo, hi = self._order.lane_bounds(lane)
+        if cursor.offset >= hi - lo:
+            cursor = Cursor(cursor.epoch + 1, 0)
+        first_of_epoch = self._order.step_of(Cursor(cursor.epoch, 0), self._micro_batch)
+        first = first_of_epoch + cursor.offset // self._micro_batch
+        if lo == hi or first >= self._steps.stop:
+            return
+        block = self._order.epoch(cursor.epoch).block_at(lane, cursor.offset)
+        end = first_of_epoch + (block.hi - 1) // self._micro_batch + 1
+        num_rows = int(self._order.group_rows[block.groups].sum())
+        heapq.heappush(self._next, (first, lane, DecodedBlock(cursor.epoch, block, first, end, num_rows)))

@@ -1,0 +1,101 @@
+"""Feeding lanes from worker processes: torchdata's StatefulDataLoader as the carrier.
+
+One item of the carrier is one lane's micro-batch of one step. Its sampler yields `LaneSlice`s, a pure function of the
+cursor and the lanes; the dataset turns a slice into ids, rows and tensors in a worker. The carrier's own state is never
+saved: a loader begins at any cursor, with any number of workers, for any lanes.
+"""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from elastic_train.data.lane_batch import Collate, LaneBatch
+from elastic_train.data.reader import Reader
+from elastic_train.order import Cursor, Order
+
+warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)  # torchdata's own call
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSlice:
+    """Which samples a lane takes in one step: offsets [lo, hi) of its part of the epoch, clipped at its end."""
+
+    epoch: int
+    lane: int
+    lo: int
+    hi: int
+
+
+class LaneDataset:
+    """Maps a slice to its micro-batch; the carrier calls `__getitems__` once for each."""
+
+    def __init__(self, reader: Reader, order: Order, collate: Collate) -> None:
+        self._reader, self._order, self._collate = reader, order, collate
+
+    def __getitem__(self, slice_: LaneSlice) -> LaneBatch:
+        ids = self._order.epoch(slice_.epoch).ids(slice_.lane, slice_.lo, slice_.hi)
+        if not len(ids):
+            return LaneBatch(slice_.lane, slice_.epoch, slice_.lo, slice_.lo, ids, None)
+        rows, read_ids = self._reader.read(ids)
+        return LaneBatch(
+            slice_.lane, slice_.epoch, slice_.lo, slice_.lo + len(ids), read_ids, self._collate(rows, read_ids)
+        )
+
+    def __getitems__(self, slices: list[LaneSlice]) -> list[LaneBatch]:
+        return [self[slice_] for slice_ in slices]
+
+
+class LaneSampler:
+    """Yields, step after step, the slice of every owned lane, each as a batch of one."""
+
+    def __init__(self, order: Order, lanes: range, micro_batch: int, cursor: Cursor, num_steps: int) -> None:
+        self._order, self._lanes, self._micro_batch = order, lanes, micro_batch
+        self.cursor, self.num_steps = cursor, num_steps
+
+    def __len__(self) -> int:
+        return self.num_steps * len(self._lanes)
+
+    def __iter__(self) -> Iterator[list[LaneSlice]]:
+        cursor = self.cursor
+        for _ in range(self.num_steps):
+            for lane in self._lanes:
+                yield [LaneSlice(cursor.epoch, lane, cursor.offset, cursor.offset + self._micro_batch)]
+            cursor = self._order.advance(cursor, self._micro_batch)
+
+
+def read_in_workers(
+    reader: Reader, order: Order, collate: Collate, sampler: LaneSampler, *, num_lanes: int, num_workers: int
+) -> Iterator[list[LaneBatch]]:
+    """Yield the sampler's steps, read by worker processes."""
+    carrier: StatefulDataLoader[LaneBatch] = StatefulDataLoader(
+        LaneDataset(reader, order, collate),
+        batch_sampler=sampler,
+        collate_fn=_only,
+        num_workers=num_workers,
+        pin_memory=torch.cuda.is_available(),
+        multiprocessing_context="spawn",
+        worker_init_fn=_set_up_worker,
+    )
+    step: list[LaneBatch] = []
+    for batch in carrier:
+        step.append(batch)
+        if len(step) == num_lanes:
+            yield step
+            step = []
+
+
+def _only(batches: list[LaneBatch]) -> LaneBatch:
+    return batches[0]
+
+
+def _set_up_worker(worker: int) -> None:
+    """Leave signals to the trainer: a worker that died first would take the last commit with it."""
+    torch.set_num_threads(1)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

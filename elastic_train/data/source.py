@@ -1,0 +1,163 @@
+"""Where a dataset's bytes come from: local files, or any fsspec URL by ranges, retried, and asked for twice if slow.
+
+A remote range is read by a thread of a pool, again after a failure, and once more beside itself when it takes much
+longer than others did (Dean, Barroso: The Tail at Scale, 2013). Only then does pyarrow see it, as a file whose bytes
+are here already, so that decoding never waits for a network. Local files are read by pyarrow itself, without the
+interpreter's lock. No range is read that a row group does not need, but near ones are read as one.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Protocol
+
+import fsspec
+import pyarrow as pa
+import tenacity
+
+Range = tuple[int, int]
+
+MAX_GAP = 64 << 10
+NUM_FETCHERS = 32
+TRIES, FIRST_PAUSE_S, LONGEST_PAUSE_S = 5, 0.1, 5.0
+HEDGE_AFTER_MEDIANS, SOONEST_HEDGE_S, NUM_REMEMBERED = 4.0, 0.25, 64
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError)
+
+
+class Source(Protocol):
+    """The files below one URL; OSError of what cannot be read. All methods may be called from any thread."""
+
+    def size(self, path: str) -> int:
+        """Return a file's size in bytes."""
+
+    def read(self, path: str, lo: int, hi: int) -> bytes:
+        """Return the bytes [lo, hi) of a file; fewer where it ends before."""
+
+    def open(self, path: str, ranges: Sequence[Range]) -> pa.NativeFile | io.RawIOBase:
+        """Return a file for pyarrow, of which only the given ranges can be read."""
+
+
+def open_source(url: str) -> Source:
+    """Return the source of a folder or fsspec URL."""
+    filesystem, root = fsspec.core.url_to_fs(url)
+    if "file" in filesystem.protocol:
+        return LocalSource(root)
+    return RemoteSource(filesystem, str(root).rstrip("/"))
+
+
+def join_near(ranges: Sequence[Range], max_gap: int = MAX_GAP) -> list[Range]:
+    """Join half-open ranges that touch, overlap, or lie at most `max_gap` bytes apart; the result is in order."""
+    joined: list[Range] = []
+    for lo, hi in sorted(ranges):
+        if joined and lo - joined[-1][1] <= max_gap:
+            joined[-1] = (joined[-1][0], max(hi, joined[-1][1]))
+        else:
+            joined.append((lo, hi))
+    return joined
+
+
+class LocalSource:
+    """Files of a local folder, read by pyarrow where it needs them."""
+
+    def __init__(self, root: str) -> None:
+        self._root = Path(root)
+
+    def size(self, path: str) -> int:
+        return (self._root / path).stat().st_size
+
+    def read(self, path: str, lo: int, hi: int) -> bytes:
+        with (self._root / path).open("rb") as file:
+            file.seek(lo)
+            return file.read(hi - lo)
+
+    def open(self, path: str, ranges: Sequence[Range]) -> pa.NativeFile:
+        return pa.OSFile(str(self._root / path))
+
+
+class RemoteSource:
+    """Files of an fsspec file system, read range by range."""
+
+    def __init__(self, filesystem: fsspec.AbstractFileSystem, root: str) -> None:
+        self._filesystem, self._root = filesystem, root
+        self._pool: ThreadPoolExecutor | None = None
+        self._took_s: deque[float] = deque(maxlen=NUM_REMEMBERED)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_pool": None}
+
+    def size(self, path: str) -> int:
+        return int(_again(self._filesystem.size, f"{self._root}/{path}"))
+
+    def read(self, path: str, lo: int, hi: int) -> bytes:
+        return bytes(_again(self._filesystem.cat_file, f"{self._root}/{path}", start=lo, end=hi))
+
+    def open(self, path: str, ranges: Sequence[Range]) -> Fetched:
+        joined = join_near(ranges)
+        first = [self._submit(path, range_) for range_ in joined]
+        return Fetched(dict(zip(joined, map(self._hedge, [path] * len(joined), joined, first), strict=True)))
+
+    def _submit(self, path: str, range_: Range) -> Future[bytes]:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(NUM_FETCHERS, "fetch")
+        return self._pool.submit(self._timed, path, range_)
+
+    def _timed(self, path: str, range_: Range) -> bytes:
+        started_s = time.monotonic()
+        content = self.read(path, *range_)
+        self._took_s.append(time.monotonic() - started_s)
+        return content
+
+    def _hedge(self, path: str, range_: Range, first: Future[bytes]) -> bytes:
+        """Wait for a range; ask a second time if it is late, and take what comes first."""
+        took_s = sorted(self._took_s)
+        usual_s = took_s[len(took_s) // 2] if took_s else LONGEST_PAUSE_S
+        wait([first], max(SOONEST_HEDGE_S, HEDGE_AFTER_MEDIANS * usual_s))
+        if first.done():
+            return first.result()
+        second = self._submit(path, range_)
+        done, late = wait([first, second], return_when=FIRST_COMPLETED)
+        if all(future.exception() for future in done):
+            return next(iter(late or done)).result()
+        return next(future for future in done if not future.exception()).result()
+
+
+class Fetched(io.RawIOBase):
+    """A file of which some ranges are here; pyarrow reads each column chunk with one call."""
+
+    def __init__(self, parts: dict[Range, bytes]) -> None:
+        super().__init__()
+        self._parts, self._at = parts, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        assert whence != io.SEEK_CUR, "pyarrow seeks from the start, or to the end for the size"
+        self._at = offset + (max(hi for _, hi in self._parts) if whence == io.SEEK_END else 0)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        lo, self._at = self._at, self._at + size
+        for (first, end), content in self._parts.items():
+            if first <= lo and self._at <= end:
+                return content[lo - first : self._at - first]
+        raise OSError(f"bytes [{lo}, {self._at}) were not fetched")
+
+
+_again = tenacity.Retrying(
+    retry=tenacity.retry_if_exception(lambda error: isinstance(error, Exception) and not isinstance(error, _FINAL)),
+    stop=tenacity.stop_after_attempt(TRIES),
+    wait=tenacity.wait_random_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
+    reraise=True,
+)

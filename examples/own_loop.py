@@ -1,0 +1,41 @@
+"""Our data in a loop of your own: any Arrow schema, your own collate, resumed on another number of ranks.
+
+python examples/own_loop.py data/prices 4 60 state.json      # 4 ranks for 60 steps (here one after the other)
+python examples/own_loop.py data/prices 3 1000 state.json    # 3 ranks go on with exactly the rest of the epoch
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from elastic_train.data.loader import LaneLoader
+from elastic_train.data.manifest import load_manifest
+from elastic_train.data.reader import Reader
+from elastic_train.lanes import owned_lanes
+from elastic_train.order import Cursor, Order
+
+NUM_LANES, MICRO_BATCH = 12, 2  # a step is 24 rows, whatever the number of ranks
+
+
+def main(folder: str, world_size: int, max_steps: int, kept: Path) -> None:
+    manifest = load_manifest(folder)
+    order = Order(manifest.group_rows, num_lanes=NUM_LANES, seed=1)
+    cursor = Cursor(**json.loads(kept.read_text())) if kept.exists() else Cursor()  # two integers are all the state
+    num_steps = min(max_steps, order.num_steps(MICRO_BATCH) - order.step_of(cursor, MICRO_BATCH))
+    for rank in range(world_size):
+        lanes = owned_lanes(rank, world_size, NUM_LANES)
+        place = {"lanes": lanes, "micro_batch": MICRO_BATCH, "cursor": cursor, "num_steps": num_steps}
+        loader = LaneLoader(Reader(manifest, ["price"]), order, collate, **place)
+        for step in loader:
+            print(*(id_ for batch in step for id_ in batch.ids))  # batch.tensors["price"] is what you train on
+    kept.write_text(json.dumps(loader.state_dict()))
+
+
+def collate(rows, ids):
+    return {"price": torch.from_numpy(rows.column("price").to_numpy().copy())}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
