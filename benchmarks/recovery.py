@@ -17,8 +17,8 @@ third node is cut off where others freeze, from all or from the other nodes alon
 
 All live faults but the cuts hit one job, whose final weights are then compared with those of a run without faults
 (`hash_equal`), and in which no applied step may be lost (`rpo_steps_max`). With --minutes, a job of four workers has a
-fault every 29 s for so long: `throughput_kept` is its speed over that of the same job without faults, which runs for a
-quarter of the time before it and for a quarter after, since a machine's speed drifts,
+fault every 29 s for so long: `throughput_kept` is its steps over those that its own quiet time (the last 40 % between
+two faults) would have brought; `steps_per_s` is its speed, between those of the job without faults before and after;
 `throughput_kept_net` the same with `start_share` taken out, the share of the machine that making the lost workers
 ready takes. `import_share` is what their imports would take besides, had the node's standby process not done them.
 The last line is JSON.
@@ -40,6 +40,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
@@ -77,6 +78,8 @@ NAMES = (
     "live_split_s",
 )
 FAULT_EVERY_S = 29.0
+QUIET_FROM = 0.6
+"""After this share of the time between two faults the traces of the first are gone: who was frozen is back."""
 
 
 @dataclass
@@ -274,29 +277,63 @@ def _throughput(folder: Path, seconds: float, figures: Figures, console: Console
         for turn in range(int(seconds // FAULT_EVERY_S))
         for kind, for_s in [kinds[turn % 2]]
     ]
-    config = write_live_job(folder, seconds, ranks=4, steps_per_s=7.5)
+    config = write_live_job(folder, seconds + FAULT_EVERY_S, ranks=4, steps_per_s=7.5)
     plain = write_live_job(folder / "plain", seconds / 4, ranks=4, steps_per_s=7.5)
-    speeds = []
-    for name, job, faults in (("before", plain, []), ("faulted", config, due), ("after", plain, [])):
-        run = _run_job(folder / name, job, faults, ranks=2, timeout_s=4 * seconds)
-        speeds.append(_steps_per_s(run))
-        console.print(f"throughput, {name}: {speeds[-1]:.2f} steps/s")
+    before, run, after = (
+        _run_job(folder / name, job, faults, ranks=2, timeout_s=4 * seconds)
+        for name, job, faults in (("before", plain, []), ("faulted", config, due), ("after", plain, []))
+    )
+    kept = kept_beside_quiet(run)
     num_kills = sum(fault.kind == "kill_worker" for fault in due)
     import_share, share = (cpu_s * num_kills / (seconds * (os.cpu_count() or 1)) for cpu_s in _start_cpu_s(config))
-    kept = 2 * speeds[1] / (speeds[0] + speeds[2])
+    everything = sum(steps for steps, _ in kept.values()) / sum(expected for _, expected in kept.values())
     figures.facts |= {
-        "throughput_kept": round(kept, 4),
-        "throughput_kept_net": round(kept / (1 - share), 4),
+        "throughput_kept": round(everything, 4),
+        "throughput_kept_net": round(everything / (1 - share), 4),
+        "throughput_kept_by_cause": {kind: round(steps / expected, 4) for kind, (steps, expected) in kept.items()},
+        "steps_per_s": [round(_rate(_applied_at(each)), 2) for each in (before, run, after)],
         "start_share": round(share, 4),
         "import_share": round(import_share, 4),
         "num_throughput_faults": len(due),
     }
+    console.print(f"throughput: {figures.facts}")
 
 
-def _steps_per_s(run: Evidence) -> float:
-    """Return the applied steps of the lineage over the time from the first to the last of them."""
-    times = [number(line, "t") for line in run.of("step")]
-    return (whole(run.result or {}, "step") - 1) / (max(times) - min(times))
+def kept_beside_quiet(run: Evidence) -> dict[str, tuple[float, float]]:
+    """Return, by kind of fault, the steps from each fault to the next, and those that quiet time would have brought.
+
+    A machine's speed drifts by more than a fault costs. So the measure is the speed when all is well again, at the end
+    of the same period and of the one before.
+    """
+    times = _applied_at(run)
+    faults = [(number(fault, "t"), str(fault["kind"])) for fault in run.of("fault")]
+    quiet = [_rate([t for t in times if t > at + QUIET_FROM * (end - at) and t <= end]) for at, end in _periods(faults)]
+    kept: dict[str, tuple[float, float]] = {}
+    for turn, ((at, end), (_, kind)) in enumerate(zip(_periods(faults), faults, strict=False)):
+        if turn == 0:
+            continue  # nothing quiet was measured before it
+        steps, expected = kept.get(kind, (0.0, 0.0))
+        done = sum(at < t <= end for t in times)
+        kept[kind] = (steps + done, expected + (end - at) * (quiet[turn - 1] + quiet[turn]) / 2)
+    return kept
+
+
+def _periods(faults: list[tuple[float, str]]) -> list[tuple[float, float]]:
+    return [(at, end) for (at, _), (end, _) in pairwise(faults)]
+
+
+def _applied_at(run: Evidence) -> list[float]:
+    """Return when each step was applied first, in order."""
+    first: dict[int, float] = {}
+    for line in run.of("step"):
+        step, t = whole(line, "step"), number(line, "t")
+        first[step] = min(t, first.get(step, t))
+    return sorted(first.values())
+
+
+def _rate(times: list[float]) -> float:
+    """Return steps per second from the first of some steps to the last."""
+    return (len(times) - 1) / (times[-1] - times[0])
 
 
 def _start_cpu_s(config: str) -> tuple[float, float]:
