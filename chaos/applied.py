@@ -126,16 +126,43 @@ def newest_steps(steps: Steps) -> dict[int, int]:
 
 
 def lineage_of(run: Evidence) -> list[Applied]:
-    """Return the steps that the final weights are made of: every term's, from where it restored to the next restore."""
-    until, steps = whole(result_of(run), "step"), steps_of(run)
+    """Return the steps that the final weights are made of: the last term's, and back through what each went on from."""
+    steps, restored = steps_of(run), {term: whole(line, "step") for term, line in restored_at(run).items()}
+    until, term = whole(result_of(run), "step"), max(restored, default=None)
     lineage: list[Applied] = []
-    for term, restore in sorted(restored_at(run).items(), reverse=True):
-        lo = whole(restore, "step")
+    while term is not None:
+        lo = restored[term]
         lineage += [Applied(step, term, tuple(steps.get((term, step), ()))) for step in range(until, lo, -1)]
-        until = min(until, lo)
+        until, term = min(until, lo), _went_on_from(run, term, restored)
     if until > 0:
         raise Violated(f"no term began before step {until}: the lineage does not reach back to step 0")
     return lineage[::-1]
+
+
+def _went_on_from(run: Evidence, term: int, restored: dict[int, int]) -> int | None:
+    """Return the term whose steps lie below a term's first: a process of its brought them, or the commit's has them.
+
+    A process that was frozen may bring steps of a term before the last; where nobody tells, it is the last.
+    """
+    earlier = [other for other in restored if other < term]
+    for pid in pids_of(run)[term]:
+        before = max((other for other in earlier if pid in pids_of(run)[other]), default=None)
+        if before is not None and _reached(run, before, pid, restored[before]) == restored[term]:
+            return before
+    key = str(restored_at(run)[term]["commit"]).removeprefix("commits/").removesuffix(".json")
+    place = [int(number_) for number_ in key.split("-")] if key[:1].isdecimal() else []
+    if place and place[1] == restored[term] and place[0] in earlier:
+        return place[0]
+    return max(earlier, default=None)
+
+
+def _reached(run: Evidence, term: int, pid: int, restored: int) -> int:
+    """Return how far a process had come when it left a term."""
+    ranks = {line["rank"] for line in run.of("form") if line["term"] == term and line["pid"] == pid}
+    steps = [
+        step for (of, step), lines in steps_of(run).items() if of == term and any(x["rank"] in ranks for x in lines)
+    ]
+    return max(steps, default=restored)
 
 
 def counts_of(run: Evidence) -> dict[int, Counts]:

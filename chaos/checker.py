@@ -24,6 +24,7 @@ INVARIANTS: dict[str, Callable[[Evidence], str]] = {
     "lineage": one_lineage.lineage,
     "fencing": one_lineage.fencing,
     "durability": one_lineage.durability,
+    "atomicity": one_lineage.atomicity,
     "rpo": injected.rpo,
     "rto": injected.rto,
     "cleanliness": injected.cleanliness,

@@ -88,6 +88,32 @@ def report(folder: Path) -> int:
 
 
 @app.command
+def sim(
+    *,
+    seeds: str = "200",
+    seed: int | None = None,
+    case: Path | None = None,
+    minutes: float | None = None,
+    nodes: int | None = None,
+    json_: Json = False,
+) -> int:
+    """Run the product itself in virtual time, with faults drawn from --seeds (N, or A:B), and judge every run.
+
+    --seed runs one of them and shows what was found, --case one that was written down. --minutes ends earlier, --nodes
+    takes that many nodes in place of the drawn ones. Exit code 0 only if no invariant is violated; else the first bad
+    run is shrunk, kept below runs/sim, and told with the command that runs it again.
+    """
+    from chaos.sim import cases, command  # it loads all of the product, which no other command needs
+    from chaos.sim.simulate import case_of
+
+    if case is not None:
+        return command.run_one(cases.load(case), json_)
+    if seed is not None:
+        return command.run_one(case_of(seed, nodes), json_)
+    return command.report(command.run_seeds(command.seeds_of(seeds), minutes, nodes, json_), json_, nodes)
+
+
+@app.command
 def ls(*, json_: Json = False) -> int:
     """List the scenarios that come with the package."""
     known = [scenarios.load(path) for path in sorted(scenarios.FOLDER.glob("*.yaml"))]

@@ -243,7 +243,7 @@ def no_fence(folder: Path) -> None:
     key, late = restored_at(run)[last]["commit"], formed_at(run)[last] + 0.001
 
     def delayed(line: Line) -> Line:
-        return {**line, "t": late} if line["op"] == "commit" and line["key"] == key else line
+        return {**line, "t": late, "created_at": late} if line["op"] == "commit" and line["key"] == key else line
 
     edit(folder, delayed)
     place = str(key).removeprefix("commits/").removesuffix(".json")
@@ -281,6 +281,18 @@ def older_commit(folder: Path) -> None:
     newest = restored_at(run)[last]["commit"]
     older = [str(line["key"]) for line in run.of("commit") if str(line["key"]) < str(newest)][-1]
     edit(folder, lambda line: {**line, "commit": older} if line["op"] == "restore" and line["term"] == last else line)
+
+
+def half_a_commit(folder: Path) -> None:
+    """A term passed over a commit whose files were never written."""
+    run = collect(folder)
+    last = _later_term(run)
+    key = str(next(line["key"] for line in run.of("commit") if line["term"] == min(restored_at(run))))
+    skipped = [[key, "data/step-000000000005/00000001-a/.metadata is missing"]]
+    edit(
+        folder,
+        lambda line: {**line, "skipped": skipped} if line["op"] == "restore" and line["term"] == last else line,
+    )
 
 
 def begun_anew(folder: Path) -> None:

@@ -19,7 +19,7 @@ def lineage(run: Evidence) -> str:
     published = _published(run)
     _check_records(run, published)
     _check_parents(run, published)
-    chain = list(_chain(published))
+    chain = list(_chain(run, published))
     steps = [whole(commit, "step") for commit in chain]
     if any(later <= earlier for later, earlier in pairwise(steps)):
         raise Violated(f"the chain's steps do not grow: {steps[::-1]}")
@@ -58,26 +58,49 @@ def _check_records(run: Evidence, published: dict[str, Line]) -> None:
 def _check_parents(run: Evidence, published: dict[str, Line]) -> None:
     """A term's first commit continues the one that the term restored, each further one the one before."""
     digest_of = {line["key"]: digest for digest, line in published.items()}
-    head = {term: digest_of.get(line["commit"]) for term, line in restored_at(run).items()}
-    unseen = {term for term, line in restored_at(run).items() if line["commit"] and head[term] is None}
+    told = {str(line["digest"]) for line in run.of("commit")}
+    heads = {term: {digest_of.get(line["commit"])} for term, line in restored_at(run).items()}
+    unseen = {term for term, line in restored_at(run).items() if line["commit"] and heads[term] == {None}}
     for digest, line in sorted(published.items(), key=lambda item: _place(str(item[1]["key"]))):
         term = whole(line, "term")
+        # A term that no world restored is that of a process that committed alone before it left.
         if term in unseen:  # it went on from a commit that nobody told of and retention has deleted
             unseen.remove(term)
-        elif line["parent"] != head[term]:
-            names = f"{str(line['parent'])[:12]}, but its term went on from {str(head[term])[:12]}"
+        elif line["parent"] not in heads.get(term, {line["parent"]}) and not _is_forgotten(run, published, line):
+            names = f"{str(line['parent'])[:12]}, but its term went on from {_shown(heads[term])}"
             raise Violated(f"{line['key']} names the parent {names}")
-        head[term] = digest
+        # A record that was given up as lost may come to exist: the next commit continues it, or the one before.
+        heads[term] = {digest} if digest in told else {digest, *heads.get(term, set())}
 
 
-def _chain(published: dict[str, Line]) -> Iterator[Line]:
-    """Yield the newest commit by (term, step) and its ancestors; a parent that nobody published breaks the chain."""
+def _shown(digests: set[str | None]) -> str:
+    return " or ".join(sorted(str(digest)[:12] for digest in digests))
+
+
+def _is_forgotten(run: Evidence, published: dict[str, Line], commit: Line) -> bool:
+    """Say whether a commit's parent is one that nobody told of, for its publisher died, and that retention deleted."""
+    place, made_at = _place(str(commit["key"])), _made_at(run)
+    at = made_at[str(commit["key"])]
+    is_oldest = not any(_place(record.key) < place and made_at.get(record.key, at) < at for record in run.commits)
+    return str(commit["parent"]) not in published and is_oldest
+
+
+def _chain(run: Evidence, published: dict[str, Line]) -> Iterator[Line]:
+    """Yield the newest commit by (term, step) and its ancestors; a parent that nobody published breaks the chain.
+
+    Behind one that is forgotten the chain goes on with the newest before it.
+    """
     commit = max(published.values(), key=lambda line: _place(str(line["key"])))
     for _ in published:
         yield commit
         if commit["parent"] is None:
             return
         parent = published.get(str(commit["parent"]))
+        if parent is None and _is_forgotten(run, published, commit):
+            older = [line for line in published.values() if _place(str(line["key"])) < _place(str(commit["key"]))]
+            if not older:
+                return
+            parent = max(older, key=lambda line: _place(str(line["key"])))
         if parent is None:
             raise Violated(f"{commit['key']} names a parent {str(commit['parent'])[:12]} that nobody published")
         if whole(parent, "term") > whole(commit, "term"):
@@ -102,8 +125,8 @@ def _check_tiling(run: Evidence, commit: Commit) -> None:
     step = whole(commit.fields, "step")
     if place != step:
         raise Violated(f"{commit.key}: its intervals end at step {place}, it is of step {step}")
-    if step == shape_of(run).total_steps:
-        _check_same_terms(run, commit)
+    if step == shape_of(run).total_steps and _place(commit.key) == max(_place(other.key) for other in run.commits):
+        _check_same_terms(run, commit)  # an older term's, made late, is no part of what the histories ended with
 
 
 def _check_same_terms(run: Evidence, commit: Commit) -> None:
@@ -124,7 +147,10 @@ def _check_same_terms(run: Evidence, commit: Commit) -> None:
 def fencing(run: Evidence) -> str:
     """Terms grow, one world holds a term, and nothing that was published behind a newer term's back is continued."""
     formed = formed_at(run)
-    terms = list(formed)
+    result_term = whole(result_of(run), "term")
+    published = {result_term, *(whole(line, "term") for line in run.of("commit"))}
+    # Who froze between its claim and its first line may write that late; it counts once it publishes.
+    terms = [term for term in formed if term in published]
     if terms != sorted(terms):
         raise Violated(f"worlds were formed in the order of terms {terms}")
     holders: dict[tuple[int, int], object] = {}
@@ -132,13 +158,13 @@ def fencing(run: Evidence) -> str:
         holder = holders.setdefault((whole(line, "term"), whole(line, "rank")), line["pid"])
         if holder != line["pid"]:
             raise Violated(f"term {line['term']} has two ranks {line['rank']}: processes {holder} and {line['pid']}")
-    made_at = {commit.key: number(commit.fields, "created_at") for commit in run.commits if commit.fields}
+    made_at = _made_at(run)
     for line in run.of("commit"):
-        at = made_at.get(str(line["key"]), number(line, "t"))
-        newer = [term for term in terms if term > whole(line, "term") and formed[term] < at]
+        at = made_at[str(line["key"])]
+        newer = [term for term in formed if term > whole(line, "term") and formed[term] < at]
         _check_not_continued(run, line, newer)
-    if whole(result_of(run), "term") != terms[-1]:
-        raise Violated(f"the result is of term {result_of(run)['term']}, but term {terms[-1]} had formed")
+    if result_term != max(formed):
+        raise Violated(f"the result is of term {result_term}, but term {max(formed)} had formed")
     return f"terms {terms[0]} to {terms[-1]}, none extended by an older one"
 
 
@@ -163,6 +189,33 @@ def durability(run: Evidence) -> str:
         if newest is not None and (line["commit"] is None or _place(str(line["commit"])) < _place(newest)):
             raise Violated(f"term {term} went on from {line['commit']}, but {newest} was published before")
     return f"{len(commits)} commits published, none lost"
+
+
+def atomicity(run: Evidence) -> str:
+    """A commit that is there is whole: none was passed over as damaged, unless a fault had damaged files."""
+    damaged = [number(fault, "t") for fault in run.of("fault") if str(fault["kind"]).startswith("damage")]
+    formed, made_at = formed_at(run), _made_at(run)
+    restores = run.of("restore")
+    for line in restores:
+        for item in items(line, "skipped"):
+            assert isinstance(item, list), "a pair of key and reason"
+            key, why = str(item[0]), str(item[1])
+            # What a world makes that was left behind already may be swept while it is made.
+            was_left_behind = any(t < made_at.get(key, 0.0) for term, t in formed.items() if term > _place(key)[0])
+            if _is_damage(why) and not was_left_behind and not any(t <= number(line, "t") for t in damaged):
+                raise Violated(f"term {line['term']} passed over {key}, which nobody had damaged: {why}")
+    return f"{len(restores)} restores, no commit was found in part"
+
+
+def _made_at(run: Evidence) -> dict[str, float]:
+    """Return when each commit was made: by its record, or by what a history tells of it, which may be late."""
+    told = {str(line["key"]): number({"created_at": line["t"], **line}, "created_at") for line in run.of("commit")}
+    return told | {commit.key: number(commit.fields, "created_at") for commit in run.commits if commit.fields}
+
+
+def _is_damage(why: str) -> bool:
+    """Say whether a commit was passed over for what it was, and not for its place."""
+    return "late record" not in why and "fence names it" not in why
 
 
 def _place(key: str) -> tuple[int, int]:

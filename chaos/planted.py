@@ -52,6 +52,7 @@ PLANTED = (
     Planted("shrinking-terms", "terms that began again after etcd lost its data", damage.shrinking_terms, "fencing"),
     Planted("older-commit", "the head was not the newest commit", damage.older_commit, "durability"),
     Planted("begun-anew", "commits that were not found", damage.begun_anew, "durability"),
+    Planted("half-a-commit", "a record before the files that it promises", damage.half_a_commit, "atomicity"),
     Planted("extra-step", "a step applied beyond the end", damage.extra_step, "rpo"),
     Planted("other-weights", "rounding that depends on the world", damage.other_weights, "hash"),
     Planted("different-losses", "dropout drawn from the rank", damage.different_losses, "losses"),

@@ -151,6 +151,11 @@ class Group:
         """Return when every rank has come here."""
         self.all_reduce(torch.zeros(1, dtype=torch.int64))
 
+    def check(self, waited_s: float) -> None:
+        """Raise PeerLostError if the world is broken; for who has waited so long for peers outside of a collective."""
+        if self._is_broken is not None and self._is_broken(waited_s):
+            raise self._lost("the world has changed")
+
     def close(self) -> None:
         """Leave together with all ranks; a group that is still there when the interpreter ends aborts the process."""
         if self.size > 1:

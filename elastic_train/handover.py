@@ -39,9 +39,9 @@ def place_of(state: AppliedState) -> Place:
     return Place(state.reached.step, state.reached.term)
 
 
-def gather_places(group: Group, state: AppliedState) -> list[Place]:
-    """Return every rank's place, by rank."""
-    mine = place_of(state)
+def gather_places(group: Group, state: AppliedState, *, counts: bool = True) -> list[Place]:
+    """Return every rank's place, by rank; a rank whose state does not count is where one that was just built is."""
+    mine = place_of(state) if counts else Place(0, 0)
     return [Place(*row) for row in group.all_gather(torch.tensor([mine.step, mine.term])).tolist()]
 
 

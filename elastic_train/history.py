@@ -94,9 +94,22 @@ class History:
         where = {"epoch": epoch, "lo": lo, "hi": hi, "lanes": lanes}
         self._write("step", step=step, **where, num_samples=num_samples, world=world, loss=loss)
 
-    def commit(self, *, step: int, key: str, digest: str, parent: str | None, seconds: float, stall_s: float) -> None:
-        """A commit was published, `seconds` after it had begun; training waited `stall_s` of them."""
-        times = {"seconds": seconds, "stall_s": stall_s}
+    def commit(
+        self,
+        *,
+        step: int,
+        key: str,
+        digest: str,
+        parent: str | None,
+        created_at: float,
+        seconds: float,
+        stall_s: float,
+    ) -> None:
+        """A commit was published, `seconds` after it had begun; training waited `stall_s` of them.
+
+        It is told of at a later step boundary, which may come when retention has deleted it, record and all.
+        """
+        times = {"created_at": created_at, "seconds": seconds, "stall_s": stall_s}
         self._write("commit", step=step, key=key, digest=digest, parent=parent, **times)
 
     def rollback(self, *, from_step: int, to_step: int) -> None:

@@ -167,7 +167,7 @@ class Session:
             return
         if is_busy:
             with self.watchdog.resting():  # a store has deadlines of its own
-                self._note(self.saves.wait())
+                self._note(self.saves.wait(self.world.group.check))
         self._begin_save()
 
     def await_staging(self) -> None:
@@ -213,6 +213,7 @@ class Session:
             key=commit.key,
             digest=commit.digest,
             parent=commit.parent,
+            created_at=commit.created_at,
             seconds=ended.seconds,
             stall_s=ended.stall_s,
         )
@@ -235,7 +236,7 @@ class Session:
         """Commit what a job ends with: tries again for a while, and raises StorageError on every rank if it fails."""
         for num_left in range(LAST_COMMIT_TRIES, -1, -1):
             with self.watchdog.resting():
-                ended = self.saves.wait()
+                ended = self.saves.wait(self.world.group.check)
                 if agree(self.world.group, lambda: self._is_committed(ended, num_left)):  # noqa: B023 - called at once
                     return
                 if num_left < LAST_COMMIT_TRIES:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ import torch
 
 from elastic_train import errors
 from elastic_train.checkpoint import CommitRecord, Store, discover, load, open_store, sweep
-from elastic_train.checkpoint.reader import read_record, records
+from elastic_train.checkpoint.reader import DAMAGE, read_record, records
 from elastic_train.config import Config
 from elastic_train.errors import ElasticTrainError, StorageError
 from elastic_train.failpoints import reach
@@ -26,7 +26,7 @@ from elastic_train.fencing import Fence, JoinedFence, StoreFence, newest_term
 from elastic_train.group import Group
 from elastic_train.handover import gather_places, hand_over
 from elastic_train.history import History, last_applied
-from elastic_train.lineage import cut
+from elastic_train.lineage import Interval, cut
 from elastic_train.plan import Plan
 from elastic_train.progress import Progress, ResumeBanner
 from elastic_train.state import AppliedState, Reached
@@ -112,6 +112,9 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
     started = time.perf_counter()
     reach("restore")
     places = gather_places(world.group, state)
+    if max(places).step > 0:
+        published = [Interval(*fields) for fields in agree(world.group, lambda: _published(world))]
+        places = gather_places(world.group, state, counts=_is_of(published, state))
     furthest = max(places)
     key, skipped = agree(world.group, lambda: _find_head(world, furthest.step))
     head = read_record(world.store, key) if key else None
@@ -152,6 +155,26 @@ def _load(store: Store, head: CommitRecord, state: AppliedState) -> None:
     except StorageError as error:
         # The state is neither the old nor the new one: nothing but a new process may go on from here.
         raise ElasticTrainError(f"{head.key} could not be read to its end: {error}") from error
+
+
+def _published(world: World) -> list[tuple[int, int, int]]:
+    """Return the intervals of the commit that the fence names as head; none if there is no such commit, or no more."""
+    claimed = world.fence.head()
+    try:
+        record = read_record(world.store, claimed.commit) if claimed and claimed.commit else None
+    except DAMAGE:
+        return []
+    return [(i.term, i.lo, i.hi) for i in record.intervals] if record else []
+
+
+def _is_of(published: Sequence[Interval], state: AppliedState) -> bool:
+    """Say whether a state and a published commit are of one lineage.
+
+    Who was frozen while others went on from an earlier commit, and published, may be further, on a dead branch.
+    """
+    mine = state.reached.intervals
+    common = min(state.step, published[-1].hi if published else 0)
+    return cut(mine, common) == cut(published, common)
 
 
 def parent_of(store: Store, state: AppliedState) -> str | None:

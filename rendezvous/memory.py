@@ -35,7 +35,7 @@ class MemoryStore:
                 return None
             self._revision += 1
             for key, put in writes.items():
-                self._entries.pop(key, None) if put is None else self._put(key, put.value, put.lease)
+                self._delete(key) if put is None else self._put(key, put.value, put.lease)
             self.changed.notify_all()
             return self._revision
 
@@ -69,9 +69,13 @@ class MemoryStore:
             self._leases = [other for other in self._leases if other is not lease]
             keys = [key for key, holder in self._holders.items() if holder is lease]
             for key in keys:
-                del self._holders[key], self._entries[key]
+                self._delete(key)
             self._revision += bool(keys)
             self.changed.notify_all()
+
+    def _delete(self, key: str) -> None:
+        self._entries.pop(key, None)
+        self._holders.pop(key, None)
 
     def _put(self, key: str, value: str, lease: Lease | None) -> None:
         created = self._entries[key].create_revision if key in self._entries else self._revision

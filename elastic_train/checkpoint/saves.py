@@ -28,6 +28,7 @@ from elastic_train.failpoints import reach
 from elastic_train.lineage import Interval
 
 RETRY_PAUSES_S = (0.2, 1.0)
+LOOK_EVERY_S = 0.1
 PUBLISH_PATIENCE_S = 1.0
 """How long a world that ends waits for a publish that has begun; after that the fence alone decides."""
 
@@ -166,10 +167,14 @@ class Saves:
         self._flight = None
         return flight.outcome()
 
-    def wait(self) -> Ended | None:
-        """Wait for the save in flight; return how it ended."""
-        if self._flight is not None:
-            self._flight.ended.wait()
+    def wait(self, check: Callable[[float], None] = lambda waited_s: None) -> Ended | None:
+        """Wait for the save in flight; return how it ended.
+
+        `check`, asked now and then with the seconds waited, may raise: a rank that is lost never writes its part.
+        """
+        started = time.monotonic()
+        while self._flight is not None and not self._flight.ended.wait(LOOK_EVERY_S):
+            check(time.monotonic() - started)
         return self.collect()
 
     def abandon(self, patience_s: float = 0.0) -> Ended | None:

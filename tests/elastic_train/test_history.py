@@ -32,7 +32,7 @@ def write_all(run_dir: Path) -> None:
         step=4, epoch=0, offset=4, commit="c", given_by=None, seconds=0.1, skipped=[("d", "torn")], resumed=told
     )
     step(history, 5)
-    history.commit(step=5, key="k", digest="d", parent=None, seconds=0.2, stall_s=0.01)
+    history.commit(step=5, key="k", digest="d", parent=None, created_at=1.5, seconds=0.2, stall_s=0.01)
     history.rollback(from_step=5, to_step=4)
     history.end(status="done", step=5, weights_sha256="w", coverage=CoverageSums(4, 1, 2))
     history.close()
@@ -82,7 +82,7 @@ def test_a_step_is_found_however_many_lines_follow_it(tmp_path: Path, num_after:
     for number in range(1, 200):
         step(history, number)
     for _ in range(num_after):
-        history.commit(step=199, key="k" * 40, digest="d", parent=None, seconds=0.2, stall_s=0.01)
+        history.commit(step=199, key="k" * 40, digest="d", parent=None, created_at=1.5, seconds=0.2, stall_s=0.01)
     found = last_applied(tmp_path, before_term=2)
     assert found is not None
     assert found.step == 199

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
-from rendezvous_sides import Side
+from rendezvous_sides import Side, beside
 
+from chaos.sim.etcd import Etcd, EtcdClient
+from chaos.sim.kernel import Kernel, Process
 from rendezvous import EtcdServer, EtcdStore, MemoryStore, etcd_options
 
 
@@ -25,14 +28,23 @@ def etcd_store(etcd: EtcdServer) -> Iterator[EtcdStore]:
     store.close()
 
 
-@pytest.fixture(params=["memory", "etcd"])
+@pytest.fixture(params=["memory", "etcd", "simulated"])
 def side(request: pytest.FixtureRequest) -> Side:
-    """The twin in memory with its virtual time, then etcd with real time that a watch waits for."""
+    """The twin in memory with its virtual time, etcd with real time that a watch waits for, and the simulator's."""
     prefix = f"/test/{uuid.uuid4().hex}/"
     if request.param == "memory":
         memory = MemoryStore()
-        return Side(memory, memory.advance, prefix)
-    return Side(request.getfixturevalue("etcd_store"), lambda seconds: None, prefix)
+        return Side(memory, memory.advance, prefix, beside)
+    if request.param == "simulated":
+        kernel = Kernel()
+        process = Process(1, 0, "test")
+        client = EtcdClient(Etcd(kernel, random.Random(0), delay_s=0.003), process)
+
+        def later(act: Callable[[], object]) -> None:
+            kernel.spawn(process, lambda: act() and None)
+
+        return Side(client, kernel.sleep, prefix, later)
+    return Side(request.getfixturevalue("etcd_store"), lambda seconds: None, prefix, beside)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,13 @@ class Side:
     store: Store
     pass_time: Callable[[float], None]
     prefix: str
+    later: Callable[[Callable[[], object]], None]
+    """Do something a moment later, beside the test."""
+
+
+def beside(act: Callable[[], object]) -> None:
+    """Act on another thread, a moment later."""
+    threading.Timer(0.05, act).start()
 
 
 def eventually(fact: Callable[[], bool], what: str, *, within_s: float = 30.0) -> None:

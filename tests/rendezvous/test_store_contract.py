@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 from rendezvous.store import ABSENT, Put
@@ -59,6 +58,15 @@ def test_revoking_a_lease_deletes_its_keys(side: Side) -> None:
     lease.revoke()
 
 
+def test_a_deleted_key_leaves_its_lease(side: Side) -> None:
+    """A leased key may be deleted, by anybody, before its lease ends; the lease then takes only what is left."""
+    lease = side.store.lease(30)
+    side.store.swap({side.prefix + "buried": Put("1", lease), side.prefix + "kept": Put("1", lease)}, {})
+    side.store.swap({side.prefix + "buried": None}, {})
+    lease.revoke()
+    assert texts(side) == {}
+
+
 def test_an_abandoned_lease_ends(side: Side) -> None:
     """A lease that nobody renews ends after its time to live, and a watch tells."""
     lease = side.store.lease(2)
@@ -91,8 +99,7 @@ def test_a_watch_wakes_for_another_threads_write(side: Side) -> None:
     """A waiting watch returns the snapshot that contains the write, not an older one."""
     watch = side.store.watch(side.prefix)
     before = watch.snapshot.revision
-    writer = threading.Timer(0.05, lambda: side.store.swap({side.prefix + "a": Put("1")}, {}))
-    writer.start()
+    side.later(lambda: side.store.swap({side.prefix + "a": Put("1")}, {}))
     snapshot = watch.wait(before, timeout_s=5)
     watch.close()
     assert snapshot is not None and snapshot.entries[side.prefix + "a"].value == "1"

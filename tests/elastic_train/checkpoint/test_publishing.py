@@ -7,17 +7,24 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
+from types import SimpleNamespace
+from typing import BinaryIO, cast
 
 import pytest
 from commit_samples import facts, small_state, writer
+from torch import nn
 
+from elastic_train.assembly import commit_alone
 from elastic_train.checkpoint import CommitWriter, Store, discover, read_state
 from elastic_train.checkpoint.disk import RealDisk
 from elastic_train.checkpoint.local import LocalStore
 from elastic_train.checkpoint.stores import Uncertain
+from elastic_train.config import Config, OptimizerConfig
 from elastic_train.errors import FencedError, StorageError
 from elastic_train.fencing import JoinedFence, StoreFence
+from elastic_train.lineage import Interval
+from elastic_train.plan import Plan
+from elastic_train.state import Reached, build_state
 from rendezvous import errors as rendezvous_errors
 
 
@@ -311,3 +318,19 @@ def test_etcds_errors_are_told_as_ours(local_store: Store) -> None:
     control.error = rendezvous_errors.StoreUnavailableError("no member answered")
     with pytest.raises(StorageError, match="no member answered"):
         fence.claim(1)
+
+
+def test_a_commit_made_alone_continues_what_its_state_went_on_from(tmp_path: Path) -> None:
+    """A state that is further than a newer world's commit names the commit before it as its parent, not that one."""
+    store = LocalStore(tmp_path)
+    first = CommitWriter(store, StoreFence(store), 1, None).save(small_state(), facts(5))
+    others = (Interval(1, 0, 5), Interval(2, 5, 6))
+    CommitWriter(store, StoreFence(store), 2, first).save(small_state(), facts(6), others)
+    state = build_state(nn.Linear(2, 1), OptimizerConfig(), total_steps=10, device="cpu", is_fp16=False)
+    state.reached = Reached(step=8, intervals=(Interval(1, 0, 8),))
+    config = Config.model_validate({"run": {"dir": str(tmp_path)}, "data": {"train": "unused"}})
+    plan = cast(Plan, SimpleNamespace(config=config, manifest=SimpleNamespace(digest="manifest")))
+    commit_alone(plan, state)
+    alone = discover(store).head
+    assert alone is not None
+    assert (alone.term, alone.step, alone.parent_key) == (3, 8, first.key)

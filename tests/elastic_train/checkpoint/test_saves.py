@@ -19,7 +19,7 @@ from elastic_train.checkpoint.layout import leaves_by_path, plan_attempt
 from elastic_train.checkpoint.local import LocalStore
 from elastic_train.checkpoint.staging import Snapshot
 from elastic_train.checkpoint.stores import Sink
-from elastic_train.errors import FencedError, StorageError
+from elastic_train.errors import FencedError, PeerLostError, StorageError
 from elastic_train.fencing import StoreFence
 from elastic_train.weights import weights_digest
 
@@ -83,6 +83,27 @@ def all_still(path: object) -> bool:
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saves, "RETRY_PAUSES_S", (0.0, 0.0))
+
+
+def test_nobody_waits_for_the_part_of_a_rank_that_is_lost(tmp_path: Path) -> None:
+    """Rank 0 has written its part, the other never will: who waits learns that the world is broken, and gives up."""
+    memory = SaveMemory()
+    background = open_saves(LocalStore(tmp_path), memory, of=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "LEAST_PART_BYTES", 1)
+        background.begin(small_state(), facts(3))
+    asked: list[float] = []
+
+    def look(waited_s: float) -> None:
+        asked.append(waited_s)
+        if len(asked) == 2:
+            raise PeerLostError("the world has changed")
+
+    with pytest.raises(PeerLostError):
+        background.wait(look)
+    assert asked == sorted(asked)
+    assert background.abandon() is None and memory.is_owed
+    assert discover(LocalStore(tmp_path)).head is None
 
 
 def test_what_changes_while_a_save_is_written_is_not_in_the_commit(tmp_path: Path) -> None:

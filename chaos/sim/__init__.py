@@ -1,0 +1,1 @@
+"""The product in one process and in virtual time: its own code over a simulated clock, etcd, storage and network."""

@@ -1,0 +1,227 @@
+"""Puts the simulated world under the product: the one table of what is replaced, module by module.
+
+The product's modules keep their code. While a simulation runs, the names by which they reach the machine (clock,
+threads, sockets, etcd's client, storage, process groups, tensors) lead to the simulated ones. What is in no line of
+this table is what ships.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import random
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING
+
+from chaos.sim import model, virtual
+from chaos.sim.etcd import EtcdClient
+from chaos.sim.net import MeetingStore, SimGroup
+from chaos.sim.objects import StorageClient
+from elastic_train.checkpoint.interval import Faults
+from elastic_train.data.loader import LaneBatch
+from elastic_train.history import History
+from elastic_train.session import Session
+from rendezvous.context import RendezvousContext
+from rendezvous.fence import EtcdFence
+from rendezvous.reach import Reach
+from rendezvous.records import Keys, View, read_view
+from rendezvous.store import Snapshot
+
+if TYPE_CHECKING:
+    from chaos.sim.job import Job
+
+PRODUCT = (
+    *(f"rendezvous.{name}" for name in ("node", "live", "live_agent", "meeting", "fence", "membership", "records")),
+    *(f"rendezvous.{name}" for name in ("reach", "waiting")),
+    *(f"elastic_train.{name}" for name in ("run", "trainer", "session", "assembly", "world", "worlds", "handover")),
+    *(f"elastic_train.{name}" for name in ("fencing", "history", "result", "failpoints")),
+    *(f"elastic_train.checkpoint.{name}" for name in ("writer", "reader", "record", "retention", "stores")),
+    *(f"elastic_train.checkpoint.{name}" for name in ("saves", "staging", "done", "markers")),
+)
+MACHINE: Mapping[str, ModuleType] = {
+    "time": time,
+    "threading": threading,
+    "uuid": uuid,
+    "socket": socket,
+    "random": random,
+}
+
+
+@contextlib.contextmanager
+def installed(job: Job) -> Iterator[None]:
+    """Let the product run over a job's simulated world, for as long as the context lasts."""
+    with contextlib.ExitStack() as undo:
+        undo.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.CRITICAL)
+        for module, name, stand_in in (*_machine(job), *_world(job), *_tensors(job), *_planted(job)):
+            undo.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, stand_in)
+        yield
+
+
+def _machine(job: Job) -> Iterator[tuple[ModuleType, str, object]]:
+    """Replace the machine's own modules wherever the product has imported them."""
+    here = virtual.Here(job.kernel, job.net.connect)
+    stand_ins = {
+        "time": virtual.Time(job.kernel),
+        "threading": virtual.Threading(job.kernel),
+        "uuid": virtual.Unique(job.draws("names")),
+        "socket": here,
+        "random": job.draws("product"),
+    }
+    for path in PRODUCT:
+        module = importlib.import_module(path)
+        for name, real in MACHINE.items():
+            if getattr(module, name, None) is real:
+                yield module, name, stand_ins[name]
+    for path in ("elastic_train.fencing", "elastic_train.history"):
+        yield importlib.import_module(path), "os", here
+    # The judge compares when commits were made, so their records carry the watch of whoever looks on.
+    yield importlib.import_module("elastic_train.checkpoint.writer"), "time", virtual.TrueTime(job.kernel)
+
+
+def _world(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
+    """Replace the ways to etcd, storage, peers, and the launcher."""
+
+    def client(*_: object, give_up_after_s: float = 4.0) -> EtcdClient:
+        return EtcdClient(job.etcd, job.kernel.process, give_up_after_s)
+
+    def storage(url: str, near: str | None = None) -> StorageClient:
+        return StorageClient(job.storage, job.kernel.process)
+
+    def fence(told: RendezvousContext, *, give_up_after_s: float) -> EtcdFence:
+        return EtcdFence(client(give_up_after_s=give_up_after_s), told.run_id, world_term=told.term)
+
+    yield from _in("rendezvous.live", EtcdStore=client, etcd_options=lambda *_: None, os=_Launcher(job))
+    yield from _in("rendezvous.live", Reach=functools.partial(Reach, probe=job.net.is_reachable))
+    yield from _in("rendezvous.reach", ThreadPoolExecutor=virtual.InTurn)
+    yield from _in("rendezvous.waiting", SimpleQueue=functools.partial(virtual.Queue, job.kernel))
+    yield from _in("rendezvous.node", is_refused=job.net.is_refused, read_view=_memory_of(read_view))
+    yield from _in("rendezvous.meeting", TCPStore=functools.partial(MeetingStore, job.net))
+    yield from _in("elastic_train.worlds", Group=SimGroup, live_context=lambda: job.told(job.kernel.process))
+    yield from _in("elastic_train.world", open_store=storage, open_fence=fence, last_applied=lambda *_, **__: None)
+    yield from _in("elastic_train.world", History=functools.partial(SimHistory, job), Progress=Silent)
+    yield from _in("elastic_train.assembly", open_store=storage, start_tracker=lambda *_: None)
+    yield from _in("elastic_train.assembly", faults_before=lambda *_: Faults(0, 0.0))
+    yield from _in("elastic_train.run", Watchdog=Unwatched, make_repeatable=lambda _: None, make_plan=job.plan_of)
+    yield from _in("elastic_train.run", sys=SimpleNamespace(stderr=SimpleNamespace(write=lambda _: None)))
+    yield from _in("elastic_train.result", write_atomically=job.take_file)
+    yield from _in("elastic_train.failpoints", _folder="simulated", _look=lambda _, name: job.reach(name))
+
+
+def _tensors(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
+    """Replace what computes, and the format of tensors in files."""
+
+    def gradient_sum(kind: str, parameters: list[model.Weights], group: SimGroup, lanes: int) -> model.ModelledSum:
+        return model.ModelledSum(parameters[0], group)
+
+    def run_lane(session: Session, batch: LaneBatch) -> tuple[float, float, int, int, int]:
+        if batch.lane == session.lanes.start:
+            job.compute(len(session.lanes))
+        if batch.tensors is None:
+            return 0.0, 0.0, 0, 0, 0
+        sums = session.gradients
+        assert isinstance(sums, model.ModelledSum)
+        sums.add(batch.ids)
+        coverage = model.sums_of(tuple(batch.ids.tolist()))
+        loss = float(coverage.sum_a % 65521 + session.state.step)
+        return loss, float(coverage.count), coverage.count, coverage.sum_a, coverage.sum_b
+
+    yield from _in("elastic_train.assembly", make_gradient_sum=gradient_sum, has_equal_kernels=lambda *_: True)
+    yield from _in("elastic_train.trainer", _run_lane=run_lane)
+    yield from _in(
+        "elastic_train.checkpoint.layout", LEAST_PART_BYTES=job.shape.least_part_bytes, plan_attempt=model.plan_attempt
+    )
+    written = {"write_part": model.write_part, "finish_attempt": model.finish_attempt}
+    yield from _in("elastic_train.checkpoint.writer", **written, library_versions=dict)
+    snapshot = functools.partial(model.SlowSnapshot, job.copy)
+    yield from _in("elastic_train.checkpoint.saves", write_part=model.write_part, Snapshot=snapshot)
+    yield from _in("elastic_train.checkpoint.reader", read_leaves=model.read_leaves)
+
+
+def _planted(job: Job) -> Iterator[tuple[ModuleType, str, object]]:
+    for path, stand_in in job.bug.items():
+        module, _, name = path.partition(":")
+        owner: object = importlib.import_module(module)
+        *outer, last = name.split(".")
+        for part in outer:
+            owner = getattr(owner, part)
+        yield owner, last, stand_in  # type: ignore[misc]  # a class, where the bug is in a method
+
+
+def _in(path: str, **stand_ins: object) -> Iterator[tuple[ModuleType, str, object]]:
+    module = importlib.import_module(path)
+    for name, stand_in in stand_ins.items():
+        assert hasattr(module, name), f"{path} has no {name} any more: the simulator's table is out of date"
+        yield module, name, stand_in
+
+
+def _memory_of(read: Callable[[Snapshot, Keys], View]) -> Callable[[Snapshot, Keys], View]:
+    """Remember the last view: every process of a simulation parses the same snapshot."""
+    last: list[tuple[Snapshot, View]] = []
+
+    def remembered(snapshot: Snapshot, keys: Keys) -> View:
+        if not last or last[0][0] is not snapshot:
+            last[:] = [(snapshot, read(snapshot, keys))]
+        return last[0][1]
+
+    return remembered
+
+
+class _Launcher:
+    """The environment that an agent gives each of its workers."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    @property
+    def environ(self) -> Mapping[str, str]:
+        return self._job.environ(self._job.kernel.process)
+
+
+class SimHistory(History):
+    """A history whose lines go to the evidence, stamped by the watch of whoever looks on."""
+
+    def __init__(self, job: Job, run_dir: str, term: int, rank: int) -> None:
+        self.term, self._rank, self.num_failures = term, rank, 0
+        self._job = job
+        self._name = f"{term:08d}-{rank:05d}-{job.kernel.process.pid}"
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _write(self, op: str, **fields: object) -> None:
+        self._job.kernel.check(self._job.kernel.current)
+        self._job.record(self._name, op, term=self.term, rank=self._rank, **fields)
+
+
+class Silent:
+    """What shows progress to nobody."""
+
+    def update(self, status: object) -> None: ...
+    def event(self, text: str) -> None: ...
+    def banner(self, banner: object) -> None: ...
+    def close(self) -> None: ...
+
+
+class Unwatched:
+    """A watchdog that never bites: hangs are freezes here, and leases find those."""
+
+    def __init__(self, limit_s: float | None = None) -> None: ...
+    def beat(self) -> None: ...
+    def enter(self) -> None: ...
+    def rest(self) -> None: ...
+
+    def beating(self, items: Iterable[object]) -> Iterable[object]:
+        return items
+
+    def resting(self) -> AbstractContextManager[None]:
+        return nullcontext()

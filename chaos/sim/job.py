@@ -1,0 +1,251 @@
+"""A job in the simulated world: its nodes, its faults, and the evidence that it leaves for the judge."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
+from chaos.evidence import Commit, Evidence, Line
+from chaos.sim.etcd import Etcd
+from chaos.sim.faults import KINDS, SimFault
+from chaos.sim.install import installed
+from chaos.sim.kernel import EPOCH_S, Kernel, Killed, Process
+from chaos.sim.model import ModelledPlan
+from chaos.sim.net import Net
+from chaos.sim.nodes import Node, Worker
+from chaos.sim.objects import Storage
+from chaos.sim.shape import Shape, make_plan
+from elastic_train.config import Config
+from elastic_train.mixing import Int64s
+from rendezvous.context import LiveContext
+
+PATIENCE_S = 1800.0
+"""Virtual seconds from the last fault's end within which a job must come to its end: the bound on liveness."""
+
+
+class Job:
+    """One simulated run; `bug` replaces product code by path, to plant a bug."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        seed: int,
+        faults: tuple[SimFault, ...],
+        *,
+        bug: Mapping[str, object] | None = None,
+        first_pid: int = 1000,
+    ) -> None:
+        self.shape, self.seed, self.faults, self.bug = shape, seed, faults, bug or {}
+        self.kernel = Kernel()
+        self.net = Net(self.kernel, self.draws("net"), shape.delay_s)
+        self.etcd = Etcd(self.kernel, self.draws("etcd"), shape.delay_s)
+        self.storage = Storage(self.kernel, self.draws("storage"), 3 * shape.delay_s)
+        self.nodes = [Node(self, number) for number in range(shape.nodes)]
+        self.is_damaged = False
+        self.num_faults: dict[str, int] = {}
+        self.errors: list[str] = []
+        self.pace = self.draws("pace")
+        self._next_pid = first_pid
+        self.workers: dict[Process, Worker] = {}
+        self._lines: dict[str, list[Line]] = {}
+        self._result: Line | None = None
+        self._witness: Int64s | None = None
+        self._armed = [fault for fault in faults if fault.point]
+        self._reached: dict[str, int] = {}
+        self._busy_until = 0.0
+        self._step = self._term = 0
+        self._leader: Process | None = None
+        self.plan = make_plan(shape, self._take_witness)
+
+    def draws(self, name: str) -> random.Random:
+        """Return a stream of its own for each use, so that a fault left out changes no other's draws."""
+        return random.Random(f"{self.seed}/{name}")
+
+    # What the product asks for.
+
+    def plan_of(self, config: Config) -> ModelledPlan:
+        return self.plan
+
+    def told(self, process: Process) -> LiveContext:
+        return self.workers[process].told
+
+    def environ(self, process: Process) -> Mapping[str, str]:
+        return {"LOCAL_RANK": str(self.workers[process].local_rank), "LOCAL_WORLD_SIZE": str(self.shape.ranks)}
+
+    def compute(self, num_lanes: int) -> None:
+        process = self.kernel.process
+        self.kernel.sleep(self.shape.lane_s * num_lanes * process.slowness * self.pace.uniform(0.8, 1.4))
+
+    def copy(self) -> None:
+        """Take the time of a save's copy: often less than a step's, now and then more."""
+        process = self.kernel.process
+        self.kernel.sleep(self.shape.lane_s * process.slowness * self.pace.choice((0.1, 1.0, 5.0)))
+
+    def take_file(self, path: Path, text: str) -> None:
+        if path.name == "result.json":
+            self._result = json.loads(text)
+
+    def _take_witness(self, counts: Int64s) -> None:
+        self._witness = counts
+
+    def record(self, file: str, op: str, **fields: object) -> None:
+        """Append a line to a history, as JSON would keep it."""
+        line: Line = json.loads(json.dumps({"op": op, "t": EPOCH_S + self.kernel.now, **fields}))
+        self._lines.setdefault(file, []).append(line)
+        if op == "form" and isinstance(line["term"], int) and line["term"] >= self._term:
+            self._term = line["term"]
+            if line["rank"] == 0:
+                self._leader = self.kernel.process
+        if op == "step" and line["term"] == self._term and isinstance(line["step"], int):
+            self._step = line["step"]
+
+    def reach(self, point: str) -> None:
+        """Have the fault that waits for the n-th time that anybody comes to a failpoint."""
+        self._reached[point] = nth = self._reached.get(point, 0) + 1
+        for fault in [fault for fault in self._armed if fault.point == point and fault.nth == nth]:
+            self._armed.remove(fault)
+            self._strike_here(fault)
+
+    def _strike_here(self, fault: SimFault) -> None:
+        process = self.kernel.process
+        self._note(fault, [process], process.node)
+        if fault.kind == "kill":
+            self.kernel.kill(process)
+            raise Killed
+        if fault.kind == "raise":
+            raise RuntimeError(f"planted at {fault.point}")
+        self.freeze([process], fault.for_s)
+        self.kernel.sleep(0.0)
+
+    # What faults do.
+
+    def node(self, fault: SimFault) -> int:
+        if fault.node >= 0:
+            return fault.node % len(self.nodes)
+        return self._leader.node if self._leader is not None else 0
+
+    def worker(self, fault: SimFault) -> list[Process]:
+        """Return the worker that a fault is for, if it lives."""
+        if fault.node < 0 and self._leader is not None:
+            return [] if self._leader.is_dead else [self._leader]
+        process = self.nodes[self.node(fault)].workers.get(fault.rank % self.shape.ranks)
+        return [] if process is None or process.is_dead else [process]
+
+    def all_workers(self) -> list[Process]:
+        return [process for node in self.nodes for process in node.live_workers()]
+
+    def freeze(self, processes: list[Process], for_s: float) -> None:
+        for process in processes:
+            self.kernel.pause(process)
+            self.kernel.after(for_s, lambda process=process: self.kernel.resume(process))  # type: ignore[misc]
+        self._busy(for_s)
+
+    def kill_node(self, number: int, for_s: float) -> list[Process]:
+        hit = self.nodes[number].kill()
+        self._start_after(number, for_s)
+        return hit
+
+    def stop_node(self, number: int, for_s: float) -> list[Process]:
+        hit = self.nodes[number].stop()
+        self._start_after(number, for_s)
+        return hit
+
+    def _start_after(self, number: int, for_s: float) -> None:
+        self.kernel.after(for_s, lambda: self.start_node(number))
+        self._busy(for_s)
+
+    def start_node(self, number: int) -> None:
+        """Start a node, unless it is up or the job is done."""
+        if not self.is_done:
+            self.nodes[number].start()
+
+    def newest_files(self) -> list[str]:
+        """Return the keys of the newest commit's files with tensors, none if there is no other to fall back to."""
+        keys = sorted(key for key in self.storage.files if key.startswith("commits/"))
+        if len(keys) < 2:
+            return []
+        record = json.loads(self.storage.files[keys[-1]][0])
+        return [f"{record['attempt']}/{name}" for name, file in sorted(record["files"].items()) if file["size"] > 2]
+
+    # The run.
+
+    @property
+    def is_done(self) -> bool:
+        return self._result is not None and self._result["status"] == "done"
+
+    def run(self) -> Evidence:
+        """Run to the end, or to where patience ends, and return what the judge needs."""
+        with installed(self):
+            for node in self.nodes:
+                self.kernel.after(self.pace.uniform(0.0, 1.0), lambda node=node: self.start_node(node.number))  # type: ignore[misc]
+            for fault in self.faults:
+                if not fault.point:
+                    self.kernel.at(fault.at_s, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
+            try:
+                self._conduct()
+            finally:
+                left = [process.pid for process in self.workers if not process.is_dead]
+                self.record("chaos", "clean", orphans=left)
+                self.kernel.close()
+        return self._evidence()
+
+    def _conduct(self) -> None:
+        last = max((fault.at_s + fault.for_s for fault in self.faults if not fault.point), default=0.0)
+        while self.kernel.now < max(last, self._busy_until) + PATIENCE_S:
+            self.kernel.sleep(1.0)
+            is_quiet = self.kernel.now > max(last, self._busy_until)
+            if not any(node.is_up for node in self.nodes) and is_quiet:
+                if self.is_done:
+                    return
+                for node in self.nodes:
+                    self.start_node(node.number)  # whoever keeps the job going starts it again
+            elif is_quiet and not self.is_done and self.kernel.now > 1.0:
+                for node in self.nodes:
+                    if not node.is_up and node.agent is not None:
+                        self.start_node(node.number)
+
+    def _strike(self, fault: SimFault) -> None:
+        if self.is_done:
+            return
+        was_damaged = self.is_damaged
+        hit = KINDS[fault.kind](self, fault)
+        self._busy(fault.for_s)
+        # What befalls etcd and storage has happened although nobody was there to notice.
+        if hit or self.is_damaged > was_damaged or fault.kind.startswith(("etcd", "storage")):
+            self._note(fault, hit, self.node(fault))
+
+    def _note(self, fault: SimFault, hit: list[Process], node: int) -> None:
+        name = f"{fault.kind}@{fault.point}" if fault.point else fault.kind
+        self.num_faults[name] = self.num_faults.get(name, 0) + 1
+        who = {"kind": name, "target": node, "node": node, "signal": None, "pids": [process.pid for process in hit]}
+        moment = {"at_step": None, "is_drawn": False, "seen_step": self._step, "seen_commit": None, "term": self._term}
+        self.record("chaos", "fault", **who, **moment)
+
+    def _busy(self, for_s: float) -> None:
+        self._busy_until = max(self._busy_until, self.kernel.now + for_s)
+
+    def process(self, node: int, name: str) -> Process:
+        """Make a process with a number that no other has had."""
+        self._next_pid += 1
+        return Process(self._next_pid, node, name)
+
+    # What is left.
+
+    def _evidence(self) -> Evidence:
+        self.record("chaos", "scenario", name="sim", seed=self.seed, recovery="live", command=[])
+        files = self.storage.files
+        return Evidence(
+            folder=Path("sim"),
+            processes=[self._lines[name] for name in sorted(self._lines)],
+            commits=[
+                Commit(key, hashlib.sha256(files[key][0]).hexdigest(), json.loads(files[key][0]))
+                for key in sorted(files)
+                if key.startswith("commits/")
+            ],
+            config=self.plan.config.model_dump(mode="json"),
+            result=self._result,
+            witness=self._witness if self.is_done else None,
+        )

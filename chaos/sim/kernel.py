@@ -1,0 +1,232 @@
+"""Virtual time: processes whose threads run one at a time, in an order that a seed alone decides.
+
+A task is a real thread that holds a baton while it runs and passes it on where the code that it runs would block. So
+the product's blocking code runs as it is. Between two blocking calls a task is alone, and time stands still: time goes
+on only when nobody is left to run, to the next event in the queue.
+
+A process that is paused holds the baton no more until it is resumed; one that is dead gets it once, to raise `Killed`
+wherever it was. Whatever a dead process still tries on its way out is refused with the same exception.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections import deque
+from collections.abc import Callable
+
+EPOCH_S = 1_800_000_000.0
+"""The wall clock at the beginning of virtual time, in unix seconds."""
+
+TICK_S = 1e-6
+"""The least that a wait takes: a wait for less than the clock can tell apart would never end."""
+MOST_AT_ONCE = 100_000
+"""Turns of tasks within one moment, after which somebody must be turning in a circle."""
+STACK_BYTES = 1 << 18
+
+
+class Killed(BaseException):
+    """The process of the task that meets this is dead."""
+
+
+class Timeless(AssertionError):  # noqa: N818 - what happened to time
+    """Time stands still: nothing is left that could happen, or somebody turns in a circle without ever waiting."""
+
+
+class Process:
+    """A simulated process: what a SIGKILL ends, a SIGSTOP holds and a clock belongs to."""
+
+    def __init__(self, pid: int, node: int, name: str) -> None:
+        self.pid, self.node, self.name = pid, node, name
+        self.is_dead = self.is_paused = False
+        self.skew_s = 0.0
+        self.slowness = 1.0
+        self.held: list[Task] = []
+        self.at_resume: list[Callable[[], None]] = []
+        self.at_death: list[Callable[[], None]] = []
+        self.code: int | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return not self.is_dead and not self.is_paused
+
+
+class Task:
+    """One thread of a process; `process` is None for the conductor of the simulation itself."""
+
+    def __init__(self, kernel: Kernel, process: Process | None, run: Callable[[], None]) -> None:
+        self.kernel, self.process = kernel, process
+        self.baton = threading.Lock()
+        self.baton.acquire()
+        self.is_done = self.is_ready = False
+        self._run = run
+
+    def start(self) -> None:
+        before = threading.stack_size(STACK_BYTES)
+        threading.Thread(target=self._serve, daemon=True).start()
+        threading.stack_size(before)
+
+    def _serve(self) -> None:
+        self.baton.acquire()
+        kernel = self.kernel
+        try:
+            if self.process is None or not self.process.is_dead:
+                self._run()
+        except Killed:
+            pass
+        except BaseException as error:  # noqa: BLE001 - raised again by the conductor
+            kernel.failure = kernel.failure or error
+            kernel.wake(kernel.conductor)
+        self.is_done = True
+        kernel.tasks.pop(self, None)
+        kernel.pass_on(None)
+
+
+class Kernel:
+    """The clock, the queue of events, and who runs."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.num_events = self._num_turns = 0
+        self.failure: BaseException | None = None
+        self.tasks: dict[Task, None] = {}  # in the order of their start: a set's order is no seed's
+        self.conductor = Task(self, None, lambda: None)
+        self.current = self.conductor
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._ready: deque[Task] = deque()
+
+    @property
+    def process(self) -> Process:
+        """The process whose code runs now."""
+        assert self.current.process is not None, "the conductor is no process"
+        return self.current.process
+
+    def at(self, moment: float, act: Callable[[], None]) -> None:
+        """Do something later; `act` must not block."""
+        self.num_events += 1
+        heapq.heappush(self._events, (max(moment, self.now), self.num_events, act))
+
+    def after(self, seconds: float, act: Callable[[], None]) -> None:
+        self.at(self.now + seconds, act)
+
+    def spawn(self, process: Process | None, run: Callable[[], None]) -> Task:
+        """Start a task; it runs when its turn comes."""
+        task = Task(self, process, run)
+        self.tasks[task] = None
+        task.start()
+        self.wake(task)
+        return task
+
+    def wake(self, task: Task) -> None:
+        """Let a task run when its turn comes; one of a paused process when that is resumed."""
+        if task.is_ready or task.is_done:
+            return
+        task.is_ready = True
+        if task.process is not None and task.process.is_paused and not task.process.is_dead:
+            task.process.held.append(task)
+        else:
+            self._ready.append(task)
+
+    def park(self, timeout_s: float | None = None) -> None:
+        """Block the running task until somebody wakes it, or the time is over."""
+        task = self.current
+        self.check(task)
+        if timeout_s is not None:
+            waiting = [True]
+
+            def expire() -> None:
+                if waiting[0]:
+                    self.wake(task)
+
+            self.after(max(timeout_s, TICK_S), expire)
+        self.pass_on(task)
+        if timeout_s is not None:
+            waiting[0] = False
+        self.check(task)
+
+    def check(self, task: Task) -> None:
+        """Raise `Killed` in a task of a dead process."""
+        if task.process is not None and task.process.is_dead:
+            raise Killed
+        if task is self.conductor and self.failure is not None:
+            raise self.failure
+
+    def sleep(self, seconds: float) -> None:
+        """Block the running task for so long."""
+        until = self.now + max(0.0, seconds)
+        while True:
+            self.park(until - self.now)
+            if self.now >= until:
+                return
+
+    def pass_on(self, mine: Task | None) -> None:
+        """Give the baton to whoever is next, and come back when it is the caller's turn again; None never does."""
+        following = self._next()
+        if following is not mine:
+            self.current = following
+            following.baton.release()
+            if mine is not None:
+                mine.baton.acquire()
+        if mine is not None:
+            self.current = mine
+
+    def _next(self) -> Task:
+        while True:
+            while self._ready:
+                task = self._ready.popleft()
+                process = task.process
+                if process is not None and process.is_paused and not process.is_dead:
+                    process.held.append(task)
+                elif not task.is_done:
+                    task.is_ready = False
+                    self._num_turns += 1
+                    if self._num_turns == MOST_AT_ONCE:
+                        self.failure = self.failure or Timeless(f"somebody turns in a circle at {self.now} s")
+                        self.wake(self.conductor)
+                    return task
+            self._num_turns = 0
+            if not self._events:
+                self.failure = self.failure or Timeless("nothing is left to happen")
+                self.wake(self.conductor)
+                continue
+            self.now, _, act = heapq.heappop(self._events)
+            act()
+
+    def kill(self, process: Process) -> None:
+        """End a process at once: its tasks run no more, its connections are gone."""
+        if process.is_dead:
+            return
+        process.is_dead, process.is_paused = True, False
+        for act in process.at_death:
+            act()
+        process.at_death.clear()
+        for task in [task for task in self.tasks if task.process is process and task is not self.current]:
+            if task in process.held:
+                task.is_ready = False
+            self.wake(task)
+        process.held.clear()
+
+    def pause(self, process: Process) -> None:
+        process.is_paused = not process.is_dead
+
+    def resume(self, process: Process) -> None:
+        if process.is_dead or not process.is_paused:
+            return
+        process.is_paused = False
+        held, process.held = process.held, []
+        for task in held:
+            task.is_ready = False
+            self.wake(task)
+        acts, process.at_resume = process.at_resume, []
+        for act in acts:
+            act()
+
+    def close(self) -> None:
+        """End every task, so that no thread outlives the simulation; called by the conductor."""
+        self.failure = None
+        for process in dict.fromkeys(task.process for task in self.tasks):
+            if process is not None:
+                self.kill(process)
+        self._events.clear()
+        self.after(1.0, lambda: self.wake(self.conductor))
+        self.pass_on(self.conductor)

@@ -1,0 +1,106 @@
+"""Storage with its weather: one set of keys for all, and for every process a client whose calls take time and may fail.
+
+A create is atomic, as every store promises; its answer may be lost, and what was sent may arrive long after its sender
+has given up, or has died. A file that is being written is there in part, and stays so if its writer dies. Files of a
+commit may be damaged behind everybody's back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from chaos.sim.kernel import EPOCH_S, Kernel, Process
+from elastic_train.checkpoint.stores import Entry, KeyMissing, KeyTaken, Sink, Uncertain
+from elastic_train.errors import StorageError
+
+ANSWER_TIMEOUT_S = 5.0
+
+
+class Storage:
+    """What is stored, and how it fares."""
+
+    def __init__(self, kernel: Kernel, draws: random.Random, delay_s: float) -> None:
+        self.kernel, self.draws, self.delay_s = kernel, draws, delay_s
+        self.files: dict[str, tuple[bytes, float]] = {}
+        self.down_until = self.full_until = self.lossy_until = 0.0
+        self.slow_until, self.slowness = 0.0, 1.0
+        self.num_lost_answers = 0
+
+    def put(self, key: str, content: bytes) -> None:
+        self.files[key] = content, EPOCH_S + self.kernel.now
+
+    def delay(self) -> float:
+        slowness = self.slowness if self.kernel.now < self.slow_until else 1.0
+        return slowness * self.draws.expovariate(1 / self.delay_s)
+
+    def is_lossy(self) -> bool:
+        return self.kernel.now < self.lossy_until and self.draws.random() < 0.5
+
+
+class StorageClient:
+    """One process's `elastic_train.checkpoint.stores.Store`."""
+
+    url = "sim://run"
+
+    def __init__(self, storage: Storage, process: Process) -> None:
+        self._storage, self._process = storage, process
+
+    def create(self, key: str, content: bytes) -> None:
+        """Create a key; while storage is lossy the request, or its answer, may be late or lost."""
+        storage, kernel = self._storage, self._storage.kernel
+        self._ask(is_write=True)
+        if storage.is_lossy():
+            storage.num_lost_answers += 1
+            if storage.draws.random() < 0.8:
+                delay_s = storage.draws.choice((0.0, 1.0, 3 * ANSWER_TIMEOUT_S))
+                kernel.after(delay_s, lambda: None if key in storage.files else storage.put(key, content))
+            kernel.sleep(ANSWER_TIMEOUT_S)
+            raise Uncertain(f"{key}: create was not confirmed")
+        if key in storage.files:
+            raise KeyTaken(f"{key}: exists already")
+        storage.put(key, content)
+        kernel.sleep(storage.delay())
+
+    @contextlib.contextmanager
+    def write(self, key: str) -> Iterator[Sink]:
+        storage, kernel = self._storage, self._storage.kernel
+        self._ask(is_write=True)
+        sink = io.BytesIO()
+        try:
+            yield sink
+            content = sink.getvalue()
+            storage.put(key, content[: storage.draws.randrange(len(content) + 1)])
+            self._ask(is_write=True)
+        except Exception:
+            storage.files.pop(key, None)
+            raise
+        storage.put(key, content)
+        kernel.sleep(storage.delay())
+
+    def open(self, key: str) -> BinaryIO:
+        self._ask()
+        if key not in self._storage.files:
+            raise KeyMissing(f"{key}: does not exist")
+        return io.BytesIO(self._storage.files[key][0])
+
+    def list(self, prefix: str) -> list[Entry]:
+        self._ask()
+        found = sorted((key, file) for key, file in self._storage.files.items() if key.startswith(prefix))
+        return [Entry(key, len(content), at) for key, (content, at) in found]
+
+    def delete(self, key: str) -> None:
+        self._ask()
+        self._storage.files.pop(key, None)
+
+    def _ask(self, *, is_write: bool = False) -> None:
+        storage, kernel = self._storage, self._storage.kernel
+        kernel.sleep(storage.delay())
+        if kernel.now < storage.down_until:
+            kernel.sleep(1.0)
+            raise StorageError("storage does not answer")
+        if is_write and kernel.now < storage.full_until:
+            raise StorageError("no space is left")

@@ -1,0 +1,133 @@
+"""One seed, one run, one verdict; many of them, and what they add up to.
+
+The judge is `chaos.checker`, as for real runs. It is told of every fault, harmless ones included, so it may say
+`unknown` of a recovery that was not needed; a run counts against the product when an invariant is *false*, or when its
+end is unknown.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from chaos.checker import judge
+from chaos.evidence import Evidence
+from chaos.findings import Finding
+from chaos.sim.faults import SimFault, draw
+from chaos.sim.job import Job
+from chaos.sim.shape import Shape
+
+MOST, MOST_IN_STORM, STORMS = 8, 30, 0.2
+"""The most faults of a run, and of a storm, which one run in five is: a longer job, hit again while it recovers."""
+NEEDS_A_LOSS = ("faults", "deaths", "rpo", "rto")
+"""What is unknown of a run whose faults did no harm, or only later."""
+
+SHAPES = (
+    Shape(),
+    Shape(nodes=2, ranks=2, lanes=8, rows=(64, 64, 33), epochs=2, commit_every=4, least_part_bytes=1 << 20),
+    Shape(nodes=4, lanes=5, micro_batch=3, rows=(17, 50, 9, 31, 2), epochs=4, commit_every=3, keep_last=2),
+    Shape(nodes=2, min_nodes=2, lanes=4, rows=(101,), epochs=4, commit_every=7, lane_s=0.5),
+    Shape(nodes=3, ranks=2, min_nodes=2, lanes=12, micro_batch=2, rows=(20,) * 9, epochs=3, lane_s=0.3, ttl_s=5.0),
+    Shape(nodes=1, ranks=3, lanes=6, rows=(90, 15), epochs=3, commit_every=4, lane_s=0.05),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """All that a run follows from: the same case is the same history."""
+
+    seed: int
+    shape: Shape
+    faults: tuple[SimFault, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a case."""
+
+    case: Case
+    findings: tuple[Finding, ...]
+    digest: str
+    num_faults: Mapping[str, int]
+    virtual_s: float
+    errors: tuple[str, ...]
+
+    @property
+    def violations(self) -> tuple[Finding, ...]:
+        """The findings that count against the product."""
+        return tuple(
+            finding
+            for finding in self.findings
+            if finding.truth == "false" or (finding.truth == "unknown" and finding.invariant not in NEEDS_A_LOSS)
+        )
+
+    @property
+    def replay(self) -> str:
+        """The command that runs the case again."""
+        return f"elastic-chaos sim --seed {self.case.seed}"
+
+
+def case_of(seed: int, num_nodes: int | None = None) -> Case:
+    """Draw a case from a seed."""
+    draws = random.Random(f"{seed}/case")
+    shape = draws.choice(SHAPES)
+    shape = replace(
+        shape,
+        peer_timeout_s=draws.choice((20.0, 60.0, 300.0)),
+        delay_s=draws.choice((0.001, 0.003, 0.02)),
+        lane_s=shape.lane_s * draws.choice((0.5, 1.0, 3.0)),
+    )
+    if num_nodes is not None:
+        shape = replace(shape, nodes=num_nodes, ranks=1, lanes=max(shape.lanes, num_nodes))
+    is_storm = draws.random() < STORMS
+    if is_storm:
+        shape = replace(shape, epochs=3 * shape.epochs)
+    return Case(seed, shape, draw(random.Random(f"{seed}/faults"), shape, MOST_IN_STORM if is_storm else MOST))
+
+
+def simulate(case: Case, bug: Mapping[str, object] | None = None) -> Outcome:
+    """Run a case and judge it against the same job without faults."""
+    job = Job(case.shape, case.seed, case.faults, bug=bug)
+    try:
+        run = job.run()
+        findings = judge(run, reference_of(_same_job(case.shape)))
+    except Exception as error:  # noqa: BLE001 - whatever breaks in the product's code is this run's finding
+        run, findings = None, [Finding("crash", "false", f"{type(error).__name__}: {error}")]
+    return Outcome(
+        case,
+        tuple(findings),
+        "" if run is None else digest_of(run),
+        dict(job.num_faults),
+        job.kernel.now,
+        tuple(job.errors),
+    )
+
+
+def simulate_all(seeds: range, num_nodes: int | None = None) -> Iterator[Outcome]:
+    for seed in seeds:
+        yield simulate(case_of(seed, num_nodes))
+
+
+def digest_of(run: Evidence) -> str:
+    """Return the SHA-256 of everything that a run left."""
+    digest = hashlib.sha256(json.dumps([run.processes, run.result]).encode())
+    for commit in run.commits:
+        digest.update(f"{commit.key} {commit.digest}".encode())
+    return digest.hexdigest()
+
+
+def _same_job(shape: Shape) -> Shape:
+    """Return the shape without what the final state does not depend on."""
+    return replace(
+        Shape(), nodes=1, lanes=shape.lanes, micro_batch=shape.micro_batch, rows=shape.rows, epochs=shape.epochs
+    )
+
+
+@lru_cache(64)
+def reference_of(shape: Shape) -> Evidence:
+    """Return the run of a job on one rank, without faults."""
+    return Job(shape, 0, (), first_pid=1_000_000).run()

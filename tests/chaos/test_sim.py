@@ -1,0 +1,142 @@
+"""The simulator: it runs the product in virtual time, repeats itself, finds planted bugs, and has no false alarm."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from chaos.cli import main
+from chaos.errors import ScenarioError
+from chaos.sim import cases
+from chaos.sim.faults import AT_POINTS, KINDS, REACHED, SimFault
+from chaos.sim.job import Job
+from chaos.sim.kernel import EPOCH_S, Kernel, Timeless
+from chaos.sim.planted import PLANTED, SimBug
+from chaos.sim.shape import Shape
+from chaos.sim.shrink import shrink
+from chaos.sim.simulate import Case, case_of, digest_of, simulate
+
+SEEDS = range(40)
+KEPT = sorted(cases.FOLDER.glob("*.yaml"))
+
+
+def test_the_healthy_product_is_never_blamed() -> None:
+    """Forty swarms of faults break no invariant; between them they hit most of what there is to hit."""
+    hit, digests = set(), set()
+    for seed in SEEDS:
+        outcome = simulate(case_of(seed))
+        assert outcome.violations == (), f"{outcome.replay}: {outcome.violations}"
+        hit |= set(outcome.num_faults)
+        digests.add(outcome.digest)
+    assert len(digests) == len(SEEDS)
+    assert len(hit) > 1 / 2 * (len(KINDS) + len(AT_POINTS) * len(REACHED))
+
+
+@pytest.mark.long
+def test_a_thousand_seeds_more() -> None:
+    for seed in range(1000, 2000):
+        outcome = simulate(case_of(seed))
+        assert outcome.violations == (), f"{outcome.replay}: {outcome.violations}"
+
+
+@pytest.mark.parametrize("seed", [3, 11])
+def test_the_same_seed_is_the_same_history(seed: int) -> None:
+    """Every line of every process, every commit and the result come out alike, and no thread is left behind."""
+    before = threading.active_count()
+    first, again = simulate(case_of(seed)), simulate(case_of(seed))
+    assert first == again and first.digest
+    assert threading.active_count() == before
+
+
+def test_a_fault_left_out_is_another_history() -> None:
+    """What a case says is what happens: without its faults it is the run without faults."""
+    case = Case(5, Shape(), (SimFault("kill_worker", at_s=6.0, node=1),))
+    faulted, healthy = simulate(case), simulate(replace(case, faults=()))
+    assert faulted.num_faults == {"kill_worker": 1} and healthy.num_faults == {}
+    assert faulted.digest != healthy.digest
+    assert all(finding.truth == "true" for finding in faulted.findings), faulted.findings
+
+
+def test_two_nodes_that_only_a_third_reaches_do_not_stop_the_job() -> None:
+    """Both reach etcd, so no lease ends; whoever waits for the other looks, and worlds are formed without the pair."""
+    run = Job(Shape(), 1, (SimFault("cut_link", at_s=6.0, node=0, other=1, for_s=1000.0),)).run()
+    assert run.result is not None and run.result["status"] == "done"
+    (ended,) = {line["t"] for process in run.processes for line in process if line["op"] == "end" and line["rank"] == 0}
+    assert isinstance(ended, float) and ended < EPOCH_S + 100.0
+
+
+@pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_caught_by_its_invariant(bug: SimBug) -> None:
+    """Each bug is found within a bounded number of seeds; without it the same faults break nothing."""
+    found, _ = bug.hunt()
+    assert found is not None, f"{bug.bug}: not found"
+    assert simulate(found.case).violations == ()
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
+def test_what_was_found_once_stays_mended(path: Path) -> None:
+    """Every case that once broke an invariant is kept, shrunk, and breaks none."""
+    assert simulate(cases.load(path)).violations == ()
+
+
+def test_a_failing_case_is_made_small(tmp_path: Path) -> None:
+    """Of five faults the one that matters is left, and the file that it is written to is the same case."""
+    bug = next(bug for bug in PLANTED if bug.name == "fetched-cursor")
+    harmless = [SimFault("jump_clock", at_s=at_s, for_s=1.0) for at_s in (5.0, 6.0, 7.0, 8.0)]
+    case = Case(1, Shape(), (*harmless[:2], SimFault("kill_worker", at_s=6.5, node=1), *harmless[2:]))
+    small = shrink(case, lambda case: any(f.invariant == "witness" for f in simulate(case, bug.code()).violations))
+    assert [fault.kind for fault in small.faults] == ["kill_worker"]
+    assert small.shape.nodes < case.shape.nodes
+    cases.save(small, tmp_path / "case.yaml", "witness: counted twice")
+    assert cases.load(tmp_path / "case.yaml") == small
+
+
+def test_a_case_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "case.yaml").write_text("seed: 1\nshape: {nodes: two}\nfaults: [{kind: kill_worker, at: 3}]\n")
+    with pytest.raises(ScenarioError, match=r"nodes"):
+        cases.load(tmp_path / "case.yaml")
+    (tmp_path / "case.yaml").write_text("seed: 1\nshape: {}\nfaults: [{kind: kil_worker}]\n")
+    with pytest.raises(ScenarioError, match=r"no fault 'kil_worker'"):
+        cases.load(tmp_path / "case.yaml")
+
+
+def test_time_that_stands_still_is_told() -> None:
+    """A wait that nothing can end, and a circle without a wait, end the simulation in place of hanging it."""
+    kernel = Kernel()
+    with pytest.raises(Timeless, match="nothing is left"):
+        kernel.park()
+    kernel = Kernel()
+
+    def circle() -> None:
+        kernel.wake(kernel.current)
+        kernel.park()
+
+    kernel.spawn(None, lambda: [circle() for _ in range(10**6)] and None)
+    with pytest.raises(Timeless, match="in a circle"):
+        kernel.sleep(1.0)
+
+
+def test_the_history_is_the_evidence_that_real_runs_leave() -> None:
+    """Lines, commits and result have the fields of the product's own; only tensors and the agent are modelled."""
+    run = Job(Shape(), 1, ()).run()
+    assert {line["op"] for process in run.processes for line in process} == {
+        *("form", "restore", "step", "commit", "end"),
+        *("scenario", "exit", "clean"),
+    }
+    assert run.result is not None and run.result["status"] == "done" and run.witness is not None
+    assert set(run.witness.tolist()) == {3}
+    assert digest_of(run) == digest_of(Job(Shape(), 1, ()).run())
+
+
+def test_the_command_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    """`elastic-chaos sim --json` ends with what all seeds add up to."""
+    with pytest.raises(SystemExit) as left:
+        main(["sim", "--seeds", "20:23", "--json"])
+    fields = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert left.value.code == 0
+    assert (fields["seeds"], fields["valid"], fields["replay"]) == (3, 3, None)
+    assert {"faults", "virtual_hours", "digest", "runs_per_s", "faults_by_kind"} <= set(fields)
