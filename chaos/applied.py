@@ -145,14 +145,14 @@ def _went_on_from(run: Evidence, term: int, restored: dict[int, int]) -> int | N
     A process that was frozen may bring steps of a term before the last; where nobody tells, it is the last.
     """
     earlier = [other for other in restored if other < term]
-    for pid in pids_of(run)[term]:
-        before = max((other for other in earlier if pid in pids_of(run)[other]), default=None)
-        if before is not None and _reached(run, before, pid, restored[before]) == restored[term]:
-            return before
     key = str(restored_at(run)[term]["commit"]).removeprefix("commits/").removesuffix(".json")
     place = [int(number_) for number_ in key.split("-")] if key[:1].isdecimal() else []
     if place and place[1] == restored[term] and place[0] in earlier:
         return place[0]
+    for pid in pids_of(run)[term]:
+        before = max((other for other in earlier if pid in pids_of(run)[other]), default=None)
+        if before is not None and _reached(run, before, pid, restored[before]) == restored[term]:
+            return before
     return max(earlier, default=None)
 
 

@@ -250,7 +250,7 @@ class Node:
         late = [member for member in view.members if member.agent and not membership.is_ready(member, view)]
         # A loopback address means another machine there.
         near = {m.agent for m in late if m.host == self.place.host or not m.agent.startswith(("127.", "localhost"))}
-        gone = {agent for agent in near if is_refused(agent)}
+        gone = {agent for agent in sorted(near) if is_refused(agent)}
         return any([self._try(membership.bury(snapshot, self.keys, dead.id)) for dead in late if dead.agent in gone])  # noqa: C419 - all of them
 
     def _register(self) -> None:
