@@ -14,6 +14,9 @@ from elastic_train.data.reader import Reader
 from elastic_train.data.rows import Rows
 from elastic_train.order import Block, Cursor, Order
 
+BLOCKS_AHEAD = 4
+"""At most so many blocks of each lane are decoded before they are needed: small rows never fill the bytes."""
+
 
 class DecodedBlock:
     """A lane's block: the steps [first, end) that need it, and its row groups, on their way or here."""
@@ -58,13 +61,14 @@ class BlockSchedule:
         return [[block for block in blocks if block.first < hi and block.end > lo] for blocks in self._held.values()]
 
     def prefetch(self, step: int, max_bytes: int, pool: Executor) -> None:
-        """Have blocks decoded that steps behind `step` need first, as long as they take up to `max_bytes`."""
+        """Have blocks decoded that steps behind `step` need first: a few of each lane, that take up to `max_bytes`."""
         row_bytes = self.row_bytes
         if row_bytes is None:
             return
-        rows = sum(block.num_rows for blocks in self._held.values() for block in blocks if block.first > step)
-        while self._next and (rows + self._next[0][2].num_rows) * row_bytes <= max_bytes:
-            rows += self._next[0][2].num_rows
+        ahead = [block.num_rows for blocks in self._held.values() for block in blocks if block.first > step]
+        rows, num_left = sum(ahead), BLOCKS_AHEAD * len(self._held) - len(ahead)
+        while self._next and num_left > 0 and (rows + self._next[0][2].num_rows) * row_bytes <= max_bytes:
+            rows, num_left = rows + self._next[0][2].num_rows, num_left - 1
             self._admit(pool)
 
     def release(self, step: int) -> None:
