@@ -17,8 +17,9 @@ third node is cut off where others freeze, from all or from the other nodes alon
 
 All live faults but the cuts hit one job, whose final weights are then compared with those of a run without faults
 (`hash_equal`), and in which no applied step may be lost (`rpo_steps_max`). With --minutes, a job of four workers has a
-fault every 29 s for so long: `throughput_kept` is its steps over those that its own quiet time (the last 40 % between
-two faults) would have brought; `steps_per_s` is its speed, between those of the job without faults before and after;
+fault every 29 s for so long: `throughput_kept` is its speed over that of the same job without faults before and after
+(`steps_per_s` has the three, since a machine's speed drifts); `kept_beside_quiet` is, by kind of fault, its steps over
+those that its own quiet time (the last 40 % between two faults) would have brought;
 `throughput_kept_net` the same with `start_share` taken out, the share of the machine that making the lost workers
 ready takes. `import_share` is what their imports would take besides, had the node's standby process not done them.
 The last line is JSON.
@@ -286,12 +287,13 @@ def _throughput(folder: Path, seconds: float, figures: Figures, console: Console
     kept = kept_beside_quiet(run)
     num_kills = sum(fault.kind == "kill_worker" for fault in due)
     import_share, share = (cpu_s * num_kills / (seconds * (os.cpu_count() or 1)) for cpu_s in _start_cpu_s(config))
-    everything = sum(steps for steps, _ in kept.values()) / sum(expected for _, expected in kept.values())
+    rates = [_rate(_applied_at(each)) for each in (before, run, after)]
+    everything = 2 * rates[1] / (rates[0] + rates[2])
     figures.facts |= {
         "throughput_kept": round(everything, 4),
         "throughput_kept_net": round(everything / (1 - share), 4),
-        "throughput_kept_by_cause": {kind: round(steps / expected, 4) for kind, (steps, expected) in kept.items()},
-        "steps_per_s": [round(_rate(_applied_at(each)), 2) for each in (before, run, after)],
+        "kept_beside_quiet": {kind: round(steps / expected, 4) for kind, (steps, expected) in kept.items()},
+        "steps_per_s": [round(rate, 2) for rate in rates],
         "start_share": round(share, 4),
         "import_share": round(import_share, 4),
         "num_throughput_faults": len(due),
