@@ -18,6 +18,7 @@ from chaos.local import Followed, Job
 from chaos.node import Node, clean_environ
 from chaos.scenario import Due, Scenario
 from tests.chaos import fake_trainer
+from tests.processes import is_running
 
 FAKE = [sys.executable, fake_trainer.__file__]
 
@@ -101,13 +102,6 @@ def test_a_node_dies_with_the_executor(tmp_path: Path) -> None:
         until(lambda: not is_running(agent))
     finally:
         os.kill(worker, signal.SIGKILL)  # a real worker is bound to its agent; this one is not
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_nodes_environment_has_no_launcher_in_it() -> None:

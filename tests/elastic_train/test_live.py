@@ -20,6 +20,7 @@ from chaos.injected import check_kept
 from elastic_train.failpoints import POINTS, VARIABLE, arm
 from rendezvous import EtcdServer
 from tests.conftest import ROOT, start
+from tests.processes import is_running, parent_of
 
 PARAMS: dict[str, object] = {"max_tokens": 16, "dim": 16, "depth": 1, "heads": 2, "dropout": 0.2, "vocabulary": 64}
 PARAMS |= {"numeric": ["size"], "categorical": ["kind"]}
@@ -197,17 +198,6 @@ def test_a_stopped_worker_is_left_behind_and_a_dead_one_forked_anew(
     finally:
         job.kill()
     eventually(lambda: not any(is_running(pid) for pid in everyone), "the end of all that the agent has started")
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.long

@@ -19,6 +19,7 @@ import pytest
 from rendezvous_sides import eventually
 
 from rendezvous import EtcdServer
+from tests.processes import is_running, parent_of
 
 SCRIPT = Path(__file__).parent / "foreign_ddp.py"
 PATIENCE_S = 120.0
@@ -79,13 +80,6 @@ def kill(node: subprocess.Popen[bytes]) -> float:
     return now
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-
-
 @pytest.fixture
 def job(tmp_path: Path, etcd: EtcdServer, run_id: str) -> Iterator[Job]:
     started = Job(tmp_path, etcd.endpoint)
@@ -107,7 +101,7 @@ def test_nodes_are_lost_come_back_and_finish(job: Job) -> None:
     assert [worker["told"]["num_nodes"] for worker in workers] == [2, 2]
     for victim_rank in (1, 0):
         term = workers[0]["told"]["term"]
-        victim = next(node for node in nodes if _parent(workers[victim_rank]["pid"]) == node.pid)
+        victim = next(node for node in nodes if parent_of(workers[victim_rank]["pid"]) == node.pid)
         killed_at = kill(victim)
         (survivor,) = job.await_world(1, above=term)
         assert survivor["told"]["cause"] == "lost" and survivor["told"]["sealed_at"] - killed_at < 3 + 2
@@ -130,7 +124,7 @@ def test_worlds_of_1_3_2_4_1(job: Job) -> None:
     workers = job.await_world(1, above=0)
     for change, size in ((2, 3), (-1, 2), (2, 4), (-3, 1)):
         lost = [worker["pid"] for worker in workers[: max(0, -change)]]
-        victims = [node for node in nodes if any(_parent(pid) == node.pid for pid in lost)]
+        victims = [node for node in nodes if any(parent_of(pid) == node.pid for pid in lost)]
         nodes = [node for node in nodes if node not in victims]
         nodes += [job.node("--nnodes=1:4") for _ in range(change)]
         for number, victim in enumerate(victims):
@@ -143,15 +137,11 @@ def test_worlds_of_1_3_2_4_1(job: Job) -> None:
         assert {worker["told"]["num_nodes"] for worker in workers} == {size}
         assert {worker["told"]["cause"] for worker in workers} == {"lost" if victims else "joined"}
         assert all(worker["weights"] == workers[0]["weights"] for worker in workers)
-        assert {_parent(worker["pid"]) for worker in workers} == {node.pid for node in nodes}
+        assert {parent_of(worker["pid"]) for worker in workers} == {node.pid for node in nodes}
         assert not any(is_running(pid) for pid in lost)
     assert job.finish(*nodes) == [0], job.output()
     assert all(victim.wait(timeout=PATIENCE_S) != 0 for victim in job.nodes if victim not in nodes)
     assert not any(is_running(line["pid"]) for line in job.said("trains"))
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_a_killed_worker_is_restarted_and_one_node_pays(job: Job) -> None:
@@ -166,7 +156,7 @@ def test_a_killed_worker_is_restarted_and_one_node_pays(job: Job) -> None:
     again = job.await_world(2, above=workers[0]["told"]["term"])
     assert again[0]["told"]["cause"] == "restart" and sorted(worker["restarts"] for worker in again) == [0, 1]
     assert again[0]["told"]["sealed_at"] - killed_at < 3, "nobody waits for a lease when every node lives"
-    leaver = next(node for node in nodes if _parent(again[0]["pid"]) == node.pid)
+    leaver = next(node for node in nodes if parent_of(again[0]["pid"]) == node.pid)
     told_at = time.time()
     leaver.terminate()
     (survivor,) = job.await_world(1, above=again[0]["told"]["term"])
