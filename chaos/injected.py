@@ -6,6 +6,7 @@ verdict would prove nothing, so it is unknown.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 from chaos.applied import formed_at, lineage_of, pids_of, restored_at, result_of, steps_of
@@ -100,6 +101,17 @@ def rpo(run: Evidence) -> str:
 
 def check_kept(run: Evidence) -> None:
     """No process that lives on in the next world gave up a step that it had applied."""
+    for pid, step, before, kept, after in _given_up(run):
+        raise Violated(f"process {pid} had applied step {step} in term {before}, term {after} began at {kept}")
+
+
+def given_up(run: Evidence) -> int:
+    """Return the most applied steps that a process which lives on in the next world gave up."""
+    return max((step - kept for _, step, _, kept, _ in _given_up(run)), default=0)
+
+
+def _given_up(run: Evidence) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield process, step and term before, step and term after, where a process gave up applied steps."""
     pids, restored = pids_of(run), restored_at(run)
     ranks = {(line["term"], line["rank"]): line["pid"] for line in run.of("form")}
     reached: dict[tuple[int, object], int] = {}
@@ -111,7 +123,7 @@ def check_kept(run: Evidence) -> None:
         for pid in pids[before] & pids[after]:
             step, kept = reached.get((before, pid), 0), whole(restored[after], "step")
             if step > kept:
-                raise Violated(f"process {pid} had applied step {step} in term {before}, term {after} began at {kept}")
+                yield pid, step, before, kept, after
 
 
 def rto(run: Evidence) -> str:

@@ -5,6 +5,7 @@ A plan reads manifests and imports the task. It touches no peer, claims no term,
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -63,6 +64,13 @@ class Plan:
         model.train()
         is_fp16 = self.config.precision == "fp16"
         return build_state(model, self.config.optimizer, self.total_steps, self.device.type, is_fp16)
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context in which a lane's loss is computed."""
+        if self.config.precision == "fp32":
+            return contextlib.nullcontext()
+        dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float16
+        return torch.autocast(self.device.type, dtype=dtype)
 
     def check_continues(self, record: CommitRecord) -> None:
         """Refuse to go on from a commit whose order or data are not this plan's."""

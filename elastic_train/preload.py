@@ -1,5 +1,6 @@
 """What a worker imports before it trains; a node's standby process imports it once, for all workers that it forks."""
 
+import pyarrow.compute  # noqa: F401 - the first cast of a column imports it
 import torch._dynamo  # noqa: F401 - the first optimizer imports it
 
 import elastic_train.run

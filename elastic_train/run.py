@@ -31,6 +31,7 @@ from elastic_train.result import write_result
 from elastic_train.session import Process, Session
 from elastic_train.state import AppliedState
 from elastic_train.trainer import Outcome, train
+from elastic_train.warm_up import warm_up
 from elastic_train.watchdog import Watchdog
 from elastic_train.worlds import Formed, Worlds, open_worlds
 from rendezvous.errors import RendezvousError
@@ -74,7 +75,7 @@ def _train(config: Config, leave: LeaveRequest, started_at: float) -> int:
     watchdog = Watchdog(config.hang_timeout_s)
     worlds = open_worlds(config, plan.device, watchdog, lambda: _is_through(leave, state))
     if worlds.is_live:
-        plan.task.metrics()  # warm up: its imports take longer than a recovery
+        warm_up(plan, state)
     num_failed = 0
     process = Process(plan, state, worlds, leave, watchdog, started_at)
     while (formed := _next_world(worlds, plan, state, watchdog)) is not None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from elastic_train.cadence import Cadence
@@ -70,13 +68,6 @@ class Session:
         plan, state = self.plan, self.state
         steps = plan.feed.training(plan.order, self.lanes, state.cursor, plan.total_steps - state.step)
         return self.watchdog.beating(steps)
-
-    def autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context in which a lane's loss is computed."""
-        if self.plan.config.precision == "fp32":
-            return contextlib.nullcontext()
-        dtype = torch.bfloat16 if self.plan.config.precision == "bf16" else torch.float16
-        return torch.autocast(self.plan.device.type, dtype=dtype)
 
     def to_device(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(self.plan.device, non_blocking=True) for name, tensor in tensors.items()}

@@ -118,7 +118,7 @@ def _run_lane(session: Session, batch: LaneBatch) -> tuple[float, float, int, in
             return 0.0, 0.0, 0, 0, 0
         torch.manual_seed(lane_seed(session.plan.config.run.seed, session.state.step, batch.lane))
         reach("forward")
-        with session.autocast():
+        with session.plan.autocast():
             loss = session.plan.task.loss(session.state.model, session.to_device(batch.tensors))
         reach("backward")
         torch.autograd.backward(session.state.scaler.scale(loss.total))

@@ -116,9 +116,8 @@ class LiveWorlds:
                     resting=self._watchdog.resting,
                 )
             except PeerLostError:
-                time.sleep(
-                    pause_s
-                )  # it fell apart before it began; the next is not tried for ever as fast as it can be
+                # It fell apart before it began; the next is not tried for ever as fast as it can be.
+                time.sleep(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
                 continue
             except rendezvous_errors.StoppedWaiting as error:

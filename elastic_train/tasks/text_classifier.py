@@ -6,6 +6,7 @@ rounded up, so a lane has the same shapes whatever rank computes it.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -150,7 +151,7 @@ def _numeric(rows: pa.Table, names: Sequence[str]) -> tuple[npt.NDArray[np.float
     """Return (rows, columns) log-compressed values, 0 where missing, and where they are missing."""
     values = np.zeros((len(rows), len(names)), dtype=np.float64)
     for place, name in enumerate(names):
-        values[:, place] = numbers_of(rows.column(name).cast(pa.float64()).fill_null(float("nan")))
+        values[:, place] = numbers_of(rows.column(name).cast(pa.float64()), missing=math.nan)
     is_missing = np.isnan(values)
     values[is_missing] = 0.0
     return (np.sign(values) * np.log1p(np.abs(values))).astype(np.float32), is_missing
@@ -162,7 +163,7 @@ def _categories(rows: pa.Table, names: Sequence[str], buckets: int) -> npt.NDArr
     for place, name in enumerate(names):
         encoded = rows.column(name).combine_chunks().dictionary_encode()
         table = np.array([_bucket(str(value), buckets) for value in encoded.dictionary.to_pylist()] + [0])
-        codes[:, place] = table[numbers_of(encoded.indices.fill_null(len(table) - 1))]
+        codes[:, place] = table[numbers_of(encoded.indices, missing=len(table) - 1)]
     return codes
 
 
