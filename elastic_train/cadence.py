@@ -5,17 +5,15 @@ By steps every rank decides alike. By time rank 0's clock alone decides, and it 
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable
 
-from elastic_train.checkpoint.interval import Choice, Faults, SaveCost, choose
+from elastic_train.checkpoint.interval import NUM_MEASURED, Choice, Faults, SaveCost, choose, typical
 from elastic_train.config import CheckpointConfig
 
 FIRST_S = 60.0
 """Before the first save nothing is known of its cost: it comes early, and tells."""
-_MEASURED_SAVES = 9
 _WORTH_TELLING = 1.25
 
 
@@ -27,7 +25,7 @@ class Cadence:
         self._is_auto = config.interval == "auto"
         self._past, self._clock = past, clock
         self._began_at = self._last_at = clock()
-        self._costs: deque[SaveCost] = deque(maxlen=_MEASURED_SAVES)
+        self._costs: deque[SaveCost] = deque(maxlen=NUM_MEASURED)
         self._interval_s = min(FIRST_S, config.rpo_s) if self._is_auto else config.every_s
         self._told_s: float | None = None
 
@@ -58,10 +56,5 @@ class Cadence:
         return choice.reason
 
     def _choose(self) -> Choice:
-        """Choose by the medians, so that one slow save does not decide."""
-        cost = SaveCost(
-            statistics.median(cost.stall_s for cost in self._costs),
-            statistics.median(cost.publish_s for cost in self._costs),
-        )
         faults = Faults(self._past.num, self._past.trained_s + self._clock() - self._began_at)
-        return choose(cost, faults.mtbf_s, self._config.rpo_s)
+        return choose(typical(self._costs), faults.mtbf_s, self._config.rpo_s)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from elastic_train.checkpoint.interval import Faults
+from elastic_train.checkpoint.interval import Faults, SaveCost
 from elastic_train.coverage import CoverageSums
 from elastic_train.errors import StorageError
 
@@ -166,6 +166,18 @@ def faults_before(run_dir: str | Path, before_term: int) -> Faults:
             num += isinstance(resumed, dict) and bool(resumed.get("steps_lost"))
             trained_s += max((float(str(last["t"])) - float(str(first["t"])) for last in _last_steps(path)), default=0)
     return Faults(num, trained_s)
+
+
+def measured_saves(run_dir: str | Path, num: int) -> list[SaveCost]:
+    """Return what saves have cost whose commits were published, of the newest terms first; `num` of them at most."""
+    costs: list[SaveCost] = []
+    for path in sorted((Path(run_dir) / FOLDER).glob("[0-9]*-00000-*.jsonl"), reverse=True):
+        commits = [line for line in _parse(path.read_bytes()) if line["op"] == "commit"]
+        times = [(float(str(line["stall_s"])), float(str(line["seconds"]))) for line in reversed(commits)]
+        costs += [SaveCost(min(stall_s, publish_s), publish_s) for stall_s, publish_s in times]
+        if len(costs) >= num:
+            break
+    return costs[:num]
 
 
 def _restored(path: Path) -> dict[str, object] | None:

@@ -7,9 +7,9 @@ part can check that part alone.
 from __future__ import annotations
 
 import hashlib
-import io
 import zlib
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -104,69 +104,66 @@ class HashingSink:
             self._hashing.popleft().result()
 
 
-class CheckedFile(io.RawIOBase):
-    """Read a file whose every touched block is compared with its checksum; CommitError before a bad byte is returned.
+class CheckedFile:
+    """Read parts of a file, each touched block of which is compared with its checksum before a byte of it is used.
 
-    A whole block goes straight to where it is wanted, and is compared there.
+    Bytes go straight to where they are wanted, and are compared there, while they are still in the processor's cache.
     """
 
     def __init__(self, file: BinaryIO, record: FileRecord, where: str) -> None:
-        self._file = file
-        self._record = record
-        self.where = where
-        self._position = 0
-        self._block: tuple[int, memoryview] = (-1, memoryview(b""))
+        self._file, self._record, self.where = file, record, where
+        self._spare = memoryview(bytearray())
 
-    def readable(self) -> bool:
-        return True
+    def __enter__(self) -> CheckedFile:
+        return self
 
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._record.size}[whence]
-        self._position = max(0, start + offset)
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: object, /) -> int:
-        view = memoryview(buffer).cast("B")  # type: ignore[arg-type]  # any buffer
-        wanted = min(len(view), max(0, self._record.size - self._position))
-        done = 0
-        while done < wanted:
-            index, start = divmod(self._position, BLOCK_BYTES)
-            if start == 0 and wanted - done >= BLOCK_BYTES:
-                piece = self._read_block(index, view[done : done + BLOCK_BYTES])
-            else:
-                piece = self._held_block(index)[start : start + wanted - done]
-                view[done : done + len(piece)] = piece
-            done += len(piece)
-            self._position += len(piece)
-        return done
-
-    def close(self) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
-        super().close()
 
-    def _held_block(self, index: int) -> memoryview:
-        """Return a block that is needed in parts, keeping it for the next part."""
-        if self._block[0] != index:
-            block = memoryview(bytearray(min(BLOCK_BYTES, self._record.size - index * BLOCK_BYTES)))
-            self._block = (index, self._read_block(index, block))
-        return self._block[1]
+    def fill(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Fill the views, one behind the other, with the bytes from `offset` on.
 
-    def _read_block(self, index: int, block: memoryview) -> memoryview:
-        start = index * BLOCK_BYTES
-        self._file.seek(start)
+        Raises CommitError if the file is too short, or a block that they touch does not match; the views are not to be
+        used then.
+        """
+        end = offset + sum(len(view) for view in views)
+        if end > self._record.size:
+            raise CommitError(f"{self.where}: ends at byte {self._record.size} of {end}")
+        lo = offset - offset % BLOCK_BYTES
+        hi = min(self._record.size, end + -end % BLOCK_BYTES)
+        self._file.seek(lo)
+        position, checksum = lo, 0
+        for view in (self._spared(offset - lo), *views, self._spared(hi - end)):
+            done = 0
+            while done < len(view):
+                piece = view[done : done + BLOCK_BYTES - position % BLOCK_BYTES]
+                self._read(piece, position)
+                checksum = zlib.crc32(piece, checksum)
+                done, position = done + len(piece), position + len(piece)
+                if position % BLOCK_BYTES == 0 or position == self._record.size:
+                    self._compare(checksum, position)
+                    checksum = 0
+
+    def _spared(self, num_bytes: int) -> memoryview:
+        """Return room for bytes that are needed for their block's checksum alone."""
+        if len(self._spare) < num_bytes:
+            self._spare = memoryview(bytearray(BLOCK_BYTES))
+        return self._spare[:num_bytes]
+
+    def _read(self, piece: memoryview, position: int) -> None:
         done = 0
-        while done < len(block) and (num_read := self._file.readinto(block[done:])):  # type: ignore[attr-defined]
+        while done < len(piece):
+            num_read = self._file.readinto(piece[done:])  # type: ignore[attr-defined]
+            if not num_read:
+                raise CommitError(f"{self.where}: ends at byte {position + done} of {self._record.size}")
             done += num_read
-        if zlib.crc32(block[:done]) != self._record.blocks[index] or done < len(block):
-            where = f"bytes [{start}, {start + len(block)})"
+
+    def _compare(self, checksum: int, end: int) -> None:
+        """Compare the checksum of the block that ends at `end`."""
+        index = (end - 1) // BLOCK_BYTES
+        if checksum != self._record.blocks[index]:
+            where = f"bytes [{index * BLOCK_BYTES}, {end})"
             raise CommitError(f"{self.where}: {where} do not match their checksum; the file was damaged")
-        return block
 
 
 def open_checked(store: Store, key: str, record: FileRecord) -> CheckedFile:
@@ -175,14 +172,20 @@ def open_checked(store: Store, key: str, record: FileRecord) -> CheckedFile:
 
 
 def find_damage(store: Store, key: str, record: FileRecord) -> str | None:
-    """Read a whole file and say what is wrong with it, None if its size and SHA-256 are as recorded."""
-    digest, size = hashlib.sha256(), 0
+    """Read a whole file and say what is wrong with it, None if size, SHA-256 and blocks are as recorded.
+
+    The blocks, too: what is found whole here must not be refused by who reads a part of it.
+    """
+    digest, size, blocks = hashlib.sha256(), 0, []
     with store.open(key) as file:
         while block := file.read(BLOCK_BYTES):
             digest.update(block)
+            blocks.append(zlib.crc32(block))
             size += len(block)
     if size != record.size:
         return f"{key} has {size} bytes, its record says {record.size}"
     if digest.hexdigest() != record.sha256:
         return f"{key} does not match its SHA-256"
+    if tuple(blocks) != record.blocks:
+        return f"{key} does not match the checksums of its blocks"
     return None

@@ -18,6 +18,7 @@ from elastic_train.checkpoint import listing, markers
 from elastic_train.checkpoint.export import Format, export
 from elastic_train.checkpoint.forecast import Outlook, forecast
 from elastic_train.checkpoint.interval import SaveCost, shown
+from elastic_train.checkpoint.measured import Measured, measure
 from elastic_train.checkpoint.naming import find, name_to_key, open_run
 from elastic_train.checkpoint.policies import Best, Retention
 from elastic_train.checkpoint.reader import DAMAGE, commit_keys, read_record
@@ -38,8 +39,8 @@ app = App(
 
 Json = Annotated[bool, Parameter(name="--json", negative="")]
 Flag = Annotated[bool, Parameter(negative="")]
-STALL_S_PER_GB = 0.11
-"""A save's, on a CPU's memory; see benchmarks."""
+STALL_S_PER_GB, WRITE_MB_S = 0.11, 500.0
+"""What is assumed of a save where no run has measured it: the most that benchmarks allow, and a local disk's rate."""
 
 FormatOption = Annotated[Format, Parameter(name="--format")]
 
@@ -186,29 +187,34 @@ def export_(
 
 @app.command
 def plan(
+    run: str | None = None,
     *,
-    state_gb: float,
-    mtbf_h: float,
+    state_gb: float | None = None,
+    mtbf_h: float | None = None,
     rpo_min: float = 15.0,
     stall_s: float | None = None,
-    write_mb_s: float = 500.0,
+    write_mb_s: float | None = None,
     restart_s: float = 30.0,
     keep_last: int = 5,
     json_: Json = False,
 ) -> int:
-    """Show what saving often or seldom costs, in time, lost work and storage, for numbers of your own.
+    """Show what saving often or seldom costs, in time, lost work and storage: for RUN's numbers, or for your own.
 
-    --state-gb: what a commit holds (for AdamW in fp32 three times the weights). --mtbf-h: hours between faults that end
-    the whole job; one node in N fails N times as often. --stall-s: how long a save stops training (0.11 s a GB).
-    --write-mb-s: how fast the store takes it. --restart-s: from a fault to training again.
+    Of a RUN size, stall, time to publication and faults are taken as its folder tells them; what you give goes over
+    that. --state-gb: what a commit holds (for AdamW in fp32 three times the weights). --mtbf-h: hours between faults
+    that end the whole job; one node in N fails N times as often. --stall-s: how long a save stops training (without a
+    RUN 0.11 s a GB). --write-mb-s: how fast the store takes it (500). --restart-s: from a fault to training again.
     """
-    stall = STALL_S_PER_GB * state_gb if stall_s is None else stall_s
-    cost = SaveCost(stall, max(stall, state_gb * 1000 / write_mb_s))
-    choice, rows = forecast(cost, mtbf_h * 3600, rpo_min * 60, restart_s)
+    facts = measure(run) if run else Measured(None, None, None, 0)
+    state_gb, mtbf_s = state_gb or facts.state_gb, mtbf_h * 3600 if mtbf_h else facts.mtbf_s
+    if state_gb is None or mtbf_s is None:
+        raise ConfigError("give --state-gb and --mtbf-h, or name a RUN that has commits")
+    cost = _cost(facts.cost, state_gb, stall_s, write_mb_s)
+    choice, rows = forecast(cost, mtbf_s, rpo_min * 60, restart_s)
     if json_:
-        return _print_json(
-            {"chosen_s": choice.interval_s, "reason": choice.reason, "rows": [_outlook(r) for r in rows]}
-        )
+        told = {"chosen_s": choice.interval_s, "reason": choice.reason, "num_saves_measured": facts.num_saves}
+        taken = {"state_gb": state_gb, "mtbf_s": mtbf_s, "stall_s": cost.stall_s, "publish_s": cost.publish_s}
+        return _print_json({**told, **taken, "rows": [_outlook(r) for r in rows]})
     table = _table("interval", "wasted", "by stalls", "by faults", "lost at most", "saved a day", "")
     for row in rows:
         chosen = "[green]chosen " if row.interval_s == choice.interval_s else ""
@@ -217,9 +223,20 @@ def plan(
         written = listing.size(86400 / row.interval_s * state_gb * 1e9)
         table.add_row(shown(row.interval_s), *shares, shown(row.rpo_s), written, mark)
     Console().print(table)
+    source = f"measured by the last {facts.num_saves} saves of {run}" if facts.cost else "assumed, not measured"
     return _print(
-        f"{choice.reason}\nkeep_last {keep_last} holds {listing.size((keep_last + 1) * state_gb * 1e9)} at most"
+        f"{choice.reason}\na save's cost is {source}\n"
+        f"keep_last {keep_last} holds {listing.size((keep_last + 1) * state_gb * 1e9)} at most"
     )
+
+
+def _cost(measured: SaveCost | None, state_gb: float, stall_s: float | None, write_mb_s: float | None) -> SaveCost:
+    """Return what a save costs: as given, else as measured, else as assumed."""
+    if stall_s is None:
+        stall_s = measured.stall_s if measured else STALL_S_PER_GB * state_gb
+    if measured and write_mb_s is None:
+        return SaveCost(stall_s, max(stall_s, measured.publish_s))
+    return SaveCost(stall_s, max(stall_s, state_gb * 1000 / (write_mb_s or WRITE_MB_S)))
 
 
 def _wrong_with(store: Store, key: str) -> str | None:

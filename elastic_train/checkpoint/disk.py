@@ -1,13 +1,17 @@
-"""The disk under a local store: six operations, so that a simulated disk can stand in and lose what was not synced.
+"""The disk under a local store: five operations, so that a simulated disk can stand in and lose what was not synced.
 
-What POSIX promises, and what the store builds on: bytes are durable after `sync` of their file, a name after
-`sync_directory` of its directory, and `link` gives a name to a whole file or fails because the name is taken.
+What POSIX promises, and what the store builds on: bytes are durable after `sync` of their file, a name after `sync` of
+its directory, and `link` gives a name to a whole file or fails because the name is taken. What is synced in one call
+is synced at once: a file system's journal takes all of it in about the time of one.
 """
 
 from __future__ import annotations
 
 import io
 import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
 
@@ -23,8 +27,8 @@ class Disk(Protocol):
     def create(self, path: Path) -> BinaryIO:
         """Open a new file for writing; FileExistsError if the name is taken."""
 
-    def sync(self, file: BinaryIO) -> None:
-        """Make the bytes written so far durable."""
+    def sync(self, files: Sequence[BinaryIO], directories: Sequence[Path]) -> None:
+        """Make the bytes written so far to the files, and the names in the directories, durable; in any order."""
 
     def link(self, source: Path, target: Path) -> None:
         """Give a file a second name; FileExistsError if that name is taken."""
@@ -34,9 +38,6 @@ class Disk(Protocol):
 
     def make_directory(self, path: Path) -> None:
         """Make one directory below an existing one; FileExistsError if there is one."""
-
-    def sync_directory(self, path: Path) -> None:
-        """Make the names in a directory durable."""
 
 
 class _EagerFile(io.FileIO):
@@ -64,9 +65,11 @@ class RealDisk:
     def create(self, path: Path) -> BinaryIO:
         return cast(BinaryIO, _EagerFile(path))
 
-    def sync(self, file: BinaryIO) -> None:
-        file.flush()
-        os.fsync(file.fileno())
+    def sync(self, files: Sequence[BinaryIO], directories: Sequence[Path]) -> None:
+        acts = [*(partial(_sync_file, file) for file in files), *(partial(_sync_directory, at) for at in directories)]
+        with ThreadPoolExecutor(len(acts), "syncing") as threads:
+            for syncing in [threads.submit(act) for act in acts]:
+                syncing.result()
 
     def link(self, source: Path, target: Path) -> None:
         target.hardlink_to(source)
@@ -77,9 +80,15 @@ class RealDisk:
     def make_directory(self, path: Path) -> None:
         path.mkdir()
 
-    def sync_directory(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+
+def _sync_file(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import io
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -34,6 +34,7 @@ from elastic_train.errors import CommitError, ConfigError
 from elastic_train.weights import tensor_digest
 
 Wanted = tuple[_StorageInfo, ReadItem]
+Landing = tuple[list[memoryview], Callable[[list[memoryview]], None]]
 _NUM_READERS = 2
 _RUN_BYTES = 32 << 20
 METADATA = ".metadata"
@@ -162,11 +163,8 @@ def _read_items(
         name, run = named
         key = f"{attempt}/{name}"
         with open_checked(store, key, _record_of(store, key, files)) as file:
-            for info, item in run:
-                if item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, io.BytesIO(_read_range(file, info.offset, info.length)))
-                else:
-                    _read_tensor(file, info, item, planner.resolve_tensor(item).detach())
+            for stretch in _stretches(run):
+                _read_stretch(file, stretch, planner)
 
     with ThreadPoolExecutor(_NUM_READERS, "reading") as readers:
         for _ in readers.map(read_run, runs):
@@ -185,34 +183,54 @@ def _runs(items: list[Wanted]) -> Iterator[list[Wanted]]:
         yield run
 
 
-def _read_tensor(file: CheckedFile, info: _StorageInfo, item: ReadItem, target: Tensor) -> None:
-    """Fill a tensor: from the file into its memory if it lies there as a whole, else by way of torch."""
+def _stretches(run: list[Wanted]) -> Iterator[list[Wanted]]:
+    """Cut a run where the next item does not follow at once."""
+    stretch: list[Wanted] = []
+    for info, item in run:
+        if stretch and info.offset != stretch[-1][0].offset + stretch[-1][0].length:
+            yield stretch
+            stretch = []
+        stretch.append((info, item))
+    yield stretch
+
+
+def _read_stretch(file: CheckedFile, stretch: list[Wanted], planner: DefaultLoadPlanner) -> None:
+    """Read items that lie one behind the other; nothing is made of their bytes before all of them are checked."""
+    landings = [_landing(info, item, planner) for info, item in stretch]
+    file.fill(stretch[0][0].offset, [view for views, _ in landings for view in views])
+    for views, finish in landings:
+        finish(views)
+
+
+def _landing(info: _StorageInfo, item: ReadItem, planner: DefaultLoadPlanner) -> Landing:
+    """Return where an item's bytes go, and what to do once they are there.
+
+    A tensor's go into its own memory if they can lie there as they are: as a whole, contiguous, on the CPU.
+    """
+    if item.type == LoadItemType.BYTE_IO:
+        return [memoryview(bytearray(info.length))], lambda views: planner.load_bytes(item, io.BytesIO(views[0]))
+    target = planner.resolve_tensor(item).detach()
     frame = frame_of(target.dtype, item.lengths)
-    is_whole = frame.num_bytes == info.length and _read_range(file, info.offset, len(frame.head)) == frame.head
-    if not is_whole:
-        stored = torch.load(io.BytesIO(_read_range(file, info.offset, info.length)), weights_only=True)
-        for axis, (lo, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            stored = stored.narrow(axis, lo, length)
-        target.copy_(stored)
-        return
+    if frame.num_bytes != info.length:
+        return [memoryview(bytearray(info.length))], lambda views: _unpickle(views, item, target)
     is_direct = target.is_cpu and target.is_contiguous()
     landing = target if is_direct else torch.empty(target.shape, dtype=target.dtype)
-    _read_into(file, info.offset + len(frame.head), bytes_of(landing))
-    if not is_direct:
-        target.copy_(landing)
+
+    def finish(views: list[memoryview]) -> None:
+        if views[0] != frame.head:
+            _unpickle(views, item, target)
+        elif not is_direct:
+            target.copy_(landing)
+
+    return [memoryview(bytearray(frame.head)), bytes_of(landing), memoryview(bytearray(frame.tail))], finish
 
 
-def _read_range(file: CheckedFile, offset: int, length: int) -> bytes:
-    content = bytearray(length)
-    _read_into(file, offset, memoryview(content))
-    return bytes(content)
-
-
-def _read_into(file: CheckedFile, offset: int, view: memoryview) -> None:
-    file.seek(offset)
-    num_read = file.readinto(view)
-    if num_read != len(view):
-        raise CommitError(f"{file.where}: ends at byte {offset + num_read} of {offset + len(view)}")
+def _unpickle(views: list[memoryview], item: ReadItem, target: Tensor) -> None:
+    """Fill a tensor, by way of torch, from the bytes of one that is larger or framed in another way."""
+    stored = torch.load(io.BytesIO(b"".join(views)), weights_only=True)
+    for axis, (lo, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        stored = stored.narrow(axis, lo, length)
+    target.copy_(stored)
 
 
 def _mismatches(metadata: Metadata, paths: Mapping[str, Path], wanted: Mapping[Path, object]) -> Iterator[str]:

@@ -1,11 +1,14 @@
-"""A store in a local or shared folder: whole files by link, durable by syncing the file and then its directory."""
+"""A store in a local or shared folder: whole files by link, durable by syncing them and the folders down to them.
+
+All folders from the root down are synced with every file, whoever made them: the maker may have died before its sync.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,23 +35,21 @@ class LocalStore:
         path = self._root / key
         unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}{_UNFINISHED}")
         with self._telling("create", key), contextlib.ExitStack() as undo:
-            self._make_directory(path.parent)
+            made = self._make_directory(path.parent)
             undo.callback(self._forget, unfinished)
             with self._disk.create(unfinished) as file:
                 file.write(content)
-                self._disk.sync(file)
+                self._disk.sync([file], self._folders_above(path.parent, made))
             self._name(unfinished, path)
 
     @contextlib.contextmanager
     def write(self, key: str) -> Iterator[Sink]:
         path = self._root / key
         with self._telling("write", key):
-            self._make_directory(path.parent)
+            made = self._make_directory(path.parent)
             with self._disk.create(path) as file, self._removing_on_error(path):
                 yield file
-                self._disk.sync(file)
-            with self._removing_on_error(path):
-                self._disk.sync_directory(path.parent)
+                self._disk.sync([file], [path.parent, *self._folders_above(path.parent, made)])
 
     def open(self, key: str) -> BinaryIO:
         with self._telling("read", key):
@@ -70,7 +71,7 @@ class LocalStore:
         path = self._root / key
         with self._telling("delete", key), contextlib.suppress(FileNotFoundError):
             self._disk.unlink(path)
-            self._disk.sync_directory(path.parent)
+            self._disk.sync([], [path.parent])
             for folder in path.relative_to(self._root).parents[:-1]:
                 try:
                     (self._root / folder).rmdir()
@@ -83,7 +84,7 @@ class LocalStore:
             try:
                 self._disk.link(unfinished, path)
             finally:
-                self._disk.sync_directory(path.parent)  # that a name is taken is as durable an answer as that it is not
+                self._disk.sync([], [path.parent])  # that a name is taken is as durable an answer as that it is not
         except FileExistsError:
             raise
         except OSError as error:
@@ -98,19 +99,24 @@ class LocalStore:
                 if not path.samefile(unfinished):
                     return False
                 self._disk.unlink(path)
-            self._disk.sync_directory(path.parent)
+            self._disk.sync([], [path.parent])
         except OSError:
             return False
         return True
 
-    def _make_directory(self, path: Path) -> None:
-        """Make a directory and those above it, each durable in the one above."""
+    def _make_directory(self, path: Path) -> list[Path]:
+        """Make a directory and those above it; return what was made."""
         if path.is_dir():
-            return
-        self._make_directory(path.parent)
+            return []
+        made = self._make_directory(path.parent)
         with contextlib.suppress(FileExistsError):
             self._disk.make_directory(path)
-        self._disk.sync_directory(path.parent)
+        return [*made, path]
+
+    def _folders_above(self, path: Path, made: Collection[Path]) -> list[Path]:
+        """Return the folders whose sync makes a folder durable: all above it, to the root, or as far as was made."""
+        within = [above for above in path.parents if above.is_relative_to(self._root)]
+        return within + [folder.parent for folder in made if not folder.parent.is_relative_to(self._root)]
 
     def _forget(self, path: Path) -> None:
         with contextlib.suppress(OSError):

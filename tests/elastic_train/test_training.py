@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 import yaml
 
 from elastic_train.checkpoint.frames import bytes_of
+from elastic_train.data.synthetic import synthesise
 from elastic_train.weights import join_digests, tensor_digest
 from tests.conftest import ROOT, Finished, start, write_rows
 
@@ -137,8 +138,35 @@ def test_a_failed_run_goes_on_at_another_world_size(tmp_path: Path, rows: Path, 
     second = succeed(start([path], num_ranks=3))
     assert "resumed from commits/00000001-000000000007.json (step 7" in second.output
     assert "steps lost: 4" in second.output
-    assert result(tmp_path)["weights_sha256"] == result(alone)["weights_sha256"]
+    for key in ("weights_sha256", "metrics", "coverage"):
+        assert result(tmp_path)[key] == result(alone)[key], key
     assert result(tmp_path)["term"] == 2
+
+
+@pytest.mark.long
+def test_policy_data_gives_the_same_metrics_resumed_or_not(tmp_path: Path) -> None:
+    """Eleven classes with a long tail; crashed or told to leave, ended on other ranks: equal to the last digit."""
+    for name, num_rows, seed in (("train", 720, 1), ("validation", 300, 2)):
+        synthesise(str(tmp_path / name), num_rows, "policy", seed, rows_per_group=64)
+    params: dict[str, object] = {"max_tokens": 32, "dim": 16, "depth": 1, "heads": 2}
+
+    def end_of(name: str, path: str, failing: dict[str, object], *worlds: int | None) -> dict[str, object]:
+        task = {"path": path, "params": {**params, **failing}}
+        folder = tmp_path / name
+        arguments = [config(folder, tmp_path, CLASSIFIER, task=task, epochs=1)]
+        codes = [start(arguments, num_ranks=num_ranks).code for num_ranks in worlds]
+        assert [code == 0 for code in codes] == [number == len(worlds) for number in range(1, len(worlds) + 1)]
+        end = result(folder)
+        assert end["term"] == len(worlds) and end["world"] == (worlds[-1] or 1)
+        return end
+
+    straight = end_of("straight", "elastic_train.tasks.text_classifier:TextClassifier", {}, None)
+    for how, worlds in (("raise", (2, 3)), ("SIGTERM", (None, 2))):
+        failing = {"marker": str(tmp_path / f"{how} failed"), "after": 40, "how": how}
+        resumed = end_of(how, "tests.tasks:FailsOnce", failing, *worlds)
+        for key in ("weights_sha256", "metrics", "coverage", "step"):
+            assert resumed[key] == straight[key], key
+    assert {"loss", "macro_f1"} <= straight["metrics"].keys()  # type: ignore[attr-defined]
 
 
 def test_sigterm_commits_and_exits_with_75(tmp_path: Path, rows: Path, alone: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,10 +75,14 @@ class SimulatedDisk:
         self._name(path, inode)
         return SimulatedFile(inode)  # type: ignore[return-value]
 
-    def sync(self, file: BinaryIO) -> None:
-        assert isinstance(file, SimulatedFile)
-        inode = file.inode
-        inode.durable, inode.written = inode.durable + b"".join(inode.written), []
+    def sync(self, files: Sequence[BinaryIO], directories: Sequence[Path]) -> None:
+        """Sync all in one step: a sync only takes states away, so those on the way are among those before."""
+        for file in files:
+            assert isinstance(file, SimulatedFile)
+            inode = file.inode
+            inode.durable, inode.written = inode.durable + b"".join(inode.written), []
+        for name in [name for name in self._since if name.parent in directories]:
+            self._since[name] = [self._names.get(name)]
 
     def link(self, source: Path, target: Path) -> None:
         self._name(target, self._held_by(source))
@@ -89,10 +93,6 @@ class SimulatedDisk:
 
     def make_directory(self, path: Path) -> None:
         self._name(path, DIRECTORY)
-
-    def sync_directory(self, path: Path) -> None:
-        for name in [name for name in self._since if name.parent == path]:
-            self._since[name] = [self._names.get(name)]
 
     def content(self, path: Path) -> bytes:
         """Return a file's bytes as a program sees them."""
@@ -145,10 +145,10 @@ class MirroredDisk(RealDisk):
         with self._operation():
             return MirroredFile(super().create(path), self._simulated.create(path), self._operation)  # type: ignore[return-value]
 
-    def sync(self, file: BinaryIO) -> None:
-        assert isinstance(file, MirroredFile)
+    def sync(self, files: Sequence[BinaryIO], directories: Sequence[Path]) -> None:
+        """Sync nothing real: it is the simulated disk that loses something."""
         with self._operation():
-            self._simulated.sync(file.simulated)
+            self._simulated.sync([file.simulated for file in files if isinstance(file, MirroredFile)], directories)
 
     def link(self, source: Path, target: Path) -> None:
         with self._operation():
@@ -165,10 +165,6 @@ class MirroredDisk(RealDisk):
             super().make_directory(path)
             with contextlib.suppress(FileExistsError):  # a store removes empty folders past its disk; here they stay
                 self._simulated.make_directory(path)
-
-    def sync_directory(self, path: Path) -> None:
-        with self._operation():
-            self._simulated.sync_directory(path)
 
 
 class MirroredFile:

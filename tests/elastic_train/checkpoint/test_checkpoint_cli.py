@@ -16,6 +16,7 @@ from elastic_train.checkpoint import Store, open_store
 from elastic_train.checkpoint.cli import app
 from elastic_train.checkpoint.reader import commit_keys
 from elastic_train.errors import CommitError, ConfigError
+from elastic_train.history import History
 
 
 def run(*arguments: str) -> int:
@@ -169,6 +170,39 @@ def test_a_plan_shows_the_curve(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "chosen" in printed
     assert "keep_last 5 holds 72 GB" in printed
+
+
+def test_a_plan_takes_what_a_run_has_measured(local_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    """Size, stall, publication and faults are the run's own, by the medians of its last saves; what is given wins."""
+    (commit,) = commit_steps(local_store, 9)
+    for term in (1, 2):
+        history = History(local_store.url, term=term, rank=0)
+        told: dict[str, object] = {"steps_lost": 3 if term == 2 else 0}
+        history.restore(step=1, epoch=0, offset=1, commit=None, given_by=None, seconds=0.1, skipped=[], resumed=told)
+        for number in range(6):
+            key = {"key": "k", "digest": "d", "parent": None, "created_at": 1.0}
+            history.commit(step=number, **key, seconds=40.0, stall_s=2.0 if term == 2 else 9.0)  # type: ignore[arg-type]
+        history.step(step=2, epoch=0, lo=1, hi=2, lanes=(0, 4), num_samples=4, world=1, loss=0.5)
+        history.close()
+    facts = run_json(capsys, "plan", local_store.url)
+    assert isinstance(facts, dict)
+    assert (facts["stall_s"], facts["publish_s"], facts["num_saves_measured"]) == (2.0, 40.0, 9)
+    assert facts["state_gb"] == commit.num_bytes / 1e9
+    assert facts["mtbf_s"] == pytest.approx(86400 / 2, rel=0.01)
+    assert run("plan", local_store.url) == 0
+    assert f"measured by the last 9 saves of {local_store.url}" in capsys.readouterr().out
+    facts = run_json(capsys, "plan", local_store.url, "--stall-s", "5", "--state-gb", "30", "--write-mb-s", "500")
+    assert isinstance(facts, dict)
+    assert (facts["stall_s"], facts["publish_s"]) == (5.0, 60.0)
+
+
+def test_a_plan_of_nothing_says_what_to_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a run, and of a run without commits, the numbers have to be given; the cost is then assumed."""
+    for run_dir in ([], [str(tmp_path)]):
+        with pytest.raises(ConfigError, match="--state-gb and --mtbf-h"):
+            run("plan", *run_dir)
+        assert run("plan", *run_dir, "--state-gb", "10", "--mtbf-h", "8") == 0
+        assert "assumed, not measured" in capsys.readouterr().out
 
 
 def test_export_writes_the_weights(local_store: Store, tmp_path: Path) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import os
 import pickle
 import zlib
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import pytest
 from commit_samples import commit_steps, facts, small_state, writer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_train.checkpoint import CommitRecord, Store, discover, load, open_store, read_state
+from elastic_train.checkpoint import CommitRecord, Store, discover, load, open_store, read_state, stores
 from elastic_train.checkpoint.checksums import BLOCK_BYTES, CheckedFile, FileRecord, HashingSink
 from elastic_train.checkpoint.local import LocalStore
 from elastic_train.checkpoint.record import decode
@@ -44,6 +46,21 @@ def test_one_flipped_bit_is_passed_over(local_store: Store, file: int, place: fl
     ((key, why),) = found.skipped
     assert key == second.key
     assert why
+
+
+def test_damage_is_passed_over_on_every_kind_of_store(store: Store) -> None:
+    """A flipped bit, and a lost end, of an object in any store; the last whole commit is found behind all of them."""
+    first, *others = commit_steps(store, 1, 2, 3, 4)
+    keys = [others[0].key, f"{others[1].attempt}/__0_0.distcp", f"{others[2].attempt}/.metadata"]
+    for key, harm in zip(
+        keys, (lambda c: c[:-9] + b"?" + c[-8:], lambda c: c[:-1], lambda c: b"?" + c[1:]), strict=True
+    ):
+        content = harm(stores.read(store, key))
+        store.delete(key)
+        store.create(key, content)
+    found = discover(store)
+    assert found.head == first
+    assert [key for key, _ in found.skipped] == [commit.key for commit in reversed(others)]
 
 
 @pytest.mark.parametrize("file", [0, 1, 2], ids=["record", "data", "metadata"])
@@ -199,10 +216,15 @@ class Collected:
 sizes = st.sampled_from([0, 1, 100, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 7])
 
 
+def checked(content: bytes, record: FileRecord) -> CheckedFile:
+    """Open bytes as a file whose checksums are known."""
+    return CheckedFile(cast(BinaryIO, io.BytesIO(content)), record, "x")
+
+
 @settings(max_examples=30, deadline=None)
-@given(st.lists(sizes, max_size=4), st.integers(0, 7 * BLOCK_BYTES), st.integers(0, 3 * BLOCK_BYTES))
-def test_checksums_do_not_depend_on_how_bytes_arrive(pieces: list[int], start: int, length: int) -> None:
-    """Blocks are blocks of the file, however it is cut into writes, and any part of it reads back checked."""
+@given(st.lists(sizes, max_size=4), st.data())
+def test_checksums_do_not_depend_on_how_bytes_arrive(pieces: list[int], data: st.DataObject) -> None:
+    """Blocks are blocks of the file, however it is cut into writes, and any part of it reads back, however cut."""
     collected = Collected()
     sink = HashingSink(collected)
     whole = b"".join(bytes([number + 1]) * size for number, size in enumerate(pieces))
@@ -212,12 +234,29 @@ def test_checksums_do_not_depend_on_how_bytes_arrive(pieces: list[int], start: i
     record = sink.record()
     assert collected.content == whole
     assert record.blocks == tuple(zlib.crc32(whole[at : at + BLOCK_BYTES]) for at in range(0, len(whole), BLOCK_BYTES))
-    store = open_store("memory://pieces")
-    store.delete("x")
-    store.create("x", whole)
-    file = CheckedFile(store.open("x"), record, "x")
-    file.seek(start)
-    assert file.read(length) == whole[start : start + length]
+    lo, cut, hi = sorted(data.draw(st.lists(st.integers(0, len(whole)), min_size=3, max_size=3)))
+    part = memoryview(bytearray(hi - lo))
+    checked(whole, record).fill(lo, [part[: cut - lo], part[cut - lo :]])
+    assert part == whole[lo:hi]
+    with pytest.raises(CommitError, match="ends at byte"):
+        checked(whole, record).fill(lo, [part, memoryview(bytearray(len(whole) - hi + 1))])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 3 * BLOCK_BYTES), st.data())
+def test_a_bad_bit_is_seen_by_whoever_touches_its_block_and_by_nobody_else(size: int, data: st.DataObject) -> None:
+    """What is checked is exactly what is read, in whole blocks: the neighbours of a damaged block are still good."""
+    whole = bytes(size)
+    record = FileRecord(size, "", tuple(zlib.crc32(whole[at : at + BLOCK_BYTES]) for at in range(0, size, BLOCK_BYTES)))
+    bad = data.draw(st.integers(0, size - 1))
+    harmed = bytearray(whole)
+    harmed[bad] ^= 1 << data.draw(st.integers(0, 7))
+    lo, hi = sorted(data.draw(st.lists(st.integers(0, size), min_size=2, max_size=2, unique=True)))
+    is_touched = lo // BLOCK_BYTES <= bad // BLOCK_BYTES <= (hi - 1) // BLOCK_BYTES
+    part = bytearray(hi - lo)
+    with pytest.raises(CommitError, match="checksum") if is_touched else contextlib.nullcontext():
+        checked(bytes(harmed), record).fill(lo, [memoryview(part)])
+    assert is_touched or part == bytes(hi - lo)
 
 
 def test_a_file_record_must_have_all_its_blocks() -> None:

@@ -27,7 +27,7 @@ def put(disk: Disk, path: Path, content: bytes, *, is_synced: bool = True) -> No
     with disk.create(path) as file:
         file.write(content)
         if is_synced:
-            disk.sync(file)
+            disk.sync([file], [])
 
 
 def test_a_synced_file_reads_back_under_all_of_its_names(disk: tuple[Disk, Read], tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_a_synced_file_reads_back_under_all_of_its_names(disk: tuple[Disk, Read]
     put(kind, tmp_path / "folder" / "a", b"content")
     kind.link(tmp_path / "folder" / "a", tmp_path / "b")
     kind.unlink(tmp_path / "folder" / "a")
-    kind.sync_directory(tmp_path / "folder")
+    kind.sync([], [tmp_path / "folder"])
     assert read(tmp_path / "b") == b"content"
     with pytest.raises(FileNotFoundError):
         read(tmp_path / "folder" / "a")
@@ -84,7 +84,7 @@ def test_only_what_is_synced_must_survive(tmp_path: Path) -> None:
     whole, torn, zeros = {"a": b"xy"}, {"a": b"x"}, {"a": b"\0\0"}
     left = images(disk)
     assert all(image in left for image in ({}, {"a": b""}, whole, torn, zeros, {"a": b"\0y"}))
-    disk.sync_directory(tmp_path)
+    disk.sync([], [tmp_path])
     assert {} not in images(disk)
     assert torn in images(disk)
     disk = SimulatedDisk(tmp_path)
@@ -98,8 +98,8 @@ def test_later_names_may_be_durable_before_earlier_ones(tmp_path: Path) -> None:
     disk.make_directory(tmp_path / "folder")
     put(disk, tmp_path / "folder" / "a", b"")
     put(disk, tmp_path / "b", b"")
-    disk.sync_directory(tmp_path / "folder")
+    disk.sync([], [tmp_path / "folder"])
     assert sorted(sorted(image) for image in images(disk)) == [[], ["b"], ["b", "folder/a"], ["folder/a"]]
-    disk.sync_directory(tmp_path)
+    disk.sync([], [tmp_path])
     disk.unlink(tmp_path / "b")
     assert sorted(sorted(image) for image in images(disk)) == [["b", "folder/a"], ["folder/a"]]

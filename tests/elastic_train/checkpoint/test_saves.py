@@ -15,11 +15,12 @@ from commit_samples import State, facts, small_state, take_steps, trained
 from test_commits import assert_equal_trees, odd_state
 
 from elastic_train.checkpoint import CommitWriter, Role, SaveMemory, Saves, Store, discover, layout, read_state, saves
+from elastic_train.checkpoint.checksums import BLOCK_BYTES
 from elastic_train.checkpoint.layout import leaves_by_path, plan_attempt
 from elastic_train.checkpoint.local import LocalStore
 from elastic_train.checkpoint.staging import Snapshot
 from elastic_train.checkpoint.stores import Sink
-from elastic_train.errors import FencedError, PeerLostError, StorageError
+from elastic_train.errors import CommitError, FencedError, PeerLostError, StorageError
 from elastic_train.fencing import StoreFence
 from elastic_train.weights import weights_digest
 
@@ -129,6 +130,45 @@ def test_what_changes_while_a_save_is_written_is_not_in_the_commit(tmp_path: Pat
     assert all(torch.equal(saved[path], tensor) for path, tensor in before.items())  # type: ignore[arg-type]
     assert any(not torch.equal(before[path], leaf) for path, leaf in leaves_by_path(state).items() if path in before)  # type: ignore[arg-type]
     assert ended.commit.weights_sha256 == digest
+
+
+class RestlessStore(LocalStore):
+    """A store during whose writes the bytes that it is given change behind its back, once they have been hashed."""
+
+    @contextlib.contextmanager
+    def write(self, key: str) -> Iterator[Sink]:
+        with super().write(key) as file:
+            yield RestlessFile(file) if key.endswith(".distcp") else file
+
+
+class RestlessFile:
+    """Flips a bit in the middle of the first tensor that is long enough, in the memory from which it is written."""
+
+    def __init__(self, file: Sink) -> None:
+        self._file, self._is_done = file, False
+
+    def write(self, content: bytes | memoryview, /) -> int:
+        if not self._is_done and len(content) > BLOCK_BYTES and isinstance(content, memoryview):
+            content[len(content) // 2] ^= 4
+            self._is_done = True
+        return self._file.write(content)
+
+
+def test_a_staged_buffer_that_changes_during_its_upload_is_seen(tmp_path: Path) -> None:
+    """Whichever of the hashes saw the change, they do not agree on the file, and discovery and loads refuse it."""
+    first = open_saves(LocalStore(tmp_path))
+    first.begin({"model": {"w": torch.ones(1_000_000)}}, facts(1))
+    old = first.wait()
+    background = open_saves(RestlessStore(tmp_path))
+    background.begin({"model": {"w": torch.full((1_000_000,), 2.0)}}, facts(2))
+    ended = background.wait()
+    assert old is not None and ended is not None and ended.commit is not None
+    found = discover(LocalStore(tmp_path))
+    assert found.head == old.commit
+    ((key, why),) = found.skipped
+    assert key == ended.commit.key and "does not match" in why
+    with pytest.raises(CommitError, match="checksum"):
+        read_state(LocalStore(tmp_path), ended.commit)
 
 
 def test_a_change_before_the_copy_fails_the_save(tmp_path: Path) -> None:

@@ -1,0 +1,21 @@
+"""The table of defects in docs/checkpoints.md names tests that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+HERE = Path(__file__).parent
+
+
+def test_every_defect_names_a_test_that_exists() -> None:
+    """Each line of the table has a test, and no name in it is stale."""
+    _, _, table = (ROOT / "docs" / "checkpoints.md").read_text().partition("| defect |")
+    lines = table.splitlines()[2:]
+    named = [re.findall(r"`(test_\w+)::(test_\w+)`", line) for line in lines]
+    assert len(lines) > 25
+    assert all(named), "a defect without a test"
+    for room, name in {pair for pairs in named for pair in pairs}:
+        assert f"\ndef {name}(" in (HERE / f"{room}.py").read_text(), f"{room} has no {name}"
