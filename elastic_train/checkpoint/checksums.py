@@ -1,25 +1,32 @@
 """Checksums of files: computed while the bytes are written, checked on exactly the bytes that are read.
 
 A file has one SHA-256, which clears it as a whole, and a CRC-32 for every block of 1 MiB, so that a reader who needs a
-part can check that part alone.
+part can check that part alone. The CRC-32 is zlib's; ISA-L computes the same in a sixth of the time, where it is
+installed (`pip install elastic-train[fast]`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import BinaryIO
+from functools import partial
+from typing import Any, BinaryIO, TypeVar
 
 from elastic_train.checkpoint.stores import Sink, Store
 from elastic_train.errors import CommitError
 
+try:
+    from isal.isal_zlib import crc32
+except ImportError:
+    from zlib import crc32
+
+T = TypeVar("T")
 BLOCK_BYTES = 1 << 20
 _RUN_BYTES = 8 * BLOCK_BYTES  # what is handed on at once, so that threads meet rarely
-_MOST_RUNS_AHEAD = 2
+_MOST_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +42,52 @@ class FileRecord:
             raise ValueError(f"{len(self.blocks)} block checksums for {self.size} bytes")
 
 
+class Aside:
+    """A thread that hashes beside the writing, a little ahead of it; neither holds the interpreter's lock.
+
+    What it is given to read must not change, nor go, until it is through.
+    """
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._ahead: deque[Future[Any]] = deque()
+
+    def __enter__(self) -> Aside:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    @property
+    def has_begun(self) -> bool:
+        return self._thread is not None
+
+    def do(self, act: Callable[[], T]) -> Future[T]:
+        """Do something behind all that was given before; wait while too much of that is left."""
+        self._thread = self._thread or ThreadPoolExecutor(1, "hashing")
+        result = self._thread.submit(act)
+        self._ahead.append(result)
+        if len(self._ahead) > _MOST_AHEAD:
+            self._ahead.popleft().result()
+        return result
+
+    def wait(self) -> None:
+        while self._ahead:
+            self._ahead.popleft().result()
+
+
 class HashingSink:
     """Pass bytes on in whole blocks and keep their checksums; `close` passes on the last, short block.
 
-    A long file is hashed on a thread of its own, beside the writing; neither holds the interpreter's lock. What is
-    written must not change until `close` has returned.
+    What is written must not change until `close` has returned, since a long file is hashed aside.
     """
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._pending = bytearray()
         self._sha256 = hashlib.sha256()
-        self._hasher: ThreadPoolExecutor | None = None
-        self._hashing: deque[Future[None]] = deque()
+        self._aside = Aside()
         self._blocks: list[int] = []
         self._size = 0
         self._is_closed = False
@@ -56,8 +96,7 @@ class HashingSink:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._hasher is not None:
-            self._hasher.shutdown()
+        self._aside.__exit__(*error)
 
     def write(self, content: bytes | memoryview) -> None:
         view = memoryview(content).cast("B")
@@ -75,8 +114,7 @@ class HashingSink:
     def close(self) -> None:
         """Pass on the rest, and wait for the hash."""
         self._pass_pending(1)
-        while self._hashing:
-            self._hashing.popleft().result()
+        self._aside.wait()
         self._is_closed = True
 
     def record(self) -> FileRecord:
@@ -91,17 +129,14 @@ class HashingSink:
 
     def _pass(self, run: memoryview) -> None:
         self._hash(run)
-        self._blocks += [zlib.crc32(run[at : at + BLOCK_BYTES]) for at in range(0, len(run), BLOCK_BYTES)]
+        self._blocks += [crc32(run[at : at + BLOCK_BYTES]) for at in range(0, len(run), BLOCK_BYTES)]
         self._sink.write(run)
 
     def _hash(self, run: memoryview) -> None:
-        if len(run) < BLOCK_BYTES and self._hasher is None:
+        if len(run) < BLOCK_BYTES and not self._aside.has_begun:
             self._sha256.update(run)
-            return
-        self._hasher = self._hasher or ThreadPoolExecutor(1, "hashing")
-        self._hashing.append(self._hasher.submit(self._sha256.update, run))
-        if len(self._hashing) > _MOST_RUNS_AHEAD:
-            self._hashing.popleft().result()
+        else:
+            self._aside.do(partial(self._sha256.update, run))
 
 
 class CheckedFile:
@@ -138,7 +173,7 @@ class CheckedFile:
             while done < len(view):
                 piece = view[done : done + BLOCK_BYTES - position % BLOCK_BYTES]
                 self._read(piece, position)
-                checksum = zlib.crc32(piece, checksum)
+                checksum = crc32(piece, checksum)
                 done, position = done + len(piece), position + len(piece)
                 if position % BLOCK_BYTES == 0 or position == self._record.size:
                     self._compare(checksum, position)
@@ -180,7 +215,7 @@ def find_damage(store: Store, key: str, record: FileRecord) -> str | None:
     with store.open(key) as file:
         while block := file.read(BLOCK_BYTES):
             digest.update(block)
-            blocks.append(zlib.crc32(block))
+            blocks.append(crc32(block))
             size += len(block)
     if size != record.size:
         return f"{key} has {size} bytes, its record says {record.size}"

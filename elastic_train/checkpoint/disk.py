@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
-_SEND_BYTES = 32 << 20
+_SEND_BYTES = 8 << 20
 
 
 class Disk(Protocol):

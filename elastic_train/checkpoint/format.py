@@ -16,7 +16,8 @@ import hashlib
 import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from elastic_train.checkpoint.checksums import CheckedFile, FileRecord, HashingSink, open_checked
+from elastic_train.checkpoint.checksums import Aside, CheckedFile, FileRecord, HashingSink, open_checked
 from elastic_train.checkpoint.frames import bytes_of, frame_of
 from elastic_train.checkpoint.layout import AttemptPlan, Part
 from elastic_train.checkpoint.record import Path
@@ -55,25 +56,27 @@ def write_part(
     store: Store, attempt: str, part: Part, contents: Iterable[memoryview], plain: Mapping[str, bytes]
 ) -> WrittenPart:
     """Write one part's file: its tensors' bytes, in the order of its slots, and encoded plain values behind them."""
-    digests, places = {}, {}
-    with store.write(f"{attempt}/{part.name}") as file, HashingSink(file) as sink:
+    digests: dict[str, Future[str]] = {}
+    places: dict[str, tuple[int, int]] = {}
+    with store.write(f"{attempt}/{part.name}") as file, HashingSink(file) as sink, Aside() as digesting:
         for slot, content in zip(part.slots, contents, strict=True):
+            if slot.path[0] == MODEL:
+                name = ".".join(map(str, slot.path[1:]))
+                digests[name] = digesting.do(partial(tensor_digest, slot.dtype, slot.shape, content))
             sink.write(slot.frame.head)
             sink.write(content)
             sink.write(slot.frame.tail)
-            if slot.path[0] == MODEL:
-                digests[".".join(map(str, slot.path[1:]))] = tensor_digest(slot.dtype, slot.shape, content)
         end = part.num_bytes
         for name, encoded in plain.items():
             sink.write(encoded)
             places[name] = (end, len(encoded))
             end += len(encoded)
         sink.close()
-    return WrittenPart(part.name, sink.record(), places, digests)
+    return WrittenPart(part.name, sink.record(), places, {name: digest.result() for name, digest in digests.items()})
 
 
 def live_contents(part: Part, leaves: Mapping[Path, object]) -> Iterator[memoryview]:
-    """Yield the bytes of a part's tensors from where they are, one copy at a time if they lie on a device."""
+    """Yield the bytes of a part's tensors from where they are, in few copies at a time if they lie on a device."""
     for slot in part.slots:
         tensor = leaves[slot.path]
         assert isinstance(tensor, Tensor), "the plan is of this state"

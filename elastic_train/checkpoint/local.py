@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -104,7 +104,7 @@ class LocalStore:
             return False
         return True
 
-    def _make_directory(self, path: Path) -> list[Path]:
+    def _make_directory(self, path: Path) -> Sequence[Path]:
         """Make a directory and those above it; return what was made."""
         if path.is_dir():
             return []
@@ -113,7 +113,7 @@ class LocalStore:
             self._disk.make_directory(path)
         return [*made, path]
 
-    def _folders_above(self, path: Path, made: Collection[Path]) -> list[Path]:
+    def _folders_above(self, path: Path, made: Sequence[Path]) -> Sequence[Path]:
         """Return the folders whose sync makes a folder durable: all above it, to the root, or as far as was made."""
         within = [above for above in path.parents if above.is_relative_to(self._root)]
         return within + [folder.parent for folder in made if not folder.parent.is_relative_to(self._root)]
