@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from chaos.evidence import Evidence, Line, lanes_of, number, part, whole
+from chaos.evidence import Evidence, Line, lanes_of, number, once, part, whole
 from chaos.findings import Unknown, Violated
 
 Counts = npt.NDArray[np.int32]
@@ -72,6 +72,7 @@ def result_of(run: Evidence) -> Line:
     return run.result
 
 
+@once
 def shape_of(run: Evidence) -> Shape:
     """Work the job's shape out from its configuration and its manifest's row count."""
     batch, result = part(run.config, "batch"), result_of(run)
@@ -81,6 +82,7 @@ def shape_of(run: Evidence) -> Shape:
     )
 
 
+@once
 def formed_at(run: Evidence) -> dict[int, float]:
     """Return when each term's world had formed (its first rank's line), in the order of time."""
     formed: dict[int, float] = {}
@@ -91,6 +93,7 @@ def formed_at(run: Evidence) -> dict[int, float]:
     return formed
 
 
+@once
 def pids_of(run: Evidence) -> dict[int, set[int]]:
     """Return the processes of each term's world."""
     pids: dict[int, set[int]] = {}
@@ -99,6 +102,7 @@ def pids_of(run: Evidence) -> dict[int, set[int]]:
     return pids
 
 
+@once
 def restored_at(run: Evidence) -> dict[int, Line]:
     """Return each term's restore, by its first rank's line."""
     restored: dict[int, Line] = {}
@@ -107,6 +111,7 @@ def restored_at(run: Evidence) -> dict[int, Line]:
     return restored
 
 
+@once
 def steps_of(run: Evidence) -> Steps:
     """Return the lines of every (term, step) that was applied, one of each rank."""
     steps: Steps = defaultdict(list)
@@ -125,6 +130,7 @@ def newest_steps(steps: Steps) -> dict[int, int]:
     return newest
 
 
+@once
 def lineage_of(run: Evidence) -> list[Applied]:
     """Return the steps that the final weights are made of: the last term's, and back through what each went on from."""
     steps, restored = steps_of(run), {term: whole(line, "step") for term, line in restored_at(run).items()}
@@ -151,20 +157,24 @@ def _went_on_from(run: Evidence, term: int, restored: dict[int, int]) -> int | N
         return place[0]
     for pid in pids_of(run)[term]:
         before = max((other for other in earlier if pid in pids_of(run)[other]), default=None)
-        if before is not None and _reached(run, before, pid, restored[before]) == restored[term]:
+        if before is not None and reached_by(run).get((before, pid), restored[before]) == restored[term]:
             return before
     return max(earlier, default=None)
 
 
-def _reached(run: Evidence, term: int, pid: int, restored: int) -> int:
-    """Return how far a process had come when it left a term."""
-    ranks = {line["rank"] for line in run.of("form") if line["term"] == term and line["pid"] == pid}
-    steps = [
-        step for (of, step), lines in steps_of(run).items() if of == term and any(x["rank"] in ranks for x in lines)
-    ]
-    return max(steps, default=restored)
+@once
+def reached_by(run: Evidence) -> dict[tuple[int, int], int]:
+    """Return how far each (term, pid) came that applied a step."""
+    pids = {(line["term"], line["rank"]): whole(line, "pid") for line in run.of("form")}
+    reached: dict[tuple[int, int], int] = {}
+    for line in run.of("step"):
+        if (pid := pids.get((line["term"], line["rank"]))) is not None:
+            place = whole(line, "term"), pid
+            reached[place] = max(whole(line, "step"), reached.get(place, 0))
+    return reached
 
 
+@once
 def counts_of(run: Evidence) -> dict[int, Counts]:
     """Count, for every epoch, how often each (offset, lane) is in the lineage; shape (offsets, lanes)."""
     shape = shape_of(run)

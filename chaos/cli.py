@@ -95,22 +95,28 @@ def sim(
     case: Path | None = None,
     minutes: float | None = None,
     nodes: int | None = None,
+    processes: int | None = None,
+    ledger: Path | None = None,
     json_: Json = False,
 ) -> int:
     """Run the product itself in virtual time, with faults drawn from --seeds (N, or A:B), and judge every run.
 
     --seed runs one of them and shows what was found, --case one that was written down. --minutes ends earlier, --nodes
-    takes that many nodes in place of the drawn ones. Exit code 0 only if no invariant is violated; else the first bad
-    run is shrunk, kept below runs/sim, and told with the command that runs it again.
+    takes that many nodes in place of the drawn ones. Seeds are spread over --processes, one for each core if not given;
+    the digest does not depend on that. --ledger FILE keeps a line for each seed, and goes on where the file ends. Exit
+    code 0 only if no invariant is violated; else the first bad run is shrunk, kept below runs/sim, and told with the
+    command that runs it again.
     """
     from chaos.sim import cases, command  # it loads all of the product, which no other command needs
+    from chaos.sim.pool import cores
     from chaos.sim.simulate import case_of
 
     if case is not None:
         return command.run_one(cases.load(case), json_)
     if seed is not None:
         return command.run_one(case_of(seed, nodes), json_)
-    return command.report(command.run_seeds(command.seeds_of(seeds), minutes, nodes, json_), json_, nodes)
+    campaign = command.Campaign(command.seeds_of(seeds), minutes, nodes, processes or len(cores()), ledger)
+    return command.report(command.run_campaign(campaign, is_quiet=json_), campaign, json_)
 
 
 @app.command

@@ -5,17 +5,20 @@ Nothing here is imported from what is judged. A torn last line of a history (its
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 import yaml
 
 Line = dict[str, object]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Evidence:
     result: Line | None
     witness: npt.NDArray[np.int64] | None = field(repr=False)
     _by_op: dict[str, list[Line]] = field(default_factory=dict, repr=False)
+    _derived: dict[str, object] = field(default_factory=dict, repr=False, compare=False)
 
     def of(self, op: str) -> list[Line]:
         """Return the lines of one operation, in the order of their times."""
@@ -45,6 +49,18 @@ class Evidence:
             lines = [line for process in self.processes for line in process if line.get("op") == op]
             self._by_op[op] = sorted(lines, key=lambda line: number(line, "t"))
         return self._by_op[op]
+
+
+def once(derive: Callable[[Evidence], T]) -> Callable[[Evidence], T]:
+    """Work a fact out once for each run; whoever gets it must not change it."""
+
+    @functools.wraps(derive)
+    def remembered(run: Evidence) -> T:
+        if derive.__qualname__ not in run._derived:
+            run._derived[derive.__qualname__] = derive(run)
+        return cast(T, run._derived[derive.__qualname__])
+
+    return remembered
 
 
 def collect(folder: Path) -> Evidence:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from chaos.applied import formed_at, lineage_of, pids_of, restored_at, result_of, steps_of
+from chaos.applied import formed_at, lineage_of, pids_of, reached_by, restored_at, result_of, steps_of
 from chaos.evidence import Evidence, Line, items, number, whole
 from chaos.findings import Unknown, Violated
 from chaos.recovery import fault_name, recoveries
@@ -113,15 +113,10 @@ def given_up(run: Evidence) -> int:
 def _given_up(run: Evidence) -> Iterator[tuple[int, int, int, int, int]]:
     """Yield process, step and term before, step and term after, where a process gave up applied steps."""
     pids, restored = pids_of(run), restored_at(run)
-    ranks = {(line["term"], line["rank"]): line["pid"] for line in run.of("form")}
-    reached: dict[tuple[int, object], int] = {}
-    for line in run.of("step"):
-        place = (whole(line, "term"), ranks[line["term"], line["rank"]])
-        reached[place] = max(whole(line, "step"), reached.get(place, 0))
     # A world that broke before its state was agreed on has no restore, and applied nothing.
     for before, after in pairwise(term for term in formed_at(run) if term in restored):
         for pid in pids[before] & pids[after]:
-            step, kept = reached.get((before, pid), 0), whole(restored[after], "step")
+            step, kept = reached_by(run).get((before, pid), 0), whole(restored[after], "step")
             if step > kept:
                 yield pid, step, before, kept, after
 

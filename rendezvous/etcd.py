@@ -127,7 +127,7 @@ class EtcdStore:
         def transact(client: pyetcd.MultiEndpointEtcd3Client) -> int | None:
             nonlocal tries
             tries += 1
-            compare = [client.transactions.mod(key) == revision for key, revision in guards.items()]
+            compare = [_comparison(client, key, revision) for key, revision in guards.items()]
             operations = [_operation(client, key, put) for key, put in writes.items()]
             succeeded, responses = client.transaction(compare=compare, success=operations, failure=[])
             return _revision(responses) if succeeded else None
@@ -251,6 +251,12 @@ def _make_client(options: EtcdOptions, call_timeout_s: float) -> pyetcd.MultiEnd
     # The token travels as metadata already; as call credentials, too, gRPC refuses it on a channel without TLS.
     client.call_credentials = None
     return client
+
+
+def _comparison(client: pyetcd.MultiEndpointEtcd3Client, key: str, revision: int) -> object:
+    if key.endswith("/"):
+        return client.transactions.mod(key, range_end=utils.prefix_range_end(key.encode())) < revision + 1
+    return client.transactions.mod(key) == revision
 
 
 def _operation(client: pyetcd.MultiEndpointEtcd3Client, key: str, put: Put | None) -> object:

@@ -17,7 +17,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rendezvous.records import Cause, Closed, Failure, Keys, Member, Seat, View, World, encode
-from rendezvous.store import ABSENT, Snapshot
+from rendezvous.store import ABSENT, MOST_GUARDS, Snapshot
+
+MOST_GUARDED = MOST_GUARDS - 3
+"""Seats that are guarded one by one. In a larger world a member may be gone at the seal: it breaks at once, at the
+price of a term."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +88,8 @@ def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
         return Expelled()
     if view.world is not None and view.world.rank_of(me) is not None and mine.after < view.term:
         return Enter(view.world)
-    ready = ready_members(view)
-    if len(ready) < len([member for member in view.members if not _is_finishing(member, view)]):
+    ready = view.ready
+    if len(ready) < len(view.staying):
         return Wait("room" if _has_no_room(view, me, policy) else "members")
     if _is_fresh(view):
         ready = _of_whole_nodes(ready)
@@ -100,11 +104,6 @@ def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
     if num_nodes < policy.max_nodes and _is_fresh(view) and quiet_s < policy.last_call_s:
         return Wait("last call", policy.last_call_s - quiet_s)
     return _seal(view, _admitted(ready, policy))
-
-
-def ready_members(view: View) -> tuple[Member, ...]:
-    """The members that a next world would be made of, first registered first."""
-    return tuple(member for member in view.members if is_ready(member, view) and not _is_finishing(member, view))
 
 
 def mutually_reachable(members: tuple[Member, ...], last: World | None = None) -> tuple[Member, ...]:
@@ -128,11 +127,6 @@ def mutually_reachable(members: tuple[Member, ...], last: World | None = None) -
     return tuple(member for member in members if member.node_id in conflicts)
 
 
-def is_ready(member: Member, view: View) -> bool:
-    """Whether a member waits for a world: it is in none, or has left the one it was in."""
-    return view.world is None or view.world.rank_of(member.id) is None or member.after >= view.term
-
-
 def num_waiting(view: View, me: str, world: World, policy: Policy) -> int:
     """How many changes a member of `world` has to make room for by a new round; 0 while the world stands."""
     if view.term > world.term or view.member(me) is None:
@@ -140,7 +134,7 @@ def num_waiting(view: View, me: str, world: World, policy: Policy) -> int:
     mates = mates_of(view, world)
     lost = len(world.seats) - len(mates)
     again = sum(mate.after >= world.term for mate in mates)
-    if any(_is_finishing(mate, view) for mate in mates):
+    if any(view.is_finishing(mate) for mate in mates):
         # The job is about to end: nobody is admitted any more.
         return lost + again
     staying = (*mates, *(member for member in view.members if world.rank_of(member.id) is None))
@@ -153,9 +147,7 @@ def num_waiting(view: View, me: str, world: World, policy: Policy) -> int:
 
 def is_broken(view: View, me: str, world: World) -> bool:
     """Whether a world can take no further step: one of its members is gone or has left it, or a newer one exists."""
-    mates = mates_of(view, world)
-    is_whole = len(mates) == len(world.seats) and all(mate.after < world.term for mate in mates)
-    return view.term > world.term or view.member(me) is None or not is_whole
+    return view.term != world.term or view.member(me) is None or not view.is_whole
 
 
 def is_only_growing(view: View, world: World) -> bool:
@@ -170,6 +162,8 @@ def count_nodes(members: Iterable[Member]) -> int:
 
 def mates_of(view: View, world: World) -> tuple[Member, ...]:
     """The members of `world` that are still alive."""
+    if view.term == world.term:
+        return view.mates
     return tuple(member for member in view.members if world.rank_of(member.id) is not None)
 
 
@@ -207,8 +201,10 @@ def seal(snapshot: Snapshot, keys: Keys, world: World) -> Change:
     """Write a world over the last one, while all of its members are as the leader saw them."""
     seats = {keys.member(seat.member): snapshot.revision_of(keys.member(seat.member)) for seat in world.seats}
     assert ABSENT not in seats.values(), "a world is made of live members"
-    guards = {keys.world: snapshot.revision_of(keys.world), keys.head: snapshot.revision_of(keys.head), **seats}
-    return Change({keys.world: encode(world)}, {**guards, keys.closed: ABSENT})
+    guards = {keys.world: snapshot.revision_of(keys.world), keys.head: snapshot.revision_of(keys.head)}
+    if len(seats) > MOST_GUARDED:
+        seats = {keys.members: snapshot.revision}
+    return Change({keys.world: encode(world)}, {**guards, **seats, keys.closed: ABSENT})
 
 
 def update(snapshot: Snapshot, keys: Keys, member: Member) -> Change:
@@ -254,7 +250,7 @@ def _cause(view: View, chosen: tuple[Member, ...]) -> Cause:
 
 def _is_fresh(view: View) -> bool:
     """Nobody of the last world lives: a job starts, or starts again."""
-    return view.world is None or not mates_of(view, view.world)
+    return not view.mates
 
 
 def _admitted(members: tuple[Member, ...], policy: Policy) -> tuple[Member, ...]:
@@ -280,7 +276,3 @@ def _has_no_room(view: View, me: str, policy: Policy) -> bool:
     nodes = {mate.node_id for mate in mates}
     is_node_left_out = mine.node_id not in nodes and len(nodes) >= policy.max_nodes
     return is_node_left_out or len(mates) >= policy.max_members
-
-
-def _is_finishing(member: Member, view: View) -> bool:
-    return view.world is not None and member.done >= view.term and view.world.rank_of(member.id) is not None

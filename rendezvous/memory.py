@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from rendezvous.store import Entry, Guards, Lease, Snapshot, Watch, Writes
+from rendezvous.errors import StoreRefusedError
+from rendezvous.store import MOST_GUARDS, Entry, Guards, Lease, Snapshot, Watch, Writes
 
 
 class MemoryStore:
@@ -23,6 +24,10 @@ class MemoryStore:
         self._revision = 1
         self._now_s = 0.0
 
+    @property
+    def revision(self) -> int:
+        return self._revision
+
     def get(self, prefix: str) -> Snapshot:
         with self.changed:
             entries = {key: entry for key, entry in self._entries.items() if key.startswith(prefix)}
@@ -30,8 +35,9 @@ class MemoryStore:
 
     def swap(self, writes: Writes, guards: Guards) -> int | None:
         with self.changed:
-            current = Snapshot(self._revision, self._entries)
-            if any(current.revision_of(key) != revision for key, revision in guards.items()):
+            if len(guards) > MOST_GUARDS:
+                raise StoreRefusedError(f"too many operations in a transaction: {len(guards)} guards")
+            if not all(self._holds(key, revision) for key, revision in guards.items()):
                 return None
             self._revision += 1
             for key, put in writes.items():
@@ -72,6 +78,11 @@ class MemoryStore:
                 self._delete(key)
             self._revision += bool(keys)
             self.changed.notify_all()
+
+    def _holds(self, key: str, revision: int) -> bool:
+        if key.endswith("/"):
+            return all(entry.mod_revision <= revision for entry in self.get(key).entries.values())
+        return Snapshot(self._revision, self._entries).revision_of(key) == revision
 
     def _delete(self, key: str) -> None:
         self._entries.pop(key, None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 from urllib.parse import quote
 
@@ -137,9 +137,12 @@ class Closed:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class View:
-    """The whole job at one revision; members in the order in which they registered."""
+    """The whole job at one revision; members in the order in which they registered.
+
+    What follows from it is worked out once: every worker asks it many times a second, of as many members as there are.
+    """
 
     revision: int
     members: tuple[Member, ...] = ()
@@ -154,7 +157,44 @@ class View:
         return 0 if self.world is None else self.world.term
 
     def member(self, member_id: str) -> Member | None:
-        return next((member for member in self.members if member.id == member_id), None)
+        return self._by_id.get(member_id)
+
+    @cached_property
+    def mates(self) -> tuple[Member, ...]:
+        """The members of the present world that are still alive."""
+        world = self.world
+        return () if world is None else tuple(m for m in self.members if world.rank_of(m.id) is not None)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether all members of the present world are alive and in it."""
+        world = self.world
+        return (
+            world is not None
+            and len(self.mates) == len(world.seats)
+            and all(mate.after < world.term for mate in self.mates)
+        )
+
+    @cached_property
+    def staying(self) -> tuple[Member, ...]:
+        """The members whose workers have not finished."""
+        return tuple(member for member in self.members if not self.is_finishing(member))
+
+    @cached_property
+    def ready(self) -> tuple[Member, ...]:
+        """The members that a next world would be made of."""
+        return tuple(member for member in self.staying if self.is_ready(member))
+
+    def is_ready(self, member: Member) -> bool:
+        """Whether a member waits for a world: it is in none, or has left the one it was in."""
+        return self.world is None or self.world.rank_of(member.id) is None or member.after >= self.term
+
+    def is_finishing(self, member: Member) -> bool:
+        return self.world is not None and member.done >= self.term and self.world.rank_of(member.id) is not None
+
+    @cached_property
+    def _by_id(self) -> dict[str, Member]:
+        return {member.id: member for member in self.members}
 
 
 def encode(record: Member | World | Failure | Head | Closed) -> str:
@@ -179,11 +219,14 @@ def read_head(text: str | None) -> Head | None:
     return None if text is None else Head(**json.loads(text))
 
 
+# A change rewrites one member's text: of a thousand members, 999 need not be parsed again.
+@lru_cache(1 << 14)
 def _member(text: str) -> Member:
     fields = json.loads(text)
     return Member(**{**fields, "missed": tuple(fields.get("missed", ()))})
 
 
+@lru_cache(16)
 def _world(text: str | None) -> World | None:
     if text is None:
         return None

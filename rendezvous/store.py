@@ -16,6 +16,9 @@ from typing import Protocol
 ABSENT = 0
 """The revision of a key that does not exist: guard with it to create."""
 
+MOST_GUARDS = 128
+"""The most guards of a transaction: what etcd takes by default (--max-txn-ops)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -67,7 +70,11 @@ Writes = Mapping[str, Put | None]
 """What a transaction does to each key; None deletes it."""
 
 Guards = Mapping[str, int]
-"""The revision that each key must have for a transaction to happen; ABSENT for a key that must not exist."""
+"""The revision that each key must have for a transaction to happen; ABSENT for a key that must not exist.
+
+A key that ends with a slash stands for all below it: none may have been written after the revision, though some may
+have been deleted.
+"""
 
 
 class Watch(Protocol):

@@ -9,9 +9,11 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from chaos.errors import ScenarioError
-from chaos.sim.faults import AT_POINTS, KINDS, REACHED, SimFault
+from chaos.sim.faults import AT_POINTS, SimFault
+from chaos.sim.kinds import KINDS
 from chaos.sim.shape import Shape
 from chaos.sim.simulate import Case
+from elastic_train.failpoints import POINTS
 
 FOLDER = Path(__file__).parent / "regressions"
 _CASE = TypeAdapter(Case)
@@ -44,7 +46,7 @@ def load(path: Path) -> Case:
 
 
 def _is_known(fault: SimFault) -> bool:
-    return fault.kind in AT_POINTS and fault.point in REACHED if fault.point else fault.kind in KINDS
+    return fault.kind in AT_POINTS and fault.point in POINTS if fault.point else fault.kind in KINDS
 
 
 def _unusual(value: Shape | SimFault, usual: Shape | SimFault) -> dict[str, object]:

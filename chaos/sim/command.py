@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -15,6 +16,8 @@ from rich.table import Table
 
 from chaos.errors import ScenarioError
 from chaos.sim import cases
+from chaos.sim.ledger import Entry, Ledger, entry_of
+from chaos.sim.pool import simulate_each
 from chaos.sim.shrink import shrink
 from chaos.sim.simulate import Case, Outcome, case_of, simulate
 
@@ -27,40 +30,42 @@ class Tally:
     """What all runs add up to."""
 
     def __init__(self) -> None:
-        self.num_seeds = self.num_valid = 0
+        self.num_seeds = self.num_valid = self.num_run = 0
         self.virtual_s = 0.0
         self.faults: Counter[str] = Counter()
         self.unknown: Counter[str] = Counter()
-        self.failed: list[Outcome] = []
+        self.failed: list[int] = []
         self._digest = hashlib.sha256()
         self._started = time.monotonic()
 
-    def take(self, outcome: Outcome) -> None:
+    def take(self, entry: Entry) -> None:
+        """Count a seed, also one of an earlier run."""
         self.num_seeds += 1
-        self.num_valid += not outcome.violations
-        self.virtual_s += outcome.virtual_s
-        self.faults.update(outcome.num_faults)
-        self.unknown.update(finding.invariant for finding in outcome.findings if finding.truth == "unknown")
-        self._digest.update(outcome.digest.encode())
-        if outcome.violations:
-            self.failed.append(outcome)
+        self.num_valid += not entry.violated
+        self.virtual_s += entry.virtual_s
+        self.faults.update(entry.faults)
+        self.unknown.update(entry.unknown)
+        self._digest.update(entry.digest.encode())
+        if entry.violated:
+            self.failed.append(entry.seed)
 
     @property
     def runs_per_s(self) -> float:
-        return self.num_seeds / max(1e-9, time.monotonic() - self._started)
+        return self.num_run / max(1e-9, time.monotonic() - self._started)
 
     def fields(self) -> dict[str, object]:
         """Return what --json prints: the digest is that of all histories, the same for the same seeds."""
         return {
             "seeds": self.num_seeds,
             "valid": self.num_valid,
+            "failed": self.failed,
             "faults": sum(self.faults.values()),
             "faults_by_kind": dict(sorted(self.faults.items())),
             "unknown": dict(sorted(self.unknown.items())),
             "virtual_hours": round(self.virtual_s / 3600, 3),
             "runs_per_s": round(self.runs_per_s, 2),
             "digest": self._digest.hexdigest(),
-            "replay": self.failed[0].replay if self.failed else None,
+            "replay": f"elastic-chaos sim --seed {self.failed[0]}" if self.failed else None,
         }
 
     def __str__(self) -> str:
@@ -82,28 +87,47 @@ def seeds_of(text: str) -> range:
     return seeds
 
 
-def run_seeds(seeds: Iterable[int], minutes: float | None, nodes: int | None, is_quiet: bool) -> Tally:
+@dataclass(frozen=True, slots=True)
+class Campaign:
+    """What to run: seeds, how long at most, with how many nodes in place of the drawn ones, on how many processes.
+
+    `ledger` is where each seed's outcome is kept; seeds that are in it already are not run again.
+    """
+
+    seeds: range
+    minutes: float | None = None
+    nodes: int | None = None
+    processes: int = 1
+    ledger: Path | None = None
+
+
+def run_campaign(campaign: Campaign, *, is_quiet: bool) -> Tally:
     """Run seed after seed until they, or the minutes, are over."""
     tally, shown_at = Tally(), time.monotonic()
-    until = None if minutes is None else time.monotonic() + 60 * minutes
-    for outcome in (simulate(case_of(seed, nodes)) for seed in _until(seeds, until)):
-        tally.take(outcome)
-        if outcome.violations and not is_quiet:
-            _tell(outcome)
-        if not is_quiet and time.monotonic() - shown_at > SHOW_EVERY_S:
-            shown_at = time.monotonic()
-            console.print(str(tally))
+    until = None if campaign.minutes is None else time.monotonic() + 60 * campaign.minutes
+    ledger = None if campaign.ledger is None else Ledger(campaign.ledger)
+    done = [entry for entry in ledger.entries if entry.seed in campaign.seeds] if ledger else []
+    for entry in done:
+        tally.take(entry)
+    left = sorted(set(campaign.seeds) - {entry.seed for entry in done}) if done else campaign.seeds
+    with contextlib.closing(simulate_each(left, campaign.nodes, min(campaign.processes, len(left) or 1))) as outcomes:
+        for outcome in outcomes:
+            entry = entry_of(outcome)
+            tally.num_run += 1
+            tally.take(entry)
+            if ledger is not None:
+                ledger.add(entry)
+            if outcome.violations and not is_quiet:
+                _tell(outcome)
+            if not is_quiet and time.monotonic() - shown_at > SHOW_EVERY_S:
+                shown_at = time.monotonic()
+                console.print(str(tally))
+            if until is not None and time.monotonic() > until:
+                break
     return tally
 
 
-def _until(seeds: Iterable[int], until: float | None) -> Iterator[int]:
-    for seed in seeds:
-        if until is not None and time.monotonic() > until:
-            return
-        yield seed
-
-
-def report(tally: Tally, is_json: bool, nodes: int | None) -> int:
+def report(tally: Tally, campaign: Campaign, is_json: bool) -> int:
     """Print what came of it; return 0 if no run was bad. The first bad one is shrunk and kept as a file."""
     if not is_json:
         table = Table("fault", "times", header_style="bold")
@@ -112,11 +136,12 @@ def report(tally: Tally, is_json: bool, nodes: int | None) -> int:
         console.print(table)
         console.print(f"{tally}\ndigest {tally.fields()['digest']}")
     if tally.failed:
-        first = tally.failed[0]
+        first = simulate(case_of(tally.failed[0], campaign.nodes))
         path = keep(first)
+        nodes = "" if campaign.nodes is None else f" --nodes {campaign.nodes}"
         sys.stderr.write(
             f"violated: {first.violations[0].invariant}: {first.violations[0].why}\n"
-            f"again with: {first.replay}{'' if nodes is None else f' --nodes {nodes}'}\n"
+            f"again with: {first.replay}{nodes}\n"
             f"shrunk with: elastic-chaos sim --case {path}\n"
         )
     if is_json:
@@ -127,7 +152,7 @@ def report(tally: Tally, is_json: bool, nodes: int | None) -> int:
 def run_one(case: Case, is_json: bool) -> int:
     """Run one case and show every finding."""
     tally, outcome = Tally(), simulate(case)
-    tally.take(outcome)
+    tally.take(entry_of(outcome))
     if is_json:
         findings = {finding.invariant: finding.truth for finding in outcome.findings}
         sys.stdout.write(json.dumps({**tally.fields(), "invariants": findings}) + "\n")

@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 RETRY_S = (0.05, 0.5)
 LEAST_TTL_S = 2.0
+SLOWNESS = 100.0
+NUM_MEMBERS = 3
 
 
 class Etcd:
@@ -33,7 +35,8 @@ class Etcd:
     def __init__(self, kernel: Kernel, draws: random.Random, delay_s: float) -> None:
         self.kernel, self.draws, self.delay_s = kernel, draws, delay_s
         self.core = MemoryStore()
-        self.down_until = 0.0
+        self.down_until = self.slow_until = 0.0
+        self.lost_member, self.lost_until = 0, 0.0
         self.deaf: set[int] = set()
         """Nodes whose requests do not arrive."""
         self.mute: set[int] = set()
@@ -47,14 +50,13 @@ class Etcd:
         return self.kernel.now < self.down_until
 
     def delay(self) -> float:
-        return self.draws.expovariate(1 / self.delay_s)
+        return self.draws.expovariate(1 / self.delay_s) * (SLOWNESS if self.kernel.now < self.slow_until else 1.0)
 
     def show(self, prefix: str) -> Snapshot:
         """Return the keys below a prefix as they are now; equal states are one object."""
         shown = self._shown.get(prefix)
-        fresh = self.core.get(prefix)
-        if shown is None or shown.revision != fresh.revision:
-            self._shown[prefix] = shown = fresh
+        if shown is None or shown.revision != self.core.revision:
+            self._shown[prefix] = shown = self.core.get(prefix)
         return shown
 
     def tell(self) -> None:
@@ -67,6 +69,22 @@ class Etcd:
         self.down_until = max(self.down_until, self.kernel.now + seconds)
         for lease in self.leases:
             lease.ends_at = max(lease.ends_at, self.down_until + lease.ttl_s)
+
+    def lose_member(self, member: int, seconds: float) -> None:
+        """Lose one member: its clients' calls may have been done or not, and their watches are silent for as long."""
+        self.lost_member, self.lost_until = member, self.kernel.now + seconds
+        for watch in self.watches:
+            if self.is_lost_to(watch.process):
+                watch.fall_silent(seconds)
+
+    def is_lost_to(self, process: Process) -> bool:
+        """Say whether a process speaks to the member that is gone."""
+        return self.kernel.now < self.lost_until and process.pid % NUM_MEMBERS == self.lost_member
+
+    def forget(self) -> None:
+        """Lose all data: what is made anew begins with revision 1."""
+        self.core, self._shown = MemoryStore(), {}
+        self.leases.clear()
 
     def end(self, lease: SimLease) -> None:
         if lease in self.leases:
@@ -120,13 +138,17 @@ class EtcdClient:
         etcd, kernel, node = self._etcd, self._etcd.kernel, self._process.node
         started = kernel.now
         while True:
+            asked_at = kernel.now
             kernel.sleep(etcd.delay())
-            if not etcd.is_down and node not in etcd.deaf:
+            is_refused = etcd.is_down or (etcd.is_lost_to(self._process) and etcd.draws.random() < 0.5)
+            if not is_refused and node not in etcd.deaf:
                 answer = ask()
                 kernel.sleep(etcd.delay())
-                if not etcd.is_down and node not in etcd.mute:
+                is_refused = etcd.is_down or (etcd.is_lost_to(self._process) and etcd.draws.random() < 0.5)
+                if not is_refused and node not in etcd.mute and kernel.now - asked_at < CALL_TIMEOUT_S:
                     return answer
-            kernel.sleep(etcd.draws.uniform(*RETRY_S) if etcd.is_down else CALL_TIMEOUT_S)
+            left_s = max(0.0, CALL_TIMEOUT_S - (kernel.now - asked_at))
+            kernel.sleep(etcd.draws.uniform(*RETRY_S) if is_refused else left_s)
             if kernel.now - started >= give_up_after_s:
                 raise StoreUnavailableError(f"no etcd answers (tried for {give_up_after_s:.0f} s)")
 
@@ -206,9 +228,9 @@ class SimWatch:
         if self in self._etcd.watches:
             self._etcd.watches.remove(self)
 
-    def fall_silent(self) -> None:
+    def fall_silent(self, seconds: float = RELIST_S) -> None:
         """Break the stream without a sign: the next list, after `RELIST_S`, finds what was missed."""
-        self.silent_until = self._etcd.kernel.now + RELIST_S
+        self.silent_until = self._etcd.kernel.now + seconds
         self.expect()
 
     def expect(self) -> None:

@@ -27,6 +27,7 @@ from chaos.sim.net import MeetingStore, SimGroup
 from chaos.sim.objects import StorageClient
 from elastic_train.checkpoint.interval import Faults
 from elastic_train.data.loader import LaneBatch
+from elastic_train.failpoints import reach
 from elastic_train.history import History
 from elastic_train.session import Session
 from rendezvous.context import RendezvousContext
@@ -125,7 +126,9 @@ def _tensors(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
 
     def run_lane(session: Session, batch: LaneBatch) -> tuple[float, float, int, int, int]:
         if batch.lane == session.lanes.start:
+            reach("forward")
             job.compute(len(session.lanes))
+            reach("backward")
         if batch.tensors is None:
             return 0.0, 0.0, 0, 0, 0
         sums = session.gradients

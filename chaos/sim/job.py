@@ -10,9 +10,10 @@ from pathlib import Path
 
 from chaos.evidence import Commit, Evidence, Line
 from chaos.sim.etcd import Etcd
-from chaos.sim.faults import KINDS, SimFault
+from chaos.sim.faults import SimFault
 from chaos.sim.install import installed
 from chaos.sim.kernel import EPOCH_S, Kernel, Killed, Process
+from chaos.sim.kinds import KINDS
 from chaos.sim.model import ModelledPlan
 from chaos.sim.net import Net
 from chaos.sim.nodes import Node, Worker
@@ -76,8 +77,13 @@ class Job:
         return {"LOCAL_RANK": str(self.workers[process].local_rank), "LOCAL_WORLD_SIZE": str(self.shape.ranks)}
 
     def compute(self, num_lanes: int) -> None:
+        """Take the time of a step's lanes; while a process is stopped, it computes nothing."""
         process = self.kernel.process
-        self.kernel.sleep(self.shape.lane_s * num_lanes * process.slowness * self.pace.uniform(0.8, 1.4))
+        left_s = self.shape.lane_s * num_lanes * process.slowness * self.pace.uniform(0.8, 1.4)
+        while left_s > 0:
+            stopped_s = process.stopped_s
+            self.kernel.sleep(left_s)
+            left_s = max(process.stopped_s - stopped_s, process.hangs_until - self.kernel.now)
 
     def copy(self) -> None:
         """Take the time of a save's copy: often less than a step's, now and then more."""
@@ -124,7 +130,7 @@ class Job:
 
     def node(self, fault: SimFault) -> int:
         if fault.node >= 0:
-            return fault.node % len(self.nodes)
+            return fault.node % self.shape.nodes
         return self._leader.node if self._leader is not None else 0
 
     def worker(self, fault: SimFault) -> list[Process]:
@@ -152,6 +158,15 @@ class Job:
         hit = self.nodes[number].stop()
         self._start_after(number, for_s)
         return hit
+
+    def start_guests(self, for_s: float) -> None:
+        """Start as many nodes again, under the same run id, and kill them after a while."""
+        first = len(self.nodes)
+        for number in range(first, first + self.shape.nodes):
+            self.nodes.append(Node(self, number))
+            self.start_node(number)
+            self.kernel.after(for_s, lambda number=number: self.nodes[number].kill() and None)  # type: ignore[misc]
+        self._busy(for_s)
 
     def _start_after(self, number: int, for_s: float) -> None:
         self.kernel.after(for_s, lambda: self.start_node(number))
@@ -200,10 +215,10 @@ class Job:
             if not any(node.is_up for node in self.nodes) and is_quiet:
                 if self.is_done:
                     return
-                for node in self.nodes:
+                for node in self.nodes[: self.shape.nodes]:
                     self.start_node(node.number)  # whoever keeps the job going starts it again
             elif is_quiet and not self.is_done and self.kernel.now > 1.0:
-                for node in self.nodes:
+                for node in self.nodes[: self.shape.nodes]:
                     if not node.is_up and node.agent is not None:
                         self.start_node(node.number)
 
@@ -214,7 +229,7 @@ class Job:
         hit = KINDS[fault.kind](self, fault)
         self._busy(fault.for_s)
         # What befalls etcd and storage has happened although nobody was there to notice.
-        if hit or self.is_damaged > was_damaged or fault.kind.startswith(("etcd", "storage")):
+        if hit or self.is_damaged > was_damaged or fault.kind.startswith(("etcd", "storage", "kill_etcd")):
             self._note(fault, hit, self.node(fault))
 
     def _note(self, fault: SimFault, hit: list[Process], node: int) -> None:

@@ -41,6 +41,7 @@ class Process:
         self.is_dead = self.is_paused = False
         self.skew_s = 0.0
         self.slowness = 1.0
+        self.hangs_until = self.stopped_s = self.stopped_at = 0.0
         self.held: list[Task] = []
         self.at_resume: list[Callable[[], None]] = []
         self.at_death: list[Callable[[], None]] = []
@@ -207,12 +208,14 @@ class Kernel:
         process.held.clear()
 
     def pause(self, process: Process) -> None:
-        process.is_paused = not process.is_dead
+        if process.is_running:
+            process.is_paused, process.stopped_at = True, self.now
 
     def resume(self, process: Process) -> None:
         if process.is_dead or not process.is_paused:
             return
         process.is_paused = False
+        process.stopped_s += self.now - process.stopped_at
         held, process.held = process.held, []
         for task in held:
             task.is_ready = False

@@ -30,6 +30,7 @@ from elastic_train.config import Config
 from elastic_train.coverage import CoverageSums
 from elastic_train.data.carrier import LaneSampler
 from elastic_train.data.lane_batch import LaneBatch
+from elastic_train.failpoints import reach
 from elastic_train.mixing import Int64s, derive, mix64
 from elastic_train.order import Cursor, Order
 from elastic_train.state import Reached
@@ -171,6 +172,7 @@ class ModelledFeed:
         for (slice_,) in LaneSampler(order, lanes, micro_batch_of(order), cursor, num_steps):
             step.append(_batch(order, slice_.epoch, slice_.lane, slice_.lo, slice_.hi))
             if len(step) == len(lanes):
+                reach("data")
                 yield step
                 step = []
 

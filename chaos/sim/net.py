@@ -21,6 +21,8 @@ from elastic_train.group import Group
 from rendezvous.meeting import CALL_TIMEOUT_S
 
 RESET_S = 0.05
+SLOWNESS = 100.0
+LOSS, RETRANSMIT_S, MOST_RETRANSMIT_S = 1 / 3, 0.2, 10.0
 LOOK_S = (0.1, 0.5)
 """How often a rank that waits looks whether its world is broken; the product does every 0.02 s."""
 
@@ -35,9 +37,16 @@ class Net:
         self.silent: set[int] = set()
         """Machines that are gone: nothing refuses there, nothing answers."""
         self.ports: dict[int, MeetingStore] = {}
+        self.slow_until = self.lossy_until = 0.0
 
     def delay(self) -> float:
-        return self.draws.expovariate(1 / self.delay_s)
+        delay_s = self.draws.expovariate(1 / self.delay_s)
+        if self.kernel.now < self.slow_until:
+            delay_s *= SLOWNESS
+        pause_s = RETRANSMIT_S
+        while self.kernel.now < self.lossy_until and self.draws.random() < LOSS and pause_s < MOST_RETRANSMIT_S:
+            delay_s, pause_s = delay_s + pause_s, 2 * pause_s
+        return delay_s
 
     def reaches(self, sender: int, receiver: int) -> bool:
         return sender == receiver or (sender, receiver) not in self.cuts
@@ -119,6 +128,7 @@ class Hub:
         self.lost: set[int] = set()
         """Ranks that are known to be gone."""
         self.waiting: dict[int, Task] = {}
+        self.has_dead = False
 
     def join(self, rank: int, process: Process) -> None:
         self.members[rank] = process
@@ -126,6 +136,7 @@ class Hub:
 
     def leave(self, rank: int) -> None:
         """Reset the connections of a rank whose process has ended; those of a machine that is gone stay silent."""
+        self.has_dead = True
         if self.members[rank].node not in self.net.silent:
             self.net.kernel.after(RESET_S * self.net.draws.random(), lambda: self._reset(rank))
 
@@ -135,8 +146,9 @@ class Hub:
 
     def wake(self, rank: int | None = None) -> None:
         """Let a rank look again whether what it waits for has come; without one, all of them."""
-        for task in [task for other, task in self.waiting.items() if rank in (None, other)]:
-            self.net.kernel.wake(task)
+        for other in list(self.waiting) if rank is None else [rank]:
+            if other in self.waiting:
+                self.net.kernel.wake(self.waiting[other])
 
     def is_whole_for(self, rank: int) -> bool:
         """Say whether every link between a rank and its peers is open."""
@@ -185,7 +197,7 @@ class Collective:
         if not self.hub.is_whole_for(rank):
             self.hub.net.kernel.after(0.2, lambda: self._arrive(rank))  # what is cut is sent again
             return
-        if any(self.hub.members[other].is_dead for other in self.given) and self.hub.net.draws.random() < 0.5:
+        if self.hub.has_dead and self.hub.net.draws.random() < 0.5:
             return  # it was on its way when its sender died
         self.has_result.add(rank)
         self.hub.wake(rank)
@@ -241,14 +253,14 @@ class SimGroup(Group):
         hub, net = self._hub, self._hub.net
         if to is not None:
             letters, mine, other = hub.letters[self.rank, to], self._kernel.process.node, hub.members[to].node
-            self._wait(lambda: net.is_connected(mine, other), {to})
+            self._wait(lambda: net.is_connected(mine, other), to)
             letters.append(tensor.clone())
             self._kernel.sleep(net.delay())
             hub.wake(to)
             return
         assert source is not None, "a transfer has one other end"
         letters, place = hub.letters[source, self.rank], self._got[source]
-        self._wait(lambda: len(letters) > place, {source})
+        self._wait(lambda: len(letters) > place, source)
         self._got[source] += 1
         tensor.copy_(letters[place])
 
@@ -261,17 +273,17 @@ class SimGroup(Group):
         self._num_calls += 1
         collective = self._hub.collective(self._num_calls, kind, self.size)
         collective.give(self.rank, value)
-        self._wait(lambda: self.rank in collective.has_result, set(range(self.size)) - {self.rank})
+        self._wait(lambda: self.rank in collective.has_result, None)
         return [collective.given.get(rank) for rank in range(self.size)]
 
-    def _wait(self, has_come: Callable[[], bool], peers: set[int]) -> None:
-        """Wait for peers, until they are lost, the world is broken, or the time is over."""
+    def _wait(self, has_come: Callable[[], bool], peer: int | None) -> None:
+        """Wait for a peer, or for all, until one is lost, the world is broken, or the time is over."""
         kernel, hub = self._kernel, self._hub
         started, look_s, task = kernel.now, LOOK_S[0], kernel.current
         hub.waiting[self.rank] = task
         try:
             while not has_come():
-                if not hub.lost.isdisjoint(peers):
+                if hub.lost - {self.rank} if peer is None else peer in hub.lost:
                     raise self._lost("connection reset by peer")
                 if self._is_broken is not None and self._is_broken(kernel.now - started):
                     raise self._lost("the world has changed")

@@ -18,6 +18,7 @@ from elastic_train.checkpoint.stores import Entry, KeyMissing, KeyTaken, Sink, U
 from elastic_train.errors import StorageError
 
 ANSWER_TIMEOUT_S = 5.0
+SLOWNESS, SYNC_SLOWNESS = 100.0, 1000.0
 
 
 class Storage:
@@ -26,19 +27,22 @@ class Storage:
     def __init__(self, kernel: Kernel, draws: random.Random, delay_s: float) -> None:
         self.kernel, self.draws, self.delay_s = kernel, draws, delay_s
         self.files: dict[str, tuple[bytes, float]] = {}
-        self.down_until = self.full_until = self.lossy_until = 0.0
-        self.slow_until, self.slowness = 0.0, 1.0
-        self.num_lost_answers = 0
+        self.down_until = self.full_until = self.lossy_until = self.failing_until = 0.0
+        self.conflict_until = self.taken_until = self.slow_until = self.slow_sync_until = 0.0
+        self.num_to_tear = self.num_lost_answers = 0
 
     def put(self, key: str, content: bytes) -> None:
         self.files[key] = content, EPOCH_S + self.kernel.now
 
-    def delay(self) -> float:
-        slowness = self.slowness if self.kernel.now < self.slow_until else 1.0
+    def delay(self, *, is_write: bool = False) -> float:
+        slowness = SLOWNESS if self.kernel.now < self.slow_until else 1.0
+        if is_write and self.kernel.now < self.slow_sync_until:
+            slowness *= SYNC_SLOWNESS
         return slowness * self.draws.expovariate(1 / self.delay_s)
 
-    def is_lossy(self) -> bool:
-        return self.kernel.now < self.lossy_until and self.draws.random() < 0.5
+    def has_bad_luck(self, until: float, share: float = 0.5) -> bool:
+        """Say whether a call meets what befalls so many of them up to a moment."""
+        return self.kernel.now < until and self.draws.random() < share
 
 
 class StorageClient:
@@ -53,7 +57,10 @@ class StorageClient:
         """Create a key; while storage is lossy the request, or its answer, may be late or lost."""
         storage, kernel = self._storage, self._storage.kernel
         self._ask(is_write=True)
-        if storage.is_lossy():
+        if storage.has_bad_luck(storage.conflict_until):
+            kernel.sleep(storage.delay())
+            raise Uncertain(f"{key}: create met a conflict at every try")
+        if storage.has_bad_luck(storage.lossy_until):
             storage.num_lost_answers += 1
             if storage.draws.random() < 0.8:
                 delay_s = storage.draws.choice((0.0, 1.0, 3 * ANSWER_TIMEOUT_S))
@@ -63,7 +70,9 @@ class StorageClient:
         if key in storage.files:
             raise KeyTaken(f"{key}: exists already")
         storage.put(key, content)
-        kernel.sleep(storage.delay())
+        kernel.sleep(storage.delay(is_write=True))
+        if storage.has_bad_luck(storage.taken_until):
+            raise KeyTaken(f"{key}: exists already")  # says the store, asked twice by its SDK
 
     @contextlib.contextmanager
     def write(self, key: str) -> Iterator[Sink]:
@@ -74,12 +83,15 @@ class StorageClient:
             yield sink
             content = sink.getvalue()
             storage.put(key, content[: storage.draws.randrange(len(content) + 1)])
+            if storage.num_to_tear:
+                storage.num_to_tear -= 1
+                kernel.kill(self._process)
             self._ask(is_write=True)
         except Exception:
             storage.files.pop(key, None)
             raise
         storage.put(key, content)
-        kernel.sleep(storage.delay())
+        kernel.sleep(storage.delay(is_write=True))
 
     def open(self, key: str) -> BinaryIO:
         self._ask()
@@ -99,6 +111,8 @@ class StorageClient:
     def _ask(self, *, is_write: bool = False) -> None:
         storage, kernel = self._storage, self._storage.kernel
         kernel.sleep(storage.delay())
+        if storage.has_bad_luck(storage.failing_until, 1 / 3):
+            raise StorageError("input/output error")
         if kernel.now < storage.down_until:
             kernel.sleep(1.0)
             raise StorageError("storage does not answer")

@@ -11,16 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from chaos.sim.cases import FOLDER, load
 from chaos.sim.faults import SimFault
 from chaos.sim.shape import Shape
 from chaos.sim.simulate import Case, Outcome, simulate
 from elastic_train import lanes
-from elastic_train.checkpoint import writer
+from elastic_train.checkpoint import reader, saves, writer
 from elastic_train.checkpoint.checksums import CheckedFile, FileRecord
 from elastic_train.checkpoint.stores import Entry, Store
 from elastic_train.data.loader import LaneBatch
 from elastic_train.lineage import COMMITS, place_of
-from elastic_train.order import Cursor
+from elastic_train.order import Cursor, Order
 from elastic_train.session import Session
 from rendezvous.membership import Change
 from rendezvous.records import Head, Keys, encode
@@ -38,10 +39,14 @@ class SimBug:
     bug: str
     code: Callable[[], Mapping[str, object]]
     invariants: Sequence[str]
-    faults: Callable[[random.Random], tuple[SimFault, ...]]
+    faults: Callable[[random.Random], tuple[SimFault, ...]] | str
+    """What draws faults, or the name of the kept case in which the bug was found."""
     shape: Shape = field(default=_SHAPE)
 
     def cases(self) -> Iterator[Case]:
+        if isinstance(self.faults, str):
+            yield load(FOLDER / f"{self.faults}.yaml")
+            return
         for seed in range(SEEDS):
             yield Case(seed, self.shape, self.faults(random.Random(f"{seed}/{self.name}")))
 
@@ -63,10 +68,11 @@ def _kills(draws: random.Random) -> tuple[SimFault, ...]:
 
 
 def _zombie(draws: random.Random) -> tuple[SimFault, ...]:
-    """A rank, the leader if luck has it, freezes before a save and wakes when others go on; then everybody dies."""
-    for_s = draws.uniform(3.2, 6.0)
-    frozen = SimFault("stop", point="commit", nth=draws.randint(1, 3), for_s=for_s)
-    return (SimFault("kill_job", at_s=7.2 + for_s + draws.uniform(0.1, 2.0), for_s=2.0), frozen)
+    """The leader, if luck has it, freezes in a save, in the midst of a step, and ends both when others go on without
+    it; then everybody dies."""
+    for_s = draws.uniform(4.0, 6.0)
+    frozen = SimFault("stop", point="write", nth=1, for_s=for_s)
+    return (SimFault("kill_job", at_s=25.0 + for_s + draws.uniform(0.0, 4.0), for_s=2.0), frozen)
 
 
 def _late_record(draws: random.Random) -> tuple[SimFault, ...]:
@@ -85,9 +91,7 @@ def _torn(draws: random.Random) -> tuple[SimFault, ...]:
 def _rot(draws: random.Random) -> tuple[SimFault, ...]:
     """A bit of the newest commit flips, and everybody dies."""
     at_s = draws.uniform(8.0, 16.0)
-    return SimFault("damage_file", at_s=at_s, rank=0, other=draws.randrange(2)), SimFault(
-        "kill_job", at_s=at_s, for_s=1.0
-    )
+    return SimFault("damage_bit", at_s=at_s, other=draws.randrange(2)), SimFault("kill_job", at_s=at_s, for_s=1.0)
 
 
 def _half_applied(draws: random.Random) -> tuple[SimFault, ...]:
@@ -180,6 +184,33 @@ def _stale_lanes() -> Callable[[int, int, int], range]:
     return owned
 
 
+def _first_stride() -> Callable[[int, int, int], range]:
+    """Every rank keeps the stride of the first world, whatever the size of its own."""
+    sizes: list[int] = []
+
+    def owned(rank: int, world_size: int, num_lanes: int) -> range:
+        sizes.append(world_size)
+        return lanes.owned_lanes(min(rank, sizes[0] - 1), sizes[0], num_lanes)
+
+    return owned
+
+
+def _without_tail(order: Order, micro_batch: int) -> int:
+    """Count the steps in which every lane has a full micro-batch."""
+    return order.num_samples // order.num_lanes // micro_batch
+
+
+def _wait_for_ever(self: saves.Saves, check: Any = None) -> Any:
+    return _WAIT(self)
+
+
+_WAIT = saves.Saves.wait
+
+
+def _newest_commit(store: Store, state: Any) -> str | None:
+    return next(iter(reader.commit_keys(store)), None)
+
+
 class _Unchecked(CheckedFile):
     """A file whose blocks are compared with nothing."""
 
@@ -194,15 +225,14 @@ def _unchecked(store: Store, key: str, record: FileRecord) -> CheckedFile:
 PLANTED = (
     SimBug(
         "no-fence",
-        "a world that was left behind publishes: neither its save's gate nor the fence holds it",
+        "a world that was left behind publishes",
         lambda: {
-            "elastic_train.checkpoint.saves:Gate.check": lambda self: None,
             "rendezvous.fence:carry": _carry_unfenced,
             "elastic_train.fencing:StoreFence.publish": lambda self, term, commit: None,
         },
         ("fencing",),
         _zombie,
-        replace(_SHAPE, commit_every=8, least_part_bytes=1 << 20),
+        replace(_SHAPE, commit_every=8, lane_s=1.0, least_part_bytes=1 << 20),
     ),
     SimBug(
         "fetched-cursor",
@@ -255,5 +285,41 @@ PLANTED = (
         lambda: {"elastic_train.world:hand_over": lambda group, state, places: None},
         ("agreement",),
         _half_applied,
+    ),
+    SimBug(
+        "stale-stride",
+        "ranks keep the lanes of the first world, whatever the size of theirs",
+        lambda: {"elastic_train.assembly:owned_lanes": _first_stride()},
+        ("partition", "coverage"),
+        _kills,
+    ),
+    SimBug(
+        "dropped-tail",
+        "the last short step of an epoch is left out",
+        lambda: {"elastic_train.order:Order.num_steps": _without_tail},
+        ("coverage", "witness"),
+        _kills,
+    ),
+    # What was found on the way, in the case that found it.
+    SimBug(
+        "any-branch-counts",
+        "who is further is followed, also behind a published commit's back",
+        lambda: {"elastic_train.world:_is_of": lambda published, state: True},
+        ("durability",),
+        "published-and-left",
+    ),
+    SimBug(
+        "waits-for-the-dead",
+        "who waits for a save does not look whether its world is broken",
+        lambda: {"elastic_train.checkpoint.saves:Saves.wait": _wait_for_ever},
+        ("finished",),
+        "waiting-for-the-dead",
+    ),
+    SimBug(
+        "newest-parent",
+        "a commit names the newest commit as its parent, also one that its state has not gone on from",
+        lambda: {"elastic_train.world:parent_of": _newest_commit, "elastic_train.assembly:parent_of": _newest_commit},
+        ("lineage",),
+        _late_record,
     ),
 )

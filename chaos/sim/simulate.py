@@ -17,9 +17,10 @@ from functools import lru_cache
 from chaos.checker import judge
 from chaos.evidence import Evidence
 from chaos.findings import Finding
-from chaos.sim.faults import SimFault, draw
+from chaos.sim.faults import SimFault
 from chaos.sim.job import Job
 from chaos.sim.shape import Shape
+from chaos.sim.swarm import draw
 
 MOST, MOST_IN_STORM, STORMS = 8, 30, 0.2
 """The most faults of a run, and of a storm, which one run in five is: a longer job, hit again while it recovers."""

@@ -12,13 +12,15 @@ import pytest
 from chaos.cli import main
 from chaos.errors import ScenarioError
 from chaos.sim import cases
-from chaos.sim.faults import AT_POINTS, KINDS, REACHED, SimFault
+from chaos.sim.faults import AT_POINTS, SimFault
 from chaos.sim.job import Job
 from chaos.sim.kernel import EPOCH_S, Kernel, Timeless
+from chaos.sim.kinds import KINDS
 from chaos.sim.planted import PLANTED, SimBug
 from chaos.sim.shape import Shape
 from chaos.sim.shrink import shrink
 from chaos.sim.simulate import Case, case_of, digest_of, simulate
+from elastic_train.failpoints import POINTS
 
 SEEDS = range(40)
 KEPT = sorted(cases.FOLDER.glob("*.yaml"))
@@ -33,7 +35,7 @@ def test_the_healthy_product_is_never_blamed() -> None:
         hit |= set(outcome.num_faults)
         digests.add(outcome.digest)
     assert len(digests) == len(SEEDS)
-    assert len(hit) > 1 / 2 * (len(KINDS) + len(AT_POINTS) * len(REACHED))
+    assert len(hit) > 1 / 2 * (len(KINDS) + len(AT_POINTS) * len(POINTS))
 
 
 @pytest.mark.long

@@ -20,8 +20,9 @@ from rendezvous import membership
 from rendezvous.errors import FencedError
 from rendezvous.fence import raise_head
 from rendezvous.membership import Change, Enter, Finished, Policy, Seal, Wait
+from rendezvous.memory import MemoryStore
 from rendezvous.records import Closed, Failure, Head, Keys, Member, Seat, View, World, encode, read_view
-from rendezvous.store import Entry, Snapshot
+from rendezvous.store import Entry, Put, Snapshot
 
 KEYS = Keys("job")
 POLICY = Policy(min_nodes=1, max_nodes=3, last_call_s=0.0)
@@ -432,3 +433,19 @@ def test_of_two_halves_the_one_that_has_trained_goes_on() -> None:
     assert isinstance(membership.decide(seen, "a", POLICY, 0.0), Wait)
     sealed = membership.decide(seen, "b", POLICY, 0.0)
     assert isinstance(sealed, Seal) and [seat.member for seat in sealed.seats] == ["b"]
+
+
+def test_a_world_of_a_thousand_is_sealed_in_a_transaction_that_etcd_takes() -> None:
+    """Its seats are guarded all at once; a member that was written since the look, or came since, is noticed."""
+    store, keys = MemoryStore(), Keys("many")
+    for number in range(1000):
+        member = Member(f"m{number}", "host", "address", 1, after=0)
+        store.swap({keys.member(member.id): Put(encode(member))}, {})
+    snapshot = store.get(keys.prefix)
+    decision = membership.decide(read_view(snapshot, keys), "m0", Policy(1, 1000), quiet_s=10.0)
+    assert isinstance(decision, Seal) and len(decision.seats) == 1000
+    change = membership.seal(snapshot, keys, World(decision.term, decision.seats, decision.cause, "address", 1, 0.0))
+    store.swap({keys.member("late"): Put(encode(Member("late", "host", "address", 1, after=0)))}, {})
+    assert store.swap({key: Put(text or "") for key, text in change.writes.items()}, change.guards) is None
+    change = membership.seal(store.get(keys.prefix), keys, World(1, decision.seats, decision.cause, "address", 1, 0.0))
+    assert store.swap({key: Put(text or "") for key, text in change.writes.items()}, change.guards) is not None

@@ -11,7 +11,7 @@ from rendezvous_sides import eventually
 
 from rendezvous import EtcdServer, EtcdStore, MemoryStore, TooFewNodesError, etcd_options
 from rendezvous.errors import StoreRefusedError, StoreUnavailableError
-from rendezvous.membership import Policy, ready_members
+from rendezvous.membership import Policy
 from rendezvous.node import Node, Place
 from rendezvous.records import World
 from rendezvous.store import Guards, Lease, Writes
@@ -240,7 +240,7 @@ def test_one_worker_of_a_node_looks_for_agents_that_are_gone(
     eventually(lambda: all(node.view.term == 1 for node in nodes), "the world")
     for node in nodes[:2]:
         node.join(10.0)
-    eventually(lambda: all(len(ready_members(node.view)) == 2 for node in nodes), "those who wait")
+    eventually(lambda: all(len(node.view.ready) == 2 for node in nodes), "those who wait")
     snapshot = nodes[0]._snapshot
     assert not nodes[1]._bury_refused(snapshot) and asked == []
     assert not nodes[0]._bury_refused(snapshot) and asked == ["there:1"]

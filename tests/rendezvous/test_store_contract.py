@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rendezvous.store import ABSENT, Put
+import pytest
+
+from rendezvous.errors import StoreRefusedError
+from rendezvous.store import ABSENT, MOST_GUARDS, Put
 
 if TYPE_CHECKING:
     from rendezvous_sides import Side
@@ -34,6 +37,31 @@ def test_swap_is_all_or_nothing(side: Side) -> None:
     a, b = side.prefix + "a", side.prefix + "b"
     side.store.swap({a: Put("1")}, {})
     assert side.store.swap({a: Put("2"), b: Put("2")}, {b: ABSENT, a: ABSENT}) is None
+    assert texts(side) == {"a": "1"}
+
+
+def test_a_guard_of_a_folder_sees_every_write_below(side: Side) -> None:
+    """A key that ends with a slash stands for all below it: whatever was written since the look is found."""
+    key, folder, look = side.prefix + "out", side.prefix + "in/", side.store.get
+    side.store.swap({folder + "a": Put("1"), folder + "b": Put("1")}, {})
+    seen = look(folder).revision
+    side.store.swap({side.prefix + "beside": Put("1")}, {})
+    assert side.store.swap({key: Put("1")}, {folder: seen, key: ABSENT}) is not None
+    side.store.swap({folder + "a": None}, {})
+    assert side.store.swap({key: Put("2")}, {folder: seen}) is not None
+    side.store.swap({folder + "b": Put("2")}, {})
+    assert side.store.swap({key: Put("3")}, {folder: seen}) is None
+    assert side.store.swap({key: Put("3")}, {folder: look(folder).revision}) is not None
+    side.store.swap({folder + "c": Put("1")}, {})
+    assert side.store.swap({key: Put("4")}, {folder: seen}) is None
+
+
+def test_a_transaction_has_so_many_guards_and_no_more(side: Side) -> None:
+    """What etcd takes by default, the twin takes, too; one more is refused, not lost in retries."""
+    guards = {f"{side.prefix}none-{number}": ABSENT for number in range(MOST_GUARDS)}
+    assert side.store.swap({side.prefix + "a": Put("1")}, guards) is not None
+    with pytest.raises(StoreRefusedError, match="too many operations"):
+        side.store.swap({side.prefix + "a": Put("2")}, {**guards, side.prefix + "none": ABSENT})
     assert texts(side) == {"a": "1"}
 
 
