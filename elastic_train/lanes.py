@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from elastic_train.mixing import derive
 
@@ -86,6 +87,18 @@ def merge_plan(parts: Iterable[Part], num_lanes: int) -> list[tuple[Part, Part, 
         stack.append(top)
     assert stack == [root_of(num_lanes)], f"the parts do not make up {num_lanes} lanes: {stack} is left"
     return plan
+
+
+@lru_cache(64)
+def lane_additions(num_lanes: int) -> tuple[tuple[int, int], ...]:
+    """Return the tree's additions as pairs of lanes: the right one's sum is added to the left one's, and all to 0's."""
+    leaves = [settle(Part(0, lane), num_lanes) for lane in range(num_lanes)]
+    lane_of = {leaf: lane for lane, leaf in enumerate(leaves)}
+    additions = []
+    for left, right, merged in merge_plan(leaves, num_lanes):
+        additions.append((lane_of[left], lane_of[right]))
+        lane_of[merged] = lane_of[left]
+    return tuple(additions)
 
 
 def lane_seed(seed: int, step: int, lane: int) -> int:

@@ -12,11 +12,12 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from elastic_train.group import Group
-from elastic_train.lanes import Part, merge_plan, owned_lanes, parts_of, settle
+from elastic_train.lanes import Part, lane_additions, merge_plan, owned_lanes, parts_of, settle
 
 
 class GradientSum(Protocol):
@@ -253,22 +254,22 @@ def gather_lane_table(
     most = -(-num_lanes // group.size)
     mine = torch.zeros((most, len(words[0])), dtype=torch.int64)
     mine[: len(words)] = torch.tensor(words)
-    table = group.all_gather(mine).tolist()
+    table = group.all_gather(mine).cpu().numpy()
+    owned = [table[rank, : len(owned_lanes(rank, group.size, num_lanes))] for rank in range(group.size)]
+    found = np.concatenate(owned)
+    floats, integers = (found.view(kind).tolist() for kind in (np.float64, np.uint64))
     return [
-        [_from_word(word, bool(kinds >> column & 1)) for column, word in enumerate(row)]
-        for rank in range(group.size)
-        for kinds, *row in table[rank][: len(owned_lanes(rank, group.size, num_lanes))]
+        [(decimals if kinds >> column & 1 else whole)[column + 1] for column in range(len(whole) - 1)]
+        for decimals, (kinds, *_), whole in zip(floats, integers, integers, strict=True)
     ]
 
 
 def tree_sum(values: Sequence[float]) -> float:
     """Add the lanes' values along the tree."""
-    sums = {Part(0, lane): value for lane, value in enumerate(values)}
-    sums = {settle(part, len(values)): value for part, value in sums.items()}
-    for left, right, parent in merge_plan(list(sums), len(values)):
-        sums[parent] = sums.pop(left) + sums.pop(right)
-    (total,) = sums.values()
-    return total
+    sums = list(values)
+    for left, right in lane_additions(len(sums)):
+        sums[left] += sums[right]
+    return sums[0]
 
 
 def _kinds(row: Sequence[float | int]) -> int:
@@ -280,9 +281,3 @@ def _to_word(value: float | int) -> int:
     """Return a value's 64 bits as a signed integer."""
     packed = struct.pack("<d", value) if isinstance(value, float) else (value & (1 << 64) - 1).to_bytes(8, "little")
     return int.from_bytes(packed, "little", signed=True)
-
-
-def _from_word(word: int, is_float: bool) -> float | int:
-    packed = word.to_bytes(8, "little", signed=True)
-    value: float = struct.unpack("<d", packed)[0]
-    return value if is_float else int.from_bytes(packed, "little")

@@ -10,10 +10,13 @@ wherever it was. Whatever a dead process still tries on its way out is refused w
 
 from __future__ import annotations
 
+import _thread
 import heapq
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import ClassVar
 
 EPOCH_S = 1_800_000_000.0
 """The wall clock at the beginning of virtual time, in unix seconds."""
@@ -52,23 +55,48 @@ class Process:
         return not self.is_dead and not self.is_paused
 
 
+class Carrier:
+    """A real thread, which carries one task after another: to start one costs as much as a hundred turns."""
+
+    idle: ClassVar[list[Carrier]] = []
+
+    def __init__(self) -> None:
+        self.baton = threading.Lock()
+        self.baton.acquire()
+        self.task: Task | None = None
+        before = threading.stack_size(STACK_BYTES)
+        _thread.start_new_thread(self._serve, ())
+        threading.stack_size(before)
+
+    def _serve(self) -> None:
+        while True:
+            self.baton.acquire()
+            task, self.task = self.task, None
+            assert task is not None, "the baton comes with a task"
+            task.run()
+            Carrier.idle.append(self)
+            task.kernel.pass_on(None)
+
+
+os.register_at_fork(after_in_child=Carrier.idle.clear)
+
+
 class Task:
     """One thread of a process; `process` is None for the conductor of the simulation itself."""
 
     def __init__(self, kernel: Kernel, process: Process | None, run: Callable[[], None]) -> None:
         self.kernel, self.process = kernel, process
-        self.baton = threading.Lock()
-        self.baton.acquire()
         self.is_done = self.is_ready = False
         self._run = run
+        self.baton = threading.Lock()
+        self.baton.acquire()
 
     def start(self) -> None:
-        before = threading.stack_size(STACK_BYTES)
-        threading.Thread(target=self._serve, daemon=True).start()
-        threading.stack_size(before)
+        """Have a thread of its own, which waits for the baton."""
+        carrier = Carrier.idle.pop() if Carrier.idle else Carrier()
+        carrier.task, self.baton = self, carrier.baton
 
-    def _serve(self) -> None:
-        self.baton.acquire()
+    def run(self) -> None:
         kernel = self.kernel
         try:
             if self.process is None or not self.process.is_dead:
@@ -80,7 +108,6 @@ class Task:
             kernel.wake(kernel.conductor)
         self.is_done = True
         kernel.tasks.pop(self, None)
-        kernel.pass_on(None)
 
 
 class Kernel:

@@ -85,7 +85,7 @@ class ModelledState:
     def apply(self, cursor: Cursor, coverage: CoverageSums, term: int) -> float:
         weights = self.model
         assert weights.ids is not None, "a step has a gradient"
-        np.add.at(weights.counts, weights.ids, 1)
+        weights.counts += np.bincount(weights.ids, minlength=len(weights.counts))
         weights.digest = derive(weights.digest, weights.gradient, self.step)
         weights.ids = None
         self.reached = self.reached.advance(cursor, coverage, term)
