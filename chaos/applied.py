@@ -155,11 +155,21 @@ def _went_on_from(run: Evidence, term: int, restored: dict[int, int]) -> int | N
     place = [int(number_) for number_ in key.split("-")] if key[:1].isdecimal() else []
     if place and place[1] == restored[term] and place[0] in earlier:
         return place[0]
-    for pid in pids_of(run)[term]:
+    for pid in sorted(_bringers(run, term)):
         before = max((other for other in earlier if pid in pids_of(run)[other]), default=None)
         if before is not None and reached_by(run).get((before, pid), restored[before]) == restored[term]:
             return before
     return max(earlier, default=None)
+
+
+def _bringers(run: Evidence, term: int) -> set[int]:
+    """Return the processes whose state a term went on with: who gave it to others, or everybody if nobody did.
+
+    Others may stand at the same step by chance, on a branch that nobody goes on from.
+    """
+    givers = {line.get("given_by") for line in run.of("restore") if line["term"] == term} - {None}
+    pids = {whole(line, "pid") for line in run.of("form") if line["term"] == term and line["rank"] in givers}
+    return pids or pids_of(run)[term]
 
 
 @once

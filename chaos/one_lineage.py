@@ -183,12 +183,19 @@ def durability(run: Evidence) -> str:
     """Every term goes on from the newest commit that was published before it formed, unless that was damaged."""
     formed, commits = formed_at(run), run.of("commit")
     for term, line in restored_at(run).items():
-        skipped = {str(item[0]) for item in items(line, "skipped") if isinstance(item, list) and item}
+        skipped = _rightly_skipped(line)
         before = [str(commit["key"]) for commit in commits if number(commit, "t") < formed[term]]
         newest = max((key for key in before if _place(key)[0] < term and key not in skipped), key=_place, default=None)
         if newest is not None and (line["commit"] is None or _place(str(line["commit"])) < _place(newest)):
             raise Violated(f"term {term} went on from {line['commit']}, but {newest} was published before")
     return f"{len(commits)} commits published, none lost"
+
+
+def _rightly_skipped(restore: Line) -> set[str]:
+    """Return the commits that a restore passed over as it may: a late record comes before the one that was damaged."""
+    told = {str(item[0]): str(item[1]) for item in items(restore, "skipped") if isinstance(item, list)}
+    newest_damaged = max((_place(key) for key, why in told.items() if _is_damage(why)), default=(0, 0))
+    return {key for key, why in told.items() if "late record" not in why or _place(key) < newest_damaged}
 
 
 def atomicity(run: Evidence) -> str:
