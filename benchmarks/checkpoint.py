@@ -41,6 +41,7 @@ from torch.distributed.checkpoint import state_dict_saver as saver
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.multiprocessing.spawn import spawn
 
+from elastic_train.account import Account
 from elastic_train.checkpoint import (
     CommitFacts,
     CommitRecord,
@@ -93,7 +94,7 @@ class Training:
         self.state.model(self.batch).square().mean().backward()
 
     def update(self) -> None:
-        self.state.apply(Cursor(), CoverageSums(), 1)
+        self.state.apply(Cursor(), CoverageSums(), 1, Account())
         self.state.optimizer.zero_grad(set_to_none=False)
 
     def facts(self) -> CommitFacts:

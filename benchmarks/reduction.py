@@ -31,6 +31,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic_train.account import Account
 from elastic_train.config import OptimizerConfig
 from elastic_train.coverage import CoverageSums
 from elastic_train.group import Group
@@ -184,7 +185,7 @@ def _lane_step(
             rows[lane] = [float(loss.detach()), float(MICRO_BATCH), MICRO_BATCH, 1, 2, 0]
         table = gather_lane_table(group, case.num_lanes, rows)
         gradients.finish(tree_sum([float(row[1]) for row in table]))
-        state.apply(Cursor(), CoverageSums(), 1)
+        state.apply(Cursor(), CoverageSums(), 1, Account())
 
     return step
 
@@ -204,7 +205,7 @@ def _ddp_step(case: Case, lanes: range, batches: dict[tuple[int, int], dict[str,
                 (loss * share).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         dist.all_reduce(total)
-        state.apply(Cursor(), CoverageSums(), 1)
+        state.apply(Cursor(), CoverageSums(), 1, Account())
 
     return step
 

@@ -49,6 +49,11 @@ class Shape:
         return self.total_steps % self.steps_per_epoch == 0
 
     @property
+    def finished_epochs(self) -> range:
+        """The epochs that were finished."""
+        return range(self.total_steps // self.steps_per_epoch)
+
+    @property
     def num_epochs(self) -> int:
         """Count the epochs that were begun."""
         return -(-self.total_steps // self.steps_per_epoch)
@@ -208,15 +213,6 @@ def first_miscount(run: Evidence) -> str | None:
             times = int(counts[offset, lane])
             return f"epoch {epoch}, lane {lane}, offset {offset} was applied {times} times ({len(places)} such places)"
     return None
-
-
-def coverage_counts(run: Evidence) -> tuple[int, int]:
-    """Return how often samples were applied in an epoch, at least and at most: by the witness, or by the lineage."""
-    shape = shape_of(run)
-    if run.witness is not None and shape.is_at_epoch_end:
-        return int(run.witness.min()) // shape.num_epochs, -(-int(run.witness.max()) // shape.num_epochs)
-    counts = counts_of(run)
-    return min(int(count.min()) for count in counts.values()), max(int(count.max()) for count in counts.values())
 
 
 def _completed(lines: tuple[Line, ...], num_lanes: int) -> Iterator[Line]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from chaos.applied import formed_at, newest_steps, restored_at, shape_of, steps_of
+from chaos.applied import formed_at, newest_steps, restored_at, result_of, shape_of, steps_of
 from chaos.evidence import Evidence, Line, collect, items, number, part, whole
 
 Change = Callable[[Line], Line | None]
@@ -103,6 +103,25 @@ def dropped_tail(folder: Path) -> None:
 def filtered_rows(folder: Path) -> None:
     """A row was filtered at read time: a step holds one sample less."""
     _edit_step(folder, lambda line: {**line, "num_samples": whole(line, "num_samples") - 1})
+
+
+def unlisted_hole(folder: Path) -> None:
+    """A step says that it left a sample out, and no hole is listed."""
+    _edit_step(folder, lambda line: {**line, "num_samples": whole(line, "num_samples") - 1, "num_left_out": 1})
+
+
+def other_hole(folder: Path) -> None:
+    """A hole is listed of samples that the sums hold; counts agree with it."""
+    run = collect(folder)
+    shape, coverage = shape_of(run), part(result_of(run), "coverage")
+    hole = {"lo": 3, "hi": 5, "since": 0, "epoch": 0, "kept": []}
+    left_out = 2 * shape.num_epochs
+    edit_result(
+        folder,
+        holes=[hole],
+        num_left_out=left_out,
+        coverage={**coverage, "count": whole(coverage, "count") - left_out},
+    )
 
 
 def disagreement(folder: Path) -> None:

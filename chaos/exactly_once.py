@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from chaos.applied import (
+    Applied,
     Shape,
     counts_of,
-    coverage_counts,
     first_miscount,
     lineage_of,
     newest_steps,
@@ -26,6 +27,7 @@ from chaos.applied import (
 )
 from chaos.evidence import Evidence, Line, lanes_of, part, whole
 from chaos.findings import Unknown, Violated
+from chaos.holes import Hole, coverage_counts, holes_of, left_out_of, missing_times, num_missing, total_left_out
 
 _MASK = (1 << 64) - 1
 _CHUNK = 1 << 20
@@ -43,6 +45,10 @@ def agreement(run: Evidence) -> str:
     for lines in steps.values():
         for line in lines:
             _same(line, lines[0], _SHARED, f"applied step {line['step']}")
+            if left_out_of(line) != left_out_of(lines[0]):
+                raise Violated(
+                    f"rank {line['rank']} of term {line['term']} left out other samples of step {line['step']}"
+                )
     result = result_of(run)
     for line in run.of("end"):
         if line["term"] == result["term"]:
@@ -90,33 +96,45 @@ def partition(run: Evidence) -> str:
 
 
 def coverage(run: Evidence) -> str:
-    """Every place of every epoch is in the lineage exactly once, and every step read as many samples as it should."""
-    shape = shape_of(run)
+    """Every place of every epoch is in the lineage exactly once, and every step read all its samples, holes aside."""
+    shape, holes = shape_of(run), holes_of(result_of(run))
     if (where := first_miscount(run)) is not None:
         raise Violated(where)
     for applied in lineage_of(run):
         expected = shape.samples_before(applied.step) - shape.samples_before(applied.step - 1)
-        read = whole(applied.lines[0], "num_samples")
-        if read != expected:
-            raise Violated(f"step {applied.step} of term {applied.term} read {read} samples, it should be {expected}")
+        read, left_out = whole(applied.lines[0], "num_samples"), left_out_of(applied.lines[0])
+        where = f"step {applied.step} of term {applied.term}"
+        if left_out and not any(hole.since < applied.step for hole in holes):
+            raise Violated(f"{where} left out {left_out} samples, and no hole is listed that begins before it")
+        if read + left_out != expected:
+            raise Violated(f"{where} read {read} samples and left out {left_out}, it should be {expected} in all")
+    left_out = _check_left_out(shape, holes, lineage_of(run))
     least, most = coverage_counts(run)
     if (least, most) != (1, 1):
         raise Violated(f"by the witness, samples were applied {least} to {most} times an epoch")
     places = sum(counts.size for counts in counts_of(run).values())
-    return f"{shape.rows} samples, {shape.num_epochs} epochs, {places} places, each exactly once"
+    told = f"{shape.rows} samples, {shape.num_epochs} epochs, {places} places, each exactly once"
+    return f"{told}, but for {left_out} in {len(holes)} holes that are listed" if holes else told
+
+
+def _check_left_out(shape: Shape, holes: list[Hole], lineage: list[Applied]) -> int:
+    """Every finished epoch left out as many samples as the holes list for it; return how many the lineage left out."""
+    for epoch in shape.finished_epochs:
+        last = (epoch + 1) * shape.steps_per_epoch
+        left_out = total_left_out([x for x in lineage if last - shape.steps_per_epoch < x.step <= last])
+        if left_out != (listed := num_missing(holes, range(epoch, epoch + 1))):
+            raise Violated(f"epoch {epoch} left out {left_out} samples, but the holes list {listed}")
+    return total_left_out(lineage)
 
 
 def sums(run: Evidence, reference: Evidence | None) -> str:
     """The sums over the samples actually read are the closed form's at every epoch's end, in commits and result."""
     shape, result = shape_of(run), result_of(run)
-    claimed = [("the result", whole(result, "step"), part(result, "coverage"))]
-    claimed += [
-        (commit.key, whole(commit.fields, "step"), part(commit.fields, "coverage"))
-        for commit in run.commits
-        if commit.fields is not None
-    ]
+    left_out = whole(result, "num_left_out") if "num_left_out" in result else 0
+    claimed = [Claim("the result", whole(result, "step"), part(result, "coverage"), holes_of(result), left_out)]
+    claimed += [_claim(commit.key, commit.fields) for commit in run.commits if commit.fields is not None]
     epoch = closed_form(shape.rows)
-    checked = sum(_check_sums(shape, epoch, *claim) for claim in claimed)
+    checked = sum(_check_sums(shape, epoch, claim) for claim in claimed)
     if shape.is_at_epoch_end:
         return f"{shape.num_epochs} epochs of {shape.rows} samples; {checked} of {len(claimed)} sums at an epoch's end"
     if reference is None:
@@ -126,17 +144,39 @@ def sums(run: Evidence, reference: Evidence | None) -> str:
     return "the job ended inside an epoch; its sums are those of the run without faults"
 
 
-def _check_sums(shape: Shape, epoch: tuple[int, int], whose: str, step: int, claim: Line) -> bool:
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a result or a commit says of its samples up to a step: their sums, the holes, and how many those took."""
+
+    whose: str
+    step: int
+    sums: Line
+    holes: list[Hole]
+    left_out: int
+
+
+def _claim(key: str, fields: Line) -> Claim:
+    account: Line = part(fields, "account") if "account" in fields else {"left_out": 0}
+    return Claim(key, whole(fields, "step"), part(fields, "coverage"), holes_of(account), whole(account, "left_out"))
+
+
+def _check_sums(shape: Shape, epoch: tuple[int, int], claim: Claim) -> bool:
     """Check one claim's count, and its sums if it stands at an epoch's end; return whether it did."""
-    expected, count = shape.samples_before(step), whole(claim, "count")
-    if count != expected:
-        raise Violated(f"{whose}: {count} samples counted up to step {step}, it should be {expected}")
-    if step % shape.steps_per_epoch:
+    expected, count = shape.samples_before(claim.step), whole(claim.sums, "count")
+    if count + claim.left_out != expected:
+        told = f"{count} samples counted up to step {claim.step} and {claim.left_out} left out"
+        raise Violated(f"{claim.whose}: {told}, it should be {expected} in all")
+    if claim.step % shape.steps_per_epoch:
         return False
-    times = step // shape.steps_per_epoch
-    for name, once in zip(("sum_a", "sum_b"), epoch, strict=True):
-        if whole(claim, name) != once * times & _MASK:
-            raise Violated(f"{whose}: {name} after {times} epochs of {shape.rows} samples is not the closed form's")
+    times = claim.step // shape.steps_per_epoch
+    if claim.left_out != (listed := num_missing(claim.holes, range(times))):
+        raise Violated(f"{claim.whose}: {claim.left_out} samples left out, but its holes list {listed}")
+    missing = [pair for hole in claim.holes for number in range(times) for pair in hole.missing(number)]
+    absent = [sum_over(lo, hi) for lo, hi in missing]
+    for place, name in enumerate(("sum_a", "sum_b")):
+        if whole(claim.sums, name) != epoch[place] * times - sum(sums[place] for sums in absent) & _MASK:
+            which = f"{times} epochs of {shape.rows} samples" + (" less the listed holes" if claim.holes else "")
+            raise Violated(f"{claim.whose}: {name} after {which} is not the closed form's")
     return True
 
 
@@ -147,14 +187,20 @@ def witness(run: Evidence) -> str:
     if run.witness.size != shape.rows:
         raise Violated(f"the witness has {run.witness.size} weights, the manifest {shape.rows} rows")
     most, least = shape.num_epochs, shape.total_steps // shape.steps_per_epoch
-    wrong = np.flatnonzero((run.witness < least) | (run.witness > most))
+    holes = holes_of(result_of(run))
+    counts = run.witness + missing_times(holes, shape.finished_epochs, shape.rows)
+    in_last = missing_times(holes, range(least, most), shape.rows)
+    wrong = np.flatnonzero((counts < least) | (counts + in_last > most))
     if wrong.size:
         sample = int(wrong[0])
         times = f"{int(run.witness[sample])} times in {most} epochs"
         raise Violated(f"sample {sample} was applied {times}; {wrong.size} of {run.witness.size} samples are wrong")
+    left_out = total_left_out(lineage_of(run)) if holes else 0
     total, expected = int(run.witness.sum()), shape.samples_before(shape.total_steps)
-    if total != expected:
-        raise Violated(f"the witness counted {total} samples in all, it should be {expected}")
+    if total + left_out != expected:
+        raise Violated(f"the witness counted {total} samples in all and {left_out} were left out of {expected}")
+    if holes:
+        return f"{run.witness.size} weights, each as often as the {len(holes)} listed holes leave"
     return f"{run.witness.size} weights, each exactly {most}" if most == least else f"{total} samples, none twice"
 
 
@@ -200,10 +246,15 @@ def _check_reference(run: Evidence, reference: Evidence) -> None:
 
 def closed_form(rows: int) -> tuple[int, int]:
     """Return the two coverage sums of one whole epoch, computed here from their definition, not taken over."""
+    return sum_over(0, rows)
+
+
+def sum_over(lo: int, hi: int) -> tuple[int, int]:
+    """Return the two sums over the ids [lo, hi)."""
     sum_a = sum_b = 0
     salt_a, salt_b = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
-    for lo in range(0, rows, _CHUNK):
-        ids = np.arange(lo, min(lo + _CHUNK, rows), dtype=np.uint64)
+    for first in range(lo, hi, _CHUNK):
+        ids = np.arange(first, min(first + _CHUNK, hi), dtype=np.uint64)
         sum_a += int(_mix(ids + salt_a).sum(dtype=np.uint64))
         sum_b += int(_mix(_mix(ids ^ salt_b) + salt_b).sum(dtype=np.uint64))
     return sum_a & _MASK, sum_b & _MASK

@@ -31,6 +31,8 @@ PLANTED = (
     Planted("fetched-cursor", "resumed from what was fetched instead of applied", damage.fetched_cursor, "coverage"),
     Planted("dropped-tail", "the last short step left out", damage.dropped_tail, "coverage"),
     Planted("filtered-rows", "a row with missing metadata filtered out", damage.filtered_rows, "coverage"),
+    Planted("unlisted-hole", "samples left out, and nobody says which", damage.unlisted_hole, "coverage"),
+    Planted("silent-drop", "a hole that lists other samples than are missing", damage.other_hole, "sums"),
     Planted("disagreement", "ranks with different sums", damage.disagreement, "agreement"),
     Planted("skipped-line", "a rank that skipped a step", damage.skipped_line, "agreement"),
     Planted("one-ranks-weights", "a rank that ended with weights of its own", damage.one_ranks_weights, "agreement"),

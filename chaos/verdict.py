@@ -13,11 +13,11 @@ from rich.console import Group as Lines
 from rich.table import Table
 from rich.text import Text
 
-from chaos.applied import coverage_counts
 from chaos.checker import judge
 from chaos.errors import ChaosError
 from chaos.evidence import Evidence, Line, collect, whole
 from chaos.findings import Finding, Unknown, Violated
+from chaos.holes import coverage_counts
 from chaos.recovery import Recovery, recoveries
 
 FAULTED, REFERENCE, VERDICT = "faulted", "reference", "verdict.json"
@@ -65,6 +65,7 @@ def _fields(
         "weights_sha256": result.get("weights_sha256"),
         "reference_weights_sha256": expected.get("weights_sha256"),
         "coverage": _coverage(run, result),
+        "holes": result.get("holes", []),
         "rpo_steps": max((cost.rpo_steps for cost in costs), default=None),
         "rto_s": max((round(cost.rto_s, 3) for cost in costs), default=None),
         "faults": [{key: value for key, value in fault.items() if key != "op"} for fault in _lines(run, "fault")],
@@ -146,6 +147,10 @@ def render(verdict: Verdict) -> Lines:
     coverage = fields["coverage"]
     assert isinstance(coverage, dict), "made above"
     times = f"each of {coverage['samples']} samples counted {coverage['min']} to {coverage['max']} times an epoch"
+    if holes := fields["holes"]:
+        assert isinstance(holes, list), "made by the trainer"
+        listed = ", ".join(f"[{hole['lo']}, {hole['hi']}) from step {hole['since']} on" for hole in holes)
+        times += f"; could not be read, and are left out: {listed}"
     outcome = Text("VALID", style="bold green") if verdict.is_valid else Text("NOT VALID", style="bold red")
     return Lines(findings, costs, rows, Text(times), outcome)
 

@@ -15,14 +15,16 @@ from elastic_train.checkpoint.interval import Faults
 from elastic_train.checkpoint.reader import read_record
 from elastic_train.config import Config
 from elastic_train.errors import StorageError
+from elastic_train.facts import describe_commit
 from elastic_train.fencing import StoreFence, claim_of
 from elastic_train.files import write_atomically
 from elastic_train.history import faults_before
 from elastic_train.lanes import owned_lanes
 from elastic_train.mlflow_run import COMMIT_TAG, HOSTS_TAG, IDENTITY_TAG, WORLD_TAG
 from elastic_train.plan import Plan
+from elastic_train.quarantine import known_holes
 from elastic_train.reduction import make_gradient_sum
-from elastic_train.session import Process, Session, describe_commit
+from elastic_train.session import Process, Session
 from elastic_train.state import AppliedState
 from elastic_train.tracking import Tracker
 from elastic_train.world import World, enter_world, has_equal_kernels, parent_of, restore
@@ -59,6 +61,7 @@ def _open_in(process: Process, world: World) -> Session:
         tracker=start_tracker(plan, world, state, head),
         head=head,
         cadence=open_cadence(plan, world),
+        holes=known_holes(world, plan, state),
     )
     world.tell(
         f"term {world.term}: {world.group.size} ranks, {plan.num_lanes} lanes, {plan.total_steps} steps, {plan.device}"

@@ -108,6 +108,26 @@ def compare(
 
 
 @app.command
+def audit(
+    run: str,
+    *,
+    data: str | None = None,
+    forensic: Annotated[bool, Parameter(negative="")] = False,
+    json_: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> int:
+    """Prove from RUN's commits that every sample counted once; say in words what is proven, and what is not.
+
+    RUN is a run's folder, or the URL of its commits; the job may be running. --data: the training set's folder or URL,
+    if it is not where the run's config.yaml says; only an unfinished epoch needs it. --forensic names the samples that
+    are repeated or missing, where the run was trained with `run.forensic`. Ends with 0 if all is proven, 65 if
+    something is wrong, 1 if something could not be proven.
+    """
+    from elastic_train.audit_cli import audit as audit_run
+
+    return audit_run(run, data=data, is_forensic=forensic, is_json=json_)
+
+
+@app.command
 def sync(run: Path, *, mlflow_uri: str | None = None) -> int:
     """Send what MLflow has missed (a tracker that was down, a killed run) from RUN's local metrics."""
     from elastic_train.sync import sync as sync_run

@@ -45,6 +45,8 @@ class RunConfig(_Section):
     """Name shown in MLflow; the folder's name if not given."""
     seed: int = Field(default=1, ge=0, lt=2**63)
     """The one seed of order, initial weights, dropout and augmentation."""
+    forensic: bool = False
+    """Keep every step's sample ids in the history, so that `elastic-train audit --forensic` can name the wrong ones."""
 
 
 class TaskConfig(_Section):
@@ -61,8 +63,14 @@ class DataConfig(_Section):
     """Folder or URL of the validation set; no validation if not given."""
     block_row_groups: PositiveInt = 8
     """Row groups shuffled together: more mixes better and keeps more of them in memory."""
+    length_bucketing: bool = False
+    """Put rows of similar length into a micro-batch, alike on all ranks; needs `elastic-train data lengths`."""
     num_workers: int = Field(default=0, ge=0)
     """Loader processes of each rank; 0 reads by threads, faster unless collating is slow."""
+    unreadable: Literal["fail", "quarantine"] = "fail"
+    """A row group that cannot be read: end the run, or go on without its samples, which every commit then lists."""
+    too_long: Literal["fail", "truncate"] = "fail"
+    """A row with more values than the task takes: end the run, or cut it there and count it."""
 
 
 class BatchConfig(_Section):
@@ -192,6 +200,7 @@ class Config(_Section):
         The manifest's digest stands beside it in every commit. Other keys (a rate, a longer horizon) may change.
         """
         fixed = [self.run.seed, self.task.model_dump(mode="json"), self.batch.model_dump(), self.data.block_row_groups]
+        fixed += ["length_bucketing"] if self.data.length_bucketing else []
         return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
     def to_yaml(self) -> str:

@@ -31,6 +31,11 @@ class CoverageSums:
             self.count + other.count, (self.sum_a + other.sum_a) & _MASK, (self.sum_b + other.sum_b) & _MASK
         )
 
+    def __sub__(self, other: CoverageSums) -> CoverageSums:
+        return CoverageSums(
+            self.count - other.count, (self.sum_a - other.sum_a) & _MASK, (self.sum_b - other.sum_b) & _MASK
+        )
+
     def __mul__(self, times: int) -> CoverageSums:
         return CoverageSums(self.count * times, (self.sum_a * times) & _MASK, (self.sum_b * times) & _MASK)
 
@@ -44,8 +49,13 @@ class CoverageSums:
 
     @classmethod
     def of_all(cls, num_samples: int) -> CoverageSums:
-        """Return what one whole epoch must add: the sum over [0, num_samples), in constant memory."""
+        """Return what one whole epoch must add: the sum over [0, num_samples)."""
+        return cls.of_range(0, num_samples)
+
+    @classmethod
+    def of_range(cls, lo: int, hi: int) -> CoverageSums:
+        """Return the sum over the ids [lo, hi), in constant memory."""
         total = cls()
-        for lo in range(0, num_samples, _CHUNK):
-            total += cls.of_ids(np.arange(lo, min(lo + _CHUNK, num_samples), dtype=np.int64))
+        for first in range(lo, hi, _CHUNK):
+            total += cls.of_ids(np.arange(first, min(first + _CHUNK, hi), dtype=np.int64))
         return total

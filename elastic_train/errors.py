@@ -4,6 +4,7 @@ ElasticTrainError               1
 ├── ConfigError                 2   the configuration, or a task, cannot be used as given
 ├── CorruptError               65   data or checkpoints are damaged after every fall-back
 │   ├── DataError              65   a dataset is missing, truncated, changed, or lacks a column
+│   │   └── UnreadableError    65   a row group cannot be read, also after trying again
 │   └── CommitError            65   a commit or one of its files does not match its record
 ├── StorageError                1   a save failed (disk full, store unreachable); training goes on
 ├── SavesFailedError            1   too many saves in a row failed; training ends
@@ -43,6 +44,10 @@ class CorruptError(ElasticTrainError):
 
 class DataError(CorruptError):
     """A dataset cannot be used: the message names the file, the column or the row group, and what to do."""
+
+
+class UnreadableError(DataError):
+    """A row group cannot be read: its file is missing, truncated or damaged. One that was changed is no such."""
 
 
 class CommitError(CorruptError):

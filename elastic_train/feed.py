@@ -6,14 +6,16 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from elastic_train.account import Hole
 from elastic_train.config import Config
 from elastic_train.data.groups import check_columns
 from elastic_train.data.loader import LaneBatch, LaneLoader
 from elastic_train.data.manifest import Manifest, load_manifest
 from elastic_train.data.reader import Reader
+from elastic_train.data.unfit import Rules
 from elastic_train.mixing import Int64s
 from elastic_train.order import Cursor, Order
-from elastic_train.tasks.task import Task
+from elastic_train.tasks.task import Limited, Task
 
 
 class Feed:
@@ -34,18 +36,31 @@ class Feed:
             is_shuffled=False,
         )
 
-    def training(self, order: Order, lanes: range, cursor: Cursor, num_steps: int) -> Iterable[Sequence[LaneBatch]]:
-        """Return the steps from a cursor on."""
-        return self._loader(self._manifest, order, lanes, cursor, num_steps)
+    def training(
+        self, order: Order, lanes: range, cursor: Cursor, num_steps: int, holes: Sequence[Hole] = ()
+    ) -> Iterable[Sequence[LaneBatch]]:
+        """Return the steps from a cursor on, without the samples of holes."""
+        rules = self._rules(holes, quarantines=self._config.data.unreadable == "quarantine")
+        return self._loader(self._manifest, order, lanes, cursor, num_steps, rules)
 
     def validation(self, lanes: range) -> Iterable[Sequence[LaneBatch]] | None:
-        """Return one pass over the validation set, None without one."""
+        """Return one pass over the validation set, None without one; what cannot be read of it ends the run."""
         if self._held_out is None:
             return None
         num_steps = self._held_out_order.num_steps(self._config.batch.micro_batch)
-        return self._loader(self._held_out, self._held_out_order, lanes, Cursor(), num_steps)
+        return self._loader(self._held_out, self._held_out_order, lanes, Cursor(), num_steps, self._rules())
 
-    def _loader(self, manifest: Manifest, order: Order, lanes: range, cursor: Cursor, num_steps: int) -> LaneLoader:
+    def _rules(self, holes: Sequence[Hole] = (), *, quarantines: bool = False) -> Rules:
+        return Rules(
+            holes=tuple((hole.group, hole.since) for hole in holes),
+            quarantines=quarantines,
+            longest=self._task.longest() if isinstance(self._task, Limited) else {},
+            truncates=self._config.data.too_long == "truncate",
+        )
+
+    def _loader(
+        self, manifest: Manifest, order: Order, lanes: range, cursor: Cursor, num_steps: int, rules: Rules
+    ) -> LaneLoader:
         # A lane reads the row groups of one block at a time, of two where a step crosses from one into the next.
         per_lane = 2 * order.block_row_groups if order.is_shuffled else 2
         return LaneLoader(
@@ -57,6 +72,7 @@ class Feed:
             cursor=cursor,
             num_steps=num_steps,
             num_workers=self._config.data.num_workers,
+            rules=rules,
         )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from elastic_train.account import Ranges
 from elastic_train.checkpoint.interval import Faults, SaveCost
 from elastic_train.coverage import CoverageSums
 from elastic_train.errors import StorageError
@@ -87,12 +88,24 @@ class History:
         hi: int,
         lanes: tuple[int, int],
         num_samples: int,
+        num_left_out: int = 0,
         world: int,
         loss: float,
     ) -> None:
-        """A step was applied: every lane's offsets [lo, hi) of the epoch; `step` counts the steps applied so far."""
+        """A step was applied: every lane's offsets [lo, hi) of the epoch; `step` counts the steps applied so far.
+
+        `num_left_out` of the places lie in holes: no sample of theirs was read.
+        """
         where = {"epoch": epoch, "lo": lo, "hi": hi, "lanes": lanes}
-        self._write("step", step=step, **where, num_samples=num_samples, world=world, loss=loss)
+        counts = {"num_samples": num_samples, **({"num_left_out": num_left_out} if num_left_out else {})}
+        self._write("step", step=step, **where, **counts, world=world, loss=loss)
+
+    def read(self, *, step: int, epoch: int, ids: Ranges) -> None:
+        """A rank is about to give the samples of these ids to the step; only if it is applied do they count.
+
+        Told before the reduction, so of every applied step all ranks' lines are there, whoever died afterwards.
+        """
+        self._write("read", step=step, epoch=epoch, ids=ids)
 
     def commit(
         self,

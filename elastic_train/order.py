@@ -3,7 +3,8 @@
 An epoch permutes the row groups, views them as one line, and cuts the line into lanes whose sizes differ by at most
 one. A lane is cut into blocks of whole row groups (clipped at the lane's two ends), and each block is shuffled by a
 keyed permutation. Nothing of the size of the dataset is ever materialised: building touches the row groups only,
-seeking is a binary search, and the whole state of a run is a `Cursor`.
+seeking is a binary search, and the whole state of a run is a `Cursor`. An arrangement (see `windows`) may reorder the
+samples of a stretch of a lane among themselves.
 
 Invariant: over all lanes, `ids` yields every sample id of [0, num_samples) exactly once per epoch.
 """
@@ -16,8 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from elastic_train.mixing import Int64s, derive, permute
+from elastic_train.windows import Arrangement
 
-_GROUPS, _BLOCK = 1, 2  # separate the keys of the two permutations
+_GROUPS, _BLOCK, _WINDOW = 1, 2, 5  # separate the keys of the permutations
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -57,6 +59,7 @@ class Order:
         seed: int,
         block_row_groups: int = 8,
         is_shuffled: bool = True,
+        arrangement: Arrangement | None = None,
     ) -> None:
         rows = np.asarray(group_rows, dtype=np.int64)
         if rows.ndim != 1 or rows.size == 0 or rows.min() < 1:
@@ -70,6 +73,7 @@ class Order:
         self.seed = seed
         self.block_row_groups = block_row_groups
         self.is_shuffled = is_shuffled
+        self.arrangement = arrangement
         self._last: tuple[int, EpochOrder] | None = None
 
     def epoch(self, epoch: int) -> EpochOrder:
@@ -82,6 +86,13 @@ class Order:
         """Return the half-open slice of the line that a lane owns."""
         assert 0 <= lane < self.num_lanes, f"no lane {lane} of {self.num_lanes}"
         return lane * self.num_samples // self.num_lanes, (lane + 1) * self.num_samples // self.num_lanes
+
+    def reach(self, lo: int, hi: int) -> tuple[int, int]:
+        """Return the offsets of a lane among which the samples of [lo, hi) of the shuffled order come to lie."""
+        if self.arrangement is None:
+            return lo, hi
+        size = self.arrangement.size
+        return lo // size * size, -(-hi // size) * size
 
     def num_steps(self, micro_batch: int) -> int:
         """Count the steps of an epoch; the last one may be short, in some lanes empty."""
@@ -120,6 +131,22 @@ class EpochOrder:
     def ids(self, lane: int, lo: int, hi: int) -> Int64s:
         """Return the sample ids at offsets [lo, hi) of a lane, clipped to the lane's end; shape (n,), int64."""
         assert 0 <= lo <= hi, f"[{lo}, {hi}) is no interval"
+        arrangement = self._order.arrangement
+        if arrangement is None:
+            return self._shuffled_ids(lane, lo, hi)
+        size = arrangement.size
+        windows = [self._arranged_ids(arrangement, lane, number) for number in range(lo // size, -(-hi // size))]
+        return np.concatenate([*windows, np.zeros(0, dtype=np.int64)])[lo % size :][: hi - lo]
+
+    def _arranged_ids(self, arrangement: Arrangement, lane: int, number: int) -> Int64s:
+        """Return the ids of one of a lane's windows."""
+        lo = number * arrangement.size
+        ids = self._shuffled_ids(lane, lo, lo + arrangement.size)
+        shortest = max(0, min(arrangement.size, self._order.num_samples // self._order.num_lanes - lo))
+        return arrangement.arrange(ids, shortest, derive(self._order.seed, self._epoch, _WINDOW, number))
+
+    def _shuffled_ids(self, lane: int, lo: int, hi: int) -> Int64s:
+        """Return the ids at offsets [lo, hi) of a lane in the shuffled order."""
         first, end = self._order.lane_bounds(lane)
         line = np.arange(first + lo, min(first + hi, end), dtype=np.int64)
         if self._order.is_shuffled and line.size:
@@ -128,12 +155,28 @@ class EpochOrder:
         return self._order.group_first_id[self._groups[places]] + (line - self._starts[places])
 
     def block_at(self, lane: int, offset: int) -> Block:
-        """Return the block that holds an offset of a lane."""
+        """Return the block that holds an offset of a lane, in the shuffled order; `reach` says where its ids lie."""
         first, end = self._order.lane_bounds(lane)
         assert 0 <= offset < end - first, f"lane {lane} has no offset {offset}"
         _, lo, hi = self._block_at(lane, first + offset)
         lo_place, hi_place = np.searchsorted(self._starts, (lo, hi - 1), side="right") - 1
         return Block(lo - first, hi - first, self._groups[lo_place : hi_place + 1])
+
+    def ids_of_group(self, group: int, until: int) -> Int64s:
+        """Return the samples of a row group that lie below an offset of their lanes."""
+        place = int(np.flatnonzero(self._groups == group)[0])
+        lo, hi = int(self._starts[place]), int(self._starts[place + 1])
+        order, found = self._order, [np.zeros(0, dtype=np.int64)]
+        for lane in range(order.num_lanes):
+            first, end = order.lane_bounds(lane)
+            if max(lo, first) < min(hi, end):
+                block = self.block_at(lane, max(lo, first) - first)
+                first_offset, end_offset = order.reach(block.lo, block.hi)
+                found.append(self.ids(lane, first_offset, max(first_offset, min(end_offset, until))))
+        ids = np.concatenate(found)
+        first_id = order.group_first_id[group]
+        is_of_group = (ids >= first_id) & (ids < first_id + order.group_rows[group])
+        return np.compress(is_of_group, ids)
 
     def _shuffle(self, lane: int, line: Int64s) -> Int64s:
         """Permute line positions inside their blocks; positions come in ascending order."""

@@ -14,6 +14,8 @@ import torch
 
 from elastic_train.checkpoint import CommitRecord, Retention
 from elastic_train.config import Config
+from elastic_train.data.lengths import NAME as LENGTHS
+from elastic_train.data.lengths import load_lengths
 from elastic_train.data.manifest import Manifest, load_manifest
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.feed import Feed
@@ -21,6 +23,7 @@ from elastic_train.mixing import derive
 from elastic_train.order import Order
 from elastic_train.state import AppliedState, build_state
 from elastic_train.tasks.task import Task, load_task
+from elastic_train.windows import Arrangement, LengthBuckets
 
 _INITIAL_WEIGHTS = 4  # separates the initial weights' random numbers from order and dropout
 
@@ -83,7 +86,12 @@ class Plan:
         if record.config_digest != config.identity():
             raise ConfigError(
                 f"run.dir {config.run.dir} holds commits of another configuration ({record.key}): run.seed, task, "
-                "batch and data.block_row_groups must stay as they were; start anew in another run.dir to change them"
+                "batch, data.block_row_groups and data.length_bucketing must stay as they were; start anew in another "
+                "run.dir to change them"
+            )
+        if (record.order or {}).get("lengths", 0) != fingerprint_of(self.order):
+            raise DataError(
+                f"{manifest.url}/{LENGTHS}: was made anew, of another column, since {record.key}: make it as it was"
             )
 
     def describe(self) -> Mapping[str, object]:
@@ -110,6 +118,7 @@ def make_plan(config: Config) -> Plan:
         num_lanes=config.batch.num_lanes,
         seed=config.run.seed,
         block_row_groups=config.data.block_row_groups,
+        arrangement=arrangement_of(config, manifest),
     )
     return Plan(
         config=config,
@@ -120,6 +129,19 @@ def make_plan(config: Config) -> Plan:
         total_steps=config.max_steps or config.epochs * order.num_steps(config.batch.micro_batch),
         device=pick_device(config),
     )
+
+
+def arrangement_of(config: Config, manifest: Manifest) -> Arrangement | None:
+    """Return how samples are dealt into micro-batches, None for as they come."""
+    if not config.data.length_bucketing:
+        return None
+    lengths = load_lengths(manifest)
+    return LengthBuckets(lengths, config.batch.micro_batch, fingerprint=lengths.fingerprint)
+
+
+def fingerprint_of(order: Order) -> int:
+    """Return what tells an order's arrangement from others, 0 for none."""
+    return order.arrangement.fingerprint if order.arrangement else 0
 
 
 def check_world_size(config: Config, world_size: int) -> None:

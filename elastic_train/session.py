@@ -6,17 +6,21 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 from torch import Tensor
 
+from elastic_train.account import Hole, ranges_of
 from elastic_train.cadence import Cadence
-from elastic_train.checkpoint import CommitFacts, CommitRecord, Ended, SaveMemory, Saves
+from elastic_train.checkpoint import CommitRecord, Ended, SaveMemory, Saves
 from elastic_train.data.loader import LaneBatch
 from elastic_train.errors import SavesFailedError, StorageError
 from elastic_train.evaluation import evaluate
+from elastic_train.facts import describe_commit
 from elastic_train.failpoints import reach
 from elastic_train.plan import Plan
 from elastic_train.preemption import LeaveRequest
 from elastic_train.progress import Status
+from elastic_train.quarantine import find_holes
 from elastic_train.reduction import GradientSum
 from elastic_train.state import AppliedState
 from elastic_train.tracking import Tracker
@@ -59,15 +63,25 @@ class Session:
     tracker: Tracker | None
     head: CommitRecord | None
     cadence: Cadence
+    holes: tuple[Hole, ...] = ()
     num_failed_saves: int = 0
     num_failed_in_a_row: int = 0
     num_skipped_saves: int = 0
 
     def steps(self) -> Iterator[Sequence[LaneBatch]]:
-        """Yield the lanes' micro-batches of every step from the state's cursor to the last."""
+        """Yield the lanes' micro-batches of every step from the state's cursor to the last.
+
+        When a hole has been found, the step that was not applied comes again, without its samples.
+        """
         plan, state = self.plan, self.state
-        steps = plan.feed.training(plan.order, self.lanes, state.cursor, plan.total_steps - state.step)
-        return self.watchdog.beating(steps)
+        while (num_left := plan.total_steps - state.step) > 0:
+            holes = self.holes
+            for lanes in self.watchdog.beating(
+                plan.feed.training(plan.order, self.lanes, state.cursor, num_left, holes)
+            ):
+                yield lanes
+                if self.holes is not holes:
+                    break
 
     def to_device(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(self.plan.device, non_blocking=True) for name, tensor in tensors.items()}
@@ -90,7 +104,19 @@ class Session:
         limit = self.plan.config.checkpoint.give_up_after
         return limit is not None and self.num_failed_in_a_row >= limit
 
-    def record_step(self, loss: float, norm: float, num_samples: int, seconds: float) -> None:
+    def quarantine(self, lanes: Sequence[LaneBatch]) -> None:
+        """Make holes of the row groups that any rank could not read of the next step; `steps` then begins it anew."""
+        found = find_holes(self.world, self.plan, self.state, lanes)
+        self.holes = (*self.holes, *found)
+        for hole in found:
+            self.world.tell(f"QUARANTINED: {hole}: {hole.why}")
+
+    def record_ids(self, lanes: Sequence[LaneBatch]) -> None:
+        """Write the samples that this rank gives to the next step to the history."""
+        ids = np.concatenate([batch.ids for batch in lanes])
+        self.world.history.read(step=self.state.step + 1, epoch=self.state.cursor.epoch, ids=ranges_of(ids))
+
+    def record_step(self, loss: float, norm: float, num_samples: int, num_left_out: int, seconds: float) -> None:
         """Write the step that was just applied to the history, and to tracker and progress on rank 0."""
         state = self.state
         lo = (state.step - 1) % self.plan.order.num_steps(self.plan.micro_batch) * self.plan.micro_batch
@@ -101,12 +127,18 @@ class Session:
             hi=lo + self.plan.micro_batch,
             lanes=(self.lanes.start, self.lanes.stop),
             num_samples=num_samples,
+            num_left_out=num_left_out,
             world=self.world.group.size,
             loss=loss,
         )
         if self.tracker is not None:
             rate = float(state.scheduler.get_last_lr()[0])
             values = {"train/loss": loss, "train/gradient_norm": norm, "train/learning_rate": rate}
+            counts = {
+                "train/left_out": state.reached.account.left_out,
+                "train/truncated": state.reached.account.truncated,
+            }
+            values |= {name: count for name, count in counts.items() if count}
             self.tracker.log(state.step, {**values, "train/samples_per_s": num_samples / seconds})
         if self.world.progress is not None:
             self.world.progress.update(
@@ -264,17 +296,3 @@ class Session:
         if self.tracker is not None:
             self.tracker.finish(status)
         self.world.close()
-
-
-def describe_commit(plan: Plan, state: AppliedState, world_size: int) -> CommitFacts:
-    """Return what a commit of the state says of it."""
-    return CommitFacts(
-        step=state.step,
-        cursor=state.cursor,
-        coverage=state.coverage,
-        rng={"policy": "seed, step, lane", "seed": plan.config.run.seed},
-        metrics=state.reached.validation,
-        config_digest=plan.config.identity(),
-        manifest_digest=plan.manifest.digest,
-        world_size=world_size,
-    )

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from elastic_train.account import Account
 from elastic_train.checkpoint.layout import State
 from elastic_train.checkpoint.record import Path
 from elastic_train.config import OptimizerConfig
@@ -38,16 +39,19 @@ class Reached:
     coverage: CoverageSums = field(default_factory=CoverageSums)
     intervals: tuple[Interval, ...] = ()
     validation: Mapping[str, float | None] = field(default_factory=dict)
+    account: Account = field(default_factory=Account)
 
     @property
     def term(self) -> int:
         """The term that applied the last step; 0 before the first."""
         return self.intervals[-1].term if self.intervals else 0
 
-    def advance(self, cursor: Cursor, coverage: CoverageSums, term: int) -> Reached:
+    def advance(self, cursor: Cursor, coverage: CoverageSums, term: int, account: Account) -> Reached:
         """Return the place one step further."""
-        intervals = extend(self.intervals, term, self.step, self.step + 1)
-        return Reached(self.step + 1, cursor, self.coverage + coverage, intervals, self.validation)
+        intervals, total = extend(self.intervals, term, self.step, self.step + 1), self.coverage + coverage
+        if cursor.epoch > self.cursor.epoch:
+            account = account.end_epoch(total)
+        return Reached(self.step + 1, cursor, total, intervals, self.validation, account)
 
 
 @dataclass(slots=True)
@@ -74,8 +78,10 @@ class AppliedState:
     def coverage(self) -> CoverageSums:
         return self.reached.coverage
 
-    def apply(self, cursor: Cursor, coverage: CoverageSums, term: int) -> float:
+    def apply(self, cursor: Cursor, coverage: CoverageSums, term: int, account: Account) -> float:
         """Take one optimizer step of a term with the reduced gradients in place; return their norm.
+
+        `coverage` are the step's own sums, `account` is what is known of all samples once it is applied.
 
         Clipping and the scaler's decision read reduced values only, so every rank decides alike. A step whose fp16
         gradients overflowed leaves the weights alone and still counts as applied: its samples are spent.
@@ -86,7 +92,7 @@ class AppliedState:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.scheduler.step()
-        self.reached = self.reached.advance(cursor, coverage, term)
+        self.reached = self.reached.advance(cursor, coverage, term, account)
         return float(norm)
 
     def tensors(self) -> State:

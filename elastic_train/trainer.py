@@ -21,7 +21,7 @@ from elastic_train.lanes import lane_seed
 from elastic_train.reduction import gather_lane_table, tree_sum
 from elastic_train.session import Session
 
-_LEAVE, _COMMIT, _GROW, _BUSY, _GIVE_UP = 1, 2, 4, 8, 16  # flags that ride on the lane table
+_LEAVE, _COMMIT, _GROW, _BUSY, _GIVE_UP, _UNREADABLE = 1, 2, 4, 8, 16, 32  # flags that ride on the lane table
 
 
 class Outcome(enum.Enum):
@@ -44,8 +44,15 @@ class StepSums:
     loss: float
     weight: float
     coverage: CoverageSums
+    num_left_out: int
+    num_truncated: int
     any_flags: int
     all_flags: int
+
+    @property
+    def is_unreadable(self) -> bool:
+        """Say whether a rank could not read a sample of the step, which must not be applied then."""
+        return bool(self.any_flags & _UNREADABLE)
 
     @property
     def divisor(self) -> float:
@@ -58,12 +65,17 @@ def train(session: Session) -> Outcome:
     for lanes in session.steps():
         started, flags = time.perf_counter(), _flags(session)
         sums = compute_step(session, lanes, flags)
+        if sums.is_unreadable:
+            session.quarantine(lanes)
+            continue
         cursor = session.plan.order.advance(state.cursor, session.plan.micro_batch)
         session.await_staging()
         reach("apply")
-        norm = state.apply(cursor, sums.coverage, session.world.term)
+        account = state.reached.account.advance(state.step, session.holes, sums.num_left_out, sums.num_truncated)
+        norm = state.apply(cursor, sums.coverage, session.world.term, account)
         reach("applied")
-        session.record_step(sums.loss / sums.divisor, norm, sums.coverage.count, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        session.record_step(sums.loss / sums.divisor, norm, sums.coverage.count, sums.num_left_out, seconds)
 
         if state.step == session.plan.total_steps:
             break
@@ -100,12 +112,20 @@ def _end(session: Session, flags: int, sums: StepSums) -> Outcome | None:
 
 
 def compute_step(session: Session, lanes: Sequence[LaneBatch], flags: int) -> StepSums:
-    """Run forward and backward of this rank's lanes and leave the whole step's mean gradient in the parameters."""
+    """Run forward and backward of this rank's lanes and leave the whole step's mean gradient in the parameters.
+
+    Where a rank cannot read a sample of the step, all learn of it together, and the gradient is left unfinished.
+    """
     gradients = session.gradients
     gradients.begin(session.lanes)
-    rows = {batch.lane: [*_run_lane(session, batch), flags] for batch in lanes}
+    flags |= _UNREADABLE * any(batch.unreadable for batch in lanes)
+    rows = {batch.lane: [*_run_lane(session, batch), batch.num_left_out, batch.num_truncated, flags] for batch in lanes}
+    if session.plan.config.run.forensic:
+        session.record_ids(lanes)
     reach("reduce")
     sums = _fold(gather_lane_table(session.world.group, session.plan.num_lanes, rows))
+    if sums.is_unreadable:
+        return sums
     reach("exchange")
     gradients.finish(sums.divisor)
     return sums
@@ -128,10 +148,12 @@ def _run_lane(session: Session, batch: LaneBatch) -> tuple[float, float, int, in
 
 def _fold(table: Sequence[Sequence[float | int]]) -> StepSums:
     """Add the lanes' rows: floats along the tree, integers in any order."""
-    coverage, any_flags, all_flags = CoverageSums(), 0, -1
+    coverage, num_left_out, num_truncated, any_flags, all_flags = CoverageSums(), 0, 0, 0, -1
     for row in table:
         coverage += CoverageSums(int(row[2]), int(row[3]), int(row[4]))
-        any_flags |= int(row[5])
-        all_flags &= int(row[5])
+        num_left_out += int(row[5])
+        num_truncated += int(row[6])
+        any_flags |= int(row[7])
+        all_flags &= int(row[7])
     loss, weight = (tree_sum([float(row[place]) for row in table]) for place in (0, 1))
-    return StepSums(loss, weight, coverage, any_flags, all_flags)
+    return StepSums(loss, weight, coverage, num_left_out, num_truncated, any_flags, all_flags)

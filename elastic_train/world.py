@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 
 from elastic_train import errors
+from elastic_train.account import Account
 from elastic_train.checkpoint import CommitRecord, Store, discover, load, open_store, sweep
 from elastic_train.checkpoint.reader import DAMAGE, read_record, records
 from elastic_train.config import Config
@@ -149,7 +150,8 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
 
 
 def _load(store: Store, head: CommitRecord, state: AppliedState) -> None:
-    reached = Reached(head.step, head.cursor, head.coverage, head.intervals, head.metrics)
+    account = head.account or Account()
+    reached = Reached(head.step, head.cursor, head.coverage, head.intervals, head.metrics, account)
     try:
         state.restore(lambda tensors: load(store, head, tensors), reached)
     except StorageError as error:

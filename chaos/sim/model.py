@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from chaos.sim.net import SimGroup
+from elastic_train.account import Account, Hole
 from elastic_train.checkpoint import Retention, layout
 from elastic_train.checkpoint.checksums import FileRecord, HashingSink, open_checked
 from elastic_train.checkpoint.format import WrittenPart
@@ -82,13 +83,13 @@ class ModelledState:
     def coverage(self) -> CoverageSums:
         return self.reached.coverage
 
-    def apply(self, cursor: Cursor, coverage: CoverageSums, term: int) -> float:
+    def apply(self, cursor: Cursor, coverage: CoverageSums, term: int, account: Account) -> float:
         weights = self.model
         assert weights.ids is not None, "a step has a gradient"
         weights.counts += np.bincount(weights.ids, minlength=len(weights.counts))
         weights.digest = derive(weights.digest, weights.gradient, self.step)
         weights.ids = None
-        self.reached = self.reached.advance(cursor, coverage, term)
+        self.reached = self.reached.advance(cursor, coverage, term, account)
         return 0.0
 
     def tensors(self) -> State:
@@ -167,7 +168,9 @@ class ModelledTask:
 class ModelledFeed:
     """Lanes from a cursor on, by the product's own order and sampler; ids are read, rows are not."""
 
-    def training(self, order: Order, lanes: range, cursor: Cursor, num_steps: int) -> Iterable[Sequence[LaneBatch]]:
+    def training(
+        self, order: Order, lanes: range, cursor: Cursor, num_steps: int, holes: Sequence[Hole] = ()
+    ) -> Iterable[Sequence[LaneBatch]]:
         step: list[LaneBatch] = []
         for (slice_,) in LaneSampler(order, lanes, micro_batch_of(order), cursor, num_steps):
             step.append(_batch(order, slice_.epoch, slice_.lane, slice_.lo, slice_.hi))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from elastic_train.account import Account
 from elastic_train.checkpoint.checksums import FileRecord
 from elastic_train.coverage import CoverageSums
 from elastic_train.errors import CommitError
@@ -29,7 +30,12 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class CommitFacts:
-    """What the trainer says about the state that it saves; a metric that is not finite is kept as null."""
+    """What the trainer says about the state that it saves; a metric that is not finite is kept as null.
+
+    `account` and `order` let anyone check the coverage sums without the run: `order` has the numbers that the order of
+    samples follows from (num_samples, num_lanes, micro_batch, block_row_groups; lengths: their fingerprint, or 0).
+    Older commits have neither.
+    """
 
     step: int
     cursor: Cursor
@@ -39,6 +45,8 @@ class CommitFacts:
     config_digest: str
     manifest_digest: str
     world_size: int
+    account: Account | None = None
+    order: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         finite = {
@@ -85,10 +93,15 @@ class CommitRecord(CommitFacts):
     def encode(self) -> bytes:
         """Return the record's bytes; equal records give equal bytes."""
         fields = _ADAPTER.dump_python(self, mode="json")
+        for name in _SINCE_THEN:
+            if fields[name] is None:
+                del fields[name]
         return _dump({**fields, "seal": hashlib.sha256(_dump(fields)).hexdigest()})
 
 
 _ADAPTER = TypeAdapter(CommitRecord)
+_SINCE_THEN = ("account", "order")
+"""Fields that records did not always have; their absence is None."""
 
 
 def decode(content: bytes, key: str) -> CommitRecord:

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
-import pyarrow as pa
 import torch
 
 from elastic_train.data.blocks import BlockSchedule, DecodedBlock
 from elastic_train.data.lane_batch import Collate, LaneBatch
 from elastic_train.data.reader import Reader
-from elastic_train.data.rows import Rows, gather
+from elastic_train.data.unfit import AS_THEY_ARE, Beyond, Rules, Sifter
 from elastic_train.mixing import Int64s
 from elastic_train.order import Cursor, EpochOrder, Order
 
@@ -43,8 +42,10 @@ class ReadAhead:
         lanes: range,
         micro_batch: int,
         prefetch_bytes: int = PREFETCH_BYTES,
+        rules: Rules = AS_THEY_ARE,
     ) -> None:
-        self._reader, self._order, self._collate = reader, order, collate
+        self._reader, self._order, self._rules = reader, order, rules
+        self._sifter = Sifter(reader.first_id, micro_batch, collate, rules)
         self._lanes, self._micro_batch, self._prefetch_bytes = lanes, micro_batch, prefetch_bytes
         self._is_pinned = torch.cuda.is_available()
         self._ids = {lane: _LaneIds(lane) for lane in lanes}
@@ -53,7 +54,8 @@ class ReadAhead:
         """Yield one list a step: a micro-batch for every lane."""
         next_ = first = self._order.step_of(cursor, self._micro_batch)
         end = first + num_steps
-        schedule = BlockSchedule(self._reader, self._order, self._lanes, self._micro_batch, range(first, end))
+        decoder = Beyond(self._reader, self._rules, first)
+        schedule = BlockSchedule(decoder, self._order, self._lanes, self._micro_batch, range(first, end))
         decoders = ThreadPoolExecutor(_num_decoders(self._reader), "decode")
         assembler = ThreadPoolExecutor(1, "assemble")
         chunks: deque[tuple[int, Future[list[Step]]]] = deque()
@@ -89,24 +91,11 @@ class ReadAhead:
         for lane, of_lane in zip(self._lanes, blocks, strict=True):
             ids = self._ids[lane].between(cursor.epoch, epoch, cursor.offset, end)
             rows_of = {group: rows for block in of_lane for group, rows in block.rows.items()}
-            rows, read_ids = self._take(rows_of, ids)
-            lanes.append([self._micro(lane, cursor, number, rows, read_ids) for number in range(hi - lo)])
+            taken = self._sifter.take(lane, cursor, lo, ids, lambda group, of=rows_of: of[group].result())  # type: ignore[misc]
+            lanes.append([self._pinned(self._sifter.batch(taken, number)) for number in range(hi - lo)])
         return [list(step) for step in zip(*lanes, strict=True)]
 
-    def _take(self, rows_of: Mapping[int, Future[Rows]], ids: Int64s) -> tuple[pa.Table | None, Int64s]:
-        """Wait for the row groups; return the rows of the ids, and the ids of the places that they came from."""
-        if not len(ids):
-            return None, ids
-        return gather(lambda group: rows_of[group].result(), self._reader.first_id, ids)
-
-    def _micro(self, lane: int, cursor: Cursor, number: int, rows: pa.Table | None, ids: Int64s) -> LaneBatch:
-        """Cut one step's micro-batch from the rows of a chunk."""
-        first = number * self._micro_batch
-        taken, lo = ids[first : first + self._micro_batch], cursor.offset + first
-        if rows is None or not len(taken):
-            return LaneBatch(lane, cursor.epoch, lo, lo, taken, None)
-        tensors = self._collate(rows.slice(first, len(taken)), taken)
-        batch = LaneBatch(lane, cursor.epoch, lo, lo + len(taken), taken, tensors)
+    def _pinned(self, batch: LaneBatch) -> LaneBatch:
         return batch.pin_memory() if self._is_pinned else batch
 
 

@@ -10,8 +10,8 @@ import heapq
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 
-from elastic_train.data.reader import Reader
 from elastic_train.data.rows import Rows
+from elastic_train.data.unfit import Decoder
 from elastic_train.order import Block, Cursor, Order
 
 BLOCKS_AHEAD = 4
@@ -25,28 +25,29 @@ class DecodedBlock:
         self.epoch, self.block, self.first, self.end, self.num_rows = epoch, block, first, end, num_rows
         self.rows: dict[int, Future[Rows]] = {}
 
-    def decode(self, reader: Reader, pool: Executor) -> None:
+    def decode(self, decoder: Decoder, pool: Executor) -> None:
         """Have the row groups decoded."""
-        self.rows = {group: pool.submit(reader.decode, group) for group in self.block.groups.tolist()}
+        self.rows = {group: pool.submit(decoder.decode, group) for group in self.block.groups.tolist()}
 
     @property
     def row_bytes(self) -> float | None:
         """Bytes of a decoded row, on average; None before they are here."""
-        if not self.rows or not all(rows.done() and not rows.exception() for rows in self.rows.values()):
+        if not self.rows or not all(rows.done() for rows in self.rows.values()):
             return None
-        num_bytes: int = sum(rows.result().nbytes for rows in self.rows.values())
-        return num_bytes / self.num_rows
+        num_bytes: int = sum(rows.result().nbytes for rows in self.rows.values() if not rows.exception())
+        return num_bytes / self.num_rows if num_bytes else None
 
 
 class BlockSchedule:
     """Decodes blocks for the steps [first, end) of some lanes, from any cursor on."""
 
-    def __init__(self, reader: Reader, order: Order, lanes: range, micro_batch: int, steps: range) -> None:
-        self._reader, self._order, self._micro_batch, self._steps = reader, order, micro_batch, steps
+    def __init__(self, decoder: Decoder, order: Order, lanes: range, micro_batch: int, steps: range) -> None:
+        self._decoder, self._order, self._micro_batch, self._steps = decoder, order, micro_batch, steps
         self._held: dict[int, list[DecodedBlock]] = {lane: [] for lane in lanes}
         self._next: list[tuple[int, int, DecodedBlock]] = []
         for lane in lanes:
-            self._plan(lane, order.cursor_at(steps.start, micro_batch))
+            cursor = order.cursor_at(steps.start, micro_batch)
+            self._plan(lane, Cursor(cursor.epoch, order.reach(cursor.offset, cursor.offset)[0]))
 
     @property
     def row_bytes(self) -> float | None:
@@ -79,7 +80,7 @@ class BlockSchedule:
     def _admit(self, pool: Executor) -> None:
         """Have the next block decoded, and plan its lane's next."""
         _, lane, block = heapq.heappop(self._next)
-        block.decode(self._reader, pool)
+        block.decode(self._decoder, pool)
         self._held[lane].append(block)
         self._plan(lane, Cursor(block.epoch, block.block.hi))
 
@@ -89,10 +90,10 @@ class BlockSchedule:
         if cursor.offset >= hi - lo:
             cursor = Cursor(cursor.epoch + 1, 0)
         first_of_epoch = self._order.step_of(Cursor(cursor.epoch, 0), self._micro_batch)
-        first = first_of_epoch + cursor.offset // self._micro_batch
+        first = first_of_epoch + self._order.reach(cursor.offset, cursor.offset)[0] // self._micro_batch
         if lo == hi or first >= self._steps.stop:
             return
         block = self._order.epoch(cursor.epoch).block_at(lane, cursor.offset)
-        end = first_of_epoch + (block.hi - 1) // self._micro_batch + 1
+        end = first_of_epoch + (self._order.reach(block.lo, block.hi)[1] - 1) // self._micro_batch + 1
         num_rows = int(self._order.group_rows[block.groups].sum())
         heapq.heappush(self._next, (first, lane, DecodedBlock(cursor.epoch, block, first, end, num_rows)))

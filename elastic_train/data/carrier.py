@@ -17,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from elastic_train.data.lane_batch import Collate, LaneBatch
 from elastic_train.data.reader import Reader
+from elastic_train.data.unfit import Rules, Sifter
 from elastic_train.order import Cursor, Order
 
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)  # torchdata's own call
@@ -35,17 +36,15 @@ class LaneSlice:
 class LaneDataset:
     """Maps a slice to its micro-batch; the carrier calls `__getitems__` once for each."""
 
-    def __init__(self, reader: Reader, order: Order, collate: Collate) -> None:
-        self._reader, self._order, self._collate = reader, order, collate
+    def __init__(self, reader: Reader, order: Order, collate: Collate, micro_batch: int, rules: Rules) -> None:
+        self._reader, self._order, self._micro_batch = reader, order, micro_batch
+        self._sifter = Sifter(reader.first_id, micro_batch, collate, rules)
 
     def __getitem__(self, slice_: LaneSlice) -> LaneBatch:
         ids = self._order.epoch(slice_.epoch).ids(slice_.lane, slice_.lo, slice_.hi)
-        if not len(ids):
-            return LaneBatch(slice_.lane, slice_.epoch, slice_.lo, slice_.lo, ids, None)
-        rows, read_ids = self._reader.read(ids)
-        return LaneBatch(
-            slice_.lane, slice_.epoch, slice_.lo, slice_.lo + len(ids), read_ids, self._collate(rows, read_ids)
-        )
+        cursor = Cursor(slice_.epoch, slice_.lo)
+        step = self._order.step_of(cursor, self._micro_batch)
+        return self._sifter.batch(self._sifter.take(slice_.lane, cursor, step, ids, self._reader.rows_of), 0)
 
     def __getitems__(self, slices: list[LaneSlice]) -> list[LaneBatch]:
         return [self[slice_] for slice_ in slices]
@@ -70,11 +69,11 @@ class LaneSampler:
 
 
 def read_in_workers(
-    reader: Reader, order: Order, collate: Collate, sampler: LaneSampler, *, num_lanes: int, num_workers: int
+    dataset: LaneDataset, sampler: LaneSampler, *, num_lanes: int, num_workers: int
 ) -> Iterator[list[LaneBatch]]:
     """Yield the sampler's steps, read by worker processes."""
     carrier: StatefulDataLoader[LaneBatch] = StatefulDataLoader(
-        LaneDataset(reader, order, collate),
+        dataset,
         batch_sampler=sampler,
         collate_fn=_only,
         num_workers=num_workers,

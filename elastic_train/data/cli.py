@@ -19,7 +19,7 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from elastic_train.data import corpora, describe, origin, synthetic, verify
+from elastic_train.data import corpora, describe, lengths, origin, synthetic, verify
 from elastic_train.data.corpora import Imported, Options
 from elastic_train.data.manifest import NAME, Manifest, load_manifest
 from elastic_train.data.terminal import shown
@@ -121,6 +121,21 @@ def synth(
     with origin.filled(folder, made_from) as partial:
         write(str(partial))
     return _say_written(load_manifest(out))
+
+
+@app.command(name="lengths")
+def lengths_(data: str, *, column: str = "input_ids") -> int:
+    """Write how long the rows of DATA are beside the manifest, for `data.length_bucketing`.
+
+    Parameters
+    ----------
+    column
+        A column of lists, or one that holds lengths.
+    """
+    for manifest in _manifests(data):
+        made = lengths.make_lengths(manifest, column, track=shown)
+        _say(f"{manifest.url}/{lengths.NAME}: lengths of {manifest.num_rows:,} rows by '{made.column}'")
+    return 0
 
 
 @app.command(name="describe")

@@ -19,7 +19,7 @@ from elastic_train.data.footers import Footers, load_footers
 from elastic_train.data.manifest import FileEntry, Manifest
 from elastic_train.data.parquet import footer_sha256, keep_memory, open_parquet, read_row_group
 from elastic_train.data.source import LocalSource, Range, open_source
-from elastic_train.errors import DataError
+from elastic_train.errors import DataError, UnreadableError
 
 _TAIL_BYTES = 64 << 10
 
@@ -56,20 +56,20 @@ class RowGroups:
         return not isinstance(self._source, LocalSource)
 
     def decode(self, group: int) -> pa.Table:
-        """Return the rows of a row group; DataError names the file that cannot be read, or changed."""
+        """Return the rows of a row group; UnreadableError names the file, plain DataError one that was changed."""
         number = int(np.searchsorted(self._first_group, group, side="right")) - 1
         entry, within = self._manifest.files[number], group - int(self._first_group[number])
         try:
             table = self._decode(number, entry, within)
         except FileNotFoundError as error:
-            raise DataError(f"{self._path(entry)}: cannot be opened: {error}") from error
+            raise UnreadableError(f"{self._path(entry)}: cannot be opened: {error}") from error
         except (pa.ArrowInvalid, OSError) as error:
-            raise DataError(
+            raise UnreadableError(
                 f"{self._path(entry)}: row group {within} cannot be read ({error}); "
                 "the file is damaged, restore it and check with `elastic-train data verify`"
             ) from error
         if len(table) != entry.row_groups[within]:
-            raise DataError(f"{self._path(entry)}: row group {within} has {len(table)} rows")
+            raise UnreadableError(f"{self._path(entry)}: row group {within} has {len(table)} rows")
         return table
 
     def _decode(self, number: int, entry: FileEntry, within: int) -> pa.Table:
@@ -119,7 +119,7 @@ class RowGroups:
             return
         size = self._source.size(entry.path)
         if size < entry.size:
-            raise DataError(f"{self._path(entry)}: is truncated: {size} bytes of {entry.size}; copy it again")
+            raise UnreadableError(f"{self._path(entry)}: is truncated: {size} bytes of {entry.size}; copy it again")
         raise DataError(
             f"{self._path(entry)}: the file changed since the manifest was made; "
             "restore it, or build the manifest anew and start another run"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,7 +17,11 @@ Collate = Callable[[pa.Table, npt.NDArray[np.int64]], dict[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class LaneBatch:
-    """One lane's micro-batch; `ids` are those actually read, `tensors` is None where the lane has no sample left."""
+    """One lane's micro-batch of the places [lo, hi) of its epoch; `ids` are those actually read.
+
+    `tensors` is None where no sample is left, or where row groups are `unreadable` (by number, and why): such a
+    micro-batch must not be trained on. `num_left_out` places lie in holes, `num_truncated` rows were cut.
+    """
 
     lane: int
     epoch: int
@@ -25,6 +29,9 @@ class LaneBatch:
     hi: int
     ids: Int64s
     tensors: dict[str, Tensor] | None = field(repr=False)
+    num_left_out: int = 0
+    num_truncated: int = 0
+    unreadable: Mapping[int, str] = field(default_factory=dict)
 
     def pin_memory(self) -> LaneBatch:
         """Return the same with tensors that a device can copy while it computes."""

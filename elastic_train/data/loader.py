@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping
 from elastic_train.data.ahead import PREFETCH_BYTES, ReadAhead
 from elastic_train.data.lane_batch import Collate, LaneBatch
 from elastic_train.data.reader import Reader
+from elastic_train.data.unfit import AS_THEY_ARE, Rules
 from elastic_train.failpoints import reach
 from elastic_train.order import Cursor, Order
 
-__all__ = ["Collate", "LaneBatch", "LaneLoader"]
+__all__ = ["Collate", "LaneBatch", "LaneLoader", "Rules"]
 
 
 class LaneLoader:
@@ -23,7 +24,8 @@ class LaneLoader:
 
     With `num_workers=0` rows are read ahead by threads, which hold up to about `prefetch_bytes` of decoded row groups
     (more where one block of every lane takes more), and `collate` is called by one of them: it must not touch torch's
-    global random numbers. Otherwise `num_workers` processes read.
+    global random numbers. Otherwise `num_workers` processes read. `rules` say what becomes of samples that cannot
+    be used as they are; without them a row group that cannot be read raises, and rows are as long as they are.
     """
 
     def __init__(
@@ -38,11 +40,13 @@ class LaneLoader:
         num_steps: int,
         num_workers: int = 0,
         prefetch_bytes: int = PREFETCH_BYTES,
+        rules: Rules = AS_THEY_ARE,
     ) -> None:
         self._reader, self._order, self._collate = reader, order, collate
         self._lanes, self._micro_batch = lanes, micro_batch
         self._cursor, self._num_steps = cursor, num_steps
         self._num_workers, self._prefetch_bytes = num_workers, prefetch_bytes
+        self._rules = rules
 
     def __iter__(self) -> Iterator[list[LaneBatch]]:
         for step in self._steps():
@@ -60,19 +64,18 @@ class LaneLoader:
                 lanes=self._lanes,
                 micro_batch=self._micro_batch,
                 prefetch_bytes=self._prefetch_bytes,
+                rules=self._rules,
             )
             return ahead.steps(self._cursor, self._num_steps)
-        from elastic_train.data.carrier import LaneSampler, read_in_workers  # torchdata takes long to import
+        from elastic_train.data.carrier import (
+            LaneDataset,
+            LaneSampler,
+            read_in_workers,
+        )  # torchdata takes long to import
 
         sampler = LaneSampler(self._order, self._lanes, self._micro_batch, self._cursor, self._num_steps)
-        return read_in_workers(
-            self._reader,
-            self._order,
-            self._collate,
-            sampler,
-            num_lanes=len(self._lanes),
-            num_workers=self._num_workers,
-        )
+        dataset = LaneDataset(self._reader, self._order, self._collate, self._micro_batch, self._rules)
+        return read_in_workers(dataset, sampler, num_lanes=len(self._lanes), num_workers=self._num_workers)
 
     def state_dict(self) -> dict[str, int]:
         """Return the cursor behind the last step that was yielded: two integers, whatever the lanes and workers."""

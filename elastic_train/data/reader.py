@@ -11,11 +11,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
+import tenacity
 
 from elastic_train.data.groups import RowGroups
 from elastic_train.data.manifest import Manifest
 from elastic_train.data.rows import Rows, gather
+from elastic_train.errors import UnreadableError
 from elastic_train.mixing import Int64s
+
+TRIES, FIRST_PAUSE_S = 3, 0.05
 
 
 class Reader:
@@ -35,13 +39,14 @@ class Reader:
 
     def read(self, ids: Int64s) -> tuple[pa.Table, Int64s]:
         """Return the rows of the given ids, in their order, and the ids of the places that were read."""
-        return gather(self._row_group, self.first_id, ids)
+        return gather(self.rows_of, self.first_id, ids)
 
     def decode(self, group: int) -> Rows:
-        """Return the rows of a row group; from any thread."""
-        return Rows(self.groups.decode(group))
+        """Return the rows of a row group; from any thread. What cannot be read is tried again, a few times."""
+        return Rows(_again(self.groups.decode, group))
 
-    def _row_group(self, group: int) -> Rows:
+    def rows_of(self, group: int) -> Rows:
+        """Return the rows of a row group, kept for the next call; from one thread."""
         rows = self._rows.pop(group, None)
         if rows is None:
             rows = self.decode(group)
@@ -49,3 +54,11 @@ class Reader:
                 self._rows.popitem(last=False)
         self._rows[group] = rows
         return rows
+
+
+_again = tenacity.Retrying(
+    retry=tenacity.retry_if_exception_type(UnreadableError),
+    stop=tenacity.stop_after_attempt(TRIES),
+    wait=tenacity.wait_random_exponential(multiplier=FIRST_PAUSE_S),
+    reraise=True,
+)

@@ -74,6 +74,14 @@ class Finishing(Protocol):
         """Write results below the run's folder; called once, on rank 0, after the last step."""
 
 
+@runtime_checkable
+class Limited(Protocol):
+    """A task that takes lists up to a length."""
+
+    def longest(self) -> Mapping[str, int]:
+        """Return how many values of such a column a row may have; `data.too_long` says what becomes of longer ones."""
+
+
 def load_task(config: TaskConfig) -> Task:
     """Import and build the configured task; raise ConfigError naming the path, the parameter, and the nearest one."""
     module_name, _, class_name = config.path.partition(":")
@@ -106,4 +114,4 @@ def count_weight(batch: Batch) -> float:
     return float(len(next(iter(batch.values()))))
 
 
-__all__ = ["Batch", "Finishing", "LaneLoss", "Task", "count_weight", "load_task"]
+__all__ = ["Batch", "Finishing", "LaneLoss", "Limited", "Task", "count_weight", "load_task"]

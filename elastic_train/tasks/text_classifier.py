@@ -88,6 +88,9 @@ class TextClassifier:
         assert self._label is not None, "prepare comes first"
         return [self._tokens, self._label, *(self._numeric or ()), *(self._categorical or ())]
 
+    def longest(self) -> Mapping[str, int]:
+        return {self._tokens: self.max_tokens}
+
     def build_model(self) -> nn.Module:
         assert self.vocabulary is not None, "prepare comes first"
         return TextEncoder(

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 import chaos
-from chaos.applied import coverage_counts, lineage_of, shape_of
+from chaos.applied import lineage_of, shape_of
 from chaos.checker import COMPARED, INVARIANTS, judge
 from chaos.evidence import collect
 from chaos.exactly_once import closed_form
+from chaos.holes import coverage_counts
 from chaos.planted import PLANTED, Planted
 from chaos.recovery import recoveries
 from chaos.verdict import examine
@@ -22,7 +23,7 @@ from elastic_train.order import Order
 from tests.chaos.recorded import record, samples_until
 
 JUDGE = (
-    *("applied", "checker", "damage", "evidence", "exactly_once", "findings"),
+    *("applied", "checker", "damage", "evidence", "exactly_once", "findings", "holes"),
     *("injected", "one_lineage", "planted", "recovery"),
 )
 

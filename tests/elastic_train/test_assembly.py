@@ -12,10 +12,10 @@ from torch import nn
 from elastic_train.checkpoint import CommitRecord, CommitWriter, discover, open_store
 from elastic_train.config import OptimizerConfig
 from elastic_train.errors import ElasticTrainError, Preempted, StorageError, TooFewNodesError
+from elastic_train.facts import describe_commit
 from elastic_train.fencing import StoreFence
 from elastic_train.lineage import Interval
 from elastic_train.run import _next_world
-from elastic_train.session import describe_commit
 from elastic_train.state import AppliedState, Reached, build_state
 from elastic_train.watchdog import Watchdog
 
@@ -23,7 +23,8 @@ from elastic_train.watchdog import Watchdog
 def plan_of(folder: Path) -> SimpleNamespace:
     run = SimpleNamespace(dir=str(folder), seed=1)
     config = SimpleNamespace(checkpoint_url=str(folder), run=run, identity=lambda: "one")
-    return SimpleNamespace(config=config, manifest=SimpleNamespace(digest="two"))
+    manifest, order = SimpleNamespace(digest="two", num_rows=9), SimpleNamespace(block_row_groups=8, arrangement=None)
+    return SimpleNamespace(config=config, manifest=manifest, order=order, num_lanes=8, micro_batch=8)
 
 
 def state_of(*intervals: tuple[int, int, int]) -> AppliedState:

@@ -15,6 +15,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
 from elastic_train import handover
+from elastic_train.account import Account
 from elastic_train.config import OptimizerConfig
 from elastic_train.coverage import CoverageSums
 from elastic_train.errors import PeerLostError
@@ -47,7 +48,7 @@ def trained(num_steps: int, name: str = "adamw") -> AppliedState:
     for step in range(num_steps):
         state.optimizer.zero_grad(set_to_none=False)
         model(torch.randn(8, 5, generator=torch.Generator().manual_seed(step))).square().sum().backward()
-        state.apply(Cursor(0, step + 1), CoverageSums(8, step, step), TERM)
+        state.apply(Cursor(0, step + 1), CoverageSums(8, step, step), TERM, Account())
     return state
 
 
@@ -59,7 +60,7 @@ def ranks(rank: int, size: int, folder: str, optimizer: str) -> None:
     given_by = hand_over(group, state, gather_places(group, state))
     bind_gradients(list(state.model.parameters()))
     state.model(torch.ones(8, 5)).square().sum().backward()
-    state.apply(Cursor(0, 9), CoverageSums(), TERM)
+    state.apply(Cursor(0, 9), CoverageSums(), TERM, Account())
     told = {"given_by": given_by, "step": state.step, "term": state.reached.term, "digest": weights_digest(state.model)}
     buffers = {name: value.tolist() for name, value in state.model.state_dict().items() if "running" in name}
     rate = state.scheduler.get_last_lr()

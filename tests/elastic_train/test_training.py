@@ -56,7 +56,7 @@ WITNESS: dict[str, object] = {
 
 def config(folder: Path, rows: Path, tree: dict[str, object], **changes: object) -> str:
     """Write a configuration whose run lies below `folder`."""
-    data = {"train": str(rows / "train"), "validation": str(rows / "validation")}
+    data = {"train": str(rows / "train"), "validation": str(rows / "validation"), "too_long": "truncate"}
     whole = {"run": {"dir": str(folder / "run"), "seed": 5}, "data": data, **tree, **changes}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.yaml"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_saves import FullStore, HeldStore, open_saves
 
+from elastic_train.account import Account
 from elastic_train.cadence import Cadence
 from elastic_train.checkpoint import Store, discover, saves
 from elastic_train.checkpoint.interval import Faults
@@ -56,7 +57,13 @@ def session(store: Store, *, is_live: bool = False, **checkpoint: object) -> tup
         close=lambda: None,
     )
     opened = Session(
-        plan=SimpleNamespace(config=config, manifest=SimpleNamespace(digest="manifest")),  # type: ignore[arg-type]
+        plan=SimpleNamespace(  # type: ignore[arg-type]
+            config=config,
+            manifest=SimpleNamespace(digest="manifest", num_rows=9),
+            order=SimpleNamespace(block_row_groups=8, arrangement=None),
+            num_lanes=8,
+            micro_batch=8,
+        ),
         world=world,  # type: ignore[arg-type]
         state=build_state(torch.nn.Linear(3, 2), OptimizerConfig(), 100, "cpu", is_fp16=False),
         gradients=None,  # type: ignore[arg-type]
@@ -76,7 +83,7 @@ def take_step(opened: Session) -> None:
     """Do what the loop does for a step, up to its boundary."""
     opened.state.model(torch.ones(1, 3)).sum().backward()
     opened.await_staging()
-    opened.state.apply(Cursor(), CoverageSums(), opened.world.term)
+    opened.state.apply(Cursor(), CoverageSums(), opened.world.term, Account())
     opened.note_saves()
 
 

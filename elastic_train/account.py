@@ -1,0 +1,90 @@
+"""The account of a run's samples: what its coverage sums are held against, in words and numbers that a commit keeps.
+
+The sums say which samples were applied. The account says which ones were not to be: the holes, row groups that could
+not be read, each from a step on. So at the end of an epoch the sums must equal the closed form over all ids less those
+of the listed holes, and at any step the samples applied and those left out add up to the places of the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from elastic_train.coverage import CoverageSums
+from elastic_train.mixing import Int64s
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """A row group that could not be read: the samples [lo, hi) are left out from step `since` on, which is in `epoch`.
+
+    `kept` are those of its ids, as half-open ranges, that this epoch had applied before. `group` is the row group's
+    number through all files, `row_group` that in its file.
+    """
+
+    group: int
+    file: str
+    row_group: int
+    lo: int
+    hi: int
+    since: int
+    epoch: int
+    kept: Ranges
+    why: str
+
+    def left_out_of(self, epoch: int) -> Ranges:
+        """Return the ids that an epoch lacks, once it is over, as half-open ranges."""
+        if epoch < self.epoch:
+            return ()
+        bounds = [self.lo, *(bound for kept in self.kept for bound in kept), self.hi] if epoch == self.epoch else []
+        pairs = zip(bounds[::2], bounds[1::2], strict=True)
+        return tuple((lo, hi) for lo, hi in pairs if lo < hi) if bounds else ((self.lo, self.hi),)
+
+    def __str__(self) -> str:
+        return f"row group {self.row_group} of {self.file}, samples [{self.lo}, {self.hi}), from step {self.since} on"
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What is known of a run's samples beside their sums.
+
+    `epochs` are the coverage sums at the end of every finished epoch, since the beginning. `holes` are those in effect.
+    `left_out` and `truncated` count places of samples in holes, and rows cut because they were too long, so far.
+    """
+
+    epochs: tuple[CoverageSums, ...] = ()
+    holes: tuple[Hole, ...] = ()
+    left_out: int = 0
+    truncated: int = 0
+
+    def advance(self, step: int, holes: Iterable[Hole], left_out: int, truncated: int) -> Account:
+        """Return the account after one more step, counted from 0, which knew of `holes`."""
+        in_effect = tuple(hole for hole in holes if hole.since <= step)
+        return replace(self, holes=in_effect, left_out=self.left_out + left_out, truncated=self.truncated + truncated)
+
+    def end_epoch(self, coverage: CoverageSums) -> Account:
+        """Return the account with the sums at the end of an epoch."""
+        return replace(self, epochs=(*self.epochs, coverage))
+
+
+def expected_sums(whole: CoverageSums, holes: Sequence[Hole], num_epochs: int) -> CoverageSums:
+    """Return what the sums must be after epochs: the closed form of a `whole` one, less what the holes left out."""
+    total = whole * num_epochs
+    for hole in holes:
+        for lo, hi in hole.left_out_of(hole.epoch) if hole.epoch < num_epochs else ():
+            total -= CoverageSums.of_range(lo, hi)
+        total -= CoverageSums.of_range(hole.lo, hole.hi) * max(0, num_epochs - hole.epoch - 1)
+    return total
+
+
+def ranges_of(ids: Int64s) -> Ranges:
+    """Return distinct ids as half-open ranges, in order."""
+    ranges: list[tuple[int, int]] = []
+    for id_ in sorted(ids.tolist()):
+        if ranges and ranges[-1][1] == id_:
+            ranges[-1] = (ranges[-1][0], id_ + 1)
+        else:
+            ranges.append((id_, id_ + 1))
+    return tuple(ranges)

@@ -1,0 +1,55 @@
+"""`elastic-train audit`: an audit's findings as lines for people, or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import yaml
+
+from elastic_train.audit import Audit
+from elastic_train.audit import audit as examine
+from elastic_train.checkpoint.naming import open_run
+from elastic_train.checkpoint.reader import read_record
+from elastic_train.data.manifest import Manifest, load_manifest
+from elastic_train.errors import ConfigError, DataError
+from elastic_train.forensics import look_closely
+
+
+def audit(run: str, *, data: str | None, is_forensic: bool, is_json: bool) -> int:
+    """Audit a run, print what was found, and return the exit code."""
+    store = open_run(run)
+    manifest = load_manifest(data) if data else _manifest_of(run)
+    found = examine(store, manifest)
+    head = read_record(store, found.commit)
+    if is_forensic:
+        if "://" in run:
+            raise ConfigError(f"{run}: with --forensic name the run's folder, in which its history is")
+        if head.order is not None and head.account is not None:
+            look_closely(found, Path(run), head, manifest)
+    sys.stdout.write(_as_json(found) if is_json else _as_text(found))
+    return found.exit_code
+
+
+def _manifest_of(run: str) -> Manifest | None:
+    """Return the manifest of the dataset that a run's configuration names; None if it cannot be had from here."""
+    try:
+        tree = yaml.safe_load((Path(run) / "config.yaml").read_text())
+        return load_manifest(str(tree["data"]["train"]))
+    except (OSError, yaml.YAMLError, KeyError, TypeError, DataError):
+        return None
+
+
+def _as_text(found: Audit) -> str:
+    lines = [f"{found.commit}: step {found.step}, {found.num_epochs} epochs finished"]
+    lines += [f"proven: {text}" for text in found.proven]
+    lines += [f"NOT PROVEN: {text}" for text in found.unproven]
+    lines += [f"WRONG: {text}" for text in found.wrong]
+    lines += [f"rows that were cut because they were too long: {found.num_truncated}"] if found.num_truncated else []
+    return "\n".join(lines) + "\n"
+
+
+def _as_json(found: Audit) -> str:
+    return json.dumps({**asdict(found), "is_proven": found.exit_code == 0}, indent=2) + "\n"

@@ -1,0 +1,171 @@
+"""Samples that cannot be used as they are: those of holes, those that cannot be read, and rows that are too long.
+
+Samples of a hole are left out of their micro-batch, and nothing else about it changes. A row group that cannot be read
+is no hole yet: its micro-batch comes without tensors and names it, and whoever trains decides, on all ranks alike, from
+which step on it is one. Rows that are longer than a task takes are refused, or cut and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from elastic_train.data.lane_batch import Collate, LaneBatch
+from elastic_train.data.numbers import numbers_of
+from elastic_train.data.rows import Rows, gather
+from elastic_train.errors import DataError, UnreadableError
+from elastic_train.mixing import Int64s
+from elastic_train.order import Cursor
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What to do with samples that cannot be used as they are.
+
+    `holes` are row groups, by number, and the first step without each. With `quarantines` a row group that cannot be
+    read is named in its micro-batch in place of raising. `longest` bounds the values of list columns; rows that have
+    more are cut if `truncates`, else they raise.
+    """
+
+    holes: tuple[tuple[int, int], ...] = ()
+    quarantines: bool = False
+    longest: Mapping[str, int] = field(default_factory=dict)
+    truncates: bool = False
+
+
+AS_THEY_ARE = Rules()
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The rows of some steps of one lane: those of step m, from the first on, are [bounds[m], bounds[m + 1])."""
+
+    lane: int
+    cursor: Cursor
+    rows: pa.Table | None
+    ids: Int64s
+    bounds: Int64s
+    num_places: Int64s
+    num_left_out: Int64s
+    unreadable: Mapping[int, Mapping[int, str]]
+
+
+class Sifter:
+    """Takes rows for a lane's steps, and makes micro-batches of them, by some rules."""
+
+    def __init__(self, first_id: Int64s, micro_batch: int, collate: Collate, rules: Rules) -> None:
+        self._first_id, self._micro_batch, self._collate, self._rules = first_id, micro_batch, collate, rules
+
+    def take(self, lane: int, cursor: Cursor, step: int, ids: Int64s, rows_of: Callable[[int], Rows]) -> Taken:
+        """Take the rows of the ids of consecutive steps, from `step` on, which lies at the cursor.
+
+        `rows_of` returns the rows of a row group by its number, or raises UnreadableError.
+        """
+        steps = np.arange(len(ids)) // self._micro_batch
+        groups = np.searchsorted(self._first_id, ids, side="right") - 1
+        is_kept = np.ones(len(ids), dtype=bool)
+        for hole, since in self._rules.holes:
+            is_kept &= (groups != hole) | (step + steps < since)
+        is_hole = ~is_kept
+        rows, wrong = self._read(np.unique(groups[is_kept]), rows_of)
+        unreadable: dict[int, dict[int, str]] = {}
+        for group, why in wrong.items():
+            for number in np.unique(steps[is_kept & (groups == group)]).tolist():
+                unreadable.setdefault(number, {})[group] = why
+            is_kept &= groups != group
+        table, read_ids = gather(rows.__getitem__, self._first_id, ids[is_kept]) if is_kept.any() else (None, ids[:0])
+        num_steps = int(steps[-1]) + 1 if len(ids) else 0
+        bounds = np.concatenate(([0], np.cumsum(np.bincount(steps[is_kept], minlength=num_steps))))
+        return Taken(
+            lane,
+            cursor,
+            table,
+            read_ids,
+            bounds,
+            np.bincount(steps, minlength=num_steps),
+            np.bincount(steps[is_hole], minlength=num_steps),
+            unreadable,
+        )
+
+    def batch(self, taken: Taken, number: int) -> LaneBatch:
+        """Make the micro-batch of one of the steps, counted from the first that was taken."""
+        lo = taken.cursor.offset + number * self._micro_batch
+        if number >= len(taken.num_places):
+            return LaneBatch(taken.lane, taken.cursor.epoch, lo, lo, taken.ids[:0], None)
+        first, end = int(taken.bounds[number]), int(taken.bounds[number + 1])
+        ids, hi, unreadable = taken.ids[first:end], lo + int(taken.num_places[number]), taken.unreadable.get(number, {})
+        batch = LaneBatch(
+            taken.lane, taken.cursor.epoch, lo, hi, ids, None, int(taken.num_left_out[number]), unreadable=unreadable
+        )
+        if unreadable or not len(ids) or taken.rows is None:
+            return batch
+        rows, num_truncated = self._fit(taken.rows.slice(first, end - first), ids)
+        return replace(batch, tensors=self._collate(rows, ids), num_truncated=num_truncated)
+
+    def _read(self, groups: Int64s, rows_of: Callable[[int], Rows]) -> tuple[dict[int, Rows], dict[int, str]]:
+        """Return the row groups, and why others cannot be read."""
+        rows, wrong = {}, {}
+        for group in groups.tolist():
+            try:
+                rows[group] = rows_of(group)
+            except UnreadableError as error:
+                if not self._rules.quarantines:
+                    raise
+                wrong[group] = str(error)
+        return rows, wrong
+
+    def _fit(self, rows: pa.Table, ids: Int64s) -> tuple[pa.Table, int]:
+        """Cut rows that are too long, or refuse them; return the rows, and how many were cut."""
+        is_long = np.zeros(len(ids), dtype=bool)
+        for name, longest in self._rules.longest.items():
+            lengths = lengths_of(rows.column(name))
+            if lengths.max(initial=0) <= longest:
+                continue
+            is_long |= lengths > longest
+            if not self._rules.truncates:
+                worst = int(lengths.argmax())
+                raise DataError(
+                    f"sample {ids[worst]} has {lengths[worst]} values in column '{name}', the task takes {longest}: "
+                    "let it take more, or set `data.too_long: truncate` to cut such rows there"
+                )
+            rows = _cut(rows, name, longest)
+        return rows, int(is_long.sum())
+
+
+class Decoder(Protocol):
+    """What decodes row groups, from any thread."""
+
+    def decode(self, group: int) -> Rows:
+        """Return the rows of a row group, or raise UnreadableError."""
+
+
+class Beyond:
+    """A decoder that reads nothing of holes that begin at or before a step."""
+
+    def __init__(self, decoder: Decoder, rules: Rules, step: int) -> None:
+        self._decoder = decoder
+        self._left_out = frozenset(group for group, since in rules.holes if since <= step)
+
+    def decode(self, group: int) -> Rows:
+        if group in self._left_out:
+            raise UnreadableError(f"row group {group} is in a hole")
+        return self._decoder.decode(group)
+
+
+def lengths_of(column: pa.ChunkedArray) -> Int64s:
+    """Return how many values the rows of a list column have."""
+    lists = column.combine_chunks()
+    lists = lists.chunk(0) if isinstance(lists, pa.ChunkedArray) else lists
+    return np.diff(numbers_of(lists.offsets)).astype(np.int64)
+
+
+def _cut(rows: pa.Table, name: str, longest: int) -> pa.Table:
+    import pyarrow.compute as pc  # takes long to import, and few runs need it
+
+    place = rows.column_names.index(name)
+    cut: Sequence[pa.Array] = [pc.list_slice(chunk, 0, longest) for chunk in rows.column(name).chunks]
+    return rows.set_column(place, rows.schema.field(name), pa.chunked_array(cut).cast(rows.schema.field(name).type))
