@@ -134,15 +134,16 @@ class EpochOrder:
         arrangement = self._order.arrangement
         if arrangement is None:
             return self._shuffled_ids(lane, lo, hi)
-        size = arrangement.size
-        windows = [self._arranged_ids(arrangement, lane, number) for number in range(lo // size, -(-hi // size))]
-        return np.concatenate([*windows, np.zeros(0, dtype=np.int64)])[lo % size :][: hi - lo]
+        size, (first, end) = arrangement.size, self._order.reach(lo, hi)
+        ids = self._shuffled_ids(lane, first, end)
+        for at in range(0, len(ids), size):
+            ids[at : at + size] = self._arranged(arrangement, ids[at : at + size], (first + at) // size)
+        return ids[lo - first : hi - first]
 
-    def _arranged_ids(self, arrangement: Arrangement, lane: int, number: int) -> Int64s:
-        """Return the ids of one of a lane's windows."""
-        lo = number * arrangement.size
-        ids = self._shuffled_ids(lane, lo, lo + arrangement.size)
-        shortest = max(0, min(arrangement.size, self._order.num_samples // self._order.num_lanes - lo))
+    def _arranged(self, arrangement: Arrangement, ids: Int64s, number: int) -> Int64s:
+        """Arrange the ids of one of a lane's windows."""
+        left = self._order.num_samples // self._order.num_lanes - number * arrangement.size
+        shortest = max(0, min(arrangement.size, left))
         return arrangement.arrange(ids, shortest, derive(self._order.seed, self._epoch, _WINDOW, number))
 
     def _shuffled_ids(self, lane: int, lo: int, hi: int) -> Int64s:

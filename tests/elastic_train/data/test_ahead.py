@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from collections import Counter
@@ -13,16 +14,19 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from elastic_train.data import ahead
 from elastic_train.data.blocks import BLOCKS_AHEAD, BlockSchedule
+from elastic_train.data.carrier import LaneDataset, LaneSampler
 from elastic_train.data.loader import LaneLoader
 from elastic_train.data.manifest import Manifest, build_manifest, load_manifest
 from elastic_train.data.reader import Reader
 from elastic_train.data.synthetic import synthesise
+from elastic_train.data.unfit import AS_THEY_ARE
 from elastic_train.errors import DataError
 from elastic_train.lanes import owned_lanes
 from elastic_train.order import Cursor, Order
@@ -55,32 +59,62 @@ def count_rows(rows: pa.Table, ids: Ids) -> dict[str, Tensor]:
     st.integers(1, 9),
     st.integers(1, 4),
     st.integers(1, 5),
-    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=4),
+    st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.integers(0, 9), st.integers(0, 4)), max_size=4),
     st.sampled_from([0, 100, 1 << 20]),
 )
-def test_any_worlds_read_every_sample_once(
-    group_rows: list[int], num_lanes: int, block: int, micro_batch: int, worlds: list[tuple[int, int]], prefetch: int
+def test_any_worlds_read_every_sample_once_in_the_same_order(
+    group_rows: list[int],
+    num_lanes: int,
+    block: int,
+    micro_batch: int,
+    worlds: list[tuple[int, bool, int, int]],
+    prefetch: int,
 ) -> None:
-    """Worlds of any size follow each other at any steps over row groups of any shapes, and the rows are those named."""
+    """Worlds of any size, read by threads or as workers do, are killed after any steps, and go back some of them.
+
+    Each goes on from the state that a loader left, and was ahead of what it applied. Whatever they were: every step has
+    the ids of the pure order, lane by lane; every epoch has every sample once; and the rows are those named.
+    """
     manifest = dataset_of(group_rows)
     order = Order(manifest.group_rows, num_lanes=num_lanes, seed=1, block_row_groups=block)
-    step, end, seen = 0, 2 * order.num_steps(micro_batch), Counter[int]()
-    for world_size, steps in [*worlds, (1, end)]:
-        num_steps = min(steps, end - step)
-        for rank in range(min(world_size, num_lanes)):
-            loader = LaneLoader(
-                Reader(manifest, ["id"]),
-                order,
-                count_rows,
-                lanes=owned_lanes(rank, min(world_size, num_lanes), num_lanes),
-                micro_batch=micro_batch,
-                cursor=order.cursor_at(step, micro_batch),
-                num_steps=num_steps,
-                prefetch_bytes=prefetch,
-            )
-            seen.update(id_ for taken in loader for batch in taken for id_ in batch.ids.tolist())
-        step += num_steps
-    assert seen == Counter(dict.fromkeys(range(manifest.num_rows), 2))
+    end, applied = 2 * order.num_steps(micro_batch), []  # type: tuple[int, list[list[list[int]]]]
+    for wanted, is_by_workers, steps, lost in [*worlds, (1, False, end, 0)]:
+        world_size, first = min(wanted, num_lanes), len(applied)
+        num_steps = min(steps, end - first)
+        by_rank = []
+        for rank in range(world_size):
+            lanes, cursor = owned_lanes(rank, world_size, num_lanes), order.cursor_at(first, micro_batch)
+            if is_by_workers:
+                by_rank.append(as_workers_read(manifest, order, lanes, micro_batch, cursor, num_steps))
+                continue
+            place = {"lanes": lanes, "micro_batch": micro_batch, "cursor": cursor, "num_steps": end - first}
+            loader = LaneLoader(Reader(manifest, ["id"]), order, count_rows, prefetch_bytes=prefetch, **place)  # type: ignore[arg-type]
+            steps_of = iter(loader)
+            by_rank.append([[batch.ids.tolist() for batch in next(steps_of)] for _ in range(num_steps)])
+            assert Cursor(**loader.state_dict()) == order.cursor_at(first + num_steps, micro_batch)
+            steps_of.close()  # type: ignore[attr-defined]  # killed: what was read ahead is lost
+        applied += [[ids for lanes_of in step for ids in lanes_of] for step in zip(*by_rank, strict=True)]
+        del applied[max(0, len(applied) - lost) :]
+
+    assert len(applied) == end
+    for step, by_lane in enumerate(applied):
+        at = order.cursor_at(step, micro_batch)
+        whole = [order.epoch(at.epoch).ids(lane, at.offset, at.offset + micro_batch) for lane in range(num_lanes)]
+        assert by_lane == [ids.tolist() for ids in whole]
+    for epoch in (applied[: end // 2], applied[end // 2 :]):
+        assert Counter(id_ for step in epoch for ids in step for id_ in ids) == Counter(range(manifest.num_rows))
+
+
+def as_workers_read(
+    manifest: Manifest, order: Order, lanes: range, micro_batch: int, cursor: Cursor, num_steps: int
+) -> list[list[list[int]]]:
+    """Read steps as worker processes do: each item by itself, from a dataset that has travelled."""
+    sampler = LaneSampler(order, lanes, micro_batch, cursor, num_steps)
+    dataset = pickle.loads(
+        pickle.dumps(LaneDataset(Reader(manifest, ["id"]), order, count_rows, micro_batch, AS_THEY_ARE))
+    )
+    ids = [dataset[slice_].ids.tolist() for (slice_,) in sampler]
+    return [ids[lo : lo + len(lanes)] for lo in range(0, len(ids), len(lanes))]
 
 
 @settings(deadline=None)
@@ -234,3 +268,40 @@ def test_a_first_batch_does_not_wait_for_pandas(tmp_path: Path) -> None:
     """pyarrow imports pandas for several of its conversions, which took longer than all else of a resume."""
     folder = write_rows(tmp_path / "rows", 60)
     assert subprocess.run([sys.executable, "-c", FIRST_BATCH, str(folder)], cwd=ROOT, check=False).returncode == 0
+
+
+RICH = pa.table(
+    {
+        "blob": pa.array([b"\x00", None, b"abc"] * 20, pa.binary()),
+        "when": pa.array([1, 2, None] * 20, pa.timestamp("us", tz="UTC")),
+        "price": pa.array(["1.25", None, "3.50"] * 20).cast(pa.decimal128(9, 2)),
+        "where": pa.array([{"x": 1.5, "tags": ["a", None]}, None, {"x": None, "tags": []}] * 20),
+        "kind": pa.array(["a", "b", None] * 20).dictionary_encode(),
+        "boxes": pa.array([[[1, 2], []], None, [[3]]] * 20, pa.list_(pa.large_list(pa.int16()))),
+        "vector": pa.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]] * 20, pa.list_(pa.float32(), 2)),
+        "sizes": pa.array([[("a", 1)], [], None] * 20, pa.map_(pa.string(), pa.int32())),
+        "flag": pa.array([True, None, False] * 20),
+        "holey": pa.array([[1, None, 3], [], None] * 20, pa.list_(pa.int32())),
+    }
+)
+
+
+def test_any_schema_and_a_collate_of_ones_own(tmp_path: Path) -> None:
+    """Rows of nested, missing, decimal, dictionary and other columns come as pyarrow reads them, whatever the order."""
+    (tmp_path / "rich").mkdir()
+    pq.write_table(RICH, tmp_path / "rich" / "a.parquet", row_group_size=7)
+    manifest = build_manifest(str(tmp_path / "rich"))
+    expected = pq.read_table(tmp_path / "rich" / "a.parquet").to_pylist()
+    order = Order(manifest.group_rows, num_lanes=3, seed=2, block_row_groups=3)
+    seen: dict[int, dict[str, object]] = {}
+
+    def collate(rows: pa.Table, ids: Ids) -> dict[str, Tensor]:
+        seen.update(zip(ids.tolist(), rows.to_pylist(), strict=True))
+        return {"mine": torch.from_numpy(ids)}
+
+    place = {"lanes": range(3), "micro_batch": 4, "cursor": Cursor(), "num_steps": order.num_steps(4)}
+    steps = list(LaneLoader(Reader(manifest, RICH.column_names), order, collate, **place))  # type: ignore[arg-type]
+    assert [seen[id_] for id_ in range(60)] == expected
+    assert all(
+        batch.tensors["mine"].tolist() == batch.ids.tolist() for step in steps for batch in step if batch.tensors
+    )
