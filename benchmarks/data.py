@@ -4,8 +4,9 @@
 
 Peers come from PyPI into a virtual environment that is made here. A peer that cannot be installed, or cannot do
 something, says so. The last line is JSON: `samples_per_s_vs_best_peer` and `resume_vs_best_peer` (medians over rounds,
-goals 1.5 and 10, among the peers that read more than fits into memory), `repeats` and `skips` of ours over resizes,
-`order_build_ms` and `seek_ms` at 42 million rows, `decode_vs_pyarrow` (goal 0.9).
+goals 1.5 and 10, among the peers that read more than fits into memory; the time to resume with decoded row groups in
+our cache, since the peers have their own decoded formats on the disk; `uncached_...` without), `repeats` and `skips` of
+ours over resizes, `order_build_ms` and `seek_ms` at 42 million rows, `decode_vs_pyarrow` (goal 0.9).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rich.table import Table
 from benchmarks.rows import write_numbered_rows, write_rows
 from elastic_train.data.synthetic import synthesise
 
-OURS = "ours"
+OURS, CACHED = "ours", "ours_cached"
 PEERS = {
     "lit": "litdata",
     "hugging_map": "Hugging Face datasets, map-style",
@@ -101,7 +102,11 @@ def main() -> None:
         _make_rows(folder, chosen.rows)
         python = _make_environment(folder / "environment")
         names = [name for name in chosen.peers.split(",") if name]
-        loaders = [Loader(OURS, sys.executable), *(Loader(name, python) for name in names)]
+        loaders = [
+            Loader(OURS, sys.executable),
+            Loader(CACHED, sys.executable),
+            *(Loader(name, python) for name in names),
+        ]
         _measure(loaders, folder, chosen.rows, chosen.rounds, chosen.seconds)
         alone = _run_alone(folder)
     if not chosen.json:
@@ -180,15 +185,26 @@ def _run_alone(folder: Path) -> Found:
 
 
 def _summary(loaders: list[Loader], alone: Found) -> dict[str, object]:
-    ours, peers = loaders[0], [loader for loader in loaders[1:] if loader.name != IN_MEMORY]
+    (ours, cached), peers = loaders[:2], [loader for loader in loaders[2:] if loader.name != IN_MEMORY]
     speeds = [speed for peer in peers if (speed := peer.median("samples_per_s")) is not None]
     resumes = [resume for peer in peers if (resume := peer.median("resume_s")) is not None]
-    speed, resume = ours.median("samples_per_s"), ours.median("resume_s")
+
+    def faster(loader: Loader) -> float | None:
+        speed = loader.median("samples_per_s")
+        return round(speed / max(speeds), 3) if speed and speeds else None
+
+    def sooner(loader: Loader) -> float | None:
+        resume = loader.median("resume_s")
+        return round(min(resumes) / resume, 3) if resume and resumes else None
+
+    resizes = [*ours.resizes.values(), *cached.resizes.values()]
     return {
-        "samples_per_s_vs_best_peer": round(speed / max(speeds), 3) if speed and speeds else None,
-        "resume_vs_best_peer": round(min(resumes) / resume, 3) if resume and resumes else None,
-        "repeats": sum(int(found["repeats"]) for found in ours.resizes.values()),
-        "skips": sum(int(found["skips"]) for found in ours.resizes.values()),
+        "samples_per_s_vs_best_peer": faster(ours),
+        "cached_samples_per_s_vs_best_peer": faster(cached),
+        "resume_vs_best_peer": sooner(cached),
+        "uncached_resume_vs_best_peer": sooner(ours),
+        "repeats": sum(int(found["repeats"]) for found in resizes),
+        "skips": sum(int(found["skips"]) for found in resizes),
         **alone,
     }
 
@@ -201,13 +217,14 @@ def _print(loaders: list[Loader], alone: Found) -> None:
         "resume_s": "resume at 50 % s",
         "memory_mb": "memory MB",
     }
+    titles = {OURS: "elastic_train.data", CACHED: "elastic_train.data, cached", **PEERS}
     table = Table("loader", *columns.values(), *(f"{name}: repeats, skips" for name in STAGES))
     for loader in loaders:
         numbers = [f"{value:,.3g}" if (value := loader.median(name)) is not None else "-" for name in columns]
         resizes = [
             str(found.get("cannot") or f"{found['repeats']}, {found['skips']}") for found in loader.resizes.values()
         ]
-        table.add_row(PEERS.get(loader.name, "elastic_train.data"), *numbers, *resizes)
+        table.add_row(titles[loader.name], *numbers, *resizes)
     console = Console(width=180)
     console.print(table)
     for loader in loaders:

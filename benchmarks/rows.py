@@ -20,9 +20,9 @@ Make = Callable[[np.random.Generator, int, int], tuple[npt.NDArray[np.int64], np
 VOCABULARY, MAX_TOKENS = 32_000, 2048
 
 
-def write_rows(folder: Path, num_rows: int) -> None:
+def write_rows(folder: Path, num_rows: int, *, rows_per_group: int = ROWS_PER_GROUP) -> None:
     """Write rows of 540 tokens on average, lognormal up to 2,048, with low ids more frequent."""
-    _write(folder, num_rows, ROWS_PER_GROUP, _texts)
+    _write(folder, num_rows, rows_per_group, _texts)
 
 
 def write_numbered_rows(folder: Path, num_rows: int) -> None:

@@ -71,6 +71,10 @@ class DataConfig(_Section):
     """A row group that cannot be read: end the run, or go on without its samples, which every commit then lists."""
     too_long: Literal["fail", "truncate"] = "fail"
     """A row with more values than the task takes: end the run, or cut it there and count it."""
+    cache_dir: str | None = None
+    """Folder of every node for decoded row groups: a restart, another epoch, and all its ranks read them there."""
+    cache_bytes: PositiveInt = 64 << 30
+    """Bytes that the cache may take; row groups needed last go first."""
 
 
 class BatchConfig(_Section):

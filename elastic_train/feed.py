@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from elastic_train.account import Hole
 from elastic_train.config import Config
+from elastic_train.data.cache import RowCache
 from elastic_train.data.groups import check_columns
 from elastic_train.data.loader import LaneBatch, LaneLoader
 from elastic_train.data.manifest import Manifest, load_manifest
@@ -41,14 +43,16 @@ class Feed:
     ) -> Iterable[Sequence[LaneBatch]]:
         """Return the steps from a cursor on, without the samples of holes."""
         rules = self._rules(holes, quarantines=self._config.data.unreadable == "quarantine")
-        return self._loader(self._manifest, order, lanes, cursor, num_steps, rules)
+        folder, columns = self._config.data.cache_dir, self._task.columns()
+        cache = RowCache(Path(folder), self._manifest, columns, self._config.data.cache_bytes) if folder else None
+        return self._loader(self._manifest, order, lanes, cursor, num_steps, rules, cache)
 
     def validation(self, lanes: range) -> Iterable[Sequence[LaneBatch]] | None:
         """Return one pass over the validation set, None without one; what cannot be read of it ends the run."""
         if self._held_out is None:
             return None
         num_steps = self._held_out_order.num_steps(self._config.batch.micro_batch)
-        return self._loader(self._held_out, self._held_out_order, lanes, Cursor(), num_steps, self._rules())
+        return self._loader(self._held_out, self._held_out_order, lanes, Cursor(), num_steps, self._rules(), None)
 
     def _rules(self, holes: Sequence[Hole] = (), *, quarantines: bool = False) -> Rules:
         return Rules(
@@ -59,12 +63,19 @@ class Feed:
         )
 
     def _loader(
-        self, manifest: Manifest, order: Order, lanes: range, cursor: Cursor, num_steps: int, rules: Rules
+        self,
+        manifest: Manifest,
+        order: Order,
+        lanes: range,
+        cursor: Cursor,
+        num_steps: int,
+        rules: Rules,
+        cache: RowCache | None,
     ) -> LaneLoader:
         # A lane reads the row groups of one block at a time, of two where a step crosses from one into the next.
         per_lane = 2 * order.block_row_groups if order.is_shuffled else 2
         return LaneLoader(
-            Reader(manifest, self._task.columns(), max_row_groups=len(lanes) * per_lane),
+            Reader(manifest, self._task.columns(), max_row_groups=len(lanes) * per_lane, cache=cache),
             order,
             self._task.collate,
             lanes=lanes,

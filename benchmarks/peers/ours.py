@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers.peer import SEED, Batch, World
+from elastic_train.data.cache import RowCache
 from elastic_train.data.loader import LaneLoader
 from elastic_train.data.manifest import load_manifest
 from elastic_train.data.numbers import numbers_of
@@ -33,27 +34,33 @@ def collate(rows: pa.Table, ids: npt.NDArray[np.int64]) -> dict[str, Tensor]:
 
 
 class Ours:
-    """Not a peer: us."""
+    """Not a peer: us, from Parquet alone, or with decoded row groups in a cache as after a first epoch."""
 
     num_lanes = 1
 
+    def __init__(self, *, is_cached: bool = False) -> None:
+        self._is_cached = is_cached
+
     def prepare(self, rows: Path, out: Path) -> None:
-        """Nothing: the manifest is part of the dataset."""
+        """Nothing, or read an epoch: the manifest is part of the dataset."""
+        if self._is_cached:
+            for _ in self.open(rows, out, World(), None):
+                pass
 
     def open(self, rows: Path, out: Path, world: World, state: Any | None) -> Lanes:
-        return Lanes(rows, self.num_lanes, world, state)
+        return Lanes(rows, out / "cache" if self._is_cached else None, self.num_lanes, world, state)
 
 
 class Lanes:
     """The lanes of one rank; an epoch, or what is left of it."""
 
-    def __init__(self, rows: Path, num_lanes: int, world: World, state: Any | None) -> None:
+    def __init__(self, rows: Path, cache: Path | None, num_lanes: int, world: World, state: Any | None) -> None:
         manifest = load_manifest(str(rows))
         order = Order(manifest.group_rows, num_lanes=num_lanes, seed=SEED)
         cursor = Cursor(**state) if state else Cursor()
         num_steps = order.num_steps(world.batch)
         self._loader = LaneLoader(
-            Reader(manifest, COLUMNS),
+            Reader(manifest, COLUMNS, cache=RowCache(cache, manifest, COLUMNS) if cache else None),
             order,
             collate,
             lanes=owned_lanes(world.rank, world.size, num_lanes),

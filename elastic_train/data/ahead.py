@@ -17,13 +17,14 @@ import torch
 
 from elastic_train.data.blocks import BlockSchedule, DecodedBlock
 from elastic_train.data.lane_batch import Collate, LaneBatch
+from elastic_train.data.needs import Needs
 from elastic_train.data.reader import Reader
 from elastic_train.data.unfit import AS_THEY_ARE, Beyond, Rules, Sifter
 from elastic_train.mixing import Int64s
 from elastic_train.order import Cursor, EpochOrder, Order
 
 PREFETCH_BYTES = 128 << 20
-CHUNK_BYTES, CHUNK_ROWS, CHUNKS_AHEAD = 4 << 20, 1024, 2
+CHUNK_BYTES, CHUNK_ROWS, CHUNKS_AHEAD = 4 << 20, 512, 4
 IDS_AT_ONCE = 4096
 MAX_DECODERS, REMOTE_DECODERS = 8, 16
 
@@ -56,11 +57,13 @@ class ReadAhead:
         end = first + num_steps
         decoder = Beyond(self._reader, self._rules, first)
         schedule = BlockSchedule(decoder, self._order, self._lanes, self._micro_batch, range(first, end))
+        needs = Needs(self._order, self._micro_batch)
         decoders = ThreadPoolExecutor(_num_decoders(self._reader), "decode")
         assembler = ThreadPoolExecutor(1, "assemble")
         chunks: deque[tuple[int, Future[list[Step]]]] = deque()
         try:
             while next_ < end or chunks:
+                self._reader.expect(needs, next_ if not chunks else chunks[0][0])
                 while next_ < end and len(chunks) <= CHUNKS_AHEAD:
                     hi = min(end, self._chunk_end(next_, schedule.row_bytes))
                     blocks = schedule.require(next_, hi, decoders)

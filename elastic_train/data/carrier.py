@@ -16,6 +16,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from elastic_train.data.lane_batch import Collate, LaneBatch
+from elastic_train.data.needs import Needs
 from elastic_train.data.reader import Reader
 from elastic_train.data.unfit import Rules, Sifter
 from elastic_train.order import Cursor, Order
@@ -39,11 +40,13 @@ class LaneDataset:
     def __init__(self, reader: Reader, order: Order, collate: Collate, micro_batch: int, rules: Rules) -> None:
         self._reader, self._order, self._micro_batch = reader, order, micro_batch
         self._sifter = Sifter(reader.first_id, micro_batch, collate, rules)
+        self._needs = Needs(order, micro_batch)
 
     def __getitem__(self, slice_: LaneSlice) -> LaneBatch:
         ids = self._order.epoch(slice_.epoch).ids(slice_.lane, slice_.lo, slice_.hi)
         cursor = Cursor(slice_.epoch, slice_.lo)
         step = self._order.step_of(cursor, self._micro_batch)
+        self._reader.expect(self._needs, step)
         return self._sifter.batch(self._sifter.take(slice_.lane, cursor, step, ids, self._reader.rows_of), 0)
 
     def __getitems__(self, slices: list[LaneSlice]) -> list[LaneBatch]:
@@ -54,7 +57,7 @@ class LaneSampler:
     """Yields, step after step, the slice of every owned lane, each as a batch of one."""
 
     def __init__(self, order: Order, lanes: range, micro_batch: int, cursor: Cursor, num_steps: int) -> None:
-        self._order, self._lanes, self._micro_batch = order, lanes, micro_batch
+        self._order, self._lanes, self.micro_batch = order, lanes, micro_batch
         self.cursor, self.num_steps = cursor, num_steps
 
     def __len__(self) -> int:
@@ -64,8 +67,8 @@ class LaneSampler:
         cursor = self.cursor
         for _ in range(self.num_steps):
             for lane in self._lanes:
-                yield [LaneSlice(cursor.epoch, lane, cursor.offset, cursor.offset + self._micro_batch)]
-            cursor = self._order.advance(cursor, self._micro_batch)
+                yield [LaneSlice(cursor.epoch, lane, cursor.offset, cursor.offset + self.micro_batch)]
+            cursor = self._order.advance(cursor, self.micro_batch)
 
 
 def read_in_workers(

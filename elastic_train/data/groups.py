@@ -8,6 +8,7 @@ new file at once may both compare it; nothing else is shared between threads.
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,6 +23,7 @@ from elastic_train.data.source import LocalSource, Range, open_source
 from elastic_train.errors import DataError, UnreadableError
 
 _TAIL_BYTES = 64 << 10
+_LOADING = threading.Lock()
 
 
 def check_columns(manifest: Manifest, columns: Sequence[str]) -> None:
@@ -93,8 +95,9 @@ class RowGroups:
         """Return a file's footer: from beside the manifest, else from the file itself."""
         if number in self._cut:
             return self._cut[number]
-        if self._loaded is None:
-            self._loaded = (load_footers(self._manifest.url),)
+        with _LOADING:  # all threads that decode come here first at the same time
+            if self._loaded is None:
+                self._loaded = (load_footers(self._manifest.url),)
         (footers,) = self._loaded
         if footers is not None and number < len(footers):
             footer = footers[number]

@@ -1,11 +1,18 @@
-"""Late padding: lists of numbers become one tensor-shaped array per micro-batch, as wide as its longest row."""
+"""Late padding: lists of numbers become one tensor-shaped array per micro-batch, as wide as its longest row.
+
+A row is a string of bytes to Arrow, and Arrow pads strings: a copy and a fill for each row, without the interpreter's
+lock. Only then are the numbers widened, into memory of Arrow's pool, which the next micro-batch uses again: to fault
+fresh pages in costs more than to fill them.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from elastic_train.data.numbers import numbers_of
 from elastic_train.mixing import Int64s
@@ -23,11 +30,24 @@ def pad_lists(column: pa.ChunkedArray, *, max_width: int, multiple: int = 1) -> 
     lengths = np.minimum(whole, max_width)
     longest = max(1, int(lengths.max(initial=0)))
     width = min(-(-longest // multiple) * multiple, max_width)
-    small: type[np.signedinteger[Any]] = np.int16 if width <= np.iinfo(np.int16).max else np.int64  # faster to compare
-    is_filled = np.arange(width, dtype=small) < lengths.astype(small)[:, None]
-    padded = np.zeros((len(lengths), width), dtype=np.int64)
-    if (whole <= max_width).all():
-        padded[is_filled] = values[offsets[0] : offsets[-1]]
-    else:
-        padded[is_filled] = values[(offsets[:-1, None] + np.arange(width))[is_filled]]
+    if not len(lengths):
+        return np.zeros((0, width), dtype=np.int64), lengths.astype(np.int64)
+    if (whole > max_width).any():
+        offsets, values = _cut(offsets, values, lengths)
+    padded = np.frombuffer(pa.allocate_buffer(len(lengths) * width * 8), dtype=np.int64).reshape(len(lengths), width)
+    padded[...] = _pad(offsets, values, width)
     return padded, lengths.astype(np.int64)
+
+
+def _cut(offsets: Int64s, values: npt.NDArray[Any], lengths: Int64s) -> tuple[Int64s, npt.NDArray[Any]]:
+    """Return offsets and values of rows that are no longer than the given lengths."""
+    cut = np.concatenate(([0], np.cumsum(lengths)))
+    return cut, values[np.arange(cut[-1]) + np.repeat(offsets[:-1] - cut[:-1], lengths)]
+
+
+def _pad(offsets: Int64s, values: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
+    """Return (rows, width) numbers, of rows that are no longer."""
+    bounds = pa.py_buffer(offsets.astype(np.int64) * values.itemsize)
+    rows = pa.LargeStringArray.from_buffers(len(offsets) - 1, bounds, pa.py_buffer(values))
+    padded = pc.ascii_rpad(rows, width=width * values.itemsize, padding="\0").buffers()[2]
+    return np.frombuffer(padded, dtype=values.dtype, count=len(rows) * width).reshape(len(rows), width)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 import tenacity
 
+from elastic_train.data.cache import RowCache
 from elastic_train.data.groups import RowGroups
 from elastic_train.data.manifest import Manifest
+from elastic_train.data.needs import Needs
 from elastic_train.data.rows import Rows, gather
 from elastic_train.errors import UnreadableError
 from elastic_train.mixing import Int64s
@@ -25,11 +28,15 @@ TRIES, FIRST_PAUSE_S = 3, 0.05
 class Reader:
     """Reads rows of one dataset; picklable, and opens its files where it is used first.
 
-    `max_row_groups` bounds the decoded row groups that `read` keeps.
+    `max_row_groups` bounds the decoded row groups that `read` keeps; `cache`, of the same manifest and columns, keeps
+    them for all processes of the node.
     """
 
-    def __init__(self, manifest: Manifest, columns: Sequence[str], *, max_row_groups: int = 64) -> None:
+    def __init__(
+        self, manifest: Manifest, columns: Sequence[str], *, max_row_groups: int = 64, cache: RowCache | None = None
+    ) -> None:
         self.groups = RowGroups(manifest, columns)
+        self._cache = cache
         self.first_id: Int64s = np.concatenate(([0], np.cumsum(manifest.group_rows)[:-1]))
         self._max_row_groups = max_row_groups
         self._rows: OrderedDict[int, Rows] = OrderedDict()
@@ -43,7 +50,13 @@ class Reader:
 
     def decode(self, group: int) -> Rows:
         """Return the rows of a row group; from any thread. What cannot be read is tried again, a few times."""
-        return Rows(_again(self.groups.decode, group))
+        decode = partial(_again, self.groups.decode)
+        return Rows(self._cache.get(group, decode) if self._cache else decode(group))
+
+    def expect(self, needs: Needs, step: int) -> None:
+        """Tell the cache where its future begins."""
+        if self._cache:
+            self._cache.expect(partial(needs.after, step))
 
     def rows_of(self, group: int) -> Rows:
         """Return the rows of a row group, kept for the next call; from one thread."""

@@ -1,8 +1,8 @@
 """Where a dataset's bytes come from: local files, or any fsspec URL by ranges, retried, and asked for twice if slow.
 
-A remote range is read by a thread of a pool, again after a failure, and once more beside itself when it takes much
-longer than others did (Dean, Barroso: The Tail at Scale, 2013). Only then does pyarrow see it, as a file whose bytes
-are here already, so that decoding never waits for a network. Local files are read by pyarrow itself, without the
+A remote range is read by a thread of a pool, again after a failure, and once more beside itself when it takes longer
+than all but a few others did (Dean, Barroso: The Tail at Scale, 2013). Only then does pyarrow see it, as a file whose
+bytes are here already, so that decoding never waits for a network. Local files are read by pyarrow itself, without the
 interpreter's lock. No range is read that a row group does not need, but near ones are read as one.
 """
 
@@ -25,7 +25,7 @@ Range = tuple[int, int]
 MAX_GAP = 64 << 10
 NUM_FETCHERS = 32
 TRIES, FIRST_PAUSE_S, LONGEST_PAUSE_S = 5, 0.1, 5.0
-HEDGE_AFTER_MEDIANS, SOONEST_HEDGE_S, NUM_REMEMBERED = 4.0, 0.25, 64
+HEDGED_SHARE, SOONEST_HEDGE_S, NUM_REMEMBERED = 0.05, 0.1, 128
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError)
 
 
@@ -114,9 +114,7 @@ class RemoteSource:
 
     def _hedge(self, path: str, range_: Range, first: Future[bytes]) -> bytes:
         """Wait for a range; ask a second time if it is late, and take what comes first."""
-        took_s = sorted(self._took_s)
-        usual_s = took_s[len(took_s) // 2] if took_s else LONGEST_PAUSE_S
-        wait([first], max(SOONEST_HEDGE_S, HEDGE_AFTER_MEDIANS * usual_s))
+        wait([first], self._late_after_s())
         if first.done():
             return first.result()
         second = self._submit(path, range_)
@@ -124,6 +122,11 @@ class RemoteSource:
         if all(future.exception() for future in done):
             return next(iter(late or done)).result()
         return next(future for future in done if not future.exception()).result()
+
+    def _late_after_s(self) -> float:
+        """Return how long all but a few of the last ranges took; so few are asked for twice."""
+        took_s = sorted(self._took_s)
+        return max(SOONEST_HEDGE_S, took_s[int((1 - HEDGED_SHARE) * len(took_s))] if took_s else LONGEST_PAUSE_S)
 
 
 class Fetched(io.RawIOBase):

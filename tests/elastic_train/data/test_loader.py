@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from elastic_train.data.cache import RowCache
 from elastic_train.data.carrier import LaneSampler, LaneSlice
 from elastic_train.data.loader import LaneBatch, LaneLoader
 from elastic_train.data.manifest import Manifest, load_manifest
@@ -179,6 +183,35 @@ def test_one_worker_goes_on_from_a_cursor(dataset: Manifest) -> None:
     loader = loader_of(dataset, order, range(2), cursor=order.cursor_at(last, MICRO_BATCH), num_steps=3, num_workers=1)
     assert [micro_batches(step) for step in loader] == expected_steps(order, range(2), last, 3)
     assert loader.state_dict() == {"epoch": 1, "offset": 2 * MICRO_BATCH}
+
+
+@pytest.mark.long
+def test_the_number_of_workers_changes_at_every_resume(dataset: Manifest, tmp_path: Path) -> None:
+    """Four, one, two, no workers in worlds of other sizes, over one cache: the pure order; signals change nothing."""
+    order, state, done = order_of(dataset), {"epoch": 0, "offset": 0}, 0
+    reader = Reader(dataset, ["label"], cache=RowCache(tmp_path, dataset, ["label"]))
+    for num_workers, lanes, num_steps in ((4, range(5), 3), (1, range(2, 4), 2), (2, range(5), 2), (0, range(1, 5), 3)):
+        loader = LaneLoader(
+            reader,
+            order,
+            collate,
+            lanes=lanes,
+            micro_batch=MICRO_BATCH,
+            cursor=Cursor(**state),
+            num_steps=num_steps,
+            num_workers=num_workers,
+        )
+        steps = iter(loader)
+        read = [micro_batches(next(steps))]
+        workers = multiprocessing.active_children()
+        assert len(workers) == num_workers
+        for worker in workers:
+            assert worker.pid is not None
+            os.kill(worker.pid, signal.SIGTERM)
+            os.kill(worker.pid, signal.SIGUSR1)
+        read += [micro_batches(step) for step in steps]
+        assert read == expected_steps(order, lanes, done, num_steps)
+        done, state = done + num_steps, loader.state_dict()
 
 
 def test_the_sampler_yields_a_slice_for_every_lane(dataset: Manifest) -> None:

@@ -1,0 +1,141 @@
+"""An HTTP server as if far away: every answer late, some requests refused or broken off, a few answered very late.
+
+As a program, `python -m benchmarks.slow_network`, it stands before a moto S3 server of its own with a bucket `rows`,
+prints its address, and ends with its input. Chance is seeded; what was done is counted in `counts`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+_HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "date", "server"}
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """How long an answer takes, and which share of requests is refused, broken off, or late."""
+
+    delay_s: float = 0.05
+    refused: float = 0.005
+    broken: float = 0.005
+    late: float = 0.0
+    late_s: float = 1.0
+
+
+class SlowNetwork(ThreadingHTTPServer):
+    """Forwards requests to a server, late."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, server: str, trouble: Trouble, seed: int = 0) -> None:
+        super().__init__(("127.0.0.1", 0), _Request)
+        self.target, self.trouble = urlsplit(server).netloc, trouble
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.counts: Counter[str] = Counter()
+        self._chance = random.Random(seed)
+
+    @contextmanager
+    def serving(self) -> Iterator[SlowNetwork]:
+        """Run until the context ends."""
+        thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield self
+        finally:
+            self.shutdown()
+            self.server_close()
+            thread.join()
+
+    def draw(self) -> str:
+        """Return what happens to a request."""
+        lot, trouble = self._chance.random(), self.trouble
+        for what in ("refused", "broken", "late"):
+            lot -= getattr(trouble, what)
+            if lot < 0:
+                break
+        else:
+            what = "answered"
+        self.counts[what] += 1
+        return what
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of clients that go away."""
+
+
+class _Request(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: SlowNetwork
+
+    def setup(self) -> None:
+        super().setup()
+        self._upstream = http.client.HTTPConnection(self.server.target)
+
+    def finish(self) -> None:
+        self._upstream.close()
+        super().finish()
+
+    def _forward(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        what, trouble = self.server.draw() if self.command == "GET" else "answered", self.server.trouble
+        time.sleep(trouble.delay_s + (trouble.late_s if what == "late" else 0))
+        if what == "refused":
+            self.send_response(503)
+            self.send_header("content-length", "0")
+            self.end_headers()
+            return
+        self._upstream.request(self.command, self.path, body, dict(self.headers))
+        answer = self._upstream.getresponse()
+        content = answer.read()
+        self.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in _HOP_BY_HOP:
+                self.send_header(name, value)
+        is_head = self.command == "HEAD"
+        self.send_header("content-length", answer.getheader("content-length", "0") if is_head else str(len(content)))
+        self.end_headers()
+        if what == "broken":
+            self.wfile.write(content[: len(content) // 2])
+            self.close_connection = True
+        else:
+            self.wfile.write(content)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _forward  # noqa: N815
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Say nothing."""
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    import fsspec
+    from moto.server import ThreadedMotoServer
+
+    parser = argparse.ArgumentParser()
+    usual = Trouble()
+    for name in ("delay_s", "refused", "broken", "late", "late_s"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(usual, name))
+    trouble = Trouble(**vars(parser.parse_args()))
+    store = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    store.start()
+    host, port = store.get_host_and_port()
+    fsspec.filesystem("s3", endpoint_url=f"http://{host}:{port}").mkdir("rows")
+    with SlowNetwork(f"http://{host}:{port}", trouble).serving() as network:
+        print(network.url, flush=True)
+        sys.stdin.read()
+    store.stop()
+
+
+if __name__ == "__main__":
+    main()
