@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
-.PHONY: setup demo test test-long check format bench clean
+.PHONY: setup demo test test-long soak check format bench clean
 
 setup: .venv/.installed
 
@@ -30,6 +30,10 @@ test: setup
 test-long: setup
 	@echo "test: the whole suite, and what takes minutes"
 	@$(RUN) -m pytest -m "long or not long"
+
+soak: setup
+	@echo "soak: half a minute of real faults on one job, and a verdict on it"
+	@$(RUN) -m chaos.cli run soak --minutes 0.5 --seed 1 --out runs/soak-short
 
 check: setup
 	@echo "check: format, lint, types"

@@ -50,22 +50,16 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.jobs import LOG, TTL_S, Steps, free_endpoint, plain_nodes, write_live_job
-from benchmarks.network import (
-    ETCD_ADDRESS,
-    CableNode,
-    CutNode,
-    NoNamespacesError,
-    SplitNode,
-    behind_the_cable,
-    namespace,
-)
+from benchmarks.network import CableNode, CutNode, SplitNode, behind_the_cable
 from chaos.errors import RunError
 from chaos.evidence import Evidence, collect, number, whole
 from chaos.injected import check_kept, given_up
 from chaos.local import Job, launch
+from chaos.network import Cable, NoNamespacesError, cable
 from chaos.node import Node
 from chaos.recovery import recoveries
-from chaos.scenario import Due, Nodes, Scenario
+from chaos.scenario import Nodes, Scenario
+from chaos.schedule import Due
 from rendezvous.server import EtcdServer
 
 FROZEN_S = 6.0
@@ -205,10 +199,10 @@ def _cut(folder: Path, num_faults: int, figures: Figures, console: Console, name
     due = [Due("freeze_node", 1, None, 30.0, for_s=3 * TTL_S) for _ in range(num_faults)]
     seconds = 30.0 * num_faults + 20.0
     config = write_live_job(folder, seconds, ranks=2)
-    place = partial(behind_the_cable, kind)
     try:
-        with namespace():
-            run = _run_job(folder / "faulted", config, due, ranks=1, timeout_s=3 * seconds, place=place)
+        with cable() as laid:
+            place = partial(behind_the_cable, kind, laid)
+            run = _run_job(folder / "faulted", config, due, ranks=1, timeout_s=3 * seconds, place=place, laid=laid)
     except NoNamespacesError as error:
         figures.facts["no_namespaces"] = str(error)
         return
@@ -220,13 +214,13 @@ def _storm(folder: Path, num_faults: int, seed: int, figures: Figures, console: 
     """Send three nodes through faults in quick succession, tell them to leave, and repeat the same steps without."""
     due = storm(num_faults, seed)
     config = write_live_job(folder, 10 * sum(fault.after_s or 0.0 for fault in due), ranks=3)
-    told, place = "", None
-    with contextlib.ExitStack() as cable:
+    told, place, laid = "", None, None
+    with contextlib.ExitStack() as undo:
         with contextlib.suppress(NoNamespacesError):
-            cable.enter_context(namespace())
-            place = partial(behind_the_cable, CableNode)
+            laid = undo.enter_context(cable())
+            place = partial(behind_the_cable, CableNode, laid)
         try:
-            _run_job(folder / "faulted", config, due, ranks=1, timeout_s=2400, num_nodes=3, place=place)
+            _run_job(folder / "faulted", config, due, ranks=1, timeout_s=2400, num_nodes=3, place=place, laid=laid)
         except RunError as error:  # expected: told to leave, no node ends with 0
             told = str(error)
     run = collect(folder / "faulted")
@@ -263,7 +257,7 @@ def storm(num_faults: int, seed: int) -> list[Due]:
                 continue
             kind = rng.choice(["kill_worker", "kill_worker", "freeze_worker", "freeze_node", "kill_node", "stop_node"])
             for_s = rng.choice([1.0, 2 * TTL_S]) if kind.startswith("freeze") else None
-            due.append(Due(kind, node, None, pause_s, for_s=for_s))  # type: ignore[arg-type]
+            due.append(Due(kind, node, None, pause_s, for_s=for_s))
             is_up[node] = kind not in ("kill_node", "stop_node")
         due += [Due("start_node", node, None, 1.0) for node, up in is_up.items() if not up]
     return [*due, *_LAST]
@@ -276,7 +270,7 @@ def _throughput(folder: Path, seconds: float, figures: Figures, console: Console
     """Run a job of four workers with a fault every 29 s, kills and freezes in turn, and without."""
     kinds = [("kill_worker", None), ("freeze_worker", FROZEN_S)]
     due = [
-        Due(kind, turn % 2, None, FAULT_EVERY_S, for_s=for_s)  # type: ignore[arg-type]
+        Due(kind, turn % 2, None, FAULT_EVERY_S, for_s=for_s)
         for turn in range(int(seconds // FAULT_EVERY_S))
         for kind, for_s in [kinds[turn % 2]]
     ]
@@ -373,15 +367,16 @@ def _run_job(
     timeout_s: float,
     num_nodes: int = 2,
     place: Callable[[list[Node], Path], list[Node]] | None = None,
+    laid: Cable | None = None,
 ) -> Evidence:
-    """Run a live job with its faults to its end, and return what it left; `place` puts its nodes elsewhere."""
+    """Run a live job with its faults to its end, and return what it left; `place` puts its nodes along a cable."""
     nodes = Nodes(count=num_nodes, ranks=ranks, min=1, max_restarts=1000, lease_ttl_s=TTL_S, recovery="live")
     scenario = Scenario(name=folder.name, description="", config=config, nodes=nodes, timeout_s=timeout_s)
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    with EtcdServer(host="0.0.0.0" if place else "127.0.0.1") as server:
-        endpoint = server.endpoint.replace("127.0.0.1", ETCD_ADDRESS) if place else server.endpoint
+    with EtcdServer(host="0.0.0.0" if laid else "127.0.0.1") as server:
+        endpoint = server.endpoint.replace("127.0.0.1", laid.address("etcd")) if laid else server.endpoint
         started = launch(scenario, endpoint, folder, ["--run.dir", str(folder)], folder.name)
         started = place(started, folder) if place else started
         Job(folder, started, scenario, due, 0, lambda _: None, lambda _: None).run()

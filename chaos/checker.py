@@ -1,8 +1,9 @@
 """The judge: from a run's files to one finding an invariant, importing nothing from the trainer.
 
-The invariants are functions in three rooms: what was applied (`exactly_once`), what was published (`one_lineage`), and
-the run as a whole (`injected`). Here is the table of them; a planted bug is caught by the one named beside it in
-`chaos.planted`.
+The invariants are functions in five rooms: what was applied (`exactly_once`), what was published (`one_lineage`), the
+run as a whole (`injected`), what was logged of it (`tracking`), and what it left behind (`clean`). Here is the table of
+them; a planted bug is caught by the one named beside it in `chaos.planted`. A run of somebody's script is judged by
+`chaos.script.judge`.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from chaos import exactly_once, injected, one_lineage
+from chaos import clean, exactly_once, injected, one_lineage, tracking
 from chaos.evidence import Evidence
 from chaos.findings import Finding, find
+from chaos.script import judge as scripts
+from chaos.script.samples import is_script
 
 INVARIANTS: dict[str, Callable[[Evidence], str]] = {
     "finished": injected.finished,
@@ -27,7 +30,7 @@ INVARIANTS: dict[str, Callable[[Evidence], str]] = {
     "atomicity": one_lineage.atomicity,
     "rpo": injected.rpo,
     "rto": injected.rto,
-    "cleanliness": injected.cleanliness,
+    "cleanliness": clean.cleanliness,
 }
 COMPARED: dict[str, Callable[[Evidence, Evidence], str]] = {
     "hash": exactly_once.same_weights,
@@ -38,8 +41,14 @@ COMPARED: dict[str, Callable[[Evidence, Evidence], str]] = {
 
 def judge(run: Evidence, reference: Evidence | None = None) -> list[Finding]:
     """Return every invariant's finding on a run, against the run of the same job without faults if there is one."""
+    if is_script(run):
+        return scripts.judge(run, reference)
     findings = [find(name, partial(check, run)) for name, check in INVARIANTS.items()]
     findings.append(find("sums", partial(exactly_once.sums, run, reference)))
+    if run.metrics is not None:
+        findings.append(find("tracking", partial(tracking.tracking, run)))
+    if run.has("healed") or run.has("stuck"):
+        findings.append(find("liveness", partial(injected.liveness, run)))
     if run.witness is not None:
         findings.append(find("witness", partial(exactly_once.witness, run)))
     if reference is not None:

@@ -6,11 +6,11 @@ import json
 import os
 import random
 import shlex
-import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -22,34 +22,38 @@ from rich.table import Table
 
 from chaos import scenario as scenarios
 from chaos.errors import ChaosError, RunError, ScenarioError
-from chaos.local import Followed, Job, launch
+from chaos.execution import clear, count_steps, make_data, run_once, run_soak
+from chaos.kinds import KINDS
+from chaos.mesh.command import command as emit
 from chaos.report import write as write_report
 from chaos.scenario import Scenario
+from chaos.schedule import schedule
+from chaos.script import run as scripts
 from chaos.verdict import FAULTED, REFERENCE, VERDICT, Verdict, examine, render
 from elastic_train.cli import explain
-from elastic_train.config import Config
 from elastic_train.config import load as load_config
-from elastic_train.data.manifest import load_manifest
 from elastic_train.errors import ElasticTrainError
-from elastic_train.order import Order
-from elastic_train.progress import Progress, ResumeBanner, Status
 from rendezvous.errors import RendezvousError
-from rendezvous.server import EtcdServer
 
 app = App(
     name="elastic-chaos",
     help="Break a training job on purpose, then prove from its files that nothing was lost, repeated or changed.",
 )
+app.command(emit, name="emit")
 console = Console(soft_wrap=True)
 Json = Annotated[bool, Parameter(name="--json")]
 
 
 @app.command
 def run(
-    scenario: str,
+    scenario: str | None = None,
     *,
+    command: str | None = None,
+    nodes: int | None = None,
     seed: int | None = None,
     out: Path | None = None,
+    faults: int | None = None,
+    minutes: float | None = None,
     reference: bool = True,
     set_: Annotated[list[str] | None, Parameter(name="--set")] = None,
     json_: Json = False,
@@ -58,19 +62,41 @@ def run(
 
     Drawn steps come from --seed, which is printed; the same seed draws the same steps. Results lie in --out
     (runs/<name> if not given): faulted/, reference/, verdict.json. --set batch.micro_batch=8 changes a key of the
-    trainer's configuration. Exit code 0 only if the verdict is valid.
+    trainer's configuration. A soak goes on for so many --faults, or --minutes; Ctrl-C ends it sooner, with a verdict.
+    Exit code 0 only if the verdict is valid.
+
+    --command "torchrun train.py {dir}" breaks a script of your own instead; without SCENARIO, any-script's faults. The
+    line is started once for each of --nodes (2), all on this machine. What it leaves out reaches torchrun by its own
+    PET_ variables: --nnodes, --nproc-per-node, --max-restarts, --rdzv-id, --rdzv-endpoint, and --rdzv-backend=c10d;
+    with --rdzv-backend=etcd in it, an etcd is started. {dir} becomes a folder of the run's own, for its snapshots.
+    Which samples were applied is told by three lines in the script: `from chaos.hook import log_ids`.
     """
-    described = scenarios.load(scenarios.find(scenario))
+    if scenario is None and command is None:
+        raise ScenarioError("name a SCENARIO (`elastic-chaos ls` shows them), or give the --command to break")
+    name = scenario or scripts.DEFAULT
+    described = scenarios.bounded(scenarios.load(scenarios.find(name)), faults, minutes)
+    if nodes is not None:
+        described = described.model_copy(update={"nodes": described.nodes.model_copy(update={"count": nodes})})
+        if problems := list(scenarios.impossible(described.nodes, described.faults)):
+            raise ScenarioError(*(f"--nodes {nodes}, {name}: {problem}" for problem in problems))
     seed = described.seed if seed is None else seed
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     folder = out or Path("runs") / described.name
     settings = set_ or []
-    replay = shlex.join(
-        ["elastic-chaos", "run", scenario, "--seed", str(seed), *(f"--set={setting}" for setting in settings)]
-    )
-    verdict = execute(
-        described, seed, folder, overrides=settings, replay=replay, with_reference=reference, is_quiet=json_
-    )
+    told = [*(["--command", command] if command else []), *(["--nodes", str(nodes)] if nodes else [])]
+    changes = [f"--set={setting}" for setting in settings]
+    bounds = [*([f"--faults={faults}"] if faults else []), *([f"--minutes={minutes:g}"] if minutes else [])]
+    replay = shlex.join(["elastic-chaos", "run", name, *told, "--seed", str(seed), *changes, *bounds])
+    if command is not None:
+        if settings:
+            raise ScenarioError("--set changes the trainer's configuration; a --command has none")
+        verdict = scripts.execute(
+            command, described, seed, folder, replay=replay, with_reference=reference, say=_say(json_)
+        )
+    else:
+        verdict = execute(
+            described, seed, folder, overrides=settings, replay=replay, with_reference=reference, is_quiet=json_
+        )
     return tell(verdict, folder, json_)
 
 
@@ -93,6 +119,7 @@ def sim(
     seeds: str = "200",
     seed: int | None = None,
     case: Path | None = None,
+    scenario: str | None = None,
     minutes: float | None = None,
     nodes: int | None = None,
     processes: int | None = None,
@@ -101,16 +128,20 @@ def sim(
 ) -> int:
     """Run the product itself in virtual time, with faults drawn from --seeds (N, or A:B), and judge every run.
 
-    --seed runs one of them and shows what was found, --case one that was written down. --minutes ends earlier, --nodes
-    takes that many nodes in place of the drawn ones. Seeds are spread over --processes, one for each core if not given;
-    the digest does not depend on that. --ledger FILE keeps a line for each seed, and goes on where the file ends. Exit
-    code 0 only if no invariant is violated; else the first bad run is shrunk, kept below runs/sim, and told with the
-    command that runs it again.
+    --seed runs one of them and shows what was found, --case one that was written down, --scenario (with --seed) one
+    that `run` does to real nodes. --minutes ends earlier, --nodes takes that many nodes in place of the drawn ones.
+    Seeds are spread over --processes, one for each core if not given; the digest does not depend on that. --ledger FILE
+    keeps a line for each seed, and goes on where the file ends. Exit code 0 only if no invariant is violated; else the
+    first bad run is shrunk, kept below runs/sim, and told with the command that runs it again.
     """
+    from chaos.rehearsal import rehearse
     from chaos.sim import cases, command  # it loads all of the product, which no other command needs
     from chaos.sim.pool import cores
     from chaos.sim.simulate import case_of
 
+    if scenario is not None:
+        described = scenarios.load(scenarios.find(scenario))
+        return command.run_one(rehearse(described, seed if seed is not None else described.seed or 0), json_)
     if case is not None:
         return command.run_one(cases.load(case), json_)
     if seed is not None:
@@ -129,7 +160,22 @@ def ls(*, json_: Json = False) -> int:
     table = Table("scenario", "what happens", "nodes x ranks", "faults")
     for item in known:
         shape = f"{item.nodes.count} x {item.nodes.ranks}"
-        table.add_row(item.name, item.description, shape, ", ".join(f"{f.kind} {f.node}" for f in item.faults))
+        faults = ", ".join(f"{f.kind} {'' if f.node is None else f.node}".rstrip() for f in item.faults)
+        table.add_row(item.name, item.description, shape, faults or (f"{item.soak.faults} drawn" if item.soak else ""))
+    console.print(table)
+    return 0
+
+
+@app.command
+def kinds(*, json_: Json = False) -> int:
+    """List the kinds of fault, what each means, and who can do it: real runs, or the simulator."""
+    if json_:
+        console.print_json(json.dumps([asdict(kind) for kind in KINDS.values()]))
+        return 0
+    table = Table("kind", "what happens", "to", "lasts for_s", "run", "sim")
+    for kind in KINDS.values():
+        marks = ["yes" if done else "" for done in (kind.local, kind.sim)]
+        table.add_row(kind.name, kind.meaning, kind.aim, kind.lasts, *marks)
     console.print(table)
     return 0
 
@@ -149,75 +195,29 @@ def execute(
     `replay` is the command that does the same again.
     """
     changes = [*_as_arguments(scenario.set), *_split(overrides)]
+    if scenario.config is None:
+        raise ScenarioError(f"{scenario.name} has no config: it is for scripts; give it one with --command")
+    say = _say(is_quiet)
     config = load_config(scenario.config, environ=os.environ, arguments=changes)
+    make_data(scenario, config, say)
+    if scenario.soak is not None:
+        return run_soak(scenario, seed, folder, changes, config, replay, is_quiet, say)
     total_steps = count_steps(config)
-    due = scenarios.schedule(scenario, seed, total_steps, config.checkpoint.every_steps or total_steps)
-    say: Callable[[str], None] = (lambda _: None) if is_quiet else (lambda text: console.print(text, highlight=False))
-    steps = ", ".join(
-        f"{f.kind} {f.target} {f'{f.after_s:g} s later' if f.step is None else f'at step {f.step}'}" for f in due
-    )
+    due = schedule(scenario, seed, total_steps, config.checkpoint.every_steps or total_steps)
+    steps = ", ".join(str(fault) for fault in due)
     say(f"scenario {scenario.name}, seed {seed}: {total_steps} steps, {steps or 'no faults'}")
-    (folder / VERDICT).unlink(missing_ok=True)
-    for name in (FAULTED, REFERENCE):
-        if (folder / name).exists():
-            shutil.rmtree(folder / name)
+    clear(folder)
     names = [FAULTED, REFERENCE] if with_reference else [FAULTED]
     for name in names:
         say(f"training {'with' if name == FAULTED else 'the same without'} faults, in {folder / name}")
         started = time.monotonic()
-        _run_once(scenario, folder / name, due if name == FAULTED else [], seed, changes, total_steps, replay, is_quiet)
+        run_once(scenario, folder / name, due if name == FAULTED else [], seed, changes, total_steps, replay, is_quiet)
         say(f"done in {time.monotonic() - started:.0f} s")
     return examine(folder)
 
 
-def _run_once(
-    scenario: Scenario,
-    folder: Path,
-    due: list[scenarios.Due],
-    seed: int,
-    changes: list[str],
-    total_steps: int,
-    replay: str,
-    is_quiet: bool,
-) -> None:
-    folder.mkdir(parents=True)
-    progress = Progress(Console(soft_wrap=True, quiet=is_quiet))
-    shown: list[int] = [0]
-
-    def look(followed: Followed) -> None:
-        if followed.term != shown[0] and followed.world:
-            progress.event(f"term {followed.term}: {followed.world} ranks")
-            shown[0] = followed.term
-        if followed.resumed is not None:
-            progress.banner(ResumeBanner(**followed.resumed))  # type: ignore[arg-type]
-            followed.resumed = None
-        if followed.step:
-            progress.update(
-                Status(
-                    step=followed.step,
-                    total_steps=total_steps,
-                    loss=followed.loss,
-                    samples_per_s=followed.samples_per_s,
-                    world=followed.world,
-                    term=followed.term,
-                    last_commit_step=followed.commit,
-                    epoch=followed.epoch,
-                )
-            )
-
-    own = ["--run.dir", str(folder), "--run.name", f"{scenario.name}-{folder.name}"]
-    with EtcdServer() as server:
-        nodes = launch(scenario, server.endpoint, folder, [*changes, *own], f"{scenario.name}-{folder.name}")
-        try:
-            Job(folder, nodes, scenario, due, seed, look, progress.event, replay).run()
-        finally:
-            progress.close()
-
-
-def count_steps(config: Config) -> int:
-    """Return how many steps the configured job takes."""
-    order = Order(load_manifest(config.data.train).group_rows, num_lanes=config.batch.num_lanes, seed=config.run.seed)
-    return config.max_steps or config.epochs * order.num_steps(config.batch.micro_batch)
+def _say(is_quiet: bool) -> Callable[[str], None]:
+    return (lambda _: None) if is_quiet else (lambda text: console.print(text, highlight=False, markup=False))
 
 
 def tell(verdict: Verdict, folder: Path, is_json: bool) -> int:
@@ -228,7 +228,7 @@ def tell(verdict: Verdict, folder: Path, is_json: bool) -> int:
     else:
         console.print(render(verdict))
         again = f"; again with: {verdict.fields['replay']}" if verdict.fields["replay"] else ""
-        console.print(f"{page} shows it, {folder / VERDICT} has the whole of it{again}", highlight=False)
+        console.print(f"{page} shows it, {folder / VERDICT} has the whole of it{again}", highlight=False, markup=False)
     return 0 if verdict.is_valid else 1
 
 

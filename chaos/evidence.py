@@ -40,8 +40,16 @@ class Evidence:
     config: Line
     result: Line | None
     witness: npt.NDArray[np.int64] | None = field(repr=False)
+    metrics: dict[int, list[Line]] | None = field(default=None, repr=False)
+    """Each term's lines; None where nobody could have logged any."""
+    tracked: Line | None = field(default=None, repr=False)
+    """What the tracker held, by metric; None if nobody looked."""
     _by_op: dict[str, list[Line]] = field(default_factory=dict, repr=False)
     _derived: dict[str, object] = field(default_factory=dict, repr=False, compare=False)
+
+    def has(self, op: str) -> bool:
+        """Say whether any line is of an operation, whatever else it lacks."""
+        return any(line.get("op") == op for process in self.processes for line in process)
 
     def of(self, op: str) -> list[Line]:
         """Return the lines of one operation, in the order of their times."""
@@ -67,7 +75,7 @@ def collect(folder: Path) -> Evidence:
     """Read everything below a run's folder."""
     witness = folder / "witness.npy"
     config = _mapping(yaml.safe_load(_text(folder / "config.yaml") or "{}"))
-    result = _text(folder / "result.json")
+    result, held = _text(folder / "result.json"), _text(folder / "tracked.json")
     return Evidence(
         folder=folder,
         processes=[list(parse_lines(path.read_bytes())) for path in sorted((folder / "history").glob("*.jsonl"))],
@@ -75,6 +83,12 @@ def collect(folder: Path) -> Evidence:
         config=config or {},
         result=_parsed(result.encode()) if result else None,
         witness=np.load(witness, allow_pickle=False) if witness.exists() else None,
+        metrics={
+            int(path.stem): [line for text in path.read_bytes().splitlines() if (line := _parsed(text)) is not None]
+            for path in sorted((folder / "metrics").glob("*.jsonl"))
+            if path.stem.isdecimal()
+        },
+        tracked=_parsed(held.encode()) if held else None,
     )
 
 

@@ -6,50 +6,63 @@ verdict would prove nothing, so it is unknown.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from itertools import pairwise
 
 from chaos.applied import formed_at, lineage_of, pids_of, reached_by, restored_at, result_of, steps_of
 from chaos.evidence import Evidence, Line, items, number, whole
 from chaos.findings import Unknown, Violated
-from chaos.recovery import fault_name, recoveries
+from chaos.kinds import is_of_etcd
+from chaos.recovery import fault_kind, fault_name, recoveries, ridden_out
 
 _KILLS = ("kill_worker", "kill_node")
-_ENDS_NODES = ("kill_node", "stop_node")
+_ENDS_NODES = ("kill_node", "stop_node", "kill_job")
 
 
 def finished(run: Evidence) -> str:
     """The job came to its end and said so."""
     result = result_of(run)
+    if result["status"] == "running":
+        raise Unknown(f"the job has not ended; it is judged up to its commit of step {result['step']}")
     if result["status"] != "done":
         raise Violated(f"the job ended as {result['status']} at step {result['step']}")
     return f"done at step {result['step']} in term {result['term']}"
 
 
 def faults(run: Evidence) -> str:
-    """Faults were injected, every one changed the world, and a kill at a drawn step made applied steps be lost."""
+    """Faults were injected, each changed the world or was ridden out, and a kill at a drawn step lost applied steps."""
     injected = run.of("fault")
     if not injected:
         raise Unknown("no fault was injected, so recovery was not put to the test")
     recovered = {recovery.at: recovery for recovery in recoveries(run)}
+    spared = {number(fault, "t") for fault in ridden_out(run)}
     for fault in injected:
         recovery = recovered.get(number(fault, "t"))
+        if recovery is None and number(fault, "t") in spared:
+            continue
         if recovery is None:
             raise Unknown(f"{fault_name(fault)} changed nothing: no newer world has applied a step after it")
         if not is_live(run) and fault["kind"] in _KILLS and fault.get("is_drawn") and recovery.rpo_steps == 0:
             raise Unknown(f"{fault_name(fault)} lost no applied step: it was not put to the test that they come back")
-    return f"{len(injected)} faults, {len(formed_at(run))} terms, each fault followed by a new world's steps"
+    kinds = len({fault_kind(fault) for fault in injected})
+    told = f"{len(injected)} faults of {kinds} kinds, {len(formed_at(run))} terms"
+    if spared:
+        return f"{told}: {len(recovered)} followed by a new world's steps, {len(spared)} ridden out"
+    return f"{told}, each fault followed by a new world's steps"
 
 
 def deaths(run: Evidence) -> str:
     """Every new term, every process without an end, and every node that failed has a fault that explains it."""
     injected, formed = run.of("fault"), formed_at(run)
     terms = list(formed)
-    for before, after in pairwise(terms):
-        if is_live(run):
-            _check_change(run, before, after)
-        elif not any(formed[before] <= number(fault, "t") <= formed[after] for fault in injected):
-            raise Unknown(f"term {after} was formed, but no fault since term {before} explains it")
+    if is_live(run):
+        _check_changes(run)
+    else:
+        times = [number(fault, "t") for fault in injected]
+        for before, after in pairwise(terms):
+            if bisect_left(times, formed[before]) == bisect_right(times, formed[after]):
+                raise Unknown(f"term {after} was formed, but no fault since term {before} explains it")
     ended = {(line["term"], line["rank"]) for line in run.of("end")}
     lost = [line for line in run.of("form") if line["term"] == terms[-1] and (line["term"], line["rank"]) not in ended]
     if lost:
@@ -66,22 +79,44 @@ def is_live(run: Evidence) -> bool:
     return any(line.get("recovery") == "live" for line in run.of("scenario"))
 
 
-def _check_change(run: Evidence, before: int, after: int) -> None:
-    """Processes leave a live world only when a fault hit them, and worlds end only because one left or came."""
+def _check_changes(run: Evidence) -> None:
+    """Processes leave a live world only when a fault hit them, and worlds end only because one left or came.
+
+    Who was hit, or started and ended by the undoing of a fault, may leave at any time from then on; a fault of etcd
+    hits the leases of all who are in a world while it lasts.
+    """
     formed, pids = formed_at(run), pids_of(run)
-    injected = [fault for fault in run.of("fault") if number(fault, "t") <= formed[after]]
-    hit = {pid for fault in injected for pid in items(fault, "pids")}
-    gone = sorted(pids[before] - pids[after] - hit)
-    if gone:
-        raise Unknown(f"process {gone[0]} left between terms {before} and {after}, and no fault explains it")
-    if pids[before] == pids[after] and not any(number(fault, "t") >= formed[before] for fault in injected):
-        raise Unknown(f"term {after} was formed by the processes of term {before}, and no fault explains it")
+    hits = sorted([*run.of("fault"), *run.of("undo")], key=lambda line: number(line, "t"))
+    hit, place, lasting, etcd_until = set[object](), 0, 0.0, 0.0
+    for before, after in pairwise(formed):
+        while place < len(hits) and number(hits[place], "t") <= formed[after]:
+            hit |= set(items(hits[place], "pids"))
+            until = number(hits[place], "t") + _for_s(hits[place])
+            lasting = max(lasting, until)
+            etcd_until = max(etcd_until, until) if is_of_etcd(hits[place]["kind"]) else etcd_until
+            place += 1
+        if formed[before] <= etcd_until:
+            hit |= pids[before]
+        gone = sorted(pids[before] - pids[after] - hit)
+        if gone:
+            raise Unknown(f"process {gone[0]} left between terms {before} and {after}, and no fault explains it")
+        if pids[before] == pids[after] and lasting < formed[before]:
+            raise Unknown(f"term {after} was formed by the processes of term {before}, and no fault explains it")
+
+
+def _for_s(fault: Line) -> float:
+    seconds = fault.get("for_s")
+    return float(seconds) if isinstance(seconds, int | float) else 0.0
 
 
 def _is_explained(exit_: Line, injected: list[Line]) -> bool:
     """Say whether the last thing done to a node was to end it."""
-    kinds = [fault["kind"] for fault in injected if fault["node"] == exit_["node"]]
+    kinds = [fault["kind"] for fault in injected if exit_["node"] in _nodes(fault)]
     return bool(kinds) and kinds[-1] in _ENDS_NODES
+
+
+def _nodes(fault: Line) -> list[object]:
+    return items(fault, "nodes") if fault.get("nodes") else [fault.get("node")]
 
 
 def rpo(run: Evidence) -> str:
@@ -122,19 +157,19 @@ def _given_up(run: Evidence) -> Iterator[tuple[int, int, int, int, int]]:
 
 
 def rto(run: Evidence) -> str:
-    """Every fault is followed by a next world's first applied step; returns how long that took."""
-    costs = recoveries(run)
-    if len(costs) < len(run.of("fault")) or not costs:
-        raise Unknown(f"{len(costs)} of {len(run.of('fault'))} faults were recovered from")
+    """Every fault is followed by a next world's first applied step, or was ridden out; returns how long that took."""
+    costs, spared = recoveries(run), ridden_out(run)
+    if len(costs) + len(spared) < len(run.of("fault")) or not costs:
+        raise Unknown(f"{len(costs)} of {len(run.of('fault')) - len(spared)} faults were recovered from")
     return f"{min(cost.rto_s for cost in costs):.2f} to {max(cost.rto_s for cost in costs):.2f} s to the next step"
 
 
-def cleanliness(run: Evidence) -> str:
-    """No process of the job outlived it."""
-    ends = run.of("clean")
-    if not ends:
-        raise Unknown("nobody looked for processes that outlived the job")
-    orphans = items(ends[-1], "orphans")
-    if orphans:
-        raise Violated(f"processes {orphans} outlived the job")
-    return "no process outlived the job"
+def liveness(run: Evidence) -> str:
+    """Once all was undone, the whole world trained again."""
+    for line in run.of("stuck"):
+        raise Violated(str(line["why"]))
+    seconds = sorted(number(line, "seconds") for line in run.of("healed"))
+    if not seconds:
+        raise Unknown("nobody waited for the job to heal")
+    half = seconds[(len(seconds) - 1) // 2]
+    return f"{len(seconds)} times whole again after all was undone: p50 {half:.1f} s, at most {seconds[-1]:.1f} s"

@@ -1,92 +1,40 @@
-"""Run a scenario with real processes: a real etcd, one real torchrun a node, real signals.
+"""Run a scenario with real processes: a real etcd, one real torchrun a node, real signals, sockets and files.
 
-The executor follows the run's histories to know the step, injects each fault when it is due, records it beside them,
-and leaves no process behind, whatever ends it.
+The executor follows the run's histories to know the step, injects each fault when it is due, undoes it when its time is
+over, records both beside the histories, and leaves no process behind, whatever ends it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
 
+from chaos import left_behind
+from chaos.acts import ACTS, Done, Undo
+from chaos.acts.points import Points
 from chaos.errors import RunError
-from chaos.evidence import Line, number, parse_lines, part, whole
+from chaos.followed import Followed
+from chaos.kinds import KINDS, LOCAL
 from chaos.node import Node, clean_environ, signal_all
-from chaos.scenario import Due, Kind, Scenario
+from chaos.scenario import Scenario
+from chaos.schedule import Due
+from chaos.surroundings import Surroundings
 from elastic_train.failpoints import KINDS as POINT_KINDS
 from elastic_train.failpoints import POINTS
 
-SIGNALS: dict[Kind, str | None] = {
-    "kill_worker": "SIGKILL",
-    "kill_node": "SIGKILL",
-    "freeze_worker": "SIGSTOP",
-    "freeze_node": "SIGSTOP",
-    "stop_node": "SIGTERM",
-    "start_node": None,
-}
 _LOOK_EVERY_S = 0.01
-
-
-@dataclass(slots=True)
-class Followed:
-    """What the histories have said so far: the newest step, commit, world and term of a running job."""
-
-    step: int = 0
-    loss: float | None = None
-    world: int = 0
-    term: int = 0
-    epoch: int | None = None
-    samples_per_s: float | None = None
-    commit: int | None = None
-    resumed: Line | None = None
-    pids: dict[int, int] = field(default_factory=dict)
-    _places: dict[Path, int] = field(default_factory=dict)
-    _applied_at: float | None = None
-
-    def look(self, folder: Path) -> None:
-        """Read what was appended to any history since the last look."""
-        for path in (folder / "history").glob("[0-9]*.jsonl"):
-            place = self._places.get(path, 0)
-            with path.open("rb") as file:
-                file.seek(place)
-                content = file.read()
-            end = content.rfind(b"\n") + 1
-            self._places[path] = place + end
-            for line in parse_lines(content[:end]):
-                self._take(line)
-
-    def _take(self, line: Line) -> None:
-        term = whole(line, "term")
-        if term < self.term:
-            return
-        if term > self.term:
-            self.pids = {}
-        if line["op"] == "form":
-            self.pids[whole(line, "rank")] = whole(line, "pid")
-        if line["op"] in ("form", "restore", "step"):
-            self.term, self.world = term, whole(line, "world") if "world" in line else self.world
-        if line["op"] == "step":
-            self._take_step(line)
-        elif line["op"] == "restore":
-            self.step, self._applied_at = whole(line, "step"), None
-            self.resumed = part(line, "resumed") if line["resumed"] else self.resumed
-        elif line["op"] == "commit":
-            self.commit = whole(line, "step")
-
-    def _take_step(self, line: Line) -> None:
-        """Take a step's facts, and its rate from the time since the step before it on the same rank."""
-        self.step, self.epoch, self.loss = whole(line, "step"), whole(line, "epoch"), number(line, "loss")
-        if line["rank"] == 0:
-            at, since = number(line, "t"), self._applied_at
-            self.samples_per_s = whole(line, "num_samples") / (at - since) if since and at > since else None
-            self._applied_at = at
+_AGAIN_S = 0.05
+"""What could not be done is not tried at every look: to find a node's processes takes some milliseconds."""
+_DYING_S = 2.0
+_SETTLED_S = 0.5
+"""Steps that were on their way when something happened are applied by then."""
 
 
 @dataclass(slots=True)
@@ -96,150 +44,214 @@ class Job:
     folder: Path
     nodes: list[Node]
     scenario: Scenario
-    faults: list[Due]
+    faults: Iterable[Due]
     seed: int
     on_look: Callable[[Followed], None]
     on_event: Callable[[str], None]
     replay: str | None = None
-    _followed: Followed = field(default_factory=Followed)
+    around: Surroundings = field(default_factory=Surroundings)
+    land: Callable[[Job], None] | None = None
+    """Brings a job to its end that would go on for ever, once its faults are over, or Ctrl-C was pressed."""
+    followed: Followed = field(default_factory=Followed)
+    lost: list[Node] = field(default_factory=list)
+    draws: random.Random = field(default_factory=random.Random)
+    num_faults: int = 0
     _deadline: float = 0.0
-    _lost: list[Node] = field(default_factory=list)
-    _frozen: list[tuple[float, Node, list[int]]] = field(default_factory=list)
+    _undos: list[tuple[float, str, Undo]] = field(default_factory=list)
+    _points: Points = field(default_factory=Points)
     _placed: set[int] = field(default_factory=set)
+    _kinds: set[str] = field(default_factory=set)
+    _disturbed_at: float = 0.0
 
     def run(self) -> None:
         """Start the nodes, inject every fault when it is due, wait for the end; leave no process behind."""
         (self.folder / "history").mkdir(parents=True, exist_ok=True)
-        self._record(
+        self.draws = random.Random(f"{self.seed} acts")
+        self.record(
             "scenario",
             name=self.scenario.name,
             seed=self.seed,
             recovery=self.scenario.nodes.recovery,
             command=self.nodes[0].command,
             replay=self.replay,
-            kinds=get_args(Kind),
+            kinds=[name for name in LOCAL if KINDS[name].aim != "point"],
             points=POINTS,
             point_kinds=POINT_KINDS,
+            missing=self.around.missing,
         )
-        self._deadline = time.monotonic() + self.scenario.timeout_s
+        self._deadline, self._disturbed_at = time.monotonic() + self.scenario.timeout_s, time.time()
         try:
             for node in self.nodes:
                 node.start()
-            for fault in self.faults:
-                self._inject(fault)
+            self._inject_all()
+            if self.land is not None:
+                self.land(self)
             self._wait_for_end()
+        except RunError as error:
+            self.record("stuck", why=str(error).partition("; the end of")[0])
+            raise
         finally:
             self._clean_up()
 
-    def _inject(self, fault: Due) -> None:
+    def _inject_all(self) -> None:
+        try:
+            for fault in self.faults:
+                self.inject(fault)
+        except KeyboardInterrupt:
+            if self.land is None:
+                raise
+            self.on_event("stopping: the job is brought to its end and judged; once more to give up")
+
+    def inject(self, fault: Due) -> None:
         """Wait until a fault is due and can be done, do it, and record it with the time just before it."""
-        what, moment = f"{fault.kind} on node {fault.target}", time.monotonic() + (fault.after_s or 0.0)
+        what = f"{fault.kind} on {'node ' if isinstance(fault.target, int) else ''}{fault.target}"
+        moment = time.monotonic() + (fault.after_s or 0.0)
+        if fault.is_healed:
+            self.await_healed()
         while True:
-            self._look(what)
+            self.look(what)
             if time.monotonic() >= moment and self._has_come(fault):
-                node, at = self._target(fault), time.time()
-                if node is not None and (pids := self._do(fault, node)):
+                if fault.point is not None:
+                    self._points.arm(self, fault)
+                    return
+                at = time.time()
+                if (done := ACTS[fault.kind](self, fault)) is not None:
                     break
-            if not any(node.is_up for node in self.nodes) and not (fault.kind == "start_node" and fault.step is None):
+                time.sleep(_AGAIN_S)
+            is_over = not any(node.is_up for node in self.nodes) and not self._undos
+            if is_over and not (fault.kind == "start_node" and fault.step is None):
                 raise RunError(f"the job ended before {what} was due; {self._logs()}")
             self._check_is_up(fault)
-        seen, followed = self._followed.step, self._followed
-        moments = {"at_step": fault.step, "is_drawn": fault.is_drawn, "seen_step": seen, "seen_commit": followed.commit}
-        who = {"kind": fault.kind, "target": fault.target, "node": node.number, "signal": SIGNALS[fault.kind]}
-        self._record("fault", t=at, **who, **moments, term=followed.term, pids=pids)
-        self.on_event(f"fault: {fault.kind} on node {node.number} at step {seen}")
+            self._check_is_alive(what)
+        self.note(fault, done, at)
+        if done.undo is not None:
+            self._undos.append((time.monotonic() + (fault.for_s or 0.0), fault.kind, done.undo))
+
+    def note(self, fault: Due, done: Done, at: float) -> None:
+        """Record a fault that was done."""
+        self.num_faults += 1
+        self._kinds.add(fault.kind)
+        self._disturbed_at = time.time()
+        followed, node = self.followed, done.nodes[0].number if done.nodes else None
+        moments = {"at_step": fault.step, "is_drawn": fault.is_drawn, "seen_step": followed.step}
+        who = {"kind": fault.kind, "target": fault.target, "node": node, "nodes": [n.number for n in done.nodes]}
+        what = {"signal": done.signal, "for_s": fault.for_s, "point": fault.point.name if fault.point else None}
+        seen = {"seen_commit": followed.commit, "term": followed.term}
+        self.record("fault", t=at, **who, **what, **moments, **seen, **done.told, pids=done.pids)
+        where = f" on node {node}" if node is not None else ""
+        point = f" at {fault.point.name}" if fault.point else ""
+        self.on_event(f"fault {self.num_faults}: {fault.kind}{point}{where} at step {followed.step}")
+
+    def undo_after(self, seconds: float, kind: str, undo: Undo) -> None:
+        self._undos.append((time.monotonic() + seconds, kind, undo))
+
+    def await_healed(self) -> None:
+        """Wait until everything is undone and the whole world has applied a step since; RunError if it never does."""
+        while not self._is_healed():
+            self.look("the whole world's training")
+            self._check_is_alive("training by the whole world")
+        seconds = max(0.0, self.followed.applied_at - self._disturbed_at)
+        self.record("healed", seconds=seconds)
+        self.on_event(f"whole {seconds:.1f} s later: {self.num_faults} faults of {len(self._kinds)} kinds so far")
+        self._disturbed_at = time.time()
+
+    def _check_is_alive(self, waiting_for: str) -> None:
+        """Refuse to wait in a soak for what does not come although nothing is wrong any more."""
+        soak = self.scenario.soak
+        if soak and not self._undos and time.time() > self._disturbed_at + soak.heal_s:
+            why = f"{waiting_for} did not come within {soak.heal_s:.0f} s, with nothing wrong any more"
+            raise RunError(f"{why} (step {self.followed.step}, term {self.followed.term}); {self._logs()}")
+
+    def _is_healed(self) -> bool:
+        size = self.scenario.nodes.count * self.scenario.nodes.ranks
+        is_whole = self.followed.world == size and all(node.is_up for node in self.nodes)
+        trains = self.followed.applied_at > self._disturbed_at + _SETTLED_S
+        return not self._undos and is_whole and trains and self._points.are_over(self)
 
     def _check_is_up(self, fault: Due) -> None:
         """Refuse to wait for ever for a node that has ended by itself."""
         node = self.nodes[fault.target] if isinstance(fault.target, int) else None
-        if node is not None and node.code is not None and node not in self._lost and fault.kind != "start_node":
+        is_awaited = node in self.lost or fault.kind == "start_node" or bool(self._undos)
+        if node is not None and node.code is not None and not is_awaited:
             what = f"{fault.kind} on node {node.number} was due, but it has ended with code {node.code}"
             raise RunError(f"{what}; the end of its log:\n{node.tail()}")
 
     def _has_come(self, fault: Due) -> bool:
-        """Say whether a fault's step has come; a drawn one also waits for an applied step that is in no commit."""
-        followed = self._followed
+        """Say whether a fault's moment has come; a drawn one also waits for an applied step that is in no commit."""
+        followed = self.followed
+        if fault.at_s is not None:
+            return followed.began_at is not None and time.time() >= followed.began_at + fault.at_s
         if fault.is_drawn and (followed.commit is None or followed.step <= followed.commit):
             return False
         return fault.has_come(followed.step)
 
-    def _target(self, fault: Due) -> Node | None:
-        """Return the node that a fault hits: by its number, or by the role that it has now, if anybody has it."""
-        if isinstance(fault.target, int):
-            return self.nodes[fault.target]
-        if fault.target == "lost":
-            if not self._lost:
-                raise RunError("a lost node is to be started, but none is lost")
-            return self._lost[0]
-        leader = next((node for node in self.nodes if self._followed.pids.get(0) in node.pids()), None)
-        if fault.target == "leader" or leader is None:
-            return leader
-        return next((node for node in reversed(self.nodes) if node.is_up and node is not leader), None)
-
-    def _do(self, fault: Due, node: Node) -> list[int]:
-        """Do it; return the processes that were hit or started, none if there was nothing to hit."""
-        if fault.kind == "start_node":
-            if node.is_up:
-                return []  # it was told to stop, and is not through yet; it may be frozen, so time goes on here
-            self._lost = [lost for lost in self._lost if lost is not node]
-            return node.start()
-        if fault.kind == "kill_worker":
-            return node.hit_worker(self._followed.pids, signal.SIGKILL)
-        if fault.for_s is not None:
-            is_one = fault.kind == "freeze_worker"
-            pids = node.hit_worker(self._followed.pids, signal.SIGSTOP) if is_one else node.freeze()
-            self._frozen.append((time.monotonic() + fault.for_s, node, pids))
-            return pids
-        pids = node.kill() if fault.kind == "kill_node" else node.stop()
-        self._lost += [node] if pids else []
-        return pids
-
     def _wait_for_end(self) -> None:
-        while any(node.is_up for node in self.nodes):
-            self._look("its end")
-        self._followed.look(self.folder)
-        self.on_look(self._followed)
+        while any(node.is_up for node in self.nodes) or self._undos:
+            self.look("its end")
+        self._points.give_up(self)
+        self.followed.look(self.folder)
+        self.on_look(self.followed)
         if all(node.code != 0 for node in self.nodes):
             raise RunError(f"no node ended well; {self._logs()}")
 
-    def _look(self, waiting_for: str) -> None:
-        if time.monotonic() > self._deadline:
+    def look(self, waiting_for: str) -> None:
+        """See what has happened, undo what is due, and wait a moment; RunError once the job's time is over."""
+        if self.land is None and time.monotonic() > self._deadline:
             raise RunError(
                 f"the job did not come to {waiting_for} within {self.scenario.timeout_s:.0f} s "
-                f"(step {self._followed.step}, term {self._followed.term}); {self._logs()}"
+                f"(step {self.followed.step}, term {self.followed.term}); {self._logs()}"
             )
-        for frozen in [frozen for frozen in self._frozen if time.monotonic() >= frozen[0]]:
-            self._frozen.remove(frozen)
-            frozen[1].thaw(frozen[2])
-        self._followed.look(self.folder)
+        for pending in [pending for pending in self._undos if time.monotonic() >= pending[0]]:
+            self._undo(pending)
+        self._points.look(self)
+        self.followed.look(self.folder)
         self._place()
-        self.on_look(self._followed)
+        self.on_look(self.followed)
         time.sleep(_LOOK_EVERY_S)
+
+    def _undo(self, pending: tuple[float, str, Undo]) -> None:
+        """Undo what was done to the job; what cannot be undone yet is tried again at the next look."""
+        _, kind, undo = pending
+        pids = undo()
+        if pids is not None:
+            self._undos.remove(pending)
+            self._disturbed_at = time.time()
+            self.record("undo", kind=kind, pids=pids)
 
     def _place(self) -> None:
         """Record on which node the processes run that have come into the world since the last look."""
-        new = set(self._followed.pids.values()) - self._placed
+        new = set(self.followed.pids.values()) - self._placed
         self._placed |= new
         for node in self.nodes if new else []:
             if pids := sorted(new.intersection(node.pids())):
-                self._record("node", node=node.number, pids=pids)
+                self.record("node", node=node.number, pids=pids)
 
     def _clean_up(self) -> None:
         """Record how nodes ended and what outlived the job, and end that."""
-        for _, node, pids in self._frozen:
-            node.thaw(pids)
+        for _, _, undo in self._undos if any(node.is_up for node in self.nodes) else []:
+            undo()
         is_over = not any(node.is_up for node in self.nodes)
         for node in self.nodes:
             if node.code is not None:
-                self._record("exit", node=node.number, code=node.code)
-        left = [pid for node in self.nodes for pid in node.pids()]
+                self.record("exit", node=node.number, code=node.code)
+        left = self._left(_DYING_S if is_over else 0.0)
         if is_over:
-            self._record("clean", orphans=left)
+            found = left_behind.look(self.folder, self._placed, self.around, self.scenario.nodes.lease_ttl_s)
+            memory, drafts = found.shared_memory, found.drafts
+            self.record("clean", orphans=left, leases=found.leases, drafts=drafts, shared_memory=memory)
         signal_all(left, signal.SIGKILL)
         for node in self.nodes:
             node.kill()
 
-    def _record(self, op: str, *, t: float | None = None, **fields: object) -> None:
+    def _left(self, patience_s: float) -> list[int]:
+        """Return the processes that are there after the nodes' end; what dies with its agent may take a moment."""
+        until = time.monotonic() + patience_s
+        while (left := [pid for node in self.nodes for pid in node.pids()]) and time.monotonic() < until:
+            time.sleep(_AGAIN_S)
+        return left
+
+    def record(self, op: str, *, t: float | None = None, **fields: object) -> None:
+        """Append a line to the executor's own history."""
         line = json.dumps({"op": op, "t": time.time() if t is None else t, **fields})
         with (self.folder / "history" / "chaos.jsonl").open("a") as file:
             file.write(line + "\n")
@@ -248,16 +260,29 @@ class Job:
         return "\n".join(f"the end of node {node.number}'s log:\n{node.tail()}" for node in self.nodes)
 
 
-def launch(scenario: Scenario, endpoint: str, folder: Path, overrides: list[str], run_id: str) -> list[Node]:
+def launch(
+    scenario: Scenario,
+    endpoint: str,
+    folder: Path,
+    overrides: list[str],
+    run_id: str,
+    around: Surroundings | None = None,
+) -> list[Node]:
     """Describe the scenario's nodes: each a `torchrun --rdzv_backend=etcd` as users type it."""
-    nodes = scenario.nodes
+    nodes, around = scenario.nodes, around or Surroundings()
+    assert scenario.config is not None, "the command line has asked"
     environ = {**clean_environ(os.environ), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--rdzv_backend=etcd", f"--rdzv_endpoint={endpoint}", f"--rdzv_id={run_id}"),
-        f"--rdzv_conf=ttl={nodes.lease_ttl_s:g},recovery={nodes.recovery}",
-        *(f"--nnodes={nodes.min}:{nodes.count}", f"--nproc-per-node={nodes.ranks}"),
-        f"--max-restarts={nodes.max_restarts}",
-        *("-m", "elastic_train", scenario.config, *overrides),
-    ]
-    return [Node(number, command, folder / f"node-{number}.log", environ) for number in range(nodes.count)]
+    described = []
+    for number in range(nodes.count):
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", *around.flags(number, nodes.count)),
+            *("--rdzv_backend=etcd", f"--rdzv_endpoint={around.endpoint(number) or endpoint}", f"--rdzv_id={run_id}"),
+            f"--rdzv_conf=ttl={nodes.lease_ttl_s:g},recovery={nodes.recovery}",
+            *(f"--nnodes={nodes.min}:{nodes.count}", f"--nproc-per-node={nodes.ranks}"),
+            f"--max-restarts={nodes.max_restarts}",
+            *("-m", "elastic_train", scenario.config, *overrides),
+        ]
+        own = {**environ, **around.environ(number, nodes.count)}
+        log = folder / f"node-{number}.log"
+        described.append(Node(number, around.command(number, nodes.count, command), log, own))
+    return described

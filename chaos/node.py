@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +22,8 @@ MARK = "ELASTIC_CHAOS_NODE"
 _LAUNCHED = ("TORCHELASTIC_", "PET_", "MASTER_", "GROUP_", "ROLE_", "ELASTIC_RENDEZVOUS")
 _RANKED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
 _GRACE_S = 45.0
-_MOST_SCANS = 20
+_MOST_SCANS, _SCAN_EVERY_S = 200, 0.01
+"""A process that was killed is found until the kernel is through with it."""
 
 
 class Node:
@@ -32,6 +34,11 @@ class Node:
         self._mark = f"{uuid.uuid4().hex}-{number}"
         self._environ = {**environ, MARK: self._mark}
         self._process: subprocess.Popen[bytes] | None = None
+
+    def twin(self) -> Node:
+        """Return another node that is launched alike."""
+        environ = {name: value for name, value in self._environ.items() if name != MARK}
+        return Node(self.number, self.command, self._log.with_name(f"{self._log.stem}-twin.log"), environ)
 
     @property
     def agent(self) -> int | None:
@@ -67,6 +74,7 @@ class Node:
             signal_all(found, signal.SIGKILL)
             killed += [pid for pid in found if pid not in killed]
             self.wait(_GRACE_S)
+            time.sleep(_SCAN_EVERY_S)
         return killed
 
     def hit_worker(self, ranks: dict[int, int], number: signal.Signals) -> list[int]:

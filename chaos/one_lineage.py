@@ -6,12 +6,14 @@ deleted; the records that are left must say the same.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import pairwise
 
 from chaos.applied import formed_at, lineage_of, restored_at, result_of, shape_of
 from chaos.evidence import Commit, Evidence, Line, items, number, whole
 from chaos.findings import Violated
+from chaos.kinds import damages
 
 
 def lineage(run: Evidence) -> str:
@@ -182,10 +184,13 @@ def _check_not_continued(run: Evidence, commit: Line, newer: list[int]) -> None:
 def durability(run: Evidence) -> str:
     """Every term goes on from the newest commit that was published before it formed, unless that was damaged."""
     formed, commits = formed_at(run), run.of("commit")
+    times, keys = [number(commit, "t") for commit in commits], [str(commit["key"]) for commit in commits]
+    places = {key: _place(key) for key in keys}
     for term, line in restored_at(run).items():
         skipped = _rightly_skipped(line)
-        before = [str(commit["key"]) for commit in commits if number(commit, "t") < formed[term]]
-        newest = max((key for key in before if _place(key)[0] < term and key not in skipped), key=_place, default=None)
+        before = keys[: bisect_left(times, formed[term])]
+        known = (key for key in before if places[key][0] < term and key not in skipped)
+        newest = max(known, key=places.__getitem__, default=None)
         if newest is not None and (line["commit"] is None or _place(str(line["commit"])) < _place(newest)):
             raise Violated(f"term {term} went on from {line['commit']}, but {newest} was published before")
     return f"{len(commits)} commits published, none lost"
@@ -200,7 +205,7 @@ def _rightly_skipped(restore: Line) -> set[str]:
 
 def atomicity(run: Evidence) -> str:
     """A commit that is there is whole: none was passed over as damaged, unless a fault had damaged files."""
-    damaged = [number(fault, "t") for fault in run.of("fault") if str(fault["kind"]).startswith("damage")]
+    damaged = [number(fault, "t") for fault in run.of("fault") if damages(fault["kind"])]
     formed, made_at = formed_at(run), _made_at(run)
     restores = run.of("restore")
     for line in restores:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos import damage
+from chaos import damage, damage_around
 from chaos.findings import Truth
 
 
@@ -60,6 +60,19 @@ PLANTED = (
     Planted("different-losses", "dropout drawn from the rank", damage.different_losses, "losses"),
     Planted("other-metrics", "validation that repeats a padded sample", damage.other_metrics, "metrics"),
     Planted("orphan", "a worker that outlived its agent", damage.orphan, "cleanliness"),
+    Planted("leaked-lease", "a lease that nobody ended", damage_around.leaked_lease, "cleanliness"),
+    Planted("leaked-draft", "a file without its name", damage_around.leaked_draft, "cleanliness"),
+    Planted("leaked-memory", "shared memory of nobody", damage_around.leaked_memory, "cleanliness"),
+    Planted("sent-twice", "a value sent again after a lost answer", damage_around.sent_twice, "tracking"),
+    Planted("sent-too-early", "a value sent before it held", damage_around.sent_before_it_held, "tracking"),
+    Planted("sent-of-nothing", "a given-up step's value in the tracker", damage_around.sent_of_nothing, "tracking"),
+    Planted("logged-twice", "two values of a step in one term", damage_around.logged_twice, "tracking"),
+    Planted("other-loss", "a loss that is not the step's", damage_around.other_loss, "tracking"),
+    Planted("not-sent", "values that never reached the tracker", damage_around.not_sent, "tracking", "unknown"),
+    Planted("nobody-asked", "a tracker at which nobody looked", damage_around.nobody_asked, "tracking", "unknown"),
+    Planted("nothing-logged", "no metrics", damage_around.nothing_logged, "tracking", "unknown"),
+    Planted("never-healed", "a job that stays broken once all is undone", damage_around.never_healed, "liveness"),
+    Planted("unwatched", "healing that nobody timed", damage_around.unwatched, "liveness", "unknown"),
     Planted("no-result", "a job that hung or died", damage.no_result, "finished"),
     Planted("preempted", "a job that nobody started again", damage.preempted, "finished"),
     Planted("unlooked", "nobody looked for orphans", damage.unlooked, "cleanliness", "unknown"),

@@ -1,11 +1,18 @@
-"""What each fault cost, read from the histories: applied steps computed again, seconds until the next applied step."""
+"""What each fault cost, read from the histories: applied steps computed again, seconds until the next applied step.
+
+A fault that need not end a world (a short freeze, a member of etcd) has a cost only where the next world formed before
+anything else was done; else the world that it hit rode it out.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 
 from chaos.applied import formed_at, newest_steps, restored_at, steps_of
-from chaos.evidence import Evidence, Line, number, whole
+from chaos.evidence import Evidence, Line, number, once, whole
+from chaos.kinds import ends_world
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +24,7 @@ class Recovery:
     """
 
     kind: str
-    node: int
+    node: int | None
     at: float
     term: int
     rpo_steps: int
@@ -28,32 +35,67 @@ class Recovery:
     warm_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Records:
+    """Terms whose first step came behind all first steps before: a fault's next world is one of them."""
+
+    terms: list[int]
+    steps: list[Line]
+    """The first step of each."""
+
+
+@once
 def recoveries(run: Evidence) -> list[Recovery]:
-    """Return the recovery from every fault after which a newer world applied a step."""
-    if not run.of("fault"):
+    """Return the recovery from every fault after which a newer world applied a step; in time linear in the lines."""
+    faults = run.of("fault")
+    if not faults:
         return []
-    return [recovery for fault in run.of("fault") if (recovery := _recovery(run, fault)) is not None]
+    records, lost, sealed = _records(run), _lost(run), _sealed_at(run)
+    formed = sorted((t, term) for term, t in formed_at(run).items())
+    times, newest = [t for t, _ in formed], list(accumulate((term for _, term in formed), max))
+    found = []
+    for place, fault in enumerate(faults):
+        at = number(fault, "t")
+        formed_before = bisect_right(times, at)
+        following = bisect_right(records.terms, newest[formed_before - 1] if formed_before else 0)
+        if following == len(records.terms):
+            continue
+        first = records.steps[following]
+        next_at = number(faults[place + 1], "t") if place + 1 < len(faults) else float("inf")
+        if not ends_world(fault["kind"]) and formed_at(run)[whole(first, "term")] > next_at:
+            continue
+        found.append(_recovery(run, fault, first, lost, sealed))
+    return found
+
+
+def ridden_out(run: Evidence) -> list[Line]:
+    """Return the faults that cost no world, and behind which steps were applied."""
+    costly = {cost.at for cost in recoveries(run)}
+    last = number(run.of("step")[-1], "t") if run.of("step") else 0.0
+    spared = [fault for fault in run.of("fault") if number(fault, "t") not in costly]
+    return [fault for fault in spared if not ends_world(fault["kind"]) and number(fault, "t") < last]
+
+
+def fault_kind(fault: Line) -> str:
+    """Name a fault's kind, at a failpoint with the place."""
+    return f"{fault.get('kind')}@{fault['point']}" if fault.get("point") else str(fault.get("kind"))
 
 
 def fault_name(fault: Line) -> str:
     """Name a fault as people do."""
-    return f"{fault['kind']} on node {fault['node']} at step {fault.get('seen_step', '?')}"
+    where = f" on node {fault['node']}" if fault.get("node") is not None else ""
+    return f"{fault_kind(fault)}{where} at step {fault.get('seen_step', '?')}"
 
 
-def _recovery(run: Evidence, fault: Line) -> Recovery | None:
-    at, formed = number(fault, "t"), formed_at(run)
-    before = max((term for term, t in formed.items() if t <= at), default=0)
-    first = next((line for line in run.of("step") if number(line, "t") > at and whole(line, "term") > before), None)
-    if first is None:
-        return None
-    term = whole(first, "term")
-    restore, sealed_at = restored_at(run)[term], _sealed_at(run, term)
+def _recovery(run: Evidence, fault: Line, first: Line, lost: dict[int, int], sealed: dict[int, float]) -> Recovery:
+    at, term, formed = number(fault, "t"), whole(first, "term"), formed_at(run)
+    restore, sealed_at = restored_at(run)[term], sealed.get(term)
     return Recovery(
         kind=str(fault["kind"]),
-        node=whole(fault, "node"),
+        node=None if fault.get("node") is None else whole(fault, "node"),
         at=at,
         term=term,
-        rpo_steps=_lost(run, term),
+        rpo_steps=lost[term],
         rto_s=number(first, "t") - at,
         detect_s=None if sealed_at is None else max(0.0, sealed_at - at),
         form_s=None if sealed_at is None else formed[term] - max(at, sealed_at),
@@ -62,17 +104,32 @@ def _recovery(run: Evidence, fault: Line) -> Recovery | None:
     )
 
 
-def _lost(run: Evidence, term: int) -> int:
-    """Count the applied steps that a term's restore gave up: those of the term before it that it did not go on from."""
+def _records(run: Evidence) -> _Records:
+    """A world that was left behind may step late: only a term above all before it is a next world."""
+    records = _Records([], [])
+    for line in run.of("step"):
+        if not records.terms or whole(line, "term") > records.terms[-1]:
+            records.terms.append(whole(line, "term"))
+            records.steps.append(line)
+    return records
+
+
+def _lost(run: Evidence) -> dict[int, int]:
+    """Count the applied steps that each term's restore gave up: those of the term before that it did not go on from."""
     restored = {key: whole(line, "step") for key, line in restored_at(run).items()}
-    reached = 0
-    for earlier, furthest in sorted(newest_steps(steps_of(run)).items()):
-        if earlier < term:
-            reached = furthest  # what lies beyond an earlier restore was given up there
-    return max(0, reached - restored[term])
+    newest = newest_steps(steps_of(run))
+    lost, reached = {}, 0
+    for term in sorted({*restored, *newest}):
+        if term in restored:
+            lost[term] = max(0, reached - restored[term])
+        reached = newest.get(term, reached)  # what lies beyond an earlier restore was given up there
+    return lost
 
 
-def _sealed_at(run: Evidence, term: int) -> float | None:
-    times = [line.get("sealed_at") for line in run.of("form") if line["term"] == term]
-    known = [float(time) for time in times if isinstance(time, int | float)]
-    return max(known) if known else None
+def _sealed_at(run: Evidence) -> dict[int, float]:
+    sealed: dict[int, float] = {}
+    for line in run.of("form"):
+        time = line.get("sealed_at")
+        if isinstance(time, int | float):
+            sealed[whole(line, "term")] = max(float(time), sealed.get(whole(line, "term"), 0.0))
+    return sealed

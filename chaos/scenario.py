@@ -1,15 +1,12 @@
 """A scenario: which job to run on which nodes, and which faults to inject when. Typed YAML, all mistakes at once.
 
-A step is given, or drawn from the seed `within` a part of the job; a drawn step lies in the middle of a commit
-interval, behind the first commit, so that a kill loses applied steps. The same seed draws the same steps.
+One file serves every executor: `chaos.schedule` settles when its faults come, `chaos.kinds` says what they are.
 """
 
 from __future__ import annotations
 
 import difflib
-import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
@@ -17,13 +14,11 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
 
 from chaos.errors import ScenarioError
+from chaos.kinds import KINDS, LOCAL, ON_DISK
+from elastic_train.failpoints import POINTS
 
 FOLDER = Path(__file__).parent / "scenarios"
-SMALLEST_INTERVAL = 4
-"""Steps between commits that a drawn step needs, to lie neither on a commit nor beside one."""
-
-Kind = Literal["kill_worker", "kill_node", "freeze_worker", "freeze_node", "stop_node", "start_node"]
-Role = Literal["leader", "other", "lost"]
+Role = Literal["leader", "other", "lost", "one", "minority", "majority", "writer", "all"]
 Target = int | str
 Section = TypeVar("Section", bound="_Section")
 
@@ -32,38 +27,82 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-class Fault(_Section):
-    """One fault: what, to which node, and when: at a step, at a drawn step, or some seconds after the last fault."""
+class Point(_Section):
+    """The n-th time that a process of the target comes to a failpoint, counted from when all before it is done."""
 
-    kind: Kind
-    """kill_worker: SIGKILL to one rank; kill_node: to agent and ranks at once; freeze_…: SIGSTOP, and SIGCONT after
-    for_s; stop_node: SIGTERM; start_node."""
-    node: Target
-    """A node's number from 0, or its role when the fault is due: leader (rank 0's node), other, lost (to start)."""
+    name: str
+    """One of `elastic_train.failpoints.POINTS`."""
+    nth: PositiveInt = 1
+    """Counted from 1."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if name not in POINTS:
+            raise ValueError(f"no failpoint '{name}'{_nearest(name, list(POINTS))}")
+        return name
+
+
+class Fault(_Section):
+    """One fault: what, to whom, and when: at a time, a step, a drawn step, a failpoint, or after the fault before."""
+
+    kind: str
+    """One of `chaos.kinds`, which says what each does; `elastic-chaos kinds` lists them."""
+    node: Target | None = None
+    """A node's number from 0, or its role when the fault is due: leader (rank 0's node), writer (who publishes), other
+    (not the leader), one (drawn), minority, majority, all, lost (to start). Etcd and storage need none."""
+    at_s: float | None = Field(default=None, ge=0)
+    """So many seconds after the job's first step."""
     at_step: PositiveInt | None = None
     """When this many steps are applied."""
     within: tuple[float, float] | None = None
     """At a step drawn from the seed between these two parts of the job."""
     after_s: float | None = Field(default=None, ge=0)
     """So many seconds after the fault before this one."""
+    at_point: Point | None = None
+    """At a failpoint; the faults that follow do not wait for it."""
     for_s: float | None = Field(default=None, gt=0)
-    """How long a freeze lasts: shorter than a lease it goes unnoticed, longer it is a loss."""
+    """How long until it is undone: a freeze that is shorter than a lease may go unnoticed, a longer one is a loss."""
+
+    @field_validator("kind")
+    @classmethod
+    def _is_kind(cls, kind: str) -> str:
+        if kind not in KINDS:
+            raise ValueError(f"no '{kind}'{_nearest(kind, list(KINDS))}")
+        return kind
 
     @field_validator("node")
     @classmethod
-    def _is_node(cls, node: Target) -> Target:
-        if node not in get_args(Role) and (not isinstance(node, int) or node < 0):
+    def _is_node(cls, node: Target | None) -> Target | None:
+        if node is not None and node not in get_args(Role) and (not isinstance(node, int) or node < 0):
             raise ValueError(f"must be a node's number from 0, or one of {', '.join(get_args(Role))}, not {node!r}")
         return node
 
     @model_validator(mode="after")
     def _has_one_moment(self) -> Fault:
-        if sum(moment is not None for moment in (self.at_step, self.within, self.after_s)) != 1:
-            raise ValueError("say when: exactly one of at_step, within: [from, to] (parts of the job), after_s")
+        moments = (self.at_s, self.at_step, self.within, self.after_s, self.at_point)
+        if sum(moment is not None for moment in moments) != 1:
+            raise ValueError(
+                "say when: exactly one of at_step, within: [from, to] (parts of the job), after_s, at_s, at_point"
+            )
         if self.within is not None and not 0 <= self.within[0] < self.within[1] <= 1:
             raise ValueError(f"within must be two growing parts of the job between 0 and 1, not {self.within}")
-        if (self.for_s is not None) != self.kind.startswith("freeze_"):
-            raise ValueError("for_s belongs to freeze_worker and freeze_node, and to nothing else")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> Fault:
+        kind = KINDS[self.kind]
+        if self.node is None and kind.aim in ("worker", "node") and self.kind != "kill_job":
+            raise ValueError(f"'node' is missing: {self.kind} needs one")
+        if (self.at_point is not None) != (kind.aim == "point"):
+            at_points = ", ".join(name for name, other in KINDS.items() if other.aim == "point")
+            raise ValueError(f"at_point belongs to {at_points}, and to nothing else")
+        if self.at_point is not None and self.kind in ON_DISK and self.at_point.name != "sync":
+            raise ValueError(f"{self.kind} is what an operating system reports: it can be at the point 'sync' only")
+        if kind.lasts != "may" and (self.for_s is not None) != (kind.lasts == "must"):
+            raise ValueError(
+                f"{self.kind} needs for_s" if kind.lasts == "must" else f"{self.kind} is not undone: no for_s"
+            )
         if (self.node == "lost") != (self.kind == "start_node") and isinstance(self.node, str):
             raise ValueError(f"{self.kind} cannot be done to '{self.node}': a lost node can be started, no other")
         return self
@@ -86,47 +125,52 @@ class Nodes(_Section):
     """restart: a fault restarts the workers from a commit; live: survivors go on in their processes."""
 
 
+class Soak(_Section):
+    """Faults drawn from the seed without end: bursts of several, each when all before is undone and healed."""
+
+    faults: PositiveInt = 500
+    """Faults after which the job is brought to its end."""
+    minutes: float | None = Field(default=None, gt=0)
+    """Or after so long, whichever comes first."""
+    burst: PositiveInt = 4
+    """Most faults that come before what they did has healed."""
+    kinds: tuple[str, ...] | None = None
+    """Only these kinds; all that this machine can do, if not given."""
+    heal_s: float = Field(default=120.0, gt=0)
+    """Seconds within which the whole world has to train again once everything is undone."""
+
+    @field_validator("kinds")
+    @classmethod
+    def _are_known(cls, kinds: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        unknown = [kind for kind in kinds or () if kind not in LOCAL]
+        if unknown:
+            raise ValueError(f"no '{unknown[0]}'{_nearest(unknown[0], list(LOCAL))}")
+        return kinds
+
+
 class Scenario(_Section):
     name: str
     """Results lie in runs/<name>."""
     description: str
     """What happens, in one line."""
-    config: str
-    """The trainer's configuration."""
+    config: str | None = None
+    """The trainer's configuration; a scenario without one is for `run --command`."""
     set: dict[str, object] = Field(default_factory=dict)
     """Keys of that configuration to change."""
     seed: int | None = Field(default=None, ge=0)
     """Draws the steps; a new one each time, and printed, if not given."""
     nodes: Nodes = Field(default_factory=Nodes)
     faults: tuple[Fault, ...] = ()
+    soak: Soak | None = None
+    """Draw faults from the seed, in place of `faults`; the job goes on until they are over."""
+    etcd_members: Literal[1, 3] = 1
+    """Members of the job's etcd: one of three can be lost."""
+    s3: bool = False
+    """Publish commits on an S3 of this machine, whose answers can be spoilt, in place of the run's folder."""
+    rows: PositiveInt | None = None
+    """Where the configuration's training set is not there yet, make one up with so many rows."""
     timeout_s: float = Field(default=300, gt=0)
     """Longest time that one of the two runs may take."""
-
-
-@dataclass(frozen=True, slots=True)
-class Due:
-    """A fault with its moment settled: a step, or seconds after the fault before it.
-
-    A drawn step has a `safe` range of places in a commit interval of `interval` steps: if the job has run past it
-    when the fault is due, the next interval's is waited for.
-    """
-
-    kind: Kind
-    target: Target
-    step: int | None
-    after_s: float | None
-    interval: int | None = None
-    for_s: float | None = None
-
-    @property
-    def is_drawn(self) -> bool:
-        return self.interval is not None
-
-    def has_come(self, seen_step: int) -> bool:
-        """Say whether the job has come to the fault's step."""
-        if self.step is None or seen_step < self.step:
-            return self.step is None
-        return self.interval is None or seen_step % self.interval in _middle(self.interval)
 
 
 def find(name: str) -> Path:
@@ -157,9 +201,25 @@ def load(path: Path) -> Scenario:
     faults = [_validate(Fault, fault, []) for fault in written] if isinstance(written, list) else []
     if nodes is not None:
         problems += impossible(nodes, faults)
+    problems += [
+        f"'faults.{number}': {fault.kind} needs s3: true"
+        for number, fault in enumerate(faults)
+        if fault is not None and KINDS[fault.kind].needs == "s3" and fault.at_point is None and not tree.get("s3")
+    ]
     if problems or scenario is None:
         raise ScenarioError(*(f"{path}: {problem}" for problem in problems))
     return scenario
+
+
+def bounded(scenario: Scenario, faults: int | None, minutes: float | None) -> Scenario:
+    """Return a soak that ends after so many faults or minutes; ScenarioError if it is none."""
+    if faults is None and minutes is None:
+        return scenario
+    if scenario.soak is None:
+        raise ScenarioError(f"{scenario.name} is no soak: --faults and --minutes bound nothing")
+    asked = {"faults": faults, "minutes": minutes}
+    soak = scenario.soak.model_copy(update={key: value for key, value in asked.items() if value is not None})
+    return scenario.model_copy(update={"soak": soak})
 
 
 def impossible(nodes: Nodes, faults: Sequence[Fault | None]) -> Iterator[str]:
@@ -168,7 +228,10 @@ def impossible(nodes: Nodes, faults: Sequence[Fault | None]) -> Iterator[str]:
         yield f"'nodes.min' is {nodes.min}, but there are {nodes.count} nodes"
     up, until, is_exact = set(range(nodes.count)), 0.0, None not in faults
     for number, fault in enumerate(faults):
-        where, is_exact = f"'faults.{number}'", is_exact and fault is not None and isinstance(fault.node, int)
+        where = f"'faults.{number}'"
+        if fault is not None and KINDS[fault.kind].aim in ("etcd", "storage", "point"):
+            continue
+        is_exact = is_exact and fault is not None and isinstance(fault.node, int)
         if fault is None:
             continue
         if fault.within is not None and fault.within[0] < until:
@@ -189,40 +252,9 @@ def _after(up: set[int], fault: Fault) -> set[int]:
     assert isinstance(fault.node, int), "only called for numbers"
     if fault.kind == "start_node":
         return up | {fault.node}
+    if fault.for_s is not None:
+        return up
     return up - {fault.node} if fault.kind in ("kill_node", "stop_node") else up
-
-
-def schedule(scenario: Scenario, seed: int, total_steps: int, commit_every: int) -> list[Due]:
-    """Settle every fault's moment; drawn steps come from the seed alone and grow."""
-    problems = []
-    if any(fault.within for fault in scenario.faults) and commit_every < SMALLEST_INTERVAL:
-        problems.append(f"a commit every {commit_every} steps leaves none to lose; {SMALLEST_INTERVAL} are needed")
-    rng = random.Random(seed)
-    due: list[Due] = []
-    for fault in scenario.faults:
-        drawn = _draw(rng, fault.within, total_steps, commit_every) if fault.within and not problems else None
-        step = drawn or fault.at_step
-        due.append(
-            Due(fault.kind, fault.node, step, fault.after_s, commit_every if fault.within else None, fault.for_s)
-        )
-        if step is not None and step >= total_steps:
-            problems.append(f"{fault.kind} is due at step {step}, but the job has {total_steps} steps")
-    if problems:
-        raise ScenarioError(*(f"{scenario.name}: {problem}" for problem in problems))
-    return due
-
-
-def _draw(rng: random.Random, within: tuple[float, float], total_steps: int, commit_every: int) -> int:
-    """Draw a step from the middle of a commit interval that begins behind the first commit."""
-    lo, hi = (int(part * total_steps) for part in within)
-    first, last = max(1, lo // commit_every), max(1, hi // commit_every - 1)
-    return rng.randint(first, max(first, last)) * commit_every + rng.choice(_middle(commit_every))
-
-
-def _middle(interval: int) -> range:
-    """Return the places in a commit interval that are well apart from both commits."""
-    margin = max(1, interval // 3)
-    return range(margin, interval - margin + 1)
 
 
 def _validate(section: type[Section], tree: object, problems: list[str]) -> Section | None:
@@ -239,13 +271,11 @@ def _explain(section: type[_Section], item: Mapping[str, object]) -> str:
     key = ".".join(str(part) for part in location) or "scenario"
     last = str(location[-1]) if location else ""
     if item["type"] == "extra_forbidden":
-        inner: dict[object, type[_Section]] = {"nodes": Nodes, "faults": Fault}
+        inner: dict[object, type[_Section]] = {"nodes": Nodes, "faults": Fault, "soak": Soak}
         owner = inner.get(location[0], section) if len(location) > 1 else section
         return f"unknown key '{key}'{_nearest(last, sorted(owner.model_fields))}"
     if item["type"] == "missing":
         return f"'{key}' is missing"
-    if item["type"] == "literal_error":
-        return f"'{key}': no '{item['input']}'{_nearest(str(item['input']), list(get_args(Kind)))}"
     return f"'{key}': {str(item['msg']).removeprefix('Value error, ')}"
 
 

@@ -6,6 +6,8 @@ Computed from files on disk alone, so `elastic-chaos check` can repeat it long a
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,8 +20,12 @@ from chaos.errors import ChaosError
 from chaos.evidence import Evidence, Line, collect, whole
 from chaos.findings import Finding, Unknown, Violated
 from chaos.holes import coverage_counts
-from chaos.recovery import Recovery, recoveries
+from chaos.recovery import Recovery, fault_kind, recoveries
+from chaos.script.samples import counts_of, is_script
+from chaos.so_far import so_far
 
+MOST_COSTS = 30
+"""Recoveries that are shown one by one."""
 FAULTED, REFERENCE, VERDICT = "faulted", "reference", "verdict.json"
 
 
@@ -39,10 +45,13 @@ class Verdict:
 
 
 def examine(folder: Path) -> Verdict:
-    """Judge the run in <folder>/faulted, against <folder>/reference if that was run, and write verdict.json."""
+    """Judge the run in <folder>/faulted, against <folder>/reference if that was run, and write verdict.json.
+
+    One that has not ended is judged as far as it has come.
+    """
     if not (folder / FAULTED / "history").is_dir():
         raise ChaosError(f"{folder}: no {FAULTED}/history there; give the folder of an `elastic-chaos run`")
-    run = collect(folder / FAULTED)
+    run = so_far(collect(folder / FAULTED))
     reference = collect(folder / REFERENCE) if (folder / REFERENCE / "history").is_dir() else None
     verdict = weigh(run, reference)
     (folder / VERDICT).write_text(json.dumps(verdict.fields, indent=2) + "\n")
@@ -68,6 +77,9 @@ def _fields(
         "holes": result.get("holes", []),
         "rpo_steps": max((cost.rpo_steps for cost in costs), default=None),
         "rto_s": max((round(cost.rto_s, 3) for cost in costs), default=None),
+        "rpo_distribution": _distribution([float(cost.rpo_steps) for cost in costs]),
+        "rto_distribution": _distribution([cost.rto_s for cost in costs]),
+        "faults_by_kind": dict(sorted(Counter(fault_kind(fault) for fault in _lines(run, "fault")).items())),
         "faults": [{key: value for key, value in fault.items() if key != "op"} for fault in _lines(run, "fault")],
         "recoveries": [asdict(cost) for cost in costs],
         "validation": {
@@ -83,6 +95,14 @@ def _fields(
         "replay": _replay(run),
         "invariants": [asdict(finding) for finding in findings],
     }
+
+
+def _distribution(values: list[float]) -> dict[str, float] | None:
+    """Return quantiles that were observed, by nearest rank; None of nothing."""
+    ranked = sorted(values)
+    quantiles = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
+    at = {name: ranked[math.ceil(part * len(ranked)) - 1] for name, part in quantiles.items()} if ranked else None
+    return at and {"count": len(ranked), "min": ranked[0], **{name: round(value, 3) for name, value in at.items()}}
 
 
 def _told(run: Evidence, key: str) -> object:
@@ -105,10 +125,15 @@ def _replay(run: Evidence) -> str | None:
 
 def _coverage(run: Evidence, result: Line) -> dict[str, int | None]:
     try:
-        least, most = coverage_counts(run)
+        least, most = _script_counts(run) if is_script(run) else coverage_counts(run)
         return {"min": least, "max": most, "samples": whole(result, "num_samples")}
     except (KeyError, TypeError, ValueError, Violated, Unknown):
         return {"min": None, "max": None, "samples": None}
+
+
+def _script_counts(run: Evidence) -> tuple[int, int]:
+    counts = counts_of(run).values()
+    return min(int(times.min()) for times in counts), max(int(times.max()) for times in counts)
 
 
 def _costs(run: Evidence) -> list[Recovery]:
@@ -129,14 +154,19 @@ def render(verdict: Verdict) -> Lines:
     findings = Table("invariant", "verdict", "because", title=None, header_style="bold")
     colours = {"true": "green", "false": "bold red", "unknown": "yellow"}
     for finding in verdict.findings:
-        findings.add_row(finding.invariant, Text(finding.truth, style=colours[finding.truth]), finding.why)
+        findings.add_row(finding.invariant, Text(finding.truth, style=colours[finding.truth]), Text(finding.why))
     costs = Table("fault", "term", "steps lost", "seconds to next step", "detect", "form", "restore", "warm")
-    for cost in verdict.recoveries:
+    for cost in verdict.recoveries[:MOST_COSTS]:
         parts = (cost.detect_s, cost.form_s, cost.restore_s, cost.warm_s)
         shown = ["-" if part is None else f"{part:.2f}" for part in parts]
-        what = f"{cost.kind} {cost.node}"
+        what = cost.kind if cost.node is None else f"{cost.kind} {cost.node}"
         costs.add_row(what, str(cost.term), str(cost.rpo_steps), f"{cost.rto_s:.2f}", *shown)
     fields = verdict.fields
+    told = [
+        f"{what.upper()}, {unit}: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+        for what, unit in (("rto", "seconds to the next step"), ("rpo", "steps lost"))
+        if isinstance(found := fields[f"{what}_distribution"], dict)
+    ]
     rows = Table("", "with faults", "without", header_style="bold")
     rows.add_row("weights sha256", str(fields["weights_sha256"])[:24], str(fields["reference_weights_sha256"])[:24])
     validation = fields["validation"]
@@ -146,13 +176,15 @@ def render(verdict: Verdict) -> Lines:
     rows.add_row("MLflow run", str(fields["mlflow_run_id"]), str(fields["reference_mlflow_run_id"]))
     coverage = fields["coverage"]
     assert isinstance(coverage, dict), "made above"
+    rest = [] if is_script(verdict.run) else [rows]  # a script tells of no weights
     times = f"each of {coverage['samples']} samples counted {coverage['min']} to {coverage['max']} times an epoch"
+    times = times if coverage["min"] is not None else "how often samples counted is not known"
     if holes := fields["holes"]:
         assert isinstance(holes, list), "made by the trainer"
         listed = ", ".join(f"[{hole['lo']}, {hole['hi']}) from step {hole['since']} on" for hole in holes)
         times += f"; could not be read, and are left out: {listed}"
     outcome = Text("VALID", style="bold green") if verdict.is_valid else Text("NOT VALID", style="bold red")
-    return Lines(findings, costs, rows, Text(times), outcome)
+    return Lines(findings, costs, Text("\n".join(told)), *rest, Text(times), outcome)
 
 
 def _shown(value: object) -> str:

@@ -1,16 +1,18 @@
 """Named places at which a fault can be planted while a job runs: one line each in the code, and nothing unless armed.
 
-ELASTIC_FAILPOINTS names a folder that all processes of a job share. Whoever writes a file there, named after a place
-and holding a kind, arms it: the first process that comes to the place takes the file away (it is renamed to
-<place>.<pid>), and the fault happens there.
+ELASTIC_FAILPOINTS names a folder that the processes of a job, or of a node, share. Whoever writes a file there, named
+after a place and holding a kind, arms it: the n-th time that any of them comes to the place, the file is taken away (it
+is renamed to <place>.<pid>), and the fault happens there.
 
 Kinds: kill (SIGKILL), stop (SIGSTOP), raise (RuntimeError), hang (in Python), hang-native (holding the interpreter's
-lock, so that no other thread of the process runs).
+lock, so that no other thread of the process runs), slow (a second), full and eio (the operating system's errors).
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import os
 import signal
 import time
@@ -27,15 +29,17 @@ POINTS = (
     "validate",
     "commit",
     "write",
+    "sync",
     "record",
     "publish",
     "form",
     "restore",
     "hand-over",
 )
-KINDS = ("kill", "stop", "raise", "hang", "hang-native")
+KINDS = ("kill", "stop", "raise", "hang", "hang-native", "slow", "full", "eio")
 VARIABLE = "ELASTIC_FAILPOINTS"
 _FOR_EVER_S = 1_000_000
+_SLOW_S = 1.0
 
 _folder = Path(os.environ[VARIABLE]) if VARIABLE in os.environ else None
 
@@ -46,21 +50,25 @@ def reach(name: str) -> None:
         _look(_folder, name)
 
 
-def arm(folder: Path, name: str, kind: str) -> None:
-    """Let the next process that comes to a place have a fault."""
+def arm(folder: Path, name: str, kind: str, nth: int = 1) -> None:
+    """Let the n-th process that comes to a place, counted from 1, have a fault."""
     assert name in POINTS and kind in KINDS, f"no {kind} at '{name}'; there are {KINDS} at {POINTS}"
-    (folder / f"{name}.new").write_text(kind)
+    (folder / f"{name}.new").write_text(f"{kind} {nth}")
     (folder / f"{name}.new").rename(folder / name)
+
+
+def disarm(folder: Path, name: str) -> bool:
+    """Take back what nobody has come to; return whether it was there."""
+    try:
+        (folder / name).unlink()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _look(folder: Path, name: str) -> None:
     assert name in POINTS, f"'{name}' is in no list"
-    taken = folder / f"{name}.{os.getpid()}"
-    try:
-        (folder / name).rename(taken)
-    except FileNotFoundError:
-        return
-    kind = taken.read_text()
+    kind = _take(folder, name)
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "stop":
@@ -69,5 +77,30 @@ def _look(folder: Path, name: str) -> None:
         raise RuntimeError(f"planted at {name}")
     elif kind == "hang":
         time.sleep(_FOR_EVER_S)
-    else:
+    elif kind == "hang-native":
         ctypes.PyDLL(None).sleep(_FOR_EVER_S)
+    elif kind == "slow":
+        time.sleep(_SLOW_S)
+    elif kind is not None:
+        raise OSError({"full": errno.ENOSPC, "eio": errno.EIO}[kind], f"planted at {name}")
+
+
+def _take(folder: Path, name: str) -> str | None:
+    """Return the kind that is due at a place, and take it away; None, and one less to come, before that."""
+    try:
+        descriptor = os.open(folder / name, os.O_RDWR)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        kind, left = os.pread(descriptor, 64, 0).decode().split()
+        if int(left) == 1:
+            (folder / name).rename(folder / f"{name}.{os.getpid()}")
+        content = f"{kind} {int(left) - 1}".encode()
+        os.pwrite(descriptor, content, 0)
+        os.ftruncate(descriptor, len(content))
+        return kind if int(left) == 1 else None
+    except FileNotFoundError:  # another has taken it since it was opened
+        return None
+    finally:
+        os.close(descriptor)

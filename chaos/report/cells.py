@@ -49,7 +49,8 @@ def moments_grid(reader: Reader, story: Story) -> Grid:
 
 def points_grid(reader: Reader, story: Story) -> Grid:
     """Return which kinds of fault came at which failpoint."""
-    points, kinds = _told(reader, "points"), _told(reader, "point_kinds")
+    is_script = bool(reader.of("script"))  # somebody else's script has no failpoints of ours
+    points, kinds = ([], []) if is_script else (_told(reader, "points"), _told(reader, "point_kinds"))
     hits = Counter((fault.point, fault.kind) for fault in story.faults if fault.point)
     rows = dict.fromkeys([*points, *sorted(point for point, _ in hits)])
     columns = dict.fromkeys([*kinds, *sorted(kind for _, kind in hits)])

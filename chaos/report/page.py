@@ -14,7 +14,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from chaos import exactly_once
+from chaos import exactly_once, injected, tracking
 from chaos.checker import COMPARED, INVARIANTS
 from chaos.findings import Finding, Unknown, Violated
 from chaos.report.cells import moments_grid, points_grid
@@ -26,6 +26,8 @@ from chaos.report.figures.lineage import lineage_figure
 from chaos.report.figures.loss import compared, loss_figure
 from chaos.report.reading import Reader
 from chaos.report.story import Story, tell
+from chaos.script import judge as scripts
+from chaos.script.samples import is_script
 from chaos.verdict import Verdict
 
 _HERE = Path(__file__).parent
@@ -69,7 +71,7 @@ def render(verdict: Verdict) -> str:
             summary=_summary(verdict, story),
             headlines=_headlines(verdict, story),
             replay=verdict.fields["replay"] or "the evidence does not tell which command began this run",
-            findings=[(finding, demand(finding)) for finding in verdict.findings],
+            findings=[(finding, demand(finding, is_script(run))) for finding in verdict.findings],
             lanes_note=_lanes_note(story),
             figures=figures,
             has_witness=run.witness is not None,
@@ -86,14 +88,18 @@ def render(verdict: Verdict) -> str:
     )
 
 
-def demand(finding: Finding) -> str:
+def demand(finding: Finding, is_of_script: bool = False) -> str:
     """Return what an invariant demands: the first line of its check."""
     checks: dict[str, Callable[..., str]] = {
         **INVARIANTS,
         **COMPARED,
         "sums": exactly_once.sums,
         "witness": exactly_once.witness,
+        "tracking": tracking.tracking,
+        "liveness": injected.liveness,
     }
+    if is_of_script:
+        checks = {**scripts.INVARIANTS, "coverage": scripts.coverage}
     written = getattr(checks.get(finding.invariant), "__doc__", None) or ""
     return written.partition("\n")[0]
 

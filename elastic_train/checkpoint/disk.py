@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
 
+from elastic_train.failpoints import reach
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
@@ -66,6 +68,7 @@ class RealDisk:
         return cast(BinaryIO, _EagerFile(path))
 
     def sync(self, files: Sequence[BinaryIO], directories: Sequence[Path]) -> None:
+        reach("sync")
         acts = [*(partial(_sync_file, file) for file in files), *(partial(_sync_directory, at) for at in directories)]
         with ThreadPoolExecutor(len(acts), "syncing") as threads:
             for syncing in [threads.submit(act) for act in acts]:

@@ -66,6 +66,7 @@ class Recorder:
     head: tuple[str, str] | None = None
     intervals: list[dict[str, int]] = field(default_factory=list)
     files: dict[str, list[dict[str, object]]] = field(default_factory=dict)
+    metrics: dict[int, list[dict[str, object]]] = field(default_factory=dict)
 
     def write(self, file: str, op: str, /, **fields: object) -> None:
         self.files.setdefault(file, []).append({"op": op, "t": round(self.now, 4), **fields})
@@ -80,6 +81,7 @@ class Recorder:
             self.write(name, "form", **who, world=world.ranks, pid=int(name[-5:]), cause="start", **times)
             where = {"step": world.lo, "epoch": world.lo // 5, "offset": world.lo % 5 * MICRO_BATCH, "commit": key}
             self.write(name, "restore", **who, **where, seconds=0.1, skipped=[], resumed=None)
+        self.metrics[term] = [{"t": self.now, "term": term, "begins_at": world.lo}]
         for step in range(world.lo + 1, world.hi + 1):
             self.now += STEP_S
             self.step(term, world, names, step)
@@ -98,6 +100,7 @@ class Recorder:
             where = {"epoch": epoch, "lo": place * MICRO_BATCH, "hi": (place + 1) * MICRO_BATCH, "lanes": lanes}
             what = {"num_samples": num_samples, "world": world.ranks, "loss": loss_of(step)}
             self.write(name, "step", term=term, rank=rank, step=step, **where, **what)
+        self.metrics[term].append({"t": self.now, "term": term, "step": step, "values": {"train/loss": loss_of(step)}})
 
     def commit(self, term: int, name: str, step: int) -> None:
         before = [interval for interval in self.intervals if interval["term"] < term and interval["lo"] < step]
@@ -125,7 +128,8 @@ class Recorder:
     def finish(self, term: int, *, ended: list[tuple[int, int]]) -> None:
         for node, code in ended:
             self.write("chaos", "exit", node=node, code=code)
-        self.write("chaos", "clean", orphans=[])
+        self.write("chaos", "healed", seconds=1.5)
+        self.write("chaos", "clean", orphans=[], leases=[], drafts=[], shared_memory=[])
         (self.folder / "history").mkdir()
         for name, lines in self.files.items():
             (self.folder / "history" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -140,7 +144,14 @@ class Recorder:
         metrics = {"macro_f1": 0.75, "loss": 0.25}
         (self.folder / "result.json").write_text(json.dumps({**result, **counts, "metrics": metrics}))
         batch = {"global_batch": LANES * MICRO_BATCH, "micro_batch": MICRO_BATCH}
-        (self.folder / "config.yaml").write_text(yaml.safe_dump({"batch": batch}))
+        told = {"batch": batch, "tracking": {"mlflow_uri": "sqlite:///mlflow.db"}}
+        (self.folder / "config.yaml").write_text(yaml.safe_dump(told))
+        (self.folder / "metrics").mkdir()
+        for number, lines in self.metrics.items():
+            path = self.folder / "metrics" / f"{number:08d}.jsonl"
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        held = [[step, loss_of(step)] for step in range(1, STEPS + 1)]
+        (self.folder / "tracked.json").write_text(json.dumps({"train/loss": held}))
 
 
 def _restores(line: dict[str, object], term: int) -> bool:

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from chaos.errors import RunError
-from chaos.local import Followed, Job
+from chaos.followed import Followed
+from chaos.local import Job
 from chaos.node import Node, clean_environ
-from chaos.scenario import Due, Scenario
+from chaos.scenario import Scenario
+from chaos.schedule import Due
 from tests.chaos import fake_trainer
 from tests.processes import is_running
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos.errors import ScenarioError
-from chaos.scenario import FOLDER, SMALLEST_INTERVAL, Due, Fault, Scenario, find, load, schedule
+from chaos.scenario import FOLDER, Fault, Scenario, find, load
+from chaos.schedule import SMALLEST_INTERVAL, Due, schedule
 
 HEAD = "name: x\ndescription: y\nconfig: c.yaml\n"
 
@@ -48,9 +49,11 @@ def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
         "unknown key 'nodes.cout'; did you mean 'count'?",
         "'nodes.min': Input should be greater than 0",
         "'faults.0.kind': no 'kill_nod'; did you mean 'kill_node'?",
-        "'faults.2.node': must be a node's number from 0, or one of leader, other, lost, not 'leadr'",
+        (
+            "'faults.2.node': must be a node's number from 0, or one of leader, other, lost, one, minority, majority, "
+            "writer, all, not 'leadr'"
+        ),
         "unknown key 'faults.3.nodes'; did you mean 'node'?",
-        "'faults.3.node' is missing",
         "'faults.4': within must be two growing parts of the job between 0 and 1, not (0.5, 0.2)",
     ]
     assert [text for text in expected if text not in found] == [], found
@@ -73,6 +76,13 @@ def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
             "[{kind: kill_worker, node: 1, within: [0.5, 0.7]}, {kind: kill_worker, node: 0, within: [0.6, 0.8]}]",
             "'faults.1' may be drawn before the fault above it: begin its within at 0.7 or later",
         ),
+        ("[{kind: kill_node, at_step: 4}]", "'faults.0': 'node' is missing: kill_node needs one"),
+        ("[{kind: freeze_node, node: one, at_step: 4}]", "'faults.0': freeze_node needs for_s"),
+        ("[{kind: lose_lease, node: one, at_s: 4, for_s: 1}]", "'faults.0': lose_lease is not undone: no for_s"),
+        ("[{kind: full, node: one, at_point: {name: write}}]", "it can be at the point 'sync' only"),
+        ("[{kind: raise, node: one, at_point: {name: comit}}]", "no failpoint 'comit'; did you mean 'commit'?"),
+        ("[{kind: raise, node: one, at_step: 4}]", "at_point belongs to kill, stop, raise"),
+        ("[{kind: storage_errors, at_step: 4, for_s: 1}]", "'faults.0': storage_errors needs s3: true"),
         ("[{kind: kill_node, node: lost, at_step: 4}]", "kill_node cannot be done to 'lost'"),
         ("[{kind: start_node, node: leader, at_step: 4}]", "start_node cannot be done to 'leader'"),
         ("[{kind: kill_node, node: 0, at_step: 4, after_s: 2}]", "exactly one of at_step, within"),

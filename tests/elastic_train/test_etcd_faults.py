@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from chaos.etcd import EtcdCluster, frozen
 from chaos.evidence import collect
 from chaos.injected import check_kept
 from rendezvous import EtcdServer, EtcdStore, etcd_options
 from rendezvous.store import Put
 from tests.conftest import start
 from tests.elastic_train.test_live import eventually, history, launch, until_whole, weights, write_config
-from tests.etcd_cluster import EtcdCluster, frozen
 
 PATIENCE_S = 120.0
 OUTAGE_S = 20.0

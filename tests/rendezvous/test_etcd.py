@@ -18,10 +18,10 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 import rendezvous
+from chaos.etcd import EtcdCluster, frozen
 from rendezvous import EtcdServer, EtcdStore, OptionError, StoreRefusedError, StoreUnavailableError, etcd_options
 from rendezvous.etcd import EtcdLease
 from rendezvous.store import Put
-from tests.etcd_cluster import EtcdCluster, frozen
 
 
 def test_watch_and_lease_survive_a_killed_etcd() -> None:

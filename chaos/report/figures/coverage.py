@@ -16,6 +16,8 @@ from markupsafe import Markup
 from chaos.applied import counts_of, shape_of
 from chaos.evidence import Evidence
 from chaos.report.figures.svg import LEFT, RIGHT, Axis, along_x, figure, rect, text
+from chaos.script.samples import counts_of as rows_of
+from chaos.script.samples import is_script
 
 _TOP, _ROW, _HEIGHT = 16.0, 22.0, 14.0
 _CELLS, _MOST_EPOCHS = 326, 16
@@ -26,9 +28,11 @@ Row = tuple[str, npt.NDArray[np.int64], npt.NDArray[np.int64], tuple[int, int]]
 
 def coverage_figure(run: Evidence) -> Markup:
     """Draw a strip for each epoch (or for several, if there are many), and one for the witness."""
-    rows = list(_epochs(run))
+    rows, along = list(_epochs(run)), "% of the epoch, in the order of its steps"
+    if is_script(run):
+        along = "% of the dataset, in the order of its rows"
     bottom = _TOP + len(rows) * _ROW
-    parts = along_x(Axis(0.0, 100.0), _TOP, bottom, "% of the epoch, in the order of its steps")
+    parts = along_x(Axis(0.0, 100.0), _TOP, bottom, along)
     for number, row in enumerate(rows):
         parts += _strip(row, _TOP + number * _ROW)
     if run.witness is not None and run.witness.size:
@@ -40,7 +44,8 @@ def coverage_figure(run: Evidence) -> Markup:
 
 
 def _epochs(run: Evidence) -> Iterator[Row]:
-    counts = counts_of(run)
+    # A script tells of rows, which have no lanes.
+    counts = {epoch: times[:, None] for epoch, times in rows_of(run).items()} if is_script(run) else counts_of(run)
     together = -(-len(counts) // _MOST_EPOCHS)
     for lo in range(0, len(counts), together):
         group = [counts[epoch] for epoch in range(lo, min(lo + together, len(counts)))]

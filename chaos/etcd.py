@@ -1,4 +1,4 @@
-"""An etcd of three members on this machine, one of which can be lost, or frozen, without a word to its clients."""
+"""An etcd of one or three members on this machine; one can be lost, or frozen, without a word to its clients."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import time
 from collections.abc import Iterator
 from types import TracebackType
 
-import grpc
+import grpc  # type: ignore[import-untyped]
 import pyetcd
 
+from chaos.errors import RunError
 from rendezvous import EtcdServer
 from rendezvous.server import free_ports
 
@@ -21,10 +22,10 @@ RPC_TIMEOUT_S = 1.0
 class EtcdCluster:
     """`with EtcdCluster() as cluster: … cluster.endpoint`, which names all members."""
 
-    def __init__(self) -> None:
-        names = ("one", "two", "three")
+    def __init__(self, num_members: int = 3, host: str = "127.0.0.1") -> None:
+        names = ("one", "two", "three")[:num_members]
         ports = dict(zip(names, free_ports(len(names)), strict=True))
-        self.members = [EtcdServer(name=name, peer_ports=ports) for name in names]
+        self.members = [EtcdServer(name=name, peer_ports=ports, host=host) for name in names]
 
     @property
     def endpoint(self) -> str:
@@ -50,12 +51,12 @@ class EtcdCluster:
                 if member.pid is not None and _leads(member):
                     return member
             time.sleep(0.05)
-        raise AssertionError("no member of etcd leads")
+        raise RunError("no member of etcd leads")
 
     def follower(self) -> EtcdServer:
-        """Return a member that does not lead."""
+        """Return a member that does not lead; the only one if there are no others."""
         leader = self.leader()
-        return next(member for member in self.members if member is not leader)
+        return next((member for member in self.members if member is not leader), leader)
 
     def __enter__(self) -> EtcdCluster:
         try:

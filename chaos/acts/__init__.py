@@ -1,0 +1,13 @@
+"""What the local executor can do to a job, kind by kind; `chaos.kinds` says what each means.
+
+An act does its fault and says what it hit, or returns None if nothing is there to be hit now: it is asked again.
+"""
+
+from __future__ import annotations
+
+from chaos.acts import members, network, processes, storage
+from chaos.acts.done import Act, Done, Undo
+
+ACTS: dict[str, Act] = {**processes.ACTS, **network.ACTS, **members.ACTS, **storage.ACTS}
+
+__all__ = ["ACTS", "Act", "Done", "Undo"]

@@ -1,0 +1,110 @@
+"""Faults of etcd: members killed, frozen, all away at once; a lease that ends early."""
+
+from __future__ import annotations
+
+import json
+import signal
+from typing import TYPE_CHECKING
+
+import grpc  # type: ignore[import-untyped]
+import pyetcd
+
+from chaos.acts.done import Act, Done, targets
+from chaos.node import signal_all
+from rendezvous.records import Keys
+from rendezvous.server import EtcdServer
+
+if TYPE_CHECKING:
+    from chaos.local import Job
+    from chaos.schedule import Due
+
+_CALL_S = 2.0
+
+
+def kill_etcd_member(job: Job, fault: Due) -> Done | None:
+    return _kill(_members(job, leads=False)[:1])
+
+
+def kill_etcd_leader(job: Job, fault: Due) -> Done | None:
+    return _kill(_members(job, leads=True)[:1])
+
+
+def etcd_outage(job: Job, fault: Due) -> Done | None:
+    assert job.around.etcd is not None, "every job has one"
+    return _kill([member for member in job.around.etcd.members if member.pid is not None])
+
+
+def _kill(members: list[EtcdServer]) -> Done | None:
+    pids = [member.pid for member in members if member.pid is not None]
+    for member in members:
+        member.kill()
+
+    def begin() -> list[int]:
+        for member in members:
+            if member.pid is None:
+                member.begin()
+        return []
+
+    return Done(pids, [], "SIGKILL", begin) if pids else None
+
+
+def freeze_etcd_member(job: Job, fault: Due) -> Done | None:
+    pids = [member.pid for member in _members(job, leads=False)[:1] if member.pid is not None]
+    signal_all(pids, signal.SIGSTOP)
+
+    def thaw() -> list[int]:
+        signal_all(pids, signal.SIGCONT)
+        return []
+
+    return Done(pids, [], "SIGSTOP", thaw) if pids else None
+
+
+def _members(job: Job, *, leads: bool) -> list[EtcdServer]:
+    """Return the members that run and lead, or do not; none while all are to stay: most of them must run for others."""
+    assert job.around.etcd is not None, "every job has one"
+    cluster = job.around.etcd
+    up = [member for member in cluster.members if member.pid is not None and not _is_stopped(member.pid)]
+    if len(up) < len(cluster.members):
+        return []  # one more away would be an outage
+    leader = cluster.leader()
+    return [leader] if leads or len(up) == 1 else [member for member in up if member is not leader]
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123
+            return file.read().rpartition(") ")[2][:1] == "T"
+    except OSError:
+        return False
+
+
+def lose_lease(job: Job, fault: Due) -> Done | None:
+    """Revoke the lease of a worker of the present world, of the target's highest rank."""
+    assert job.around.etcd is not None, "every job has one"
+    nodes = targets(job, fault)
+    own = {pid for node in nodes for pid in node.pids()}
+    ranks = [rank for rank, pid in sorted(job.followed.pids.items()) if pid in own]
+    keys = Keys(job.around.run_id)
+    if not ranks:
+        return None
+    with grpc.insecure_channel(job.around.etcd.members[0].endpoint) as channel:
+        try:
+            stub = pyetcd.etcdrpc.KVStub(channel)
+            told = stub.Range(pyetcd.etcdrpc.RangeRequest(key=keys.world.encode()), _CALL_S).kvs
+            seats = json.loads(told[0].value)["seats"] if told else []
+            if len(seats) <= ranks[-1] or json.loads(told[0].value)["term"] != job.followed.term:
+                return None
+            member = keys.member(seats[ranks[-1]]["member"])
+            held = stub.Range(pyetcd.etcdrpc.RangeRequest(key=member.encode()), _CALL_S).kvs
+            if not held:
+                return None
+            revoke = pyetcd.etcdrpc.LeaseRevokeRequest(ID=held[0].lease)
+            pyetcd.etcdrpc.LeaseStub(channel).LeaseRevoke(revoke, _CALL_S)
+        except grpc.RpcError:
+            return None  # etcd is away, or the lease has ended by itself
+    return Done([job.followed.pids[ranks[-1]]], nodes)
+
+
+ACTS: dict[str, Act] = {
+    act.__name__: act for act in (kill_etcd_member, kill_etcd_leader, freeze_etcd_member, etcd_outage, lose_lease)
+}

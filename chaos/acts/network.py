@@ -1,0 +1,93 @@
+"""Faults of the network: between nodes and etcd by proxies, between nodes by the cable to a namespace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from chaos.acts.done import Act, Done, targets
+from chaos.network import Cable
+
+if TYPE_CHECKING:
+    from chaos.local import Job
+    from chaos.node import Node
+    from chaos.proxy import Way
+    from chaos.schedule import Due
+
+_LATE_S = 0.3
+PROXIED = ("cut_off_etcd", "lose_requests", "lose_answers", "slow_etcd")
+CABLED = ("cut_node", "cut_link", "cut_one_way")
+
+
+def _hold(way: Way, *, requests: bool = False, answers: bool = False, delay_s: float = 0.0) -> None:
+    way.requests_are_held, way.answers_are_held, way.delay_s = requests, answers, delay_s
+
+
+def cut_off_etcd(job: Job, fault: Due) -> Done | None:
+    return _to_etcd(job, fault, lambda way: _hold(way, requests=True, answers=True))
+
+
+def lose_requests(job: Job, fault: Due) -> Done | None:
+    return _to_etcd(job, fault, lambda way: _hold(way, requests=True))
+
+
+def lose_answers(job: Job, fault: Due) -> Done | None:
+    return _to_etcd(job, fault, lambda way: _hold(way, answers=True))
+
+
+def slow_etcd(job: Job, fault: Due) -> Done | None:
+    return _to_etcd(job, fault, lambda way: _hold(way, delay_s=_LATE_S))
+
+
+def _to_etcd(job: Job, fault: Due, spoil: Callable[[Way], None]) -> Done | None:
+    assert job.around.proxies is not None, "the scenario's kinds have asked for it"
+    nodes, proxies = targets(job, fault), job.around.proxies
+    if not nodes:
+        return None
+    pids = _pids(nodes)
+    for node in nodes:
+        spoil(proxies.ways[node.number])
+
+    def heal() -> list[int]:
+        for node in nodes:
+            _hold(proxies.ways[node.number])
+        return _pids(nodes)
+
+    return Done(pids, nodes, undo=heal)
+
+
+def cut_node(job: Job, fault: Due) -> Done | None:
+    return _cut(job, Cable.pull)
+
+
+def cut_link(job: Job, fault: Due) -> Done | None:
+    return _cut(job, Cable.part)
+
+
+def cut_one_way(job: Job, fault: Due) -> Done | None:
+    return _cut(job, Cable.silence)
+
+
+def _cut(job: Job, spoil: Callable[[Cable], None]) -> Done | None:
+    """Spoil the only cable, that of the last node; either side may be left behind."""
+    laid = job.around.cable
+    assert laid is not None, "the scenario's kinds have asked for it"
+    if not job.nodes[-1].is_up:
+        return None
+    laid.mend()
+    spoil(laid)
+
+    def mend() -> list[int]:
+        laid.mend()
+        return _pids(job.nodes)
+
+    return Done(_pids(job.nodes), [job.nodes[-1]], undo=mend)
+
+
+def _pids(nodes: list[Node]) -> list[int]:
+    return [pid for node in nodes for pid in node.pids()]
+
+
+ACTS: dict[str, Act] = {
+    act.__name__: act for act in (cut_off_etcd, lose_requests, lose_answers, slow_etcd, cut_node, cut_link, cut_one_way)
+}

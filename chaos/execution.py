@@ -1,0 +1,176 @@
+"""One run of a scenario's job, and a soak: the job with faults without end, then the same number of steps without any.
+
+Shows progress, and leaves histories and commits in the run's folder, from which it is judged.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from rich.console import Console
+
+from chaos import tracked
+from chaos.errors import RunError, ScenarioError
+from chaos.followed import Followed
+from chaos.kinds import LOCAL
+from chaos.local import Job, launch
+from chaos.scenario import Scenario
+from chaos.schedule import Due
+from chaos.soak import Drawn, kinds_of, land
+from chaos.surroundings import Surroundings, surroundings
+from chaos.verdict import FAULTED, REFERENCE, VERDICT, Verdict, examine
+from elastic_train.config import Config
+from elastic_train.data.manifest import load_manifest
+from elastic_train.data.synthetic import synthesise
+from elastic_train.order import Order
+from elastic_train.progress import Progress, ResumeBanner, Status
+
+Say = Callable[[str], None]
+
+
+def run_once(
+    scenario: Scenario,
+    folder: Path,
+    due: Sequence[Due],
+    seed: int,
+    changes: list[str],
+    total_steps: int,
+    replay: str,
+    is_quiet: bool,
+) -> None:
+    """Run the scenario's job with these faults to its end."""
+    folder.mkdir(parents=True)
+    kinds = [fault.kind for fault in due]
+    if unreal := sorted(set(kinds) - set(LOCAL)):
+        raise ScenarioError(*(f"{scenario.name}: {kind} is for the simulator alone" for kind in unreal))
+    with _around(scenario, folder, kinds) as around:
+        if absent := [f"{kind} cannot be done here: {why}" for kind, why in around.missing.items() if kind in kinds]:
+            raise ScenarioError(*(f"{scenario.name}: {problem}" for problem in absent))
+        _run(scenario, folder, due, seed, changes, total_steps, replay, is_quiet, around)
+
+
+def run_soak(
+    scenario: Scenario,
+    seed: int,
+    folder: Path,
+    changes: list[str],
+    config: Config,
+    replay: str,
+    is_quiet: bool,
+    say: Say,
+) -> Verdict:
+    """Run a soak and the same number of steps without faults; judge it, also where it got stuck."""
+    assert scenario.soak is not None, "only called for a soak"
+    clear(folder)
+    faulted = folder / FAULTED
+    faulted.mkdir(parents=True)
+    kinds, per_epoch = kinds_of(scenario.soak, {}), steps_per_epoch(config)
+    with _around(scenario, faulted, kinds) as around:
+        drawn = Drawn(scenario, seed, around.missing)
+        for kind, why in around.missing.items():
+            say(f"left out: {kind}: {why}")
+        say(f"soak, seed {seed}: {scenario.soak.faults} faults of {len(drawn.kinds)} kinds, in {faulted}")
+        try:
+            landing = land(lambda step: -(-(step + 1) // per_epoch) * per_epoch)
+            _run(scenario, faulted, drawn, seed, changes, None, replay, is_quiet, around, landing)
+        except RunError as error:
+            say(f"STUCK: {error}")
+    verdict = examine(folder)
+    if verdict.run.result is None or verdict.run.result["status"] != "done":
+        return verdict
+    say(f"training the same {verdict.run.result['step']} steps without faults, in {folder / REFERENCE}")
+    plain = scenario.model_copy(update={"nodes": scenario.nodes.model_copy(update={"count": 1}), "soak": None})
+    quick = [*changes, "--task.params={lane_ms: 0}", f"--max_steps={verdict.run.result['step']}"]
+    run_once(plain, folder / REFERENCE, [], seed, quick, int(str(verdict.run.result["step"])), replay, is_quiet)
+    return examine(folder)
+
+
+def clear(folder: Path) -> None:
+    """Take away what an earlier run has left."""
+    (folder / VERDICT).unlink(missing_ok=True)
+    for name in (FAULTED, REFERENCE):
+        if os.path.ismount(folder / name / "data"):  # a soak that was killed has left its small disk
+            subprocess.run(["umount", "-l", str(folder / name / "data")], check=True)
+        if (folder / name).exists():
+            shutil.rmtree(folder / name)
+
+
+def make_data(scenario: Scenario, config: Config, say: Say) -> None:
+    """Make the training set up that a scenario brings along, unless it is there."""
+    train = Path(config.data.train)
+    if scenario.rows is not None and not (train / "manifest.json").exists():
+        say(f"making up {scenario.rows} rows in {train}")
+        synthesise(str(train), scenario.rows, seed=1)
+
+
+def count_steps(config: Config) -> int:
+    """Return how many steps the configured job takes."""
+    return config.max_steps or config.epochs * steps_per_epoch(config)
+
+
+def steps_per_epoch(config: Config) -> int:
+    order = Order(load_manifest(config.data.train).group_rows, num_lanes=config.batch.num_lanes, seed=config.run.seed)
+    return order.num_steps(config.batch.micro_batch)
+
+
+def _around(scenario: Scenario, folder: Path, kinds: Sequence[str]) -> AbstractContextManager[Surroundings]:
+    run_id = f"{scenario.name}-{folder.name}"
+    return surroundings(folder, run_id, kinds, scenario)
+
+
+def _run(
+    scenario: Scenario,
+    folder: Path,
+    due: Iterable[Due] | Drawn,
+    seed: int,
+    changes: list[str],
+    total_steps: int | None,
+    replay: str,
+    is_quiet: bool,
+    around: Surroundings,
+    landing: Callable[[Job], None] | None = None,
+) -> None:
+    progress = Progress(Console(soft_wrap=True, quiet=is_quiet))
+    own = ["--run.dir", str(folder), "--run.name", around.run_id, *around.settings]
+    nodes = launch(scenario, "", folder, [*changes, *own], around.run_id, around)
+    look = _shown(progress, total_steps)
+    job = Job(folder, nodes, scenario, (), seed, look, progress.event, replay, around, landing)
+    job.faults = due(lambda: job.num_faults) if isinstance(due, Drawn) else due
+    try:
+        job.run()
+        tracked.note(folder)
+    finally:
+        progress.close()
+
+
+def _shown(progress: Progress, total_steps: int | None) -> Callable[[Followed], None]:
+    """Return what shows a job's progress; without an end, the steps so far stand for all."""
+    shown = [0]
+
+    def look(followed: Followed) -> None:
+        if followed.term != shown[0] and followed.world:
+            progress.event(f"term {followed.term}: {followed.world} ranks")
+            shown[0] = followed.term
+        if followed.resumed is not None:
+            progress.banner(ResumeBanner(**followed.resumed))  # type: ignore[arg-type]
+            followed.resumed = None
+        if followed.step:
+            progress.update(
+                Status(
+                    step=followed.step,
+                    total_steps=total_steps or followed.step,
+                    loss=followed.loss,
+                    samples_per_s=followed.samples_per_s,
+                    world=followed.world,
+                    term=followed.term,
+                    last_commit_step=followed.commit,
+                    epoch=followed.epoch,
+                )
+            )
+
+    return look

@@ -1,0 +1,111 @@
+"""What can go wrong, by name: one vocabulary for scenarios, for the executors that do it, and for the judge.
+
+A kind aims at a worker, a node (agent and workers), etcd, or the storage of checkpoints; at a failpoint it happens to
+whoever comes there. Some always end a world; the rest may be ridden out, so that the job going on is all they prove.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Aim = Literal["worker", "node", "etcd", "storage", "point"]
+Lasting = Literal["never", "may", "must"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind: what it hits, whether it is undone after `for_s`, whether it must end a world, and who can do it."""
+
+    name: str
+    meaning: str
+    aim: Aim
+    lasts: Lasting = "must"
+    ends_world: bool = False
+    local: bool = True
+    sim: bool = True
+    needs: Literal["s3"] | None = None
+    """What the scenario has to bring along."""
+    damages: bool = False
+    """Commits that were whole are not any more."""
+
+
+_ALL = (
+    Kind("kill_worker", "SIGKILL to one worker; its agent starts another", "worker", "never", ends_world=True),
+    Kind(
+        "kill_node", "SIGKILL to agent and workers at once; started again after for_s", "node", "may", ends_world=True
+    ),
+    Kind("kill_job", "SIGKILL to all nodes at once, started again after for_s", "node", "must", ends_world=True),
+    Kind("lose_node", "the machine is gone, and its ports do not refuse", "node", ends_world=True, local=False),
+    Kind("stop_node", "SIGTERM to the agent; started again after for_s", "node", "may", ends_world=True),
+    Kind("start_node", "a node that was lost comes back", "node", "never", ends_world=True, sim=False),
+    Kind("start_twin", "the same job is launched once more, under the same run id, and killed", "node"),
+    Kind("kill_rack", "kill_node for several nodes", "node", ends_world=True, local=False),
+    Kind("flap_node", "a node is lost and comes back, again and again", "node", ends_world=True, local=False),
+    Kind("scale_down", "a node leaves for good", "node", ends_world=True, local=False),
+    Kind("hang_worker", "a worker waits without end", "worker", local=False),
+    Kind("freeze_worker", "SIGSTOP to one worker, SIGCONT after for_s", "worker"),
+    Kind("freeze_node", "SIGSTOP to agent and workers, SIGCONT after for_s", "node"),
+    Kind("slow_worker", "one worker gets a fraction of its time", "worker"),
+    Kind("cut_off_etcd", "a node's requests and etcd's answers are lost", "node"),
+    Kind("lose_requests", "a node's requests do not reach etcd", "node"),
+    Kind("lose_answers", "etcd's answers do not reach a node", "node"),
+    Kind("slow_etcd", "all that passes between a node and etcd is late", "node"),
+    Kind("slow_network", "what nodes send each other is late", "node", local=False),
+    Kind("lose_packets", "some of what nodes send each other is lost", "node", local=False),
+    Kind("cut_node", "a node is cut off the network, etcd included", "node", sim=False),
+    Kind("cut_link", "a node and the others do not reach each other; all reach etcd", "node"),
+    Kind("cut_one_way", "what others send to a node is lost; what it sends arrives", "node"),
+    Kind("sever_link", "cut_link for ten times as long", "node", local=False),
+    Kind("kill_etcd_member", "SIGKILL to a member of etcd that does not lead", "etcd"),
+    Kind("kill_etcd_leader", "SIGKILL to the member of etcd that leads", "etcd"),
+    Kind("freeze_etcd_member", "SIGSTOP to a member of etcd", "etcd", sim=False),
+    Kind("etcd_outage", "all members of etcd are away, and come back with their data", "etcd"),
+    Kind("lose_etcd_data", "etcd comes back without its data", "etcd", "never", local=False),
+    Kind("lose_lease", "etcd ends the lease of a worker that renewed it in time", "worker", "never", ends_world=True),
+    Kind("break_watch", "a watch falls silent", "worker", "never", local=False),
+    Kind("jump_clock", "the wall clock of a node is set", "node", local=False),
+    Kind("storage_full", "no space is left for checkpoints", "storage"),
+    Kind("storage_outage", "the storage of checkpoints does not answer", "storage", local=False),
+    Kind("storage_slow", "the storage of checkpoints is slow", "storage", needs="s3"),
+    Kind("storage_lossy", "answers of the storage are lost, requests arrive late", "storage", local=False),
+    Kind("storage_errors", "some requests to the storage fail", "storage", needs="s3"),
+    Kind("storage_conflict", "the storage answers a create with a conflict", "storage", needs="s3"),
+    Kind("storage_taken", "the storage says of a name that it is taken", "storage", needs="s3"),
+    Kind("slow_sync", "making bytes durable takes long", "storage", local=False),
+    Kind("tear_write", "a file is left as it was while it was written", "storage", local=False, damages=True),
+    Kind("damage_file", "a file of the newest commit is spoilt", "storage", "never", local=False, damages=True),
+    Kind("flip_bit", "a bit of the newest commit flips", "storage", "never", damages=True),
+    Kind("truncate_file", "a file of the newest commit loses its end", "storage", "never", damages=True),
+    Kind("delete_file", "a file of the newest commit is deleted", "storage", "never", damages=True),
+    Kind("kill", "SIGKILL to whoever comes there", "point", "never", ends_world=True),
+    Kind("stop", "SIGSTOP to whoever comes there, SIGCONT after for_s", "point"),
+    Kind("raise", "an exception that nobody foresaw", "point", "never", ends_world=True),
+    Kind("hang", "a wait without end", "point", "never", sim=False),
+    Kind("hang-native", "the same, holding the interpreter's lock", "point", "never", sim=False),
+    Kind("slow", "a second's wait", "point", "never", sim=False),
+    Kind("full", "OSError: no space left on device", "point", "never", sim=False),
+    Kind("eio", "OSError: input/output error", "point", "never", sim=False),
+)
+KINDS = {kind.name: kind for kind in _ALL}
+LOCAL = tuple(kind.name for kind in _ALL if kind.local)
+ON_DISK = ("full", "eio")
+"""At the failpoint `sync` alone, where an operating system would report them."""
+
+
+def ends_world(kind: object) -> bool:
+    """Say whether a kind always ends a world; one that is not known is taken at its word."""
+    known = KINDS.get(str(kind).partition("@")[0])
+    return known is None or known.ends_world
+
+
+def damages(kind: object) -> bool:
+    """Say whether a kind spoils commits."""
+    known = KINDS.get(str(kind))
+    return known is not None and known.damages
+
+
+def is_of_etcd(kind: object) -> bool:
+    """Say whether a kind befalls etcd, on which all who are in a world depend."""
+    known = KINDS.get(str(kind))
+    return known is not None and known.aim == "etcd"

@@ -1,0 +1,1 @@
+"""The third executor: a scenario's faults as Chaos Mesh objects, for jobs that run in Kubernetes."""

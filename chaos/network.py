@@ -1,0 +1,120 @@
+"""A network namespace with one cable to the rest of this machine, so that one node can really be cut off.
+
+Needs root and iproute2, and leaves nothing behind. Etcd has an address of its own, so the node can reach etcd and
+nobody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from chaos.errors import ChaosError
+
+_NOWHERE = "02:00:00:00:00:01"
+
+
+class NoNamespacesError(ChaosError):
+    """This machine does not let this process make network namespaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cable:
+    """The ends of a cable and their addresses, told apart by a number from others on this machine."""
+
+    number: int
+
+    @property
+    def namespace(self) -> str:
+        return f"elastic-{self.number}"
+
+    @property
+    def outside(self) -> str:
+        """The interface of the nodes out here."""
+        return f"elastic-o{self.number}"
+
+    @property
+    def inside(self) -> str:
+        """The interface of the node at the other end."""
+        return f"elastic-i{self.number}"
+
+    def address(self, whose: str) -> str:
+        """Return the address of the `nodes` out here, of the node `inside`, or of `etcd`."""
+        return f"10.213.{self.number % 250}.{('nodes', 'inside', 'etcd').index(whose) + 1}"
+
+    def pull(self) -> None:
+        """Cut the node inside off from all."""
+        _ip("link", "set", self.outside, "down")
+
+    def silence(self) -> None:
+        """Lose what the node inside sends to other nodes; what they send arrives, and etcd is reached."""
+        here = ("-n", self.namespace, "neigh", "replace", self.address("nodes"), "lladdr", _NOWHERE)
+        _ip(*here, "dev", self.inside, "nud", "permanent")
+
+    def part(self) -> None:
+        """Lose what goes between the node inside and other nodes, both ways; all reach etcd."""
+        self.silence()
+        _ip("rule", "add", *self._between(), "blackhole")
+
+    def mend(self) -> None:
+        """Undo whatever was done."""
+        _ip("link", "set", self.outside, "up")
+        for undo in (
+            ("-n", self.namespace, "neigh", "del", self.address("nodes"), "dev", self.inside),
+            ("rule", "del", *self._between(), "blackhole"),
+        ):
+            subprocess.run(["ip", *undo], capture_output=True, check=False)  # there may be none
+
+    def command(self, command: list[str]) -> list[str]:
+        """Return the command that runs another one inside."""
+        return ["ip", "netns", "exec", self.namespace, *command]
+
+    def _between(self) -> tuple[str, ...]:
+        return ("from", self.address("nodes"), "to", self.address("inside"))
+
+
+@contextlib.contextmanager
+def cable() -> Iterator[Cable]:
+    """Lay a cable to a new namespace; raise NoNamespacesError where that is not allowed."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        raise NoNamespacesError("network namespaces need root and iproute2")
+    laid = Cable(os.getpid() % 100_000)
+    _take_away(laid)  # what a killed process has left
+    try:
+        try:
+            _lay(laid)
+        except subprocess.CalledProcessError as error:
+            raise NoNamespacesError(f"no network namespaces here: {error.stderr.decode().strip()}") from error
+        yield laid
+    finally:
+        _take_away(laid)
+
+
+def _take_away(laid: Cable) -> None:
+    for undo in (
+        ("rule", "del", *laid._between(), "blackhole"),
+        ("link", "del", laid.outside),
+        ("netns", "del", laid.namespace),
+    ):
+        subprocess.run(["ip", *undo], capture_output=True, check=False)
+
+
+def _lay(laid: Cable) -> None:
+    name = laid.namespace
+    _ip("netns", "add", name)
+    _ip("link", "add", laid.outside, "type", "veth", "peer", "name", laid.inside)
+    _ip("link", "set", laid.inside, "netns", name)
+    for whose in ("nodes", "etcd"):
+        _ip("addr", "add", f"{laid.address(whose)}/24", "dev", laid.outside)
+    _ip("link", "set", laid.outside, "up")
+    _ip("-n", name, "addr", "add", f"{laid.address('inside')}/24", "dev", laid.inside)
+    _ip("-n", name, "link", "set", laid.inside, "up")
+    _ip("-n", name, "link", "set", "lo", "up")
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)

@@ -1,0 +1,99 @@
+"""TCP proxies between nodes and etcd: what passes in either direction can be held back, or be late.
+
+A network that loses packets loses no bytes of a connection: they come when it heals. So what is held back here comes
+late, too, unless somebody has given the connection up meanwhile. Connections are accepted all the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from dataclasses import dataclass, field
+
+_CHUNK = 1 << 16
+_LOOK_EVERY_S = 0.02
+
+
+@dataclass
+class Way:
+    """How a node's requests and etcd's answers fare now; set from any thread."""
+
+    requests_are_held: bool = False
+    answers_are_held: bool = False
+    delay_s: float = 0.0
+
+
+@dataclass
+class Proxies:
+    """Listens on a port for each (node, target) and passes everything on, as the node's `Way` says."""
+
+    host: str
+    targets: list[str]
+    """host:port each."""
+    ways: list[Way]
+    """One a node."""
+    ports: list[list[int]] = field(default_factory=list)
+    """For each node, a port for each target."""
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Listen, and serve on a thread until `close`."""
+        for way in self.ways:
+            self.ports.append([self._listen(way, target) for target in self.targets])
+        self._thread = threading.Thread(target=self._loop.run_forever, name="proxies", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._end)
+        if self._thread is not None:
+            self._thread.join(5.0)
+
+    def _end(self) -> None:
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.call_soon(self._loop.stop)
+
+    def endpoint(self, node: int, host: str) -> str:
+        """Return what a node's etcd endpoints are, comma-separated, seen from `host`'s side."""
+        return ",".join(f"{host}:{port}" for port in self.ports[node])
+
+    def _listen(self, way: Way, target: str) -> int:
+        listening = socket.create_server((self.host, 0))
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await _connect(reader, writer, way, target)
+
+        self._loop.run_until_complete(asyncio.start_server(serve, sock=listening))
+        return int(listening.getsockname()[1])
+
+
+async def _connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: Way, target: str) -> None:
+    host, _, port = target.rpartition(":")
+    with contextlib.suppress(OSError, asyncio.CancelledError):
+        try:
+            theirs, ours = await asyncio.open_connection(host, int(port))
+        except OSError:
+            writer.transport.abort()  # refused there is refused here
+            return
+        pumps = [
+            asyncio.ensure_future(_pump(reader, ours, way, "requests_are_held")),
+            asyncio.ensure_future(_pump(theirs, writer, way, "answers_are_held")),
+        ]
+        await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        for pump in pumps:
+            pump.cancel()
+        for end in (writer, ours):
+            end.transport.abort()
+
+
+async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter, way: Way, held: str) -> None:
+    while content := await source.read(_CHUNK):
+        if way.delay_s:
+            await asyncio.sleep(way.delay_s)
+        while getattr(way, held):
+            await asyncio.sleep(_LOOK_EVERY_S)
+        sink.write(content)
+        await sink.drain()

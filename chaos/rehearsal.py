@@ -1,0 +1,93 @@
+"""A scenario in virtual time: the same file that breaks real nodes, as a case of the simulator.
+
+Steps become times, by how long a step of the modelled job takes; roles become nodes, drawn from the seed. What only
+real runs can do is refused, all of it at once.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+from chaos.errors import ScenarioError
+from chaos.kinds import KINDS
+from chaos.scenario import Scenario
+from chaos.schedule import Due, schedule
+from chaos.sim.faults import AT_POINTS, SimFault
+from chaos.sim.kinds import KINDS as SIMULATED
+from chaos.sim.shape import Shape
+from chaos.sim.simulate import Case
+
+EPOCHS = 12
+_FOR_S = 1.0
+"""How long what need not last lasts there, where a killed node comes back by itself."""
+
+
+def rehearse(scenario: Scenario, seed: int) -> Case:
+    """Return the case that has the scenario's nodes and faults; ScenarioError with all that the simulator lacks."""
+    problems = (
+        [] if scenario.soak is None else ["a soak has no faults of its own here: run `elastic-chaos sim --seeds`"]
+    )
+    if scenario.nodes.recovery != "live":
+        problems.append("recovery: restart is not simulated; write nodes: {recovery: live}")
+    for number, fault in enumerate(scenario.faults):
+        if fault.kind != "start_node" and fault.kind not in (AT_POINTS if fault.at_point else SIMULATED):
+            problems.append(f"'faults.{number}': {fault.kind} is not simulated")
+    if problems:
+        raise ScenarioError(*(f"{scenario.name}: {problem}" for problem in problems))
+    nodes = scenario.nodes
+    lanes = max(6, nodes.count * nodes.ranks)
+    shape = Shape(nodes.count, nodes.ranks, nodes.min, lanes=lanes, epochs=EPOCHS, ttl_s=nodes.lease_ttl_s, keep_last=4)
+    due = schedule(scenario, seed, shape.total_steps, shape.commit_every)
+    return Case(seed, shape, _faults(due, shape, random.Random(f"{seed} roles")))
+
+
+def _faults(due: list[Due], shape: Shape, draws: random.Random) -> tuple[SimFault, ...]:
+    step_s = shape.lane_s * -(-shape.lanes // (shape.nodes * shape.ranks))
+    began_s = shape.warm_s + 3.0
+    faults: list[SimFault] = []
+    now_s = 0.0
+    lost: list[int] = []  # places of nodes that were ended for good, until one of them is started
+    for fault in due:
+        if fault.step is not None:
+            now_s = max(now_s, began_s + fault.step * step_s)
+        elif fault.at_s is not None:
+            now_s = began_s + fault.at_s
+        else:
+            now_s += fault.after_s or 0.0
+        if fault.kind == "start_node":
+            place = next((p for p in lost if fault.target in ("lost", faults[p].node)), None)
+            if place is not None:
+                lost.remove(place)
+                faults[place] = replace(faults[place], for_s=round(now_s - faults[place].at_s, 3))
+            continue
+        for node in _nodes(fault, shape, draws):
+            if fault.point is not None:
+                faults.append(
+                    SimFault(fault.kind, point=fault.point.name, nth=fault.point.nth, for_s=fault.for_s or _FOR_S)
+                )
+                continue
+            if fault.kind in ("kill_node", "stop_node") and fault.for_s is None:
+                lost.append(len(faults))
+            other = (node + 1) % shape.nodes if node >= 0 else 1 % shape.nodes
+            at_s, rank = round(now_s, 3), shape.ranks - 1
+            faults.append(SimFault(fault.kind, at_s, node=node, rank=rank, other=other, for_s=fault.for_s or _FOR_S))
+    # Who is never started again stays away until long after the job's end.
+    for place in lost:
+        faults[place] = replace(faults[place], for_s=10 * shape.span_s)
+    assert all(a.at_s <= b.at_s for a, b in pairwise(f for f in faults if not f.point)), "in the order of time"
+    return tuple(faults)
+
+
+def _nodes(fault: Due, shape: Shape, draws: random.Random) -> list[int]:
+    """Return the nodes that a target means; -1 is the leader's, whoever it is then."""
+    everyone = range(shape.nodes)
+    sizes = {"one": 1, "minority": max(1, (shape.nodes - 1) // 2), "majority": shape.nodes // 2 + 1}
+    if isinstance(fault.target, int):
+        return [fault.target]
+    if fault.target is None or fault.target in ("leader", "writer") or KINDS[fault.kind].aim in ("etcd", "storage"):
+        return [-1]
+    if fault.target == "other":
+        return [shape.nodes - 1]
+    return sorted(draws.sample(everyone, sizes.get(fault.target, shape.nodes)))

@@ -1,0 +1,110 @@
+"""An S3 of this machine that answers wrongly when told to: moto's server behind a layer that spoils its answers.
+
+Needs moto, as the tests do. What it holds is in memory, and is lost with it: `mirror` writes the commits to a folder,
+where the judge looks for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chaos.errors import ChaosError
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
+
+BUCKET = "chaos"
+_ANSWERS = {
+    "storage_errors": ("500 Internal Server Error", "InternalError"),
+    "storage_conflict": ("409 Conflict", "ConditionalRequestConflict"),
+    "storage_taken": ("412 Precondition Failed", "PreconditionFailed"),
+}
+_SLOW_S = 1.5
+_EVERY = 2
+"""Of the requests that are spoilt, every so many is answered well, so that some come half through."""
+
+
+class S3:
+    """`with S3() as s3: … s3.url`; `s3.spoil(kind)` until `s3.heal()`."""
+
+    def __init__(self) -> None:
+        try:
+            from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+            from werkzeug.serving import make_server
+        except ImportError as error:
+            raise ChaosError("an S3 for faults needs moto: pip install 'moto[server]'") from error
+        self._moto: WSGIApplication = DomainDispatcherApplication(create_backend_app)
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it tells of every request
+        self._spoilt: str | None = None
+        self._count = 0
+        self.num_spoilt = 0
+        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """What a process has to be told to use it."""
+        told = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._server.server_port}", "AWS_DEFAULT_REGION": "us-east-1"}
+        return told | {"AWS_ACCESS_KEY_ID": "chaos", "AWS_SECRET_ACCESS_KEY": "chaos"}
+
+    def url(self, run: str) -> str:
+        """Return where a run's commits lie."""
+        return f"s3://{BUCKET}/{run}"
+
+    def spoil(self, kind: str) -> None:
+        self._spoilt = kind
+
+    def heal(self) -> None:
+        self._spoilt = None
+
+    def mirror(self, run: str, folder: Path) -> None:
+        """Write a run's commit records below `folder`, as a local store has them."""
+        (folder / "commits").mkdir(exist_ok=True)
+        self.heal()
+        client = self._client()
+        for page in client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=f"{run}/commits/"):
+            for entry in page.get("Contents", []):
+                content = client.get_object(Bucket=BUCKET, Key=entry["Key"])["Body"].read()
+                (folder / "commits" / Path(entry["Key"]).name).write_bytes(content)
+
+    def __enter__(self) -> S3:
+        threading.Thread(target=self._server.serve_forever, name="s3", daemon=True).start()
+        self._client().create_bucket(Bucket=BUCKET)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+
+    def _client(self) -> Any:
+        import boto3  # type: ignore[import-untyped]
+
+        told = self.environ
+        return boto3.client(
+            "s3",
+            endpoint_url=told["AWS_ENDPOINT_URL"],
+            region_name=told["AWS_DEFAULT_REGION"],
+            aws_access_key_id=told["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=told["AWS_SECRET_ACCESS_KEY"],
+        )
+
+    def _answer(self, environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        """Answer a request, or spoil it as told: conflicts are for who creates, errors for all, and slowness too."""
+        kind = self._spoilt
+        creates = environ["REQUEST_METHOD"] in ("PUT", "POST") and "HTTP_IF_NONE_MATCH" in environ
+        if kind == "storage_slow":
+            self.num_spoilt += 1
+            time.sleep(_SLOW_S)
+        elif kind == "storage_errors" or (kind in _ANSWERS and creates):
+            self._count += 1
+            if self._count % _EVERY:
+                self.num_spoilt += 1
+                status, code = _ANSWERS[kind]
+                body = f"<Error><Code>{code}</Code><Message>planted</Message></Error>".encode()
+                environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+                start(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+                return [body]
+        return self._moto(environ, start)

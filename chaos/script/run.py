@@ -1,0 +1,83 @@
+"""Runs somebody's command with a scenario's faults, then without, and has the two runs judged.
+
+The job is driven by the executor of our own runs; `watch` makes it look like one of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from chaos.acts.network import PROXIED
+from chaos.errors import RunError, ScenarioError
+from chaos.execution import clear
+from chaos.kinds import KINDS
+from chaos.local import Job
+from chaos.scenario import Scenario
+from chaos.schedule import Due, schedule
+from chaos.script.nodes import check, nodes_of, uses_etcd
+from chaos.script.watch import Watcher
+from chaos.surroundings import surroundings
+from chaos.verdict import FAULTED, REFERENCE, Verdict, examine
+
+DEFAULT = "any-script"
+"""The scenario of a command without one."""
+
+Say = Callable[[str], None]
+
+
+def execute(
+    command: str, scenario: Scenario, seed: int, folder: Path, *, replay: str, with_reference: bool, say: Say
+) -> Verdict:
+    """Run a command with the scenario's faults and, separately, without; write and return the verdict.
+
+    A job that does not come to its end is a finding here, and no error: it is not ours. Raises ScenarioError for a
+    command or a scenario that cannot be used.
+    """
+    check(command)
+    due = _settle(scenario, seed, uses_etcd(command))
+    say(f"scenario {scenario.name}, {scenario.nodes.count} nodes: {', '.join(f'{f.kind} {f.target}' for f in due)}")
+    clear(folder)
+    for name in [FAULTED, REFERENCE] if with_reference else [FAULTED]:
+        say(f"{'with' if name == FAULTED else 'the same without'} faults, in {folder / name}")
+        _run_once(command, scenario, due if name == FAULTED else [], seed, folder / name, replay, say)
+    return examine(folder)
+
+
+def _settle(scenario: Scenario, seed: int, has_etcd: bool) -> list[Due]:
+    problems = [_unfit(fault.kind, has_etcd) for fault in scenario.faults]
+    if scenario.soak is not None:
+        problems.append("a soak is for our own trainer: list the faults of a script")
+    if any(fault.within for fault in scenario.faults):
+        problems.append("how long a script runs is not known: say at_step or after_s, not within")
+    if told := [problem for problem in problems if problem is not None]:
+        raise ScenarioError(*(f"{scenario.name}: {problem}" for problem in told))
+    return schedule(scenario, seed, total_steps=sys.maxsize, commit_every=sys.maxsize)
+
+
+def _unfit(kind: str, has_etcd: bool) -> str | None:
+    """Say why a kind cannot happen to somebody's script; None if it can."""
+    if KINDS[kind].aim in ("point", "storage") or kind == "start_twin":
+        return f"{kind} is for our own trainer: a script has no failpoints, commits or second launch that we know"
+    if (KINDS[kind].aim == "etcd" or kind in PROXIED or kind == "lose_lease") and not has_etcd:
+        return f"{kind} needs etcd: put --rdzv-backend=etcd into the command, without an endpoint"
+    return None
+
+
+def _run_once(
+    command: str, scenario: Scenario, due: Sequence[Due], seed: int, folder: Path, replay: str, say: Say
+) -> None:
+    run_id, kinds = f"{scenario.name}-{folder.name}", [fault.kind for fault in due]
+    folder.mkdir(parents=True)
+    with surroundings(folder, run_id, kinds, scenario) as around:
+        if absent := [f"{kind} cannot be done here: {why}" for kind, why in around.missing.items() if kind in kinds]:
+            raise ScenarioError(*(f"{scenario.name}: {problem}" for problem in absent))
+        nodes = nodes_of(command, scenario.nodes, folder, run_id, around)
+        watcher = Watcher(folder, nodes, command)
+        try:
+            Job(folder, nodes, scenario, list(due), seed, watcher.look, say, replay, around).run()
+        except RunError as error:
+            say(f"{folder.name}: {error}")
+        finally:
+            watcher.finish()

@@ -1,0 +1,186 @@
+"""Watches a job whose script knows nothing of us, and writes its histories in the format of our own.
+
+A worker is a process that torchrun has told its rank. Workers that share a world's size and store, and no rank, are one
+world: restarts start all of them anew, so a rank that is taken, or a member that has died, begins the next; worlds are
+numbered as they come.
+What the hook has logged becomes steps; a world is taken to have gone on from below the first step that it applied.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chaos.evidence import Line
+from chaos.followed import Followed
+from chaos.node import Node
+from chaos.script.nodes import SPOOL
+
+SCAN_EVERY_S = 0.2
+"""Workers live much longer: a scan reads /proc of every process on the machine."""
+_START_TICKS, _PARENT = 19, 1
+"""Places in /proc/<pid>/stat behind the program's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A process that torchrun has started: where, as which rank of how many, and when (unix seconds)."""
+
+    pid: int
+    node: int
+    rank: int
+    world: int
+    store: str
+    started_at: float
+
+
+@dataclass(slots=True)
+class World:
+    """Workers that train together; `begun_at` is the step that it went on from, None before it has applied one."""
+
+    term: int
+    size: int
+    store: str
+    workers: dict[int, Worker] = field(default_factory=dict)
+    begun_at: int | None = None
+    reached: int = 0
+
+    def takes(self, worker: Worker) -> bool:
+        """Say whether a new worker is of this world: a place is free, and nobody of it has died meanwhile."""
+        is_alike = (worker.world, worker.store) == (self.size, self.store) and worker.rank not in self.workers
+        return is_alike and all(Path(f"/proc/{other.pid}").exists() for other in self.workers.values())
+
+
+class Watcher:
+    """Turns what is seen of a job's processes, and what their hooks have logged, into lines of history."""
+
+    def __init__(self, folder: Path, nodes: Sequence[Node], command: str) -> None:
+        self._folder, self._nodes = folder, nodes
+        self._worlds: list[World] = []
+        self._placed: dict[int, tuple[World, Worker]] = {}
+        self._read: dict[Path, int] = {}
+        self._num_samples: int | None = None
+        self._scan_at = 0.0
+        (folder / "history").mkdir(parents=True, exist_ok=True)
+        self._append("script.jsonl", {"op": "script", "t": time.time(), "command": command})
+
+    def look(self, _: Followed) -> None:
+        """Take in what happened since the last look; processes are looked for every SCAN_EVERY_S."""
+        if time.monotonic() >= self._scan_at:
+            for worker in sorted(self._new_workers(), key=lambda worker: worker.started_at):
+                self._place(worker)
+            self._scan_at = time.monotonic() + SCAN_EVERY_S
+        self._take_lines()
+
+    def finish(self) -> None:
+        """Write how the job ended: the ends of workers whose agent ended well, and the result."""
+        self._take_lines()
+        good = {node.number for node in self._nodes if node.code == 0}
+        for world in self._worlds[-1:]:
+            for worker in world.workers.values():
+                if worker.node in good:
+                    self._write(world, worker, "end", time.time(), status="done", step=world.reached)
+        unseen = [path for path in (self._folder / SPOOL).glob("*.jsonl") if int(path.stem) not in self._placed]
+        if unseen:
+            why = f"process {unseen[0].stem} logged steps, but was not seen while it lived"
+            self._append("script.jsonl", {"op": "unseen", "t": time.time(), "why": why})
+        trained = [world for world in self._worlds if world.begun_at is not None] or [World(0, 0, "")]
+        place = {"step": trained[-1].reached, "term": trained[-1].term, "num_samples": self._num_samples}
+        result = {"status": "done" if good else "failed", **place}
+        (self._folder / "result.json").write_text(json.dumps(result) + "\n")
+
+    def _new_workers(self) -> Iterator[Worker]:
+        for node in self._nodes:
+            for pid in node.pids():
+                if pid not in self._placed and (worker := worker_of(pid, node.number)) is not None:
+                    yield worker
+
+    def _place(self, worker: Worker) -> None:
+        world = self._worlds[-1] if self._worlds else None
+        if world is None or not world.takes(worker):
+            world = World(len(self._worlds) + 1, worker.world, worker.store)
+            self._worlds.append(world)
+        world.workers[worker.rank] = worker
+        self._placed[worker.pid] = (world, worker)
+        at, first = worker.started_at, next(iter(world.workers.values()))
+        times = {"joined_at": None, "sealed_at": first.started_at, "started_at": at}
+        cause = "start" if world.term == 1 else "restart"
+        self._write(world, worker, "form", at, world=worker.world, pid=worker.pid, cause=cause, **times)
+
+    def _take_lines(self) -> None:
+        for line, path in sorted(self._new_lines(), key=lambda item: float(str(item[0]["t"]))):
+            self._take(line, int(path.stem))
+
+    def _take(self, line: Line, pid: int) -> None:
+        """Write a step that a hook has logged, and before a world's first what it went on from."""
+        world, worker = self._placed[pid]
+        step, epoch, at = int(str(line["step"])), line["epoch"], float(str(line["t"]))
+        if world.begun_at is None:
+            world.begun_at = step - 1
+            place = {"step": step - 1, "epoch": epoch, "offset": None, "commit": None, "given_by": None}
+            formed = max(other.started_at for other in world.workers.values())
+            self._write(world, worker, "restore", formed, **place, seconds=None, skipped=[], resumed=None)
+        world.reached = max(world.reached, step)
+        self._num_samples = int(str(line["of"]))
+        ids, loss = line["ids"], line["loss"]
+        assert isinstance(ids, list), "the hook writes a list"
+        what = {"num_samples": len(ids), "loss": math.nan if loss is None else loss, "ids": ids, "of": line["of"]}
+        self._write(world, worker, "step", at, step=step, epoch=epoch, world=world.size, **what)
+
+    def _new_lines(self) -> Iterator[tuple[Line, Path]]:
+        """Yield whole lines of processes that have a place; a torn last one is left for the next look, or for ever."""
+        for path in (self._folder / SPOOL).glob("*.jsonl"):
+            if int(path.stem) not in self._placed:
+                continue
+            place = self._read.get(path, 0)
+            with path.open("rb") as file:
+                file.seek(place)
+                content = file.read()
+            end = content.rfind(b"\n") + 1
+            self._read[path] = place + end
+            for text in content[:end].splitlines():
+                yield json.loads(text), path
+
+    def _write(self, world: World, worker: Worker, op: str, t: float, /, **fields: object) -> None:
+        name = f"{world.term:08d}-{worker.rank:05d}-{worker.pid}.jsonl"
+        self._append(name, {"op": op, "t": t, "term": world.term, "rank": worker.rank, **fields})
+
+    def _append(self, name: str, line: Line) -> None:
+        with (self._folder / "history" / name).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def worker_of(pid: int, node: int) -> Worker | None:
+    """Return what a process is, if torchrun has given it a rank; its own children, data loaders say, inherit that."""
+    told = environ_of(pid)
+    try:
+        behind = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None  # it is gone
+    if not told.keys() >= {"RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"} or "RANK" in environ_of(int(behind[_PARENT])):
+        return None
+    started_at = booted_at() + int(behind[_START_TICKS]) / os.sysconf("SC_CLK_TCK")
+    store = f"{told.get('MASTER_ADDR')}:{told.get('MASTER_PORT')}"
+    return Worker(pid, node, int(told["RANK"]), int(told["WORLD_SIZE"]), store, started_at)
+
+
+@functools.cache
+def booted_at() -> float:
+    """Return when this machine was booted, in unix seconds; a pause between the two clocks only makes it too early."""
+    return max(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) for _ in range(10))
+
+
+def environ_of(pid: int) -> dict[str, str]:
+    """Return the environment that a process was started with; empty if it is gone."""
+    try:
+        content = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    pairs = (item.decode(errors="replace").partition("=") for item in content.split(b"\0"))
+    return {name: value for name, _, value in pairs if name}

@@ -1,0 +1,144 @@
+"""A soak: bursts of faults drawn from a seed, of every kind that can be done, until there were enough; then the end.
+
+A burst begins when all before it is undone and the whole world trains again; the faults in it come within seconds of
+each other, so that most of them hit a recovery. Which kinds come is drawn so that rare ones catch up, and failpoints so
+that cells (place x kind) that never came are next. The job has no end of its own: it is told to leave, and started
+again with the end of the epoch as its last step.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chaos.kinds import KINDS, LOCAL, ON_DISK
+from chaos.scenario import Point, Scenario, Soak
+from chaos.schedule import Due
+from elastic_train.failpoints import POINTS
+
+if TYPE_CHECKING:
+    from chaos.local import Job
+
+PAUSES_S = (0.0, 0.1, 0.5, 1.0, 2.0)
+ENTERING = ("form", "restore", "hand-over")
+"""Places that only a new world comes by: something has to end the one before."""
+LATE = ("commit", "write", "sync", "record", "publish")
+"""Places that the writer comes by."""
+_DEAR = Counter({"kill_job": 12, "flip_bit": 10, "truncate_file": 10, "delete_file": 10, "start_twin": 6})
+"""How many faults of another kind come for one of these, whose recovery begins with new processes, or takes seconds."""
+_DEAR.update({"kill_node": 5, "stop_node": 5, "freeze_node": 2, "cut_node": 2, "cut_link": 2, "cut_one_way": 2})
+_DEAR.update({"etcd_outage": 2})
+_WITH_THE_JOB = ("flip_bit", "truncate_file", "delete_file")
+
+
+def kinds_of(soak: Soak, missing: Mapping[str, str]) -> list[str]:
+    """Return the kinds that a soak draws from; `start_node` comes by itself, where a node is to come back."""
+    asked = soak.kinds or LOCAL
+    able = [kind for kind in asked if KINDS[kind].needs is None and kind not in missing]
+    return [kind for kind in able if kind != "start_node"]
+
+
+def can_be_at(kind: str, point: str) -> bool:
+    """Say whether a soak plants a kind at a place; entering a world, only ten minutes without progress are a hang."""
+    if kind in ON_DISK:
+        return point == "sync"
+    return not (kind.startswith("hang") and point in ENTERING)
+
+
+class Drawn:
+    """A soak's faults, one after another; the same seed draws the same."""
+
+    def __init__(self, scenario: Scenario, seed: int, missing: Mapping[str, str]) -> None:
+        assert scenario.soak is not None, "only made for a soak"
+        self._soak, self._ttl_s = scenario.soak, scenario.nodes.lease_ttl_s
+        self._nodes = scenario.nodes.count
+        self._draws = random.Random(f"{seed} soak")
+        self.kinds = kinds_of(scenario.soak, missing)
+        self._num = Counter[str]()
+        self._cells = Counter[tuple[str, str]]()
+        self._points = {
+            kind: [point for point in POINTS if can_be_at(kind, point)]
+            for kind in self.kinds
+            if KINDS[kind].aim == "point"
+        }
+
+    def __call__(self, num_done: Callable[[], int]) -> Iterator[Due]:
+        """Yield faults until so many were done, or the time is over."""
+        began = time.monotonic()
+        while num_done() < self._soak.faults and not self._is_late(began):
+            burst = [fault for _ in range(self._draws.randint(1, self._soak.burst)) for fault in self._one()]
+            for place, fault in enumerate(burst):
+                yield replace(fault, is_healed=place == 0)
+
+    def _is_late(self, began: float) -> bool:
+        return self._soak.minutes is not None and time.monotonic() - began > 60 * self._soak.minutes
+
+    def _one(self) -> list[Due]:
+        """Draw a kind, those that came least first, and a fault of it, with what has to go with it."""
+        costs = {kind: (self._num[kind] + 1) * max(1, _DEAR[kind]) for kind in self.kinds}
+        least = sorted(self.kinds, key=lambda kind: (costs[kind], self._draws.random()))
+        kind = self._draws.choice(least[: max(4, len(least) // 3)])
+        self._num[kind] += 1
+        if KINDS[kind].aim == "point":
+            return self._at_point(kind)
+        fault = self._due(kind)
+        if kind in _WITH_THE_JOB and "kill_job" in self.kinds:
+            self._num["kill_job"] += 1
+            return [fault, Due("kill_job", None, None, 0.0, for_s=1.0)]
+        return [fault]
+
+    def _due(self, kind: str) -> Due:
+        short, long = self._ttl_s * self._draws.uniform(0.1, 0.5), self._ttl_s * self._draws.uniform(1.5, 2.5)
+        for_s = short if self._draws.random() < (0.7 if kind in ("kill_node", "stop_node") else 0.5) else long
+        aim = KINDS[kind].aim
+        roles: tuple[str, ...] = ("one", "one", "leader", "other")
+        if kind in ("kill_node", "freeze_node", "stop_node"):
+            roles = (*roles, "minority", "majority")
+        target = self._draws.choice(roles) if aim in ("worker", "node") and kind != "kill_job" else None
+        lasts = KINDS[kind].lasts != "never"
+        pause_s = self._draws.choice(PAUSES_S)
+        return Due(kind, target, None, pause_s, for_s=round(for_s, 2) if lasts else None)
+
+    def _at_point(self, kind: str) -> list[Due]:
+        """Draw a place that this kind came to least, and end the world if only a new one comes by there."""
+        point = min(self._points[kind], key=lambda point: (self._cells[point, kind], self._draws.random()))
+        self._cells[point, kind] += 1
+        for_s = round(self._ttl_s * self._draws.choice((0.2, 2.0)), 2) if KINDS[kind].lasts == "must" else None
+        target = "writer" if point in LATE else self._draws.choice(("one", "leader", "other"))
+        nth = self._draws.randint(1, 1 if point in (*ENTERING, *LATE) else 5)
+        fault = Due(kind, target, None, 0.0, for_s=for_s, point=Point(name=point, nth=nth))
+        trigger = [Due("kill_worker", "one", None, 0.1)] if point in ENTERING else []
+        return [fault, *trigger]
+
+
+def land(last_step: Callable[[int], int]) -> Callable[[Job], None]:
+    """Return what brings a soak to its end; `last_step` gives the end of the epoch that a step lies in."""
+
+    def bring_down(job: Job) -> None:
+        job.inject(
+            Due("kill_worker", "leader", None, 0.0, is_healed=True)
+        )  # a save that hangs is given up with its world
+        job.await_healed()
+        for node in range(len(job.nodes)):
+            job.inject(Due("stop_node", node, None, 0.0))
+        while any(node.is_up for node in job.nodes):
+            job.look("all nodes' leaving")
+        until = last_step(newest_commit(job.folder))
+        job.on_event(f"landing: the job ends at step {until}")
+        for each in job.nodes:
+            each.command = [*each.command, "--max_steps", str(until)]
+        for node in range(len(job.nodes)):
+            job.inject(Due("start_node", node, None, 0.0))
+
+    return bring_down
+
+
+def newest_commit(folder: Path) -> int:
+    """Return the step of the newest commit; 0 if there is none."""
+    records = sorted((folder / "commits").glob("[0-9]*.json"))
+    return int(records[-1].stem.rpartition("-")[2]) if records else 0

@@ -1,0 +1,31 @@
+"""What the tracker holds of a run once it is over, written beside its histories for the judge."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import yaml
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+
+TRACKED = "tracked.json"
+
+
+def note(folder: Path) -> None:
+    """Write {metric: [[step, value], …]} of the run's run in MLflow; nothing if it has none, or cannot be asked."""
+    config = yaml.safe_load((folder / "config.yaml").read_text()) if (folder / "config.yaml").exists() else {}
+    uri = (config.get("tracking") or {}).get("mlflow_uri")
+    link = json.loads((folder / "mlflow.json").read_text()) if (folder / "mlflow.json").exists() else {}
+    if uri is None or "run_id" not in link:
+        return
+    client = MlflowClient(tracking_uri=uri)
+    try:
+        names = client.get_run(link["run_id"]).data.metrics
+        held = {
+            name: [[metric.step, metric.value] for metric in client.get_metric_history(link["run_id"], name)]
+            for name in names
+        }
+    except MlflowException:
+        return  # the judge says that nobody looked
+    (folder / TRACKED).write_text(json.dumps(held) + "\n")

@@ -1,0 +1,100 @@
+"""Invariant of what was tracked: one value for each metric and step, and it is the value of the step that was kept.
+
+A term's file says what it measured; what it wrote from the first step on that a newer term has values of was given up.
+What the tracker held in the end was asked by the executor (`tracked`), for the checker speaks to nobody.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from chaos.applied import lineage_of
+from chaos.evidence import Evidence, Line, number, part, whole
+from chaos.findings import Unknown, Violated
+
+_MEASURED = ("train/", "validation/")
+"""Metrics of a step itself; of others, saves say, several may be told of at one step."""
+_LOSS = "train/loss"
+
+Values = dict[tuple[str, int], float]
+
+
+def tracking(run: Evidence) -> str:
+    """Every metric has one value a step, that of the step which was kept, in the run's files and in the tracker."""
+    kept = kept_values(run)
+    if not kept:
+        raise Unknown("no metric was logged")
+    losses = {applied.step: applied.lines[0]["loss"] for applied in lineage_of(run) if applied.lines}
+    num_compared = 0
+    for (name, step), value in kept.items():
+        if name == _LOSS and step in losses and math.isfinite(value):
+            num_compared += 1
+            if value != losses[step]:
+                raise Violated(f"step {step}: {name} was logged as {value}, the step's loss was {losses[step]}")
+    told = f"{len(kept)} values of {len({name for name, _ in kept})} metrics, {num_compared} losses are those applied"
+    if _tracker_of(run) is None:
+        return f"{told}; the run has no tracker"
+    if run.tracked is None:
+        raise Unknown("nobody looked at what the tracker holds")
+    return f"{told}; the tracker holds {_check_tracked(run.tracked, kept)}, once each"
+
+
+def kept_values(run: Evidence) -> Values:
+    """Return what holds of all terms' files: a newer term takes back what older ones wrote from its first step on."""
+    kept: Values = {}
+    for term, lines in sorted((run.metrics or {}).items()):
+        first = _first_step(lines)
+        kept = {place: value for place, value in kept.items() if place[1] < first}
+        own: Values = {}
+        for line in lines:
+            for name, value in part(line, "values").items() if "values" in line else ():
+                place = (name, whole(line, "step"))
+                measured = number({name: value}, name)
+                if name.startswith(_MEASURED) and not _same(own.get(place, measured), measured):
+                    twice = f"{name} of step {place[1]} as {own[place]} and as {measured}"
+                    raise Violated(f"term {term} logged {twice}")
+                own[place] = measured
+        kept |= own
+    return kept
+
+
+def _first_step(lines: list[Line]) -> float:
+    """Return the first step that a term may have values of."""
+    for line in lines:
+        if "begins_at" in line:
+            return whole(line, "begins_at") + 1
+        if "values" in line:
+            return whole(line, "step")
+    return math.inf
+
+
+def _tracker_of(run: Evidence) -> object:
+    told = run.config.get("tracking")
+    return told.get("mlflow_uri") if isinstance(told, dict) else None
+
+
+def _check_tracked(tracked: Line, kept: Values) -> str:
+    """Check what the tracker holds against the files; return how much that is."""
+    num_values = 0
+    for name, points in tracked.items():
+        assert isinstance(points, list), "the executor writes lists"
+        often = Counter(step for step, _ in points)
+        for step, value in points:
+            num_values += 1
+            if often[step] > 1:
+                raise Violated(f"the tracker holds {often[step]} values of {name} at step {step}")
+            if name.startswith(_MEASURED) and (name, step) not in kept:
+                raise Violated(f"the tracker holds {name} of step {step}, which no term that was kept has logged")
+            if name.startswith(_MEASURED) and not _same(kept[name, step], value):
+                raise Violated(f"the tracker holds {value} as {name} of step {step}, logged was {kept[name, step]}")
+    held = {(name, step) for name, points in tracked.items() if isinstance(points, list) for step, _ in points}
+    missing = sum(place not in held for place in kept if place[0].startswith(_MEASURED))
+    if missing:
+        raise Unknown(f"{missing} values did not reach the tracker: `elastic-train sync` sends them")
+    return f"{num_values} values"
+
+
+def _same(value: float, other: float) -> bool:
+    """Compare what was logged; trackers write infinities in ways of their own."""
+    return value == other or not (math.isfinite(value) and math.isfinite(other))

@@ -1,0 +1,97 @@
+"""What faults cost: the fast reading of long runs says what a slow and plain one says, and stays linear."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chaos import recovery
+from chaos.evidence import Evidence, Line, number, whole
+from chaos.recovery import recoveries, ridden_out
+from tests.chaos.recorded import record
+
+WORLD_S = 10.0
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Evidence:
+    """Terms that follow each other, some of which apply nothing, some late; faults at any time."""
+    lines: list[Line] = []
+    step = 0
+    for term in range(1, draw(st.integers(2, 8))):
+        began = term * WORLD_S
+        lines.append({"op": "form", "t": began, "term": term, "rank": 0, "pid": 7, "world": 1, "sealed_at": began - 1})
+        lo = max(0, step - draw(st.integers(0, 3)))
+        lines.append({"op": "restore", "t": began + 1, "term": term, "rank": 0, "step": lo, "commit": None})
+        count = draw(st.integers(1 if term == 1 else 0, 4))
+        late = draw(st.sampled_from([0.0, 0.0, WORLD_S]))
+        lines += [
+            {"op": "step", "t": began + 2 + late + n, "term": term, "rank": 0, "step": lo + n + 1} for n in range(count)
+        ]
+        step = lo + count
+    times = draw(st.lists(st.floats(1, 90), max_size=6, unique=True))
+    kinds = st.sampled_from(["kill_worker", "freeze_worker"])
+    lines += [{"op": "fault", "t": t, "kind": draw(kinds), "node": 0, "pids": [7]} for t in times]
+    return Evidence(Path("drawn"), [lines], [], {}, None, None)
+
+
+def plainly(run: Evidence) -> list[tuple[float, int, float]]:
+    """Return (fault, term, seconds) by looking at every line for every fault."""
+    formed: dict[int, float] = {}
+    for line in run.of("form"):
+        formed.setdefault(whole(line, "term"), number(line, "t"))
+    faults = [number(fault, "t") for fault in run.of("fault")]
+    found = []
+    for fault in run.of("fault"):
+        at = number(fault, "t")
+        before = max((term for term, t in formed.items() if t <= at), default=0)
+        later = [line for line in run.of("step") if whole(line, "term") > before]
+        following = min((t for t in faults if t > at), default=float("inf"))
+        if later and (fault["kind"] == "kill_worker" or formed[whole(later[0], "term")] <= following):
+            found.append((at, whole(later[0], "term"), number(later[0], "t") - at))
+    return found
+
+
+@given(runs())
+@settings(max_examples=200)
+def test_costs_are_those_of_the_plain_reading(run: Evidence) -> None:
+    """Whatever terms and faults there are, each fault has the same next world and the same time to it."""
+    assert [(cost.at, cost.term, cost.rto_s) for cost in recoveries(run)] == plainly(run)
+    costly = {cost.at for cost in recoveries(run)}
+    last = max((number(line, "t") for line in run.of("step")), default=0.0)
+    harmless = {number(f, "t") for f in run.of("fault") if f["kind"] == "freeze_worker" and number(f, "t") < last}
+    assert {number(fault, "t") for fault in ridden_out(run)} == harmless - costly
+
+
+def test_a_long_run_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 500 faults and 20,000 steps, lines are looked at a few times each, not once for every fault."""
+    looks = [0]
+
+    def counted(line: Line, key: str) -> float:
+        looks[0] += 1
+        return number(line, key)
+
+    lines: list[Line] = []
+    for term in range(1, 502):
+        began = term * 100.0
+        lines.append({"op": "form", "t": began, "term": term, "rank": 0, "pid": term, "world": 1, "sealed_at": began})
+        lo = (term - 1) * 40
+        lines.append({"op": "restore", "t": began + 1, "term": term, "rank": 0, "step": lo, "commit": None})
+        lines += [{"op": "step", "t": began + 2 + n, "term": term, "rank": 0, "step": lo + n + 1} for n in range(40)]
+        lines.append({"op": "fault", "t": began + 50, "kind": "kill_worker", "node": 0, "pids": [term]})
+    run = Evidence(Path("long"), [lines], [], {}, None, None)
+    monkeypatch.setattr(recovery, "number", counted)
+    monkeypatch.setattr(recovery, "whole", lambda line, key: int(counted(line, key)))
+    assert len(recoveries(run)) == 500
+    assert looks[0] < 3 * len(lines)
+
+
+def test_a_fault_between_two_worlds_costs_what_lies_between(tmp_path: Path) -> None:
+    """The recorded run's kill gives up three steps, its start none."""
+    from chaos.evidence import collect
+
+    run = collect(record(tmp_path / "run") / "faulted")
+    assert [(cost.kind, cost.rpo_steps) for cost in recoveries(run)] == [("kill_node", 3), ("start_node", 0)]

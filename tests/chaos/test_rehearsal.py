@@ -1,0 +1,57 @@
+"""A scenario in virtual time: the same faults in the same order, and all that is not simulated is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from chaos.errors import ScenarioError
+from chaos.rehearsal import rehearse
+from chaos.scenario import FOLDER, Fault, Nodes, Point, Scenario, load
+from chaos.sim.simulate import simulate
+
+LIVE = Nodes(count=3, recovery="live")
+
+
+def scenario(*faults: Fault, nodes: Nodes = LIVE) -> Scenario:
+    return Scenario(name="x", description="y", config="c", nodes=nodes, faults=faults)
+
+
+def test_the_live_scenario_holds_in_virtual_time() -> None:
+    """What comes with the package for real nodes runs in the simulator, and violates nothing."""
+    case = rehearse(load(FOLDER / "live-faults.yaml"), 3)
+    assert [fault.kind for fault in case.faults] == ["kill_worker", "freeze_worker", "kill_node", "stop_node"]
+    outcome = simulate(case)
+    assert outcome.violations == ()
+    assert sum(outcome.num_faults.values()) == 4
+
+
+def test_moments_become_times_and_roles_become_nodes() -> None:
+    """Steps, times, times after another fault, failpoints; a lost node is away until it is started."""
+    case = rehearse(
+        scenario(
+            Fault(kind="kill_node", node=1, at_step=10),
+            Fault(kind="start_node", node="lost", after_s=4),
+            Fault(kind="freeze_node", node="majority", after_s=1, for_s=2),
+            Fault(kind="stop", node="writer", at_point=Point(name="record", nth=2), for_s=8),
+            Fault(kind="cut_one_way", node=2, at_s=90, for_s=3),
+        ),
+        1,
+    )
+    killed, *frozen, stopped, cut = case.faults
+    assert (killed.node, killed.for_s) == (1, 4.0)
+    assert len({fault.node for fault in frozen}) == 2
+    assert {fault.at_s for fault in frozen} == {round(killed.at_s + 5, 3)}
+    assert (stopped.point, stopped.nth, stopped.node) == ("record", 2, 0)
+    assert (cut.node, cut.for_s) == (2, 3.0)
+    assert cut.at_s > frozen[0].at_s
+
+
+def test_what_is_not_simulated_is_told_at_once() -> None:
+    """Kinds that only real runs have, and the restart mode, come in one error."""
+    faults = (
+        Fault(kind="slow", node=0, at_point=Point(name="write")),
+        Fault(kind="cut_node", node=2, at_s=1, for_s=3),
+    )
+    with pytest.raises(ScenarioError) as caught:
+        rehearse(scenario(*faults, nodes=Nodes()), 1)
+    assert len(caught.value.problems) == 3

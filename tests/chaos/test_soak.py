@@ -1,0 +1,68 @@
+"""A soak's faults: drawn from the seed alone, of every kind, in bursts, and at every cell of the failpoints in turn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chaos.kinds import KINDS
+from chaos.scenario import FOLDER, load
+from chaos.schedule import Due
+from chaos.soak import Drawn, can_be_at
+from elastic_train.failpoints import KINDS as POINT_KINDS
+from elastic_train.failpoints import POINTS
+
+SOAK = load(FOLDER / "soak.yaml")
+
+
+def drawn(seed: int, num: int, missing: dict[str, str] | None = None) -> list[Due]:
+    return list(islice(Drawn(SOAK, seed, missing or {})(lambda: 0), num))
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=20)
+def test_the_seed_alone_decides(seed: int) -> None:
+    """The same seed draws the same faults, each with what its kind needs; the first waits until all is well."""
+    faults = drawn(seed, 200)
+    assert faults == drawn(seed, 200)
+    assert faults[0].is_healed
+    for fault in faults:
+        kind = KINDS[fault.kind]
+        assert kind.local
+        assert (fault.point is not None) == (kind.aim == "point")
+        assert (fault.target is not None) == (kind.aim in ("worker", "node", "point") and fault.kind != "kill_job")
+        assert fault.for_s is not None if kind.lasts == "must" else fault.for_s is None or kind.lasts == "may"
+
+
+def test_no_kind_is_left_out_and_what_costs_much_is_rare() -> None:
+    """Five hundred faults have every kind; whole jobs die seldom, since a recovery from that takes long."""
+    num = Counter(fault.kind for fault in drawn(1, 500))
+    own = {name for name, kind in KINDS.items() if kind.local and kind.needs is None}
+    assert set(num) == own - {"start_node"}
+    assert num["kill_job"] < num["freeze_worker"] * 3
+    assert min(num.values()) >= 2
+
+
+def test_what_cannot_be_done_is_not_drawn() -> None:
+    """Kinds that this machine cannot do are left out."""
+    assert "cut_node" not in {fault.kind for fault in drawn(1, 500, {"cut_node": "no namespaces"})}
+
+
+def test_cells_that_never_came_come_next() -> None:
+    """In a long soak every cell comes, and each about as often as others of its kind."""
+    cells = Counter((fault.point.name, fault.kind) for fault in drawn(1, 2000) if fault.point)
+    assert set(cells) == {(point, kind) for point in POINTS for kind in POINT_KINDS if can_be_at(kind, point)}
+    for kind in POINT_KINDS:
+        counts = [num for (_, of), num in cells.items() if of == kind]
+        assert max(counts) - min(counts) <= 1
+
+
+def test_enough_is_enough() -> None:
+    """The faults end when so many were done, whatever was drawn and missed."""
+    done = [0]
+    for _ in Drawn(SOAK, 1, {})(lambda: done[0]):
+        done[0] += 1
+    assert 500 <= done[0] < 510

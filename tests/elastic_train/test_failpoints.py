@@ -1,0 +1,68 @@
+"""Failpoints: the n-th comer has the fault, one and only one, in whatever processes and threads they come."""
+
+from __future__ import annotations
+
+import errno
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from elastic_train import failpoints
+from elastic_train.failpoints import arm, disarm, reach
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(failpoints, "_folder", tmp_path)
+    return tmp_path
+
+
+def comes() -> bool:
+    """Come to a place; say whether the fault was here."""
+    try:
+        reach("apply")
+    except RuntimeError:
+        return True
+    return False
+
+
+def test_nothing_happens_unarmed() -> None:
+    assert not comes()
+
+
+@pytest.mark.parametrize("nth", [1, 2, 9, 11])
+def test_the_nth_comer_has_it(folder: Path, nth: int) -> None:
+    """Those before and behind pass; the file that armed the place is renamed after the process."""
+    arm(folder, "apply", "raise", nth)
+    assert [comes() for _ in range(nth + 3)] == [*[False] * (nth - 1), True, *[False] * 3]
+    assert [path.name.split(".")[0] for path in folder.iterdir()] == ["apply"]
+    assert not (folder / "apply").exists()
+
+
+def test_of_many_at_once_one_has_it(folder: Path) -> None:
+    """Comers at the same time are counted one by one, also those that arrive while it is taken away."""
+    with ThreadPoolExecutor(8) as pool:
+        for nth in (1, 5, 16):
+            arm(folder, "apply", "raise", nth)
+            assert sum(pool.map(lambda _: comes(), range(16))) == 1
+
+
+def test_what_was_taken_back_does_not_come(folder: Path) -> None:
+    """Disarming says whether it was in time."""
+    arm(folder, "apply", "raise")
+    assert disarm(folder, "apply")
+    assert not comes()
+    assert not disarm(folder, "apply")
+
+
+@pytest.mark.parametrize(("kind", "number"), [("full", errno.ENOSPC), ("eio", errno.EIO)])
+def test_the_systems_errors_come_where_it_reports_them(folder: Path, kind: str, number: int) -> None:
+    """A sync of the real disk fails as a full or a broken one does."""
+    from elastic_train.checkpoint.disk import RealDisk
+
+    arm(folder, "sync", kind)
+    disk = RealDisk()
+    with disk.create(folder / "file") as file, pytest.raises(OSError) as caught:
+        disk.sync(file)
+    assert caught.value.errno == number

@@ -1,0 +1,26 @@
+"""A real MLflow database for all tests of tracking, and a sender that looks often."""
+
+from __future__ import annotations
+
+import pytest
+from mlflow import MlflowClient
+
+from elastic_train import mlflow_run, tracking
+
+
+@pytest.fixture(scope="session")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A sqlite tracker in a folder that does not exist yet."""
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/new/mlflow.db"
+
+
+@pytest.fixture(scope="session")
+def client(uri: str) -> MlflowClient:
+    """A client of its own, for the tests to look with."""
+    return mlflow_run.connect(uri)
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread looks often, so that tests need not wait."""
+    monkeypatch.setattr(tracking, "SEND_EVERY_S", 0.02)

@@ -1,0 +1,70 @@
+"""Jobs that log to a real MLflow database, and how to look at what arrived there."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+from mlflow import MlflowClient
+from mlflow.entities import Run
+
+from elastic_train.files import write_atomically
+from elastic_train.tracking import Tracker
+
+DOWN = "http://127.0.0.1:1"
+EXPERIMENT = "tests"
+CONFIG: dict[str, object] = {
+    "run": {"dir": "runs/x", "name": "x", "seed": 1},
+    "batch": {"global_batch": 64},
+    "tracking": {"mlflow_uri": None, "experiment": EXPERIMENT},
+}
+
+
+def start(
+    run_dir: Path,
+    mlflow_uri: str | None,
+    term: int = 1,
+    config: dict[str, object] | None = None,
+    step: int = 0,
+    begins_at: int = 0,
+    tags: dict[str, str] | None = None,
+) -> Tracker:
+    run_dir.mkdir(exist_ok=True)
+    resolved = config or CONFIG
+    write_atomically(run_dir / "config.yaml", json.dumps(resolved))
+    return Tracker.start(
+        run_dir=run_dir,
+        term=term,
+        config=resolved,
+        mlflow_uri=mlflow_uri,
+        experiment=EXPERIMENT,
+        run_name="x",
+        begins_at=max(begins_at, step),
+        settled=step,
+        tags=tags,
+    )
+
+
+def steps(client: MlflowClient, run_id: str, name: str = "loss") -> Counter[int]:
+    return Counter(metric.step for metric in client.get_metric_history(run_id, name))
+
+
+def run_of(client: MlflowClient, tracker: Tracker) -> Run:
+    run_id = tracker.wait_run_id(30)
+    assert run_id is not None
+    return client.get_run(run_id)
+
+
+def values(client: MlflowClient, run_id: str, name: str = "loss") -> list[tuple[int, float]]:
+    return sorted((metric.step, metric.value) for metric in client.get_metric_history(run_id, name))
+
+
+def wait_until(is_true: object, timeout_s: float = 30) -> None:
+    assert callable(is_true)
+    deadline, pause = time.monotonic() + timeout_s, threading.Event()
+    while not is_true():
+        assert time.monotonic() < deadline
+        pause.wait(0.02)

@@ -1,0 +1,267 @@
+"""Delivery to a real MLflow database: each value once, one run a job, statuses that are true, and bounded tries."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from elastic_train import delivery, mlflow_run, tracking
+from elastic_train.errors import StorageError
+from elastic_train.mlflow_run import Link, flatten, read_link, resolve, without_password
+from elastic_train.sync import sync
+from tests.elastic_train.tracking.jobs import DOWN, EXPERIMENT, run_of, start, steps, wait_until
+
+
+def test_a_value_is_sent_once_a_commit_holds_its_step(tmp_path: Path, uri: str, client: MlflowClient) -> None:
+    """What a rollback may still change is not in MLflow; a commit sends it, and so does the end of a failed run."""
+    tracker = start(tmp_path, uri)
+    for step in range(1, 11):
+        tracker.log(step, {"loss": 1.0})
+    run_id = run_of(client, tracker).info.run_id
+    tracker.commit(5, "commits/00000001-000000000005.json")
+    wait_until(lambda: mlflow_run.COMMIT_TAG in client.get_run(run_id).data.tags)
+    assert steps(client, run_id) == Counter(range(1, 6))
+    tracker.finish("FAILED")
+    assert steps(client, run_id) == Counter(range(1, 11))
+
+
+def test_code_tags_need_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside a checkout, and where there is no git, the code's version is that of the packages alone."""
+    monkeypatch.chdir(tmp_path)
+    assert mlflow_run.GIT_TAG not in delivery.code_tags()
+    monkeypatch.setenv("PATH", "")
+    assert mlflow_run.GIT_TAG not in delivery.code_tags()
+    assert mlflow_run.TORCH_TAG in delivery.code_tags()
+
+
+def test_artifacts_that_cannot_be_kept_stop_neither_metrics_nor_status(
+    tmp_path: Path, uri: str, client: MlflowClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A config upload that fails is told, tried again at the end, and left to `sync`."""
+    with monkeypatch.context() as patch:
+
+        def refuse(*_: object) -> None:
+            raise RuntimeError("no artifacts here")
+
+        patch.setattr(MlflowClient, "log_text", refuse)
+        tracker = start(tmp_path, uri)
+        tracker.log(1, {"loss": 1.0})
+        tracker.finish("FINISHED")
+        run = run_of(client, tracker)
+        assert (run.info.status, run.data.metrics) == ("FINISHED", {"loss": 1.0})
+        assert run.data.params["batch.global_batch"] == "64"
+        assert tracker.num_failures == 2
+        assert sum("no artifacts here" in record.message for record in caplog.records) == 1
+        with pytest.raises(StorageError, match="no artifacts here"):
+            sync(tmp_path)
+    sync(tmp_path)
+    assert [entry.path for entry in client.list_artifacts(run.info.run_id)] == ["config.yaml"]
+
+
+def test_metrics_that_cannot_be_sent_do_not_hide_the_end(
+    tmp_path: Path, uri: str, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run whose values MLflow refuses is ended all the same."""
+
+    def refuse(*_: object) -> None:
+        raise ConnectionError("no metrics today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow_run.MlflowRun, "append", refuse)
+        tracker = start(tmp_path, uri)
+        tracker.log(1, {"loss": 1.0})
+        tracker.finish("FAILED")
+        assert run_of(client, tracker).info.status == "FAILED"
+    assert sync(tmp_path).num_sent == 1
+
+
+def test_what_mlflow_has_is_asked_without_its_history(
+    tmp_path: Path, uri: str, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The furthest steps of all metrics come in one call, whatever the run's length."""
+    tracker = start(tmp_path, uri)
+    for step in range(1, 4):
+        tracker.log(step, {"a/loss, odd": math.nan, f"at {step}": 1.0})
+    tracker.finish("FINISHED")
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the history is long")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "get_metric_history", refuse)
+        run = mlflow_run.MlflowRun(tmp_path, uri, EXPERIMENT, "x")
+        assert run.marks() == {"a/loss_ odd": 3, "at 1": 1, "at 2": 2, "at 3": 3}
+        assert sync(tmp_path).num_sent == 0
+
+
+def test_a_new_database_is_made_by_one_process_at_a_time(tmp_path: Path) -> None:
+    """While another process holds the lock beside a database, it is not opened; afterwards it is."""
+    opening = threading.Thread(target=mlflow_run.connect, args=(f"sqlite:///{tmp_path}/mlflow.db",))
+    with (tmp_path / "mlflow.db.lock").open("w") as lock:
+        assert mlflow_run.locked_by(lock.fileno(), 0)
+        with (tmp_path / "mlflow.db.lock").open("w") as other:
+            assert not mlflow_run.locked_by(other.fileno(), 0)
+        opening.start()
+        opening.join(0.2)
+        assert opening.is_alive()
+        assert not (tmp_path / "mlflow.db").exists()
+    opening.join(60)
+    assert (tmp_path / "mlflow.db").exists()
+
+
+def test_a_new_database_appears_as_a_whole(tmp_path: Path) -> None:
+    """A process killed while MLflow builds its tables leaves no database, and the next one makes it."""
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    program = (
+        "import os, signal, sqlalchemy.event; from sqlalchemy.engine import Engine\n"
+        "def kill(connection, cursor, statement, *_):\n"
+        "    if statement.strip().startswith('ALTER TABLE'): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "sqlalchemy.event.listen(Engine, 'after_cursor_execute', kill)\n"
+        f"from elastic_train.mlflow_run import connect; connect({uri!r})\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
+    assert not (tmp_path / "mlflow.db").exists()
+    assert mlflow_run.connect(uri).search_experiments()
+
+
+def test_an_older_term_neither_sends_nor_ends_the_run_of_a_newer_one(
+    tmp_path: Path, uri: str, client: MlflowClient
+) -> None:
+    """A leader that was left behind by a newer term cannot end its run."""
+    old = start(tmp_path, uri, term=1)
+    run_id = run_of(client, old).info.run_id
+    new = start(tmp_path, uri, term=2)
+    old.finish("FAILED")
+    new.log(1, {"loss": 1.0})
+    new.finish("FINISHED")
+    assert client.get_run(run_id).info.status == "FINISHED"
+    assert new.wait_run_id(0) == run_id
+
+
+def test_a_process_killed_between_naming_and_making_the_run_makes_no_second(
+    tmp_path: Path, uri: str, client: MlflowClient
+) -> None:
+    """A run that was made but not yet written down is found again by the job's name."""
+    tracker = start(tmp_path, uri)
+    tracker.finish("FINISHED")
+    link = read_link(tmp_path)
+    assert link is not None
+    (tmp_path / "mlflow.json").write_text(json.dumps({"job": link.job}))
+    assert sync(tmp_path, uri).run_id == link.run_id
+    (tmp_path / "mlflow.json").write_text(json.dumps({"job": link.job, "run_id": uuid.uuid4().hex}))
+    assert sync(tmp_path, uri).run_id == link.run_id
+
+
+def test_a_failed_call_that_arrived_is_not_repeated(
+    tmp_path: Path, uri: str, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch that reached MLflow although its call failed is there once after the retry."""
+    append, calls = mlflow_run.MlflowRun.append, []
+
+    def arrive_and_fail(self: mlflow_run.MlflowRun, lines: list[mlflow_run.Values]) -> None:
+        append(self, lines)
+        calls.append(len(lines))
+        if len(calls) == 1:
+            raise TimeoutError("no answer")
+
+    monkeypatch.setattr(mlflow_run.MlflowRun, "append", arrive_and_fail)
+    tracker = start(tmp_path, uri)
+    for step in range(1, 4):
+        tracker.log(step, {"loss": 1.0})
+    tracker.finish("FINISHED")
+    run = run_of(client, tracker)
+    assert tracker.num_failures == 1
+    assert run.info.status == "FINISHED"
+    assert steps(client, run.info.run_id) == Counter([1, 2, 3])
+
+
+def test_sending_is_tried_a_bounded_number_of_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tracker that never answers is given up after MAX_FAILURES_IN_A_ROW calls."""
+    calls, is_over = [], threading.Event()
+
+    def fail(self: delivery.Delivery) -> str:
+        calls.append(1)
+        if len(calls) == 4:
+            is_over.set()
+        raise ConnectionError("down")
+
+    monkeypatch.setattr(delivery.Delivery, "open", fail)
+    monkeypatch.setattr(tracking, "MAX_FAILURES_IN_A_ROW", 4)
+    tracker = start(tmp_path, DOWN)
+    assert is_over.wait(30)
+    tracker.finish("FAILED")
+    assert tracker.num_failures == 4
+
+
+def test_the_runs_id_is_waited_for_beyond_the_first_failure(
+    tmp_path: Path, uri: str, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tracker that answers on a later try gives its run's id; one that never does is asked a few times."""
+    opened, calls = delivery.Delivery.open, []
+
+    def fail_twice(self: delivery.Delivery) -> str:
+        calls.append(1)
+        if len(calls) < 3:
+            raise ConnectionError("not yet")
+        return opened(self)
+
+    monkeypatch.setattr(delivery.Delivery, "open", fail_twice)
+    tracker = start(tmp_path / "a", uri)
+    assert client.get_run(tracker.wait_run_id(30) or "").info.status == "RUNNING"
+    tracker.finish("FINISHED")
+
+    is_over = threading.Event()
+    monkeypatch.setattr(delivery.Delivery, "open", lambda self: opened(self) if is_over.is_set() else 1 / 0)
+    tracker = start(tmp_path / "b", uri)
+    assert tracker.wait_run_id(30) is None
+    assert tracker.num_failures >= tracking.MAX_FAILURES_AWAITED
+    is_over.set()
+    assert tracker.wait_run_id(30) is not None
+    tracker.finish("FINISHED")
+
+
+def test_passwords_are_not_recorded(tmp_path: Path, uri: str, client: MlflowClient) -> None:
+    """A password in a URL reaches neither the parameters, nor the tag, nor mlflow.json."""
+    config: dict[str, object] = {"tracking": {"mlflow_uri": "https://me:secret@host/x", "list": [1]}}
+    tracker = start(tmp_path, uri, config=config)
+    tracker.finish("FINISHED")
+    run = run_of(client, tracker)
+    assert "secret" not in f"{run.data.params}{run.data.tags}"
+    assert run.data.params == {"tracking.mlflow_uri": "https://***@host/x", "tracking.list": "[1]"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("sqlite:///mlflow.db", f"sqlite:///{Path.cwd()}/mlflow.db"),
+        ("sqlite:////tmp/a.db?x=1", "sqlite:////tmp/a.db?x=1"),
+        ("http://host:5000", "http://host:5000"),
+    ],
+)
+def test_a_sqlite_path_means_the_same_from_every_folder(given: str, expected: str) -> None:
+    """Relative sqlite paths are made absolute; other trackers stay as they are."""
+    assert resolve(given) == expected
+
+
+def test_flatten_names_nested_keys_with_dots() -> None:
+    """Every leaf has one dotted name, an empty section included."""
+    assert flatten({"a": {"b": {"c": None}, "d": {}}, "e": 1.5}) == {"a.b.c": "None", "a.d": "{}", "e": "1.5"}
+    assert without_password("a: text with @") == "a: text with @"
+
+
+def test_a_damaged_link_is_as_none(tmp_path: Path) -> None:
+    """mlflow.json that cannot be read does not stop a job."""
+    (tmp_path / "mlflow.json").write_text('{"job"')
+    assert read_link(tmp_path) is None
+    (tmp_path / "mlflow.json").write_text('{"job": "a"}')
+    assert read_link(tmp_path) == Link("a")
