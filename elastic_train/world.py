@@ -114,8 +114,9 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
     reach("restore")
     places = gather_places(world.group, state)
     if max(places).step > 0:
-        published = [Interval(*fields) for fields in agree(world.group, lambda: _published(world))]
-        places = gather_places(world.group, state, counts=_is_of(published, state))
+        term, fields = agree(world.group, lambda: _published(world))
+        published = [Interval(*interval) for interval in fields]
+        places = gather_places(world.group, state, counts=state.reached.term > term or _is_of(published, state))
     furthest = max(places)
     key, skipped = agree(world.group, lambda: _find_head(world, furthest.step))
     head = read_record(world.store, key) if key else None
@@ -159,14 +160,18 @@ def _load(store: Store, head: CommitRecord, state: AppliedState) -> None:
         raise ElasticTrainError(f"{head.key} could not be read to its end: {error}") from error
 
 
-def _published(world: World) -> list[tuple[int, int, int]]:
-    """Return the intervals of the commit that the fence names as head; none if there is no such commit, or no more."""
+def _published(world: World) -> tuple[int, list[tuple[int, int, int]]]:
+    """Return term and intervals of the commit that the fence names as head; 0 and none if there is none, or no more.
+
+    A state of a newer term counts whatever it goes on from: its world was fenced off from that head, and so knew it. It
+    goes on from it, or has passed over it because it was damaged.
+    """
     claimed = world.fence.head()
     try:
         record = read_record(world.store, claimed.commit) if claimed and claimed.commit else None
     except DAMAGE:
-        return []
-    return [(i.term, i.lo, i.hi) for i in record.intervals] if record else []
+        record = None
+    return (record.term, [(i.term, i.lo, i.hi) for i in record.intervals]) if record else (0, [])
 
 
 def _is_of(published: Sequence[Interval], state: AppliedState) -> bool:

@@ -32,7 +32,7 @@ class _Armed:
 
 @dataclass(slots=True)
 class Points:
-    """What is armed, and has not come yet."""
+    """What is armed, and has not come yet; at each place of a node one fault at most."""
 
     _armed: list[_Armed] = field(default_factory=list)
 
@@ -42,6 +42,8 @@ class Points:
         nodes = targets(job, fault)
         for node in nodes:
             folder = job.around.points[node.number]
+            if (folder / fault.point.name).exists():
+                continue  # one that waits there would be lost, and this one be taken for it
             arm(folder, fault.point.name, fault.kind, fault.point.nth)
             self._armed.append(_Armed(fault, node, folder, time.time(), fault.point.name))
 
@@ -73,8 +75,7 @@ class Points:
     def _note(self, job: Job, armed: _Armed) -> None:
         """Record a fault with the time at which its file was renamed, which is just before it came."""
         taken = sorted(armed.folder.glob(f"{armed.name}.[0-9]*"), key=lambda path: path.stat().st_ctime)
-        if not taken:
-            return  # two were armed at one place, and this is not the one that came
+        assert taken, "nobody else takes it away"
         at, pid = taken[-1].stat().st_ctime, int(taken[-1].suffix[1:])
         for path in taken:
             path.unlink()
