@@ -182,12 +182,17 @@ def _check_not_continued(run: Evidence, commit: Line, newer: list[int]) -> None:
 
 
 def durability(run: Evidence) -> str:
-    """Every term goes on from the newest commit that was published before it formed, unless that was damaged."""
+    """Every term goes on from the newest commit that was published before it formed, unless that was damaged.
+
+    What a term has passed over as damaged, later ones need not find again: their members hold what it went on from.
+    """
     formed, commits = formed_at(run), run.of("commit")
     times, keys = [number(commit, "t") for commit in commits], [str(commit["key"]) for commit in commits]
     places = {key: _place(key) for key in keys}
-    for term, line in restored_at(run).items():
-        skipped = _rightly_skipped(line)
+    damaged = set[str]()
+    for term, line in sorted(restored_at(run).items()):
+        skipped = damaged | _rightly_skipped(line)
+        damaged |= {key for key, why in _told(line).items() if _is_damage(why)}
         before = keys[: bisect_left(times, formed[term])]
         known = (key for key in before if places[key][0] < term and key not in skipped)
         newest = max(known, key=places.__getitem__, default=None)
@@ -196,9 +201,15 @@ def durability(run: Evidence) -> str:
     return f"{len(commits)} commits published, none lost"
 
 
+def _told(restore: Line) -> dict[str, str]:
+    """Return the commits that a restore passed over, and why."""
+    passed = [item for item in items(restore, "skipped") if isinstance(item, list) and len(item) > 1]
+    return {str(item[0]): str(item[1]) for item in passed}
+
+
 def _rightly_skipped(restore: Line) -> set[str]:
     """Return the commits that a restore passed over as it may: a late record comes before the one that was damaged."""
-    told = {str(item[0]): str(item[1]) for item in items(restore, "skipped") if isinstance(item, list)}
+    told = _told(restore)
     newest_damaged = max((_place(key) for key, why in told.items() if _is_damage(why)), default=(0, 0))
     return {key for key, why in told.items() if "late record" not in why or _place(key) < newest_damaged}
 
