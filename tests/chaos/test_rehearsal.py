@@ -7,7 +7,10 @@ import pytest
 from chaos.errors import ScenarioError
 from chaos.rehearsal import rehearse
 from chaos.scenario import FOLDER, Fault, Nodes, Point, Scenario, load
-from chaos.sim.simulate import simulate
+from chaos.sim.faults import KINDS as SIMULATED
+from chaos.sim.faults import SimFault
+from chaos.sim.shape import Shape
+from chaos.sim.simulate import Case, simulate
 
 LIVE = Nodes(count=3, recovery="live")
 
@@ -55,3 +58,20 @@ def test_what_is_not_simulated_is_told_at_once() -> None:
     with pytest.raises(ScenarioError) as caught:
         rehearse(scenario(*faults, nodes=Nodes()), 1)
     assert len(caught.value.problems) == 3
+
+
+def test_a_state_that_passed_over_a_damaged_commit_is_kept() -> None:
+    """The newest commit is damaged and the job killed; the world that began behind it breaks before its first commit.
+
+    Its members go on from where they were, and not from that older commit again and again.
+    """
+    damage = "flip_bit" if "flip_bit" in SIMULATED else "damage_file"
+    shape = Shape(nodes=2, lanes=6, epochs=8, keep_last=4)
+    for nth in range(16, 30, 2):
+        faults = (
+            SimFault(damage, at_s=8.4),
+            SimFault("kill_job", at_s=8.45, for_s=1.0),
+            SimFault("kill", point="applied", nth=nth),
+        )
+        outcome = simulate(Case(1, shape, faults))
+        assert outcome.violations == (), nth
