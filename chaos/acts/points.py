@@ -42,7 +42,7 @@ class Points:
         nodes = targets(job, fault)
         for node in nodes:
             folder = job.around.points[node.number]
-            if (folder / fault.point.name).exists():
+            if any((armed.folder, armed.name) == (folder, fault.point.name) for armed in self._armed):
                 continue  # one that waits there would be lost, and this one be taken for it
             arm(folder, fault.point.name, fault.kind, fault.point.nth)
             self._armed.append(_Armed(fault, node, folder, time.time(), fault.point.name))
