@@ -47,7 +47,7 @@ def can_be_at(kind: str, point: str) -> bool:
     """Say whether a soak plants a kind at a place; entering a world, only ten minutes without progress are a hang."""
     if kind in ON_DISK:
         return point == "sync"
-    return not (kind.startswith("hang") and point in ENTERING)
+    return not (kind.startswith("hang") and point in (*ENTERING, "sync"))  # a claim syncs, too
 
 
 class Drawn:
