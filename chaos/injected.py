@@ -65,7 +65,7 @@ def deaths(run: Evidence) -> str:
                 raise Unknown(f"term {after} was formed, but no fault since term {before} explains it")
     ended = {(line["term"], line["rank"]) for line in run.of("end")}
     lost = [line for line in run.of("form") if line["term"] == terms[-1] and (line["term"], line["rank"]) not in ended]
-    if lost:
+    if lost and (run.result or {}).get("status") not in ("running", "stuck"):
         who = f"process {lost[0]['pid']}, rank {lost[0]['rank']} of the last term"
         raise Unknown(f"{who}, died, and no fault explains it")
     for line in run.of("exit"):
