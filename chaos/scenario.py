@@ -136,7 +136,7 @@ class Soak(_Section):
     """Most faults that come before what they did has healed."""
     kinds: tuple[str, ...] | None = None
     """Only these kinds; all that this machine can do, if not given."""
-    heal_s: float = Field(default=120.0, gt=0)
+    heal_s: float = Field(default=300.0, gt=0)
     """Seconds within which the whole world has to train again once everything is undone."""
 
     @field_validator("kinds")
