@@ -28,6 +28,7 @@ class CableNode(Node):
         return self.pids()
 
     def thaw(self, pids: list[int]) -> None:
+        super().thaw(pids)  # a worker of this node may have been stopped, too
         self.laid.mend()
 
     def start(self) -> list[int]:
