@@ -1,6 +1,6 @@
 """What a save costs training, and how fast it is written and read: against torch.save, dcp.save and dcp.async_save.
 
-    python -m benchmarks.checkpoint [--json] [--sizes 0.1,1,4] [--rounds 7]
+    python -m benchmarks.checkpoint [--json] [--sizes 0.1,1,4] [--rounds 5]
 
 All sides save the same state (a model's weights and AdamW's moments, sizes in GB) in the same process, in turn. A stall
 is the time that the training thread spends in a save: in the call at the step boundary, and, where a copy goes on
@@ -61,7 +61,7 @@ from elastic_train.fencing import StoreFence
 from elastic_train.order import Cursor
 from elastic_train.state import AppliedState, build_state
 
-WIDTH, ROWS = 1024, 128
+WIDTH, ROWS = 1024, 64
 BYTES_OF_LAYER = 3 * 4 * (WIDTH * WIDTH + WIDTH)
 GOALS = {"stall": 110.0, "vs_peer": 0.25, "write": 0.9, "load": 1.0}
 CHUNK_BYTES = 8 << 20
@@ -121,7 +121,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description=__doc__)
     arguments.add_argument("--json", action="store_true", help="print the last line only")
     arguments.add_argument("--sizes", default="0.1,1,4", help="sizes of the state in GB (default: 0.1,1,4)")
-    arguments.add_argument("--rounds", type=int, default=7, help="saves of each side (default: 7)")
+    arguments.add_argument("--rounds", type=int, default=5, help="saves of each side (default: 5)")
     arguments.add_argument("--folder", type=Path, default=None, help="where to write (default: a temporary folder)")
     chosen = arguments.parse_args()
     by_size: dict[str, dict[str, object]] = {}
