@@ -146,7 +146,7 @@ class CheckedFile:
     """
 
     def __init__(self, file: BinaryIO, record: FileRecord, where: str) -> None:
-        self._file, self._record, self.where = file, record, where
+        self._file, self._record, self._where = file, record, where
         self._spare = memoryview(bytearray())
 
     def __enter__(self) -> CheckedFile:
@@ -163,7 +163,7 @@ class CheckedFile:
         """
         end = offset + sum(len(view) for view in views)
         if end > self._record.size:
-            raise CommitError(f"{self.where}: ends at byte {self._record.size} of {end}")
+            raise CommitError(f"{self._where}: ends at byte {self._record.size} of {end}")
         lo = offset - offset % BLOCK_BYTES
         hi = min(self._record.size, end + -end % BLOCK_BYTES)
         self._file.seek(lo)
@@ -190,7 +190,7 @@ class CheckedFile:
         while done < len(piece):
             num_read = self._file.readinto(piece[done:])  # type: ignore[attr-defined]
             if not num_read:
-                raise CommitError(f"{self.where}: ends at byte {position + done} of {self._record.size}")
+                raise CommitError(f"{self._where}: ends at byte {position + done} of {self._record.size}")
             done += num_read
 
     def _compare(self, checksum: int, end: int) -> None:
@@ -198,7 +198,7 @@ class CheckedFile:
         index = (end - 1) // BLOCK_BYTES
         if checksum != self._record.blocks[index]:
             where = f"bytes [{index * BLOCK_BYTES}, {end})"
-            raise CommitError(f"{self.where}: {where} do not match their checksum; the file was damaged")
+            raise CommitError(f"{self._where}: {where} do not match their checksum; the file was damaged")
 
 
 def open_checked(store: Store, key: str, record: FileRecord) -> CheckedFile:
