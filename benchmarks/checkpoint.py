@@ -5,7 +5,7 @@
 All sides save the same state (a model's weights and AdamW's moments, sizes in GB) in the same process, in turn. A stall
 is the time that the training thread spends in a save: in the call at the step boundary, and, where a copy goes on
 beside forward and backward, waiting for it before the update. States of more than 1 GB get 3 rounds, and of more than
-2 GB `dcp.async_save` is measured with kept memory only: 4 GB take 13 GB of memory, and 24 GB of disk. The last line is
+2 GB `dcp.async_save` is measured with kept memory only: 4 GB take 13 GB of memory, and of disk. The last line is
 JSON:
 
 * `stall_ms_per_gb_p50`: ours, the worst of the sizes (goal at most 110);
