@@ -11,7 +11,7 @@ JSON:
 * `stall_ms_per_gb_p50`: ours, the worst of the sizes (goal at most 110);
 * `stall_vs_best_peer`: ours over the quickest peer's, `dcp.async_save` with kept memory included (at most 0.25);
 * `write_vs_disk`: bytes a second of a whole save, hashed and published, over a bare write of as many, synced with its
-  folder, at the largest size (at least 0.9; a small one is mostly the syncs that come one behind the other);
+  folder, at the largest size (at least 0.9; few bytes go to the disk faster than a core hashes them);
 * `load_vs_dcp`: time of dcp.load over ours, which checks every block (at least 1.0);
 * `by_size`: all of it, and p99, the share of a step, and loads from the disk instead of the page cache, by size.
 """
