@@ -144,6 +144,7 @@ def test_a_failed_run_goes_on_at_another_world_size(tmp_path: Path, rows: Path, 
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_policy_data_gives_the_same_metrics_resumed_or_not(tmp_path: Path) -> None:
     """Eleven classes with a long tail; crashed or told to leave, ended on other ranks: equal to the last digit."""
     for name, num_rows, seed in (("train", 720, 1), ("validation", 300, 2)):
@@ -154,7 +155,7 @@ def test_policy_data_gives_the_same_metrics_resumed_or_not(tmp_path: Path) -> No
         task = {"path": path, "params": {**params, **failing}}
         folder = tmp_path / name
         arguments = [config(folder, tmp_path, CLASSIFIER, task=task, epochs=1)]
-        codes = [start(arguments, num_ranks=num_ranks).code for num_ranks in worlds]
+        codes = [start(arguments, num_ranks=num_ranks, timeout_s=280).code for num_ranks in worlds]
         assert [code == 0 for code in codes] == [number == len(worlds) for number in range(1, len(worlds) + 1)]
         end = result(folder)
         assert end["term"] == len(worlds) and end["world"] == (worlds[-1] or 1)
