@@ -72,8 +72,7 @@ def coverage_share() -> dict[str, float]:
         for _lane in range(8):
             F.cross_entropy(model(tokens, lengths, nothing, nothing, nothing.long()), label).backward()  # type: ignore[no-untyped-call]
         middle_s = time.thread_time()
-        for of_lane in ids:
-            CoverageSums.of_ids(of_lane)
+        CoverageSums.of_ids(np.concatenate(ids))
         sums_s.append(time.thread_time() - middle_s)
         step_s.append(middle_s - started_s)
     step, sums = statistics.median(step_s), statistics.median(sums_s)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from elastic_train.coverage import CoverageSums
@@ -119,7 +120,12 @@ def compute_step(session: Session, lanes: Sequence[LaneBatch], flags: int) -> St
     gradients = session.gradients
     gradients.begin(session.lanes)
     flags |= _UNREADABLE * any(batch.unreadable for batch in lanes)
-    rows = {batch.lane: [*_run_lane(session, batch), batch.num_left_out, batch.num_truncated, flags] for batch in lanes}
+    rows: dict[int, list[float | int]] = {
+        batch.lane: [*_run_lane(session, batch), 0, 0, 0, batch.num_left_out, batch.num_truncated, flags]
+        for batch in lanes
+    }
+    coverage = _coverage_of(lanes)
+    rows[session.lanes.start][2:5] = coverage.count, coverage.sum_a, coverage.sum_b  # of all of this rank's lanes
     if session.plan.config.run.forensic:
         session.record_ids(lanes)
     reach("reduce")
@@ -131,19 +137,23 @@ def compute_step(session: Session, lanes: Sequence[LaneBatch], flags: int) -> St
     return sums
 
 
-def _run_lane(session: Session, batch: LaneBatch) -> tuple[float, float, int, int, int]:
-    """Add one lane's gradient; return its loss sum, weight, and coverage sums. A lane without samples adds zero."""
+def _coverage_of(lanes: Sequence[LaneBatch]) -> CoverageSums:
+    """Return the sums over the samples that this rank's lanes have read, at once: a call costs as much as many ids."""
+    return CoverageSums.of_ids(np.concatenate([batch.ids for batch in lanes]))
+
+
+def _run_lane(session: Session, batch: LaneBatch) -> tuple[float, float]:
+    """Add one lane's gradient; return its loss sum and weight. A lane without samples adds zero."""
     with session.gradients.lane(batch.lane):
         if batch.tensors is None:
-            return 0.0, 0.0, 0, 0, 0
+            return 0.0, 0.0
         torch.manual_seed(lane_seed(session.plan.config.run.seed, session.state.step, batch.lane))
         reach("forward")
         with session.plan.autocast():
             loss = session.plan.task.loss(session.state.model, session.to_device(batch.tensors))
         reach("backward")
         torch.autograd.backward(session.state.scaler.scale(loss.total))
-    coverage = CoverageSums.of_ids(batch.ids)
-    return float(loss.total.detach()), loss.weight, coverage.count, coverage.sum_a, coverage.sum_b
+    return float(loss.total.detach()), loss.weight
 
 
 def _fold(table: Sequence[Sequence[float | int]]) -> StepSums:

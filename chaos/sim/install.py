@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ from chaos.sim.etcd import EtcdClient
 from chaos.sim.net import MeetingStore, SimGroup
 from chaos.sim.objects import StorageClient
 from elastic_train.checkpoint.interval import Faults
+from elastic_train.coverage import CoverageSums
 from elastic_train.data.loader import LaneBatch
 from elastic_train.failpoints import reach
 from elastic_train.history import History
@@ -124,22 +125,25 @@ def _tensors(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
     def gradient_sum(kind: str, parameters: list[model.Weights], group: SimGroup, lanes: int) -> model.ModelledSum:
         return model.ModelledSum(parameters[0], group)
 
-    def run_lane(session: Session, batch: LaneBatch) -> tuple[float, float, int, int, int]:
+    def run_lane(session: Session, batch: LaneBatch) -> tuple[float, float]:
         if batch.lane == session.lanes.start:
             reach("forward")
             job.compute(len(session.lanes))
             reach("backward")
         if batch.tensors is None:
-            return 0.0, 0.0, 0, 0, 0
+            return 0.0, 0.0
         sums = session.gradients
         assert isinstance(sums, model.ModelledSum)
         sums.add(batch.ids)
         coverage = model.sums_of(tuple(batch.ids.tolist()))
         loss = float(coverage.sum_a % 65521 + session.state.step)
-        return loss, float(coverage.count), coverage.count, coverage.sum_a, coverage.sum_b
+        return loss, float(coverage.count)
+
+    def coverage_of(lanes: Sequence[LaneBatch]) -> CoverageSums:
+        return sum((model.sums_of(tuple(batch.ids.tolist())) for batch in lanes), CoverageSums())
 
     yield from _in("elastic_train.assembly", make_gradient_sum=gradient_sum, has_equal_kernels=lambda *_: True)
-    yield from _in("elastic_train.trainer", _run_lane=run_lane)
+    yield from _in("elastic_train.trainer", _run_lane=run_lane, _coverage_of=coverage_of)
     yield from _in(
         "elastic_train.checkpoint.layout", LEAST_PART_BYTES=job.shape.least_part_bytes, plan_attempt=model.plan_attempt
     )

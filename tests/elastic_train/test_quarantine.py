@@ -15,7 +15,9 @@ import yaml
 from chaos.checker import judge
 from chaos.evidence import collect
 from elastic_train.account import Hole
+from elastic_train.audit_cli import audit
 from elastic_train.checkpoint import open_store
+from elastic_train.data.lengths import load_lengths, make_lengths
 from elastic_train.data.manifest import load_manifest
 from elastic_train.errors import DataError
 from elastic_train.group import Group
@@ -30,15 +32,20 @@ QUARANTINE = {"unreadable": "quarantine", "too_long": "truncate"}
 
 @pytest.fixture(scope="module")
 def torn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """331 rows, of which row group 2 of the second file cannot be read."""
+    """331 rows whose lengths are known, of which row group 2 of the second file cannot be read."""
     folder = write_rows(tmp_path_factory.mktemp("torn") / "train", 331, seed=1)
+    make_lengths(load_manifest(str(folder)), "input_ids")
     damage(folder, "part-1.parquet", 2)
     return folder
 
 
 def config(folder: Path, data: Path, tree: dict[str, object], **rules: object) -> str:
     folder.mkdir(parents=True, exist_ok=True)
-    whole = {"run": {"dir": str(folder / "run"), "seed": 5}, "data": {"train": str(data), **rules}, **tree}
+    whole = {
+        "run": {"dir": str(folder / "run"), "seed": 5, "forensic": True},
+        "data": {"train": str(data), **rules},
+        **tree,
+    }
     (folder / "config.yaml").write_text(yaml.safe_dump(whole))
     return str(folder / "config.yaml")
 
@@ -54,17 +61,30 @@ def truths(folder: Path) -> dict[str, str]:
     return {name: found[name] for name in ("agreement", "partition", "coverage", "sums", "witness") if name in found}
 
 
-def test_two_ranks_find_what_one_process_knew_from_the_beginning(tmp_path: Path, torn: Path) -> None:
-    """The weights have the same bits; commits and result list the samples; the judge accepts these and no others."""
+def test_two_ranks_find_what_one_process_knew_from_the_beginning(
+    tmp_path: Path, torn: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights have the same bits; commits and result list the samples; the judge accepts these and no others.
+
+    And all that with rows of similar length put together, long ones cut and counted, and every step's ids kept.
+    """
+    rules = {**QUARANTINE, "length_bucketing": True}
     found = tmp_path / "found"
-    done = succeed(start([config(found, torn, CLASSIFIER, **QUARANTINE)], num_ranks=2))
+    done = succeed(start([config(found, torn, CLASSIFIER, **rules)], num_ranks=2))
     (hole,) = newest_commit(found)["account"]["holes"]  # type: ignore[index]
     assert (hole["file"], hole["row_group"], hole["hi"] - hole["lo"], hole["kept"]) == ("part-1.parquet", 2, 17, [])
     assert f"QUARANTINED: row group 2 of part-1.parquet, samples [{hole['lo']}, {hole['hi']}), from step" in done.output
     assert result(found)["holes"] == [hole] and result(found)["num_left_out"] == 34
 
+    assert audit(str(found / "run"), data=None, is_forensic=True, is_json=False) == 0
+    proven = capsys.readouterr().out
+    assert "in each of the epochs 0 to 1, each of 331 samples, those of holes aside, counted exactly once" in proven
+    assert "epoch 1: by the ids that 28 lines name, none is repeated and none missing" in proven
+    lengths = load_lengths(load_manifest(str(torn)))(np.array([*range(hole["lo"]), *range(hole["hi"], 331)]))
+    assert result(found)["num_truncated"] == 2 * int((lengths > PARAMS["max_tokens"]).sum()) > 0
+
     known = tmp_path / "known"
-    path = config(known, torn, CLASSIFIER, **QUARANTINE)
+    path = config(known, torn, CLASSIFIER, **rules)
     (known / "run" / "holes").mkdir(parents=True)
     (known / "run" / "holes" / "known.json").write_text(json.dumps([{**hole, "since": 0, "why": "known"}]))
     succeed(start([path]))
