@@ -6,10 +6,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 from torch import Tensor
 
-from elastic_train.account import Hole, ranges_of
+from elastic_train.account import Hole
 from elastic_train.cadence import Cadence
 from elastic_train.checkpoint import CommitRecord, Ended, SaveMemory, Saves
 from elastic_train.data.loader import LaneBatch
@@ -111,11 +110,6 @@ class Session:
         for hole in found:
             self.world.tell(f"QUARANTINED: {hole}: {hole.why}")
 
-    def record_ids(self, lanes: Sequence[LaneBatch]) -> None:
-        """Write the samples that this rank gives to the next step to the history."""
-        ids = np.concatenate([batch.ids for batch in lanes])
-        self.world.history.read(step=self.state.step + 1, epoch=self.state.cursor.epoch, ids=ranges_of(ids))
-
     def record_step(self, loss: float, norm: float, num_samples: int, num_left_out: int, seconds: float) -> None:
         """Write the step that was just applied to the history, and to tracker and progress on rank 0."""
         state = self.state
@@ -134,10 +128,8 @@ class Session:
         if self.tracker is not None:
             rate = float(state.scheduler.get_last_lr()[0])
             values = {"train/loss": loss, "train/gradient_norm": norm, "train/learning_rate": rate}
-            counts = {
-                "train/left_out": state.reached.account.left_out,
-                "train/truncated": state.reached.account.truncated,
-            }
+            account = state.reached.account
+            counts = {"train/left_out": account.left_out, "train/truncated": account.truncated}
             values |= {name: count for name, count in counts.items() if count}
             self.tracker.log(state.step, {**values, "train/samples_per_s": num_samples / seconds})
         if self.world.progress is not None:

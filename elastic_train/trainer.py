@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from elastic_train.account import ranges_of
 from elastic_train.coverage import CoverageSums
 from elastic_train.data.loader import LaneBatch
 from elastic_train.failpoints import reach
@@ -127,7 +128,7 @@ def compute_step(session: Session, lanes: Sequence[LaneBatch], flags: int) -> St
     coverage = _coverage_of(lanes)
     rows[session.lanes.start][2:5] = coverage.count, coverage.sum_a, coverage.sum_b  # of all of this rank's lanes
     if session.plan.config.run.forensic:
-        session.record_ids(lanes)
+        _keep_ids(session, lanes)
     reach("reduce")
     sums = _fold(gather_lane_table(session.world.group, session.plan.num_lanes, rows))
     if sums.is_unreadable:
@@ -135,6 +136,12 @@ def compute_step(session: Session, lanes: Sequence[LaneBatch], flags: int) -> St
     reach("exchange")
     gradients.finish(sums.divisor)
     return sums
+
+
+def _keep_ids(session: Session, lanes: Sequence[LaneBatch]) -> None:
+    """Write the samples that this rank gives to the next step to the history."""
+    ids = ranges_of(np.concatenate([batch.ids for batch in lanes]))
+    session.world.history.read(step=session.state.step + 1, epoch=session.state.cursor.epoch, ids=ids)
 
 
 def _coverage_of(lanes: Sequence[LaneBatch]) -> CoverageSums:
