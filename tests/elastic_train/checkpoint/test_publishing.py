@@ -322,7 +322,12 @@ def test_a_commit_made_alone_continues_what_its_state_went_on_from(tmp_path: Pat
     state = build_state(nn.Linear(2, 1), OptimizerConfig(), total_steps=10, device="cpu", is_fp16=False)
     state.reached = Reached(step=8, intervals=(Interval(1, 0, 8),))
     config = Config.model_validate({"run": {"dir": str(tmp_path)}, "data": {"train": "unused"}})
-    plan = cast(Plan, SimpleNamespace(config=config, manifest=SimpleNamespace(digest="manifest")))
+    manifest, order = (
+        SimpleNamespace(digest="manifest", num_rows=9),
+        SimpleNamespace(block_row_groups=8, arrangement=None),
+    )
+    whole = SimpleNamespace(config=config, manifest=manifest, order=order, num_lanes=8, micro_batch=8)
+    plan = cast(Plan, whole)
     commit_alone(plan, state)
     alone = discover(store).head
     assert alone is not None
