@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from rendezvous.records import Cause, Closed, Failure, Keys, Member, Seat, View, World, encode
@@ -88,22 +89,19 @@ def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
         return Expelled()
     if view.world is not None and view.world.rank_of(me) is not None and mine.after < view.term:
         return Enter(view.world)
-    ready = view.ready
-    if len(ready) < len(view.staying):
+    if len(view.ready) < len(view.staying):
         return Wait("room" if _has_no_room(view, me, policy) else "members")
-    if _is_fresh(view):
-        ready = _of_whole_nodes(ready)
-    ready = mutually_reachable(ready, view.world)
-    num_nodes = count_nodes(ready)
+    ready = _candidates(view)
+    num_nodes = ready.num_nodes
     if num_nodes < policy.min_nodes:
         return Wait("nodes")
-    if mine not in ready:
+    if me not in ready.ids:
         return Wait("room")
-    if ready[0].id != me:
+    if ready.members[0].id != me:
         return Wait("leader")
     if num_nodes < policy.max_nodes and _is_fresh(view) and quiet_s < policy.last_call_s:
         return Wait("last call", policy.last_call_s - quiet_s)
-    return _seal(view, _admitted(ready, policy))
+    return _seal(view, _admitted(ready.members, policy))
 
 
 def mutually_reachable(members: tuple[Member, ...], last: World | None = None) -> tuple[Member, ...]:
@@ -113,6 +111,8 @@ def mutually_reachable(members: tuple[Member, ...], last: World | None = None) -
     network that has split goes on. If in doubt one goes that was not in the last world, which others are further than,
     and else the latest.
     """
+    if not any(member.missed for member in members):
+        return members
     conflicts: dict[str, set[str]] = {member.node_id: set() for member in members}
     stood = {member.node_id for member in members if last is not None and last.rank_of(member.id) is not None}
     for member in members:
@@ -129,20 +129,24 @@ def mutually_reachable(members: tuple[Member, ...], last: World | None = None) -
 
 def num_waiting(view: View, me: str, world: World, policy: Policy) -> int:
     """How many changes a member of `world` has to make room for by a new round; 0 while the world stands."""
-    if view.term > world.term or view.member(me) is None:
+    if view.term != world.term or view.member(me) is None:
         return 1
-    mates = mates_of(view, world)
+    return _num_changes(view, policy)
+
+
+@lru_cache(8)
+def _num_changes(view: View, policy: Policy) -> int:
+    """Count the changes that the present world has to make room for; the same for all of its members."""
+    world, mates = view.world, view.mates
+    assert world is not None, "asked by a member of it"
     lost = len(world.seats) - len(mates)
     again = sum(mate.after >= world.term for mate in mates)
     if any(view.is_finishing(mate) for mate in mates):
         # The job is about to end: nobody is admitted any more.
         return lost + again
     staying = (*mates, *(member for member in view.members if world.rank_of(member.id) is None))
-    return (
-        lost
-        + again
-        + sum(world.rank_of(member.id) is None for member in _admitted(mutually_reachable(staying, world), policy))
-    )
+    admitted = _admitted(mutually_reachable(staying, world), policy)
+    return lost + again + sum(world.rank_of(member.id) is None for member in admitted)
 
 
 def is_broken(view: View, me: str, world: World) -> bool:
@@ -233,6 +237,22 @@ def leaving_world(member: Member, view: View) -> Member:
     return replace(member, after=max(member.after, view.term))
 
 
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """The members that a world could be made of, were there room for all."""
+
+    members: tuple[Member, ...]
+    ids: frozenset[str]
+    num_nodes: int
+
+
+@lru_cache(8)
+def _candidates(view: View) -> _Candidates:
+    ready = _of_whole_nodes(view.ready) if _is_fresh(view) else view.ready
+    members = mutually_reachable(ready, view.world)
+    return _Candidates(members, frozenset(member.id for member in members), count_nodes(members))
+
+
 def _seal(view: View, chosen: tuple[Member, ...]) -> Seal:
     term = max(view.term, 0 if view.head is None else view.head.term) + 1
     return Seal(term, tuple(Seat(member.id, member.num_workers) for member in chosen), _cause(view, chosen))
@@ -255,7 +275,7 @@ def _is_fresh(view: View) -> bool:
 
 def _admitted(members: tuple[Member, ...], policy: Policy) -> tuple[Member, ...]:
     """The members of the first `max_nodes` nodes, in the order given, and of them the first `max_members`."""
-    nodes = list(dict.fromkeys(member.node_id for member in members))[: policy.max_nodes]
+    nodes = set(list(dict.fromkeys(member.node_id for member in members))[: policy.max_nodes])
     return tuple(member for member in members if member.node_id in nodes)[: policy.max_members]
 
 

@@ -57,11 +57,12 @@ class Reach:
         mates = membership.mates_of(view, world) if world else ()
         if next((mate for mate in mates if mate.node_id == mine.node_id), mine) != mine:
             return
-        agents = {m.node_id: m for m in view.members if m in mates or m.node_id in mine.missed}
+        missed_before = frozenset(mine.missed)
+        agents = {m.node_id: m for m in (*mates, *(m for m in view.members if m.node_id in missed_before))}
         silent = self._silent_of({name: m for name, m in agents.items() if self._can_tell(m, mine)})
-        missed = frozenset(name for name in silent if name in self._silent or name in mine.missed)
+        missed = frozenset(name for name in silent if name in self._silent or name in missed_before)
         self._silent = silent
-        if missed != frozenset(mine.missed):
+        if missed != missed_before:
             _log.warning("out of reach although etcd is not: %s", ", ".join(sorted(missed)) or "nobody any more")
             self._node.report_missed(missed)
 

@@ -137,11 +137,11 @@ class Closed:
     at: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class View:
     """The whole job at one revision; members in the order in which they registered.
 
-    What follows from it is worked out once: every worker asks it many times a second, of as many members as there are.
+    What follows from it is worked out once, by the object: every worker asks many times a second, of all members.
     """
 
     revision: int
