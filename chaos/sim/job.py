@@ -165,7 +165,7 @@ class Job:
         for number in range(first, first + self.shape.nodes):
             self.nodes.append(Node(self, number))
             self.start_node(number)
-            self.kernel.after(for_s, lambda number=number: self.nodes[number].kill() and None)  # type: ignore[misc]
+            self.kernel.after(for_s, lambda number=number: self.nodes[number].kill())  # type: ignore[misc]
         self._busy(for_s)
 
     def _start_after(self, number: int, for_s: float) -> None:

@@ -120,7 +120,7 @@ class Kernel:
         self.tasks: dict[Task, None] = {}  # in the order of their start: a set's order is no seed's
         self.conductor = Task(self, None, lambda: None)
         self.current = self.conductor
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._ready: deque[Task] = deque()
 
     @property
@@ -129,12 +129,12 @@ class Kernel:
         assert self.current.process is not None, "the conductor is no process"
         return self.current.process
 
-    def at(self, moment: float, act: Callable[[], None]) -> None:
+    def at(self, moment: float, act: Callable[[], object]) -> None:
         """Do something later; `act` must not block."""
         self.num_events += 1
         heapq.heappush(self._events, (max(moment, self.now), self.num_events, act))
 
-    def after(self, seconds: float, act: Callable[[], None]) -> None:
+    def after(self, seconds: float, act: Callable[[], object]) -> None:
         self.at(self.now + seconds, act)
 
     def spawn(self, process: Process | None, run: Callable[[], None]) -> Task:

@@ -58,7 +58,7 @@ def flap_node(job: Job, fault: SimFault) -> list[Process]:
     """A node is told to leave, comes back, and again, three times."""
     number = job.node(fault)
     for turn in (1, 2):
-        job.kernel.after(2 * turn * fault.for_s, lambda: job.stop_node(number, fault.for_s) and None)
+        job.kernel.after(2 * turn * fault.for_s, lambda: job.stop_node(number, fault.for_s))
     return job.stop_node(number, fault.for_s)
 
 
@@ -224,7 +224,7 @@ def storage_errors(job: Job, fault: SimFault) -> list[Process]:
 
 
 def storage_slow(job: Job, fault: SimFault) -> list[Process]:
-    job.storage.slow_until, job.storage.slowness = job.kernel.now + fault.for_s, 100.0
+    job.storage.slow_until = job.kernel.now + fault.for_s
     return job.all_workers()
 
 

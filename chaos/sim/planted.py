@@ -13,6 +13,8 @@ from typing import Any
 
 from chaos.sim.cases import FOLDER, load
 from chaos.sim.faults import SimFault
+from chaos.sim.kernel import EPOCH_S
+from chaos.sim.objects import StorageClient
 from chaos.sim.shape import Shape
 from chaos.sim.simulate import Case, Outcome, simulate
 from elastic_train import lanes
@@ -207,6 +209,16 @@ def _wait_for_ever(self: saves.Saves, check: Any = None) -> Any:
 _WAIT = saves.Saves.wait
 
 
+def _list_late(self: StorageClient, prefix: str) -> list[Entry]:
+    found = _LIST(self, prefix)
+    seen_until = EPOCH_S + self._storage.kernel.now - LISTED_AFTER_S
+    return [entry for entry in found if prefix != COMMITS or (entry.modified_at or 0.0) < seen_until]
+
+
+_LIST = StorageClient.list
+LISTED_AFTER_S = 15.0
+
+
 class _Unchecked(CheckedFile):
     """A file whose blocks are compared with nothing."""
 
@@ -311,5 +323,13 @@ PLANTED = (
         lambda: {"elastic_train.checkpoint.saves:Saves.wait": _wait_for_ever},
         ("finished",),
         "waiting-for-the-dead",
+    ),
+    # The canary: nothing is wrong with the product, and the judge must say that something is wrong.
+    SimBug(
+        "canary",
+        "storage lists no commit of the last seconds, against its promise",
+        lambda: {"chaos.sim.objects:StorageClient.list": _list_late},
+        ("durability",),
+        _torn,
     ),
 )

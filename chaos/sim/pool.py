@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from multiprocessing.connection import Connection
 
 from chaos.sim.simulate import Outcome, case_of, simulate
@@ -19,7 +19,7 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def simulate_each(seeds: Sequence[int], num_nodes: int | None, num_processes: int) -> Iterator[Outcome]:
+def simulate_each(seeds: Sequence[int], num_nodes: int | None, num_processes: int) -> Generator[Outcome, None, None]:
     """Yield the outcome of every seed, in their order, whatever the number of processes."""
     if num_processes == 1:
         with keeping_to(cores()[0]):

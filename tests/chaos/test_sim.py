@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +11,10 @@ import pytest
 from chaos.cli import main
 from chaos.errors import ScenarioError
 from chaos.sim import cases
+from chaos.sim.command import Campaign, run_campaign
 from chaos.sim.faults import AT_POINTS, SimFault
 from chaos.sim.job import Job
-from chaos.sim.kernel import EPOCH_S, Kernel, Timeless
+from chaos.sim.kernel import EPOCH_S, Carrier, Kernel, Timeless
 from chaos.sim.kinds import KINDS
 from chaos.sim.planted import PLANTED, SimBug
 from chaos.sim.shape import Shape
@@ -47,11 +47,12 @@ def test_a_thousand_seeds_more() -> None:
 
 @pytest.mark.parametrize("seed", [3, 11])
 def test_the_same_seed_is_the_same_history(seed: int) -> None:
-    """Every line of every process, every commit and the result come out alike, and no thread is left behind."""
-    before = threading.active_count()
-    first, again = simulate(case_of(seed)), simulate(case_of(seed))
+    """Every line of every process, every commit and the result come out alike, and every thread can be used again."""
+    first = simulate(case_of(seed))
+    idle = len(Carrier.idle)
+    again = simulate(case_of(seed))
     assert first == again and first.digest
-    assert threading.active_count() == before
+    assert len(Carrier.idle) == idle
 
 
 def test_a_fault_left_out_is_another_history() -> None:
@@ -132,6 +133,28 @@ def test_the_history_is_the_evidence_that_real_runs_leave() -> None:
     assert run.result is not None and run.result["status"] == "done" and run.witness is not None
     assert set(run.witness.tolist()) == {3}
     assert digest_of(run) == digest_of(Job(Shape(), 1, ()).run())
+
+
+def test_processes_and_pauses_change_no_digest(tmp_path: Path) -> None:
+    """Seeds on one process, on two, and in two goes with a line torn in between add up to the same."""
+    whole = run_campaign(Campaign(range(60, 66)), is_quiet=True).fields()
+    two = run_campaign(Campaign(range(60, 66), processes=2), is_quiet=True).fields()
+    ledger = tmp_path / "ledger.jsonl"
+    run_campaign(Campaign(range(60, 63), ledger=ledger), is_quiet=True)
+    ledger.write_text(ledger.read_text()[:-9])
+    resumed = run_campaign(Campaign(range(60, 66), ledger=ledger), is_quiet=True)
+    again = run_campaign(Campaign(range(60, 66), ledger=ledger), is_quiet=True)
+    assert (resumed.num_run, again.num_run) == (4, 0)
+    for other in (two, resumed.fields(), again.fields()):
+        assert {**other, "runs_per_s": 0} == {**whole, "runs_per_s": 0}
+
+
+def test_as_many_nodes_as_asked_for() -> None:
+    """A job of a hundred nodes loses some and ends well; etcd takes no more guards of one transaction than it would."""
+    faults = (SimFault("lose_node", at_s=6.0, node=3, for_s=4.0), SimFault("kill_node", at_s=6.5, node=7, for_s=3.0))
+    shape = Shape(nodes=140, lanes=140, micro_batch=1, rows=(600,), epochs=1, commit_every=3, lane_s=1.0)
+    outcome = simulate(Case(1, shape, faults))
+    assert outcome.violations == () and outcome.num_faults == {"lose_node": 1, "kill_node": 1}
 
 
 def test_the_command_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
