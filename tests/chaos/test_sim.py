@@ -150,9 +150,9 @@ def test_processes_and_pauses_change_no_digest(tmp_path: Path) -> None:
 
 
 def test_as_many_nodes_as_asked_for() -> None:
-    """A job of a hundred nodes loses some and ends well; etcd takes no more guards of one transaction than it would."""
+    """A job of 128 nodes loses some and ends well; etcd takes no more guards of one transaction than it would."""
     faults = (SimFault("lose_node", at_s=6.0, node=3, for_s=4.0), SimFault("kill_node", at_s=6.5, node=7, for_s=3.0))
-    shape = Shape(nodes=140, lanes=140, micro_batch=1, rows=(600,), epochs=1, commit_every=3, lane_s=1.0)
+    shape = Shape(nodes=128, lanes=128, micro_batch=1, rows=(384,), epochs=1, commit_every=2, lane_s=2.0)
     outcome = simulate(Case(1, shape, faults))
     assert outcome.violations == () and outcome.num_faults == {"lose_node": 1, "kill_node": 1}
 
