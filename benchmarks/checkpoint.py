@@ -5,8 +5,8 @@
 All sides save the same state (a model's weights and AdamW's moments, sizes in GB) in the same process, in turn. A stall
 is the time that the training thread spends in a save: in the call at the step boundary, and, where a copy goes on
 beside forward and backward, waiting for it before the update. States of more than 1 GB get 3 rounds, and of more than
-2 GB `dcp.async_save` is measured with kept memory only: 4 GB take 13 GB of memory, and of disk. The last line is
-JSON:
+2 GB `dcp.async_save` is measured with kept memory only: 4 GB need about 14 GB of memory (the state, gradients, and two
+staged copies). The last line is JSON:
 
 * `stall_ms_per_gb_p50`: ours, the worst of the sizes (goal at most 110);
 * `stall_vs_best_peer`: ours over the quickest peer's, `dcp.async_save` with kept memory included (at most 0.25);
