@@ -74,7 +74,6 @@ _ALL = (
     Kind("storage_taken", "the storage says of a name that it is taken", "storage", needs="s3"),
     Kind("slow_sync", "making bytes durable takes long", "storage", local=False),
     Kind("tear_write", "a file is left as it was while it was written", "storage", local=False, damages=True),
-    Kind("damage_file", "a file of the newest commit is spoilt", "storage", "never", local=False, damages=True),
     Kind("flip_bit", "a bit of the newest commit flips", "storage", "never", damages=True),
     Kind("truncate_file", "a file of the newest commit loses its end", "storage", "never", damages=True),
     Kind("delete_file", "a file of the newest commit is deleted", "storage", "never", damages=True),

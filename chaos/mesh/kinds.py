@@ -188,10 +188,7 @@ REFUSED: Mapping[str, Refused] = {
         kind: Refused("Chaos Mesh does not speak S3", f"storage_errors fails a volume, or {_HERE}")
         for kind in ("storage_lossy", "storage_conflict", "storage_taken")
     },
-    **{
-        kind: Refused(_FILES, _HERE)
-        for kind in ("damage_file", "flip_bit", "truncate_file", "delete_file", "tear_write")
-    },
+    **{kind: Refused(_FILES, _HERE) for kind in ("flip_bit", "truncate_file", "delete_file", "tear_write")},
     **{kind: Refused(_POINTS, _HERE) for kind in ("kill", "stop", "raise", "hang", "hang-native", "slow")},
     "full": Refused(_POINTS, "storage_full fails every write for a while"),
     "eio": Refused(_POINTS, "storage_outage fails everything for a while"),

@@ -273,7 +273,7 @@ def _damage(job: Job, fault: SimFault, change: Callable[[bytes], bytes | None]) 
     return job.all_workers()
 
 
-def damage_bit(job: Job, fault: SimFault) -> list[Process]:
+def flip_bit(job: Job, fault: SimFault) -> list[Process]:
     def flipped(content: bytes) -> bytes:
         place = next(place for place, byte in enumerate(content) if chr(byte).isdigit())
         return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
@@ -281,11 +281,11 @@ def damage_bit(job: Job, fault: SimFault) -> list[Process]:
     return _damage(job, fault, flipped)
 
 
-def damage_length(job: Job, fault: SimFault) -> list[Process]:
+def truncate_file(job: Job, fault: SimFault) -> list[Process]:
     return _damage(job, fault, lambda content: content[:-1])
 
 
-def damage_by_deletion(job: Job, fault: SimFault) -> list[Process]:
+def delete_file(job: Job, fault: SimFault) -> list[Process]:
     return _damage(job, fault, lambda content: None)
 
 
@@ -330,8 +330,8 @@ KINDS: Mapping[str, Callable[[Job, SimFault], list[Process]]] = {
         storage_conflict,
         storage_taken,
         tear_write,
-        damage_bit,
-        damage_length,
-        damage_by_deletion,
+        flip_bit,
+        truncate_file,
+        delete_file,
     )
 }

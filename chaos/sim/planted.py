@@ -93,7 +93,7 @@ def _torn(draws: random.Random) -> tuple[SimFault, ...]:
 def _rot(draws: random.Random) -> tuple[SimFault, ...]:
     """A bit of the newest commit flips, and everybody dies."""
     at_s = draws.uniform(8.0, 16.0)
-    return SimFault("damage_bit", at_s=at_s, other=draws.randrange(2)), SimFault("kill_job", at_s=at_s, for_s=1.0)
+    return SimFault("flip_bit", at_s=at_s, other=draws.randrange(2)), SimFault("kill_job", at_s=at_s, for_s=1.0)
 
 
 def _half_applied(draws: random.Random) -> tuple[SimFault, ...]:

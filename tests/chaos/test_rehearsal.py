@@ -7,7 +7,6 @@ import pytest
 from chaos.errors import ScenarioError
 from chaos.rehearsal import rehearse
 from chaos.scenario import FOLDER, Fault, Nodes, Point, Scenario, load
-from chaos.sim.faults import KINDS as SIMULATED
 from chaos.sim.faults import SimFault
 from chaos.sim.shape import Shape
 from chaos.sim.simulate import Case, simulate
@@ -65,11 +64,10 @@ def test_a_state_that_passed_over_a_damaged_commit_is_kept() -> None:
 
     Its members go on from where they were, and not from that older commit again and again.
     """
-    damage = "flip_bit" if "flip_bit" in SIMULATED else "damage_file"
     shape = Shape(nodes=2, lanes=6, epochs=8, keep_last=4)
     for nth in range(16, 30, 2):
         faults = (
-            SimFault(damage, at_s=8.4),
+            SimFault("flip_bit", at_s=8.4),
             SimFault("kill_job", at_s=8.45, for_s=1.0),
             SimFault("kill", point="applied", nth=nth),
         )
