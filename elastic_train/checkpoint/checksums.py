@@ -15,13 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO, TypeVar
 
+from isal.isal_zlib import crc32
+
 from elastic_train.checkpoint.stores import Sink, Store
 from elastic_train.errors import CommitError
-
-try:
-    from isal.isal_zlib import crc32
-except ImportError:
-    from zlib import crc32
 
 T = TypeVar("T")
 BLOCK_BYTES = 1 << 20

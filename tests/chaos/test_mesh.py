@@ -20,7 +20,7 @@ from chaos.mesh.kinds import EMITTED, REFUSED, Aim, Cluster, Refused, maker_of
 from chaos.mesh.models import NetworkChaos, Template, Workflow
 from chaos.scenario import FOLDER, Fault, Nodes, Scenario
 from chaos.sim.faults import AT_POINTS
-from chaos.sim.faults import KINDS as SIM_KINDS
+from chaos.sim.kinds import KINDS as SIM_KINDS
 
 CLUSTER = Cluster("training", {"app": "trainer"}, "index", {"app": "etcd"}, "/checkpoints")
 PACE = Pace(step_s=0.5, num_steps=100)
