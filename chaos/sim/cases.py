@@ -9,11 +9,10 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from chaos.errors import ScenarioError
-from chaos.sim.faults import AT_POINTS, SimFault
+from chaos.sim.faults import AT_POINTS, POINTS, SimFault
 from chaos.sim.kinds import KINDS
 from chaos.sim.shape import Shape
 from chaos.sim.simulate import Case
-from elastic_train.failpoints import POINTS
 
 FOLDER = Path(__file__).parent / "regressions"
 _CASE = TypeAdapter(Case)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic_train import failpoints
+
+POINTS = tuple(point for point in failpoints.POINTS if point != "sync")
+"""The failpoints that a simulated process comes to; its disk has no file system under it."""
 AT_POINTS = ("kill", "stop", "raise")
 """What happens to whoever comes to a failpoint; what happens at a moment is in `kinds`."""
 

@@ -114,6 +114,7 @@ def _world(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
     yield from _in("elastic_train.assembly", open_store=storage, start_tracker=lambda *_: None)
     yield from _in("elastic_train.assembly", faults_before=lambda *_: Faults(0, 0.0))
     yield from _in("elastic_train.run", Watchdog=Unwatched, make_repeatable=lambda _: None, make_plan=job.plan_of)
+    yield from _in("elastic_train.run", warm_up=lambda plan, state: None)  # there is nothing to open or to load
     yield from _in("elastic_train.run", sys=SimpleNamespace(stderr=SimpleNamespace(write=lambda _: None)))
     yield from _in("elastic_train.result", write_atomically=job.take_file)
     yield from _in("elastic_train.failpoints", _folder="simulated", _look=lambda _, name: job.reach(name))

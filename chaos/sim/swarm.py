@@ -9,10 +9,9 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from chaos.sim.faults import AT_POINTS, SimFault
+from chaos.sim.faults import AT_POINTS, POINTS, SimFault
 from chaos.sim.kinds import KINDS
 from chaos.sim.shape import Shape
-from elastic_train.failpoints import POINTS
 
 IN_RECOVERY = 0.25
 """How many of the faults come within one lease of the one before: while its damage is still being mended."""

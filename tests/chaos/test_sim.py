@@ -12,7 +12,7 @@ from chaos.cli import main
 from chaos.errors import ScenarioError
 from chaos.sim import cases
 from chaos.sim.command import Campaign, run_campaign
-from chaos.sim.faults import AT_POINTS, SimFault
+from chaos.sim.faults import AT_POINTS, POINTS, SimFault
 from chaos.sim.job import Job
 from chaos.sim.kernel import EPOCH_S, Carrier, Kernel, Timeless
 from chaos.sim.kinds import KINDS
@@ -20,7 +20,6 @@ from chaos.sim.planted import PLANTED, SimBug
 from chaos.sim.shape import Shape
 from chaos.sim.shrink import shrink
 from chaos.sim.simulate import Case, case_of, digest_of, simulate
-from elastic_train.failpoints import POINTS
 
 SEEDS = range(40)
 KEPT = sorted(cases.FOLDER.glob("*.yaml"))
