@@ -64,5 +64,5 @@ def test_the_systems_errors_come_where_it_reports_them(folder: Path, kind: str, 
     arm(folder, "sync", kind)
     disk = RealDisk()
     with disk.create(folder / "file") as file, pytest.raises(OSError) as caught:
-        disk.sync(file)
+        disk.sync([file], [])
     assert caught.value.errno == number
