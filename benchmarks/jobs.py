@@ -102,7 +102,7 @@ def write_live_job(folder: Path, seconds: float, ranks: int, steps_per_s: float 
     tree = {
         "run": {"dir": str(folder / "run"), "seed": 3},
         "task": {"path": "elastic_train.tasks.text_classifier:TextClassifier", "params": params},
-        "data": {"train": str(folder / "data"), "too_long": "truncate"},
+        "data": {"train": str(folder / "data"), "too_long": "truncate", "cache_dir": str(folder / "decoded")},
         "batch": {"global_batch": 16 * ranks, "micro_batch": 8},
         "optimizer": {"lr": 0.001, "warmup_steps": 10, "schedule": "constant"},
         "max_steps": int(seconds * steps_per_s),
