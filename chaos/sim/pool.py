@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 from collections.abc import Generator, Iterator, Sequence
 from multiprocessing.connection import Connection
 
@@ -55,6 +56,7 @@ def keeping_to(core: int) -> Iterator[None]:
 
 
 def _serve(answers: Connection, seeds: Sequence[int], num_nodes: int | None, core: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what the command does when it is told to end is not for these
     with keeping_to(core):
         for seed in seeds:
             answers.send(simulate(case_of(seed, num_nodes)))
