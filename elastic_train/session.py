@@ -152,6 +152,8 @@ class Session:
         batches = self.plan.feed.validation(self.lanes)
         if batches is None:
             return
+        with self.watchdog.resting():  # the first time a process asks, it imports them, for seconds
+            self.plan.task.metrics()
         values = evaluate(
             self.plan.task,
             self.state.model,
