@@ -8,7 +8,6 @@ What the hook has logged becomes steps; a world is taken to have gone on from be
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -165,12 +164,12 @@ def worker_of(pid: int, node: int) -> Worker | None:
         return None  # it is gone
     if not told.keys() >= {"RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"} or "RANK" in environ_of(int(behind[_PARENT])):
         return None
-    started_at = booted_at() + int(behind[_START_TICKS]) / os.sysconf("SC_CLK_TCK")
+    # The tick that it was started in is over: rounded down, a process would be older than the fault that it came after.
+    started_at = booted_at() + (int(behind[_START_TICKS]) + 1) / os.sysconf("SC_CLK_TCK")
     store = f"{told.get('MASTER_ADDR')}:{told.get('MASTER_PORT')}"
     return Worker(pid, node, int(told["RANK"]), int(told["WORLD_SIZE"]), store, started_at)
 
 
-@functools.cache
 def booted_at() -> float:
     """Return when this machine was booted, in unix seconds; a pause between the two clocks only makes it too early."""
     return max(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) for _ in range(10))

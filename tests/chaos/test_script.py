@@ -7,7 +7,9 @@ import json
 import os
 import shlex
 import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from chaos.script import judge as judging
 from chaos.script import run as scripts
 from chaos.script.nodes import check, nodes_of, uses_etcd
 from chaos.script.samples import counts_of
+from chaos.script.watch import worker_of
 from chaos.surroundings import Surroundings
 from chaos.verdict import examine
 from tests.chaos import fake_torchrun
@@ -328,3 +331,17 @@ def test_a_stock_script_repeats_and_skips(tmp_path: Path, rendezvous: str, capsy
     assert verdict["coverage"]["samples"] == 2003
     assert len(verdict["recoveries"]) >= 1
     assert {name for name in ("agreement", "rpo", "cleanliness") if found[name]["truth"] != "true"} == set(), found
+
+
+def test_a_worker_is_not_older_than_what_made_it_start() -> None:
+    """The system tells a start in ticks of 10 ms: rounded down, it would come before the fault that caused it."""
+    told = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}
+    for _ in range(20):
+        before = time.time()
+        with subprocess.Popen(["sleep", "60"], env=told) as process:
+            try:
+                while (worker := worker_of(process.pid, 0)) is None:
+                    assert process.poll() is None, "it has an environment as soon as it runs"
+            finally:
+                process.kill()
+        assert before <= worker.started_at <= time.time() + 1
