@@ -33,32 +33,23 @@ import argparse
 import contextlib
 import json
 import os
-import random
-import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import storm, throughput
 from benchmarks.jobs import LOG, TTL_S, Steps, free_endpoint, plain_nodes, write_live_job
+from benchmarks.live import run_job
 from benchmarks.network import CableNode, CutNode, SplitNode, behind_the_cable
-from chaos.errors import RunError
-from chaos.evidence import Evidence, collect, number, whole
-from chaos.injected import check_kept, given_up
-from chaos.local import Job, launch
-from chaos.network import Cable, NoNamespacesError, cable
-from chaos.node import Node
+from chaos.injected import given_up
+from chaos.network import NoNamespacesError, cable
 from chaos.recovery import recoveries
-from chaos.scenario import Nodes, Scenario
 from chaos.schedule import Due
 from rendezvous.server import EtcdServer
 
@@ -74,9 +65,6 @@ NAMES = (
     "live_cut_s",
     "live_split_s",
 )
-FAULT_EVERY_S = 29.0
-QUIET_FROM = 0.6
-"""After this share of the time between two faults the traces of the first are gone: who was frozen is back."""
 
 
 @dataclass
@@ -134,10 +122,11 @@ def main() -> None:
             if part in parts:
                 _cut(Path(folder) / part, chosen.faults, figures, console, f"live_{part}_s", kind)
         if chosen.storm:
-            _storm(Path(folder) / "storm", chosen.storm, chosen.seed, figures, console)
+            figures.facts |= storm.measure(Path(folder) / "storm", chosen.storm, chosen.seed)
         if chosen.minutes:
-            _throughput(Path(folder) / "throughput", chosen.minutes * 60, figures, console)
+            figures.facts |= throughput.measure(Path(folder) / "throughput", chosen.minutes * 60)
     _show(figures, console)
+    console.print(figures.facts)
     print(json.dumps(figures.as_json()))
 
 
@@ -175,8 +164,8 @@ def _live(folder: Path, num_faults: int, figures: Figures, console: Console) -> 
         ]
     seconds = sum(fault.after_s or 0.0 for fault in due) + 20.0
     config = write_live_job(folder, seconds, ranks=2)
-    faulted = _run_job(folder / "faulted", config, due, ranks=1, timeout_s=3 * seconds)
-    reference = _run_job(folder / "reference", config, [], ranks=1, timeout_s=3 * seconds)
+    faulted = run_job(folder / "faulted", config, due, ranks=1, timeout_s=3 * seconds)
+    reference = run_job(folder / "reference", config, [], ranks=1, timeout_s=3 * seconds)
     names = {
         "kill_worker": "live_worker_s",
         "kill_node": "live_node_s",
@@ -202,185 +191,12 @@ def _cut(folder: Path, num_faults: int, figures: Figures, console: Console, name
     try:
         with cable() as laid:
             place = partial(behind_the_cable, kind, laid)
-            run = _run_job(folder / "faulted", config, due, ranks=1, timeout_s=3 * seconds, place=place, laid=laid)
+            run = run_job(folder / "faulted", config, due, ranks=1, timeout_s=3 * seconds, place=place, laid=laid)
     except NoNamespacesError as error:
         figures.facts["no_namespaces"] = str(error)
         return
     figures.seconds[name] = [cost.rto_s for cost in recoveries(run)]
     console.print(f"{name}: {', '.join(f'{s:.2f}' for s in figures.seconds[name])}")
-
-
-def _storm(folder: Path, num_faults: int, seed: int, figures: Figures, console: Console) -> None:
-    """Send three nodes through faults in quick succession, tell them to leave, and repeat the same steps without."""
-    due = storm(num_faults, seed)
-    config = write_live_job(folder, 10 * sum(fault.after_s or 0.0 for fault in due), ranks=3)
-    told, place, laid = "", None, None
-    with contextlib.ExitStack() as undo:
-        with contextlib.suppress(NoNamespacesError):
-            laid = undo.enter_context(cable())
-            place = partial(behind_the_cable, CableNode, laid)
-        try:
-            _run_job(folder / "faulted", config, due, ranks=1, timeout_s=2400, num_nodes=3, place=place, laid=laid)
-        except RunError as error:  # expected: told to leave, no node ends with 0
-            told = str(error)
-    run = collect(folder / "faulted")
-    if run.result is None:
-        raise SystemExit(f"storm of seed {seed}: {told}")
-    check_kept(run)
-    steps = whole(run.result, "step")
-    alone = ["elastic_train", config, "--run.dir", str(folder / "alone"), "--max_steps", str(steps)]
-    subprocess.run([sys.executable, "-m", *alone], check=True, stdout=subprocess.DEVNULL)
-    expected = json.loads((folder / "alone" / "result.json").read_text())
-    figures.facts |= {
-        "storm_faults": len(run.of("fault")) - len(_LAST),
-        "storm_has_cuts": place is not None,
-        "storm_worlds": len({line["term"] for line in run.of("form")}),
-        "storm_steps": steps,
-        "storm_hash_equal": expected["weights_sha256"] == run.result["weights_sha256"],
-        "storm_coverage_equal": expected["coverage"] == run.result["coverage"],
-    }
-    console.print(f"storm: {figures.facts}")
-
-
-def storm(num_faults: int, seed: int) -> list[Due]:
-    """Draw faults in bursts; each spares one node, so that a replica lives, and the next waits until all are back."""
-    rng = random.Random(seed)
-    due: list[Due] = []
-    while len(due) < num_faults:
-        spared, is_up = rng.randrange(3), {0: True, 1: True, 2: True}
-        for turn in range(8):
-            node = rng.choice([other for other in is_up if other != spared])
-            pause_s = 15.0 if turn == 0 else rng.choice([0.0, 0.1, 0.5, 1.0, 3.0])
-            if not is_up[node]:
-                due.append(Due("start_node", node, None, pause_s))
-                is_up[node] = True
-                continue
-            kind = rng.choice(["kill_worker", "kill_worker", "freeze_worker", "freeze_node", "kill_node", "stop_node"])
-            for_s = rng.choice([1.0, 2 * TTL_S]) if kind.startswith("freeze") else None
-            due.append(Due(kind, node, None, pause_s, for_s=for_s))
-            is_up[node] = kind not in ("kill_node", "stop_node")
-        due += [Due("start_node", node, None, 1.0) for node, up in is_up.items() if not up]
-    return [*due, *_LAST]
-
-
-_LAST = (Due("stop_node", 2, None, 20.0), Due("stop_node", 1, None, 0.0), Due("stop_node", 0, None, 0.0))
-
-
-def _throughput(folder: Path, seconds: float, figures: Figures, console: Console) -> None:
-    """Run a job of four workers with a fault every 29 s, kills and freezes in turn, and without."""
-    kinds = [("kill_worker", None), ("freeze_worker", FROZEN_S)]
-    due = [
-        Due(kind, turn % 2, None, FAULT_EVERY_S, for_s=for_s)
-        for turn in range(int(seconds // FAULT_EVERY_S))
-        for kind, for_s in [kinds[turn % 2]]
-    ]
-    config = write_live_job(folder, seconds + FAULT_EVERY_S, ranks=4, steps_per_s=7.5)
-    plain = write_live_job(folder / "plain", seconds / 4, ranks=4, steps_per_s=7.5)
-    before, run, after = (
-        _run_job(folder / name, job, faults, ranks=2, timeout_s=4 * seconds)
-        for name, job, faults in (("before", plain, []), ("faulted", config, due), ("after", plain, []))
-    )
-    kept = kept_beside_quiet(run)
-    num_kills = sum(fault.kind == "kill_worker" for fault in due)
-    import_share, share = (cpu_s * num_kills / (seconds * (os.cpu_count() or 1)) for cpu_s in _start_cpu_s(config))
-    rates = [_rate(_applied_at(each)) for each in (before, run, after)]
-    everything = 2 * rates[1] / (rates[0] + rates[2])
-    figures.facts |= {
-        "throughput_kept": round(everything, 4),
-        "throughput_kept_net": round(everything / (1 - share), 4),
-        "kept_beside_quiet": {kind: round(steps / expected, 4) for kind, (steps, expected) in kept.items()},
-        "steps_per_s": [round(rate, 2) for rate in rates],
-        "start_share": round(share, 4),
-        "import_share": round(import_share, 4),
-        "num_throughput_faults": len(due),
-    }
-    console.print(f"throughput: {figures.facts}")
-
-
-def kept_beside_quiet(run: Evidence) -> dict[str, tuple[float, float]]:
-    """Return, by kind of fault, the steps from each fault to the next, and those that quiet time would have brought.
-
-    A machine's speed drifts by more than a fault costs. So the measure is the speed when all is well again, at the end
-    of the same period and of the one before.
-    """
-    times = _applied_at(run)
-    faults = [(number(fault, "t"), str(fault["kind"])) for fault in run.of("fault")]
-    quiet = [_rate([t for t in times if t > at + QUIET_FROM * (end - at) and t <= end]) for at, end in _periods(faults)]
-    kept: dict[str, tuple[float, float]] = {}
-    for turn, ((at, end), (_, kind)) in enumerate(zip(_periods(faults), faults, strict=False)):
-        if turn == 0:
-            continue  # nothing quiet was measured before it
-        steps, expected = kept.get(kind, (0.0, 0.0))
-        done = sum(at < t <= end for t in times)
-        kept[kind] = (steps + done, expected + (end - at) * (quiet[turn - 1] + quiet[turn]) / 2)
-    return kept
-
-
-def _periods(faults: list[tuple[float, str]]) -> list[tuple[float, float]]:
-    return [(at, end) for (at, _), (end, _) in pairwise(faults)]
-
-
-def _applied_at(run: Evidence) -> list[float]:
-    """Return when each step was applied first, in order."""
-    first: dict[int, float] = {}
-    for line in run.of("step"):
-        step, t = whole(line, "step"), number(line, "t")
-        first[step] = min(t, first.get(step, t))
-    return sorted(first.values())
-
-
-def _rate(times: list[float]) -> float:
-    """Return steps per second from the first of some steps to the last."""
-    return (len(times) - 1) / (times[-1] - times[0])
-
-
-def _start_cpu_s(config: str) -> tuple[float, float]:
-    """Return the seconds of processor time that a worker's imports take, and that it takes to be ready after them."""
-    made = subprocess.run([sys.executable, "-c", _START, config], check=True, capture_output=True, text=True)
-    imports_s, ready_s = made.stdout.split()
-    return float(imports_s), float(ready_s)
-
-
-_START = """
-import sys, time
-from pathlib import Path
-import elastic_train.preload
-imports_s = time.process_time()
-from elastic_train import config
-from elastic_train.assembly import make_repeatable
-from elastic_train.plan import make_plan
-told = config.load(Path(sys.argv[1]), environ={}, arguments=[])
-make_repeatable(told)
-plan = make_plan(told)
-plan.build_state()
-plan.task.metrics()
-print(imports_s, time.process_time() - imports_s)
-"""
-
-
-def _run_job(
-    folder: Path,
-    config: str,
-    due: list[Due],
-    *,
-    ranks: int,
-    timeout_s: float,
-    num_nodes: int = 2,
-    place: Callable[[list[Node], Path], list[Node]] | None = None,
-    laid: Cable | None = None,
-) -> Evidence:
-    """Run a live job with its faults to its end, and return what it left; `place` puts its nodes along a cable."""
-    nodes = Nodes(count=num_nodes, ranks=ranks, min=1, max_restarts=1000, lease_ttl_s=TTL_S, recovery="live")
-    scenario = Scenario(name=folder.name, description="", config=config, nodes=nodes, timeout_s=timeout_s)
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    with EtcdServer(host="0.0.0.0" if laid else "127.0.0.1") as server:
-        endpoint = server.endpoint.replace("127.0.0.1", laid.address("etcd")) if laid else server.endpoint
-        started = launch(scenario, endpoint, folder, ["--run.dir", str(folder)], folder.name)
-        started = place(started, folder) if place else started
-        Job(folder, started, scenario, due, 0, lambda _: None, lambda _: None).run()
-    return collect(folder)
 
 
 def _show(figures: Figures, console: Console) -> None:

@@ -1,0 +1,110 @@
+"""The throughput that a job keeps under faults: four workers, one of them killed or stopped every 29 s, in turn."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+from benchmarks.jobs import write_live_job
+from benchmarks.live import run_job
+from chaos.evidence import Evidence, number, whole
+from chaos.schedule import Due
+
+FAULT_EVERY_S = 29.0
+FROZEN_S = 6.0
+QUIET_FROM = 0.6
+"""After this share of the time between two faults the traces of the first are gone: who was frozen is back."""
+
+
+def measure(folder: Path, seconds: float) -> dict[str, object]:
+    """Run a job of four workers with a fault every 29 s, kills and freezes in turn, and without."""
+    kinds = [("kill_worker", None), ("freeze_worker", FROZEN_S)]
+    due = [
+        Due(kind, turn % 2, None, FAULT_EVERY_S, for_s=for_s)
+        for turn in range(int(seconds // FAULT_EVERY_S))
+        for kind, for_s in [kinds[turn % 2]]
+    ]
+    config = write_live_job(folder, seconds + FAULT_EVERY_S, ranks=4, steps_per_s=7.5)
+    plain = write_live_job(folder / "plain", seconds / 4, ranks=4, steps_per_s=7.5)
+    before, run, after = (
+        run_job(folder / name, job, faults, ranks=2, timeout_s=4 * seconds)
+        for name, job, faults in (("before", plain, []), ("faulted", config, due), ("after", plain, []))
+    )
+    kept = kept_beside_quiet(run)
+    num_kills = sum(fault.kind == "kill_worker" for fault in due)
+    import_share, share = (cpu_s * num_kills / (seconds * (os.cpu_count() or 1)) for cpu_s in _start_cpu_s(config))
+    rates = [_rate(_applied_at(each)) for each in (before, run, after)]
+    everything = 2 * rates[1] / (rates[0] + rates[2])
+    return {
+        "throughput_kept": round(everything, 4),
+        "throughput_kept_net": round(everything / (1 - share), 4),
+        "kept_beside_quiet": {kind: round(steps / expected, 4) for kind, (steps, expected) in kept.items()},
+        "steps_per_s": [round(rate, 2) for rate in rates],
+        "start_share": round(share, 4),
+        "import_share": round(import_share, 4),
+        "num_throughput_faults": len(due),
+    }
+
+
+def kept_beside_quiet(run: Evidence) -> dict[str, tuple[float, float]]:
+    """Return, by kind of fault, the steps from each fault to the next, and those that quiet time would have brought.
+
+    A machine's speed drifts by more than a fault costs. So the measure is the speed when all is well again, at the end
+    of the same period and of the one before.
+    """
+    times = _applied_at(run)
+    faults = [(number(fault, "t"), str(fault["kind"])) for fault in run.of("fault")]
+    quiet = [_rate([t for t in times if t > at + QUIET_FROM * (end - at) and t <= end]) for at, end in _periods(faults)]
+    kept: dict[str, tuple[float, float]] = {}
+    for turn, ((at, end), (_, kind)) in enumerate(zip(_periods(faults), faults, strict=False)):
+        if turn == 0:
+            continue  # nothing quiet was measured before it
+        steps, expected = kept.get(kind, (0.0, 0.0))
+        done = sum(at < t <= end for t in times)
+        kept[kind] = (steps + done, expected + (end - at) * (quiet[turn - 1] + quiet[turn]) / 2)
+    return kept
+
+
+def _periods(faults: list[tuple[float, str]]) -> list[tuple[float, float]]:
+    return [(at, end) for (at, _), (end, _) in pairwise(faults)]
+
+
+def _applied_at(run: Evidence) -> list[float]:
+    """Return when each step was applied first, in order."""
+    first: dict[int, float] = {}
+    for line in run.of("step"):
+        step, t = whole(line, "step"), number(line, "t")
+        first[step] = min(t, first.get(step, t))
+    return sorted(first.values())
+
+
+def _rate(times: list[float]) -> float:
+    """Return steps per second from the first of some steps to the last."""
+    return (len(times) - 1) / (times[-1] - times[0])
+
+
+def _start_cpu_s(config: str) -> tuple[float, float]:
+    """Return the seconds of processor time that a worker's imports take, and that it takes to be ready after them."""
+    made = subprocess.run([sys.executable, "-c", _START, config], check=True, capture_output=True, text=True)
+    imports_s, ready_s = made.stdout.split()
+    return float(imports_s), float(ready_s)
+
+
+_START = """
+import sys, time
+from pathlib import Path
+import elastic_train.preload
+imports_s = time.process_time()
+from elastic_train import config
+from elastic_train.assembly import make_repeatable
+from elastic_train.plan import make_plan
+told = config.load(Path(sys.argv[1]), environ={}, arguments=[])
+make_repeatable(told)
+plan = make_plan(told)
+plan.build_state()
+plan.task.metrics()
+print(imports_s, time.process_time() - imports_s)
+"""
