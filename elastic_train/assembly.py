@@ -33,7 +33,7 @@ from elastic_train.worlds import Formed
 
 def open_session(process: Process, formed: Formed) -> Session:
     """Enter a world that has formed, bring its state to the furthest applied step, and bind the gradients to it."""
-    world = enter_world(process.plan.config, formed, process.started_at)
+    world = enter_world(process.plan.config, formed, process.started_at, process.watchdog.moved)
     with contextlib.ExitStack() as undo:
         undo.callback(world.close)
         session = _open_in(process, world)
@@ -99,7 +99,7 @@ def _prune(world: World, retention: Retention, newest: CommitRecord) -> None:
 
 def commit_alone(plan: Plan, state: AppliedState) -> None:
     """Commit a state that is further than the newest commit, without a world, under a term of its own."""
-    store = open_store(plan.config.checkpoint_url)
+    store = open_store(plan.config.checkpoint_url, heard=lambda: None)
     head = discover(store).head
     if state.step <= (head.step if head else 0):
         return

@@ -128,7 +128,7 @@ def _train_in(session: Session) -> int | None:
     """Train in one world; return the exit code, None if another world is to follow."""
     try:
         outcome = train(session)
-        session.watchdog.enter()
+        session.watchdog.leave()
         if outcome is Outcome.REGROUP:
             session.pause()
             session.world.group.abandon()

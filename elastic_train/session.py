@@ -75,6 +75,7 @@ class Session:
         plan, state = self.plan, self.state
         while (num_left := plan.total_steps - state.step) > 0:
             holes = self.holes
+            self.watchdog.await_first()
             for lanes in self.watchdog.beating(
                 plan.feed.training(plan.order, self.lanes, state.cursor, num_left, holes)
             ):

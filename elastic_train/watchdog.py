@@ -4,6 +4,9 @@ Time spent waiting for peers does not count: who waits for a hung rank is not hu
 longest stretch of work so far. Two watchers look: a thread, which dumps every thread's stack and ends the process with
 the code for a hang; and faulthandler's timer, which needs no interpreter lock, for a hang that holds it: the thread
 sets it back as long as it runs, so it goes off, and ends the process, when no thread has run for longer than the limit.
+
+On its way into a world a process makes no steps: there every answer of the storage and every wait for peers is
+progress, and what lies between two of them is short, whatever the state's size.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 from elastic_train.errors import HungError
@@ -23,7 +27,23 @@ T = TypeVar("T")
 
 TIMES_LONGEST = 10.0
 LEAST_S, MOST_S = 20.0, 600.0
+ENTERING_S = 30.0
+"""At least so long between two signs of progress before a world's first step: calls to etcd and to storage have shorter
+deadlines."""
 BACKSTOP_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """Work without beats: its limit is what is known of steps, but at least `least_s`, and `unknown_s` before."""
+
+    least_s: float
+    unknown_s: float
+
+
+_ENTERING = _Stage(ENTERING_S, ENTERING_S)
+_FIRST = _Stage(ENTERING_S, MOST_S)
+_LEAVING = _Stage(MOST_S, MOST_S)
 
 
 class Watchdog:
@@ -33,30 +53,50 @@ class Watchdog:
         self._fixed_s = limit_s
         self._longest_s: float | None = None
         self._since: float | None = None
-        self._is_entering = False
+        self._stage: _Stage | None = None
         self._thread: threading.Thread | None = None
 
     @property
     def limit_s(self) -> float:
         """How long work may go on without progress, as of now."""
-        if self._is_entering or (self._fixed_s is None and self._longest_s is None):
-            return MOST_S
-        learned_s = min(MOST_S, max(LEAST_S, TIMES_LONGEST * (self._longest_s or 0.0)))
-        return self._fixed_s or learned_s
+        known_s = self._fixed_s
+        if known_s is None and self._longest_s is not None:
+            known_s = min(MOST_S, max(LEAST_S, TIMES_LONGEST * self._longest_s))
+        stage = self._stage
+        if stage is None:
+            return MOST_S if known_s is None else known_s
+        return max(stage.least_s, stage.unknown_s if known_s is None else known_s)
 
     def beat(self) -> None:
         """Say that there was progress, and that work goes on."""
         self._learn()
-        was_entering, self._is_entering = self._is_entering, False
+        was_staged, self._stage = self._stage is not None, None
         self._since = time.monotonic()
         self._start()
-        if was_entering:
+        if was_staged:
             self._arm()
 
     def enter(self) -> None:
-        """Say that work without beats begins, such as a world's: up to the next beat it has the longest limit."""
-        self._since, self._is_entering = time.monotonic(), True
+        """Say that a world begins: up to the first batch `moved` and waits are progress."""
+        self._begin(_ENTERING)
+
+    def await_first(self) -> None:
+        """Say that the first batch is asked for: nobody knows how long it takes before one has come."""
+        self._begin(_FIRST)
+
+    def leave(self) -> None:
+        """Say that a world ends; trackers and results take their time."""
+        self._begin(_LEAVING)
+
+    def moved(self) -> None:
+        """Say, from any thread, that what a stage does gets on; while there are steps, they alone are progress."""
+        if self._stage is not None and self._since is not None:
+            self._since = time.monotonic()
+
+    def _begin(self, stage: _Stage) -> None:
+        self._since, self._stage = time.monotonic(), stage
         self._start()
+        self._arm()
 
     def beating(self, items: Iterable[T]) -> Iterator[T]:
         """Yield the items; each is progress."""
@@ -75,7 +115,7 @@ class Watchdog:
             self._since = time.monotonic() if was_working else None
 
     def _learn(self) -> None:
-        if self._since is not None and not self._is_entering:
+        if self._since is not None and self._stage is None:
             self._longest_s = max(time.monotonic() - self._since, self._longest_s or 0.0)
 
     def rest(self) -> None:
@@ -91,9 +131,13 @@ class Watchdog:
         while True:
             self._arm()
             time.sleep(min(1.0, self.limit_s / 4))
-            since = self._since
-            if since is not None and time.monotonic() - since > self.limit_s:
-                self._end(time.monotonic() - since)
+            self.look()
+
+    def look(self) -> None:
+        """End the process if it has worked for longer than the limit without progress; a thread looks all the time."""
+        since = self._since
+        if since is not None and time.monotonic() - since > self.limit_s:
+            self._end(time.monotonic() - since)
 
     def _arm(self) -> None:
         with contextlib.suppress(ValueError, OSError):  # there may be no stderr to dump to

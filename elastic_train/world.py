@@ -72,11 +72,14 @@ class World:
         self.fence.close()
 
 
-def enter_world(config: Config, formed: Formed, started_at: float) -> World:
-    """Claim the term of a group that has formed; sweep what fenced writers left behind."""
+def enter_world(config: Config, formed: Formed, started_at: float, heard: Callable[[], None]) -> World:
+    """Claim the term of a group that has formed; sweep what fenced writers left behind.
+
+    `heard` is called for all that the store does.
+    """
     reach("form")
     group, launched = formed.group, formed.launched
-    store = open_store(config.checkpoint_url, config.checkpoint.near_dir)
+    store = open_store(config.checkpoint_url, config.checkpoint.near_dir, heard=heard)
     fence: Fence = _joined(store, launched) if launched and group.rank == 0 else StoreFence(store)
     at_least = launched.term if launched else 1
     try:

@@ -16,6 +16,7 @@ from elastic_train.checkpoint.checksums import find_damage
 from elastic_train.checkpoint.format import read_leaves
 from elastic_train.checkpoint.layout import State
 from elastic_train.checkpoint.near import NearStore
+from elastic_train.checkpoint.prompt import PromptStore
 from elastic_train.checkpoint.record import CommitRecord, decode
 from elastic_train.checkpoint.stores import KeyMissing, Store, Unreadable, read
 from elastic_train.checkpoint.tree import fill, leaves_of
@@ -122,7 +123,7 @@ def load(store: Store, record: CommitRecord, state: State) -> None:
     stepped) is added on the CPU. Raises ConfigError if `state` has a leaf that the commit lacks, or of another shape or
     type, and CommitError if the bytes that are read do not match their checksums.
     """
-    if isinstance(store, NearStore):
+    if isinstance(store, NearStore | PromptStore):
         store = store.preferring({f"{record.attempt}/{name}": file for name, file in record.files.items()})
     leaves = read_leaves(store, record.attempt, record.files, dict(leaves_of(state)))
     fill(state, leaves, record.int_keyed, record.empty)

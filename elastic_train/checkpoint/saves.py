@@ -6,31 +6,40 @@ parts and publishes. What became of it is picked up at a later boundary, by `col
 
 A world that ends abandons its save: nothing of it is published from then on, except by a publish that has begun, which
 is the fence's to judge. So the next world, which may be in this process, reads a lineage that nobody here extends.
+
+A save that gets no further is given up in the same way, within its world: the thread is left where it is stuck, the
+save counts as failed, and the next one begins. When that is, is learned from saves that ended well, as with steps.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic_train.checkpoint import done
 from elastic_train.checkpoint.format import WrittenPart, write_part
 from elastic_train.checkpoint.layout import Planner, State, leaves_by_path
+from elastic_train.checkpoint.prompt import PromptStore
 from elastic_train.checkpoint.record import CommitFacts, CommitRecord, Path
-from elastic_train.checkpoint.staging import Buffers, Snapshot
+from elastic_train.checkpoint.staging import Snapshot, Staging
 from elastic_train.checkpoint.stores import Store
 from elastic_train.checkpoint.writer import CommitWriter, Draft, attempt_folder
 from elastic_train.errors import StorageError
 from elastic_train.failpoints import reach
 from elastic_train.lineage import Interval
 
+log = logging.getLogger(__name__)
+
 RETRY_PAUSES_S = (0.2, 1.0)
 LOOK_EVERY_S = 0.1
 PUBLISH_PATIENCE_S = 1.0
 """How long a world that ends waits for a publish that has begun; after that the fence alone decides."""
+TIMES_LONGEST, LEAST_S, MOST_S = 10.0, 20.0, 600.0
+"""How long a save may get no further: so many times the longest that was published, within bounds."""
 
 
 class Abandoned(Exception):  # noqa: N818 - not a failure: the world has ended
@@ -90,12 +99,32 @@ class Ended:
     stall_s: float
 
 
+class Patience:
+    """How long a save may get no further; one that was given up lets the next have twice as long, were it only slow."""
+
+    def __init__(self) -> None:
+        self._longest_s = 0.0
+        self._num_given_up = 0
+
+    @property
+    def limit_s(self) -> float:
+        return min(MOST_S, max(LEAST_S, TIMES_LONGEST * self._longest_s) * 2.0**self._num_given_up)
+
+    def learn(self, seconds: float) -> None:
+        """Learn from a save that has ended well."""
+        self._longest_s, self._num_given_up = max(seconds, self._longest_s), 0
+
+    def lengthen(self) -> None:
+        self._num_given_up = min(self._num_given_up + 1, 10)
+
+
 class SaveMemory:
-    """What saves keep over all worlds of a process: plan, staging buffers, and whether one was given up unpublished."""
+    """What saves keep over all worlds of a process: plan, staging memory, patience, and whether one was given up."""
 
     def __init__(self) -> None:
         self.planner = Planner()
-        self.buffers = Buffers()
+        self.staging = Staging()
+        self.patience = Patience()
         self.is_owed = False
 
 
@@ -123,7 +152,7 @@ class Saves:
 
     @property
     def is_owed(self) -> bool:
-        """Say whether an earlier world's save was given up, and none has begun since."""
+        """Say whether the last save was given up, and none has begun since."""
         return self._memory.is_owed
 
     def begin(
@@ -150,7 +179,7 @@ class Saves:
         draft = Draft(attempt, plan, planner.encode(plan, leaves), facts, intervals)
         snapshot = Snapshot(plan.parts[role.place], leaves, is_still)
         self._flight = _Flight(
-            self._store, self._commits, self._tidy, self._memory.buffers, role.place, draft, snapshot
+            self._store, self._commits, self._tidy, self._memory.staging, role.place, draft, snapshot
         )
         self._flight.stall_s = time.perf_counter() - started
 
@@ -160,12 +189,17 @@ class Saves:
             self._flight.await_staging()
 
     def collect(self) -> Ended | None:
-        """Return how a save ended that has ended, once."""
+        """Return how a save ended that has ended, once; one that gets no further on this rank ends here, failed."""
         flight = self._flight
-        if flight is None or not flight.ended.is_set():
+        if flight is None or not (flight.ended.is_set() or self._is_stuck(flight)):
             return None
         self._flight = None
-        return flight.outcome()
+        if not flight.ended.is_set() and flight.commit is None:
+            return self._give_up(flight)
+        ended = flight.outcome()
+        if ended.error is None:
+            self._memory.patience.learn(ended.seconds)
+        return ended
 
     def wait(self, check: Callable[[float], None] = lambda waited_s: None) -> Ended | None:
         """Wait for the save in flight; return how it ended.
@@ -173,7 +207,9 @@ class Saves:
         `check`, asked now and then with the seconds waited, may raise: a rank that is lost never writes its part.
         """
         started = time.monotonic()
-        while self._flight is not None and not self._flight.ended.wait(LOOK_EVERY_S):
+        while (flight := self._flight) is not None and not flight.ended.wait(LOOK_EVERY_S):
+            if self._is_stuck(flight):
+                break
             check(time.monotonic() - started)
         return self.collect()
 
@@ -183,11 +219,25 @@ class Saves:
         if flight is None:
             return None
         flight.ended.wait(patience_s)
-        flight.gate.close(PUBLISH_PATIENCE_S)
-        flight.staged.wait()
+        flight.abandon()
         ended = flight.outcome() if flight.ended.is_set() or flight.commit is not None else None
         self._memory.is_owed = ended is None or ended.error is not None
         return ended
+
+    def _is_stuck(self, flight: _Flight) -> bool:
+        return time.monotonic() - flight.moved_at_s > self._memory.patience.limit_s
+
+    def _give_up(self, flight: _Flight) -> Ended:
+        limit_s = self._memory.patience.limit_s
+        flight.abandon()
+        if flight.commit is not None:  # a publish had begun, and was waited for
+            return flight.outcome()
+        self._memory.patience.lengthen()
+        self._memory.is_owed = True
+        where = f"part {flight.place}" if flight.place else "rank 0"
+        why = f"{self._store.url}: the save got no further for {limit_s:.0f} s ({where}) and was given up"
+        log.warning("%s; does the storage answer?", why)
+        return replace(flight.outcome(), error=StorageError(why))
 
 
 class _Flight:
@@ -198,14 +248,15 @@ class _Flight:
         store: Store,
         commits: CommitWriter,
         tidy: Callable[[CommitRecord], None],
-        buffers: Buffers,
+        staging: Staging,
         place: int,
         draft: Draft,
         snapshot: Snapshot,
     ) -> None:
-        self._store, self._commits, self._tidy, self._buffers = store, commits, tidy, buffers
-        self._place, self._draft, self._snapshot = place, draft, snapshot
+        self._store, self._commits, self._tidy = store, commits, tidy
+        self._staging, self.place, self._draft, self._snapshot = staging, place, draft, snapshot
         self._began_at, self._seconds = time.perf_counter(), 0.0
+        self.moved_at_s = time.monotonic()
         self.gate, self.staged, self.ended = Gate(), threading.Event(), threading.Event()
         self.stall_s = 0.0
         self.commit: CommitRecord | None = None
@@ -218,6 +269,11 @@ class _Flight:
             started = time.perf_counter()
             self.staged.wait()
             self.stall_s += time.perf_counter() - started
+
+    def abandon(self) -> None:
+        """Let nothing of it be published from here on, nor read of the state; its memory is the next save's then."""
+        self.gate.close(PUBLISH_PATIENCE_S)
+        self.staged.wait()
 
     def outcome(self) -> Ended:
         step = self._draft.facts.step
@@ -234,9 +290,10 @@ class _Flight:
             self.ended.set()
 
     def _run(self) -> None:
-        if self._place == 0:
+        if self.place == 0:
             self.commit = self._commits.publish(self._draft, self._write_all, self.gate.passing())
             self._seconds = time.perf_counter() - self._began_at
+            self._move()
             try:
                 self._tidy(self.commit)
             except StorageError as error:
@@ -245,23 +302,30 @@ class _Flight:
         try:
             written = done.Done(self._write_mine(), None)
         except StorageError as error:
-            done.post(self._store, self._draft.attempt, self._place, done.Done(None, str(error)))
+            done.post(self._store, self._draft.attempt, self.place, done.Done(None, str(error)))
             raise
-        done.post(self._store, self._draft.attempt, self._place, written)
+        self.gate.check()  # else its memory may have been another save's already
+        done.post(self._store, self._draft.attempt, self.place, written)
 
     def _write_all(self) -> Sequence[WrittenPart]:
         """Write this rank's part, and wait for those of the others."""
         mine = self._write_mine()
         others = range(1, len(self._draft.plan.parts))
-        return [mine, *(done.wait_for(self._store, self._draft.attempt, part, self.gate.pause) for part in others)]
+        return [mine, *(self._await_part(part) for part in others)]
+
+    def _await_part(self, part: int) -> WrittenPart:
+        written = done.wait_for(self._store, self._draft.attempt, part, self.gate.pause)
+        self._move()
+        return written
 
     def _write_mine(self) -> WrittenPart:
         snapshot = self._snapshot
-        with self._buffers.lease(snapshot.num_bytes, is_pinned=snapshot.is_on_device) as buffer:
-            contents = snapshot.copy(buffer, self.gate.check)
-            self.staged.set()
-            reach("write")
-            return self._write_stubbornly(contents)
+        buffer = self._staging.buffer(snapshot.num_bytes, is_pinned=snapshot.is_on_device)
+        contents = snapshot.copy(buffer, self.gate.check)
+        self.staged.set()
+        self._move()
+        reach("write")
+        return self._write_stubbornly(contents)
 
     def _write_stubbornly(self, contents: Sequence[memoryview]) -> WrittenPart:
         for pause_s in RETRY_PAUSES_S:
@@ -272,9 +336,14 @@ class _Flight:
         return self._write(contents)
 
     def _write(self, contents: Sequence[memoryview]) -> WrittenPart:
-        part = self._draft.plan.parts[self._place]
-        plain = self._draft.plain if self._place == 0 else {}
-        return write_part(self._store, self._draft.attempt, part, self._checking(contents), plain)
+        part = self._draft.plan.parts[self.place]
+        plain = self._draft.plain if self.place == 0 else {}
+        return write_part(
+            PromptStore(self._store, self._move), self._draft.attempt, part, self._checking(contents), plain
+        )
+
+    def _move(self) -> None:
+        self.moved_at_s = time.monotonic()
 
     def _checking(self, contents: Sequence[memoryview]) -> Iterator[memoryview]:
         """Yield the bytes as long as the save is wanted."""

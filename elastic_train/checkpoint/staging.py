@@ -1,7 +1,7 @@
 """Staging: a rank's part of the applied state is copied to host memory, so that training goes on while it is written.
 
-The memory is kept from save to save: fresh memory costs several times the copy. There are at most two buffers. A save
-uses one; the second is for the next world's first save, should the writer of a broken world still be stuck in a store.
+The memory is kept from save to save: fresh memory costs several times the copy. There is one buffer, also while the
+writer of a save that was given up is stuck in a store: what that one reads of it from then on it cannot publish.
 
 Only what an optimizer step alone changes may be copied beside the next step's forward and backward. The rest (buffers
 that a forward pass may change) is cloned at once, at the step boundary.
@@ -10,7 +10,6 @@ that a forward pass may change) is cloned at once, at the step boundary.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 
 import torch
@@ -21,7 +20,6 @@ from elastic_train.checkpoint.layout import Leaves, Part
 from elastic_train.checkpoint.record import Path
 from elastic_train.errors import StorageError
 
-NUM_BUFFERS = 2
 _ALIGNMENT = 64
 _RUN_BYTES = 64 << 20
 
@@ -52,32 +50,21 @@ class Buffer:
         return self._views
 
 
-class Buffers:
+class Staging:
     """A process's staging memory, over all of its worlds."""
 
     def __init__(self) -> None:
-        self._free: list[Buffer | None] = [None] * NUM_BUFFERS
-        self._lock = threading.Lock()
+        self._buffer: Buffer | None = None
 
-    @contextlib.contextmanager
-    def lease(self, num_bytes: int, *, is_pinned: bool) -> Iterator[Buffer]:
-        """Lend a buffer of at least so many bytes, the last one if it is large enough.
+    def buffer(self, num_bytes: int, *, is_pinned: bool) -> Buffer:
+        """Return the buffer, made anew if it is too small; whoever had it must be through, or unable to publish.
 
-        Raises StorageError if the host's memory is short, or all buffers are held by threads that are stuck in a store.
+        Raises StorageError if the host's memory is short.
         """
-        with self._lock:
-            if not self._free:
-                raise StorageError(f"{NUM_BUFFERS} earlier saves are still being written; does the store answer?")
-            buffer = self._free.pop()
-        try:
-            if buffer is None or not buffer.fits(num_bytes, is_pinned=is_pinned):
-                buffer = None  # let go of it before the new one is there
-                buffer = Buffer(num_bytes, is_pinned=is_pinned)
-            yield buffer
-        finally:
-            with self._lock:
-                self._free.append(buffer)
-                self._free.sort(key=lambda buffer: buffer is not None)
+        if self._buffer is None or not self._buffer.fits(num_bytes, is_pinned=is_pinned):
+            self._buffer = None  # let go of it before the new one is there
+            self._buffer = Buffer(num_bytes, is_pinned=is_pinned)
+        return self._buffer
 
 
 class Snapshot:

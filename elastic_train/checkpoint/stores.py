@@ -12,6 +12,7 @@ Invariant: a key is whole or absent. `create` is durable when it returns and suc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
@@ -74,15 +75,18 @@ class Store(Protocol):
         """Remove a key, durably; nothing happens if there is none."""
 
 
-def open_store(url: str, near_dir: str | None = None) -> Store:
+def open_store(url: str, near_dir: str | None = None, *, heard: Callable[[], None] | None = None) -> Store:
     """Open the store at a folder or an fsspec URL; ConfigError if nothing here can speak its protocol.
 
-    With `near_dir`, a folder on this node, what is written is also kept there, and read from there if it matches.
+    With `near_dir`, a folder on this node, what is written is also kept there, and read from there if it matches. With
+    `heard`, no short call is waited for without end (StorageError), and all that the store does is heard.
     """
     from elastic_train.checkpoint.near import NearStore
+    from elastic_train.checkpoint.prompt import PromptStore
 
     store = _open(url)
-    return NearStore(store, near_dir) if near_dir else store
+    store = NearStore(store, near_dir) if near_dir else store
+    return PromptStore(store, heard) if heard else store
 
 
 def _open(url: str) -> Store:

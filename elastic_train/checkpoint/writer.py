@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -67,6 +68,7 @@ class CommitWriter:
         self._fence = fence
         self._term = term
         self._parent = parent
+        self._lock = threading.Lock()
 
     @property
     def parent(self) -> CommitRecord | None:
@@ -96,14 +98,14 @@ class CommitWriter:
         what `write` and `gate` raise. Where only the fence did not answer, the commit exists already: publishing the
         same step again asks the fence again, and the next step's commit is its child.
         """
-        record = self._parent
+        parent = record = self._parent
         if record is not None and (record.term, record.step) == (self._term, draft.facts.step):
             with gate or contextlib.nullcontext():
                 self._make_head(record)
             return record
         with contextlib.ExitStack() as undo:
             undo.callback(self._abandon, draft.attempt)
-            record = self._describe(draft, write())
+            record = self._describe(draft, write(), parent)
             reach("record")
             with gate or contextlib.nullcontext():
                 try:
@@ -116,19 +118,28 @@ class CommitWriter:
                         f"{self._store.url}/{record.key}: another writer of term {self._term} has created it"
                     )
                 undo.pop_all()
-                self._parent = record
+                self._continue_from(record)
                 self._make_head(record)
         return record
 
+    def _continue_from(self, record: CommitRecord) -> None:
+        """Let later commits continue this one, unless one was published while the store kept this one waiting."""
+        with self._lock:
+            if self._parent is not None and self._parent.step > record.step:
+                raise Uncertain(f"{self._store.url}/{record.key}: came to exist when the save was given up already")
+            self._parent = record
+
     def _make_head(self, record: CommitRecord) -> None:
         reach("publish")
+        if self._parent is not record:
+            raise Uncertain(f"{record.key} is not made the head: a newer one was published meanwhile")
         self._fence.publish(self._term, record.key)
 
-    def _describe(self, draft: Draft, written: Sequence[WrittenPart]) -> CommitRecord:
+    def _describe(self, draft: Draft, written: Sequence[WrittenPart], parent: CommitRecord | None) -> CommitRecord:
         """Write the metadata, make sure that the store holds all files in full, and make the record."""
         files = finish_attempt(self._store, draft.attempt, draft.plan, written)
         self._check_sizes(draft.attempt, files)
-        parent, facts, intervals = self._parent, draft.facts, draft.intervals
+        facts, intervals = draft.facts, draft.intervals
         lo = parent.step if parent else 0
         assert facts.step >= lo, f"step {facts.step} does not continue {lo}"
         if intervals is None:

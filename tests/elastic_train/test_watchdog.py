@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_train import watchdog
-from elastic_train.watchdog import LEAST_S, MOST_S, TIMES_LONGEST, Watchdog
+from elastic_train.watchdog import ENTERING_S, LEAST_S, MOST_S, TIMES_LONGEST, Watchdog
 
 
 @pytest.fixture
@@ -41,18 +41,52 @@ def test_limits_have_bounds(clock: list[float]) -> None:
         assert watched.limit_s == limit_s
 
 
-def test_entering_has_the_longest_limit_and_teaches_nothing(clock: list[float]) -> None:
-    """From a world's beginning to its first step the limit is the longest, also where one is configured."""
+def test_entering_a_world_has_a_limit_of_its_own_and_teaches_nothing(clock: list[float]) -> None:
+    """Between two signs of progress it is half a minute, a process's first world too; a first batch may take long.
+
+    A limit that is configured, or learned, for steps is no reason to be stricter; a longer one is one to be laxer.
+    """
+    for fixed_s, first_s in ((3.0, ENTERING_S), (100.0, 100.0), (None, MOST_S)):
+        watched = Watchdog(fixed_s)
+        watched.enter()
+        assert watched.limit_s == max(ENTERING_S, fixed_s or 0.0)
+        watched.await_first()
+        assert watched.limit_s == first_s
+        clock[0] += 200.0
+        watched.beat()
+        assert watched.limit_s == (fixed_s or MOST_S)
+        clock[0] += 1.0
+        watched.beat()
+        assert watched.limit_s == (fixed_s or LEAST_S)
+        watched.leave()
+        assert watched.limit_s == MOST_S
+
+
+def test_what_a_hang_is(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hung claim is seen once nothing was heard for the limit; a long load is none while the storage answers.
+
+    While there are steps, the storage's answers, to a save beside them, are no progress.
+    """
+    ends: list[float] = []
+    monkeypatch.setattr(Watchdog, "_end", lambda self, stuck_s: ends.append(stuck_s))
     watched = Watchdog(3.0)
     watched.enter()
-    assert watched.limit_s == MOST_S
-    clock[0] += 200.0
+    for _ in range(100):
+        clock[0] += 0.9 * ENTERING_S
+        watched.look()
+        watched.moved()
+    assert ends == []
+    clock[0] += 1.1 * ENTERING_S
+    watched.look()
+    assert ends == [pytest.approx(1.1 * ENTERING_S)]
     watched.beat()
-    assert watched.limit_s == 3.0
-    learning = Watchdog()
-    learning.enter()
-    clock[0] += 200.0
-    learning.beat()
-    clock[0] += 1.0
-    learning.beat()
-    assert learning.limit_s == LEAST_S
+    clock[0] += 2.9
+    watched.moved()
+    clock[0] += 0.2
+    watched.look()
+    assert ends[1:] == [pytest.approx(3.1)]
+    with watched.resting():
+        watched.moved()
+        clock[0] += 100.0
+        watched.look()
+    assert len(ends) == 2

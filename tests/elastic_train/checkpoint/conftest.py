@@ -47,7 +47,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     """An empty store of every kind."""
     unique = uuid.uuid4().hex
     if request.param == "local":
-        return open_store(str(tmp_path / "run"))
+        return open_store(str(tmp_path / "run"), heard=lambda: None)  # as worlds open it
     if request.param == "memory":
         return open_store(f"memory://{unique}/run")
     if request.param == "plain":

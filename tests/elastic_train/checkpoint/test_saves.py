@@ -66,13 +66,29 @@ class FullStore(LocalStore):
             yield file
 
 
+class Heads:
+    """A fence that lets everybody publish, and remembers what."""
+
+    def __init__(self) -> None:
+        self.published: list[str] = []
+
+    def publish(self, term: int, commit: str) -> None:
+        self.published.append(commit)
+
+
 def open_saves(
-    store: Store, memory: SaveMemory | None = None, *, term: int | None = None, place: int = 0, of: int = 1
+    store: Store,
+    memory: SaveMemory | None = None,
+    *,
+    term: int | None = None,
+    place: int = 0,
+    of: int = 1,
+    fence: Heads | None = None,
 ) -> Saves:
     """Open one rank's saves in a world, under a new term if none is given."""
-    fence = StoreFence(store)
-    term = fence.claim() if term is None else term
-    commits = CommitWriter(store, fence, term, discover(store).head)
+    claims = StoreFence(LocalStore(store.url) if fence else store)
+    term = claims.claim() if term is None else term
+    commits = CommitWriter(store, fence or claims, term, discover(store).head)
     return Saves(store, commits, term, Role(place, of, f"world{term}"), memory or SaveMemory())
 
 
@@ -175,17 +191,17 @@ def test_a_change_before_the_copy_fails_the_save(tmp_path: Path) -> None:
     """Who updates without waiting is told, and no third state is published; what was cloned is not affected."""
     state = small_state(1)
     part = plan_attempt(state).parts[0]
-    memory = SaveMemory().buffers
+    memory = SaveMemory().staging
     for is_still in (False, True):
         snapshot = Snapshot(part, leaves_by_path(state), lambda path: is_still)  # noqa: B023 - called at once
         state["model"]["w"].add_(1)  # type: ignore[index]
-        with memory.lease(snapshot.num_bytes, is_pinned=False) as buffer:
-            if is_still:
-                with pytest.raises(StorageError, match=r"'model\.w' changed while it was copied"):
-                    snapshot.copy(buffer, lambda: None)
-            else:
-                (content,) = snapshot.copy(buffer, lambda: None)
-                assert torch.frombuffer(bytearray(content), dtype=torch.float32).tolist() == [1.0] * 5
+        buffer = memory.buffer(snapshot.num_bytes, is_pinned=False)
+        if is_still:
+            with pytest.raises(StorageError, match=r"'model\.w' changed while it was copied"):
+                snapshot.copy(buffer, lambda: None)
+        else:
+            (content,) = snapshot.copy(buffer, lambda: None)
+            assert torch.frombuffer(bytearray(content), dtype=torch.float32).tolist() == [1.0] * 5
 
 
 @pytest.mark.parametrize(("num_failures", "is_saved"), [(2, True), (3, False)])
@@ -234,26 +250,102 @@ def test_a_world_that_breaks_in_a_save_publishes_nothing_of_it(tmp_path: Path) -
     assert read_state(store, found.head)["scheduler"] == {"last_epoch": 7}  # type: ignore[arg-type]
 
 
-def test_memory_is_bounded_when_writers_are_stuck(tmp_path: Path) -> None:
-    """With both buffers held by threads that do not come back a save fails, in place of taking more memory."""
+def test_stuck_writers_take_no_memory_and_block_nobody(tmp_path: Path) -> None:
+    """Saves that world after world left in a store that hangs share one buffer, and when they wake publish nothing."""
     stuck, memory = HeldStore(tmp_path), SaveMemory()
-    flights = []
-    for number in (1, 2):
+    flights, buffers = [], set()
+    for number in range(1, 5):
         world = open_saves(stuck, memory)
         world.begin(small_state(number), facts(number))
         flights.append(world._flight)
         world.await_staging()
+        buffers.add(memory.staging._buffer)
         world.abandon()
-    third = open_saves(stuck, memory)
-    third.begin(small_state(3), facts(3))
-    ended = third.wait()
-    assert ended is not None and "2 earlier saves are still being written" in str(ended.error)
+    assert len(buffers) == 1
+    store = LocalStore(tmp_path)
+    last = open_saves(store, memory)
+    last.begin(small_state(7), facts(5))
+    ended = last.wait()
     stuck.may_create.set()
     stuck.may_write.set()
     assert all(flight is not None and flight.ended.wait(DEADLINE_S) for flight in flights)
-    third.begin(small_state(4), facts(4))
-    ended = third.wait()
-    assert ended is not None and ended.commit is not None
+    assert ended is not None and ended.commit is not None and {*buffers} == {memory.staging._buffer}
+    assert [entry.key for entry in store.list("commits/")] == [ended.commit.key]
+    assert read_state(store, ended.commit)["scheduler"] == {"last_epoch": 7}
+
+
+def test_a_save_that_hangs_is_given_up_and_the_next_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that never returns costs its save, not the later ones; each that is given up gives the next more time."""
+    monkeypatch.setattr(saves, "LEAST_S", 0.05)
+    store, memory = HeldStore(tmp_path), SaveMemory()
+    store.may_create.set()
+    background = open_saves(store, memory)
+    background.begin(small_state(1), facts(1))
+    hung = background._flight
+    ended = background.wait()
+    assert ended is not None and ended.step == 1 and isinstance(ended.error, StorageError)
+    assert "got no further" in str(ended.error) and str(tmp_path) in str(ended.error)
+    assert background.is_owed and not background.is_busy and memory.patience.limit_s == pytest.approx(0.1)
+    monkeypatch.setattr(saves, "LEAST_S", DEADLINE_S)
+    healthy = threading.Event()
+    monkeypatch.setattr(store, "may_write", healthy)  # the first stays where it is
+    healthy.set()
+    background.begin(small_state(2), facts(2))
+    ended = background.wait()
+    assert ended is not None and ended.commit is not None and ended.commit.step == 2 and not background.is_owed
+    assert memory.patience.limit_s == DEADLINE_S
+    assert hung is not None and not hung.ended.is_set()
+
+
+def test_a_rank_that_hangs_in_its_part_does_not_hold_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for it no longer than for a write of its own; then both are free for the next save."""
+    monkeypatch.setattr(saves, "LEAST_S", 0.2)
+    hung = HeldStore(tmp_path)
+    ranks = world_of([LocalStore(tmp_path), hung], monkeypatch)
+    for rank in ranks:
+        rank.begin(odd_state(), facts(1))
+    first, second = (rank.wait() for rank in ranks)
+    assert first is not None and second is not None and {type(first.error), type(second.error)} == {StorageError}
+    monkeypatch.setattr(saves, "LEAST_S", DEADLINE_S)
+    hung.may_create.set()
+    hung.may_write.set()
+    for rank in ranks:
+        rank.begin(odd_state(), facts(2))
+    first = [rank.wait() for rank in reversed(ranks)][-1]
+    assert first is not None and discover(hung).head == first.commit
+
+
+@pytest.mark.parametrize("wakes_first", [False, True])
+def test_a_publish_that_hangs_sets_no_later_commit_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wakes_first: bool
+) -> None:
+    """A record that its store creates late is no ancestor of what was published since, nor the head."""
+    monkeypatch.setattr(saves, "LEAST_S", 0.05)
+    monkeypatch.setattr(saves, "PUBLISH_PATIENCE_S", 0.0)
+    store, fence = HeldStore(tmp_path), Heads()
+    store.may_write.set()
+    background = open_saves(store, fence=fence)
+    background.begin(small_state(1), facts(1))
+    hung = background._flight
+    assert hung is not None and store.is_creating.wait(DEADLINE_S)
+    ended = background.wait()
+    assert ended is not None and ended.commit is None and isinstance(ended.error, StorageError)
+    monkeypatch.setattr(saves, "LEAST_S", DEADLINE_S)
+    late, store.may_create = store.may_create, threading.Event()
+    if wakes_first:
+        late.set()
+        assert hung.ended.wait(DEADLINE_S)
+    store.may_create.set()
+    for step in (2, 3):
+        background.begin(small_state(step), facts(step))
+        ended = background.wait()
+        assert ended is not None and ended.commit is not None
+    late.set()
+    assert hung.ended.wait(DEADLINE_S)
+    steps = [1, 2, 3] if wakes_first else [2, 3]
+    assert [int(commit[-17:-5]) for commit in fence.published] == steps
+    head = discover(LocalStore(tmp_path)).head
+    assert head is not None and head == ended.commit and len(store.list("commits/")) == 3
 
 
 def test_a_publish_that_has_begun_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

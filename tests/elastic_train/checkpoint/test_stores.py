@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from elastic_train.checkpoint import stores
+from elastic_train.checkpoint import prompt, stores
+from elastic_train.checkpoint.local import LocalStore
+from elastic_train.checkpoint.prompt import PromptStore
 from elastic_train.checkpoint.remote import FsspecStore
 from elastic_train.checkpoint.stores import KeyMissing, KeyTaken, Store, Uncertain, create_once, open_store
 from elastic_train.errors import ConfigError, StorageError
+from elastic_train.fencing import StoreFence
 
 
 def test_a_created_key_reads_back(store: Store) -> None:
@@ -138,3 +143,79 @@ def test_every_answer_to_a_conditional_create_is_understood(
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", answer)
     with pytest.raises(expected) if expected else contextlib.nullcontext():
         store.create("commits/a.json", b"")
+
+
+@pytest.mark.parametrize(
+    ("act", "error"),
+    [
+        (lambda store: store.create("commits/a.json", b"x"), Uncertain),
+        (lambda store: store.open("commits/a.json"), StorageError),
+        (lambda store: store.list("commits/"), StorageError),
+        (lambda store: store.delete("commits/a.json"), StorageError),
+    ],
+)
+def test_storage_that_does_not_answer_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[[Store], object], error: type[StorageError]
+) -> None:
+    """Who waits is told after a while, and leaves the call where it hangs; a create may still come true."""
+    monkeypatch.setattr(prompt, "ANSWER_S", 0.05)
+    woken, heard = threading.Event(), list[None]()
+
+    class Away:
+        url = "somewhere"
+
+        def __getattr__(self, name: str) -> Callable[..., bool]:
+            return lambda *_: woken.wait(30)
+
+    try:
+        with pytest.raises(error, match=r"somewhere: cannot .* no answer in") as told:
+            act(PromptStore(Away(), lambda: heard.append(None)))  # type: ignore[arg-type]
+        assert type(told.value) is error and len(heard) == 1
+    finally:
+        woken.set()
+
+
+def test_a_claim_outlives_a_hung_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A term's create that hangs is asked again: the claim is made, and is found made by the one that wakes up."""
+    monkeypatch.setattr(prompt, "ANSWER_S", 0.3)
+    woken, is_through = threading.Event(), threading.Event()
+
+    class Hanging(LocalStore):
+        num_creates = 0
+
+        def create(self, key: str, content: bytes) -> None:
+            self.num_creates += 1
+            if self.num_creates > 1:
+                return super().create(key, content)
+            assert woken.wait(30)
+            try:
+                super().create(key, content)
+            finally:
+                is_through.set()
+
+    store = PromptStore(Hanging(tmp_path), lambda: None)
+    assert StoreFence(store).claim() == 1
+    claim = stores.read(store, "terms/00000001.json")
+    woken.set()
+    assert is_through.wait(30)
+    assert stores.read(store, "terms/00000001.json") == claim and StoreFence(store).claim() == 2
+
+
+def test_all_that_a_store_does_is_heard(tmp_path: Path) -> None:
+    """Every answer, and every piece of a file: a long load over slow storage is seen to get on."""
+    heard: list[None] = []
+    store = PromptStore(LocalStore(tmp_path), lambda: heard.append(None))
+
+    def grows(act: Callable[[], object]) -> None:
+        before = len(heard)
+        act()
+        assert len(heard) > before
+
+    with store.write("data/x/file") as sink:
+        for _ in range(3):
+            grows(lambda: sink.write(b"abc"))
+    with store.open("data/x/file") as file:
+        grows(lambda: file.read(2))
+        grows(lambda: file.readinto(memoryview(bytearray(4))))  # type: ignore[attr-defined]
+    grows(lambda: store.list("data/"))
+    grows(lambda: store.delete("data/x/file"))

@@ -1,0 +1,121 @@
+"""A store that answers, or raises: no short call is waited for longer than `ANSWER_S`, and all that it does is heard.
+
+A file system whose server is away, or a disk that has frozen, answers neither yes nor no, and what hangs in it cannot
+be ended, not even by killing the process. So short calls run on threads that can be left behind. Long ones, a file's
+reading and writing, are heard piece by piece instead: whoever watches over progress sees that they get no further.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from types import TracebackType
+from typing import BinaryIO, TypeVar, cast
+
+from elastic_train.checkpoint.checksums import FileRecord
+from elastic_train.checkpoint.near import NearStore
+from elastic_train.checkpoint.stores import Entry, Sink, Store, Uncertain
+from elastic_train.errors import StorageError
+
+T = TypeVar("T")
+ANSWER_S = 20.0
+"""Far longer than a disk or an object store takes that works, or that is merely slow."""
+
+
+class PromptStore:
+    """Another store; `heard` is called, on whatever thread, for every answer and every piece."""
+
+    def __init__(self, store: Store, heard: Callable[[], None]) -> None:
+        self._store, self._heard = store, heard
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    def create(self, key: str, content: bytes) -> None:
+        """Create a key; without an answer it may come to exist at any time."""
+        self._ask(f"create {key}", lambda: self._store.create(key, content), Uncertain)
+
+    @contextlib.contextmanager
+    def write(self, key: str) -> Iterator[Sink]:
+        with self._store.write(key) as sink:
+            self._heard()
+            yield _HeardSink(sink, self._heard)
+        self._heard()
+
+    def open(self, key: str) -> BinaryIO:
+        return cast(BinaryIO, _HeardFile(self._ask(f"open {key}", lambda: self._store.open(key)), self._heard))
+
+    def list(self, prefix: str) -> list[Entry]:
+        return self._ask(f"list {prefix}", lambda: self._store.list(prefix))
+
+    def delete(self, key: str) -> None:
+        self._ask(f"delete {key}", lambda: self._store.delete(key))
+
+    def preferring(self, files: Mapping[str, FileRecord]) -> Store:
+        """Return this store for reading; see `NearStore.preferring`."""
+        if isinstance(self._store, NearStore):
+            return PromptStore(self._store.preferring(files), self._heard)
+        return self
+
+    def _ask(self, what: str, act: Callable[[], T], error: type[StorageError] = StorageError) -> T:
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(act())
+            except BaseException as failure:  # noqa: BLE001 - raised again where it is waited for
+                answer.set_exception(failure)
+
+        threading.Thread(target=run, name=f"store: {what}", daemon=True).start()
+        try:
+            return answer.result(ANSWER_S)
+        except TimeoutError:
+            if answer.done():
+                raise
+            raise error(f"{self.url}: cannot {what}: no answer in {ANSWER_S:.0f} s; is the storage away?") from None
+        finally:
+            self._heard()
+
+
+class _HeardSink:
+    def __init__(self, sink: Sink, heard: Callable[[], None]) -> None:
+        self._sink, self._heard = sink, heard
+
+    def write(self, content: bytes | memoryview, /) -> int:
+        num_bytes = self._sink.write(content)
+        self._heard()
+        return num_bytes
+
+
+class _HeardFile:
+    """What readers of a store's files use of a file."""
+
+    def __init__(self, file: BinaryIO, heard: Callable[[], None]) -> None:
+        self._file, self._heard = file, heard
+
+    def read(self, size: int = -1) -> bytes:
+        content = self._file.read(size)
+        self._heard()
+        return content
+
+    def readinto(self, buffer: memoryview) -> int | None:
+        num_bytes: int | None = self._file.readinto(buffer)  # type: ignore[attr-defined]
+        self._heard()
+        return num_bytes
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset, whence)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> _HeardFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
