@@ -87,16 +87,21 @@ def run(
     changes = [f"--set={setting}" for setting in settings]
     bounds = [*([f"--faults={faults}"] if faults else []), *([f"--minutes={minutes:g}"] if minutes else [])]
     replay = shlex.join(["elastic-chaos", "run", name, *told, "--seed", str(seed), *changes, *bounds])
-    if command is not None:
-        if settings:
-            raise ScenarioError("--set changes the trainer's configuration; a --command has none")
-        verdict = scripts.execute(
-            command, described, seed, folder, replay=replay, with_reference=reference, say=_say(json_)
-        )
-    else:
-        verdict = execute(
-            described, seed, folder, overrides=settings, replay=replay, with_reference=reference, is_quiet=json_
-        )
+    if command is not None and settings:
+        raise ScenarioError("--set changes the trainer's configuration; a --command has none")
+    try:
+        if command is not None:
+            verdict = scripts.execute(
+                command, described, seed, folder, replay=replay, with_reference=reference, say=_say(json_)
+            )
+        else:
+            verdict = execute(
+                described, seed, folder, overrides=settings, replay=replay, with_reference=reference, is_quiet=json_
+            )
+    except KeyboardInterrupt:
+        if (folder / FAULTED / "history").is_dir():
+            sys.stderr.write(f"`elastic-chaos check {folder}` judges what was done, as far as it can be judged\n")
+        raise
     return tell(verdict, folder, json_)
 
 
@@ -252,12 +257,15 @@ def _split(settings: list[str]) -> list[str]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    for other in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(other, signal.SIG_IGN)  # what is taken away now, is taken away whole
     raise KeyboardInterrupt
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and leave with its exit code; SIGTERM is answered like Ctrl-C and leaves no process behind."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     try:
         result = app(arguments, result_action="return_value", exit_on_error=False)
     except CycloptsError:

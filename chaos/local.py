@@ -6,15 +6,17 @@ over, records both beside the histories, and leaves no process behind, whatever 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
 from chaos import left_behind
 from chaos.acts import ACTS, Done, Undo
@@ -56,12 +58,15 @@ class Job:
     lost: list[Node] = field(default_factory=list)
     draws: random.Random = field(default_factory=random.Random)
     num_faults: int = 0
+    damaged: set[str] = field(default_factory=set)
+    """Commits of which a file was spoilt."""
     _deadline: float = 0.0
     _undos: list[tuple[float, str, Undo]] = field(default_factory=list)
     _points: Points = field(default_factory=Points)
     _placed: set[int] = field(default_factory=set)
     _kinds: set[str] = field(default_factory=set)
     _disturbed_at: float = 0.0
+    _is_stopping: bool = False
 
     def run(self) -> None:
         """Start the nodes, inject every fault when it is due, wait for the end; leave no process behind."""
@@ -94,13 +99,19 @@ class Job:
             self._clean_up()
 
     def _inject_all(self) -> None:
-        try:
-            for fault in self.faults:
-                self.inject(fault)
-        except KeyboardInterrupt:
-            if self.land is None:
-                raise
-            self.on_event("stopping: the job is brought to its end and judged; once more to give up")
+        """Inject the faults; a soak is told by Ctrl-C or SIGTERM that they were enough."""
+        with _told_once(self._stop) if self.land is not None else contextlib.nullcontext():
+            try:
+                for fault in self.faults:
+                    self.inject(fault)
+            except _Enough:
+                self.record("stopped", faults=self.num_faults)
+        self._is_stopping = False
+
+    def _stop(self) -> None:
+        """Let the next look, when no fault is half done, find that there were enough."""
+        self._is_stopping = True
+        self.on_event(f"stopping after {self.num_faults} faults: its end, and a verdict; once more to give up")
 
     def inject(self, fault: Due) -> None:
         """Wait until a fault is due and can be done, do it, and record it with the time just before it."""
@@ -196,6 +207,8 @@ class Job:
 
     def look(self, waiting_for: str) -> None:
         """See what has happened, undo what is due, and wait a moment; RunError once the job's time is over."""
+        if self._is_stopping:
+            raise _Enough
         if self.land is None and time.monotonic() > self._deadline:
             raise RunError(
                 f"the job did not come to {waiting_for} within {self.scenario.timeout_s:.0f} s "
@@ -258,6 +271,32 @@ class Job:
 
     def _logs(self) -> str:
         return "\n".join(f"the end of node {node.number}'s log:\n{node.tail()}" for node in self.nodes)
+
+
+class _Enough(Exception):  # noqa: N818 - not a failure: somebody wants no more faults
+    """The soak was told to end."""
+
+
+@contextlib.contextmanager
+def _told_once(tell: Callable[[], None]) -> Iterator[None]:
+    """Call `tell` at the first Ctrl-C or SIGTERM; from then on, and behind the context, they do what they did."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def take_back() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        take_back()
+        tell()
+
+    for number in numbers:
+        signal.signal(number, note)
+    try:
+        yield
+    finally:
+        take_back()
 
 
 def launch(

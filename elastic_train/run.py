@@ -38,8 +38,9 @@ from rendezvous.errors import RendezvousError
 from rendezvous.orphans import die_with_parent
 
 LEAVING_PATIENCE_S = 8.0
-MOST_FAILED_WORLDS, FAILED_WORLD_PAUSE_S = 60, 2.0
-"""How often, and how long, live ranks that hold a state wait for storage that a new world needs."""
+MOST_FAILED_WORLDS, MOST_FIRST_WORLDS, FAILED_WORLD_PAUSE_S = 60, 5, 2.0
+"""How often, and how long, live ranks wait for storage that a new world needs: those that hold a state, and those that
+have none yet, since whoever has one may be in their world."""
 
 
 def run(path: Path, overrides: Sequence[str]) -> int:
@@ -89,7 +90,7 @@ def _train(config: Config, leave: LeaveRequest, started_at: float) -> int:
             continue
         except StorageError as error:
             num_failed += 1
-            if not worlds.is_live or state.step == 0 or num_failed == MOST_FAILED_WORLDS:
+            if not worlds.is_live or num_failed >= (MOST_FAILED_WORLDS if state.step else MOST_FIRST_WORLDS):
                 raise
             sys.stderr.write(f"the world of step {state.step} could not begin, trying on: {error}\n")
             formed.group.abandon()

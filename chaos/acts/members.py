@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from chaos.local import Job
     from chaos.schedule import Due
 
-_CALL_S = 2.0
+_CALL_S, _ANSWER_S = 2.0, 0.3
 
 
 def kill_etcd_member(job: Job, fault: Due) -> Done | None:
@@ -39,13 +39,24 @@ def _kill(members: list[EtcdServer]) -> Done | None:
     for member in members:
         member.kill()
 
-    def begin() -> list[int]:
+    def begin() -> list[int] | None:
+        """Start them again; undone is what was done once they answer, which on a busy machine takes seconds."""
         for member in members:
             if member.pid is None:
                 member.begin()
-        return []
+        return [] if all(_answers(member) for member in members) else None
 
     return Done(pids, [], "SIGKILL", begin) if pids else None
+
+
+def _answers(member: EtcdServer) -> bool:
+    """Say whether a member serves: it knows who leads, or it could not read."""
+    with grpc.insecure_channel(member.endpoint) as channel:
+        try:
+            pyetcd.etcdrpc.KVStub(channel).Range(pyetcd.etcdrpc.RangeRequest(key=b"/"), _ANSWER_S)
+        except grpc.RpcError:
+            return False
+        return True
 
 
 def freeze_etcd_member(job: Job, fault: Due) -> Done | None:

@@ -63,18 +63,20 @@ def delete_file(job: Job, fault: Due) -> Done | None:
 
 
 def _damage(job: Job, spoil: Callable[[Path], None]) -> Done | None:
-    """Spoil a file of the newest commit; None while there is none, and none before it that is whole."""
+    """Spoil a file of the newest commit that is whole; None while there is none, and none before it that is whole."""
     records = sorted((job.folder / "commits").glob("[0-9]*.json"))
-    if len(records) < 2:
+    whole = [path for path in records if path.name not in job.damaged]
+    if len(whole) < 2:
         return None
     try:
-        record = json.loads(records[-1].read_bytes())
+        record = json.loads(whole[-1].read_bytes())
         files = sorted(name for name, file in record["files"].items() if file["size"] > 0)
         path = job.folder / record["attempt"] / job.draws.choice(files)
         spoil(path)
     except FileNotFoundError:
         return None  # a newer commit has come, and this one went
-    return Done([], told={"file": str(path.relative_to(job.folder)), "commit": records[-1].name})
+    job.damaged.add(whole[-1].name)
+    return Done([], told={"file": str(path.relative_to(job.folder)), "commit": whole[-1].name})
 
 
 def spoil_s3(job: Job, fault: Due) -> Done | None:

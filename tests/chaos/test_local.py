@@ -173,6 +173,37 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
     assert "clean" not in {line["op"] for line in recorded(tmp_path)}
 
 
+def test_a_soak_is_told_to_end_between_two_faults(tmp_path: Path) -> None:
+    """Ctrl-C brings a job without an end to its end: nothing is half done, what is planned does not come, all is told.
+
+    A second one gives up: no process is left.
+    """
+    for num_signals in (1, 2):
+        folder = tmp_path / str(num_signals)
+        folder.mkdir()
+        told: list[str] = []
+
+        def press(followed: Followed, folder: Path = folder, told: list[str] = told) -> None:
+            if followed.step >= 3 and not told:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        def land(job: Job, folder: Path = folder, again: bool = num_signals == 2) -> None:
+            if again:
+                os.kill(os.getpid(), signal.SIGINT)
+            job.inject(Due("kill_node", 0, None, 0.0))
+
+        soak = job(folder, 1000, Due("kill_worker", "leader", 999, None), look=press)
+        soak.land, soak.on_event = land, told.append
+        with pytest.raises(
+            KeyboardInterrupt if num_signals == 2 else RunError, match=None if num_signals == 2 else "no node"
+        ):
+            soak.run()
+        assert soak.nodes[0].pids() == []
+        ops = [line["op"] for line in recorded(folder)]
+        assert "stopping after 0 faults" in told[0] and ("stopped" in ops)
+        assert [line["kind"] for line in recorded(folder) if line["op"] == "fault"] == ["kill_node"][: 2 - num_signals]
+
+
 def test_histories_are_followed_line_by_line(tmp_path: Path) -> None:
     """Half a line is waited for; a restore sets the step back; lines of an older term are passed over."""
     path = tmp_path / "history" / "00000001-00000-1.jsonl"
