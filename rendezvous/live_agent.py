@@ -10,8 +10,8 @@ A node that has used them up leaves; the job goes on for the others.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import math
 import os
 import signal
 import sys
@@ -20,7 +20,7 @@ import uuid
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -40,7 +40,8 @@ from rendezvous.records import Keys
 from rendezvous.standby import Program, Standby
 
 PER_S = 3600.0
-STOPPED_S = 0.5
+STOPPED_S, STOPPED_FOR_GOOD_S = 0.5, 60.0
+"""After so long the others go on without a worker that is stopped; after so long another takes its place."""
 SHORT_LIFE_S = 20.0
 LONGEST_PAUSE_S = 30.0
 DONE_GRACE_S = 60.0
@@ -127,6 +128,7 @@ class LiveAgent(BoundAgent):
         self._budget = Budget(spec.max_restarts)
         self._buried: set[int] = set()
         self._stopped_since: dict[int, float] = {}
+        self._buried_stopped: set[int] = set()
         self._standby: Standby | None = None
         self._born_at: dict[int, float] = {}
         self._young_deaths: Counter[int] = Counter()
@@ -182,13 +184,24 @@ class LiveAgent(BoundAgent):
         return started
 
     def _bury_if_stopped(self, rank: int, pid: int, now: float) -> None:
-        """Do not let the others wait for the lease of a worker that was stopped by a signal or a debugger."""
-        if not is_stopped(pid):
+        """Do not let the others wait for the lease of a worker that was stopped by a signal or a debugger.
+
+        One that nobody lets go on is ended, and so replaced; a debugger may take its time.
+        """
+        how = stopped_by(pid)
+        if how is None:
             self._stopped_since.pop(pid, None)
-        elif now - self._stopped_since.setdefault(pid, now) > STOPPED_S:
-            self._stopped_since[pid] = math.inf  # once is enough: while it is stopped it cannot join
+            self._buried_stopped.discard(pid)
+            return
+        stopped_s = now - self._stopped_since.setdefault(pid, now)
+        if stopped_s > STOPPED_S and pid not in self._buried_stopped:
+            self._buried_stopped.add(pid)  # once is enough: while it is stopped it cannot join
             _log.warning("worker %d is stopped: the others go on without it", rank)
             self._rendezvous_handler.bury(rank)
+        if stopped_s > STOPPED_FOR_GOOD_S and how == "signal":
+            _log.warning("worker %d was stopped by a signal %.0f s ago: it is ended, for another", rank, stopped_s)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _exit_barrier(self) -> None:
         """There is nothing to wait for: the workers have closed the job together."""
@@ -257,12 +270,13 @@ def codes(handlers: Mapping[int, SubprocessHandler]) -> list[int | None]:
     return [handler.proc.poll() for handler in handlers.values()]
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped, by a signal or a debugger; False where there is no /proc."""
+def stopped_by(pid: int) -> Literal["signal", "debugger"] | None:
+    """Say what a process was stopped by; None if it was not, or where there is no /proc."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] in ("T", "t")
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
     except OSError:
-        return False
+        return None
+    return "signal" if state == "T" else "debugger" if state == "t" else None
 
 
 class Budget:

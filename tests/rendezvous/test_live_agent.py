@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+from collections.abc import Iterator
+from types import SimpleNamespace
 
+import pytest
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from rendezvous import EtcdServer
-from rendezvous.live_agent import LiveAgent
+from rendezvous.live_agent import STOPPED_FOR_GOOD_S, LiveAgent
 from rendezvous.torchrun import create_handler
 
 
@@ -26,21 +31,67 @@ class Dying:
         return self._codes.pop() if self._codes else -int(signal.SIGKILL)
 
 
-def test_a_worker_that_dies_during_a_look_is_found_by_the_next(etcd: EtcdServer, run_id: str) -> None:
-    """It is buried and replaced then; the node does not fail over a death that it has not dealt with."""
+class Started:
+    """A real process, as a worker's handler."""
+
+    def __init__(self) -> None:
+        self.proc = subprocess.Popen(["sleep", "60"])
+
+
+@pytest.fixture
+def agent(etcd: EtcdServer, run_id: str) -> Iterator[tuple[LiveAgent, WorkerGroup, list[int]]]:
+    """An agent that is about to look at its only worker, and the ranks that it will have replaced."""
     told = RendezvousParameters("etcd", etcd.endpoint, run_id, min_nodes=1, max_nodes=1, recovery="live")
     handler = create_handler(told)
     spec = WorkerSpec("default", 1, handler, entrypoint="python", args=("worker.py",), max_restarts=3)
-    agent = LiveAgent(spec=spec, logs_specs=DefaultLogsSpecs())
-    context = SubprocessContext.__new__(SubprocessContext)
-    context.subprocess_handlers = {0: Dying()}  # type: ignore[dict-item]
-    agent._pcontext = context
+    made = LiveAgent(spec=spec, logs_specs=DefaultLogsSpecs())
+    made._pcontext = SubprocessContext.__new__(SubprocessContext)
     replaced: list[int] = []
-    agent._replace = lambda group, rank: replaced.append(rank)  # type: ignore[method-assign]
+    made._replace = lambda group, rank: replaced.append(rank)  # type: ignore[method-assign]
+    yield made, WorkerGroup(spec), replaced
+    made._pcontext = None
+    handler.shutdown()
+
+
+def test_a_worker_that_nobody_lets_go_on_is_replaced(
+    agent: tuple[LiveAgent, WorkerGroup, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was stopped for a moment is left alone; one that stays stopped is ended, and another is started."""
+    looking, group, replaced = agent
+    now, worker = [1000.0], Started()
+    monkeypatch.setattr("rendezvous.live_agent.time", SimpleNamespace(monotonic=lambda: now[0]))
+    assert isinstance(looking._pcontext, SubprocessContext)
+    looking._pcontext.subprocess_handlers = {0: worker}  # type: ignore[dict-item]
+
+    def look(after_s: float) -> None:
+        now[0] += after_s
+        assert looking._monitor_workers(group).state is WorkerState.HEALTHY
+
     try:
-        looks = [agent._monitor_workers(WorkerGroup(spec)).state for _ in range(2)]
+        for _ in range(2):
+            worker.proc.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, worker.proc.pid, os.WSTOPPED)
+            look(0.0)
+            look(STOPPED_FOR_GOOD_S - 1.0)
+            worker.proc.send_signal(signal.SIGCONT)
+            os.waitid(os.P_PID, worker.proc.pid, os.WCONTINUED)
+            look(2.0)
+        worker.proc.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, worker.proc.pid, os.WSTOPPED)
+        look(0.0)
+        look(STOPPED_FOR_GOOD_S + 1.0)
+        assert worker.proc.wait(10) == -signal.SIGKILL and replaced == []
+        look(0.0)
+        assert replaced == [0]
     finally:
-        agent._pcontext = None
-        handler.shutdown()
+        worker.proc.kill()
+
+
+def test_a_worker_that_dies_during_a_look_is_found_by_the_next(agent: tuple[LiveAgent, WorkerGroup, list[int]]) -> None:
+    """It is buried and replaced then; the node does not fail over a death that it has not dealt with."""
+    looking, group, replaced = agent
+    assert isinstance(looking._pcontext, SubprocessContext)
+    looking._pcontext.subprocess_handlers = {0: Dying()}  # type: ignore[dict-item]
+    looks = [looking._monitor_workers(group).state for _ in range(2)]
     assert looks == [WorkerState.HEALTHY, WorkerState.HEALTHY]
     assert replaced == [0]
