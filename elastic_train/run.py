@@ -38,7 +38,7 @@ from rendezvous.errors import RendezvousError
 from rendezvous.orphans import die_with_parent
 
 LEAVING_PATIENCE_S = 8.0
-MOST_FAILED_WORLDS, MOST_FIRST_WORLDS, FAILED_WORLD_PAUSE_S = 60, 5, 2.0
+MOST_FAILED_WORLDS, MOST_FIRST_WORLDS, FAILED_WORLD_PAUSE_S = 60, 10, 2.0
 """How often, and how long, live ranks wait for storage that a new world needs: those that hold a state, and those that
 have none yet, since whoever has one may be in their world."""
 

@@ -34,7 +34,7 @@ from rendezvous.agent import BoundAgent
 from rendezvous.conf import BACKEND, Conf
 from rendezvous.context import LIVE_VARIABLE, LiveContext
 from rendezvous.errors import StoreError
-from rendezvous.etcd import EtcdStore
+from rendezvous.etcd import Connection, EtcdStore, list_prefix
 from rendezvous.live import member_prefix
 from rendezvous.records import Keys
 from rendezvous.standby import Program, Standby
@@ -42,6 +42,7 @@ from rendezvous.standby import Program, Standby
 PER_S = 3600.0
 STOPPED_S, STOPPED_FOR_GOOD_S = 0.5, 60.0
 """After so long the others go on without a worker that is stopped; after so long another takes its place."""
+START_PATIENCE_S = 15.0
 SHORT_LIFE_S = 20.0
 LONGEST_PAUSE_S = 30.0
 DONE_GRACE_S = 60.0
@@ -61,7 +62,9 @@ class LiveRendezvousHandler(RendezvousHandler):
         self._etcd = EtcdStore(conf.etcd)
         self._keys = Keys(params.run_id)
         self.has_standby = conf.has_standby
-        self._etcd.get(self._keys.world)  # no etcd is an error now, not in every worker
+        # No etcd is an error now, not in every worker; but a node may come back while others ride out its absence.
+        with contextlib.closing(Connection(conf.etcd)) as connection:
+            list_prefix(connection, self._keys.world, START_PATIENCE_S)
         self._address = params.local_addr or address_towards(conf.etcd)
         self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
         self.node = f"{machine_name()}-{uuid.uuid4().hex[:8]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from rendezvous import EtcdServer
+from rendezvous.etcd import GIVE_UP_AFTER_S
 from rendezvous.live_agent import STOPPED_FOR_GOOD_S, LiveAgent
 from rendezvous.torchrun import create_handler
 
@@ -29,6 +31,16 @@ class Dying:
 
     def poll(self) -> int | None:
         return self._codes.pop() if self._codes else -int(signal.SIGKILL)
+
+
+@pytest.mark.long
+def test_a_node_starts_while_etcd_is_away(run_id: str) -> None:
+    """One that comes back while the others ride out an outage waits with them for a while, and does not end."""
+    with EtcdServer() as server:
+        server.stop()
+        threading.Timer(GIVE_UP_AFTER_S + 0.5, server.begin).start()
+        told = RendezvousParameters("etcd", server.endpoint, run_id, min_nodes=1, max_nodes=1, recovery="live")
+        create_handler(told).shutdown()
 
 
 class Started:
