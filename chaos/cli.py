@@ -37,6 +37,7 @@ from rendezvous.errors import RendezvousError
 
 app = App(
     name="elastic-chaos",
+    suppress_keyboard_interrupt=False,
     help="Break a training job on purpose, then prove from its files that nothing was lost, repeated or changed.",
 )
 app.command(emit, name="emit")
@@ -100,7 +101,7 @@ def run(
             )
     except KeyboardInterrupt:
         if (folder / FAULTED / "history").is_dir():
-            sys.stderr.write(f"`elastic-chaos check {folder}` judges what was done, as far as it can be judged\n")
+            sys.stderr.write(f"`elastic-chaos check {folder}` judges what was done, up to the newest commit\n")
         raise
     return tell(verdict, folder, json_)
 

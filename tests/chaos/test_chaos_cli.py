@@ -73,3 +73,22 @@ def test_mistakes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "write key=value" in capsys.readouterr().err
     assert leave(["run", "witness", "--out", str(tmp_path), "--set", "epocs=3"]) == 2
     assert "epochs" in capsys.readouterr().err
+
+
+def test_ctrl_c_says_how_to_judge_what_was_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Behind the taking away of everything comes the command for what is left; without a history there is none."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("chaos.cli.execute", interrupted)
+    for is_begun in (False, True):
+        if is_begun:
+            (tmp_path / "faulted" / "history").mkdir(parents=True)
+        with pytest.raises(SystemExit) as left:
+            main(["run", "demo", "--out", str(tmp_path)])
+        told = capsys.readouterr().err
+        assert left.value.code == 130 and "no process was left behind" in told
+        assert (f"elastic-chaos check {tmp_path}" in told) is is_begun
