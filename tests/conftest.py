@@ -12,11 +12,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import settings
 
 from elastic_train.data.manifest import build_manifest
 
 ROOT = Path(__file__).parent.parent
 CLASSES = 4
+settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing of the law
+settings.load_profile("any machine")
 
 
 def write_rows(folder: Path, num_rows: int, *, seed: int = 0, num_files: int = 3, group_rows: int = 17) -> Path:
