@@ -10,8 +10,9 @@ staged copies). The last line is JSON:
 
 * `stall_ms_per_gb_p50`: ours, the worst of the sizes (goal at most 110);
 * `stall_vs_best_peer`: ours over the quickest peer's, `dcp.async_save` with kept memory included (at most 0.25);
-* `write_vs_disk`: bytes a second of a whole save, hashed and published, over a bare write of as many, synced with its
-  folder, at the largest size (at least 0.9; few bytes go to the disk faster than a core hashes them);
+* `write_vs_disk`: bytes a second of a whole save, hashed and published, over a bare write of as many with a commit's
+  syncs, past the page cache or through it, whichever is quicker (see `benchmarks.bare`); the worst of the sizes (at
+  least 0.9);
 * `load_vs_dcp`: time of dcp.load over ours, which checks every block (at least 1.0);
 * `by_size`: all of it, and p99, the share of a step, and loads from the disk instead of the page cache, by size.
 """
@@ -25,8 +26,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -38,35 +38,16 @@ from rich.table import Table
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader as loader
 from torch.distributed.checkpoint import state_dict_saver as saver
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.multiprocessing.spawn import spawn
 
-from elastic_train.account import Account
-from elastic_train.checkpoint import (
-    CommitFacts,
-    CommitRecord,
-    CommitWriter,
-    Retention,
-    Role,
-    SaveMemory,
-    Saves,
-    load,
-    open_store,
-    prune,
-)
-from elastic_train.checkpoint.stores import Store
-from elastic_train.config import OptimizerConfig
-from elastic_train.coverage import CoverageSums
-from elastic_train.fencing import StoreFence
-from elastic_train.order import Cursor
-from elastic_train.state import AppliedState, build_state
+from benchmarks.bare import WAYS, write_bare
+from benchmarks.savers import OURS, Training, all_sides, committed, open_saves, train
+from elastic_train.checkpoint import Retention, SaveMemory, load, open_store, prune
 
 WIDTH, ROWS = 1024, 64
 BYTES_OF_LAYER = 3 * 4 * (WIDTH * WIDTH + WIDTH)
 GOALS = {"stall": 110.0, "vs_peer": 0.25, "write": 0.9, "load": 1.0}
-CHUNK_BYTES = 8 << 20
 FEW_ROUNDS, LARGE_GB, HUGE_GB = 3, 1.0, 2.0
-OURS = "elastic_train"
 
 
 @dataclass
@@ -77,43 +58,9 @@ class Figures:
     steps: list[float] = field(default_factory=list)
     stalls: dict[str, list[float]] = field(default_factory=dict)
     wholes: dict[str, list[float]] = field(default_factory=dict)
-    disk: list[float] = field(default_factory=list)
+    disk: dict[str, list[float]] = field(default_factory=dict)
     loads: dict[str, list[float]] = field(default_factory=dict)
     cold_loads: dict[str, list[float]] = field(default_factory=dict)
-
-
-@dataclass
-class Training:
-    """A training loop to be stalled: AdamW over linear layers, one thread."""
-
-    state: AppliedState
-    batch: torch.Tensor
-
-    def compute(self) -> None:
-        """Run forward and backward."""
-        self.state.model(self.batch).square().mean().backward()
-
-    def update(self) -> None:
-        self.state.apply(Cursor(), CoverageSums(), 1, Account())
-        self.state.optimizer.zero_grad(set_to_none=False)
-
-    def facts(self) -> CommitFacts:
-        return CommitFacts(
-            step=self.state.step,
-            cursor=self.state.cursor,
-            coverage=self.state.coverage,
-            rng={},
-            metrics={},
-            config_digest="",
-            manifest_digest="",
-            world_size=1,
-        )
-
-
-Waits = tuple[Callable[[], None], Callable[[], None]]
-"""What waits until the state may change, and what waits for the end of the save."""
-Side = Callable[[Path], Callable[[], Waits]]
-"""Prepares a folder for a save, and returns what begins it."""
 
 
 def main() -> None:
@@ -143,11 +90,8 @@ def _measure(rank: int, size_gb: float, rounds: int, folder: str) -> None:
     layers = max(1, round(size_gb * 1e9 / BYTES_OF_LAYER))
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
-    training = Training(build_state(model, OptimizerConfig(), 10_000, "cpu", is_fp16=False), torch.randn(ROWS, WIDTH))
+    training = train(model, torch.randn(ROWS, WIDTH))
     figures = Figures(num_bytes=layers * BYTES_OF_LAYER)
-    for _ in range(2):
-        training.compute()
-        training.update()
     _measure_steps(training, figures, rounds)
     _measure_saves(training, figures, rounds, Path(folder))
     _measure_disk_and_loads(training, figures, rounds, Path(folder))
@@ -165,7 +109,7 @@ def _measure_steps(training: Training, figures: Figures, rounds: int) -> None:
 
 def _measure_saves(training: Training, figures: Figures, rounds: int, folder: Path) -> None:
     """Save with all sides in turn; the first round warms up, and is not counted."""
-    sides = dict(_sides(training, can_stage_twice=figures.num_bytes <= HUGE_GB * 1e9))
+    sides = dict(all_sides(training, can_stage_twice=figures.num_bytes <= HUGE_GB * 1e9))
     for number in range(rounds + 1):
         for name, prepare in sides.items():
             target = folder / f"{name}-{number}".replace(" ", "-")
@@ -185,97 +129,24 @@ def _measure_saves(training: Training, figures: Figures, rounds: int, folder: Pa
             shutil.rmtree(target)
 
 
-def _sides(training: Training, *, can_stage_twice: bool) -> Iterator[tuple[str, Side]]:
-    memory = SaveMemory()
-
-    def ours(target: Path) -> Callable[[], Waits]:
-        saves = _saves(open_store(str(target)), memory)
-
-        def wait() -> None:
-            _check(saves)
-
-        def begin() -> Waits:
-            saves.begin(training.state.tensors(), training.facts(), is_still=training.state.stillness())
-            return saves.await_staging, wait
-
-        return begin
-
-    def torch_save(target: Path) -> Callable[[], Waits]:
-        target.mkdir()
-
-        def begin() -> Waits:
-            torch.save(training.state.tensors(), target / "state.pt")
-            return _nothing, _nothing
-
-        return begin
-
-    def dcp_save(target: Path) -> Callable[[], Waits]:
-        def begin() -> Waits:
-            saver.save(training.state.tensors(), checkpoint_id=target)
-            return _nothing, _nothing
-
-        return begin
-
-    def dcp_async_save(stager: DefaultStager | None, target: Path) -> Callable[[], Waits]:
-        def begin() -> Waits:
-            promise = saver.async_save(training.state.tensors(), checkpoint_id=target, async_stager=stager)
-            return _nothing, _ended(promise)
-
-        return begin
-
-    kept = DefaultStager(StagingOptions(False, False, False, False))
-    yield OURS, ours
-    yield "torch.save", torch_save
-    yield "dcp.save", dcp_save
-    if can_stage_twice:
-        yield "dcp.async_save", partial(dcp_async_save, None)
-    yield "dcp.async_save, kept memory", partial(dcp_async_save, kept)
-
-
-def _saves(store: Store, memory: SaveMemory) -> Saves:
-    fence = StoreFence(store)
-    term = fence.claim()
-    return Saves(store, CommitWriter(store, fence, term, None), term, Role(0, 1, "benchmark"), memory)
-
-
-def _check(saves: Saves) -> CommitRecord:
-    ended = saves.wait()
-    assert ended is not None and ended.commit is not None, f"the save failed: {ended}"
-    return ended.commit
-
-
-def _ended(promise: object) -> Callable[[], None]:
-    assert isinstance(promise, Future), "dcp.async_save returns a future of the upload"
-
-    def wait() -> None:
-        promise.result()
-
-    return wait
-
-
-def _nothing() -> None:
-    pass
-
-
 def _measure_disk_and_loads(training: Training, figures: Figures, rounds: int, folder: Path) -> None:
     """Write the state's bytes bare, and as a commit with nothing beside it, in turn; then load it, and with dcp.
 
     The commits are those of a run that goes on: one behind the other in one store, of which the newest is kept.
     """
     store, state = open_store(str(folder / "commits")), training.state.tensors()
-    saves = _saves(store, SaveMemory())
-    chunk = torch.randint(0, 255, (CHUNK_BYTES,), dtype=torch.uint8).numpy().data
+    saves = open_saves(store, SaveMemory())
     for number in range(rounds + 1):
-        disk = _write_bare(folder / "bare", chunk, figures.num_bytes)
+        for way in WAYS if number else ():
+            figures.disk.setdefault(way, []).append(write_bare(folder, figures.num_bytes, way))
         started = time.perf_counter()
         saves.begin(
             training.state.tensors(), replace(training.facts(), step=number + 1), is_still=training.state.stillness()
         )
-        record = _check(saves)
+        record = committed(saves)
         whole = time.perf_counter() - started
         prune(store, Retention.of(last=1), verified=record.key)
         if number:
-            figures.disk.append(disk)
             figures.wholes.setdefault("alone", []).append(whole)
     del saves
     saver.save(state, checkpoint_id=folder / "dcp")
@@ -304,26 +175,12 @@ def _evict(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _write_bare(path: Path, chunk: memoryview, num_bytes: int) -> float:
-    """Write so many bytes, and make them and their name durable."""
-    started = time.perf_counter()
-    with path.open("wb", buffering=0) as file:
-        for at in range(0, num_bytes, CHUNK_BYTES):
-            file.write(chunk[: num_bytes - at])
-        os.fsync(file.fileno())
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
-    seconds = time.perf_counter() - started
-    path.unlink()
-    return seconds
-
-
 def _summary(figures: Figures) -> dict[str, object]:
     gigabytes = figures.num_bytes / 1e9
     stalls = {name: statistics.median(times) for name, times in figures.stalls.items()}
     best = min(seconds for name, seconds in stalls.items() if name != OURS)
-    step = statistics.median(figures.steps)
+    step, whole = statistics.median(figures.steps), statistics.median(figures.wholes["alone"])
+    disk = {way: statistics.median(times) for way, times in figures.disk.items()}
     return {
         "stall_ms_per_gb_p50": round(1e3 * stalls[OURS] / gigabytes, 1),
         "stall_ms_per_gb_p99": round(1e3 * _p99(figures.stalls[OURS]) / gigabytes, 1),
@@ -332,8 +189,9 @@ def _summary(figures: Figures) -> dict[str, object]:
         "peers_ms_per_gb_p50": {
             name: round(1e3 * seconds / gigabytes, 1) for name, seconds in stalls.items() if name != OURS
         },
-        "write_vs_disk": round(statistics.median(figures.disk) / statistics.median(figures.wholes["alone"]), 3),
-        "write_gb_per_s": round(gigabytes / statistics.median(figures.wholes["alone"]), 2),
+        "write_vs_disk": round(min(disk.values()) / whole, 3),
+        "write_vs_disk_by_way": {way: round(seconds / whole, 3) for way, seconds in disk.items()},
+        "write_gb_per_s": round(gigabytes / whole, 2),
         "load_vs_dcp": round(_ratio(figures.loads), 3),
         "load_vs_dcp_from_disk": round(_ratio(figures.cold_loads), 3),
         "load_gb_per_s": round(gigabytes / statistics.median(figures.loads[OURS]), 2),
@@ -353,9 +211,7 @@ def _worst(by_size: dict[str, dict[str, object]]) -> dict[str, float]:
         return [float(str(summary[name])) for summary in by_size.values()]
 
     highest = {name: max(values(name)) for name in ("stall_ms_per_gb_p50", "stall_vs_best_peer")}
-    largest = max(by_size, key=float)
-    write = float(str(by_size[largest]["write_vs_disk"]))
-    return {**highest, "write_vs_disk": write, "load_vs_dcp": min(values("load_vs_dcp"))}
+    return {**highest, **{name: min(values(name)) for name in ("write_vs_disk", "load_vs_dcp")}}
 
 
 def _show(size: str, figures: Figures, summary: dict[str, object]) -> None:

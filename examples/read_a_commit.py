@@ -1,4 +1,4 @@
-"""Read the newest commit of a run with torch and the standard library alone, as docs/formats.md describes it.
+"""Read the newest commit of a run with torch and a BLAKE3 alone, as docs/formats.md describes it.
 
 python examples/read_a_commit.py RUN      # a local folder that holds commits/
 """
@@ -14,6 +14,9 @@ import sys
 from pathlib import Path
 
 import torch
+from blake3 import blake3
+
+DIGESTS = {1: ("sha256", hashlib.sha256), 2: ("blake3", blake3)}  # by the record's format
 
 
 def newest_record(run: Path) -> dict:
@@ -23,7 +26,7 @@ def newest_record(run: Path) -> dict:
         record = json.loads(path.read_bytes())
         seal = record.pop("seal", None)
         canonical = json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-        if seal == hashlib.sha256(canonical).hexdigest() and record["format"] == 1:
+        if seal == hashlib.sha256(canonical).hexdigest() and record["format"] in DIGESTS:
             return record
         sys.stderr.write(f"passing over {path.name}: damaged, or of another format\n")
     raise SystemExit(f"{run}: no commit that can be read")
@@ -32,10 +35,11 @@ def newest_record(run: Path) -> dict:
 def read_commit(run: Path) -> dict[tuple, object]:
     """Return every tensor and plain value of the newest commit by its path in the state."""
     record = newest_record(run)
+    digest, compute = DIGESTS[record["format"]]
     files = {}
     for name, told in record["files"].items():
         files[name] = (run / record["attempt"] / name).read_bytes()
-        if len(files[name]) != told["size"] or hashlib.sha256(files[name]).hexdigest() != told["sha256"]:
+        if len(files[name]) != told["size"] or compute(files[name]).hexdigest() != told[digest]:
             raise SystemExit(f"{record['attempt']}/{name} does not match its record")
     metadata = pickle.loads(files[".metadata"])  # a pickle: only opened now that its digest has cleared it
     leaves: dict[tuple, object] = {}

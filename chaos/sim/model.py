@@ -20,8 +20,9 @@ import torch
 from chaos.sim.net import SimGroup
 from elastic_train.account import Account, Hole
 from elastic_train.checkpoint import Retention, layout
-from elastic_train.checkpoint.checksums import FileRecord, HashingSink, open_checked
+from elastic_train.checkpoint.checksums import FileRecord, open_checked
 from elastic_train.checkpoint.format import WrittenPart
+from elastic_train.checkpoint.hashing import HashingSink
 from elastic_train.checkpoint.layout import AttemptPlan, Leaves, Part, State
 from elastic_train.checkpoint.record import CommitRecord
 from elastic_train.checkpoint.record import Path as LeafPath
@@ -244,9 +245,9 @@ class SlowSnapshot(Snapshot):
         super().__init__(part, leaves, is_still)
         self._sleep = sleep
 
-    def copy(self, buffer: Buffer, check: Callable[[], None]) -> list[memoryview]:
+    def copy(self, buffer: Buffer, check: Callable[[], None], tell: Callable[[int], None]) -> None:
         self._sleep()
-        return super().copy(buffer, check)
+        super().copy(buffer, check, tell)
 
 
 _plans: dict[tuple[int, int, int], AttemptPlan] = {}

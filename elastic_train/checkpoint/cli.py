@@ -80,7 +80,7 @@ def show(run: str, commit: str | None = None, *, json_: Json = False) -> int:
     """Show everything that is recorded of one commit of RUN."""
     record = find(open_run(run), commit)
     fields = json.loads(record.encode())
-    fields["files"] = {name: {"size": file.size, "sha256": file.sha256} for name, file in record.files.items()}
+    fields["files"] = {name: {"size": file.size, file.algorithm: file.digest} for name, file in record.files.items()}
     fields = {"key": record.key, "digest": record.digest, **fields}
     if json_:
         return _print_json(fields)

@@ -7,20 +7,15 @@ is synced at once: a file system's journal takes all of it in about the time of 
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
+from typing import BinaryIO, Protocol, cast
 
+from elastic_train.checkpoint.direct import DirectFile, Runs
 from elastic_train.failpoints import reach
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer as Buffer
-
-_SEND_BYTES = 8 << 20
 
 
 class Disk(Protocol):
@@ -42,30 +37,14 @@ class Disk(Protocol):
         """Make one directory below an existing one; FileExistsError if there is one."""
 
 
-class _EagerFile(io.FileIO):
-    """A file whose bytes set out for the disk while more are being hashed, so that the sync at the end is short."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, "x")
-        self._num_written = self._num_sent = 0
-
-    def write(self, content: Buffer, /) -> int:
-        view = memoryview(content).cast("B")
-        done = 0
-        while done < len(view):
-            done += super().write(view[done:]) or 0
-        self._num_written += done
-        if self._num_written - self._num_sent >= _SEND_BYTES:
-            os.posix_fadvise(self.fileno(), self._num_sent, self._num_written - self._num_sent, os.POSIX_FADV_DONTNEED)
-            self._num_sent = self._num_written
-        return done
-
-
 class RealDisk:
     """The machine's own file system."""
 
+    def __init__(self) -> None:
+        self._runs = Runs()
+
     def create(self, path: Path) -> BinaryIO:
-        return cast(BinaryIO, _EagerFile(path))
+        return cast(BinaryIO, DirectFile(path, self._runs))
 
     def sync(self, files: Sequence[BinaryIO], directories: Sequence[Path]) -> None:
         reach("sync")

@@ -12,7 +12,6 @@ cannot), its load of pickled objects, and the wrappers that raise outside of `Ex
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,8 +25,9 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from elastic_train.checkpoint.checksums import Aside, CheckedFile, FileRecord, HashingSink, open_checked
+from elastic_train.checkpoint.checksums import CheckedFile, FileRecord, open_checked
 from elastic_train.checkpoint.frames import bytes_of, frame_of
+from elastic_train.checkpoint.hashing import Aside, HashingSink
 from elastic_train.checkpoint.layout import AttemptPlan, Part
 from elastic_train.checkpoint.record import Path
 from elastic_train.checkpoint.stores import Store, read
@@ -135,11 +135,11 @@ class _PlainLoadPlanner(DefaultLoadPlanner):
 
 
 def _read_metadata(store: Store, attempt: str, files: Mapping[str, FileRecord]) -> Metadata:
-    """Unpickle the metadata, once its SHA-256 has cleared it."""
+    """Unpickle the metadata, once its digest has cleared it."""
     key = f"{attempt}/{METADATA}"
     content = read(store, key)
-    if hashlib.sha256(content).hexdigest() != _record_of(store, key, files).sha256:
-        raise CommitError(f"{store.url}/{key} does not match its SHA-256")
+    if not _record_of(store, key, files).is_digest_of(content):
+        raise CommitError(f"{store.url}/{key} does not match its digest")
     metadata = pickle.loads(content)
     assert isinstance(metadata, Metadata), "what we have written"
     return metadata

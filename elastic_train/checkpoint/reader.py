@@ -2,7 +2,7 @@
 
 Candidates come newest first by (term, step). One that is damaged is passed over for its parent, and so on along the
 lineage; where a record is unreadable, so that its parent is unknown, the order alone decides. Whatever the store
-holds, no pickle is opened before its SHA-256 has cleared it, and no byte is used whose block does not match.
+holds, no pickle is opened before its digest has cleared it, and no byte is used whose block does not match.
 
 A store that cannot be asked is not a damaged commit: that error is passed on, since falling back would lose steps.
 """

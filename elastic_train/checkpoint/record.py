@@ -23,7 +23,8 @@ from elastic_train.errors import CommitError
 from elastic_train.lineage import Interval, commit_key
 from elastic_train.order import Cursor
 
-FORMAT = 1
+FORMAT = 2
+_FORMATS = (1, FORMAT)  # in format 1 files have SHA-256 in place of BLAKE3
 
 Path = tuple[str | int, ...]
 
@@ -96,6 +97,8 @@ class CommitRecord(CommitFacts):
         for name in _SINCE_THEN:
             if fields[name] is None:
                 del fields[name]
+        for file in fields["files"].values():
+            del file["sha256" if file["sha256"] is None else "blake3"]
         return _dump({**fields, "seal": hashlib.sha256(_dump(fields)).hexdigest()})
 
 
@@ -110,8 +113,8 @@ def decode(content: bytes, key: str) -> CommitRecord:
         fields = json.loads(content)
         if not isinstance(fields, dict):
             raise CommitError(f"{key} is no commit record")
-        if fields.get("format") != FORMAT:
-            raise CommitError(f"{key} has format {fields.get('format')}, this version reads {FORMAT}")
+        if fields.get("format") not in _FORMATS:
+            raise CommitError(f"{key} has format {fields.get('format')}, this version reads up to {FORMAT}")
         seal = fields.pop("seal", None)
         if seal != hashlib.sha256(_dump(fields)).hexdigest():
             raise CommitError(f"{key} does not match its seal; the record was damaged")

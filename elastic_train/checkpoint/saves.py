@@ -17,15 +17,16 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_train.checkpoint import done
 from elastic_train.checkpoint.format import WrittenPart, write_part
+from elastic_train.checkpoint.gate import Abandoned, Gate
 from elastic_train.checkpoint.layout import Planner, State, leaves_by_path
 from elastic_train.checkpoint.prompt import PromptStore
 from elastic_train.checkpoint.record import CommitFacts, CommitRecord, Path
-from elastic_train.checkpoint.staging import Snapshot, Staging
+from elastic_train.checkpoint.staging import Buffer, Snapshot, Staged, Staging
 from elastic_train.checkpoint.stores import Store
 from elastic_train.checkpoint.writer import CommitWriter, Draft, attempt_folder
 from elastic_train.errors import StorageError
@@ -40,39 +41,6 @@ PUBLISH_PATIENCE_S = 1.0
 """How long a world that ends waits for a publish that has begun; after that the fence alone decides."""
 TIMES_LONGEST, LEAST_S, MOST_S = 10.0, 20.0, 600.0
 """How long a save may get no further: so many times the longest that was published, within bounds."""
-
-
-class Abandoned(Exception):  # noqa: N818 - not a failure: the world has ended
-    """The save is not wanted any more."""
-
-
-class Gate:
-    """Whether a save may go on; `passing` it is publishing."""
-
-    def __init__(self) -> None:
-        self._closed = threading.Event()
-        self._lock = threading.Lock()
-
-    def check(self) -> None:
-        if self._closed.is_set():
-            raise Abandoned
-
-    def pause(self, seconds: float) -> None:
-        """Sleep, or raise Abandoned as soon as the gate is closed."""
-        if self._closed.wait(seconds):
-            raise Abandoned
-
-    @contextlib.contextmanager
-    def passing(self) -> Iterator[None]:
-        with self._lock:
-            self.check()
-            yield
-
-    def close(self, patience_s: float) -> None:
-        """Let nobody pass from now on, and wait a while for who is passing."""
-        self._closed.set()
-        if self._lock.acquire(timeout=patience_s):
-            self._lock.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +225,8 @@ class _Flight:
         self._staging, self.place, self._draft, self._snapshot = staging, place, draft, snapshot
         self._began_at, self._seconds = time.perf_counter(), 0.0
         self.moved_at_s = time.monotonic()
-        self.gate, self.staged, self.ended = Gate(), threading.Event(), threading.Event()
+        self.gate, self.ended = Gate(), threading.Event()
+        self.staged, self.awaited = threading.Event(), threading.Event()
         self.stall_s = 0.0
         self.commit: CommitRecord | None = None
         self._error: BaseException | None = None
@@ -267,6 +236,7 @@ class _Flight:
     def await_staging(self) -> None:
         if not self.staged.is_set():
             started = time.perf_counter()
+            self.awaited.set()
             self.staged.wait()
             self.stall_s += time.perf_counter() - started
 
@@ -321,21 +291,40 @@ class _Flight:
     def _write_mine(self) -> WrittenPart:
         snapshot = self._snapshot
         buffer = self._staging.buffer(snapshot.num_bytes, is_pinned=snapshot.is_on_device)
-        contents = snapshot.copy(buffer, self.gate.check)
-        self.staged.set()
-        self._move()
-        reach("write")
-        return self._write_stubbornly(contents)
+        with self._copying(buffer) as contents:
+            reach("write")
+            return self._write_stubbornly(contents)
 
-    def _write_stubbornly(self, contents: Sequence[memoryview]) -> WrittenPart:
+    @contextlib.contextmanager
+    def _copying(self, buffer: Buffer) -> Iterator[Staged]:
+        """Copy the state on a thread of its own, and wait for it at the end; give what is written."""
+        contents = Staged(buffer.contents_of(self._snapshot.part), self.awaited.is_set)
+        name = f"copy of step {self._draft.facts.step}"
+        threading.Thread(target=self._copy, args=(buffer, contents), name=name, daemon=True).start()
+        try:
+            yield contents
+        finally:
+            self.staged.wait()
+
+    def _copy(self, buffer: Buffer, contents: Staged) -> None:
+        try:
+            self._snapshot.copy(buffer, self.gate.check, contents.tell)
+        except BaseException as error:  # noqa: BLE001 - raised to who writes
+            contents.fail(error)
+        finally:
+            self._move()
+            self.staged.set()
+
+    def _write_stubbornly(self, contents: Staged) -> WrittenPart:
         for pause_s in RETRY_PAUSES_S:
             try:
                 return self._write(contents)
             except StorageError:
+                contents.wait()  # what cannot be copied will not be written by trying again
                 self.gate.pause(pause_s)
         return self._write(contents)
 
-    def _write(self, contents: Sequence[memoryview]) -> WrittenPart:
+    def _write(self, contents: Iterable[memoryview]) -> WrittenPart:
         part = self._draft.plan.parts[self.place]
         plain = self._draft.plain if self.place == 0 else {}
         return write_part(
@@ -345,7 +334,7 @@ class _Flight:
     def _move(self) -> None:
         self.moved_at_s = time.monotonic()
 
-    def _checking(self, contents: Sequence[memoryview]) -> Iterator[memoryview]:
+    def _checking(self, contents: Iterable[memoryview]) -> Iterator[memoryview]:
         """Yield the bytes as long as the save is wanted."""
         for content in contents:
             self.gate.check()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+
 import torch
 from torch import nn
 
 from elastic_train.checkpoint import CommitFacts, CommitRecord, CommitWriter, Store
+from elastic_train.checkpoint.stores import read
 from elastic_train.coverage import CoverageSums
 from elastic_train.fencing import StoreFence
 from elastic_train.order import Cursor
@@ -60,3 +64,17 @@ def commit_steps(store: Store, *steps: int, parent: CommitRecord | None = None) 
     """Publish one small commit per step under one new term."""
     commits = writer(store, parent)
     return [commits.save(small_state(step), facts(step)) for step in steps]
+
+
+def aged(store: Store, record: CommitRecord) -> CommitRecord:
+    """Make a commit one of format 1, whose files have SHA-256 digests; return its record."""
+    files = {
+        name: dataclasses.replace(
+            file, blake3=None, sha256=hashlib.sha256(read(store, f"{record.attempt}/{name}")).hexdigest()
+        )
+        for name, file in record.files.items()
+    }
+    old = dataclasses.replace(record, format=1, files=files)
+    store.delete(old.key)
+    store.create(old.key, old.encode())
+    return old

@@ -138,6 +138,7 @@ class MirroredDisk(RealDisk):
     """A real disk whose every operation is done to a simulated one too, both inside an `operation` of the caller's."""
 
     def __init__(self, simulated: Disk, operation: Operation) -> None:
+        super().__init__()
         self._simulated = simulated
         self._operation = operation
 

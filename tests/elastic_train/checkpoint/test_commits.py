@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from commit_samples import State, commit_steps, facts, small_state, take_steps, trained, writer
+from commit_samples import State, aged, commit_steps, facts, small_state, take_steps, trained, writer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -184,13 +184,18 @@ def test_stock_dcp_reads_the_newest_commit_over_one_two_and_three_ranks(local_st
     assert result.returncode == 0, result.stderr
 
 
-def test_a_reader_of_fifty_lines_reads_a_commit(local_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_older", [False, True])
+def test_a_reader_of_fifty_lines_reads_a_commit(
+    local_store: Store, is_older: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The page about the format is enough to write one, and the example that follows it gets the same bits."""
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "examples")
     read_commit = importlib.import_module("read_a_commit").read_commit
     commit_steps(local_store, 1)
     state = odd_state()
-    writer(local_store, discover(local_store).head).save(state, facts(3))
+    record = writer(local_store, discover(local_store).head).save(state, facts(3))
+    if is_older:
+        aged(local_store, record)
     assert_equal_leaves(read_commit(Path(local_store.url)), dict(leaves_of(state)))
 
 

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_train.checkpoint import CommitRecord, Store, discover, load, open_store, read_state, stores
-from elastic_train.checkpoint.checksums import BLOCK_BYTES, CheckedFile, FileRecord, HashingSink
+from elastic_train.checkpoint.checksums import BLOCK_BYTES, CheckedFile, FileRecord
+from elastic_train.checkpoint.hashing import HashingSink
 from elastic_train.checkpoint.local import LocalStore
 from elastic_train.checkpoint.record import decode
 from elastic_train.errors import CommitError, StorageError
@@ -172,7 +173,7 @@ def test_no_pickle_is_opened_before_its_digest_clears_it(local_store: Store, tmp
     first, second = commit_steps(local_store, 1, 2)
     (Path(local_store.url) / second.attempt / ".metadata").write_bytes(pickle.dumps(Bomb(str(tmp_path / "bang"))))
     assert discover(local_store).head == first
-    with pytest.raises(CommitError, match="SHA-256"):
+    with pytest.raises(CommitError, match="digest"):
         read_state(local_store, second)
     assert not (tmp_path / "bang").exists()
 
@@ -247,7 +248,7 @@ def test_checksums_do_not_depend_on_how_bytes_arrive(pieces: list[int], data: st
 def test_a_bad_bit_is_seen_by_whoever_touches_its_block_and_by_nobody_else(size: int, data: st.DataObject) -> None:
     """What is checked is exactly what is read, in whole blocks: the neighbours of a damaged block are still good."""
     whole = bytes(size)
-    record = FileRecord(size, "", tuple(zlib.crc32(whole[at : at + BLOCK_BYTES]) for at in range(0, size, BLOCK_BYTES)))
+    record = FileRecord(size, tuple(zlib.crc32(whole[at : at + BLOCK_BYTES]) for at in range(0, size, BLOCK_BYTES)), "")
     bad = data.draw(st.integers(0, size - 1))
     harmed = bytearray(whole)
     harmed[bad] ^= 1 << data.draw(st.integers(0, 7))
@@ -262,4 +263,4 @@ def test_a_bad_bit_is_seen_by_whoever_touches_its_block_and_by_nobody_else(size:
 def test_a_file_record_must_have_all_its_blocks() -> None:
     """A record whose block checksums do not fit its size is refused."""
     with pytest.raises(ValueError, match="block checksums"):
-        FileRecord(BLOCK_BYTES + 1, "", (1,))
+        FileRecord(BLOCK_BYTES + 1, (1,), "")

@@ -24,7 +24,7 @@ def some_record() -> CommitRecord:
 
 def candidate(step: int, *, at: float = 0.0, loss: float | None = None, size: int = 10) -> Candidate:
     """Return a commit called by its step."""
-    files = {"file": FileRecord(size, "", (0,))}
+    files = {"file": FileRecord(size, (0,), "")}
     record = dataclasses.replace(some_record(), step=step, created_at=at, metrics={"loss": loss}, files=files)
     return Candidate(str(step), step, lambda: record)
 

@@ -22,11 +22,10 @@ from elastic_train.checkpoint.local import LocalStore
 from elastic_train.checkpoint.stores import Uncertain
 from elastic_train.config import Config, OptimizerConfig
 from elastic_train.errors import FencedError, StorageError
-from elastic_train.fencing import JoinedFence, StoreFence
+from elastic_train.fencing import StoreFence
 from elastic_train.lineage import Interval
 from elastic_train.plan import Plan
 from elastic_train.state import Reached, build_state
-from rendezvous import errors as rendezvous_errors
 
 
 def test_two_writers_of_one_key_have_one_winner(store: Store) -> None:
@@ -62,29 +61,11 @@ def test_a_fenced_world_does_not_extend_the_lineage(local_store: Store) -> None:
     assert discover(local_store).head == second
 
 
-def test_claimed_terms_only_grow(store: Store) -> None:
-    """A term is above every claim and every commit, and not below what the caller asks for."""
-    fence = StoreFence(store)
-    assert fence.head() is None
-    assert [fence.claim(1), fence.claim(1), fence.claim(7), fence.claim(1)] == [1, 2, 7, 8]
-    CommitWriter(store, fence, 12, None).save(small_state(), facts(3))
-    head = fence.head()
-    assert head is not None
-    assert (head.term, head.commit) == (12, "commits/00000012-000000000003.json")
-    assert fence.claim(1) == 13
-
-
-def test_claims_at_once_get_different_terms(store: Store) -> None:
-    """No term is claimed twice, on any store."""
-    with ThreadPoolExecutor(6) as pool:
-        terms = list(pool.map(lambda _: StoreFence(store).claim(1), range(6)))
-    assert len(set(terms)) == 6
-
-
 class FailingDisk(RealDisk):
     """A disk on which one operation, counted from the start of counting, fails; writes fail after their first half."""
 
     def __init__(self, failing: int, code: int) -> None:
+        super().__init__()
         self.left = failing
         self.code = code
 
@@ -262,55 +243,6 @@ def test_a_state_changed_after_its_save_is_not_changed_in_the_commit(local_store
     record = writer(local_store).save(state, facts(1))
     state["model"]["w"].zero_()
     assert read_state(local_store, record)["model"]["w"].tolist() == [1.0] * 5
-
-
-class ControlPlane:
-    """An etcd whose data may be lost, as a fence."""
-
-    def __init__(self) -> None:
-        self.term = 0
-        self.commit: str | None = None
-        self.error: Exception | None = None
-
-    def claim(self, at_least: int) -> int:
-        if self.error:
-            raise self.error
-        self.term = max(at_least, self.term + 1)
-        return self.term
-
-    def publish(self, term: int, commit: str) -> None:
-        if term != self.term:
-            raise rendezvous_errors.FencedError(f"the head is held by term {self.term}")
-        self.commit = commit
-
-    def head(self) -> ControlPlane:
-        return self
-
-
-def test_a_term_is_not_given_twice_when_etcd_loses_its_data(local_store: Store) -> None:
-    """A zombie that has published nothing yet still holds its term in the store."""
-    zombie_fence = JoinedFence(local_store, ControlPlane())
-    zombie = CommitWriter(local_store, zombie_fence, zombie_fence.claim(5), None)
-    fence = JoinedFence(local_store, ControlPlane())
-    term = fence.claim(1)
-    assert term == 6
-    with pytest.raises(FencedError, match="term 6 was claimed"):
-        zombie.save(small_state(1), facts(1))
-    head = CommitWriter(local_store, fence, term, None).save(small_state(2), facts(2))
-    assert discover(local_store).head == head
-
-
-def test_etcds_errors_are_told_as_ours(local_store: Store) -> None:
-    """Fenced by etcd is fenced; etcd out of reach is a failed save."""
-    control = ControlPlane()
-    fence = JoinedFence(local_store, control)
-    commits = CommitWriter(local_store, fence, fence.claim(1), None)
-    control.term = 9
-    with pytest.raises(FencedError, match="held by term 9"):
-        commits.save(small_state(1), facts(1))
-    control.error = rendezvous_errors.StoreUnavailableError("no member answered")
-    with pytest.raises(StorageError, match="no member answered"):
-        fence.claim(1)
 
 
 def test_a_commit_made_alone_continues_what_its_state_went_on_from(tmp_path: Path) -> None:

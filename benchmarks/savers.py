@@ -1,0 +1,143 @@
+"""Who saves, for `benchmarks.checkpoint`: ours, torch.save, dcp.save and dcp.async_save, beside one training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict_saver as saver
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from elastic_train.account import Account
+from elastic_train.checkpoint import CommitFacts, CommitRecord, CommitWriter, Role, SaveMemory, Saves, open_store
+from elastic_train.checkpoint.stores import Store
+from elastic_train.config import OptimizerConfig
+from elastic_train.coverage import CoverageSums
+from elastic_train.fencing import StoreFence
+from elastic_train.order import Cursor
+from elastic_train.state import AppliedState, build_state
+
+OURS = "elastic_train"
+
+
+@dataclass
+class Training:
+    """A training loop to be stalled: AdamW over linear layers, one thread."""
+
+    state: AppliedState
+    batch: torch.Tensor
+
+    def compute(self) -> None:
+        """Run forward and backward."""
+        self.state.model(self.batch).square().mean().backward()
+
+    def update(self) -> None:
+        self.state.apply(Cursor(), CoverageSums(), 1, Account())
+        self.state.optimizer.zero_grad(set_to_none=False)
+
+    def facts(self) -> CommitFacts:
+        return CommitFacts(
+            step=self.state.step,
+            cursor=self.state.cursor,
+            coverage=self.state.coverage,
+            rng={},
+            metrics={},
+            config_digest="",
+            manifest_digest="",
+            world_size=1,
+        )
+
+
+def train(model: nn.Module, batch: torch.Tensor) -> Training:
+    """Build the loop, and take two steps, so that all of the state is there."""
+    training = Training(build_state(model, OptimizerConfig(), 10_000, "cpu", is_fp16=False), batch)
+    for _ in range(2):
+        training.compute()
+        training.update()
+    return training
+
+
+Waits = tuple[Callable[[], None], Callable[[], None]]
+"""What waits until the state may change, and what waits for the end of the save."""
+Side = Callable[[Path], Callable[[], Waits]]
+"""Prepares a folder for a save, and returns what begins it."""
+
+
+def all_sides(training: Training, *, can_stage_twice: bool) -> Iterator[tuple[str, Side]]:
+    """Yield every side by its name; with `can_stage_twice` also the one that takes fresh memory at every save."""
+    memory = SaveMemory()
+
+    def ours(target: Path) -> Callable[[], Waits]:
+        saves = open_saves(open_store(str(target)), memory)
+
+        def wait() -> None:
+            committed(saves)
+
+        def begin() -> Waits:
+            saves.begin(training.state.tensors(), training.facts(), is_still=training.state.stillness())
+            return saves.await_staging, wait
+
+        return begin
+
+    def torch_save(target: Path) -> Callable[[], Waits]:
+        target.mkdir()
+
+        def begin() -> Waits:
+            torch.save(training.state.tensors(), target / "state.pt")
+            return _nothing, _nothing
+
+        return begin
+
+    def dcp_save(target: Path) -> Callable[[], Waits]:
+        def begin() -> Waits:
+            saver.save(training.state.tensors(), checkpoint_id=target)
+            return _nothing, _nothing
+
+        return begin
+
+    def dcp_async_save(stager: DefaultStager | None, target: Path) -> Callable[[], Waits]:
+        def begin() -> Waits:
+            promise = saver.async_save(training.state.tensors(), checkpoint_id=target, async_stager=stager)
+            return _nothing, _ended(promise)
+
+        return begin
+
+    kept = DefaultStager(StagingOptions(False, False, False, False))
+    yield OURS, ours
+    yield "torch.save", torch_save
+    yield "dcp.save", dcp_save
+    if can_stage_twice:
+        yield "dcp.async_save", partial(dcp_async_save, None)
+    yield "dcp.async_save, kept memory", partial(dcp_async_save, kept)
+
+
+def open_saves(store: Store, memory: SaveMemory) -> Saves:
+    """Open the saves of a world of one rank."""
+    fence = StoreFence(store)
+    term = fence.claim()
+    return Saves(store, CommitWriter(store, fence, term, None), term, Role(0, 1, "benchmark"), memory)
+
+
+def committed(saves: Saves) -> CommitRecord:
+    """Wait for a save, which must succeed."""
+    ended = saves.wait()
+    assert ended is not None and ended.commit is not None, f"the save failed: {ended}"
+    return ended.commit
+
+
+def _ended(promise: object) -> Callable[[], None]:
+    assert isinstance(promise, Future), "dcp.async_save returns a future of the upload"
+
+    def wait() -> None:
+        promise.result()
+
+    return wait
+
+
+def _nothing() -> None:
+    pass

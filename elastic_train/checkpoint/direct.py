@@ -1,0 +1,140 @@
+"""A new file that is written past the page cache, where new pages cost more than all that a save hashes.
+
+Bytes are gathered in aligned memory, run by run, which is kept from file to file; a thread writes runs while the next
+is gathered, so the disk is busy from the first run on. What does not fill a page goes through the page cache, a file
+shorter than a run does, and everything does where the file system knows no direct writes. An error of the thread is
+raised by a later call, at the latest by `flush`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
+
+RUN_BYTES = 4 << 20
+MOST_RUNS = 3
+Run = npt.NDArray[np.uint8]
+
+
+class Runs:
+    """Memory of files that are closed, for the next."""
+
+    def __init__(self) -> None:
+        self._kept: list[Run] = []
+
+    def take(self) -> Run:
+        """Return aligned memory; if it is new, none of it is there before it is touched."""
+        try:
+            return self._kept.pop()
+        except IndexError:
+            return np.frombuffer(mmap.mmap(-1, RUN_BYTES), np.uint8)
+
+    def give(self, run: Run) -> None:
+        if len(self._kept) < MOST_RUNS:
+            self._kept.append(run)
+
+
+class DirectFile:
+    """A file open for writing; its bytes are in it for certain after `flush`, or once it is closed."""
+
+    def __init__(self, path: Path, runs: Runs) -> None:
+        """Create the file; FileExistsError if there is one."""
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._runs = runs
+        self._run, self._num_gathered = runs.take(), 0
+        self._offset = 0  # of the run that is gathered
+        self._thread: ThreadPoolExecutor | None = None
+        self._writing: deque[tuple[Future[None], Run]] = deque()
+        self._is_direct, self._is_open = False, True
+
+    def __enter__(self) -> DirectFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._let_go()
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def write(self, content: Buffer, /) -> int:
+        view = memoryview(content).cast("B")
+        done = 0
+        while done < len(view):
+            piece = np.frombuffer(view[done : done + RUN_BYTES - self._num_gathered], np.uint8)
+            np.copyto(self._run[self._num_gathered : self._num_gathered + len(piece)], piece)
+            self._num_gathered, done = self._num_gathered + len(piece), done + len(piece)
+            if self._num_gathered == RUN_BYTES:
+                self._hand_on()
+        return len(view)
+
+    def flush(self) -> None:
+        """Write what is gathered, and wait for everything."""
+        while self._writing:
+            self._runs.give(self._await_one())
+        num_whole = self._num_gathered - self._num_gathered % mmap.PAGESIZE if self._is_direct else 0
+        self._put(self._run[:num_whole], self._offset)
+        self._set_direct(False)
+        self._put(self._run[num_whole : self._num_gathered], self._offset + num_whole)
+        self._offset, self._num_gathered = self._offset + self._num_gathered, 0
+
+    def close(self) -> None:
+        if self._is_open:
+            try:
+                self.flush()
+            finally:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        self._is_open = False
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        os.close(self._descriptor)
+        self._runs.give(self._run)
+
+    def _hand_on(self) -> None:
+        """Let a full run be written, and begin another."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "writing")
+            self._set_direct(True)
+        self._writing.append((self._thread.submit(self._put, self._run, self._offset), self._run))
+        self._offset, self._num_gathered = self._offset + RUN_BYTES, 0
+        self._run = self._runs.take() if len(self._writing) < MOST_RUNS else self._await_one()
+
+    def _await_one(self) -> Run:
+        """Return the memory of the run that was handed on first, once it is written."""
+        writing, run = self._writing.popleft()
+        writing.result()
+        return run
+
+    def _put(self, run: Run, offset: int) -> None:
+        done = 0
+        while done < len(run):
+            try:
+                done += os.pwrite(self._descriptor, run[done:].data, offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._is_direct:
+                    raise
+                self._set_direct(False)  # it takes direct writes, but not this one
+
+    def _set_direct(self, is_direct: bool) -> None:
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if is_direct else 0))
+        except OSError:
+            is_direct = False  # the file system knows no direct writes
+        self._is_direct = is_direct
