@@ -177,23 +177,30 @@ def test_storage_that_does_not_answer_is_an_error(
 
 def test_a_claim_outlives_a_hung_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A term's create that hangs is asked again: the claim is made, and is found made by the one that wakes up."""
-    monkeypatch.setattr(prompt, "ANSWER_S", 0.3)
-    woken, is_through = threading.Event(), threading.Event()
+    woken, is_through, is_hung = threading.Event(), threading.Event(), threading.Event()
 
     class Hanging(LocalStore):
-        num_creates = 0
-
         def create(self, key: str, content: bytes) -> None:
-            self.num_creates += 1
-            if self.num_creates > 1:
+            if is_hung.is_set():
                 return super().create(key, content)
+            is_hung.set()
             assert woken.wait(30)
             try:
                 super().create(key, content)
             finally:
                 is_through.set()
 
-    store = PromptStore(Hanging(tmp_path), lambda: None)
+    class ImpatientAtFirst(PromptStore):
+        num_creates = 0
+
+        def create(self, key: str, content: bytes) -> None:
+            self.num_creates += 1
+            with monkeypatch.context() as patch:
+                if self.num_creates == 1:
+                    patch.setattr(prompt, "ANSWER_S", 0.5)
+                super().create(key, content)
+
+    store = ImpatientAtFirst(Hanging(tmp_path), lambda: None)
     assert StoreFence(store).claim() == 1
     claim = stores.read(store, "terms/00000001.json")
     woken.set()
