@@ -10,8 +10,19 @@ from pathlib import Path
 import torch
 
 from elastic_train.cadence import Cadence
-from elastic_train.checkpoint import CommitRecord, CommitWriter, Retention, Role, Saves, discover, open_store, prune
+from elastic_train.checkpoint import (
+    CommitRecord,
+    CommitWriter,
+    Retention,
+    Role,
+    Saves,
+    Store,
+    discover,
+    open_store,
+    prune,
+)
 from elastic_train.checkpoint.interval import Faults
+from elastic_train.checkpoint.prompt import PromptStore
 from elastic_train.checkpoint.reader import read_record
 from elastic_train.config import Config
 from elastic_train.errors import StorageError
@@ -83,18 +94,20 @@ def open_saves(process: Process, world: World, head: CommitRecord | None) -> Sav
     writers = [0, *(rank for rank in range(1, world.group.size) if seen[rank] and seen[rank] == seen[0])]
     place = writers.index(world.group.rank) if world.group.rank in writers else None
     retention = process.plan.retention
+    # A save that hangs is given up as a whole.
+    store = world.store.patient if isinstance(world.store, PromptStore) else world.store
     return Saves(
-        world.store,
-        CommitWriter(world.store, world.fence, world.term, head),
+        store,
+        CommitWriter(store, world.fence, world.term, head),
         world.term,
         Role(place, len(writers), claim[:12] if claim else uuid.uuid4().hex[:12]),
         process.save_memory,
-        tidy=lambda commit: _prune(world, retention, commit),
+        tidy=lambda commit: _prune(store, retention, commit),
     )
 
 
-def _prune(world: World, retention: Retention, newest: CommitRecord) -> None:
-    prune(world.store, retention, verified=newest.key)
+def _prune(store: Store, retention: Retention, newest: CommitRecord) -> None:
+    prune(store, retention, verified=newest.key)
 
 
 def commit_alone(plan: Plan, state: AppliedState) -> None:

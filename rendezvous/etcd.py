@@ -198,7 +198,7 @@ class EtcdLease:
 
     def _renew(self) -> None:
         pause_s = self.ttl_s / 3
-        is_silent = False
+        is_silent, renewed_s = False, time.monotonic()
         while not self._stopped.wait(pause_s):
             started = time.monotonic()
             try:
@@ -207,13 +207,15 @@ class EtcdLease:
                 # Etcd keeps leases over its own outage, so only its word ends this one; "too many requests" is not it.
                 if not is_silent:
                     _log.warning("cannot renew the lease, trying on: %s", error)
-                is_silent, left_s = True, self.ttl_s
+                is_silent = True
             else:
-                is_silent = False
-            if left_s <= 0:
-                self._lost.set()
-                self._connection.close()
-                return
+                if left_s <= 0:
+                    ago_s = time.monotonic() - renewed_s
+                    _log.warning("the lease of %.0f s is over, last renewed %.1f s ago", self.ttl_s, ago_s)
+                    self._lost.set()
+                    self._connection.close()
+                    return
+                is_silent, renewed_s = False, time.monotonic()
             pause_s = max(0.0, self.ttl_s / 3 - (time.monotonic() - started))
 
     def _refresh(self, client: pyetcd.MultiEndpointEtcd3Client) -> float:

@@ -54,6 +54,11 @@ class PromptStore:
     def delete(self, key: str) -> None:
         self._ask(f"delete {key}", lambda: self._store.delete(key))
 
+    @property
+    def patient(self) -> Store:
+        """The store beneath, for threads that are watched themselves."""
+        return self._store
+
     def preferring(self, files: Mapping[str, FileRecord]) -> Store:
         """Return this store for reading; see `NearStore.preferring`."""
         if isinstance(self._store, NearStore):
