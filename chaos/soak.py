@@ -68,15 +68,17 @@ class Drawn:
         }
 
     def __call__(self, num_done: Callable[[], int]) -> Iterator[Due]:
-        """Yield faults until so many were done, or the time is over."""
-        began = time.monotonic()
+        """Yield faults until so many were done, or the time since the first is over."""
+        began: float | None = None  # a loaded machine needs minutes to start a job, which are not the faults'
         while num_done() < self._soak.faults and not self._is_late(began):
             burst = [fault for _ in range(self._draws.randint(1, self._soak.burst)) for fault in self._one()]
             for place, fault in enumerate(burst):
                 yield replace(fault, is_healed=place == 0)
+                began = began or time.monotonic()
 
-    def _is_late(self, began: float) -> bool:
-        return self._soak.minutes is not None and time.monotonic() - began > 60 * self._soak.minutes
+    def _is_late(self, began: float | None) -> bool:
+        minutes = self._soak.minutes
+        return minutes is not None and began is not None and time.monotonic() - began > 60 * minutes
 
     def _one(self) -> list[Due]:
         """Draw a kind, those that came least first, and a fault of it, with what has to go with it."""
