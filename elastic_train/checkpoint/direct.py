@@ -23,7 +23,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
-RUN_BYTES = 4 << 20
+RUN_BYTES = 8 << 20
 MOST_RUNS = 3
 Run = npt.NDArray[np.uint8]
 

@@ -38,6 +38,7 @@ Wanted = tuple[_StorageInfo, ReadItem]
 Landing = tuple[list[memoryview], Callable[[list[memoryview]], None]]
 _NUM_READERS = 2
 _RUN_BYTES = 32 << 20
+_MOST_BEHIND = 64  # tensors of the model: they come first, and their SHA-256 takes longer than the disk
 METADATA = ".metadata"
 MODEL = "model"
 
@@ -58,7 +59,7 @@ def write_part(
     """Write one part's file: its tensors' bytes, in the order of its slots, and encoded plain values behind them."""
     digests: dict[str, Future[str]] = {}
     places: dict[str, tuple[int, int]] = {}
-    with store.write(f"{attempt}/{part.name}") as file, HashingSink(file) as sink, Aside() as digesting:
+    with store.write(f"{attempt}/{part.name}") as file, HashingSink(file) as sink, Aside(_MOST_BEHIND) as digesting:
         for slot, content in zip(part.slots, contents, strict=True):
             if slot.path[0] == MODEL:
                 name = ".".join(map(str, slot.path[1:]))

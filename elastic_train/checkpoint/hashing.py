@@ -22,18 +22,19 @@ from elastic_train.checkpoint.stores import Sink
 T = TypeVar("T")
 _RUN_BYTES = 4 * BLOCK_BYTES  # what is handed on at once, so that threads meet rarely
 _SMALL_BYTES = 64 << 10
-_MOST_AHEAD = 2
+_MOST_BEHIND = 2
 
 
 class Aside:
-    """A thread that hashes beside the writing, a little ahead of it; neither holds the interpreter's lock.
+    """A thread that hashes beside the writing, at most so many acts behind; neither holds the interpreter's lock.
 
     What it is given to read must not change, nor go, until it is through.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_behind: int) -> None:
+        self._most_behind = most_behind
         self._thread: ThreadPoolExecutor | None = None
-        self._ahead: deque[Future[Any]] = deque()
+        self._behind: deque[Future[Any]] = deque()
 
     def __enter__(self) -> Aside:
         return self
@@ -46,14 +47,14 @@ class Aside:
         """Do something behind all that was given before; wait while too much of that is left."""
         self._thread = self._thread or ThreadPoolExecutor(1, "hashing")
         result = self._thread.submit(act)
-        self._ahead.append(result)
-        if len(self._ahead) > _MOST_AHEAD:
-            self._ahead.popleft().result()
+        self._behind.append(result)
+        if len(self._behind) > self._most_behind:
+            self._behind.popleft().result()
         return result
 
     def wait(self) -> None:
-        while self._ahead:
-            self._ahead.popleft().result()
+        while self._behind:
+            self._behind.popleft().result()
 
 
 class HashingSink:
@@ -68,7 +69,7 @@ class HashingSink:
         self._digest = blake3()
         self._undigested: list[memoryview] = []
         self._num_undigested = 0
-        self._aside = Aside()
+        self._aside = Aside(_MOST_BEHIND)
         self._blocks: list[int] = []
         self._checksum = self._size = 0
         self._is_closed = False
