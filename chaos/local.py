@@ -13,10 +13,9 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 from chaos import left_behind
 from chaos.acts import ACTS, Done, Undo
@@ -27,6 +26,7 @@ from chaos.kinds import KINDS, LOCAL
 from chaos.node import Node, clean_environ, signal_all
 from chaos.scenario import Scenario
 from chaos.schedule import Due
+from chaos.stopping import Enough, told_once
 from chaos.surroundings import Surroundings
 from elastic_train.failpoints import KINDS as POINT_KINDS
 from elastic_train.failpoints import POINTS
@@ -100,11 +100,11 @@ class Job:
 
     def _inject_all(self) -> None:
         """Inject the faults; a soak is told by Ctrl-C or SIGTERM that they were enough."""
-        with _told_once(self._stop) if self.land is not None else contextlib.nullcontext():
+        with told_once(self._stop) if self.land is not None else contextlib.nullcontext():
             try:
                 for fault in self.faults:
                     self.inject(fault)
-            except _Enough:
+            except Enough:
                 self.record("stopped", faults=self.num_faults)
         self._is_stopping = False
 
@@ -208,7 +208,7 @@ class Job:
     def look(self, waiting_for: str) -> None:
         """See what has happened, undo what is due, and wait a moment; RunError once the job's time is over."""
         if self._is_stopping:
-            raise _Enough
+            raise Enough
         if self.land is None and time.monotonic() > self._deadline:
             raise RunError(
                 f"the job did not come to {waiting_for} within {self.scenario.timeout_s:.0f} s "
@@ -271,32 +271,6 @@ class Job:
 
     def _logs(self) -> str:
         return "\n".join(f"the end of node {node.number}'s log:\n{node.tail()}" for node in self.nodes)
-
-
-class _Enough(Exception):  # noqa: N818 - not a failure: somebody wants no more faults
-    """The soak was told to end."""
-
-
-@contextlib.contextmanager
-def _told_once(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` at the first Ctrl-C or SIGTERM; from then on, and behind the context, they do what they did."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.getsignal(number) for number in numbers}
-
-    def take_back() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    def note(number: int, frame: FrameType | None) -> None:
-        take_back()
-        tell()
-
-    for number in numbers:
-        signal.signal(number, note)
-    try:
-        yield
-    finally:
-        take_back()
 
 
 def launch(

@@ -46,7 +46,7 @@ PRODUCT = (
     *(f"elastic_train.{name}" for name in ("run", "trainer", "session", "assembly", "world", "worlds", "handover")),
     *(f"elastic_train.{name}" for name in ("fencing", "history", "result", "failpoints")),
     *(f"elastic_train.checkpoint.{name}" for name in ("writer", "reader", "record", "retention", "stores")),
-    *(f"elastic_train.checkpoint.{name}" for name in ("saves", "gate", "staging", "done", "markers")),
+    *(f"elastic_train.checkpoint.{name}" for name in ("saves", "giving_up", "staging", "done", "markers")),
 )
 MACHINE: Mapping[str, ModuleType] = {
     "time": time,

@@ -319,8 +319,11 @@ PLANTED = (
     ),
     SimBug(
         "waits-for-the-dead",
-        "who waits for a save does not look whether its world is broken",
-        lambda: {"elastic_train.checkpoint.saves:Saves.wait": _wait_for_ever},
+        "who waits for a save looks neither whether its world is broken nor whether it gets on",
+        lambda: {
+            "elastic_train.checkpoint.saves:Saves.wait": _wait_for_ever,
+            "elastic_train.checkpoint.saves:Saves._is_stuck": lambda self, flight: False,
+        },
         ("finished",),
         "waiting-for-the-dead",
     ),

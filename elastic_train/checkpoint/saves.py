@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from elastic_train.checkpoint import done
 from elastic_train.checkpoint.format import WrittenPart, write_part
-from elastic_train.checkpoint.gate import Abandoned, Gate
+from elastic_train.checkpoint.giving_up import Abandoned, Gate, Patience
 from elastic_train.checkpoint.layout import Planner, State, leaves_by_path
 from elastic_train.checkpoint.prompt import PromptStore
 from elastic_train.checkpoint.record import CommitFacts, CommitRecord, Path
@@ -39,8 +39,6 @@ RETRY_PAUSES_S = (0.2, 1.0)
 LOOK_EVERY_S = 0.1
 PUBLISH_PATIENCE_S = 1.0
 """How long a world that ends waits for a publish that has begun; after that the fence alone decides."""
-TIMES_LONGEST, LEAST_S, MOST_S = 10.0, 20.0, 600.0
-"""How long a save may get no further: so many times the longest that was published, within bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +63,6 @@ class Ended:
     tidying_error: StorageError | None
     seconds: float
     stall_s: float
-
-
-class Patience:
-    """How long a save may get no further; one that was given up lets the next have twice as long, were it only slow."""
-
-    def __init__(self) -> None:
-        self._longest_s = 0.0
-        self._num_given_up = 0
-
-    @property
-    def limit_s(self) -> float:
-        return min(MOST_S, max(LEAST_S, TIMES_LONGEST * self._longest_s) * 2.0**self._num_given_up)
-
-    def learn(self, seconds: float) -> None:
-        """Learn from a save that has ended well."""
-        self._longest_s, self._num_given_up = max(seconds, self._longest_s), 0
-
-    def lengthen(self) -> None:
-        self._num_given_up = min(self._num_given_up + 1, 10)
 
 
 class SaveMemory:

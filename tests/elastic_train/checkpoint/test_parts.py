@@ -13,7 +13,7 @@ from commit_samples import State, facts, small_state, trained
 from test_commits import assert_equal_trees, odd_state
 from test_saves import DEADLINE_S, FullStore, HeldStore, open_saves, quick_retries
 
-from elastic_train.checkpoint import SaveMemory, Saves, Store, discover, layout, read_state, saves
+from elastic_train.checkpoint import SaveMemory, Saves, Store, discover, giving_up, layout, read_state
 from elastic_train.checkpoint.local import LocalStore
 from elastic_train.errors import PeerLostError, StorageError
 from elastic_train.fencing import StoreFence
@@ -138,14 +138,14 @@ def test_a_damaged_done_record_fails_the_save(
 
 def test_a_rank_that_hangs_in_its_part_does_not_hold_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits for it no longer than for a write of its own; then both are free for the next save."""
-    monkeypatch.setattr(saves, "LEAST_S", 0.2)
+    monkeypatch.setattr(giving_up, "LEAST_S", 0.2)
     hung = HeldStore(tmp_path)
     ranks = world_of([LocalStore(tmp_path), hung], monkeypatch)
     for rank in ranks:
         rank.begin(odd_state(), facts(1))
     first, second = (rank.wait() for rank in ranks)
     assert first is not None and second is not None and {type(first.error), type(second.error)} == {StorageError}
-    monkeypatch.setattr(saves, "LEAST_S", DEADLINE_S)
+    monkeypatch.setattr(giving_up, "LEAST_S", DEADLINE_S)
     hung.may_create.set()
     hung.may_write.set()
     for rank in ranks:

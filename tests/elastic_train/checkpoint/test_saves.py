@@ -12,7 +12,17 @@ import pytest
 import torch
 from commit_samples import State, facts, small_state, take_steps, trained
 
-from elastic_train.checkpoint import CommitWriter, Role, SaveMemory, Saves, Store, discover, read_state, saves
+from elastic_train.checkpoint import (
+    CommitWriter,
+    Role,
+    SaveMemory,
+    Saves,
+    Store,
+    discover,
+    giving_up,
+    read_state,
+    saves,
+)
 from elastic_train.checkpoint.checksums import BLOCK_BYTES
 from elastic_train.checkpoint.layout import leaves_by_path, plan_attempt
 from elastic_train.checkpoint.local import LocalStore
@@ -254,7 +264,7 @@ def test_stuck_writers_take_no_memory_and_block_nobody(tmp_path: Path) -> None:
 
 def test_a_save_that_hangs_is_given_up_and_the_next_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write that never returns costs its save, not the later ones; each that is given up gives the next more time."""
-    monkeypatch.setattr(saves, "LEAST_S", 0.05)
+    monkeypatch.setattr(giving_up, "LEAST_S", 0.05)
     store, memory = HeldStore(tmp_path), SaveMemory()
     store.may_create.set()
     background = open_saves(store, memory)
@@ -264,7 +274,7 @@ def test_a_save_that_hangs_is_given_up_and_the_next_goes_on(tmp_path: Path, monk
     assert ended is not None and ended.step == 1 and isinstance(ended.error, StorageError)
     assert "got no further" in str(ended.error) and str(tmp_path) in str(ended.error)
     assert background.is_owed and not background.is_busy and memory.patience.limit_s == pytest.approx(0.1)
-    monkeypatch.setattr(saves, "LEAST_S", DEADLINE_S)
+    monkeypatch.setattr(giving_up, "LEAST_S", DEADLINE_S)
     healthy = threading.Event()
     monkeypatch.setattr(store, "may_write", healthy)  # the first stays where it is
     healthy.set()
@@ -280,7 +290,7 @@ def test_a_publish_that_hangs_sets_no_later_commit_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wakes_first: bool
 ) -> None:
     """A record that its store creates late is no ancestor of what was published since, nor the head."""
-    monkeypatch.setattr(saves, "LEAST_S", 0.05)
+    monkeypatch.setattr(giving_up, "LEAST_S", 0.05)
     monkeypatch.setattr(saves, "PUBLISH_PATIENCE_S", 0.0)
     store, fence = HeldStore(tmp_path), Heads()
     store.may_write.set()
@@ -290,7 +300,7 @@ def test_a_publish_that_hangs_sets_no_later_commit_back(
     assert hung is not None and store.is_creating.wait(DEADLINE_S)
     ended = background.wait()
     assert ended is not None and ended.commit is None and isinstance(ended.error, StorageError)
-    monkeypatch.setattr(saves, "LEAST_S", DEADLINE_S)
+    monkeypatch.setattr(giving_up, "LEAST_S", DEADLINE_S)
     late, store.may_create = store.may_create, threading.Event()
     if wakes_first:
         late.set()

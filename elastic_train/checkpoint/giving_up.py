@@ -1,10 +1,16 @@
-"""The gate between a save and its publication: a world that ends closes it, and waits for who is passing."""
+"""When a save is given up, and what keeps it from being published from then on.
+
+Its world has ended, or it gets no further: storage that hangs cannot be interrupted, but nobody has to wait for it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Iterator
+
+TIMES_LONGEST, LEAST_S, MOST_S = 10.0, 20.0, 600.0
+"""How long a save may get no further: so many times the longest that was published, within bounds."""
 
 
 class Abandoned(Exception):  # noqa: N818 - not a failure: the world has ended
@@ -38,3 +44,22 @@ class Gate:
         self._closed.set()
         if self._lock.acquire(timeout=patience_s):
             self._lock.release()
+
+
+class Patience:
+    """How long a save may get no further; one that was given up lets the next have twice as long, were it only slow."""
+
+    def __init__(self) -> None:
+        self._longest_s = 0.0
+        self._num_given_up = 0
+
+    @property
+    def limit_s(self) -> float:
+        return min(MOST_S, max(LEAST_S, TIMES_LONGEST * self._longest_s) * 2.0**self._num_given_up)
+
+    def learn(self, seconds: float) -> None:
+        """Learn from a save that has ended well."""
+        self._longest_s, self._num_given_up = max(seconds, self._longest_s), 0
+
+    def lengthen(self) -> None:
+        self._num_given_up = min(self._num_given_up + 1, 10)
