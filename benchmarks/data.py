@@ -5,8 +5,9 @@
 Peers come from PyPI into a virtual environment that is made here. A peer that cannot be installed, or cannot do
 something, says so. The last line is JSON: `samples_per_s_vs_best_peer` and `resume_vs_best_peer` (medians over rounds,
 goals 1.5 and 10, among the peers that read more than fits into memory; the time to resume with decoded row groups in
-our cache, since the peers have their own decoded formats on the disk; `uncached_...` without), `repeats` and `skips` of
-ours over resizes, `order_build_ms` and `seek_ms` at 42 million rows, `decode_vs_pyarrow` (goal 0.9).
+our cache, since the peers have their own decoded formats on the disk; `uncached_...` without), `samples_per_cpu_s_...`
+(the same per second of CPU time, which hardly depends on what else runs), `repeats` and `skips` of ours over resizes,
+`order_build_ms` and `seek_ms` at 42 million rows, `decode_vs_pyarrow` and `loader_vs_decode` (goals 0.9).
 """
 
 from __future__ import annotations
@@ -187,11 +188,16 @@ def _run_alone(folder: Path) -> Found:
 def _summary(loaders: list[Loader], alone: Found) -> dict[str, object]:
     (ours, cached), peers = loaders[:2], [loader for loader in loaders[2:] if loader.name != IN_MEMORY]
     speeds = [speed for peer in peers if (speed := peer.median("samples_per_s")) is not None]
+    cpu_us = [cost for peer in peers if (cost := peer.median("cpu_us_per_sample")) is not None]
     resumes = [resume for peer in peers if (resume := peer.median("resume_s")) is not None]
 
     def faster(loader: Loader) -> float | None:
         speed = loader.median("samples_per_s")
         return round(speed / max(speeds), 3) if speed and speeds else None
+
+    def cheaper(loader: Loader) -> float | None:
+        cost = loader.median("cpu_us_per_sample")
+        return round(min(cpu_us) / cost, 3) if cost and cpu_us else None
 
     def sooner(loader: Loader) -> float | None:
         resume = loader.median("resume_s")
@@ -201,6 +207,8 @@ def _summary(loaders: list[Loader], alone: Found) -> dict[str, object]:
     return {
         "samples_per_s_vs_best_peer": faster(ours),
         "cached_samples_per_s_vs_best_peer": faster(cached),
+        "samples_per_cpu_s_vs_best_peer": cheaper(ours),
+        "cached_samples_per_cpu_s_vs_best_peer": cheaper(cached),
         "resume_vs_best_peer": sooner(cached),
         "uncached_resume_vs_best_peer": sooner(ours),
         "repeats": sum(int(found["repeats"]) for found in resizes),

@@ -103,7 +103,7 @@ class ReadAhead:
 
 
 class _LaneIds:
-    """A lane's ids, made many at a time, since a call costs as much as hundreds of ids."""
+    """A lane's ids, made many at a time, since a call costs as much as hundreds of ids; few at first."""
 
     def __init__(self, lane: int) -> None:
         self._lane, self._epoch, self._lo, self._ids = lane, -1, 0, np.zeros(0, dtype=np.int64)
@@ -112,7 +112,7 @@ class _LaneIds:
         """Return the ids at offsets [lo, hi) of an epoch, clipped at the lane's end."""
         if number != self._epoch or lo < self._lo or hi > self._lo + len(self._ids):
             self._epoch, self._lo = number, lo
-            self._ids = epoch.ids(self._lane, lo, max(hi, lo + IDS_AT_ONCE))
+            self._ids = epoch.ids(self._lane, lo, max(hi, lo + min(IDS_AT_ONCE, 4 * len(self._ids))))
         return self._ids[lo - self._lo : hi - self._lo]
 
 

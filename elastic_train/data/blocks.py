@@ -14,8 +14,9 @@ from elastic_train.data.rows import Rows
 from elastic_train.data.unfit import Decoder
 from elastic_train.order import Block, Cursor, Order
 
-BLOCKS_AHEAD = 4
-"""At most so many blocks of each lane are decoded before they are needed: small rows never fill the bytes."""
+BLOCKS_AHEAD, GROUPS_AHEAD = 4, 32
+"""At most so many blocks of each lane, or row groups in all, are decoded before they are needed: small rows never fill
+the bytes, and one lane's few row groups hide no network's latency."""
 
 
 class DecodedBlock:
@@ -67,7 +68,8 @@ class BlockSchedule:
         if row_bytes is None:
             return
         ahead = [block.num_rows for blocks in self._held.values() for block in blocks if block.first > step]
-        rows, num_left = sum(ahead), BLOCKS_AHEAD * len(self._held) - len(ahead)
+        most = max(BLOCKS_AHEAD * len(self._held), GROUPS_AHEAD // self._order.block_row_groups)
+        rows, num_left = sum(ahead), most - len(ahead)
         while self._next and num_left > 0 and (rows + self._next[0][2].num_rows) * row_bytes <= max_bytes:
             rows, num_left = rows + self._next[0][2].num_rows, num_left - 1
             self._admit(pool)

@@ -7,9 +7,12 @@ saved: a loader begins at any cursor, with any number of workers, for any lanes.
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import signal
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +25,10 @@ from elastic_train.data.unfit import Rules, Sifter
 from elastic_train.order import Cursor, Order
 
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)  # torchdata's own call
+
+LONGEST_END_S = 5.0
+
+_reading: weakref.WeakSet[Generator[list[LaneBatch], None, None]] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +81,7 @@ class LaneSampler:
 def read_in_workers(
     dataset: LaneDataset, sampler: LaneSampler, *, num_lanes: int, num_workers: int
 ) -> Iterator[list[LaneBatch]]:
-    """Yield the sampler's steps, read by worker processes."""
+    """Return the sampler's steps, read by worker processes, which end with it, or with this process."""
     carrier: StatefulDataLoader[LaneBatch] = StatefulDataLoader(
         dataset,
         batch_sampler=sampler,
@@ -84,12 +91,34 @@ def read_in_workers(
         multiprocessing_context="spawn",
         worker_init_fn=_set_up_worker,
     )
+    steps = _read(carrier, num_lanes)
+    _reading.add(steps)
+    return steps
+
+
+def _read(carrier: StatefulDataLoader[LaneBatch], num_lanes: int) -> Generator[list[LaneBatch], None, None]:
+    others = set(multiprocessing.active_children())
+    batches = iter(carrier)
+    workers = set(multiprocessing.active_children()) - others
     step: list[LaneBatch] = []
-    for batch in carrier:
-        step.append(batch)
-        if len(step) == num_lanes:
-            yield step
-            step = []
+    try:
+        for batch in batches:
+            step.append(batch)
+            if len(step) == num_lanes:
+                yield step
+                step = []
+    finally:
+        del batches, carrier  # which asks the workers to end
+        for worker in workers:
+            worker.join(LONGEST_END_S)
+            worker.kill()
+
+
+@atexit.register
+def _end() -> None:
+    """Have the workers end: multiprocessing would send them SIGTERM, to which they are deaf, and wait for ever."""
+    for steps in list(_reading):
+        steps.close()
 
 
 def _only(batches: list[LaneBatch]) -> LaneBatch:

@@ -5,6 +5,7 @@ pyarrow's own `to_numpy`, `array`, `scalar` and `fill_null` import pandas, half 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,19 +17,31 @@ from elastic_train.mixing import Int64s
 _NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}
 
 
+def whole(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """Return a column as one array, without a copy if it is one."""
+    if isinstance(column, pa.Array):
+        return column
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+
+
 def numbers_of(column: pa.Array | pa.ChunkedArray, missing: float | None = None) -> npt.NDArray[Any]:
     """Return the values of a column of integers or floats; read-only, or a copy with `missing` where there is none."""
-    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    if isinstance(array, pa.ChunkedArray):  # of no or of several chunks
-        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
+    array = whole(column)
     assert array.null_count == 0 or missing is not None, "a missing value is no number"
-    dtype = np.dtype(_NAMES.get(str(array.type), str(array.type)))
+    dtype = _dtype_of(array.type)
     if not len(array):
         return np.zeros(0, dtype=dtype)
     values = np.frombuffer(array.buffers()[1], dtype=dtype, count=len(array), offset=array.offset * dtype.itemsize)
     if missing is None or array.null_count == 0:
         return values
     return np.where(numbers_of(array.is_null().cast(pa.uint8())), np.asarray(missing, dtype=dtype), values)
+
+
+@cache
+def _dtype_of(kind: pa.DataType) -> np.dtype[Any]:
+    return np.dtype(_NAMES.get(str(kind), str(kind)))
 
 
 def column_of(numbers: Int64s) -> pa.Array:

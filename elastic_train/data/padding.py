@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from elastic_train.data.numbers import numbers_of
+from elastic_train.data.numbers import numbers_of, whole
 from elastic_train.mixing import Int64s
 
 
@@ -23,20 +23,19 @@ def pad_lists(column: pa.ChunkedArray, *, max_width: int, multiple: int = 1) -> 
 
     The width is the longest row's, rounded up to a `multiple`, at least that and at most `max_width`.
     """
-    lists = column.combine_chunks()
-    lists = lists.chunk(0) if isinstance(lists, pa.ChunkedArray) else lists
-    offsets, values = numbers_of(lists.offsets), numbers_of(lists.values)
-    whole = np.diff(offsets)
-    lengths = np.minimum(whole, max_width)
-    longest = max(1, int(lengths.max(initial=0)))
+    lists = whole(column)
+    offsets, values = numbers_of(lists.offsets).astype(np.int64), numbers_of(lists.values)
+    lengths = offsets[1:] - offsets[:-1]
+    longest = int(lengths.max(initial=1))
+    if longest > max_width:
+        lengths = np.minimum(lengths, max_width)
+        offsets, values = _cut(offsets, values, lengths)
     width = min(-(-longest // multiple) * multiple, max_width)
     if not len(lengths):
-        return np.zeros((0, width), dtype=np.int64), lengths.astype(np.int64)
-    if (whole > max_width).any():
-        offsets, values = _cut(offsets, values, lengths)
+        return np.zeros((0, width), dtype=np.int64), lengths
     padded = np.frombuffer(pa.allocate_buffer(len(lengths) * width * 8), dtype=np.int64).reshape(len(lengths), width)
     padded[...] = _pad(offsets, values, width)
-    return padded, lengths.astype(np.int64)
+    return padded, lengths
 
 
 def _cut(offsets: Int64s, values: npt.NDArray[Any], lengths: Int64s) -> tuple[Int64s, npt.NDArray[Any]]:
@@ -47,7 +46,7 @@ def _cut(offsets: Int64s, values: npt.NDArray[Any], lengths: Int64s) -> tuple[In
 
 def _pad(offsets: Int64s, values: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
     """Return (rows, width) numbers, of rows that are no longer."""
-    bounds = pa.py_buffer(offsets.astype(np.int64) * values.itemsize)
+    bounds = pa.py_buffer(offsets * values.itemsize)
     rows = pa.LargeStringArray.from_buffers(len(offsets) - 1, bounds, pa.py_buffer(values))
     padded = pc.ascii_rpad(rows, width=width * values.itemsize, padding="\0").buffers()[2]
     return np.frombuffer(padded, dtype=values.dtype, count=len(rows) * width).reshape(len(rows), width)

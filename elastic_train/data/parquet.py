@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from elastic_train.errors import DataError
 
 MAGIC = b"PAR1"
-_KEPT_MS = 10_000
+_KEPT_MS = -1
 
 
 def read_footer(file: BinaryIO, size: int, path: str) -> bytes:

@@ -8,15 +8,17 @@ which step on it is one. Rows that are longer than a task takes are refused, or 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
+from elastic_train.data.columns import Picks
 from elastic_train.data.lane_batch import Collate, LaneBatch
-from elastic_train.data.numbers import numbers_of
-from elastic_train.data.rows import Rows, gather
+from elastic_train.data.numbers import numbers_of, whole
+from elastic_train.data.rows import Rows, take_rows
 from elastic_train.errors import DataError, UnreadableError
 from elastic_train.mixing import Int64s
 from elastic_train.order import Cursor
@@ -42,15 +44,19 @@ AS_THEY_ARE = Rules()
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The rows of some steps of one lane: those of step m, from the first on, are [bounds[m], bounds[m + 1])."""
+    """The rows of some steps of one lane: those of step m, from the first on, are [bounds[m], bounds[m + 1]).
+
+    `fit` says that no row is too long.
+    """
 
     lane: int
     cursor: Cursor
     rows: pa.Table | None
+    fit: bool
     ids: Int64s
-    bounds: Int64s
-    num_places: Int64s
-    num_left_out: Int64s
+    bounds: Sequence[int]
+    num_places: Sequence[int]
+    num_left_out: Sequence[int]
     unreadable: Mapping[int, Mapping[int, str]]
 
 
@@ -66,28 +72,30 @@ class Sifter:
         `rows_of` returns the rows of a row group by its number, or raises UnreadableError.
         """
         steps = np.arange(len(ids)) // self._micro_batch
-        groups = np.searchsorted(self._first_id, ids, side="right") - 1
-        is_kept = np.ones(len(ids), dtype=bool)
-        for hole, since in self._rules.holes:
-            is_kept &= (groups != hole) | (step + steps < since)
+        is_kept = self._is_kept(ids, step + steps)
         is_hole = ~is_kept
-        rows, wrong = self._read(np.unique(groups[is_kept]), rows_of)
+        picks = Picks.of(self._first_id, ids[is_kept])
+        rows, wrong = self._read(picks.groups, rows_of)
         unreadable: dict[int, dict[int, str]] = {}
-        for group, why in wrong.items():
-            for number in np.unique(steps[is_kept & (groups == group)]).tolist():
-                unreadable.setdefault(number, {})[group] = why
-            is_kept &= groups != group
-        table, read_ids = gather(rows.__getitem__, self._first_id, ids[is_kept]) if is_kept.any() else (None, ids[:0])
+        if wrong:
+            groups = self._groups_of(ids)
+            for group, why in wrong.items():
+                for number in np.unique(steps[is_kept & (groups == group)]).tolist():
+                    unreadable.setdefault(number, {})[group] = why
+                is_kept &= groups != group
+            picks = Picks.of(self._first_id, ids[is_kept])
+        table, read_ids = (take_rows(rows, picks), picks.ids(self._first_id)) if rows else (None, ids[:0])
         num_steps = int(steps[-1]) + 1 if len(ids) else 0
-        bounds = np.concatenate(([0], np.cumsum(np.bincount(steps[is_kept], minlength=num_steps))))
+        num_kept = np.bincount(steps[is_kept], minlength=num_steps)
         return Taken(
             lane,
             cursor,
             table,
+            table is None or self._fits(table),
             read_ids,
-            bounds,
-            np.bincount(steps, minlength=num_steps),
-            np.bincount(steps[is_hole], minlength=num_steps),
+            np.concatenate(([0], np.cumsum(num_kept))).tolist(),
+            np.bincount(steps, minlength=num_steps).tolist(),
+            np.bincount(steps[is_hole], minlength=num_steps).tolist(),
             unreadable,
         )
 
@@ -96,27 +104,54 @@ class Sifter:
         lo = taken.cursor.offset + number * self._micro_batch
         if number >= len(taken.num_places):
             return LaneBatch(taken.lane, taken.cursor.epoch, lo, lo, taken.ids[:0], None)
-        first, end = int(taken.bounds[number]), int(taken.bounds[number + 1])
-        ids, hi, unreadable = taken.ids[first:end], lo + int(taken.num_places[number]), taken.unreadable.get(number, {})
-        batch = LaneBatch(
-            taken.lane, taken.cursor.epoch, lo, hi, ids, None, int(taken.num_left_out[number]), unreadable=unreadable
+        first, end = taken.bounds[number], taken.bounds[number + 1]
+        ids, unreadable = taken.ids[first:end], taken.unreadable.get(number, {})
+        tensors, num_truncated = None, 0
+        if len(ids) and not unreadable:
+            assert taken.rows is not None, "ids come with their rows"
+            rows = taken.rows.slice(first, end - first)
+            if not taken.fit:
+                rows, num_truncated = self._fit(rows, ids)
+            tensors = self._collate(rows, ids)
+        return LaneBatch(
+            taken.lane,
+            taken.cursor.epoch,
+            lo,
+            lo + taken.num_places[number],
+            ids,
+            tensors,
+            taken.num_left_out[number],
+            num_truncated,
+            unreadable,
         )
-        if unreadable or not len(ids) or taken.rows is None:
-            return batch
-        rows, num_truncated = self._fit(taken.rows.slice(first, end - first), ids)
-        return replace(batch, tensors=self._collate(rows, ids), num_truncated=num_truncated)
 
-    def _read(self, groups: Int64s, rows_of: Callable[[int], Rows]) -> tuple[dict[int, Rows], dict[int, str]]:
+    def _is_kept(self, ids: Int64s, steps: Int64s) -> npt.NDArray[np.bool_]:
+        """Say which samples do not lie in a hole, in their steps."""
+        is_kept = np.ones(len(ids), dtype=bool)
+        if self._rules.holes:
+            groups = self._groups_of(ids)
+            for hole, since in self._rules.holes:
+                is_kept &= (groups != hole) | (steps < since)
+        return is_kept
+
+    def _groups_of(self, ids: Int64s) -> Int64s:
+        return np.searchsorted(self._first_id, ids, side="right") - 1
+
+    def _read(self, groups: Sequence[int], rows_of: Callable[[int], Rows]) -> tuple[list[Rows], dict[int, str]]:
         """Return the row groups, and why others cannot be read."""
-        rows, wrong = {}, {}
-        for group in groups.tolist():
+        rows, wrong = [], {}
+        for group in groups:
             try:
-                rows[group] = rows_of(group)
+                rows.append(rows_of(group))
             except UnreadableError as error:
                 if not self._rules.quarantines:
                     raise
                 wrong[group] = str(error)
         return rows, wrong
+
+    def _fits(self, rows: pa.Table) -> bool:
+        """Say whether no row is too long."""
+        return all(lengths_of(rows.column(name)).max() <= longest for name, longest in self._rules.longest.items())
 
     def _fit(self, rows: pa.Table, ids: Int64s) -> tuple[pa.Table, int]:
         """Cut rows that are too long, or refuse them; return the rows, and how many were cut."""
@@ -158,9 +193,7 @@ class Beyond:
 
 def lengths_of(column: pa.ChunkedArray) -> Int64s:
     """Return how many values the rows of a list column have."""
-    lists = column.combine_chunks()
-    lists = lists.chunk(0) if isinstance(lists, pa.ChunkedArray) else lists
-    return np.diff(numbers_of(lists.offsets)).astype(np.int64)
+    return np.diff(numbers_of(whole(column).offsets)).astype(np.int64)
 
 
 def _cut(rows: pa.Table, name: str, longest: int) -> pa.Table:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from elastic_train.data.manifest import Manifest, load_manifest
 from elastic_train.data.reader import Reader
 from elastic_train.lanes import owned_lanes
 from elastic_train.order import Cursor, Order
-from tests.conftest import write_rows
+from tests.conftest import ROOT, write_rows
 
 MICRO_BATCH = 3
 NUM_LANES = 5
@@ -177,11 +179,15 @@ def test_state_is_of_steps_yielded_not_of_those_prefetched(dataset: Manifest) ->
 
 
 def test_one_worker_goes_on_from_a_cursor(dataset: Manifest) -> None:
-    """A loader with one worker begins at the last step of an epoch and crosses into the next."""
+    """A loader with one worker crosses from one epoch into the next; its worker ends when it is given up."""
     order = order_of(dataset)
     last = order.num_steps(MICRO_BATCH) - 1
-    loader = loader_of(dataset, order, range(2), cursor=order.cursor_at(last, MICRO_BATCH), num_steps=3, num_workers=1)
-    assert [micro_batches(step) for step in loader] == expected_steps(order, range(2), last, 3)
+    loader = loader_of(dataset, order, range(2), cursor=order.cursor_at(last, MICRO_BATCH), num_steps=9, num_workers=1)
+    steps = iter(loader)
+    assert [micro_batches(next(steps)) for _ in range(3)] == expected_steps(order, range(2), last, 3)
+    assert len(multiprocessing.active_children()) == 1
+    steps.close()  # type: ignore[attr-defined]
+    assert not multiprocessing.active_children()
     assert loader.state_dict() == {"epoch": 1, "offset": 2 * MICRO_BATCH}
 
 
@@ -204,7 +210,7 @@ def test_the_number_of_workers_changes_at_every_resume(dataset: Manifest, tmp_pa
         steps = iter(loader)
         read = [micro_batches(next(steps))]
         workers = multiprocessing.active_children()
-        assert len(workers) >= num_workers, "those of the loader before may still be there"
+        assert len(workers) == num_workers, "those of the loader before have ended"
         for worker in workers:
             assert worker.pid is not None
             os.kill(worker.pid, signal.SIGTERM)
@@ -212,6 +218,32 @@ def test_the_number_of_workers_changes_at_every_resume(dataset: Manifest, tmp_pa
         read += [micro_batches(step) for step in steps]
         assert read == expected_steps(order, lanes, done, num_steps)
         done, state = done + num_steps, loader.state_dict()
+
+
+UNFINISHED = """
+import sys
+from elastic_train.data.loader import LaneLoader
+from elastic_train.data.manifest import load_manifest
+from elastic_train.data.reader import Reader
+from elastic_train.order import Cursor, Order
+from tests.elastic_train.data.test_loader import collate
+
+if __name__ == "__main__":
+    manifest = load_manifest(sys.argv[1])
+    order = Order(manifest.group_rows, num_lanes=1, seed=1)
+    place = {"lanes": range(1), "micro_batch": 4, "cursor": Cursor(), "num_steps": 9, "num_workers": 1}
+    steps = iter(LaneLoader(Reader(manifest, ["label"]), order, collate, **place))
+    next(steps)
+"""
+
+
+@pytest.mark.long
+def test_a_process_ends_in_the_middle_of_a_loader(dataset: Manifest, tmp_path: Path) -> None:
+    """Workers are deaf to the signal by which multiprocessing ends them, and waits for them: they end all the same."""
+    script = tmp_path / "unfinished.py"
+    script.write_text(UNFINISHED)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, script, dataset.url], env=environ, timeout=120, check=False).returncode == 0
 
 
 def test_the_sampler_yields_a_slice_for_every_lane(dataset: Manifest) -> None:
