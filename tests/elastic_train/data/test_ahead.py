@@ -174,7 +174,7 @@ def test_what_is_read_ahead_is_bounded(tmp_path: Path) -> None:
 
 def test_small_rows_are_not_read_ahead_without_end(tmp_path: Path) -> None:
     """Rows of a few bytes, and epochs without end, never fill the bytes that may be held: blocks are counted, too."""
-    manifest = load_manifest(str(write_rows(tmp_path / "rows", 40, num_files=1, group_rows=10)))
+    manifest = load_manifest(str(write_rows(tmp_path / "rows", 100, num_files=1, group_rows=10)))
     for num_lanes, groups_ahead in ((2, GROUPS_AHEAD), (10, 10 * BLOCKS_AHEAD)):
         order = Order(manifest.group_rows, num_lanes=num_lanes, seed=1, block_row_groups=1)
         lanes, steps, pool = range(num_lanes), range(100_000), Inline()
