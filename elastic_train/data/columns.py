@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -37,11 +38,11 @@ class Picks:
         groups = np.searchsorted(first_id, ids, side="right") - 1
         by_group = np.argsort(groups, kind="stable")
         sorted_ = groups[by_group]
-        bounds = np.flatnonzero(np.diff(sorted_, prepend=-1))
-        within = np.split((ids - first_id[groups])[by_group], bounds[1:])
+        starts = np.flatnonzero(np.diff(sorted_, prepend=-1))
+        rows, bounds = ids[by_group] - first_id[sorted_], [*starts.tolist(), len(ids)]
         order = np.empty_like(by_group)
         order[by_group] = np.arange(len(by_group))
-        return cls(sorted_[bounds].tolist(), within, order)
+        return cls(sorted_[starts].tolist(), [rows[lo:hi] for lo, hi in pairwise(bounds)], order)
 
     def ids(self, first_id: Int64s) -> Int64s:
         """Return the ids of the rows, from where they are taken."""
@@ -115,18 +116,14 @@ def _named(kind: pa.DataType, strings: pa.Array) -> pa.Array:
     """Describe large binary as the text, or list of numbers, that it is."""
     validity, offsets, content = strings.buffers()
     bounds, content = np.frombuffer(offsets, np.int64, count=len(strings) + 1), content or _NOTHING
+    width = 1 if kind in _BOUNDS else kind.value_type.bit_width // 8
+    bounds = bounds // width
+    assert bounds[-1] <= MAX_BYTES, "rows that are taken together are few"
+    narrow = pa.py_buffer(bounds.astype(_BOUNDS.get(kind, np.int32)))
     if kind in _BOUNDS:
-        narrow = pa.py_buffer(_narrow(bounds, _BOUNDS[kind]))
         return pa.Array.from_buffers(kind, len(strings), [validity, narrow, content], strings.null_count)
-    bounds = bounds // (kind.value_type.bit_width // 8)
     values = pa.Array.from_buffers(kind.value_type, int(bounds[-1]), [None, content], 0)
-    narrow = pa.py_buffer(_narrow(bounds, np.int32))
     return pa.Array.from_buffers(kind, len(strings), [validity, narrow], strings.null_count, 0, [values])
-
-
-def _narrow(bounds: Int64s, dtype: npt.DTypeLike) -> npt.NDArray[np.signedinteger]:
-    assert bounds[-1] <= np.iinfo(dtype).max, "rows that are taken together are few"
-    return bounds.astype(dtype)
 
 
 def _is_valid(array: pa.Array) -> npt.NDArray[np.bool_] | None:

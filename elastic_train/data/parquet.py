@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from elastic_train.errors import DataError
 
 MAGIC = b"PAR1"
-_KEPT_MS = -1
+_KEPT_MS = 60_000
 
 
 def read_footer(file: BinaryIO, size: int, path: str) -> bytes:
@@ -65,6 +65,7 @@ def keep_memory() -> None:
     with contextlib.suppress(NotImplementedError):  # a build without jemalloc
         pa.set_memory_pool(pa.jemalloc_memory_pool())
         pa.jemalloc_set_decay_ms(_KEPT_MS)
+        pa.allocate_buffer(1)  # what is set holds for new arenas: this thread takes the one that is there already
 
 
 def read_row_group(file: pq.ParquetFile, number: int, columns: list[str] | None = None) -> pa.Table:
