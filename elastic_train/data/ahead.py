@@ -1,8 +1,8 @@
 """Reading ahead: threads decode the blocks that are needed next, and one thread makes micro-batches of their rows.
 
 The order tells the future, so nothing is guessed. Rows are taken for many steps at once, a chunk of steps, and then cut
-into micro-batches: no Python runs for a single row. The thread that asks for steps does all the bookkeeping; tasks of
-the pools only compute, and end by themselves.
+into micro-batches: no Python runs for a single row. The thread that asks for steps makes the first one and does all the
+bookkeeping; tasks of the pools only compute, and end by themselves.
 """
 
 from __future__ import annotations
@@ -62,6 +62,10 @@ class ReadAhead:
         assembler = ThreadPoolExecutor(1, "assemble")
         chunks: deque[tuple[int, Future[list[Step]]]] = deque()
         try:
+            if next_ < end:  # whoever waits for the first step makes it: no other thread has to wake up
+                self._reader.expect(needs, next_)
+                yield from self._assemble(next_, next_ + 1, schedule.require(next_, next_ + 1, decoders))
+                next_ += 1
             while next_ < end or chunks:
                 self._reader.expect(needs, next_ if not chunks else chunks[0][0])
                 while next_ < end and len(chunks) <= CHUNKS_AHEAD:
@@ -78,7 +82,7 @@ class ReadAhead:
             decoders.shutdown(wait=False, cancel_futures=True)
 
     def _chunk_end(self, step: int, row_bytes: float | None) -> int:
-        """Return where a chunk ends that begins at a step: in the same epoch, and soon while the rows are unknown."""
+        """Return where a chunk ends that begins at a step: in the same epoch, and soon where rows cannot be read."""
         if row_bytes is None:
             return step + 1
         num_steps = self._order.num_steps(self._micro_batch)

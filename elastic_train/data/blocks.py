@@ -27,8 +27,13 @@ class DecodedBlock:
         self.rows: dict[int, Future[Rows]] = {}
 
     def decode(self, decoder: Decoder, pool: Executor) -> None:
-        """Have the row groups decoded."""
-        self.rows = {group: pool.submit(decoder.decode, group) for group in self.block.groups.tolist()}
+        """Have the row groups decoded that are not at hand."""
+        for group in self.block.groups.tolist():
+            if (rows := decoder.at_hand(group)) is None:
+                self.rows[group] = pool.submit(decoder.decode, group)
+            else:
+                self.rows[group] = Future()
+                self.rows[group].set_result(rows)
 
     @property
     def row_bytes(self) -> float | None:

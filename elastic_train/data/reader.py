@@ -53,6 +53,11 @@ class Reader:
         decode = partial(_again, self.groups.decode)
         return Rows(self._cache.get(group, decode) if self._cache else decode(group))
 
+    def at_hand(self, group: int) -> Rows | None:
+        """Return a row group that need not be decoded; None without."""
+        table = self._cache.at_hand(group) if self._cache else None
+        return None if table is None else Rows(table)
+
     def expect(self, needs: Needs, step: int) -> None:
         """Tell the cache where its future begins."""
         if self._cache:

@@ -19,6 +19,7 @@ from typing import Protocol
 import fsspec
 import pyarrow as pa
 import tenacity
+from fsspec.implementations.local import LocalFileSystem
 
 Range = tuple[int, int]
 
@@ -45,7 +46,7 @@ class Source(Protocol):
 def open_source(url: str) -> Source:
     """Return the source of a folder or fsspec URL."""
     filesystem, root = fsspec.core.url_to_fs(url)
-    if "file" in filesystem.protocol:
+    if isinstance(filesystem, LocalFileSystem):
         return LocalSource(root)
     return RemoteSource(filesystem, str(root).rstrip("/"))
 
