@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Protocol
 
 import fsspec
+import fsspec.implementations.local  # else it is imported with the first URL, while somebody waits
 import pyarrow as pa
 import tenacity
-from fsspec.implementations.local import LocalFileSystem
 
 Range = tuple[int, int]
 
@@ -46,7 +46,7 @@ class Source(Protocol):
 def open_source(url: str) -> Source:
     """Return the source of a folder or fsspec URL."""
     filesystem, root = fsspec.core.url_to_fs(url)
-    if isinstance(filesystem, LocalFileSystem):
+    if "file" in filesystem.protocol:
         return LocalSource(root)
     return RemoteSource(filesystem, str(root).rstrip("/"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from elastic_train.data.loader import LaneLoader
 from elastic_train.data.manifest import Manifest, load_manifest
 from elastic_train.data.reader import Reader
 from elastic_train.lanes import owned_lanes
-from elastic_train.order import Order
+from elastic_train.order import Cursor, Order
 from tests.conftest import ROOT, write_rows
 
 COLUMNS = ["input_ids", "label"]
@@ -314,3 +315,30 @@ def test_a_warm_resume_reads_nothing_remote(tmp_path: Path, manifest: Manifest, 
     reads.clear()
     assert Counter(read(4, order.num_steps(2), order.num_steps(2))) == Counter(range(60))
     assert not reads, "another epoch comes from the node as well"
+
+
+def test_a_first_step_from_the_node_waits_for_no_thread(
+    tmp_path: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy node each thread that has to wake up costs more than to map rows; behind the step they read on."""
+    order, starts = Order(manifest.group_rows, num_lanes=2, seed=1, block_row_groups=2), list[str]()
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (starts.append(thread.name), start(thread))[1])
+
+    def read(num_steps: int) -> tuple[list[list[int]], int]:
+        """Return the steps' ids, and how many threads had started when the first came."""
+        reader = Reader(manifest, COLUMNS, cache=RowCache(tmp_path / "cache", manifest, COLUMNS))
+        place = {"lanes": range(2), "micro_batch": 2, "cursor": Cursor(), "num_steps": num_steps}
+        steps = iter(LaneLoader(reader, order, lambda rows, ids: {}, **place))  # type: ignore[arg-type]
+        starts.clear()
+        first, num_starts = next(steps), len(starts)
+        return [[id_ for batch in step for id_ in batch.ids.tolist()] for step in (first, *steps)], num_starts
+
+    decoded, num_starts = read(4)
+    assert num_starts > 0
+    assert read(4) == (decoded, 0)
+    assert starts, "the other steps are read ahead"
+    monkeypatch.setattr(cache_module, "_boot", lambda: bytes(16))
+    again, num_starts = read(4)
+    assert again == decoded
+    assert num_starts > 0, "entries of another boot are compared with their checksums, beside each other"

@@ -20,8 +20,11 @@ VALUES: list[tuple[pa.DataType, st.SearchStrategy[Any]]] = [
     (pa.list_(pa.bool_()), st.lists(st.booleans(), max_size=3)),
     (pa.list_(pa.string()), st.lists(st.text(max_size=3), max_size=3)),
     (pa.list_(pa.list_(pa.int16())), st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=3)),
-    (pa.string(), st.text(max_size=4)),
+    (pa.string(), st.text(max_size=20)),
+    (pa.large_binary(), st.binary(max_size=30)),
     (pa.int64(), st.integers(0, 5)),
+    (pa.date32(), st.dates()),
+    (pa.bool_(), st.booleans()),
 ]
 
 
