@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_train.data.footers import NAME as FOOTERS
@@ -92,6 +92,7 @@ def ids_of(*values: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.array(values, dtype=np.int64)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, NUM_ROWS - 1), min_size=1, max_size=40))
 def test_rows_of_any_ids(dataset: Manifest, whole: list[dict[str, object]], ids: list[int]) -> None:
     """Rows come in the order of the ids, repeats included, and the ids read are the ids asked for."""
@@ -100,6 +101,7 @@ def test_rows_of_any_ids(dataset: Manifest, whole: list[dict[str, object]], ids:
     assert read_ids.tolist() == ids
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, NUM_ROWS - 1), min_size=1, max_size=6), min_size=1, max_size=6))
 def test_what_was_read_before_changes_nothing(
     dataset: Manifest, whole: list[dict[str, object]], requests: list[list[int]]

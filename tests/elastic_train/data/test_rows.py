@@ -48,6 +48,7 @@ def test_any_rows_in_any_order(kind: tuple[pa.DataType, st.SearchStrategy[Any]],
     assert taken.slice(len(ids) // 2).column("a").to_pylist() == taken.column("a").to_pylist()[len(ids) // 2 :]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.integers(1, 99), max_size=20), min_size=1, max_size=8),
     st.integers(1, 25),
