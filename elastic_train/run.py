@@ -5,6 +5,7 @@ This is the one supervisor: every error ends here, in a message and an exit code
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -69,12 +70,17 @@ def run(path: Path, overrides: Sequence[str]) -> int:
 
 
 def _train(config: Config, leave: LeaveRequest, started_at: float) -> int:
-    """Train through one world after another; whatever can be refused is refused before the first."""
+    """Train to the end; whatever can be refused is refused before the first world."""
     make_repeatable(config)
     plan = make_plan(config)
     state = plan.build_state()
-    watchdog = Watchdog(config.hang_timeout_s)
-    worlds = open_worlds(config, plan.device, watchdog, lambda: _is_through(leave, state))
+    with contextlib.closing(Watchdog(config.hang_timeout_s)) as watchdog:
+        return _train_on(plan, state, watchdog, leave, started_at)
+
+
+def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveRequest, started_at: float) -> int:
+    """Train through one world after another, watched."""
+    worlds = open_worlds(plan.config, plan.device, watchdog, lambda: _is_through(leave, state))
     if worlds.is_live:
         warm_up(plan, state)
     num_failed = 0

@@ -55,6 +55,8 @@ class Watchdog:
         self._since: float | None = None
         self._stage: _Stage | None = None
         self._thread: threading.Thread | None = None
+        self._arming = threading.Lock()
+        self._is_closed = False
 
     @property
     def limit_s(self) -> float:
@@ -122,13 +124,19 @@ class Watchdog:
         """Stop counting until the next beat."""
         self._since = None
 
+    def close(self) -> None:
+        """Watch no more, for good: the interpreter's own end may take its time."""
+        with self._arming:
+            self._is_closed, self._since = True, None
+            faulthandler.cancel_dump_traceback_later()
+
     def _start(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
 
     def _watch(self) -> None:
-        while True:
+        while not self._is_closed:
             self._arm()
             time.sleep(min(1.0, self.limit_s / 4))
             self.look()
@@ -140,7 +148,9 @@ class Watchdog:
             self._end(time.monotonic() - since)
 
     def _arm(self) -> None:
-        with contextlib.suppress(ValueError, OSError):  # there may be no stderr to dump to
+        with self._arming, contextlib.suppress(ValueError, OSError):  # there may be no stderr to dump to
+            if self._is_closed:
+                return
             faulthandler.dump_traceback_later(self.limit_s + BACKSTOP_S, exit=True)
 
     def _end(self, stuck_s: float) -> None:

@@ -10,13 +10,13 @@ import argparse
 import contextlib
 import importlib.util
 import os
+import queue
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -197,13 +197,13 @@ def main() -> None:
     parser.add_argument("--port", type=int, help="default: a free one")
     parser.add_argument("--data-dir", help="default: a temporary folder, deleted at the end")
     asked = parser.parse_args()
-    told = threading.Event()
+    told = queue.SimpleQueue[None]()  # an Event's lock might be held by the very wait that a signal interrupts
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: told.set())
+        signal.signal(number, lambda *_: told.put(None))
     with EtcdServer(port=asked.port, data_dir=asked.data_dir) as server:
         sys.stdout.write(server.endpoint + "\n")
         sys.stdout.flush()
-        told.wait()
+        told.get()
 
 
 if __name__ == "__main__":

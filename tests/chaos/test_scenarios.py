@@ -44,7 +44,7 @@ def scenario(folder: Path, rows: Path, config: dict[str, object], **fields: obje
     """Write a scenario and the configuration of its job below `folder`."""
     data = {"train": str(rows / "train"), "validation": str(rows / "validation"), "too_long": "truncate"}
     (folder / "config.yaml").write_text(yaml.safe_dump({"run": {"seed": 5}, "data": data, **config}))
-    described = {"name": "tested", "description": "a test", "config": str(folder / "config.yaml"), "timeout_s": 100}
+    described = {"name": "tested", "description": "a test", "config": str(folder / "config.yaml"), "timeout_s": 280}
     path = folder / "scenario.yaml"
     path.write_text(yaml.safe_dump({**described, **fields}))
     return str(path)

@@ -162,7 +162,7 @@ def history(run: Path) -> list[dict[str, int]]:
     return [json.loads(line) for text in texts for line in text.splitlines() if line.endswith("}")]
 
 
-def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
+def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 180) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come within {timeout_s} s"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from elastic_train import watchdog
@@ -90,3 +93,20 @@ def test_what_a_hang_is(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> 
         clock[0] += 100.0
         watched.look()
     assert len(ends) == 2
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_process_that_is_through_may_end_slowly(closed: bool) -> None:
+    """Once it is closed neither the thread nor the timer ends the process; until then one of them does."""
+    program = f"""
+import time
+from elastic_train import watchdog
+watchdog.BACKSTOP_S = 0.0
+watched = watchdog.Watchdog(0.5)
+watched.beat()
+if {closed}:
+    watched.close()
+time.sleep(2.5 if {closed} else 60)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120, check=False)
+    assert (ended.returncode == 0) == closed
