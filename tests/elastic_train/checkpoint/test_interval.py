@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_train.checkpoint.interval import PRIOR_S, SHORTEST_S, Faults, SaveCost, choose, optimum, waste
@@ -15,6 +15,7 @@ stalls = st.floats(1e-3, 100)
 mtbfs = st.floats(60, 1e8)
 
 
+@settings(deadline=None)
 @given(stalls, mtbfs, st.floats(1.001, 100))
 def test_no_other_interval_wastes_less(stall_s: float, mtbf_s: float, factor: float) -> None:
     """The optimum is one: longer and shorter ones waste more, up to rounding."""
@@ -24,6 +25,7 @@ def test_no_other_interval_wastes_less(stall_s: float, mtbf_s: float, factor: fl
     assert least <= waste(best / factor, cost, mtbf_s) + 1e-9
 
 
+@settings(deadline=None)
 @given(stalls, mtbfs)
 def test_young_and_daly_are_its_approximations(stall_s: float, mtbf_s: float) -> None:
     """Daly's series (2006, equation 20) is within its error; Young's first term, without the stall, beyond it."""
@@ -38,6 +40,7 @@ def test_young_and_daly_are_its_approximations(stall_s: float, mtbf_s: float) ->
         assert young == pytest.approx(exact, rel=1e-2)
 
 
+@settings(deadline=None)
 @given(stalls, st.floats(0, 1000), mtbfs, st.floats(1, 7200))
 def test_the_budget_is_kept_where_it_can_be(stall_s: float, rest_s: float, mtbf_s: float, rpo_s: float) -> None:
     """Interval and publication together stay within it, saves never overlap, and a breach is told."""
@@ -49,6 +52,7 @@ def test_the_budget_is_kept_where_it_can_be(stall_s: float, rest_s: float, mtbf_
     assert is_kept or choice.interval_s == max(cost.publish_s, SHORTEST_S)
 
 
+@settings(deadline=None)
 @given(stalls, mtbfs, st.floats(1, 10), st.floats(1, 10))
 def test_dearer_saves_come_less_often_and_more_faults_more_often(
     stall_s: float, mtbf_s: float, dearer: float, rarer: float
@@ -58,6 +62,7 @@ def test_dearer_saves_come_less_often_and_more_faults_more_often(
     assert optimum(stall_s, mtbf_s * rarer) >= optimum(stall_s, mtbf_s) * (1 - 1e-9)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1000), st.floats(0, 1e8))
 def test_the_fault_rate_begins_at_the_prior_and_ends_at_what_was_seen(num: int, trained_s: float) -> None:
     """Each fault lowers the expected time to the next, each quiet second raises it."""

@@ -7,7 +7,7 @@ import functools
 
 import pytest
 from commit_samples import commit_steps
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_train.checkpoint import CommitRecord, open_store
@@ -92,6 +92,7 @@ def commits_of(run: list[tuple[int, int, float | None, int]]) -> list[Candidate]
     return commits
 
 
+@settings(deadline=None)
 @given(runs, st.lists(policies, max_size=3))
 def test_deleting_early_keeps_what_deleting_late_keeps(run: list, chosen: list) -> None:
     """What a policy wants at the end is never deleted before, so how often one deletes does not matter."""
@@ -105,6 +106,7 @@ def test_deleting_early_keeps_what_deleting_late_keeps(run: list, chosen: list) 
     assert {commit.key for commit in left} == {commit.key for commit in commits} - set(doomed)
 
 
+@settings(deadline=None)
 @given(runs, st.lists(policies, max_size=2), st.integers(1, 200), st.sets(st.integers(0, 19), max_size=2))
 def test_a_budget_is_kept(run: list, chosen: list, budget: int, numbers: set) -> None:
     """What stays fits, unless what is sure to stay alone does not; and nothing more would have fitted."""
