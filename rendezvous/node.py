@@ -31,8 +31,9 @@ from rendezvous.store import ABSENT, Lease, Put, Snapshot, Store
 LOOK_S = 1.0
 """The longest that a wait goes without looking again, whatever the watch says."""
 
-PROBE_EVERY_S = 0.1
-"""How often a worker that waits for others looks whether their agents are gone."""
+PROBE_S = 0.1
+"""How soon a worker that waits for others looks again whether their agents are gone; twice as late after every look
+at the same ones, up to `LOOK_S`: those that it waits for may be training a long step."""
 
 NUM_LOOKING = 3
 """Nodes that look for all others."""
@@ -73,6 +74,7 @@ class Node:
         self._snapshot = self._watch.snapshot
         self._view = read_view(self._snapshot, self.keys)
         self._same_since = time.monotonic()
+        self._looked_for: tuple[tuple[str, ...], float] = (), PROBE_S
         threading.Thread(target=self._follow, name=f"membership {run_id}", daemon=True).start()
 
     @property
@@ -229,9 +231,11 @@ class Node:
                 _log.warning("waiting for etcd: %s", error)
                 time.sleep(min(left_s, LOOK_S))
         elif isinstance(decision, Wait):
-            if decision.why == "members" and self._bury_refused(snapshot):
-                return
-            pause_s = PROBE_EVERY_S if decision.why == "members" and self.place.agent else LOOK_S
+            pause_s = LOOK_S
+            if decision.why == "members" and self._is_looking():
+                if self._bury_refused(snapshot):
+                    return
+                pause_s = self._pause_between_looks() if self.place.agent else LOOK_S
             self._await_change(snapshot, min(left_s, pause_s if decision.seconds is None else decision.seconds))
 
     def _seal(self, decision: Seal, host: Callable[[Seal], tuple[str, int]], snapshot: Snapshot) -> None:
@@ -240,20 +244,34 @@ class Node:
         if not self._try(membership.seal(snapshot, self.keys, world)):
             self._await_change(snapshot, 0.2)
 
-    def _bury_refused(self, snapshot: Snapshot) -> bool:
-        """Remove the members that everybody waits for and whose agent's machine says that the agent is gone.
+    def _is_looking(self) -> bool:
+        """Say whether this member looks for all that wait: one worker of each of a few nodes does.
 
-        Workers die with their agent, so there is no need to wait for their leases to end. One worker of each of a few
-        nodes looks for all: were it everybody, a thousand nodes would knock at one door ten times a second.
+        Were it everybody, a thousand nodes would knock at one door ten times a second.
         """
-        view = self.view
         firsts: dict[str, str] = {}
-        for member in view.ready:
+        ready = self.view.ready
+        for member in ready:
             firsts.setdefault(member.node_id, member.id)
             if len(firsts) == NUM_LOOKING:
                 break
-        if view.ready and self.id not in firsts.values():
-            return False
+        return not ready or self.id in firsts.values()
+
+    def _pause_between_looks(self) -> float:
+        """Look less and less often for those who are late, as long as they are the same."""
+        view = self.view
+        late = tuple(member.id for member in view.members if not view.is_ready(member))
+        before, pause_s = self._looked_for
+        pause_s = min(LOOK_S, 2 * pause_s) if late == before else PROBE_S
+        self._looked_for = late, pause_s
+        return pause_s
+
+    def _bury_refused(self, snapshot: Snapshot) -> bool:
+        """Remove the members that everybody waits for and whose agent's machine says that the agent is gone.
+
+        Workers die with their agent, so there is no need to wait for their leases to end.
+        """
+        view = self.view
         late = [member for member in view.members if member.agent and not view.is_ready(member)]
         # A loopback address means another machine there.
         near = {m.agent for m in late if m.host == self.place.host or not m.agent.startswith(("127.", "localhost"))}

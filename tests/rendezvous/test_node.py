@@ -242,7 +242,7 @@ def test_one_worker_of_a_node_looks_for_agents_that_are_gone(
         node.join(10.0)
     eventually(lambda: all(len(node.view.ready) == 2 for node in nodes), "those who wait")
     snapshot = nodes[0]._snapshot
-    assert not nodes[1]._bury_refused(snapshot) and asked == []
+    assert [node._is_looking() for node in nodes[:2]] == [True, False]
     assert not nodes[0]._bury_refused(snapshot) and asked == ["there:1"]
     for node in nodes:
         node.leave()
