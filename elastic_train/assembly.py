@@ -117,7 +117,8 @@ def commit_alone(plan: Plan, state: AppliedState) -> None:
     if state.step <= (head.step if head else 0):
         return
     fence = StoreFence(store)
-    term, key = fence.claim(), parent_of(store, state)
+    # A record of this very step was passed over as damaged: this commit takes its place, and does not continue it.
+    term, key = fence.claim(), parent_of(store, state, state.step - 1)
     writer = CommitWriter(store, fence, term, read_record(store, key) if key else None)
     writer.save(state.tensors(), describe_commit(plan, state, world_size=1), state.reached.intervals)
 

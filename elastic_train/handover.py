@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +27,7 @@ from elastic_train.state import AppliedState
 CHUNK_BYTES = 16 << 20
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """How far a state has come, and the term that applied its last step; 0 and 0 for one that has just been built."""
 
     step: int
@@ -50,12 +49,14 @@ def hand_over(group: Group, state: AppliedState, places: Sequence[Place]) -> int
 
     Raises PeerLostError, with the state as it was, if a peer is lost or the state arrives damaged.
     """
+    given_by = None
     for giver, taker in pairs(places):
         if group.rank == giver:
             _give(group, state, taker)
         elif group.rank == taker:
             _take(group, state, giver)
-    return next((giver for giver, taker in pairs(places) if taker == group.rank), None)
+            given_by = giver
+    return given_by
 
 
 def pairs(places: Sequence[Place]) -> list[tuple[int, int]]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -244,7 +246,7 @@ def finish_in_chunks(
 
 def gather_lane_table(
     group: Group, num_lanes: int, rows: Mapping[int, Sequence[float | int]]
-) -> list[list[float | int]]:
+) -> list[Sequence[float | int]]:
     """Return every lane's row, by lane, from the rows of each rank's own lanes, in one collective.
 
     All rows have one length, below 64. A float travels as its bits, an integer modulo 2^64 as it is; each row's first
@@ -254,14 +256,27 @@ def gather_lane_table(
     most = -(-num_lanes // group.size)
     mine = torch.zeros((most, len(words[0])), dtype=torch.int64)
     mine[: len(words)] = torch.tensor(words)
-    table = group.all_gather(mine).cpu().numpy()
-    owned = [table[rank, : len(owned_lanes(rank, group.size, num_lanes))] for rank in range(group.size)]
-    found = np.concatenate(owned)
-    floats, integers = (found.view(kind).tolist() for kind in (np.float64, np.uint64))
-    return [
-        [(decimals if kinds >> column & 1 else whole)[column + 1] for column in range(len(whole) - 1)]
-        for decimals, (kinds, *_), whole in zip(floats, integers, integers, strict=True)
-    ]
+    return _read_table(group.all_gather(mine), num_lanes, group.size)
+
+
+def _read_table(gathered: Tensor, num_lanes: int, size: int) -> list[Sequence[float | int]]:
+    """Return the rows of all lanes, of which the first word has been taken for what it says."""
+    table = gathered.cpu().numpy()
+    columns = table.reshape(-1, table.shape[-1])[_places(num_lanes, size)].T.copy()
+    (kinds, *integers), (_, *floats) = (columns.view(kind).tolist() for kind in (np.uint64, np.float64))
+    by_kind = {
+        kind: list(zip(*(floats[c] if kind >> c & 1 else integers[c] for c in range(len(floats))), strict=True))
+        for kind in set(kinds)
+    }
+    return [by_kind[kind][lane] for lane, kind in enumerate(kinds)]
+
+
+@lru_cache(64)
+def _places(num_lanes: int, size: int) -> npt.NDArray[np.int64]:
+    """Return where every lane's row is among the gathered ones, of which each rank has as many as the largest."""
+    most = -(-num_lanes // size)
+    owned = (owned_lanes(rank, size, num_lanes) for rank in range(size))
+    return np.array([rank * most + place for rank, lanes in enumerate(owned) for place in range(len(lanes))])
 
 
 def tree_sum(values: Sequence[float]) -> float:

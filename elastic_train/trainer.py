@@ -11,6 +11,8 @@ import enum
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_, or_
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ from elastic_train.lanes import lane_seed
 from elastic_train.reduction import gather_lane_table, tree_sum
 from elastic_train.session import Session
 
+_WORD = 1 << 64
 _LEAVE, _COMMIT, _GROW, _BUSY, _GIVE_UP, _UNREADABLE = 1, 2, 4, 8, 16, 32  # flags that ride on the lane table
 
 
@@ -165,12 +168,15 @@ def _run_lane(session: Session, batch: LaneBatch) -> tuple[float, float]:
 
 def _fold(table: Sequence[Sequence[float | int]]) -> StepSums:
     """Add the lanes' rows: floats along the tree, integers in any order."""
-    coverage, num_left_out, num_truncated, any_flags, all_flags = CoverageSums(), 0, 0, 0, -1
-    for row in table:
-        coverage += CoverageSums(int(row[2]), int(row[3]), int(row[4]))
-        num_left_out += int(row[5])
-        num_truncated += int(row[6])
-        any_flags |= int(row[7])
-        all_flags &= int(row[7])
-    loss, weight = (tree_sum([float(row[place]) for row in table]) for place in (0, 1))
-    return StepSums(loss, weight, coverage, num_left_out, num_truncated, any_flags, all_flags)
+    losses, weights, *integers = zip(*table, strict=True)
+    *counts, flags = ([int(value) for value in column] for column in integers)
+    count, sum_a, sum_b, num_left_out, num_truncated = (sum(column) for column in counts)
+    return StepSums(
+        tree_sum([float(loss) for loss in losses]),
+        tree_sum([float(weight) for weight in weights]),
+        CoverageSums(count, sum_a % _WORD, sum_b % _WORD),
+        num_left_out,
+        num_truncated,
+        reduce(or_, flags),
+        reduce(and_, flags),
+    )

@@ -187,10 +187,13 @@ def _is_of(published: Sequence[Interval], state: AppliedState) -> bool:
     return cut(mine, common) == cut(published, common)
 
 
-def parent_of(store: Store, state: AppliedState) -> str | None:
-    """Return the newest commit that the state goes on from; a fenced writer's late record is no ancestor of it."""
-    mine = state.reached.intervals
-    found = (r for _, r, _ in records(store) if r and r.step <= state.step and r.intervals == cut(mine, r.step))
+def parent_of(store: Store, state: AppliedState, most: int | None = None) -> str | None:
+    """Return the newest commit that the state goes on from, of its step or `most`, or of an earlier one.
+
+    A fenced writer's late record is no ancestor of it.
+    """
+    mine, most = state.reached.intervals, state.step if most is None else most
+    found = (r for _, r, _ in records(store) if r and r.step <= most and r.intervals == cut(mine, r.step))
     return next((record.key for record in found), None)
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
+from elastic_train.assembly import commit_alone
 from elastic_train.checkpoint import CommitRecord, CommitWriter, discover, open_store
 from elastic_train.config import OptimizerConfig
 from elastic_train.errors import ElasticTrainError, Preempted, StorageError, TooFewNodesError
@@ -58,3 +59,16 @@ def test_whatever_ends_the_waiting_for_a_world_the_state_is_committed(error: Ela
     head = discover(store).head
     assert head is not None and (head.step, head.parent_key) == (9, ancestor.key)
     assert left == [False]
+
+
+def test_a_damaged_commit_of_the_very_step_is_replaced_and_not_continued(tmp_path: Path) -> None:
+    """The chain's steps grow: the parent is the damaged commit's own parent."""
+    plan, store, state = plan_of(tmp_path), open_store(str(tmp_path)), state_of((1, 0, 9))
+    facts = describe_commit(plan, state, 1)  # type: ignore[arg-type]
+    writer = CommitWriter(store, StoreFence(store), StoreFence(store).claim(), None)
+    older = writer.save(state.tensors(), replace(facts, step=6), (Interval(1, 0, 6),))
+    damaged = writer.save(state.tensors(), facts, state.reached.intervals)
+    next(iter((tmp_path / damaged.attempt).iterdir())).unlink()
+    commit_alone(plan, state)  # type: ignore[arg-type]
+    head = discover(store).head
+    assert head is not None and (head.term, head.step, head.parent_key) == (2, 9, older.key)
