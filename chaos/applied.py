@@ -172,9 +172,8 @@ def _bringers(run: Evidence, term: int) -> set[int]:
 
     Others may stand at the same step by chance, on a branch that nobody goes on from.
     """
-    givers = {line.get("given_by") for line in run.of("restore") if line["term"] == term} - {None}
-    pids = {whole(line, "pid") for line in run.of("form") if line["term"] == term and line["rank"] in givers}
-    return pids or pids_of(run)[term]
+    givers = {line.get("given_by") for line in run.in_term("restore", term)} - {None}
+    return {whole(line, "pid") for line in run.in_term("form", term) if line["rank"] in givers} or pids_of(run)[term]
 
 
 @once

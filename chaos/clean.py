@@ -5,6 +5,8 @@ The executor looked once everything had ended (`left_behind`); a look that was n
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from chaos.evidence import Evidence, Line, items, number
 from chaos.findings import Unknown, Violated
 
@@ -18,25 +20,25 @@ def cleanliness(run: Evidence) -> str:
     if not ends:
         raise Unknown("nobody looked for what outlived the job")
     looked = ends[-1]
-    found = [check(run, looked) for name, check in _CHECKS.items() if looked.get(name) is not None]
+    found = []
+    for name, (what, check) in _CHECKS.items():
+        if looked.get(name) is not None:
+            check(run, looked)
+            found.append(what)
     return f"no {', '.join(found)} outlived the job"
 
 
-def _orphans(run: Evidence, looked: Line) -> str:
-    orphans = items(looked, "orphans")
-    if orphans:
-        raise Violated(f"processes {orphans} outlived the job")
-    return "process"
+def _absent(name: str, told: str) -> Callable[[Evidence, Line], None]:
+    """Return the check that none of a list was left; `told` says of the first, or of all, that there was one."""
+
+    def check(run: Evidence, looked: Line) -> None:
+        if left := items(looked, name):
+            raise Violated(told.format(first=left[0], all=left))
+
+    return check
 
 
-def _leases(run: Evidence, looked: Line) -> str:
-    leases = items(looked, "leases")
-    if leases:
-        raise Violated(f"{leases[0]} outlived the job and the time to live of its lease")
-    return "lease"
-
-
-def _drafts(run: Evidence, looked: Line) -> str:
+def _drafts(run: Evidence, looked: Line) -> None:
     """Drafts of files that nobody finished, unless a fault came upon their writer."""
     times = [number(fault, "t") for fault in run.of("fault")]
     for draft in items(looked, "drafts"):
@@ -44,14 +46,11 @@ def _drafts(run: Evidence, looked: Line) -> str:
         path, written_at = str(draft[0]), float(str(draft[1]))
         if not any(written_at - 1.0 <= at <= written_at + _LAST_WRITE_S for at in times):
             raise Violated(f"{path} was left unfinished, and no fault came upon whoever wrote it")
-    return "draft"
 
 
-def _shared_memory(run: Evidence, looked: Line) -> str:
-    segments = items(looked, "shared_memory")
-    if segments:
-        raise Violated(f"shared memory {segments[0]} outlived the job")
-    return "shared memory"
-
-
-_CHECKS = {"orphans": _orphans, "leases": _leases, "drafts": _drafts, "shared_memory": _shared_memory}
+_CHECKS: Mapping[str, tuple[str, Callable[[Evidence, Line], None]]] = {
+    "orphans": ("process", _absent("orphans", "processes {all} outlived the job")),
+    "leases": ("lease", _absent("leases", "{first} outlived the job and the time to live of its lease")),
+    "drafts": ("draft", _drafts),
+    "shared_memory": ("shared memory", _absent("shared_memory", "shared memory {first} outlived the job")),
+}

@@ -45,6 +45,7 @@ class Evidence:
     tracked: Line | None = field(default=None, repr=False)
     """What the tracker held, by metric; None if nobody looked."""
     _by_op: dict[str, list[Line]] = field(default_factory=dict, repr=False)
+    _by_term: dict[str, dict[int, list[Line]]] = field(default_factory=dict, repr=False, compare=False)
     _derived: dict[str, object] = field(default_factory=dict, repr=False, compare=False)
 
     def has(self, op: str) -> bool:
@@ -57,6 +58,15 @@ class Evidence:
             lines = [line for process in self.processes for line in process if line.get("op") == op]
             self._by_op[op] = sorted(lines, key=lambda line: number(line, "t"))
         return self._by_op[op]
+
+    def in_term(self, op: str, term: int) -> list[Line]:
+        """Return the lines of one operation in one term, in the order of their times."""
+        if op not in self._by_term:
+            found: dict[int, list[Line]] = {}
+            for line in self.of(op):
+                found.setdefault(whole(line, "term"), []).append(line)
+            self._by_term[op] = found
+        return self._by_term[op].get(term, [])
 
 
 def once(derive: Callable[[Evidence], T]) -> Callable[[Evidence], T]:

@@ -30,7 +30,7 @@ def so_far(run: Evidence) -> Evidence:
         "coverage": newest["coverage"],
     }
     kept = [[line for line in process if not _is_behind(line, until)] for process in run.processes]
-    return replace(run, processes=kept, result=result, _by_op={}, _derived={})
+    return replace(run, processes=kept, result=result, _by_op={}, _by_term={}, _derived={})
 
 
 def _is_behind(line: Line, until: int) -> bool:
