@@ -127,7 +127,9 @@ def sim(
     case: Path | None = None,
     scenario: str | None = None,
     minutes: float | None = None,
-    nodes: int | None = None,
+    nodes: str | None = None,
+    hours: float | None = None,
+    faults_per_hour: float = 120.0,
     processes: int | None = None,
     ledger: Path | None = None,
     json_: Json = False,
@@ -135,24 +137,25 @@ def sim(
     """Run the product itself in virtual time, with faults drawn from --seeds (N, or A:B), and judge every run.
 
     --seed runs one of them and shows what was found, --case one that was written down, --scenario (with --seed) one
-    that `run` does to real nodes. --minutes ends earlier, --nodes takes that many nodes in place of the drawn ones.
-    Seeds are spread over --processes, one for each core if not given; the digest does not depend on that. --ledger FILE
-    keeps a line for each seed, and goes on where the file ends. Exit code 0 only if no invariant is violated; else the
-    first bad run is shrunk, kept below runs/sim, and told with the command that runs it again.
+    that `run` does to real nodes. --minutes ends earlier, --nodes takes so many nodes (or 16..64: drawn from these) in
+    place of the drawn ones. --hours makes each seed a job of so many virtual hours, with --faults-per-hour. Seeds are
+    spread over --processes, one for each core if not given; the digest does not depend on that. --ledger FILE keeps a
+    line for each seed, and runs only those that it does not hold. Exit code 0 only if no invariant is violated; else
+    the first bad run is shrunk, kept below runs/sim, and told with the command that runs it again.
     """
     from chaos.rehearsal import rehearse
-    from chaos.sim import cases, command  # it loads all of the product, which no other command needs
+    from chaos.sim import cases, command, long  # it loads all of the product, which no other command needs
     from chaos.sim.pool import cores
-    from chaos.sim.simulate import case_of
 
     if scenario is not None:
         described = scenarios.load(scenarios.find(scenario))
         return command.run_one(rehearse(described, seed if seed is not None else described.seed or 0), json_)
     if case is not None:
         return command.run_one(cases.load(case), json_)
+    draw = long.Draw(None if nodes is None else long.nodes_of(nodes), hours, faults_per_hour)
     if seed is not None:
-        return command.run_one(case_of(seed, nodes), json_)
-    campaign = command.Campaign(command.seeds_of(seeds), minutes, nodes, processes or len(cores()), ledger)
+        return command.run_one(draw.case(seed), json_)
+    campaign = command.Campaign(command.seeds_of(seeds), draw, minutes, processes or len(cores()), ledger)
     return command.report(command.run_campaign(campaign, is_quiet=json_), campaign, json_)
 
 

@@ -8,7 +8,8 @@ import json
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -16,10 +17,11 @@ from rich.table import Table
 
 from chaos.errors import ScenarioError
 from chaos.sim import cases
-from chaos.sim.ledger import Entry, Ledger, entry_of
+from chaos.sim.ledger import Entry, Ledger, code_version, entry_of
+from chaos.sim.long import Draw
 from chaos.sim.pool import simulate_each
 from chaos.sim.shrink import shrink
-from chaos.sim.simulate import Case, Outcome, case_of, simulate
+from chaos.sim.simulate import Case, Outcome, simulate
 
 console = Console(soft_wrap=True, highlight=False)
 SHOW_EVERY_S = 5.0
@@ -30,48 +32,59 @@ class Tally:
     """What all runs add up to."""
 
     def __init__(self) -> None:
-        self.num_seeds = self.num_valid = self.num_run = 0
-        self.virtual_s = 0.0
-        self.faults: Counter[str] = Counter()
-        self.unknown: Counter[str] = Counter()
-        self.failed: list[int] = []
-        self._digest = hashlib.sha256()
+        self.num_run = 0
+        self.entries: list[Entry] = []
         self._started = time.monotonic()
 
-    def take(self, entry: Entry) -> None:
-        """Count a seed, also one of an earlier run."""
-        self.num_seeds += 1
-        self.num_valid += not entry.violated
-        self.virtual_s += entry.virtual_s
-        self.faults.update(entry.faults)
-        self.unknown.update(entry.unknown)
-        self._digest.update(entry.digest.encode())
-        if entry.violated:
-            self.failed.append(entry.seed)
+    @property
+    def num_valid(self) -> int:
+        return sum(not entry.violated for entry in self.entries)
+
+    @property
+    def failed(self) -> list[int]:
+        return sorted(entry.seed for entry in self.entries if entry.violated)
+
+    @property
+    def num_faults(self) -> int:
+        return sum(sum(entry.faults.values()) for entry in self.entries)
+
+    @property
+    def virtual_hours(self) -> float:
+        return sum(entry.virtual_s for entry in self.entries) / 3600
 
     @property
     def runs_per_s(self) -> float:
         return self.num_run / max(1e-9, time.monotonic() - self._started)
 
-    def fields(self) -> dict[str, object]:
+    @property
+    def digest(self) -> str:
+        """The digest of all histories, in the order of their seeds."""
+        entries = sorted(self.entries, key=lambda entry: entry.seed)
+        return hashlib.sha256("".join(entry.digest for entry in entries).encode()).hexdigest()
+
+    def fields(self, options: str = "") -> dict[str, object]:
         """Return what --json prints: the digest is that of all histories, the same for the same seeds."""
+        faults: Counter[str] = Counter()
+        for entry in self.entries:
+            faults.update(entry.faults)
+        unknown = Counter(name for entry in self.entries for name in entry.unknown)
+        command = " ".join(["elastic-chaos sim", *([options] if options else [])])
         return {
-            "seeds": self.num_seeds,
+            "seeds": len(self.entries),
             "valid": self.num_valid,
             "failed": self.failed,
-            "faults": sum(self.faults.values()),
-            "faults_by_kind": dict(sorted(self.faults.items())),
-            "unknown": dict(sorted(self.unknown.items())),
-            "virtual_hours": round(self.virtual_s / 3600, 3),
+            "faults": self.num_faults,
+            "faults_by_kind": dict(sorted(faults.items())),
+            "unknown": dict(sorted(unknown.items())),
+            "virtual_hours": round(self.virtual_hours, 3),
             "runs_per_s": round(self.runs_per_s, 2),
-            "digest": self._digest.hexdigest(),
-            "replay": f"elastic-chaos sim --seed {self.failed[0]}" if self.failed else None,
+            "digest": self.digest,
+            "replay": f"{command} --seed {self.failed[0]}" if self.failed else None,
         }
 
     def __str__(self) -> str:
-        faults, hours = sum(self.faults.values()), self.virtual_s / 3600
-        rate = f"{self.runs_per_s:.1f} runs/s"
-        return f"{self.num_valid} of {self.num_seeds} seeds valid, {faults} faults, {hours:.2f} virtual hours, {rate}"
+        told = f"{self.num_valid} of {len(self.entries)} seeds valid, {self.num_faults} faults"
+        return f"{told}, {self.virtual_hours:.2f} virtual hours, {3600 * self.runs_per_s:.0f} runs/h"
 
 
 def seeds_of(text: str) -> range:
@@ -89,32 +102,34 @@ def seeds_of(text: str) -> range:
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """What to run: seeds, how long at most, with how many nodes in place of the drawn ones, on how many processes.
+    """What to run: seeds, what is drawn from them, how long at most, on how many processes.
 
-    `ledger` is where each seed's outcome is kept; seeds that are in it already are not run again.
+    `ledger` is where each seed's outcome is kept; seeds that are in it already, drawn by the same options, are not run
+    again.
     """
 
     seeds: range
+    draw: Draw = field(default_factory=Draw)
     minutes: float | None = None
-    nodes: int | None = None
     processes: int = 1
     ledger: Path | None = None
 
 
 def run_campaign(campaign: Campaign, *, is_quiet: bool) -> Tally:
-    """Run seed after seed until they, or the minutes, are over."""
+    """Run seed after seed until they, or the minutes, are over; one that is kept in a ledger ends at Ctrl-C, too."""
     tally, shown_at = Tally(), time.monotonic()
     until = None if campaign.minutes is None else time.monotonic() + 60 * campaign.minutes
     ledger = None if campaign.ledger is None else Ledger(campaign.ledger)
-    done = [entry for entry in ledger.entries if entry.seed in campaign.seeds] if ledger else []
-    for entry in done:
-        tally.take(entry)
-    left = sorted(set(campaign.seeds) - {entry.seed for entry in done}) if done else campaign.seeds
-    with contextlib.closing(simulate_each(left, campaign.nodes, min(campaign.processes, len(left) or 1))) as outcomes:
+    options, code = campaign.draw.options, code_version()
+    if ledger is not None:
+        tally.entries += [e for e in ledger.entries if e.seed in campaign.seeds and e.options == options]
+    left = sorted(set(campaign.seeds) - {entry.seed for entry in tally.entries})
+    outcomes = simulate_each(left, campaign.draw.case, min(campaign.processes, len(left) or 1))
+    with contextlib.closing(outcomes), _ending_at_interrupt() if ledger else contextlib.nullcontext():
         for outcome in outcomes:
-            entry = entry_of(outcome)
+            entry = entry_of(outcome, options, code)
             tally.num_run += 1
-            tally.take(entry)
+            tally.entries.append(entry)
             if ledger is not None:
                 ledger.add(entry)
             if outcome.violations and not is_quiet:
@@ -127,32 +142,39 @@ def run_campaign(campaign: Campaign, *, is_quiet: bool) -> Tally:
     return tally
 
 
+@contextlib.contextmanager
+def _ending_at_interrupt() -> Iterator[None]:
+    """End at Ctrl-C with what has been run."""
+    with contextlib.suppress(KeyboardInterrupt):
+        yield
+
+
 def report(tally: Tally, campaign: Campaign, is_json: bool) -> int:
     """Print what came of it; return 0 if no run was bad. The first bad one is shrunk and kept as a file."""
+    fields = tally.fields(campaign.draw.options)
     if not is_json:
         table = Table("fault", "times", header_style="bold")
-        for kind, times in sorted(tally.faults.items()):
+        for kind, times in fields["faults_by_kind"].items():  # type: ignore[attr-defined]
             table.add_row(kind, str(times))
         console.print(table)
-        console.print(f"{tally}\ndigest {tally.fields()['digest']}")
+        console.print(f"{tally}\ndigest {tally.digest}")
     if tally.failed:
-        first = simulate(case_of(tally.failed[0], campaign.nodes))
-        path = keep(first)
-        nodes = "" if campaign.nodes is None else f" --nodes {campaign.nodes}"
-        sys.stderr.write(
-            f"violated: {first.violations[0].invariant}: {first.violations[0].why}\n"
-            f"again with: {first.replay}{nodes}\n"
-            f"shrunk with: elastic-chaos sim --case {path}\n"
-        )
+        first = simulate(campaign.draw.case(tally.failed[0]))
+        told = f"seed {tally.failed[0]} was recorded as bad, and is not with today's code\n"
+        if first.violations:
+            path = keep(first)
+            bad = first.violations[0]
+            told = f"violated: {bad.invariant}: {bad.why}\nshrunk with: elastic-chaos sim --case {path}\n"
+        sys.stderr.write(f"{told}again with: {fields['replay']}\n")
     if is_json:
-        sys.stdout.write(json.dumps(tally.fields()) + "\n")
+        sys.stdout.write(json.dumps(fields) + "\n")
     return 1 if tally.failed else 0
 
 
 def run_one(case: Case, is_json: bool) -> int:
     """Run one case and show every finding."""
     tally, outcome = Tally(), simulate(case)
-    tally.take(entry_of(outcome))
+    tally.entries.append(entry_of(outcome, "", ""))
     if is_json:
         findings = {finding.invariant: finding.truth for finding in outcome.findings}
         sys.stdout.write(json.dumps({**tally.fields(), "invariants": findings}) + "\n")

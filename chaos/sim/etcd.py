@@ -24,6 +24,8 @@ from rendezvous.store import Guards, Lease, Put, Snapshot, Writes
 T = TypeVar("T")
 
 RETRY_S = (0.05, 0.5)
+BROKEN_S = 0.2
+"""How often a watch whose stream is cut tries to go on."""
 LEAST_TTL_S = 2.0
 SLOWNESS = 100.0
 NUM_MEMBERS = 3
@@ -42,7 +44,9 @@ class Etcd:
         self.mute: set[int] = set()
         """Nodes that get no answers, and hear nothing from their watches."""
         self.leases: list[SimLease] = []
-        self.watches: list[SimWatch] = []
+        self.watches: dict[SimWatch, None] = {}
+        self.idle: dict[SimWatch, None] = {}
+        """Watches that have heard of all that has happened."""
         self._shown: dict[str, Snapshot] = {}
 
     @property
@@ -61,7 +65,7 @@ class Etcd:
 
     def tell(self) -> None:
         """Let every watch hear of a change, each after a delay of its own."""
-        for watch in self.watches:
+        for watch in list(self.idle):
             watch.expect()
 
     def outage(self, seconds: float) -> None:
@@ -215,8 +219,8 @@ class SimWatch:
         self._etcd, self._prefix = etcd, prefix
         self._changed = Condition(etcd.kernel)
         self._is_expecting = False
-        etcd.watches.append(self)
-        process.at_death.append(self.close)
+        etcd.watches[self] = etcd.idle[self] = None
+        process.at_death["watch"] = self.close
         self.expect()
 
     def wait(self, after: int, timeout_s: float) -> Snapshot | None:
@@ -225,8 +229,8 @@ class SimWatch:
             return self.snapshot if arrived else None
 
     def close(self) -> None:
-        if self in self._etcd.watches:
-            self._etcd.watches.remove(self)
+        self._etcd.watches.pop(self, None)
+        self._etcd.idle.pop(self, None)
 
     def fall_silent(self, seconds: float = RELIST_S) -> None:
         """Break the stream without a sign: the next list, after `RELIST_S`, finds what was missed."""
@@ -234,28 +238,34 @@ class SimWatch:
         self.expect()
 
     def expect(self) -> None:
+        """Hear of what has happened, after a while."""
         if not self._is_expecting:
             self._is_expecting = True
+            self._etcd.idle.pop(self, None)
             self._etcd.kernel.after(self._etcd.delay(), self._hear)
 
     def _hear(self) -> None:
-        etcd, kernel = self._etcd, self._etcd.kernel
-        self._is_expecting = False
-        if self.process.is_dead:
+        etcd, kernel, process = self._etcd, self._etcd.kernel, self.process
+        if process.is_dead:
             return
-        if self.process.is_paused:
-            self.process.at_resume.append(self.expect)
+        if process.is_paused:
+            process.at_resume.append(lambda: kernel.after(etcd.delay(), self._hear))
         elif kernel.now < self.silent_until:
-            self._is_expecting = True
             kernel.at(self.silent_until, self._hear)
-        elif etcd.is_down or self.process.node in etcd.mute | etcd.deaf:
-            self._is_expecting = True
-            kernel.after(0.2, self._hear)
+        elif etcd.is_down:
+            kernel.at(etcd.down_until + etcd.delay(), self._hear)
+        elif process.node in etcd.mute or process.node in etcd.deaf:
+            kernel.after(BROKEN_S, self._hear)
         else:
+            self._is_expecting = False
+            if self in etcd.watches:
+                etcd.idle[self] = None
             fresh = etcd.show(self._prefix)
             if fresh.revision > self.snapshot.revision:
                 self.snapshot = fresh
                 self._changed.notify_all()
+                if process.listening is not None:
+                    kernel.wake(process.listening)  # behind the thread that follows the watch
 
 
 def _core_of(lease: Lease | None) -> MemoryLease | None:

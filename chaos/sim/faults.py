@@ -14,7 +14,8 @@ AT_POINTS = ("kill", "stop", "raise")
 
 @dataclass(frozen=True, slots=True)
 class SimFault:
-    """One fault: what, when (seconds, or the n-th time that anybody comes to a failpoint), where, and for how long."""
+    """One fault: what, when (seconds, or from then on the n-th time that anybody comes to a failpoint), where, and for
+    how long."""
 
     kind: str
     at_s: float = 0.0

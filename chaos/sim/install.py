@@ -19,12 +19,15 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
-from chaos.sim import model, virtual
+from chaos.sim import files, model, virtual
 from chaos.sim.etcd import EtcdClient
-from chaos.sim.net import MeetingStore, SimGroup
+from chaos.sim.group import SimGroup
+from chaos.sim.net import MeetingStore
 from chaos.sim.objects import StorageClient
+from elastic_train import reduction, trainer
+from elastic_train.checkpoint import record
 from elastic_train.checkpoint.interval import Faults
 from elastic_train.coverage import CoverageSums
 from elastic_train.data.loader import LaneBatch
@@ -34,8 +37,7 @@ from elastic_train.session import Session
 from rendezvous.context import RendezvousContext
 from rendezvous.fence import EtcdFence
 from rendezvous.reach import Reach
-from rendezvous.records import Keys, View, read_view
-from rendezvous.store import Snapshot
+from rendezvous.records import read_view
 
 if TYPE_CHECKING:
     from chaos.sim.job import Job
@@ -55,6 +57,12 @@ MACHINE: Mapping[str, ModuleType] = {
     "socket": socket,
     "random": random,
 }
+
+X = TypeVar("X")
+Y = TypeVar("Y")
+Ys = TypeVarTuple("Ys")
+NUM_VIEWS = 256
+"""Snapshots on their way to somebody, of a thousand nodes that all write at once."""
 
 
 @contextlib.contextmanager
@@ -106,9 +114,11 @@ def _world(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
     yield from _in("rendezvous.live", Reach=functools.partial(Reach, probe=job.net.is_reachable))
     yield from _in("rendezvous.reach", ThreadPoolExecutor=virtual.InTurn)
     yield from _in("rendezvous.waiting", SimpleQueue=functools.partial(virtual.Queue, job.kernel))
-    yield from _in("rendezvous.node", is_refused=job.net.is_refused, read_view=_memory_of(read_view))
+    yield from _in("rendezvous.node", is_refused=job.net.is_refused, read_view=_memory_of(read_view, NUM_VIEWS))
+    yield from _in("rendezvous.node", LOOK_S=job.shape.look_s)
     yield from _in("rendezvous.meeting", TCPStore=functools.partial(MeetingStore, job.net))
-    yield from _in("elastic_train.worlds", Group=SimGroup, live_context=lambda: job.told(job.kernel.process))
+    yield from _in("elastic_train.worlds", Group=functools.partial(SimGroup, look_s=job.shape.look_s))
+    yield from _in("elastic_train.worlds", live_context=lambda: job.told(job.kernel.process))
     yield from _in("elastic_train.world", open_store=storage, open_fence=fence, last_applied=lambda *_, **__: None)
     yield from _in("elastic_train.world", History=functools.partial(SimHistory, job), Progress=Silent)
     yield from _in("elastic_train.assembly", open_store=storage, start_tracker=lambda *_: None)
@@ -144,15 +154,20 @@ def _tensors(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
         return sum((model.sums_of(tuple(batch.ids.tolist())) for batch in lanes), CoverageSums())
 
     yield from _in("elastic_train.assembly", make_gradient_sum=gradient_sum, has_equal_kernels=lambda *_: True)
-    yield from _in("elastic_train.trainer", _run_lane=run_lane, _coverage_of=coverage_of)
     yield from _in(
-        "elastic_train.checkpoint.layout", LEAST_PART_BYTES=job.shape.least_part_bytes, plan_attempt=model.plan_attempt
+        "elastic_train.trainer", _run_lane=run_lane, _coverage_of=coverage_of, _fold=_memory_of(trainer._fold)
     )
-    written = {"write_part": model.write_part, "finish_attempt": model.finish_attempt}
+    yield from _in("elastic_train.reduction", _read_table=_memory_of(reduction._read_table))
+    yield from _in(
+        "elastic_train.checkpoint.layout", LEAST_PART_BYTES=job.shape.least_part_bytes, plan_attempt=files.plan_attempt
+    )
+    written = {"write_part": files.write_part, "finish_attempt": files.finish_attempt}
     yield from _in("elastic_train.checkpoint.writer", **written, library_versions=dict)
-    snapshot = functools.partial(model.SlowSnapshot, job.copy)
-    yield from _in("elastic_train.checkpoint.saves", write_part=model.write_part, Snapshot=snapshot)
-    yield from _in("elastic_train.checkpoint.reader", read_leaves=model.read_leaves)
+    snapshot = functools.partial(files.SlowSnapshot, job.copy)
+    yield from _in("elastic_train.checkpoint.saves", write_part=files.write_part, Snapshot=snapshot)
+    yield from _in(
+        "elastic_train.checkpoint.reader", read_leaves=files.read_leaves, decode=functools.lru_cache(64)(record.decode)
+    )
 
 
 def _planted(job: Job) -> Iterator[tuple[ModuleType, str, object]]:
@@ -172,14 +187,17 @@ def _in(path: str, **stand_ins: object) -> Iterator[tuple[ModuleType, str, objec
         yield module, name, stand_in
 
 
-def _memory_of(read: Callable[[Snapshot, Keys], View]) -> Callable[[Snapshot, Keys], View]:
-    """Remember the last view: every process of a simulation parses the same snapshot."""
-    last: list[tuple[Snapshot, View]] = []
+def _memory_of(work_out: Callable[[X, *Ys], Y], size: int = 8) -> Callable[[X, *Ys], Y]:
+    """Remember what was worked out of the last objects: every process of a simulation does it of the same ones."""
+    known: dict[int, tuple[X, Y]] = {}  # by identity, which nothing loses while it is here
 
-    def remembered(snapshot: Snapshot, keys: Keys) -> View:
-        if not last or last[0][0] is not snapshot:
-            last[:] = [(snapshot, read(snapshot, keys))]
-        return last[0][1]
+    def remembered(found: X, *rest: *Ys) -> Y:
+        held = known.get(id(found))
+        if held is None:
+            if len(known) == size:
+                del known[next(iter(known))]
+            held = known[id(found)] = found, work_out(found, *rest)
+        return held[1]
 
     return remembered
 

@@ -24,7 +24,12 @@ from elastic_train.mixing import Int64s
 from rendezvous.context import LiveContext
 
 PATIENCE_S = 1800.0
-"""Virtual seconds from the last fault's end within which a job must come to its end: the bound on liveness."""
+"""Virtual seconds from the last fault's end, beside those that the whole job takes, within which it must come to its
+end: the bound on liveness."""
+LOOK_S, RESTART_S = 10.0, 60.0
+"""A node that has ended by itself is started again after so long, however many faults are still to come."""
+_SIMPLE = (str, int, float, type(None))
+"""What JSON gives back as it is."""
 
 
 class Job:
@@ -45,7 +50,6 @@ class Job:
         self.etcd = Etcd(self.kernel, self.draws("etcd"), shape.delay_s)
         self.storage = Storage(self.kernel, self.draws("storage"), 3 * shape.delay_s)
         self.nodes = [Node(self, number) for number in range(shape.nodes)]
-        self.is_damaged = False
         self.num_faults: dict[str, int] = {}
         self.errors: list[str] = []
         self.pace = self.draws("pace")
@@ -54,7 +58,7 @@ class Job:
         self._lines: dict[str, list[Line]] = {}
         self._result: Line | None = None
         self._witness: Int64s | None = None
-        self._armed = [fault for fault in faults if fault.point]
+        self._armed: dict[str, dict[int, list[SimFault]]] = {}
         self._reached: dict[str, int] = {}
         self._busy_until = 0.0
         self._step = self._term = 0
@@ -99,7 +103,9 @@ class Job:
 
     def record(self, file: str, op: str, **fields: object) -> None:
         """Append a line to a history, as JSON would keep it."""
-        line: Line = json.loads(json.dumps({"op": op, "t": EPOCH_S + self.kernel.now, **fields}))
+        line: Line = {"op": op, "t": EPOCH_S + self.kernel.now}
+        for name, value in fields.items():
+            line[name] = value if isinstance(value, _SIMPLE) else json.loads(json.dumps(value))
         self._lines.setdefault(file, []).append(line)
         if op == "form" and isinstance(line["term"], int) and line["term"] >= self._term:
             self._term = line["term"]
@@ -109,11 +115,16 @@ class Job:
             self._step = line["step"]
 
     def reach(self, point: str) -> None:
-        """Have the fault that waits for the n-th time that anybody comes to a failpoint."""
+        """Have the faults that wait for the n-th time that anybody comes to a failpoint."""
         self._reached[point] = nth = self._reached.get(point, 0) + 1
-        for fault in [fault for fault in self._armed if fault.point == point and fault.nth == nth]:
-            self._armed.remove(fault)
+        armed = self._armed.get(point)
+        for fault in armed.pop(nth, ()) if armed else ():
             self._strike_here(fault)
+
+    def _arm(self, fault: SimFault) -> None:
+        """Let a fault wait for whoever comes to its failpoint; times are counted from now on."""
+        nth = self._reached.get(fault.point, 0) + fault.nth
+        self._armed.setdefault(fault.point, {}).setdefault(nth, []).append(fault)
 
     def _strike_here(self, fault: SimFault) -> None:
         process = self.kernel.process
@@ -161,29 +172,23 @@ class Job:
 
     def start_guests(self, for_s: float) -> None:
         """Start as many nodes again, under the same run id, and kill them after a while."""
-        first = len(self.nodes)
-        for number in range(first, first + self.shape.nodes):
-            self.nodes.append(Node(self, number))
+        first = self.shape.nodes
+        self.nodes += [Node(self, number) for number in range(len(self.nodes), 2 * first)]
+        for number in range(first, 2 * first):
             self.start_node(number)
             self.kernel.after(for_s, lambda number=number: self.nodes[number].kill())  # type: ignore[misc]
         self._busy(for_s)
 
     def _start_after(self, number: int, for_s: float) -> None:
         self.kernel.after(for_s, lambda: self.start_node(number))
+        node = self.nodes[number]
+        node.away_until = max(node.away_until, self.kernel.now + for_s)
         self._busy(for_s)
 
     def start_node(self, number: int) -> None:
         """Start a node, unless it is up or the job is done."""
         if not self.is_done:
             self.nodes[number].start()
-
-    def newest_files(self) -> list[str]:
-        """Return the keys of the newest commit's files with tensors, none if there is no other to fall back to."""
-        keys = sorted(key for key in self.storage.files if key.startswith("commits/"))
-        if len(keys) < 2:
-            return []
-        record = json.loads(self.storage.files[keys[-1]][0])
-        return [f"{record['attempt']}/{name}" for name, file in sorted(record["files"].items()) if file["size"] > 2]
 
     # The run.
 
@@ -197,8 +202,8 @@ class Job:
             for node in self.nodes:
                 self.kernel.after(self.pace.uniform(0.0, 1.0), lambda node=node: self.start_node(node.number))  # type: ignore[misc]
             for fault in self.faults:
-                if not fault.point:
-                    self.kernel.at(fault.at_s, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
+                act = self._arm if fault.point else self._strike
+                self.kernel.at(fault.at_s, lambda act=act, fault=fault: act(fault))  # type: ignore[misc]
             try:
                 self._conduct()
             finally:
@@ -208,9 +213,13 @@ class Job:
         return self._evidence()
 
     def _conduct(self) -> None:
-        last = max((fault.at_s + fault.for_s for fault in self.faults if not fault.point), default=0.0)
-        while self.kernel.now < max(last, self._busy_until) + PATIENCE_S:
+        last = max((fault.at_s + (0.0 if fault.point else fault.for_s) for fault in self.faults), default=0.0)
+        looked_at = 0.0
+        while self.kernel.now < max(last, self._busy_until) + self.shape.span_s + PATIENCE_S:
             self.kernel.sleep(1.0)
+            if self.kernel.now > looked_at + LOOK_S:
+                looked_at = self.kernel.now
+                self._restart_failed()
             is_quiet = self.kernel.now > max(last, self._busy_until)
             if not any(node.is_up for node in self.nodes) and is_quiet:
                 if self.is_done:
@@ -222,14 +231,24 @@ class Job:
                     if not node.is_up and node.agent is not None:
                         self.start_node(node.number)
 
+    def _restart_failed(self) -> None:
+        """Start nodes again that have ended by themselves, as whoever keeps the job going does after a while."""
+        for node in self.nodes[: self.shape.nodes]:
+            if node.is_up or node.agent is None:
+                node.down_for_s = 0.0
+            elif self.kernel.now >= node.away_until:
+                node.down_for_s += LOOK_S
+                if node.down_for_s >= RESTART_S:
+                    self.start_node(node.number)
+
     def _strike(self, fault: SimFault) -> None:
         if self.is_done:
             return
-        was_damaged = self.is_damaged
+        num_damaged = len(self.storage.damaged)
         hit = KINDS[fault.kind](self, fault)
         self._busy(fault.for_s)
         # What befalls etcd and storage has happened although nobody was there to notice.
-        if hit or self.is_damaged > was_damaged or fault.kind.startswith(("etcd", "storage", "kill_etcd")):
+        if hit or len(self.storage.damaged) > num_damaged or fault.kind.startswith(("etcd", "storage", "kill_etcd")):
             self._note(fault, hit, self.node(fault))
 
     def _note(self, fault: SimFault, hit: list[Process], node: int) -> None:

@@ -16,7 +16,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 EPOCH_S = 1_800_000_000.0
 """The wall clock at the beginning of virtual time, in unix seconds."""
@@ -46,8 +46,12 @@ class Process:
         self.slowness = 1.0
         self.hangs_until = self.stopped_s = self.stopped_at = 0.0
         self.held: list[Task] = []
+        self.listening: Task | None = None
+        """Who is to look again when the process hears of a change of membership."""
+        self.tasks: dict[Task, None] = {}  # in the order of their start: a set's order is no seed's
         self.at_resume: list[Callable[[], None]] = []
-        self.at_death: list[Callable[[], None]] = []
+        self.at_death: dict[str, Callable[[], None]] = {}
+        """What its end does to others, by name: what it held before under a name is let go of."""
         self.code: int | None = None
 
     @property
@@ -87,6 +91,8 @@ class Task:
     def __init__(self, kernel: Kernel, process: Process | None, run: Callable[[], None]) -> None:
         self.kernel, self.process = kernel, process
         self.is_done = self.is_ready = False
+        self.turn = 0
+        """How often it has been parked: a time that is over belongs to one of them."""
         self._run = run
         self.baton = threading.Lock()
         self.baton.acquire()
@@ -107,7 +113,7 @@ class Task:
             kernel.failure = kernel.failure or error
             kernel.wake(kernel.conductor)
         self.is_done = True
-        kernel.tasks.pop(self, None)
+        kernel.forget(self)
 
 
 class Kernel:
@@ -117,10 +123,12 @@ class Kernel:
         self.now = 0.0
         self.num_events = self._num_turns = 0
         self.failure: BaseException | None = None
-        self.tasks: dict[Task, None] = {}  # in the order of their start: a set's order is no seed's
+        self.processes: dict[Process, None] = {}
+        """Those that have tasks."""
         self.conductor = Task(self, None, lambda: None)
         self.current = self.conductor
-        self._events: list[tuple[float, int, Callable[[], object]]] = []
+        self._events: list[tuple[float, int, Any, int]] = []
+        """Moment, number, and an act and 0, or a task and the turn at which its time is over."""
         self._ready: deque[Task] = deque()
 
     @property
@@ -132,7 +140,7 @@ class Kernel:
     def at(self, moment: float, act: Callable[[], object]) -> None:
         """Do something later; `act` must not block."""
         self.num_events += 1
-        heapq.heappush(self._events, (max(moment, self.now), self.num_events, act))
+        heapq.heappush(self._events, (max(moment, self.now), self.num_events, act, 0))
 
     def after(self, seconds: float, act: Callable[[], object]) -> None:
         self.at(self.now + seconds, act)
@@ -140,10 +148,19 @@ class Kernel:
     def spawn(self, process: Process | None, run: Callable[[], None]) -> Task:
         """Start a task; it runs when its turn comes."""
         task = Task(self, process, run)
-        self.tasks[task] = None
+        if process is not None:
+            process.tasks[task] = self.processes[process] = None
         task.start()
         self.wake(task)
         return task
+
+    def forget(self, task: Task) -> None:
+        """Let go of a task that has ended."""
+        process = task.process
+        if process is not None:
+            process.tasks.pop(task, None)
+            if not process.tasks:
+                self.processes.pop(process, None)
 
     def wake(self, task: Task) -> None:
         """Let a task run when its turn comes; one of a paused process when that is resumed."""
@@ -159,17 +176,13 @@ class Kernel:
         """Block the running task until somebody wakes it, or the time is over."""
         task = self.current
         self.check(task)
+        task.turn += 1
         if timeout_s is not None:
-            waiting = [True]
-
-            def expire() -> None:
-                if waiting[0]:
-                    self.wake(task)
-
-            self.after(max(timeout_s, TICK_S), expire)
+            self.num_events += 1
+            until = self.now + (timeout_s if timeout_s > TICK_S else TICK_S)
+            heapq.heappush(self._events, (until, self.num_events, task, task.turn))
         self.pass_on(task)
-        if timeout_s is not None:
-            waiting[0] = False
+        task.turn += 1
         self.check(task)
 
     def check(self, task: Task) -> None:
@@ -182,21 +195,17 @@ class Kernel:
     def sleep(self, seconds: float) -> None:
         """Block the running task for so long."""
         until = self.now + max(0.0, seconds)
-        while True:
+        self.park(seconds)
+        while self.now < until:
             self.park(until - self.now)
-            if self.now >= until:
-                return
 
     def pass_on(self, mine: Task | None) -> None:
         """Give the baton to whoever is next, and come back when it is the caller's turn again; None never does."""
-        following = self._next()
+        self.current = following = self._next()
         if following is not mine:
-            self.current = following
             following.baton.release()
             if mine is not None:
                 mine.baton.acquire()
-        if mine is not None:
-            self.current = mine
 
     def _next(self) -> Task:
         while True:
@@ -217,22 +226,25 @@ class Kernel:
                 self.failure = self.failure or Timeless("nothing is left to happen")
                 self.wake(self.conductor)
                 continue
-            self.now, _, act = heapq.heappop(self._events)
-            act()
+            self.now, _, act, turn = heapq.heappop(self._events)
+            if not turn:
+                act()
+            elif act.turn == turn:
+                self.wake(act)
 
     def kill(self, process: Process) -> None:
         """End a process at once: its tasks run no more, its connections are gone."""
         if process.is_dead:
             return
         process.is_dead, process.is_paused = True, False
-        for act in process.at_death:
+        acts, process.at_death = process.at_death, {}
+        for act in acts.values():
             act()
-        process.at_death.clear()
-        for task in [task for task in self.tasks if task.process is process and task is not self.current]:
-            if task in process.held:
-                task.is_ready = False
-            self.wake(task)
+        for task in process.held:
+            task.is_ready = False
         process.held.clear()
+        for task in [task for task in process.tasks if task is not self.current]:
+            self.wake(task)
 
     def pause(self, process: Process) -> None:
         if process.is_running:
@@ -254,9 +266,8 @@ class Kernel:
     def close(self) -> None:
         """End every task, so that no thread outlives the simulation; called by the conductor."""
         self.failure = None
-        for process in dict.fromkeys(task.process for task in self.tasks):
-            if process is not None:
-                self.kill(process)
+        for process in list(self.processes):
+            self.kill(process)
         self._events.clear()
         self.after(1.0, lambda: self.wake(self.conductor))
         self.pass_on(self.conductor)

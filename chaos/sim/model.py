@@ -1,4 +1,4 @@
-"""What is modelled because it would be tensors: the model, its gradient, the samples' bytes and the files of a commit.
+"""What is modelled because it would be tensors: the model, its gradient, and the samples' bytes.
 
 The state is a hash that every step folds the applied samples' ids into (in any order, since lanes add up), and the
 witness's counts, one for every sample. Equal hashes at the end are equal weights; the counts need no trust in anything.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,17 +16,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from chaos.sim.net import SimGroup
+from chaos.sim.group import SimGroup
 from elastic_train.account import Account, Hole
-from elastic_train.checkpoint import Retention, layout
-from elastic_train.checkpoint.checksums import FileRecord, open_checked
-from elastic_train.checkpoint.format import WrittenPart
-from elastic_train.checkpoint.hashing import HashingSink
-from elastic_train.checkpoint.layout import AttemptPlan, Leaves, Part, State
+from elastic_train.checkpoint import Retention
+from elastic_train.checkpoint.layout import State
 from elastic_train.checkpoint.record import CommitRecord
 from elastic_train.checkpoint.record import Path as LeafPath
-from elastic_train.checkpoint.staging import Buffer, Snapshot
-from elastic_train.checkpoint.stores import Store
 from elastic_train.config import Config
 from elastic_train.coverage import CoverageSums
 from elastic_train.data.carrier import LaneSampler
@@ -36,9 +30,16 @@ from elastic_train.failpoints import reach
 from elastic_train.mixing import Int64s, derive, mix64
 from elastic_train.order import Cursor, Order
 from elastic_train.state import Reached
-from elastic_train.weights import tensor_digest
 
 _MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """What a step adds: how often each sample is in it, and the sum of its lanes' hashes."""
+
+    counts: Int64s
+    digest: int
 
 
 @dataclass
@@ -47,8 +48,7 @@ class Weights:
 
     counts: Int64s
     words: Int64s = field(default_factory=lambda: np.zeros(2, np.int64))
-    ids: Int64s | None = None
-    gradient: int = 0
+    gradient: Gradient | None = None
 
     @property
     def digest(self) -> int:
@@ -86,10 +86,10 @@ class ModelledState:
 
     def apply(self, cursor: Cursor, coverage: CoverageSums, term: int, account: Account) -> float:
         weights = self.model
-        assert weights.ids is not None, "a step has a gradient"
-        weights.counts += np.bincount(weights.ids, minlength=len(weights.counts))
-        weights.digest = derive(weights.digest, weights.gradient, self.step)
-        weights.ids = None
+        assert weights.gradient is not None, "a step has a gradient"
+        weights.counts += weights.gradient.counts
+        weights.digest = derive(weights.digest, weights.gradient.digest, self.step)
+        weights.gradient = None
         self.reached = self.reached.advance(cursor, coverage, term, account)
         return 0.0
 
@@ -127,10 +127,12 @@ class ModelledSum:
         self._ids.append(ids)
 
     def finish(self, divisor: float) -> None:
-        parts = self._group.exchange_objects(tuple(self._ids))
+        self._weights.gradient = self._group.fold(tuple(self._ids), self._add)
+
+    def _add(self, parts: list[object]) -> Gradient:
         ids = [ids for part in parts if isinstance(part, tuple) for ids in part]
-        self._weights.ids = np.concatenate(ids) if ids else np.zeros(0, np.int64)
-        self._weights.gradient = sum(_hash_of(tuple(some.tolist())) for some in ids) & _MASK
+        counts = np.bincount(np.concatenate([np.zeros(0, np.int64), *ids]), minlength=len(self._weights.counts))
+        return Gradient(counts, sum(_hash_of(tuple(some.tolist())) for some in ids) & _MASK)
 
 
 @lru_cache(1 << 16)
@@ -236,61 +238,3 @@ class ModelledPlan:
 @lru_cache(1 << 16)
 def sums_of(ids: tuple[int, ...]) -> CoverageSums:
     return CoverageSums.of_ids(np.array(ids, np.int64))
-
-
-class SlowSnapshot(Snapshot):
-    """A snapshot whose copy takes time, so that training comes to where it must wait for it."""
-
-    def __init__(self, sleep: Callable[[], None], part: Part, leaves: Leaves, is_still: Callable[[LeafPath], bool]):
-        super().__init__(part, leaves, is_still)
-        self._sleep = sleep
-
-    def copy(self, buffer: Buffer, check: Callable[[], None], tell: Callable[[int], None]) -> None:
-        self._sleep()
-        super().copy(buffer, check, tell)
-
-
-_plans: dict[tuple[int, int, int], AttemptPlan] = {}
-_plan_attempt = layout.plan_attempt
-
-
-def plan_attempt(state: State, num_writers: int = 1) -> AttemptPlan:
-    """Plan as the product does, once for every shape: torch's planner is slow, and states of one size are alike."""
-    model = state["model"]
-    assert isinstance(model, dict), "as `ModelledState.tensors` makes it"
-    shape = model["counts"].numel(), num_writers, layout.LEAST_PART_BYTES
-    if shape not in _plans:
-        _plans[shape] = _plan_attempt(state, num_writers)
-    return _plans[shape]
-
-
-def write_part(
-    store: Store, attempt: str, part: Part, contents: Iterable[memoryview], plain: Mapping[str, bytes]
-) -> WrittenPart:
-    """Write one part's file as JSON, with the product's checksums."""
-    assert not plain, "the modelled state holds tensors"
-    with store.write(f"{attempt}/{part.name}") as file, HashingSink(file) as sink:
-        held = [(str(slot.path[-1]), slot, content) for slot, content in zip(part.slots, contents, strict=True)]
-        numbers = {name: np.frombuffer(content, np.int64).tolist() for name, _, content in held}
-        digests = {name: tensor_digest(slot.dtype, slot.shape, content) for name, slot, content in held}
-        sink.write(json.dumps(numbers).encode())
-        sink.close()
-    return WrittenPart(part.name, sink.record(), {}, digests)
-
-
-def finish_attempt(
-    store: Store, attempt: str, plan: AttemptPlan, written: Sequence[WrittenPart]
-) -> dict[str, FileRecord]:
-    return {part.name: part.file for part in written}
-
-
-def read_leaves(
-    store: Store, attempt: str, files: Mapping[str, FileRecord], wanted: Mapping[LeafPath, object]
-) -> dict[LeafPath, object]:
-    leaves: dict[LeafPath, object] = {}
-    for name, record in files.items():
-        content = bytearray(record.size)
-        with open_checked(store, f"{attempt}/{name}", record) as file:
-            file.fill(0, [memoryview(content)])
-        leaves |= {("model", name): torch.tensor(numbers) for name, numbers in json.loads(content).items()}
-    return leaves

@@ -54,6 +54,7 @@ class Node:
         self.number = number
         self.agent: Process | None = None
         self.workers: dict[int, Process] = {}
+        self.away_until = self.down_for_s = 0.0
         self._job, self._kernel = job, job.kernel
         self._ended: list[Process] = []
         self._watcher: Task | None = None
@@ -96,7 +97,7 @@ class Node:
     def _watch_over(self) -> None:
         """Be the agent: start workers, bury the dead, start others, and end with the last of them."""
         agent, shape, job = self._kernel.process, self._job.shape, self._job
-        agent.at_death.append(self._kill_workers)
+        agent.at_death["workers"] = self._kill_workers
         told = LiveContext(
             endpoints=("etcd",),
             run_id=RUN_ID,
@@ -143,7 +144,7 @@ class Node:
         leave = Told()
         self.workers[local_rank] = process
         self._job.workers[process] = Worker(told, local_rank, leave)
-        process.at_death.append(lambda: self._end_worker(process))
+        process.at_death["agent"] = lambda: self._end_worker(process)
         self._kernel.spawn(process, lambda: self._work(process, leave))
 
     def _end_worker(self, process: Process) -> None:

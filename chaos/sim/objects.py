@@ -30,6 +30,8 @@ class Storage:
         self.down_until = self.full_until = self.lossy_until = self.failing_until = 0.0
         self.conflict_until = self.taken_until = self.slow_until = self.slow_sync_until = 0.0
         self.num_to_tear = self.num_lost_answers = 0
+        self.damaged: set[str] = set()
+        """Attempts of which a file was damaged."""
 
     def put(self, key: str, content: bytes) -> None:
         self.files[key] = content, EPOCH_S + self.kernel.now

@@ -9,10 +9,12 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.connection import Connection
 
-from chaos.sim.simulate import Outcome, case_of, simulate
+from chaos.sim.simulate import Case, Outcome, simulate
+
+DrawCase = Callable[[int], Case]
 
 
 def cores() -> list[int]:
@@ -20,12 +22,12 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def simulate_each(seeds: Sequence[int], num_nodes: int | None, num_processes: int) -> Generator[Outcome, None, None]:
+def simulate_each(seeds: Sequence[int], draw: DrawCase, num_processes: int) -> Generator[Outcome, None, None]:
     """Yield the outcome of every seed, in their order, whatever the number of processes."""
     if num_processes == 1:
         with keeping_to(cores()[0]):
             for seed in seeds:
-                yield simulate(case_of(seed, num_nodes))
+                yield simulate(draw(seed))
         return
     context = multiprocessing.get_context("fork")
     with contextlib.ExitStack() as ends:
@@ -34,7 +36,7 @@ def simulate_each(seeds: Sequence[int], num_nodes: int | None, num_processes: in
             receiving, sending = context.Pipe(duplex=False)
             mine = seeds[place::num_processes]
             core = cores()[place % len(cores())]
-            process = context.Process(target=_serve, args=(sending, mine, num_nodes, core), daemon=True)
+            process = context.Process(target=_serve, args=(sending, mine, draw, core), daemon=True)
             process.start()
             sending.close()
             ends.callback(process.join)
@@ -55,8 +57,10 @@ def keeping_to(core: int) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _serve(answers: Connection, seeds: Sequence[int], num_nodes: int | None, core: int) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what the command does when it is told to end is not for these
+def _serve(answers: Connection, seeds: Sequence[int], draw: DrawCase, core: int) -> None:
+    # What the command does when it is told to end is not for these: it ends them.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with keeping_to(core):
         for seed in seeds:
-            answers.send(simulate(case_of(seed, num_nodes)))
+            answers.send(simulate(draw(seed)))

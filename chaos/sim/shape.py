@@ -33,6 +33,8 @@ class Shape:
     ttl_s: float = 3.0
     peer_timeout_s: float = 60.0
     delay_s: float = 0.003
+    look_s: float = 1.0
+    """The longest that a wait goes without looking again, whatever the watch says."""
 
     @property
     def total_steps(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -66,11 +66,6 @@ class Outcome:
             if finding.truth == "false" or (finding.truth == "unknown" and finding.invariant not in NEEDS_A_LOSS)
         )
 
-    @property
-    def replay(self) -> str:
-        """The command that runs the case again."""
-        return f"elastic-chaos sim --seed {self.case.seed}"
-
 
 def case_of(seed: int, num_nodes: int | None = None) -> Case:
     """Draw a case from a seed."""
@@ -108,14 +103,11 @@ def simulate(case: Case, bug: Mapping[str, object] | None = None) -> Outcome:
     )
 
 
-def simulate_all(seeds: range, num_nodes: int | None = None) -> Iterator[Outcome]:
-    for seed in seeds:
-        yield simulate(case_of(seed, num_nodes))
-
-
 def digest_of(run: Evidence) -> str:
     """Return the SHA-256 of everything that a run left."""
-    digest = hashlib.sha256(json.dumps([run.processes, run.result]).encode())
+    digest = hashlib.sha256(json.dumps(run.result).encode())
+    for lines in run.processes:
+        digest.update(json.dumps(lines).encode())
     for commit in run.commits:
         digest.update(f"{commit.key} {commit.digest}".encode())
     return digest.hexdigest()

@@ -83,7 +83,7 @@ class Condition(Lock):
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
-        self._parked: list[Task] = []
+        self._parked: dict[Task, None] = {}  # in the order of their coming
 
     def wait_for(self, fact: Callable[[], bool], timeout: float | None = None) -> bool:
         until = None if timeout is None else self.kernel.now + max(timeout, TICK_S)
@@ -92,17 +92,19 @@ class Condition(Lock):
             if left is not None and left <= 0:
                 return False
             depth, self.depth = self.depth, 1
-            self._parked.append(self.kernel.current)
+            task = self.kernel.current
+            self._parked[task] = None
             self.release()
             try:
                 self.kernel.park(left)
             finally:
+                self._parked.pop(task, None)
                 self.acquire()
                 self.depth = depth
         return result
 
     def notify_all(self) -> None:
-        parked, self._parked = self._parked, []
+        parked, self._parked = self._parked, {}
         for task in parked:
             self.kernel.wake(task)
 

@@ -1,0 +1,77 @@
+"""The files of a modelled commit: staged by the product, planned once for every shape, and written as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from elastic_train.checkpoint import layout
+from elastic_train.checkpoint.checksums import FileRecord, open_checked
+from elastic_train.checkpoint.format import WrittenPart
+from elastic_train.checkpoint.hashing import HashingSink
+from elastic_train.checkpoint.layout import AttemptPlan, Leaves, Part, State
+from elastic_train.checkpoint.record import Path as LeafPath
+from elastic_train.checkpoint.staging import Buffer, Snapshot
+from elastic_train.checkpoint.stores import Store
+from elastic_train.weights import tensor_digest
+
+
+class SlowSnapshot(Snapshot):
+    """A snapshot whose copy takes time, so that training comes to where it must wait for it."""
+
+    def __init__(self, sleep: Callable[[], None], part: Part, leaves: Leaves, is_still: Callable[[LeafPath], bool]):
+        super().__init__(part, leaves, is_still)
+        self._sleep = sleep
+
+    def copy(self, buffer: Buffer, check: Callable[[], None], tell: Callable[[int], None]) -> None:
+        self._sleep()
+        super().copy(buffer, check, tell)
+
+
+_plans: dict[tuple[int, int, int], AttemptPlan] = {}
+_plan_attempt = layout.plan_attempt
+
+
+def plan_attempt(state: State, num_writers: int = 1) -> AttemptPlan:
+    """Plan as the product does, once for every shape: torch's planner is slow, and states of one size are alike."""
+    model = state["model"]
+    assert isinstance(model, dict), "as `ModelledState.tensors` makes it"
+    shape = model["counts"].numel(), num_writers, layout.LEAST_PART_BYTES
+    if shape not in _plans:
+        _plans[shape] = _plan_attempt(state, num_writers)
+    return _plans[shape]
+
+
+def write_part(
+    store: Store, attempt: str, part: Part, contents: Iterable[memoryview], plain: Mapping[str, bytes]
+) -> WrittenPart:
+    """Write one part's file as JSON, with the product's checksums."""
+    assert not plain, "the modelled state holds tensors"
+    with store.write(f"{attempt}/{part.name}") as file, HashingSink(file) as sink:
+        held = [(str(slot.path[-1]), slot, content) for slot, content in zip(part.slots, contents, strict=True)]
+        numbers = {name: np.frombuffer(content, np.int64).tolist() for name, _, content in held}
+        digests = {name: tensor_digest(slot.dtype, slot.shape, content) for name, slot, content in held}
+        sink.write(json.dumps(numbers).encode())
+        sink.close()
+    return WrittenPart(part.name, sink.record(), {}, digests)
+
+
+def finish_attempt(
+    store: Store, attempt: str, plan: AttemptPlan, written: Sequence[WrittenPart]
+) -> dict[str, FileRecord]:
+    return {part.name: part.file for part in written}
+
+
+def read_leaves(
+    store: Store, attempt: str, files: Mapping[str, FileRecord], wanted: Mapping[LeafPath, object]
+) -> dict[LeafPath, object]:
+    leaves: dict[LeafPath, object] = {}
+    for name, record in files.items():
+        content = bytearray(record.size)
+        with open_checked(store, f"{attempt}/{name}", record) as file:
+            file.fill(0, [memoryview(content)])
+        leaves |= {("model", name): torch.tensor(numbers) for name, numbers in json.loads(content).items()}
+    return leaves

@@ -1,0 +1,21 @@
+"""What each kind of fault does to a running job; it returns the processes that it hits, by which it is told.
+
+A kind that hits nobody has not happened, except to etcd and storage, which everybody meets sooner or later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from chaos.sim.faults import SimFault
+from chaos.sim.kernel import Process
+from chaos.sim.kinds import etcd, machines, network, storage
+
+if TYPE_CHECKING:
+    from chaos.sim.job import Job
+
+KINDS: Mapping[str, Callable[[Job, SimFault], list[Process]]] = {
+    **{act.__name__: act for act in (*machines.ACTS, *network.ACTS, *etcd.ACTS)},
+    **storage.ACTS,
+}
