@@ -192,8 +192,8 @@ def parent_of(store: Store, state: AppliedState, most: int | None = None) -> str
 
     A fenced writer's late record is no ancestor of it.
     """
-    mine, most = state.reached.intervals, state.step if most is None else most
-    found = (r for _, r, _ in records(store) if r and r.step <= most and r.intervals == cut(mine, r.step))
+    mine, limit = state.reached.intervals, state.step if most is None else most
+    found = (r for _, r, _ in records(store) if r and r.step <= limit and r.intervals == cut(mine, r.step))
     return next((record.key for record in found), None)
 
 
