@@ -23,9 +23,10 @@ class LaneLoader:
     """Yields one list a step: a `LaneBatch` for every owned lane, in lane order.
 
     With `num_workers=0` rows are read ahead by threads, which hold up to about `prefetch_bytes` of decoded row groups
-    (more where one block of every lane takes more), and `collate` is called by one of them: it must not touch torch's
-    global random numbers. Otherwise `num_workers` processes read. `rules` say what becomes of samples that cannot
-    be used as they are; without them a row group that cannot be read raises, and rows are as long as they are.
+    (more where one block of every lane takes more), and `collate` is called by one of them (for the first step by the
+    caller): it must not touch torch's global random numbers. Otherwise `num_workers` processes read. `rules` say what
+    becomes of samples that cannot be used as they are; without them a row group that cannot be read raises, and rows
+    are as long as they are.
     """
 
     def __init__(
