@@ -35,11 +35,11 @@ def faults(run: Evidence) -> str:
     injected = run.of("fault")
     if not injected:
         raise Unknown("no fault was injected, so recovery was not put to the test")
-    recovered = {recovery.at: recovery for recovery in recoveries(run)}
-    spared = {number(fault, "t") for fault in ridden_out(run)}
-    for fault in injected:
-        recovery = recovered.get(number(fault, "t"))
-        if recovery is None and number(fault, "t") in spared:
+    recovered = {recovery.place: recovery for recovery in recoveries(run)}
+    spared = ridden_out(run)
+    for place, fault in enumerate(injected):
+        recovery = recovered.get(place)
+        if recovery is None and place in spared:
             continue
         if recovery is None:
             raise Unknown(f"{fault_name(fault)} changed nothing: no newer world has applied a step after it")

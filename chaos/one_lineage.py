@@ -90,7 +90,7 @@ def _is_forgotten(run: Evidence, published: dict[str, Line], commit: Line) -> bo
 def _chain(run: Evidence, published: dict[str, Line]) -> Iterator[Line]:
     """Yield the newest commit by (term, step) and its ancestors; a parent that nobody published breaks the chain.
 
-    Behind one that is forgotten the chain goes on with the newest before it.
+    Behind one that is forgotten the chain goes on with what its term had published before, or had gone on from.
     """
     commit = max(published.values(), key=lambda line: _place(str(line["key"])))
     for _ in published:
@@ -99,16 +99,38 @@ def _chain(run: Evidence, published: dict[str, Line]) -> Iterator[Line]:
             return
         parent = published.get(str(commit["parent"]))
         if parent is None and _is_forgotten(run, published, commit):
-            older = [line for line in published.values() if _place(str(line["key"])) < _place(str(commit["key"]))]
-            if not older:
+            parent = _known_before(run, published, str(commit["key"]))
+            if parent is None:
                 return
-            parent = max(older, key=lambda line: _place(str(line["key"])))
         if parent is None:
             raise Violated(f"{commit['key']} names a parent {str(commit['parent'])[:12]} that nobody published")
         if whole(parent, "term") > whole(commit, "term"):
             raise Violated(f"{commit['key']} of term {commit['term']} continues {parent['key']}, of a newer term")
         commit = parent
     raise Violated("the chain of parents is a circle")
+
+
+def _known_before(run: Evidence, published: dict[str, Line], key: str) -> Line | None:
+    """Return the newest known ancestor of a commit whose parent is forgotten; None if there is none.
+
+    It is of the commit's own term, or one that the term restored, or an ancestor of that; the newest of all before it
+    may be one that was passed over as damaged.
+    """
+    by_key = {str(line["key"]): line for line in published.values()}
+    while True:
+        term, step = _place(key)
+        own = [line for line in published.values() if line["term"] == term and whole(line, "step") < step]
+        if own:
+            return max(own, key=lambda line: whole(line, "step"))
+        restored = restored_at(run).get(term)
+        if restored is None:  # a process committed alone before it left
+            older = [other for other in by_key if _place(other) < (term, step) and _place(other)[1] <= step]
+            return by_key[max(older, key=_place)] if older else None
+        if restored["commit"] is None:
+            return None
+        key = str(restored["commit"])
+        if key in by_key:
+            return by_key[key]
 
 
 def _check_tiling(run: Evidence, commit: Commit) -> None:

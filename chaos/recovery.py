@@ -23,6 +23,8 @@ class Recovery:
     and libraries loaded; restore: until the state was read; warm: until the first step was applied.
     """
 
+    place: int
+    """Of the fault among all; two may come at the same moment."""
     kind: str
     node: int | None
     at: float
@@ -64,16 +66,18 @@ def recoveries(run: Evidence) -> list[Recovery]:
         next_at = number(faults[place + 1], "t") if place + 1 < len(faults) else float("inf")
         if not ends_world(fault["kind"]) and formed_at(run)[whole(first, "term")] > next_at:
             continue
-        found.append(_recovery(run, fault, first, lost, sealed))
+        found.append(_recovery(run, place, first, lost, sealed))
     return found
 
 
-def ridden_out(run: Evidence) -> list[Line]:
-    """Return the faults that cost no world, and behind which steps were applied."""
-    costly = {cost.at for cost in recoveries(run)}
+def ridden_out(run: Evidence) -> dict[int, Line]:
+    """Return, by their place, the faults that cost no world, and behind which steps were applied."""
+    costly = {cost.place for cost in recoveries(run)}
     last = number(run.of("step")[-1], "t") if run.of("step") else 0.0
-    spared = [fault for fault in run.of("fault") if number(fault, "t") not in costly]
-    return [fault for fault in spared if not ends_world(fault["kind"]) and number(fault, "t") < last]
+    spared = {place: fault for place, fault in enumerate(run.of("fault")) if place not in costly}
+    return {
+        place: fault for place, fault in spared.items() if not ends_world(fault["kind"]) and number(fault, "t") < last
+    }
 
 
 def fault_kind(fault: Line) -> str:
@@ -87,10 +91,12 @@ def fault_name(fault: Line) -> str:
     return f"{fault_kind(fault)}{where} at step {fault.get('seen_step', '?')}"
 
 
-def _recovery(run: Evidence, fault: Line, first: Line, lost: dict[int, int], sealed: dict[int, float]) -> Recovery:
+def _recovery(run: Evidence, place: int, first: Line, lost: dict[int, int], sealed: dict[int, float]) -> Recovery:
+    fault = run.of("fault")[place]
     at, term, formed = number(fault, "t"), whole(first, "term"), formed_at(run)
     restore, sealed_at = restored_at(run)[term], sealed.get(term)
     return Recovery(
+        place=place,
         kind=str(fault["kind"]),
         node=None if fault.get("node") is None else whole(fault, "node"),
         at=at,

@@ -214,7 +214,10 @@ def test_a_thousand_nodes_are_readable() -> None:
 def test_a_thousand_terms_stay_small() -> None:
     """However many worlds there were, marks of one sort are drawn as one, and the page is far below 2 MB."""
     run = gather(Crowd(nodes=4, terms=1000, steps=3, lost=1))
-    costs = [Recovery("kill_node", 0, fault["t"], fault["term"] + 1, 1, 6.8, 1, 1, 1, 1) for fault in run.of("fault")]  # type: ignore[arg-type, operator]
+    costs = [
+        Recovery(place, "kill_node", 0, fault["t"], fault["term"] + 1, 1, 6.8, 1, 1, 1, 1)  # type: ignore[arg-type, operator]
+        for place, fault in enumerate(run.of("fault"))
+    ]
     fields = weigh(gather(Crowd(nodes=4, terms=2)), None).fields
     html = render(Verdict(run, None, [], costs, fields))
     assert len(html) < 1_500_000

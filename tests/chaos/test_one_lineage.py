@@ -1,0 +1,40 @@
+"""The chain of commits, followed past what retention has deleted and what nobody lived to tell of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from chaos.evidence import Evidence, Line
+from chaos.one_lineage import lineage
+
+
+def key(term: int, step: int) -> str:
+    return f"commits/{term:08d}-{step:012d}.json"
+
+
+def restored(term: int, step: int, commit: str | None) -> Line:
+    return {"op": "restore", "t": 10.0 * term, "term": term, "rank": 0, "step": step, "commit": commit}
+
+
+def committed(term: int, step: int, digest: str, parent: str | None) -> Line:
+    where = {"term": term, "rank": 0, "step": step, "key": key(term, step)}
+    return {"op": "commit", "t": 10.0 * term + step / 100, **where, "digest": digest, "parent": parent}
+
+
+def test_behind_a_forgotten_commit_the_chain_goes_on_with_what_its_term_had_restored() -> None:
+    """Not with the newest one before it, which was damaged and passed over: the steps would not grow.
+
+    The publisher of step 20 died before it told of it; two terms went on from there, the second because what the
+    first had committed was damaged; retention has deleted the records since.
+    """
+    lines = [
+        restored(1, 0, None),
+        committed(1, 10, "a", None),
+        restored(2, 20, key(1, 20)),
+        committed(2, 30, "c", "b"),
+        committed(2, 40, "d", "c"),
+        restored(3, 20, key(1, 20)),
+        committed(3, 30, "e", "b"),
+    ]
+    told = lineage(Evidence(Path("drawn"), [lines], [], {}, None, None))
+    assert told == "2 of 4 commits are one chain, intervals tile [0, 30)"
