@@ -152,6 +152,9 @@ def sim(
         return command.run_one(rehearse(described, seed if seed is not None else described.seed or 0), json_)
     if case is not None:
         return command.run_one(cases.load(case), json_)
+    for name, value in (("--hours", hours), ("--faults-per-hour", faults_per_hour), ("--processes", processes)):
+        if value is not None and value <= 0:
+            raise ScenarioError(f"{name} {value:g}: give more than 0")
     draw = long.Draw(None if nodes is None else long.nodes_of(nodes), hours, faults_per_hour)
     if seed is not None:
         return command.run_one(draw.case(seed), json_)

@@ -75,6 +75,13 @@ def test_mistakes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "epochs" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["hours", "faults-per-hour", "processes"])
+def test_nothing_and_less_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rate below nothing would have a next fault for ever."""
+    assert leave(["sim", "--seeds", "1", f"--{name}", "-1"]) == 2
+    assert f"--{name} -1: give more than 0" in capsys.readouterr().err
+
+
 def test_ctrl_c_says_how_to_judge_what_was_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
