@@ -61,13 +61,17 @@ def _check_parents(run: Evidence, published: dict[str, Line]) -> None:
     """A term's first commit continues the one that the term restored, each further one the one before."""
     digest_of = {line["key"]: digest for digest, line in published.items()}
     told = {str(line["digest"]) for line in run.of("commit")}
-    heads = {term: {digest_of.get(line["commit"])} for term, line in restored_at(run).items()}
-    unseen = {term for term, line in restored_at(run).items() if line["commit"] and heads[term] == {None}}
+    restored = restored_at(run)
+    heads = {term: {digest_of.get(line["commit"])} for term, line in restored.items()}
+    unseen = {term for term, line in restored.items() if line["commit"] and heads[term] == {None}}
     for digest, line in sorted(published.items(), key=lambda item: _place(str(item[1]["key"]))):
         term = whole(line, "term")
         # A term that no world restored is that of a process that committed alone before it left.
         if term in unseen:  # it went on from a commit that nobody told of and retention has deleted
             unseen.remove(term)
+            if line["parent"] in published:
+                names = f"{published[str(line['parent'])]['key']}, but its term went on from {restored[term]['commit']}"
+                raise Violated(f"{line['key']} names the parent {names}")
         elif line["parent"] not in heads.get(term, {line["parent"]}) and not _is_forgotten(run, published, line):
             names = f"{str(line['parent'])[:12]}, but its term went on from {_shown(heads[term])}"
             raise Violated(f"{line['key']} names the parent {names}")
@@ -90,7 +94,7 @@ def _is_forgotten(run: Evidence, published: dict[str, Line], commit: Line) -> bo
 def _chain(run: Evidence, published: dict[str, Line]) -> Iterator[Line]:
     """Yield the newest commit by (term, step) and its ancestors; a parent that nobody published breaks the chain.
 
-    Behind one that is forgotten the chain goes on with what its term had published before, or had gone on from.
+    Behind one that is forgotten the chain goes on with what came before that one.
     """
     commit = max(published.values(), key=lambda line: _place(str(line["key"])))
     for _ in published:
@@ -99,7 +103,7 @@ def _chain(run: Evidence, published: dict[str, Line]) -> Iterator[Line]:
             return
         parent = published.get(str(commit["parent"]))
         if parent is None and _is_forgotten(run, published, commit):
-            parent = _known_before(run, published, str(commit["key"]))
+            parent = _behind_forgotten(run, published, str(commit["key"]))
             if parent is None:
                 return
         if parent is None:
@@ -110,27 +114,27 @@ def _chain(run: Evidence, published: dict[str, Line]) -> Iterator[Line]:
     raise Violated("the chain of parents is a circle")
 
 
-def _known_before(run: Evidence, published: dict[str, Line], key: str) -> Line | None:
-    """Return the newest known ancestor of a commit whose parent is forgotten; None if there is none.
+def _behind_forgotten(run: Evidence, published: dict[str, Line], key: str) -> Line | None:
+    """Return the newest commit that a commit with a forgotten parent goes on from; None if all of them are forgotten.
 
-    It is of the commit's own term, or one that the term restored, or an ancestor of that; the newest of all before it
-    may be one that was passed over as damaged.
+    It is one of its own term, or the one that its term restored; if that is forgotten too, what that one goes on from.
+    Where no world restored (a process committed alone) nobody tells, and it is the newest of those not as far.
     """
     by_key = {str(line["key"]): line for line in published.values()}
     while True:
-        term, step = _place(key)
-        own = [line for line in published.values() if line["term"] == term and whole(line, "step") < step]
-        if own:
-            return max(own, key=lambda line: whole(line, "step"))
-        restored = restored_at(run).get(term)
-        if restored is None:  # a process committed alone before it left
-            older = [other for other in by_key if _place(other) < (term, step) and _place(other)[1] <= step]
+        (term, step), restore = _place(key), restored_at(run).get(_place(key)[0])
+        if mine := [other for other in by_key if _place(other)[0] == term and _place(other)[1] < step]:
+            return by_key[max(mine, key=_place)]
+        if restore is None:
+            older = [other for other in by_key if _place(other)[0] < term and _place(other)[1] < step]
             return by_key[max(older, key=_place)] if older else None
-        if restored["commit"] is None:
+        if restore["commit"] is None:
             return None
-        key = str(restored["commit"])
+        key = str(restore["commit"])
         if key in by_key:
             return by_key[key]
+        if _place(key)[0] >= term:
+            raise Violated(f"term {term} went on from {key}, which is none of an older term")
 
 
 def _check_tiling(run: Evidence, commit: Commit) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from chaos.cli import main
 from chaos.errors import ScenarioError
+from chaos.findings import Violated
+from chaos.one_lineage import lineage
 from chaos.sim import cases
 from chaos.sim.faults import AT_POINTS, POINTS, SimFault
 from chaos.sim.job import Job
@@ -82,6 +84,19 @@ def test_a_planted_bug_is_caught_by_its_invariant(bug: SimBug) -> None:
 def test_what_was_found_once_stays_mended(path: Path) -> None:
     """Every case that once broke an invariant is kept, shrunk, and breaks none."""
     assert simulate(cases.load(path)).violations == ()
+
+
+def test_a_parent_that_is_forgotten_is_known_by_who_restored_it() -> None:
+    """Term 8 began from a commit that nobody told of and retention deleted: its first one may name no other."""
+    case = cases.load(cases.FOLDER / "begun-again-from-untold.yaml")
+    run = Job(case.shape, case.seed, case.faults).run()
+    assert lineage(run).startswith("6 of 7 commits")
+    others = {line["key"]: line for line in run.of("commit")}
+    first = others["commits/00000008-000000000024.json"]
+    for key in ("commits/00000001-000000000012.json", "commits/00000006-000000000024.json"):
+        first["parent"] = others[key]["digest"]
+        with pytest.raises(Violated, match="its term went on from commits/00000003-000000000014"):
+            lineage(run)
 
 
 def test_a_failing_case_is_made_small(tmp_path: Path) -> None:
