@@ -12,6 +12,9 @@ from collections.abc import Iterator
 TIMES_LONGEST, LEAST_S, MOST_S = 10.0, 20.0, 600.0
 """How long a save may get no further: so many times the longest that was published, within bounds."""
 
+SLOWEST_BYTES_S = 20e6
+"""Storage of this rate is slow, not stuck: an upload, or a sync, of a part as a whole tells nothing before its end."""
+
 
 class Abandoned(Exception):  # noqa: N818 - not a failure: the world has ended
     """The save is not wanted any more."""
@@ -53,9 +56,10 @@ class Patience:
         self._longest_s = 0.0
         self._num_given_up = 0
 
-    @property
-    def limit_s(self) -> float:
-        return min(MOST_S, max(LEAST_S, TIMES_LONGEST * self._longest_s) * 2.0**self._num_given_up)
+    def limit_s(self, num_bytes: int) -> float:
+        """Return the seconds that a save may get no further, of which each rank writes about so many bytes."""
+        learned_s = min(MOST_S, max(LEAST_S, TIMES_LONGEST * self._longest_s) * 2.0**self._num_given_up)
+        return max(learned_s, num_bytes / SLOWEST_BYTES_S)
 
     def learn(self, seconds: float) -> None:
         """Learn from a save that has ended well."""

@@ -172,10 +172,10 @@ class Saves:
         return ended
 
     def _is_stuck(self, flight: _Flight) -> bool:
-        return time.monotonic() - flight.moved_at_s > self._memory.patience.limit_s
+        return time.monotonic() - flight.moved_at_s > self._memory.patience.limit_s(flight.num_bytes)
 
     def _give_up(self, flight: _Flight) -> Ended:
-        limit_s = self._memory.patience.limit_s
+        limit_s = self._memory.patience.limit_s(flight.num_bytes)
         flight.abandon()
         if flight.commit is not None:  # a publish had begun, and was waited for
             return flight.outcome()
@@ -202,6 +202,7 @@ class _Flight:
     ) -> None:
         self._store, self._commits, self._tidy = store, commits, tidy
         self._staging, self.place, self._draft, self._snapshot = staging, place, draft, snapshot
+        self.num_bytes = snapshot.num_bytes
         self._began_at, self._seconds = time.perf_counter(), 0.0
         self.moved_at_s = time.monotonic()
         self.gate, self.ended = Gate(), threading.Event()

@@ -273,7 +273,7 @@ def test_a_save_that_hangs_is_given_up_and_the_next_goes_on(tmp_path: Path, monk
     ended = background.wait()
     assert ended is not None and ended.step == 1 and isinstance(ended.error, StorageError)
     assert "got no further" in str(ended.error) and str(tmp_path) in str(ended.error)
-    assert background.is_owed and not background.is_busy and memory.patience.limit_s == pytest.approx(0.1)
+    assert background.is_owed and not background.is_busy and memory.patience.limit_s(0) == pytest.approx(0.1)
     monkeypatch.setattr(giving_up, "LEAST_S", DEADLINE_S)
     healthy = threading.Event()
     monkeypatch.setattr(store, "may_write", healthy)  # the first stays where it is
@@ -281,8 +281,21 @@ def test_a_save_that_hangs_is_given_up_and_the_next_goes_on(tmp_path: Path, monk
     background.begin(small_state(2), facts(2))
     ended = background.wait()
     assert ended is not None and ended.commit is not None and ended.commit.step == 2 and not background.is_owed
-    assert memory.patience.limit_s == DEADLINE_S
+    assert memory.patience.limit_s(0) == DEADLINE_S
     assert hung is not None and not hung.ended.is_set()
+
+
+def test_a_large_part_may_be_silent_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload tells nothing before it is through: slow storage is given the time that so many bytes take."""
+    monkeypatch.setattr(giving_up, "LEAST_S", 0.05)
+    monkeypatch.setattr(giving_up, "SLOWEST_BYTES_S", 1.0)
+    store = HeldStore(tmp_path)
+    store.may_create.set()
+    background = open_saves(store)
+    background.begin({"model": {"w": torch.zeros(100_000)}}, facts(1))
+    threading.Timer(0.5, store.may_write.set).start()
+    ended = background.wait()
+    assert ended is not None and ended.commit is not None
 
 
 @pytest.mark.parametrize("wakes_first", [False, True])
