@@ -241,7 +241,7 @@ class _Flight:
 
     def _run(self) -> None:
         if self.place == 0:
-            self.commit = self._commits.publish(self._draft, self._write_all, self.gate.passing())
+            self.commit = self._commits.publish(self._draft, self._write_all, self._publishing())
             self._seconds = time.perf_counter() - self._began_at
             self._move()
             try:
@@ -256,6 +256,13 @@ class _Flight:
             raise
         self.gate.check()  # else its memory may have been another save's already
         done.post(self._store, self._draft.attempt, self.place, written)
+
+    @contextlib.contextmanager
+    def _publishing(self) -> Iterator[None]:
+        """Pass the gate; from here on the state is not read any more, nor was it if the commit exists already."""
+        self.staged.set()
+        with self.gate.passing():
+            yield
 
     def _write_all(self) -> Sequence[WrittenPart]:
         """Write this rank's part, and wait for those of the others."""

@@ -298,6 +298,41 @@ def test_a_large_part_may_be_silent_for_long(tmp_path: Path, monkeypatch: pytest
     assert ended is not None and ended.commit is not None
 
 
+class MuteHeads(Heads):
+    """Lets the first publish fail, and does not answer the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked, self.may_answer = threading.Event(), threading.Event()
+
+    def publish(self, term: int, commit: str) -> None:
+        super().publish(term, commit)
+        if len(self.published) == 1:
+            raise StorageError("no answer")
+        self.is_asked.set()
+        assert self.may_answer.wait(DEADLINE_S), "never let through"
+
+
+def test_a_commit_that_exists_and_does_not_become_the_head_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same step is published again, and nothing is copied: who waits for the copy, or gives it up, goes on."""
+    monkeypatch.setattr(saves, "PUBLISH_PATIENCE_S", 0.0)
+    fence = MuteHeads()
+    background = open_saves(LocalStore(tmp_path), fence=fence)
+    background.begin(small_state(1), facts(1))
+    ended = background.wait()
+    assert ended is not None and isinstance(ended.error, StorageError)
+    background.begin(small_state(1), facts(1))
+    assert fence.is_asked.wait(DEADLINE_S)
+    abandoning = threading.Thread(target=background.abandon, daemon=True)
+    abandoning.start()
+    abandoning.join(DEADLINE_S / 2)
+    is_held_up = abandoning.is_alive()
+    fence.may_answer.set()
+    assert not is_held_up
+
+
 @pytest.mark.parametrize("wakes_first", [False, True])
 def test_a_publish_that_hangs_sets_no_later_commit_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wakes_first: bool
