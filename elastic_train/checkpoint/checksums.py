@@ -133,10 +133,10 @@ def open_checked(store: Store, key: str, record: FileRecord) -> CheckedFile:
     return CheckedFile(store.open(key), record, f"{store.url}/{key}")
 
 
-def find_damage(store: Store, key: str, record: FileRecord) -> str | None:
+def find_damage(store: Store, key: str, record: FileRecord, heard: Callable[[], None] = lambda: None) -> str | None:
     """Read a whole file and say what is wrong with it, None if size, digest and blocks are as recorded.
 
-    The blocks, too: what is found whole here must not be refused by who reads a part of it.
+    The blocks, too: what is found whole here must not be refused by who reads a part of it. `heard` is called for each.
     """
     digest, size, blocks = HASHES[record.algorithm](), 0, []
     with store.open(key) as file:
@@ -144,6 +144,7 @@ def find_damage(store: Store, key: str, record: FileRecord) -> str | None:
             digest.update(block)
             blocks.append(crc32(block))
             size += len(block)
+            heard()
     if size != record.size:
         return f"{key} has {size} bytes, its record says {record.size}"
     if digest.hexdigest() != record.digest:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -60,14 +60,17 @@ class NearStore:
         self._forget(key)
         self._far.delete(key)
 
-    def preferring(self, files: Mapping[str, FileRecord]) -> NearStore:
-        """Return this store for reading: of these files, by key, those are read near whose near copy is as recorded."""
-        matching = {key for key, record in files.items() if self._has(key, record)}
+    def preferring(self, files: Mapping[str, FileRecord], heard: Callable[[], None] = lambda: None) -> NearStore:
+        """Return this store for reading: of these files, by key, those are read near whose near copy is as recorded.
+
+        To know that, they are read to their ends; `heard` is called for every piece.
+        """
+        matching = {key for key, record in files.items() if self._has(key, record, heard)}
         return NearStore(self._far, self._folder, matching)
 
-    def _has(self, key: str, record: FileRecord) -> bool:
+    def _has(self, key: str, record: FileRecord, heard: Callable[[], None]) -> bool:
         try:
-            return find_damage(self._near, key, record) is None
+            return find_damage(self._near, key, record, heard) is None
         except (StorageError, OSError):
             return False
 

@@ -62,7 +62,7 @@ class PromptStore:
     def preferring(self, files: Mapping[str, FileRecord]) -> Store:
         """Return this store for reading; see `NearStore.preferring`."""
         if isinstance(self._store, NearStore):
-            return PromptStore(self._store.preferring(files), self._heard)
+            return PromptStore(self._store.preferring(files, self._heard), self._heard)
         return self
 
     def _ask(self, what: str, act: Callable[[], T], error: type[StorageError] = StorageError) -> T:

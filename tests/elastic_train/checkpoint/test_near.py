@@ -11,6 +11,7 @@ import torch
 from commit_samples import facts, small_state, writer
 
 from elastic_train.checkpoint import CommitRecord, Retention, Store, discover, open_store, prune, read_state
+from elastic_train.checkpoint.prompt import PromptStore
 from elastic_train.checkpoint.stores import KeyMissing
 
 
@@ -119,3 +120,14 @@ def test_a_failed_save_leaves_nothing_near(far_url: str, tmp_path: Path) -> None
         raise ZeroDivisionError
     assert near_files(tmp_path) == []
     assert store.list("data/") == []
+
+
+def test_a_near_copy_is_heard_to_be_checked(far_url: str, tmp_path: Path) -> None:
+    """To read it to its end takes long if it is large: whoever watches hears of every block."""
+    heard: list[None] = []
+    store = open_store(far_url, str(tmp_path), heard=lambda: heard.append(None))
+    record = writer(store).save({"w": torch.zeros(1_000_000)}, facts(1))
+    assert isinstance(store, PromptStore)
+    heard.clear()
+    store.preferring({f"{record.attempt}/{name}": file for name, file in record.files.items()})
+    assert len(heard) >= sum(len(file.blocks) for file in record.files.values()) >= 5
