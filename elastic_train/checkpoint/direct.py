@@ -13,12 +13,15 @@ import fcntl
 import mmap
 import os
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+from elastic_train.checkpoint.threads import InTurn
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -55,7 +58,7 @@ class DirectFile:
         self._runs = runs
         self._run, self._num_gathered = runs.take(), 0
         self._offset = 0  # of the run that is gathered
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: InTurn | None = None
         self._writing: deque[tuple[Future[None], Run]] = deque()
         self._is_direct, self._is_open = False, True
 
@@ -102,16 +105,16 @@ class DirectFile:
     def _let_go(self) -> None:
         self._is_open = False
         if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+            self._thread.end()
         os.close(self._descriptor)
         self._runs.give(self._run)
 
     def _hand_on(self) -> None:
         """Let a full run be written, and begin another."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "writing")
+            self._thread = InTurn("writing")
             self._set_direct(True)
-        self._writing.append((self._thread.submit(self._put, self._run, self._offset), self._run))
+        self._writing.append((self._thread.do(partial(self._put, self._run, self._offset)), self._run))
         self._offset, self._num_gathered = self._offset + RUN_BYTES, 0
         self._run = self._runs.take() if len(self._writing) < MOST_RUNS else self._await_one()
 

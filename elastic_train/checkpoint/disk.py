@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Protocol, cast
 
 from elastic_train.checkpoint.direct import DirectFile, Runs
+from elastic_train.checkpoint.threads import begin
 from elastic_train.failpoints import reach
 
 
@@ -49,9 +50,10 @@ class RealDisk:
     def sync(self, files: Sequence[BinaryIO], directories: Sequence[Path]) -> None:
         reach("sync")
         acts = [*(partial(_sync_file, file) for file in files), *(partial(_sync_directory, at) for at in directories)]
-        with ThreadPoolExecutor(len(acts), "syncing") as threads:
-            for syncing in [threads.submit(act) for act in acts]:
-                syncing.result()
+        syncing = [begin("syncing", act) for act in acts]
+        wait(syncing)  # for all, even if one fails: behind this call they are closed, or removed
+        for each in syncing:
+            each.result()
 
     def link(self, source: Path, target: Path) -> None:
         target.hardlink_to(source)

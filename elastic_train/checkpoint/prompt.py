@@ -8,15 +8,14 @@ reading and writing, are heard piece by piece instead: whoever watches over prog
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from types import TracebackType
 from typing import BinaryIO, TypeVar, cast
 
 from elastic_train.checkpoint.checksums import FileRecord
 from elastic_train.checkpoint.near import NearStore
 from elastic_train.checkpoint.stores import Entry, Sink, Store, Uncertain
+from elastic_train.checkpoint.threads import begin
 from elastic_train.errors import StorageError
 
 T = TypeVar("T")
@@ -66,15 +65,7 @@ class PromptStore:
         return self
 
     def _ask(self, what: str, act: Callable[[], T], error: type[StorageError] = StorageError) -> T:
-        answer: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(act())
-            except BaseException as failure:  # noqa: BLE001 - raised again where it is waited for
-                answer.set_exception(failure)
-
-        threading.Thread(target=run, name=f"store: {what}", daemon=True).start()
+        answer = begin(f"store: {what}", act)
         try:
             return answer.result(ANSWER_S)
         except TimeoutError:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -115,3 +117,26 @@ def test_memory_is_kept_once_and_bounded(tmp_path: Path) -> None:
     kept = [runs.take() for _ in range(direct.MOST_RUNS)]
     assert len({run.ctypes.data for run in kept}) == direct.MOST_RUNS
     assert [(tmp_path / str(number)).stat().st_size for number in range(4)] == [7 * RUN_BYTES] * 4
+
+
+def test_a_process_ends_without_a_disk_that_hangs(tmp_path: Path) -> None:
+    """Saves that hang in a write or in a sync have been given up: not even the interpreter's end waits for them."""
+    program = f"""
+import os, pathlib, threading
+from elastic_train.checkpoint import direct, disk
+direct.RUN_BYTES = {RUN_BYTES}
+hung = threading.Semaphore(0)
+def hang(*_):
+    hung.release()
+    threading.Event().wait()
+def save(num_runs):
+    real = disk.RealDisk()
+    with real.create(pathlib.Path({str(tmp_path)!r}) / str(num_runs)) as file:
+        file.write(bytes(num_runs * {RUN_BYTES}))
+        real.sync([file], [])
+os.pwrite = os.fsync = hang
+for num_runs in (0, 7):
+    threading.Thread(target=save, args=(num_runs,), daemon=True).start()
+    hung.acquire()
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
