@@ -90,7 +90,7 @@ def train(session: Session) -> Outcome:
         end = _end(session, flags, sums)
         if end is Outcome.PREEMPTED:
             session.commit_or_fail()
-        elif end is None and (sums.any_flags & _COMMIT or session.is_commit_due()):
+        elif end is None and _is_time_to_commit(session, sums):
             session.commit(is_busy=bool(sums.any_flags & _BUSY))
         if end is not None:
             return end
@@ -103,6 +103,11 @@ def _flags(session: Session) -> int:
     """Return what this rank tells the others with its next step."""
     flags = _LEAVE * session.leave.is_set + _GROW * session.worlds.wants_to_grow() + _BUSY * session.saves.is_busy
     return flags + _COMMIT * session.is_commit_overdue() + _GIVE_UP * session.is_saving_hopeless()
+
+
+def _is_time_to_commit(session: Session, sums: StepSums) -> bool:
+    """Say whether a commit is due behind this step; one that is overdue stays so until no rank is busy."""
+    return session.is_commit_due() or sums.any_flags & (_COMMIT | _BUSY) == _COMMIT
 
 
 def _end(session: Session, flags: int, sums: StepSums) -> Outcome | None:

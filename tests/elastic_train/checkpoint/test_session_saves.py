@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from test_saves import FullStore, HeldStore, open_saves
 
+from elastic_train import trainer
 from elastic_train.account import Account
 from elastic_train.cadence import Cadence
 from elastic_train.checkpoint import Store, discover, saves
@@ -23,6 +25,7 @@ from elastic_train.lineage import Interval
 from elastic_train.order import Cursor
 from elastic_train.session import Session
 from elastic_train.state import build_state
+from elastic_train.trainer import StepSums
 from elastic_train.watchdog import Watchdog
 
 
@@ -177,3 +180,18 @@ def test_a_world_that_ends_gives_its_save_up_or_time(tmp_path: Path, is_live: bo
     let_through(store)
     head = discover(LocalStore(tmp_path)).head
     assert ears.steps == ([] if is_live else [1]) and (head is None) == is_live
+
+
+@pytest.mark.parametrize(("flags", "num_commits"), [(trainer._COMMIT, 3), (trainer._COMMIT | trainer._BUSY, 0)])
+def test_an_overdue_commit_waits_until_nobody_is_busy(
+    monkeypatch: pytest.MonkeyPatch, flags: int, num_commits: int
+) -> None:
+    """A rank that gave its part up asks again with every step, and no step is a commit that was skipped."""
+    sums = StepSums(0.0, 1.0, CoverageSums(), 0, 0, flags, 0)
+    monkeypatch.setattr(trainer, "compute_step", lambda *_: sums)
+    monkeypatch.setattr(trainer, "_flags", lambda _: 0)
+    opened = MagicMock()
+    opened.steps.return_value = [()] * 3
+    opened.is_validation_due.return_value = opened.is_commit_due.return_value = False
+    assert trainer.train(opened) is trainer.Outcome.DONE
+    assert opened.commit.call_count == num_commits
