@@ -72,8 +72,8 @@ class Watchdog:
     def beat(self) -> None:
         """Say that there was progress, and that work goes on."""
         self._learn()
+        self._since = time.monotonic()  # before the stage: who looks must not measure an old stretch by a new limit
         was_staged, self._stage = self._stage is not None, None
-        self._since = time.monotonic()
         self._start()
         if was_staged:
             self._arm()
@@ -143,8 +143,9 @@ class Watchdog:
 
     def look(self) -> None:
         """End the process if it has worked for longer than the limit without progress; a thread looks all the time."""
+        limit_s = self.limit_s  # first: a stretch that begins meanwhile is too short for any limit
         since = self._since
-        if since is not None and time.monotonic() - since > self.limit_s:
+        if since is not None and time.monotonic() - since > limit_s:
             self._end(time.monotonic() - since)
 
     def _arm(self) -> None:

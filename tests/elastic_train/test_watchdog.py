@@ -110,3 +110,33 @@ time.sleep(2.5 if {closed} else 60)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120, check=False)
     assert (ended.returncode == 0) == closed
+
+
+def test_no_stretch_is_measured_by_the_limit_of_another(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever the thread looks while a first batch that took long arrives, it sees no hang."""
+    ends: list[float] = []
+    monkeypatch.setattr(Watchdog, "_end", lambda self, stuck_s: ends.append(stuck_s))
+    watched = Watchdog(3.0)
+
+    def arrive_during_a_look() -> float:
+        monkeypatch.setattr(Watchdog, "limit_s", property(limit_s))
+        watched.beat()
+        return watched.limit_s
+
+    def look_during_an_arrival() -> float:
+        monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
+        watched.look()
+        return clock[0]
+
+    limit_s = Watchdog.limit_s.fget
+    assert limit_s is not None
+    for is_looking in (True, False):
+        watched.await_first()
+        clock[0] += 0.9 * ENTERING_S
+        if is_looking:
+            monkeypatch.setattr(Watchdog, "limit_s", property(lambda self: arrive_during_a_look()))
+            watched.look()
+        else:
+            monkeypatch.setattr(watchdog.time, "monotonic", look_during_an_arrival)
+            watched.beat()
+    assert ends == []
