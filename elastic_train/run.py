@@ -142,9 +142,11 @@ def _train_in(session: Session) -> int | None:
             return None
         return _finish(session, outcome)
     except (PeerLostError, FencedError):
+        session.watchdog.leave()
         session.pause()
         raise
     except Exception:
+        session.watchdog.leave()
         session.close(status="FAILED")
         raise
 

@@ -190,7 +190,9 @@ class Session:
 
     def await_staging(self) -> None:
         """Return when the state may change: a save in flight has its own copy."""
-        self.saves.await_staging()
+        if self.saves.is_staging:
+            with self.watchdog.copying():
+                self.saves.await_staging()
 
     def note_saves(self) -> None:
         """Record a save that has ended; one that failed is counted and shown, and training goes on."""

@@ -43,7 +43,7 @@ class _Stage:
 
 _ENTERING = _Stage(ENTERING_S, ENTERING_S)
 _FIRST = _Stage(ENTERING_S, MOST_S)
-_LEAVING = _Stage(MOST_S, MOST_S)
+_COPYING = _LEAVING = _Stage(MOST_S, MOST_S)
 
 
 class Watchdog:
@@ -89,6 +89,21 @@ class Watchdog:
     def leave(self) -> None:
         """Say that a world ends; trackers and results take their time."""
         self._begin(_LEAVING)
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Give the work inside the longest limit: a large state is copied, the first time to fresh memory."""
+        if self._since is None:
+            yield
+            return
+        self._learn()
+        self._begin(_COPYING)
+        try:
+            yield
+        finally:
+            self._since = time.monotonic()  # before the stage, as in `beat`
+            self._stage = None
+            self._arm()
 
     def moved(self) -> None:
         """Say, from any thread, that what a stage does gets on; while there are steps, they alone are progress."""

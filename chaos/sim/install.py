@@ -255,3 +255,6 @@ class Unwatched:
 
     def resting(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def copying(self) -> AbstractContextManager[None]:
+        return nullcontext()

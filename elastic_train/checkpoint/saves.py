@@ -98,6 +98,11 @@ class Saves:
         return self._flight is not None and not self._flight.ended.is_set()
 
     @property
+    def is_staging(self) -> bool:
+        """Say whether the state may not change yet."""
+        return self._flight is not None and not self._flight.staged.is_set()
+
+    @property
     def is_owed(self) -> bool:
         """Say whether the last save was given up, and none has begun since."""
         return self._memory.is_owed

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
-from elastic_train import watchdog
+from elastic_train import run, watchdog
+from elastic_train.errors import PeerLostError
+from elastic_train.session import Session
 from elastic_train.watchdog import ENTERING_S, LEAST_S, MOST_S, TIMES_LONGEST, Watchdog
 
 
@@ -140,3 +144,25 @@ def test_no_stretch_is_measured_by_the_limit_of_another(clock: list[float], monk
             monkeypatch.setattr(watchdog.time, "monotonic", look_during_an_arrival)
             watched.beat()
     assert ends == []
+
+
+def test_a_copy_and_a_failed_end_may_take_long(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """To copy a large state, or to tell a tracker of a failure, is no hang, and teaches nothing of steps."""
+    watched, limits = Watchdog(), list[float]()
+
+    def take_long(**_: object) -> None:
+        limits.append(watched.limit_s)
+        clock[0] += 100.0
+
+    watched.beat()
+    clock[0] += 1.0
+    saves = SimpleNamespace(is_staging=True, await_staging=take_long)
+    session = SimpleNamespace(watchdog=watched, saves=saves, close=take_long, pause=take_long)
+    Session.await_staging(session)  # type: ignore[arg-type]
+    assert watched.limit_s == LEAST_S
+    for error in (ZeroDivisionError(), PeerLostError("gone")):
+        monkeypatch.setattr(run, "train", Mock(side_effect=error))
+        watched.beat()
+        with pytest.raises(type(error)):
+            run._train_in(session)  # type: ignore[arg-type]
+    assert limits == [MOST_S] * 3
