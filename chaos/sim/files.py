@@ -46,7 +46,7 @@ def plan_attempt(state: State, num_writers: int = 1) -> AttemptPlan:
 
 
 def write_part(
-    store: Store, attempt: str, part: Part, contents: Iterable[memoryview], plain: Mapping[str, bytes]
+    store: Store, attempt: str, part: Part, contents: Iterable[memoryview], plain: Mapping[str, bytes], **_: object
 ) -> WrittenPart:
     """Write one part's file as JSON, with the product's checksums."""
     assert not plain, "the modelled state holds tensors"

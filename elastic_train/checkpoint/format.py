@@ -38,7 +38,8 @@ Wanted = tuple[_StorageInfo, ReadItem]
 Landing = tuple[list[memoryview], Callable[[list[memoryview]], None]]
 _NUM_READERS = 2
 _RUN_BYTES = 32 << 20
-_MOST_BEHIND = 64  # tensors of the model: they come first, and their SHA-256 takes longer than the disk
+_MOST_BEHIND = 64
+"""Tensors of the model that are staged, and whose SHA-256, which takes longer than the disk, may come behind."""
 METADATA = ".metadata"
 MODEL = "model"
 
@@ -54,12 +55,21 @@ class WrittenPart:
 
 
 def write_part(
-    store: Store, attempt: str, part: Part, contents: Iterable[memoryview], plain: Mapping[str, bytes]
+    store: Store,
+    attempt: str,
+    part: Part,
+    contents: Iterable[memoryview],
+    plain: Mapping[str, bytes],
+    *,
+    most_behind: int = _MOST_BEHIND,
 ) -> WrittenPart:
-    """Write one part's file: its tensors' bytes, in the order of its slots, and encoded plain values behind them."""
+    """Write one part's file: its tensors' bytes, in the order of its slots, and encoded plain values behind them.
+
+    About `most_behind` tensors are held beside the one that is written.
+    """
     digests: dict[str, Future[str]] = {}
     places: dict[str, tuple[int, int]] = {}
-    with store.write(f"{attempt}/{part.name}") as file, HashingSink(file) as sink, Aside(_MOST_BEHIND) as digesting:
+    with store.write(f"{attempt}/{part.name}") as file, HashingSink(file) as sink, Aside(most_behind) as digesting:
         for slot, content in zip(part.slots, contents, strict=True):
             if slot.path[0] == MODEL:
                 name = ".".join(map(str, slot.path[1:]))

@@ -32,6 +32,7 @@ from elastic_train.weights import join_digests
 log = logging.getLogger(__name__)
 
 ATTEMPTS = "data/"
+_MOST_COPIES = 2  # of tensors on a device, beside the one that is written
 
 
 class Publisher(Protocol):
@@ -82,9 +83,12 @@ class CommitWriter:
         attempt = attempt_folder(facts.step, self._term, uuid.uuid4().hex[:12])
         draft = Draft(attempt, plan, planner.encode(plan, leaves), facts, intervals)
         part = plan.parts[0]
-        return self.publish(
-            draft, lambda: [write_part(self._store, attempt, part, live_contents(part, leaves), draft.plain)]
-        )
+
+        def write() -> Sequence[WrittenPart]:
+            contents = live_contents(part, leaves)
+            return [write_part(self._store, attempt, part, contents, draft.plain, most_behind=_MOST_COPIES)]
+
+        return self.publish(draft, write)
 
     def publish(
         self,

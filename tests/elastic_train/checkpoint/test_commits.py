@@ -6,6 +6,7 @@ import copy
 import importlib
 import subprocess
 import sys
+import threading
 from collections import OrderedDict
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastic_train.checkpoint import Store, discover, layout, load, open_store, read_state, verify
+from elastic_train.checkpoint import format as format_
 from elastic_train.checkpoint.format import finish_attempt, live_contents, read_leaves, write_part
+from elastic_train.checkpoint.frames import bytes_of
 from elastic_train.checkpoint.layout import Planner, leaves_by_path
 from elastic_train.checkpoint.tree import fill, leaves_of, survey
 from elastic_train.errors import ConfigError
@@ -261,3 +264,31 @@ def test_any_tree_of_plain_values_comes_back(state: State) -> None:
     filled: State = copy.deepcopy(state)
     load(store, record, filled)
     assert filled == state
+
+
+def test_a_state_on_a_device_is_copied_a_few_tensors_at_a_time(
+    local_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow a digest is: a host that holds no copy of the whole state can commit it alone."""
+    num_tensors, num_copied, all_copied = 20, 0, threading.Event()
+
+    def counted(tensor: torch.Tensor) -> memoryview:
+        nonlocal num_copied
+        num_copied += 1
+        if num_copied == num_tensors:
+            all_copied.set()
+        return bytes_of(tensor)
+
+    copied_at_first: list[int] = []
+
+    def digest(dtype: torch.dtype, shape: torch.Size, content: memoryview) -> str:
+        if not copied_at_first:
+            all_copied.wait(0.5)
+            copied_at_first.append(num_copied)
+        return "digest"
+
+    monkeypatch.setattr(format_, "bytes_of", counted)
+    monkeypatch.setattr(format_, "tensor_digest", digest)
+    state: State = {"model": {str(number): torch.ones(3) for number in range(num_tensors)}}
+    writer(local_store).save(state, facts(1))
+    assert num_copied == num_tensors and copied_at_first[0] <= 5
