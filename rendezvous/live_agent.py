@@ -40,8 +40,9 @@ from rendezvous.records import Keys
 from rendezvous.standby import Program, Standby
 
 PER_S = 3600.0
-STOPPED_S, STOPPED_FOR_GOOD_S = 0.5, 60.0
-"""After so long the others go on without a worker that is stopped; after so long another takes its place."""
+STOPPED_S, STOPPED_FOR_GOOD_S, AWAY_S = 0.5, 60.0, 10.0
+"""After so long the others go on without a worker that is stopped; after so long another takes its place. An agent that
+has not looked for so long was stopped itself, with its node: what it knew of who is stopped is no more."""
 START_PATIENCE_S = 15.0
 SHORT_LIFE_S = 20.0
 LONGEST_PAUSE_S = 30.0
@@ -131,6 +132,7 @@ class LiveAgent(BoundAgent):
         self._budget = Budget(spec.max_restarts)
         self._buried: set[int] = set()
         self._stopped_since: dict[int, float] = {}
+        self._looked_at = 0.0
         self._buried_stopped: set[int] = set()
         self._standby: Standby | None = None
         self._born_at: dict[int, float] = {}
@@ -147,6 +149,9 @@ class LiveAgent(BoundAgent):
         """
         handlers = self._context().subprocess_handlers
         now, is_alive = time.monotonic(), False
+        if now - self._looked_at > AWAY_S:
+            self._stopped_since.clear()
+        self._looked_at = now
         for rank, handler in list(handlers.items()):
             code = handler.proc.poll()
             if code is None:
