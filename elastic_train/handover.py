@@ -41,7 +41,11 @@ def place_of(state: AppliedState) -> Place:
 def gather_places(group: Group, state: AppliedState, *, counts: bool = True) -> list[Place]:
     """Return every rank's place, by rank; a rank whose state does not count is where one that was just built is."""
     mine = place_of(state) if counts else Place(0, 0)
-    return [Place(*row) for row in group.all_gather(torch.tensor([mine.step, mine.term])).tolist()]
+    return _read_places(group.all_gather(torch.tensor([mine.step, mine.term])))
+
+
+def _read_places(gathered: Tensor) -> list[Place]:
+    return [Place(*row) for row in gathered.tolist()]
 
 
 def hand_over(group: Group, state: AppliedState, places: Sequence[Place]) -> int | None:

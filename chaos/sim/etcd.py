@@ -34,8 +34,8 @@ NUM_MEMBERS = 3
 class Etcd:
     """The servers: what they hold, whether they answer, and which way to which node is cut."""
 
-    def __init__(self, kernel: Kernel, draws: random.Random, delay_s: float) -> None:
-        self.kernel, self.draws, self.delay_s = kernel, draws, delay_s
+    def __init__(self, kernel: Kernel, draws: random.Random, delay_s: float, piece_s: float = 0.0) -> None:
+        self.kernel, self.draws, self.delay_s, self.piece_s = kernel, draws, delay_s, piece_s
         self.core = MemoryStore()
         self.down_until = self.slow_until = 0.0
         self.lost_member, self.lost_until = 0, 0.0
@@ -215,7 +215,7 @@ class SimWatch:
     def __init__(self, etcd: Etcd, process: Process, prefix: str, first: Snapshot) -> None:
         self.snapshot = first
         self.process = process
-        self.silent_until = 0.0
+        self.silent_until = self._next_piece_at = 0.0
         self._etcd, self._prefix = etcd, prefix
         self._changed = Condition(etcd.kernel)
         self._is_expecting = False
@@ -242,7 +242,8 @@ class SimWatch:
         if not self._is_expecting:
             self._is_expecting = True
             self._etcd.idle.pop(self, None)
-            self._etcd.kernel.after(self._etcd.delay(), self._hear)
+            kernel = self._etcd.kernel
+            kernel.at(max(kernel.now + self._etcd.delay(), self._next_piece_at), self._hear)
 
     def _hear(self) -> None:
         etcd, kernel, process = self._etcd, self._etcd.kernel, self.process
@@ -263,6 +264,7 @@ class SimWatch:
             fresh = etcd.show(self._prefix)
             if fresh.revision > self.snapshot.revision:
                 self.snapshot = fresh
+                self._next_piece_at = kernel.now + etcd.piece_s
                 self._changed.notify_all()
                 if process.listening is not None:
                     kernel.wake(process.listening)  # behind the thread that follows the watch

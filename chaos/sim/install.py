@@ -26,7 +26,7 @@ from chaos.sim.etcd import EtcdClient
 from chaos.sim.group import SimGroup
 from chaos.sim.net import MeetingStore
 from chaos.sim.objects import StorageClient
-from elastic_train import reduction, trainer
+from elastic_train import handover, reduction, trainer
 from elastic_train.checkpoint import record
 from elastic_train.checkpoint.interval import Faults
 from elastic_train.coverage import CoverageSums
@@ -112,7 +112,7 @@ def _world(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
 
     yield from _in("rendezvous.live", EtcdStore=client, etcd_options=lambda *_: None, os=_Launcher(job))
     yield from _in("rendezvous.live", Reach=functools.partial(Reach, probe=job.net.is_reachable))
-    yield from _in("rendezvous.reach", ThreadPoolExecutor=virtual.InTurn)
+    yield from _in("rendezvous.reach", ThreadPoolExecutor=job.net.at_once)
     yield from _in("rendezvous.waiting", SimpleQueue=functools.partial(virtual.Queue, job.kernel))
     yield from _in("rendezvous.node", is_refused=job.net.is_refused, read_view=_memory_of(read_view, NUM_VIEWS))
     yield from _in("rendezvous.node", LOOK_S=job.shape.look_s)
@@ -158,6 +158,7 @@ def _tensors(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
         "elastic_train.trainer", _run_lane=run_lane, _coverage_of=coverage_of, _fold=_memory_of(trainer._fold)
     )
     yield from _in("elastic_train.reduction", _read_table=_memory_of(reduction._read_table))
+    yield from _in("elastic_train.handover", _read_places=_memory_of(handover._read_places))
     yield from _in(
         "elastic_train.checkpoint.layout", LEAST_PART_BYTES=job.shape.least_part_bytes, plan_attempt=files.plan_attempt
     )

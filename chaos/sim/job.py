@@ -47,7 +47,7 @@ class Job:
         self.shape, self.seed, self.faults, self.bug = shape, seed, faults, bug or {}
         self.kernel = Kernel()
         self.net = Net(self.kernel, self.draws("net"), shape.delay_s)
-        self.etcd = Etcd(self.kernel, self.draws("etcd"), shape.delay_s)
+        self.etcd = Etcd(self.kernel, self.draws("etcd"), shape.delay_s, shape.piece_s)
         self.storage = Storage(self.kernel, self.draws("storage"), 3 * shape.delay_s)
         self.nodes = [Node(self, number) for number in range(shape.nodes)]
         self.num_faults: dict[str, int] = {}

@@ -25,6 +25,8 @@ SLOWEST = 1.35
 DELAYS_S, FAR_S, FEW = (0.001, 0.003, 0.02), (0.02, 0.05), 128
 """How long a message takes; between more nodes than a few it is long, so that what a thousand write at once is heard of
 in some pieces and not in a thousand."""
+PIECE_S = 1e-4
+"""How long a mirror takes for each node in what it has heard, between more than a few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class Draw:
             least_part_bytes=draws.choice((1, 1 << 20)),
             peer_timeout_s=draws.choice((60.0, 300.0)),
             delay_s=draws.choice(DELAYS_S if num_nodes <= FEW else FAR_S),
+            piece_s=0.0 if num_nodes <= FEW else PIECE_S * num_nodes,
         )
         return replace(shape, min_nodes=draws.choice((1, max(1, num_nodes // 4))))
 

@@ -6,11 +6,15 @@ A dead process is known to its peers soon, a machine that is gone or frozen is n
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from chaos.sim.group import Hub
 from chaos.sim.kernel import Kernel, Process
 from chaos.sim.virtual import host_of
 from rendezvous.meeting import CALL_TIMEOUT_S
+
+T = TypeVar("T")
 
 SLOWNESS = 100.0
 LOSS, RETRANSMIT_S, MOST_RETRANSMIT_S = 1 / 3, 0.2, 10.0
@@ -29,6 +33,8 @@ class Net:
         """Machines that are gone: nothing refuses there, nothing answers."""
         self.ports: dict[int, MeetingStore] = {}
         self.slow_until = self.lossy_until = 0.0
+        self._waits: list[float] | None = None
+        """What those who connect at once would wait, each by itself."""
 
     def delay(self) -> float:
         delay_s = self.draws.expovariate(1 / self.delay_s)
@@ -55,11 +61,29 @@ class Net:
         store = self.ports.get(port)
         mine, node = self.kernel.process.node, _node_of(address)
         if node in self.silent or not self.is_connected(mine, node):
-            self.kernel.sleep(1.0)
+            self._wait(1.0)
             raise TimeoutError(f"{address}:{port} does not answer")
-        self.kernel.sleep(self.delay())
+        self._wait(self.delay())
         if store is None or store.process.is_dead:
             raise ConnectionRefusedError(f"{address}:{port} refuses")
+
+    def _wait(self, seconds: float) -> None:
+        if self._waits is None:
+            self.kernel.sleep(seconds)
+        else:
+            self._waits.append(seconds)
+
+    def at_once(self, num_threads: int) -> AtOnce:
+        """Return what stands for a pool of threads that connect, and do nothing else."""
+        return AtOnce(self, num_threads)
+
+    def collect_waits(self, act: Callable[[], T]) -> tuple[T, list[float]]:
+        """Do something that connects, at one moment; return its result, and what each connection would have waited."""
+        self._waits = waits = []
+        try:
+            return act(), waits
+        finally:
+            self._waits = None
 
     def is_refused(self, endpoint: str) -> bool:
         """Say what `rendezvous.addresses.is_refused` does: nobody listens there any more, and the machine says so."""
@@ -82,6 +106,24 @@ class Net:
         except ConnectionRefusedError:
             return True
         return True
+
+
+class AtOnce:
+    """A pool of threads that connect: whoever asks waits once for all that are under way together."""
+
+    def __init__(self, net: Net, num_threads: int) -> None:
+        self._net, self._num_threads = net, num_threads
+
+    def __enter__(self) -> AtOnce:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def map(self, function: Callable[[object], object], items: Iterable[object]) -> list[object]:
+        answers, waits = self._net.collect_waits(lambda: [function(item) for item in items])
+        places = range(0, len(waits), self._num_threads)
+        self._net.kernel.sleep(sum(max(waits[place : place + self._num_threads]) for place in places))
+        return answers
 
 
 def _node_of(address: str) -> int:

@@ -33,6 +33,8 @@ class Shape:
     ttl_s: float = 3.0
     peer_timeout_s: float = 60.0
     delay_s: float = 0.003
+    piece_s: float = 0.0
+    """How long a mirror of etcd is busy with what it has heard before it hears of more."""
     look_s: float = 1.0
     """The longest that a wait goes without looking again, whatever the watch says."""
 

@@ -7,10 +7,12 @@ end is unknown.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -26,6 +28,8 @@ MOST, MOST_IN_STORM, STORMS = 8, 30, 0.2
 """The most faults of a run, and of a storm, which one run in five is: a longer job, hit again while it recovers."""
 NEEDS_A_LOSS = ("faults", "deaths", "rpo", "rto")
 """What is unknown of a run whose faults did no harm, or only later."""
+MOST_UNSEEN = 100_000
+"""So many objects are made before garbage is looked for."""
 
 SHAPES = (
     Shape(),
@@ -89,7 +93,8 @@ def simulate(case: Case, bug: Mapping[str, object] | None = None) -> Outcome:
     """Run a case and judge it against the same job without faults."""
     job = Job(case.shape, case.seed, case.faults, bug=bug)
     try:
-        run = job.run()
+        with _rare_collection():
+            run = job.run()
         findings = judge(run, reference_of(_same_job(case.shape)))
     except Exception as error:  # noqa: BLE001 - whatever breaks in the product's code is this run's finding
         run, findings = None, [Finding("crash", "false", f"{type(error).__name__}: {error}")]
@@ -101,6 +106,17 @@ def simulate(case: Case, bug: Mapping[str, object] | None = None) -> Outcome:
         job.kernel.now,
         tuple(job.errors),
     )
+
+
+@contextlib.contextmanager
+def _rare_collection() -> Iterator[None]:
+    """Look for garbage rarely: a run keeps nearly all that it makes, and a look goes through all of that."""
+    before = gc.get_threshold()
+    gc.set_threshold(MOST_UNSEEN)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def digest_of(run: Evidence) -> str:

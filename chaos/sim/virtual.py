@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from chaos.sim.kernel import EPOCH_S, TICK_S, Kernel, Task
 
@@ -176,20 +176,6 @@ class Queue:
         with self._changed:
             self._changed.wait_for(lambda: bool(self._items))
             return self._items.popleft()
-
-
-class InTurn:
-    """A pool of threads as far as `map` goes: one call after another, by whoever asks."""
-
-    def __init__(self, num_threads: int) -> None: ...
-
-    def __enter__(self) -> InTurn:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def map(self, function: Callable[[object], object], items: Iterable[object]) -> Iterator[object]:
-        return map(function, items)
 
 
 class Unique:
