@@ -79,7 +79,8 @@ class Net:
 
     def collect_waits(self, act: Callable[[], T]) -> tuple[T, list[float]]:
         """Do something that connects, at one moment; return its result, and what each connection would have waited."""
-        self._waits = waits = []
+        waits: list[float] = []
+        self._waits = waits
         try:
             return act(), waits
         finally:
