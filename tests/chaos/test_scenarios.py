@@ -131,9 +131,9 @@ def test_survivors_go_on_in_their_processes(tmp_path: Path, rows: Path, capfd: p
     """Live: a killed rank, a frozen one, a killed node and its return cost no applied step and no other process."""
     faults = [
         {"kind": "kill_worker", "node": 1, "within": [0.1, 0.15]},
-        {"kind": "freeze_worker", "node": 1, "within": [0.35, 0.4], "for_s": 4},
-        {"kind": "kill_node", "node": 1, "within": [0.6, 0.65]},
-        {"kind": "start_node", "node": 1, "within": [0.7, 0.75]},
+        {"kind": "freeze_worker", "node": 1, "within": [0.2, 0.25], "for_s": 4},
+        {"kind": "kill_node", "node": 1, "within": [0.4, 0.45]},
+        {"kind": "start_node", "node": 1, "within": [0.45, 0.5]},  # half of the job is left for it to come back
     ]
     nodes = {"count": 2, "lease_ttl_s": 2, "recovery": "live"}
     config = {**CLASSIFIER, "epochs": 30}
