@@ -46,7 +46,7 @@ def forge(folder: Path, change: Change) -> None:
     edit(folder, lambda line: {**line, **{key: renamed.get(line[key], line[key]) for key in fields if key in line}})
 
 
-def _later_term(run: Evidence) -> int:
+def later_term(run: Evidence) -> int:
     """Return the last term, which has restored a commit of another."""
     return max(restored_at(run))
 
@@ -54,13 +54,13 @@ def _later_term(run: Evidence) -> int:
 def _edit_step(folder: Path, change: Change) -> None:
     """Change all ranks' lines of one step of the lineage, in the last term."""
     run = collect(folder)
-    last, chosen = _later_term(run), _later_step(run)
+    last, chosen = later_term(run), _later_step(run)
     edit(folder, lambda line: change(line) if _is_step(line, last, chosen) else line)
 
 
 def _later_step(run: Evidence) -> int:
     """Return a step that the last term applied: not its first, and not an epoch's."""
-    first = whole(restored_at(run)[_later_term(run)], "step") + 1
+    first = whole(restored_at(run)[later_term(run)], "step") + 1
     return next(step for step in (first + 1, first + 2) if (step - 1) % shape_of(run).steps_per_epoch)
 
 
@@ -82,7 +82,7 @@ def skip(folder: Path) -> None:
 def fetched_cursor(folder: Path) -> None:
     """After a restore every offset is ahead by what was prefetched."""
     run = collect(folder)
-    last, shape = _later_term(run), shape_of(run)
+    last, shape = later_term(run), shape_of(run)
 
     def ahead(line: Line) -> Line:
         if line["op"] != "step" or line["term"] != last:
@@ -143,7 +143,7 @@ def different_losses(folder: Path) -> None:
 def skipped_line(folder: Path) -> None:
     """One rank goes from step s to s+2."""
     run = collect(folder)
-    last, chosen = _later_term(run), _later_step(run)
+    last, chosen = later_term(run), _later_step(run)
     edit(folder, lambda line: None if _is_step(line, last, chosen) and line["rank"] == 0 else line)
 
 
@@ -206,128 +206,11 @@ def _edit_witness(folder: Path, changes: list[tuple[int, int]]) -> None:
     np.save(folder / "witness.npy", weights)
 
 
-def damaged_record(folder: Path) -> None:
-    """A byte of a record changed on the disk, and its digest was not checked."""
-    path = sorted((folder / "commits").glob("*.json"))[0]
-    path.write_bytes(path.read_bytes().replace(b'"step"', b'"stop"', 1))
-
-
-def torn_record(folder: Path) -> None:
-    """A record's end is missing."""
-    path = sorted((folder / "commits").glob("*.json"))[0]
-    path.write_bytes(path.read_bytes()[:-20])
-
-
-def wrong_parent(folder: Path) -> None:
-    """A term's first commit continues another commit than the one that the term restored."""
-    run = collect(folder)
-    last = _later_term(run)
-    first = min(whole(line, "step") for line in run.of("commit") if line["term"] == last)
-    other = next(line["digest"] for line in run.of("commit") if line["key"] != restored_at(run)[last]["commit"])
-
-    def orphaned(line: Line) -> Line:
-        return {**line, "parent": other} if line["term"] == last and line["step"] == first else line
-
-    forge(folder, orphaned)
-    edit(folder, lambda line: orphaned(line) if line["op"] == "commit" else line)
-
-
-def interval_gap(folder: Path) -> None:
-    """A commit accounts for one step less than it is of."""
-    forge(folder, lambda record: {**record, "intervals": _moved(record, 1)})
-
-
-def interval_overlap(folder: Path) -> None:
-    """A commit accounts for a step in two terms."""
-    forge(folder, lambda record: {**record, "intervals": _moved(record, -1)})
-
-
-def _moved(record: Line, by: int) -> list[object]:
-    """Move the beginning of a record's last interval."""
-    *earlier, last = items(record, "intervals")
-    assert isinstance(last, dict)
-    return [*earlier, {**last, "lo": last["lo"] + by}]
-
-
-def wrong_terms(folder: Path) -> None:
-    """The last commit credits another term with steps than the one that applied them."""
-    last = _later_term(collect(folder))
-    forge(folder, lambda record: {**record, "intervals": [{"term": last, "lo": 0, "hi": record["step"]}]})
-
-
-def no_fence(folder: Path) -> None:
-    """An older world's commit, made after a newer term had formed, is what that term goes on from."""
-    run = collect(folder)
-    last = _later_term(run)
-    key, late = restored_at(run)[last]["commit"], formed_at(run)[last] + 0.001
-
-    def delayed(line: Line) -> Line:
-        return {**line, "t": late, "created_at": late} if line["op"] == "commit" and line["key"] == key else line
-
-    edit(folder, delayed)
-    place = str(key).removeprefix("commits/").removesuffix(".json")
-    at = {tuple(int(number_) for number_ in place.split("-")): late}
-    forge(folder, lambda record: {**record, "created_at": at.get(_place(record), record["created_at"])})
-
-
-def _place(record: Line) -> tuple[int, ...]:
-    return whole(record, "term"), whole(record, "step")
-
-
-def twin_world(folder: Path) -> None:
-    """Two worlds train under one term."""
-    path = sorted((folder / "history").glob("[0-9]*.jsonl"))[-1]
-    lines = [json.loads(text) for text in path.read_text().splitlines()]
-    twin = [{**line, "pid": line["pid"] + 1} if line["op"] == "form" else line for line in lines]
-    path.with_name(path.name.replace(".jsonl", "9.jsonl")).write_text("".join(json.dumps(line) + "\n" for line in twin))
-
-
-def shrinking_terms(folder: Path) -> None:
-    """After etcd lost its data, a world was given a term below an earlier one's."""
-    run = collect(folder)
-    first, last = min(restored_at(run)), _later_term(run)
-    swapped = {first: last, last: first}
-    edit(
-        folder,
-        lambda line: {**line, "term": swapped.get(whole(line, "term"), line["term"])} if "term" in line else line,
-    )
-
-
-def older_commit(folder: Path) -> None:
-    """A term goes on from the commit before the newest."""
-    run = collect(folder)
-    last = _later_term(run)
-    newest = restored_at(run)[last]["commit"]
-    older = [str(line["key"]) for line in run.of("commit") if str(line["key"]) < str(newest)][-1]
-    edit(folder, lambda line: {**line, "commit": older} if line["op"] == "restore" and line["term"] == last else line)
-
-
-def half_a_commit(folder: Path) -> None:
-    """A term passed over a commit whose files were never written."""
-    run = collect(folder)
-    last = _later_term(run)
-    key = str(next(line["key"] for line in run.of("commit") if line["term"] == min(restored_at(run))))
-    skipped = [[key, "data/step-000000000005/00000001-a/.metadata is missing"]]
-    edit(
-        folder,
-        lambda line: {**line, "skipped": skipped} if line["op"] == "restore" and line["term"] == last else line,
-    )
-
-
-def begun_anew(folder: Path) -> None:
-    """A term found no commit, and began at step 0."""
-    last = _later_term(collect(folder))
-    edit(
-        folder,
-        lambda line: {**line, "commit": None, "step": 0} if line["op"] == "restore" and line["term"] == last else line,
-    )
-
-
 def extra_step(folder: Path) -> None:
     """A term applied a step that no fault took away and no result holds."""
     run = collect(folder)
     newest = newest_steps(steps_of(run))
-    last = _later_term(run)
+    last = later_term(run)
 
     path = sorted((folder / "history").glob(f"{last:08d}-*.jsonl"))[0]
     lines = [json.loads(text) for text in path.read_text().splitlines()]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos import damage, damage_around
+from chaos import damage, damage_around, damage_commits
 from chaos.findings import Truth
 
 
@@ -43,18 +43,20 @@ PLANTED = (
     Planted("witness-repeat", "a sample applied twice", damage.witness_repeat, "witness"),
     Planted("witness-skip", "a sample left out", damage.witness_skip, "witness"),
     Planted("witness-swap", "a sample in place of another", damage.witness_swap, "witness"),
-    Planted("damaged-record", "a flipped byte, no digest checked", damage.damaged_record, "lineage"),
-    Planted("torn-record", "a record that was published before it was whole", damage.torn_record, "lineage"),
-    Planted("wrong-parent", "a commit beside the lineage", damage.wrong_parent, "lineage"),
-    Planted("interval-gap", "a step in no interval", damage.interval_gap, "lineage"),
-    Planted("interval-overlap", "a step in two intervals", damage.interval_overlap, "lineage"),
-    Planted("wrong-terms", "steps credited to a term that did not apply them", damage.wrong_terms, "lineage"),
-    Planted("no-fence", "a paused world published behind a newer one's back", damage.no_fence, "fencing"),
-    Planted("twin-world", "two worlds under one term", damage.twin_world, "fencing"),
-    Planted("shrinking-terms", "terms that began again after etcd lost its data", damage.shrinking_terms, "fencing"),
-    Planted("older-commit", "the head was not the newest commit", damage.older_commit, "durability"),
-    Planted("begun-anew", "commits that were not found", damage.begun_anew, "durability"),
-    Planted("half-a-commit", "a record before the files that it promises", damage.half_a_commit, "atomicity"),
+    Planted("damaged-record", "a flipped byte, no digest checked", damage_commits.damaged_record, "lineage"),
+    Planted("torn-record", "a record that was published before it was whole", damage_commits.torn_record, "lineage"),
+    Planted("wrong-parent", "a commit beside the lineage", damage_commits.wrong_parent, "lineage"),
+    Planted("interval-gap", "a step in no interval", damage_commits.interval_gap, "lineage"),
+    Planted("interval-overlap", "a step in two intervals", damage_commits.interval_overlap, "lineage"),
+    Planted("wrong-terms", "steps credited to a term that did not apply them", damage_commits.wrong_terms, "lineage"),
+    Planted("no-fence", "a paused world published behind a newer one's back", damage_commits.no_fence, "fencing"),
+    Planted("twin-world", "two worlds under one term", damage_commits.twin_world, "fencing"),
+    Planted(
+        "shrinking-terms", "terms that began again after etcd lost its data", damage_commits.shrinking_terms, "fencing"
+    ),
+    Planted("older-commit", "the head was not the newest commit", damage_commits.older_commit, "durability"),
+    Planted("begun-anew", "commits that were not found", damage_commits.begun_anew, "durability"),
+    Planted("half-a-commit", "a record before the files that it promises", damage_commits.half_a_commit, "atomicity"),
     Planted("extra-step", "a step applied beyond the end", damage.extra_step, "rpo"),
     Planted("other-weights", "rounding that depends on the world", damage.other_weights, "hash"),
     Planted("different-losses", "dropout drawn from the rank", damage.different_losses, "losses"),
