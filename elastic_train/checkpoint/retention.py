@@ -18,7 +18,7 @@ from elastic_train.checkpoint.reader import DAMAGE, commit_keys, damage_of, read
 from elastic_train.checkpoint.record import CommitRecord
 from elastic_train.checkpoint.stores import Entry, Store
 from elastic_train.checkpoint.writer import ATTEMPTS
-from elastic_train.lineage import place_of
+from elastic_train.lineage import COMMITS, place_of
 
 SAFE_AGE_S = 6 * 3600.0
 
@@ -53,7 +53,8 @@ def sweep(
 ) -> Pruned:
     """Delete attempts that no record names, once nobody can finish them: of a term below `term`, or long untouched.
 
-    A writer of an older term that is still at it loses its files, and could not have published anyway.
+    A writer of an older term that is still at it loses its files. Should it come to publish all the same, its record is
+    looked for once more before each attempt goes: a world may be going on from that commit by now.
     """
     attempts = _attempts(store)  # before the records: an attempt that is sealed in between is then seen as sealed
     sealed, unreadable = set(), set()
@@ -71,6 +72,8 @@ def sweep(
             continue
         touched = [entry.modified_at for entry in entries if entry.modified_at is not None]
         if place[0] < term or (touched and max(touched) < moment - safe_age_s):
+            if any(place_of(entry.key) == place for entry in store.list(COMMITS)):
+                continue
             num_bytes += sum(entry.size for entry in entries) if is_rehearsal else _delete_all(store, entries)
             swept.append(attempt)
     return Pruned((), tuple(swept), num_bytes)

@@ -13,8 +13,9 @@ from elastic_train.checkpoint import CommitRecord, Retention, Store, discover, h
 from elastic_train.checkpoint.local import LocalStore
 from elastic_train.checkpoint.markers import held, pin, pinned, unpin
 from elastic_train.checkpoint.reader import commit_keys
-from elastic_train.checkpoint.stores import KeyMissing
+from elastic_train.checkpoint.stores import Entry, KeyMissing, read
 from elastic_train.errors import StorageError
+from elastic_train.lineage import COMMITS
 
 
 def damage(store: Store, record: CommitRecord) -> None:
@@ -165,6 +166,27 @@ def test_abandoned_attempts_of_older_terms_are_swept(local_store: Store) -> None
     assert swept.attempts == ("data/step-000000000002/00000001-dead",)
     assert swept.num_bytes == 4
     assert discover(local_store).head == commit
+
+
+def test_a_commit_that_comes_to_exist_during_a_sweep_keeps_its_files(tmp_path: Path) -> None:
+    """A writer of an older term wakes and publishes behind the look at the records; a world may go on from that."""
+
+    class Waking(LocalStore):
+        late: tuple[str, bytes] | None = None
+
+        def list(self, prefix: str) -> list[Entry]:
+            found = super().list(prefix)
+            if prefix == COMMITS and self.late is not None:
+                self.late = self.create(*self.late)  # type: ignore[func-returns-value]
+            return found
+
+    store = Waking(tmp_path)
+    (commit,) = commit_steps(store, 1)
+    content = read(store, commit.key)
+    store.delete(commit.key)
+    store.late = (commit.key, content)
+    assert sweep(store, term=2).attempts == ()
+    assert discover(store).head == commit
 
 
 def test_an_attempt_long_untouched_is_swept(local_store: Store) -> None:
