@@ -40,7 +40,9 @@ def test_a_node_starts_while_etcd_is_away(run_id: str) -> None:
         server.stop()
         threading.Timer(GIVE_UP_AFTER_S + 0.5, server.begin).start()
         told = RendezvousParameters("etcd", server.endpoint, run_id, min_nodes=1, max_nodes=1, recovery="live")
-        create_handler(told).shutdown()
+        handler = create_handler(told)
+        assert not handler.is_closed()
+        handler.shutdown()
 
 
 class Started:
