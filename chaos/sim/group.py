@@ -146,10 +146,6 @@ class SimGroup(Group):
         self._hub.join(rank, self._kernel.process)
         self._collect("form", None)
 
-    def exchange_objects(self, value: object) -> list[object]:
-        """Return every rank's value, by rank: a gather of what is no tensor here."""
-        return [value] if self.size == 1 else list(self._collect("exchange", value).made(list))
-
     def fold(self, value: object, make: Callable[[list[object]], T]) -> T:
         """Return what `make` makes of every rank's value, by rank; all ranks get one object, and must not change it."""
         return make([value]) if self.size == 1 else self._collect("fold", value).made(make)
