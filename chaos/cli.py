@@ -145,7 +145,7 @@ def sim(
     """
     from chaos.rehearsal import rehearse
     from chaos.sim import cases, command, long  # it loads all of the product, which no other command needs
-    from chaos.sim.pool import cores
+    from chaos.sim.pool import num_cores
 
     if scenario is not None:
         described = scenarios.load(scenarios.find(scenario))
@@ -158,7 +158,7 @@ def sim(
     draw = long.Draw(None if nodes is None else long.nodes_of(nodes), hours, faults_per_hour)
     if seed is not None:
         return command.run_one(draw.case(seed), json_)
-    campaign = command.Campaign(command.seeds_of(seeds), draw, minutes, processes or len(cores()), ledger)
+    campaign = command.Campaign(command.seeds_of(seeds), draw, minutes, processes or num_cores(), ledger)
     return command.report(command.run_campaign(campaign, is_quiet=json_), campaign, json_)
 
 

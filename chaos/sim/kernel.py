@@ -1,22 +1,21 @@
 """Virtual time: processes whose threads run one at a time, in an order that a seed alone decides.
 
-A task is a real thread that holds a baton while it runs and passes it on where the code that it runs would block. So
-the product's blocking code runs as it is. Between two blocking calls a task is alone, and time stands still: time goes
-on only when nobody is left to run, to the next event in the queue.
+A task has a stack of its own, a greenlet's, and gives way to another where the code that it runs would block. So the
+product's blocking code runs as it is. Between two blocking calls a task is alone, and time stands still: time goes on
+only when nobody is left to run, to the next event in the queue.
 
-A process that is paused holds the baton no more until it is resumed; one that is dead gets it once, to raise `Killed`
-wherever it was. Whatever a dead process still tries on its way out is refused with the same exception.
+A process that is paused gets no turn until it is resumed; one that is dead gets one more, to raise `Killed` wherever it
+was. Whatever a dead process still tries on its way out is refused with the same exception.
 """
 
 from __future__ import annotations
 
-import _thread
 import heapq
-import os
-import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
+
+from greenlet import getcurrent, greenlet
 
 EPOCH_S = 1_800_000_000.0
 """The wall clock at the beginning of virtual time, in unix seconds."""
@@ -25,7 +24,6 @@ TICK_S = 1e-6
 """The least that a wait takes: a wait for less than the clock can tell apart would never end."""
 MOST_AT_ONCE = 100_000
 """Turns of tasks within one moment, after which somebody must be turning in a circle."""
-STACK_BYTES = 1 << 18
 
 
 class Killed(BaseException):
@@ -59,32 +57,6 @@ class Process:
         return not self.is_dead and not self.is_paused
 
 
-class Carrier:
-    """A real thread, which carries one task after another: to start one costs as much as a hundred turns."""
-
-    idle: ClassVar[list[Carrier]] = []
-
-    def __init__(self) -> None:
-        self.baton = threading.Lock()
-        self.baton.acquire()
-        self.task: Task | None = None
-        before = threading.stack_size(STACK_BYTES)
-        _thread.start_new_thread(self._serve, ())
-        threading.stack_size(before)
-
-    def _serve(self) -> None:
-        while True:
-            self.baton.acquire()
-            task, self.task = self.task, None
-            assert task is not None, "the baton comes with a task"
-            task.run()
-            Carrier.idle.append(self)
-            task.kernel.pass_on(None)
-
-
-os.register_at_fork(after_in_child=Carrier.idle.clear)
-
-
 class Task:
     """One thread of a process; `process` is None for the conductor of the simulation itself."""
 
@@ -94,13 +66,8 @@ class Task:
         self.turn = 0
         """How often it has been parked: a time that is over belongs to one of them."""
         self._run = run
-        self.baton = threading.Lock()
-        self.baton.acquire()
-
-    def start(self) -> None:
-        """Have a thread of its own, which waits for the baton."""
-        carrier = Carrier.idle.pop() if Carrier.idle else Carrier()
-        carrier.task, self.baton = self, carrier.baton
+        self.stack: greenlet | None = None
+        """Where it runs; None: it has had no turn."""
 
     def run(self) -> None:
         kernel = self.kernel
@@ -126,7 +93,9 @@ class Kernel:
         self.processes: dict[Process, None] = {}
         """Those that have tasks."""
         self.conductor = Task(self, None, lambda: None)
+        self.conductor.stack = getcurrent()
         self.current = self.conductor
+        self._starter = greenlet(self._start_each)
         self._events: list[tuple[float, int, Any, int]] = []
         """Moment, number, and an act and 0, or a task and the turn at which its time is over."""
         self._ready: deque[Task] = deque()
@@ -150,7 +119,6 @@ class Kernel:
         task = Task(self, process, run)
         if process is not None:
             process.tasks[task] = self.processes[process] = None
-        task.start()
         self.wake(task)
         return task
 
@@ -181,7 +149,7 @@ class Kernel:
             self.num_events += 1
             until = self.now + (timeout_s if timeout_s > TICK_S else TICK_S)
             heapq.heappush(self._events, (until, self.num_events, task, task.turn))
-        self.pass_on(task)
+        self._give_way(task)
         task.turn += 1
         self.check(task)
 
@@ -199,13 +167,24 @@ class Kernel:
         while self.now < until:
             self.park(until - self.now)
 
-    def pass_on(self, mine: Task | None) -> None:
-        """Give the baton to whoever is next, and come back when it is the caller's turn again; None never does."""
+    def _give_way(self, mine: Task) -> None:
+        """Let whoever is next run, and come back when it is the caller's turn again."""
         self.current = following = self._next()
         if following is not mine:
-            following.baton.release()
-            if mine is not None:
-                mine.baton.acquire()
+            (following.stack or self._starter).switch()
+
+    def _start_each(self, *_: object) -> None:
+        """Start the task whose first turn it is; a task that ends comes back to here, and the next one has its turn.
+
+        All begin on this stack and not on each other's, whose depth would add up.
+        """
+        while True:
+            task = self.current
+            if task.is_done:
+                self.current = task = self._next()
+            if task.stack is None:
+                task.stack = greenlet(task.run, self._starter)
+            task.stack.switch()
 
     def _next(self) -> Task:
         while True:
@@ -264,10 +243,10 @@ class Kernel:
             act()
 
     def close(self) -> None:
-        """End every task, so that no thread outlives the simulation; called by the conductor."""
+        """End every task; called by the conductor."""
         self.failure = None
         for process in list(self.processes):
             self.kill(process)
         self._events.clear()
         self.after(1.0, lambda: self.wake(self.conductor))
-        self.pass_on(self.conductor)
+        self._give_way(self.conductor)
