@@ -129,6 +129,7 @@ class Job:
     def _strike_here(self, fault: SimFault) -> None:
         process = self.kernel.process
         self._note(fault, [process], process.node)
+        self._busy(0.0)
         if fault.kind == "kill":
             self.kernel.kill(process)
             raise Killed

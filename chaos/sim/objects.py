@@ -29,7 +29,8 @@ class Storage:
         self.files: dict[str, tuple[bytes, float]] = {}
         self.down_until = self.full_until = self.lossy_until = self.failing_until = 0.0
         self.conflict_until = self.taken_until = self.slow_until = self.slow_sync_until = 0.0
-        self.num_to_tear = self.num_lost_answers = 0
+        self.num_lost_answers = 0
+        self.is_to_tear = False
         self.damaged: set[str] = set()
         """Attempts of which a file was damaged."""
 
@@ -85,8 +86,8 @@ class StorageClient:
             yield sink
             content = sink.getvalue()
             storage.put(key, content[: storage.draws.randrange(len(content) + 1)])
-            if storage.num_to_tear:
-                storage.num_to_tear -= 1
+            if storage.is_to_tear:
+                storage.is_to_tear = False
                 kernel.kill(self._process)
             self._ask(is_write=True)
         except Exception:

@@ -189,6 +189,8 @@ class Saves:
         where = f"part {flight.place}" if flight.place else "rank 0"
         why = f"{self._store.url}: the save got no further for {limit_s:.0f} s ({where}) and was given up"
         log.warning("%s; does the storage answer?", why)
+        if flight.place:  # rank 0 may have more patience, and all wait for it at a job's end
+            threading.Thread(target=flight.tell_why, args=(why,), name="telling rank 0", daemon=True).start()
         return replace(flight.outcome(), error=StorageError(why))
 
 
@@ -229,6 +231,11 @@ class _Flight:
         """Let nothing of it be published from here on, nor read of the state; its memory is the next save's then."""
         self.gate.close(PUBLISH_PATIENCE_S)
         self.staged.wait()
+
+    def tell_why(self, why: str) -> None:
+        """Tell rank 0 that this part will not be written, if the storage takes it."""
+        with contextlib.suppress(StorageError):
+            done.post(self._store, self._draft.attempt, self.place, done.Done(None, why))
 
     def outcome(self) -> Ended:
         step = self._draft.facts.step

@@ -42,7 +42,9 @@ def _weather(what: str) -> Act:
 
 def tear_write(job: Job, fault: SimFault) -> list[Process]:
     """Whoever writes a file next dies in the middle of it."""
-    job.storage.num_to_tear += 1
+    if job.storage.is_to_tear:
+        return []  # one that waits for its writer is not yet another
+    job.storage.is_to_tear = True
     return job.all_workers()
 
 

@@ -152,3 +152,18 @@ def test_a_rank_that_hangs_in_its_part_does_not_hold_rank_0(tmp_path: Path, monk
         rank.begin(odd_state(), facts(2))
     first = [rank.wait() for rank in reversed(ranks)][-1]
     assert first is not None and discover(hung).head == first.commit
+
+
+def test_rank_0_learns_of_a_part_that_was_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have far more patience than a rank that is new to the job; a part that will not come is not waited for."""
+    monkeypatch.setattr(giving_up, "LEAST_S", 0.2)
+    ranks = world_of([LocalStore(tmp_path), HeldStore(tmp_path)], monkeypatch)
+    ranks[0]._memory.patience.learn(10 * DEADLINE_S)
+    for rank in ranks:
+        rank.begin(odd_state(), facts(1))
+    flight = ranks[0]._flight
+    given_up = ranks[1].wait()
+    assert given_up is not None and isinstance(given_up.error, StorageError)
+    assert flight is not None and flight.ended.wait(DEADLINE_S)
+    ended = ranks[0].wait()
+    assert ended is not None and "got no further" in str(ended.error) and "part 1" in str(ended.error)
