@@ -21,7 +21,7 @@ from elastic_train.data.manifest import Manifest
 from elastic_train.errors import ConfigError, CorruptError, DataError
 from elastic_train.lineage import cut, tiling_problems
 from elastic_train.mixing import Int64s
-from elastic_train.order import Order
+from elastic_train.order import VERSION, Order
 from elastic_train.windows import LengthBuckets
 
 Numbers = Mapping[str, int]
@@ -157,6 +157,8 @@ def _check_unfinished(
 
 def order_of(record: CommitRecord, numbers: Numbers, manifest: Manifest) -> Order:
     """Return the order that a commit's run has; DataError if the lengths that it follows from are not there."""
+    if numbers.get("version") != VERSION:
+        raise DataError(f"{record.key} has the order of another version: audit it with the version that began the run")
     arrangement = None
     if numbers["lengths"]:
         lengths = load_lengths(manifest)

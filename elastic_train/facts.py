@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elastic_train.checkpoint import CommitFacts
+from elastic_train.order import VERSION
 from elastic_train.plan import Plan, fingerprint_of
 from elastic_train.state import AppliedState
 
@@ -26,6 +27,7 @@ def describe_commit(plan: Plan, state: AppliedState, world_size: int) -> CommitF
 def order_facts(plan: Plan) -> dict[str, int]:
     """Return the numbers, beside the seed, that the order of samples follows from."""
     return {
+        "version": VERSION,
         "num_samples": plan.manifest.num_rows,
         "num_lanes": plan.num_lanes,
         "micro_batch": plan.micro_batch,

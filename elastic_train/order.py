@@ -1,10 +1,10 @@
 """The order in which samples are trained on: a pure function of (row groups, seed, epoch), never of the world.
 
-An epoch permutes the row groups, views them as one line, and cuts the line into lanes whose sizes differ by at most
-one. A lane is cut into blocks of whole row groups (clipped at the lane's two ends), and each block is shuffled by a
-keyed permutation. Nothing of the size of the dataset is ever materialised: building touches the row groups only,
-seeking is a binary search, and the whole state of a run is a `Cursor`. An arrangement (see `windows`) may reorder the
-samples of a stretch of a lane among themselves.
+An epoch permutes the row groups (see `spread`), views them as one line, and cuts the line into lanes whose sizes differ
+by at most one. A lane is cut into blocks of whole row groups (clipped at the lane's two ends), and each block is
+shuffled by a keyed permutation. Nothing of the size of the dataset is ever materialised: building touches the row
+groups only, seeking is a binary search, and the whole state of a run is a `Cursor`. An arrangement (see `windows`) may
+reorder the samples of a stretch of a lane among themselves.
 
 Invariant: over all lanes, `ids` yields every sample id of [0, num_samples) exactly once per epoch.
 """
@@ -17,7 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from elastic_train.mixing import Int64s, derive, permute
+from elastic_train.spread import spread
 from elastic_train.windows import Arrangement
+
+VERSION = 2
+"""Counts the orders that the same numbers have meant; a run goes on only in the one that it began with."""
 
 _GROUPS, _BLOCK, _WINDOW = 1, 2, 5  # separate the keys of the permutations
 
@@ -125,7 +129,8 @@ class EpochOrder:
         self._epoch = epoch
         self._groups = np.arange(num_groups, dtype=np.int64)
         if order.is_shuffled:
-            self._groups = permute(self._groups, num_groups, derive(order.seed, epoch, _GROUPS))
+            key = derive(order.seed, epoch, _GROUPS)
+            self._groups = spread(num_groups, order.num_lanes, order.block_row_groups, key)
         self._starts = np.concatenate(([0], np.cumsum(order.group_rows[self._groups])))
 
     def ids(self, lane: int, lo: int, hi: int) -> Int64s:

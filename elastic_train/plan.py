@@ -20,7 +20,7 @@ from elastic_train.data.manifest import Manifest, load_manifest
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.feed import Feed
 from elastic_train.mixing import derive
-from elastic_train.order import Order
+from elastic_train.order import VERSION, Order
 from elastic_train.state import AppliedState, build_state
 from elastic_train.tasks.task import Task, load_task
 from elastic_train.windows import Arrangement, LengthBuckets
@@ -88,6 +88,11 @@ class Plan:
                 f"run.dir {config.run.dir} holds commits of another configuration ({record.key}): run.seed, task, "
                 "batch, data.block_row_groups and data.length_bucketing must stay as they were; start anew in another "
                 "run.dir to change them"
+            )
+        if (record.order or {}).get("version") != VERSION:
+            raise ConfigError(
+                f"run.dir {config.run.dir} holds commits whose samples are in the order of another version "
+                f"({record.key}): finish the run with the version that began it, or start anew in another run.dir"
             )
         if (record.order or {}).get("lengths", 0) != fingerprint_of(self.order):
             raise DataError(

@@ -34,8 +34,8 @@ class CommitFacts:
     """What the trainer says about the state that it saves; a metric that is not finite is kept as null.
 
     `account` and `order` let anyone check the coverage sums without the run: `order` has the numbers that the order of
-    samples follows from (num_samples, num_lanes, micro_batch, block_row_groups; lengths: their fingerprint, or 0).
-    Older commits have neither.
+    samples follows from (version, num_samples, num_lanes, micro_batch, block_row_groups; lengths: their fingerprint, or
+    0). Older commits have neither, or no version.
     """
 
     step: int

@@ -22,7 +22,7 @@ from elastic_train.errors import ConfigError
 from elastic_train.history import History
 from elastic_train.lineage import Interval
 from elastic_train.mixing import Int64s
-from elastic_train.order import Order
+from elastic_train.order import VERSION, Order
 from elastic_train.plan import fingerprint_of
 from elastic_train.quarantine import make_hole
 from elastic_train.windows import LengthBuckets
@@ -99,6 +99,7 @@ class Run:
             world_size=2,
             account=account,
             order={
+                "version": VERSION,
                 "num_samples": self.order.num_samples,
                 "num_lanes": LANES,
                 "micro_batch": MICRO_BATCH,

@@ -1,0 +1,55 @@
+"""How an epoch permutes the row groups: at random, and so that what is mixed at a time comes from everywhere.
+
+All lanes read their first blocks at about the same time, then their second ones: a *turn*. The row groups of a turn
+are a stratified sample of the dataset (Cochran: Sampling Techniques, 1977, chapter 5): the row groups in file order
+are cut into as many runs of neighbours as a turn has places, and every turn gets one of each run. Which one, and at
+which of the turn's places, is drawn by the key. So files that are sorted by what the loss depends on, a label or a
+source, give every turn what they have as a whole.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from elastic_train.mixing import Int64s, derive, mix64_array, permute
+
+_SHORT, _DEAL, _PLACE = 1, 2, 3  # separate the keys
+
+
+def spread(num_groups: int, num_lanes: int, block_row_groups: int, key: int) -> Int64s:
+    """Return the permuted row groups, shape (num_groups,), of which lane after lane takes about as many."""
+    turns = _turns(num_groups, num_lanes, block_row_groups)
+    sizes = np.bincount(turns)  # none is larger than the one before
+    # Not every run has a row group for the last turns: as many have one for a turn as it has places.
+    num_runs = int(sizes[0])
+    ranks = permute(np.arange(num_runs, dtype=np.int64), num_runs, derive(key, _SHORT))
+    lengths = np.searchsorted(-sizes, -ranks, side="left")
+    runs = np.repeat(np.arange(num_runs), lengths)
+    dealt = _sorted_by(runs, derive(key, _DEAL))
+    turn_of_group = np.empty(num_groups, dtype=np.int64)
+    turn_of_group[dealt] = np.arange(num_groups) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    groups = np.empty(num_groups, dtype=np.int64)
+    groups[np.argsort(turns, kind="stable")] = _sorted_by(turn_of_group, derive(key, _PLACE))
+    return groups
+
+
+def _turns(num_groups: int, num_lanes: int, block_row_groups: int) -> Int64s:
+    """Return of each place on the line in which turn it is read, as if all row groups were equally large."""
+    places = np.arange(num_groups, dtype=np.int64)
+    lanes = places * num_lanes // num_groups
+    firsts = -(-lanes * num_groups // num_lanes)
+    turns: Int64s = (places - firsts) // block_row_groups
+    return turns
+
+
+def _sorted_by(classes: Int64s, key: int) -> Int64s:
+    """Return [0, n) by class, within a class as drawn by the key.
+
+    What is sorted are words of a class, a draw and a number, which is unique: every way to sort gives the same.
+    """
+    count = classes.size
+    num_bits = np.uint64(count.bit_length())
+    numbers = np.arange(count, dtype=np.uint64)
+    draws = mix64_array(numbers ^ np.uint64(key)) >> (num_bits + num_bits) << num_bits
+    words = np.sort((classes.astype(np.uint64) << (np.uint64(64) - num_bits)) | draws | numbers)
+    return (words & ((np.uint64(1) << num_bits) - np.uint64(1))).astype(np.int64)
