@@ -222,9 +222,10 @@ class Job:
                 looked_at = self.kernel.now
                 self._restart_failed()
             is_quiet = self.kernel.now > max(last, self._busy_until)
-            if not any(node.is_up for node in self.nodes) and is_quiet:
-                if self.is_done:
-                    return
+            is_up = any(node.is_up for node in self.nodes)
+            if self.is_done and not is_up and self.kernel.now > self._busy_until:
+                return  # faults that are still to come have nobody to hit
+            if not is_up and is_quiet:
                 for node in self.nodes[: self.shape.nodes]:
                     self.start_node(node.number)  # whoever keeps the job going starts it again
             elif is_quiet and not self.is_done and self.kernel.now > 1.0:
