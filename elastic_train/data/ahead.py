@@ -98,7 +98,8 @@ class ReadAhead:
         for lane, of_lane in zip(self._lanes, blocks, strict=True):
             ids = self._ids[lane].between(cursor.epoch, epoch, cursor.offset, end)
             rows_of = {group: rows for block in of_lane for group, rows in block.rows.items()}
-            taken = self._sifter.take(lane, cursor, lo, ids, lambda group, of=rows_of: of[group].result())  # type: ignore[misc]
+            joined = of_lane[0].joined(self._reader.first_id) if len(of_lane) == 1 else None
+            taken = self._sifter.take(lane, cursor, lo, ids, lambda group, of=rows_of: of[group].result(), joined)  # type: ignore[misc]
             lanes.append([self._pinned(self._sifter.batch(taken, number)) for number in range(hi - lo)])
         return [list(step) for step in zip(*lanes, strict=True)]
 

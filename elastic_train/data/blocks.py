@@ -10,8 +10,9 @@ import heapq
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 
-from elastic_train.data.rows import Rows
+from elastic_train.data.rows import Joined, Rows
 from elastic_train.data.unfit import Decoder
+from elastic_train.mixing import Int64s
 from elastic_train.order import Block, Cursor, Order
 
 BLOCKS_AHEAD, GROUPS_AHEAD = 4, 32
@@ -25,6 +26,8 @@ class DecodedBlock:
     def __init__(self, epoch: int, block: Block, first: int, end: int, num_rows: int) -> None:
         self.epoch, self.block, self.first, self.end, self.num_rows = epoch, block, first, end, num_rows
         self.rows: dict[int, Future[Rows]] = {}
+        self._row_bytes: float | None = None
+        self._joined: Joined | None = None
 
     def decode(self, decoder: Decoder, pool: Executor) -> None:
         """Have the row groups decoded that are not at hand."""
@@ -38,10 +41,16 @@ class DecodedBlock:
     @property
     def row_bytes(self) -> float | None:
         """Bytes of a decoded row, on average; None before they are here."""
-        if not self.rows or not all(rows.done() for rows in self.rows.values()):
-            return None
-        num_bytes: int = sum(rows.result().nbytes for rows in self.rows.values() if not rows.exception())
-        return num_bytes / self.num_rows if num_bytes else None
+        if self._row_bytes is None and self.rows and all(rows.done() for rows in self.rows.values()):
+            num_bytes = sum(rows.result().nbytes for rows in self.rows.values() if not rows.exception())
+            self._row_bytes = num_bytes / self.num_rows if num_bytes else None
+        return self._row_bytes
+
+    def joined(self, first_id: Int64s) -> Joined | None:
+        """Return the row groups side by side, the same every time; None unless all of them are here, and whole."""
+        if self._joined is None and all(rows.done() and not rows.exception() for rows in self.rows.values()):
+            self._joined = Joined(first_id, {group: rows.result() for group, rows in self.rows.items()})
+        return self._joined
 
 
 class BlockSchedule:

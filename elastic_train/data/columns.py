@@ -1,142 +1,172 @@
-"""Columns of row groups, of which rows are taken in any order, and copied once where their type allows it.
+"""A column of some row groups, of which rows are taken in any order, and copied once where their type allows it.
 
 Rows of lists of numbers, of text and of bytes are strings of bytes (see `views`); rows of numbers, times and the like
-have one size. Arrow takes lists element by element, and only from one row group at a time. Columns of any other type,
-nested ones say, it takes.
+have one size. Of both only offsets and numbers are put side by side, what the rows hold stays where it was decoded.
+Arrow takes lists element by element, and only from one row group at a time; it takes what is so small that it may be
+joined first, and columns of any other type, nested ones say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from elastic_train.data.numbers import column_of, numbers_of
-from elastic_train.data.views import MAX_BYTES, copy_strings, move, views_of
+from elastic_train.data.views import MAX_BYTES, copy_strings, views_of
 from elastic_train.mixing import Int64s
+
+SMALL_ROW = 64
+"""Strings of fewer bytes on average are cheaper to join, and to take from one piece of memory."""
 
 _BOUNDS = {pa.string(): np.int32, pa.binary(): np.int32, pa.large_string(): np.int64, pa.large_binary(): np.int64}
 _NOTHING = pa.py_buffer(b"")
 
+Mask = npt.NDArray[np.bool_]
+
+
+class Column(Protocol):
+    """A column of row groups that stand side by side."""
+
+    def take(self, numbers: Int64s, slots: Int64s) -> pa.Array:
+        """Take rows: `slots` count through all row groups, `numbers` say in which of them each lies."""
+
+
+def join(arrays: Sequence[pa.Array]) -> Column:
+    """Put a column's arrays, one for each row group, side by side."""
+    kind, num_rows = arrays[0].type, sum(map(len, arrays))
+    if kind in _BOUNDS or (pa.types.is_list(kind) and _is_plain(kind.value_type)):
+        strings = [_Bytes.of(array) for array in arrays]
+        if sum(each.size for each in strings) <= SMALL_ROW * num_rows:
+            return _Small(pa.concat_arrays(arrays))
+        if all(each.content.size <= MAX_BYTES and each.is_whole for each in strings):
+            return _Strings(kind, strings, _validity_of(arrays))
+    if pa.types.is_primitive(kind) and kind.bit_width % 8 == 0:
+        return _Numbers(kind, np.concatenate([_octets_of(array) for array in arrays]), _validity_of(arrays))
+    return _Others(arrays)
+
 
 @dataclass(frozen=True, slots=True)
-class Picks:
-    """Which rows are taken of each of some row groups, and in which order: `order` is of them one after the other."""
+class _Bytes:
+    """An array as strings: row i is [offsets[i] + shift, offsets[i + 1] + shift), times `width`, of `content`."""
 
-    groups: Sequence[int]
-    within: Sequence[Int64s]
-    order: Int64s
+    offsets: npt.NDArray[Any]
+    shift: int
+    width: int
+    content: pa.Buffer
+    is_whole: bool
 
     @classmethod
-    def of(cls, first_id: Int64s, ids: Int64s) -> Picks:
-        """Find the rows of ids, given the ids of all row groups' first rows."""
-        groups = np.searchsorted(first_id, ids, side="right") - 1
-        by_group = np.argsort(groups, kind="stable")
-        sorted_ = groups[by_group]
-        starts = np.flatnonzero(np.diff(sorted_, prepend=-1))
-        rows, bounds = ids[by_group] - first_id[sorted_], [*starts.tolist(), len(ids)]
-        order = np.empty_like(by_group)
-        order[by_group] = np.arange(len(by_group))
-        return cls(sorted_[starts].tolist(), [rows[lo:hi] for lo, hi in pairwise(bounds)], order)
+    def of(cls, array: pa.Array) -> _Bytes:
+        dtype = _BOUNDS.get(array.type)
+        if dtype is None:
+            values = array.values
+            content, width = values.buffers()[1] or _NOTHING, values.type.bit_width // 8
+            return cls(numbers_of(array.offsets), values.offset, width, content, not values.null_count)
+        _, bounds, content = array.buffers()
+        at = array.offset * np.dtype(dtype).itemsize
+        return cls(np.frombuffer(bounds, dtype, len(array) + 1, at), 0, 1, content or _NOTHING, True)
 
-    def ids(self, first_id: Int64s) -> Int64s:
-        """Return the ids of the rows, from where they are taken."""
-        of_groups = [first_id[group] + within for group, within in zip(self.groups, self.within, strict=True)]
-        return np.concatenate(of_groups)[self.order]
-
-    def take(self, of_groups: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        """Take what belongs to the rows."""
-        taken = [items.take(within, 0) for items, within in zip(of_groups, self.within, strict=True)]
-        return np.concatenate(taken).take(self.order, 0)
+    @property
+    def size(self) -> int:
+        """How many bytes all rows have."""
+        return int(self.offsets[-1] - self.offsets[0]) * self.width
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A row group's column; `items` are views of the `content`, or values of one size, None for other types."""
+class _Strings:
+    """Rows that are strings of bytes."""
 
-    array: pa.Array
-    items: npt.NDArray[Any] | None = None
-    content: pa.Buffer | None = None
-    is_valid: npt.NDArray[np.bool_] | None = None
+    def __init__(self, kind: pa.DataType, strings: Sequence[_Bytes], is_valid: Mask | None) -> None:
+        self._kind, self._is_valid, self._width = kind, is_valid, strings[0].width
+        self._offsets = np.concatenate([each.offsets for each in strings])
+        self._shifts = np.array([each.shift for each in strings], dtype=self._offsets.dtype)
+        self._contents = [each.content for each in strings]
 
-
-def piece_of(array: pa.Array) -> Piece:
-    """Look at a column of a row group."""
-    kind = array.type
-    if kind in _BOUNDS or (pa.types.is_list(kind) and _is_plain(array.values)):
-        bounds, content = _strings_of(array)
-        if content.size <= MAX_BYTES:
-            return Piece(array, views_of(content, bounds[:-1], np.diff(bounds)), content, _is_valid(array))
-    if pa.types.is_primitive(kind) and kind.bit_width % 8 == 0:
-        dtype = np.dtype((np.void, kind.bit_width // 8))
-        values = np.frombuffer(array.buffers()[1], dtype, count=len(array), offset=array.offset * dtype.itemsize)
-        return Piece(array, values, None, _is_valid(array))
-    return Piece(array)
+    def take(self, numbers: Int64s, slots: Int64s) -> pa.Array:
+        places = slots + numbers  # every row group has an offset more than rows
+        begins, ends = self._offsets.take(places), self._offsets.take(places + 1)
+        at = begins + self._shifts.take(numbers) if self._shifts.any() else begins
+        views = views_of(self._contents, numbers, at * self._width, (ends - begins) * self._width)
+        return _named(self._kind, copy_strings(views, self._contents, _bits_of(self._is_valid, slots)))
 
 
-def take(pieces: Sequence[Piece], picks: Picks) -> pa.Array:
-    """Take rows of a column, of which there is a piece for each row group, into one array."""
-    kind, items = pieces[0].array.type, [piece.items for piece in pieces if piece.items is not None]
-    contents = [piece.content for piece in pieces if piece.content is not None]
-    if len(items) < len(pieces) or 0 < len(contents) < len(pieces):
-        taken = [piece.array.take(column_of(within)) for piece, within in zip(pieces, picks.within, strict=True)]
-        return pa.concat_arrays(taken).take(column_of(picks.order))
-    found, validity = picks.take(items), _validity(pieces, picks)
-    if not contents:
-        return pa.Array.from_buffers(kind, len(found), [validity, pa.py_buffer(found)])
-    numbers = np.repeat(np.arange(len(pieces)), [len(within) for within in picks.within])
-    move(found, numbers.take(picks.order))
-    return _named(kind, copy_strings(found, contents, validity))
+class _Numbers:
+    """Rows of one size."""
+
+    def __init__(self, kind: pa.DataType, values: npt.NDArray[Any], is_valid: Mask | None) -> None:
+        self._kind, self._values, self._is_valid = kind, values, is_valid
+
+    def take(self, numbers: Int64s, slots: Int64s) -> pa.Array:
+        found = pa.py_buffer(self._values.take(slots))
+        return pa.Array.from_buffers(self._kind, len(slots), [_bits_of(self._is_valid, slots), found])
 
 
-def _is_plain(values: pa.Array) -> bool:
-    """Say whether values are numbers of whole bytes, none missing."""
-    kind = values.type
-    return (pa.types.is_integer(kind) or pa.types.is_floating(kind)) and not values.null_count
+class _Small:
+    """Rows of few bytes, joined."""
+
+    def __init__(self, array: pa.Array) -> None:
+        self._array = array
+
+    def take(self, numbers: Int64s, slots: Int64s) -> pa.Array:
+        return self._array.take(column_of(slots))
 
 
-def _strings_of(array: pa.Array) -> tuple[Int64s, pa.Buffer]:
-    """Return where each row's bytes begin, and the last one's end, in a buffer."""
-    dtype = _BOUNDS.get(array.type)
-    if dtype is None:
-        values = array.values
-        bounds = (numbers_of(array.offsets).astype(np.int64) + values.offset) * (values.type.bit_width // 8)
-        return bounds, values.buffers()[1] or _NOTHING
-    _, offsets, content = array.buffers()
-    bounds = np.frombuffer(offsets, dtype, count=len(array) + 1, offset=array.offset * np.dtype(dtype).itemsize)
-    return bounds.astype(np.int64), content or _NOTHING
+class _Others:
+    """Rows of any type, taken from each row group by Arrow, and then put in order."""
+
+    def __init__(self, arrays: Sequence[pa.Array]) -> None:
+        self._arrays, self._starts = arrays, np.cumsum([0, *map(len, arrays)])
+
+    def take(self, numbers: Int64s, slots: Int64s) -> pa.Array:
+        by_number = np.argsort(numbers, kind="stable")
+        places, bounds = slots.take(by_number), np.searchsorted(numbers.take(by_number), range(len(self._arrays) + 1))
+        taken = [
+            array.take(column_of(places[lo:hi] - start))
+            for array, start, lo, hi in zip(self._arrays, self._starts, bounds, bounds[1:], strict=False)
+        ]
+        order = np.empty_like(by_number)
+        order[by_number] = np.arange(len(by_number))
+        return pa.concat_arrays(taken).take(column_of(order))
+
+
+def _is_plain(kind: pa.DataType) -> bool:
+    """Say whether values of a list are numbers of whole bytes."""
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
+def _octets_of(array: pa.Array) -> npt.NDArray[Any]:
+    """Return values of one size as plain bytes."""
+    size = array.type.bit_width // 8
+    dtype = np.dtype(f"u{size}") if size in (1, 2, 4, 8) else np.dtype((np.void, size))
+    return np.frombuffer(array.buffers()[1], dtype, count=len(array), offset=array.offset * size)
 
 
 def _named(kind: pa.DataType, strings: pa.Array) -> pa.Array:
     """Describe large binary as the text, or list of numbers, that it is."""
     validity, offsets, content = strings.buffers()
     bounds, content = np.frombuffer(offsets, np.int64, count=len(strings) + 1), content or _NOTHING
-    width = 1 if kind in _BOUNDS else kind.value_type.bit_width // 8
-    bounds = bounds // width
     assert bounds[-1] <= MAX_BYTES, "rows that are taken together are few"
-    narrow = pa.py_buffer(bounds.astype(_BOUNDS.get(kind, np.int32)))
+    width = 1 if kind in _BOUNDS else kind.value_type.bit_width // 8
+    narrow = (bounds // width if width > 1 else bounds).astype(_BOUNDS.get(kind, np.int32))
     if kind in _BOUNDS:
-        return pa.Array.from_buffers(kind, len(strings), [validity, narrow, content], strings.null_count)
-    values = pa.Array.from_buffers(kind.value_type, int(bounds[-1]), [None, content], 0)
-    return pa.Array.from_buffers(kind, len(strings), [validity, narrow], strings.null_count, 0, [values])
+        return pa.Array.from_buffers(kind, len(strings), [validity, pa.py_buffer(narrow), content], strings.null_count)
+    values = pa.Array.from_buffers(kind.value_type, int(narrow[-1]), [None, content], 0)
+    return pa.Array.from_buffers(kind, len(strings), [validity, pa.py_buffer(narrow)], strings.null_count, 0, [values])
 
 
-def _is_valid(array: pa.Array) -> npt.NDArray[np.bool_] | None:
+def _validity_of(arrays: Sequence[pa.Array]) -> Mask | None:
     """Return which rows are there; None if all are."""
-    if not array.null_count:
+    if not any(array.null_count for array in arrays):
         return None
-    bits = np.frombuffer(array.is_valid().buffers()[1], dtype=np.uint8)
-    return np.unpackbits(bits, count=len(array), bitorder="little").astype(bool)
+    bits = [np.frombuffer(array.is_valid().buffers()[1], dtype=np.uint8) for array in arrays]
+    masks = [np.unpackbits(each, count=len(array), bitorder="little") for each, array in zip(bits, arrays, strict=True)]
+    return np.concatenate(masks).astype(bool)
 
 
-def _validity(pieces: Sequence[Piece], picks: Picks) -> pa.Buffer | None:
+def _bits_of(is_valid: Mask | None, slots: Int64s) -> pa.Buffer | None:
     """Return a bit for each row that is taken; None if all are there."""
-    if all(piece.is_valid is None for piece in pieces):
-        return None
-    masks = [np.ones(len(piece.array), dtype=bool) if piece.is_valid is None else piece.is_valid for piece in pieces]
-    return pa.py_buffer(np.packbits(picks.take(masks), bitorder="little"))
+    return None if is_valid is None else pa.py_buffer(np.packbits(is_valid.take(slots), bitorder="little"))

@@ -15,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from elastic_train.data.columns import Picks
 from elastic_train.data.lane_batch import Collate, LaneBatch
 from elastic_train.data.numbers import numbers_of, whole
-from elastic_train.data.rows import Rows, take_rows
+from elastic_train.data.rows import Joined, Rows, groups_of
 from elastic_train.errors import DataError, UnreadableError
 from elastic_train.mixing import Int64s
 from elastic_train.order import Cursor
@@ -66,27 +65,40 @@ class Sifter:
     def __init__(self, first_id: Int64s, micro_batch: int, collate: Collate, rules: Rules) -> None:
         self._first_id, self._micro_batch, self._collate, self._rules = first_id, micro_batch, collate, rules
 
-    def take(self, lane: int, cursor: Cursor, step: int, ids: Int64s, rows_of: Callable[[int], Rows]) -> Taken:
+    def take(
+        self,
+        lane: int,
+        cursor: Cursor,
+        step: int,
+        ids: Int64s,
+        rows_of: Callable[[int], Rows],
+        joined: Joined | None = None,
+    ) -> Taken:
         """Take the rows of the ids of consecutive steps, from `step` on, which lies at the cursor.
 
-        `rows_of` returns the rows of a row group by its number, or raises UnreadableError.
+        `rows_of` returns the rows of a row group by its number, or raises UnreadableError; `joined`, if they are known
+        to be there, are all row groups that the ids lie in.
         """
+        bounds = [*range(0, len(ids), self._micro_batch), len(ids)]
+        num_places, none_left_out = np.diff(bounds).tolist(), [0] * (len(bounds) - 1)
+        if joined is not None and len(ids) and not self._rules.holes:
+            table, read_ids = joined.take(ids)
+            return Taken(lane, cursor, table, self._fits(table), read_ids, bounds, num_places, none_left_out, {})
         steps = np.arange(len(ids)) // self._micro_batch
         is_kept = self._is_kept(ids, step + steps)
-        is_hole = ~is_kept
-        picks = Picks.of(self._first_id, ids[is_kept])
-        rows, wrong = self._read(picks.groups, rows_of)
+        num_left_out = np.bincount(steps[~is_kept], minlength=len(num_places)).tolist()
+        rows, wrong = self._read(groups_of(self._first_id, ids[is_kept]), rows_of)
         unreadable: dict[int, dict[int, str]] = {}
-        if wrong:
-            groups = self._groups_of(ids)
-            for group, why in wrong.items():
-                for number in np.unique(steps[is_kept & (groups == group)]).tolist():
-                    unreadable.setdefault(number, {})[group] = why
-                is_kept &= groups != group
-            picks = Picks.of(self._first_id, ids[is_kept])
-        table, read_ids = (take_rows(rows, picks), picks.ids(self._first_id)) if rows else (None, ids[:0])
-        num_steps = int(steps[-1]) + 1 if len(ids) else 0
-        num_kept = np.bincount(steps[is_kept], minlength=num_steps)
+        groups = self._groups_of(ids)
+        for group, why in wrong.items():
+            for number in np.unique(steps[is_kept & (groups == group)]).tolist():
+                unreadable.setdefault(number, {})[group] = why
+            is_kept &= groups != group
+        if rows:
+            table, read_ids = Joined(self._first_id, rows).take(ids[is_kept])
+        else:
+            table, read_ids = None, ids[:0]
+        num_kept = np.bincount(steps[is_kept], minlength=len(num_places))
         return Taken(
             lane,
             cursor,
@@ -94,8 +106,8 @@ class Sifter:
             table is None or self._fits(table),
             read_ids,
             np.concatenate(([0], np.cumsum(num_kept))).tolist(),
-            np.bincount(steps, minlength=num_steps).tolist(),
-            np.bincount(steps[is_hole], minlength=num_steps).tolist(),
+            num_places,
+            num_left_out,
             unreadable,
         )
 
@@ -137,12 +149,12 @@ class Sifter:
     def _groups_of(self, ids: Int64s) -> Int64s:
         return np.searchsorted(self._first_id, ids, side="right") - 1
 
-    def _read(self, groups: Sequence[int], rows_of: Callable[[int], Rows]) -> tuple[list[Rows], dict[int, str]]:
+    def _read(self, groups: Sequence[int], rows_of: Callable[[int], Rows]) -> tuple[dict[int, Rows], dict[int, str]]:
         """Return the row groups, and why others cannot be read."""
-        rows, wrong = [], {}
+        rows, wrong = {}, {}
         for group in groups:
             try:
-                rows.append(rows_of(group))
+                rows[group] = rows_of(group)
             except UnreadableError as error:
                 if not self._rules.quarantines:
                     raise

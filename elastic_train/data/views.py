@@ -8,6 +8,7 @@ interpreter's lock. Strings of up to 12 bytes lie in the view itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ import pyarrow as pa
 from elastic_train.mixing import Int64s
 
 Views = npt.NDArray[np.int32]
+Ints = npt.NDArray[Any]
 
 INLINE = 12
 MAX_BYTES = (1 << 31) - 1
@@ -24,24 +26,25 @@ MAX_BYTES = (1 << 31) - 1
 _SIZE, _BUFFER, _AT = 0, 2, 3
 
 
-def views_of(content: pa.Buffer, at: Int64s, sizes: Int64s) -> Views:
-    """Return views of strings of the first buffer; shape (strings, 4). A long one's prefix, to compare by, is 0."""
-    assert content.size <= MAX_BYTES, "views reach no further"
+def views_of(contents: Sequence[pa.Buffer], numbers: Int64s, at: Ints, sizes: Ints) -> Views:
+    """Return views of strings of any of some buffers; shape (strings, 4). A long one's prefix, to compare by, is 0."""
     views = np.zeros((len(at), 4), dtype=np.int32)
-    views[:, _SIZE], views[:, _AT] = sizes, at
-    short = np.flatnonzero(sizes <= INLINE)
-    if len(short):
-        octets = np.frombuffer(content, dtype=np.uint8) if content.size else np.zeros(1, dtype=np.uint8)
-        places = np.arange(INLINE)
-        inline = octets[np.minimum(at[short, None] + places, len(octets) - 1)]
-        inline[places >= sizes[short, None]] = 0
-        views.view(np.uint8)[short, -INLINE:] = inline
+    views[:, _SIZE], views[:, _BUFFER], views[:, _AT] = sizes, numbers, at
+    if len(sizes) and sizes.min() <= INLINE:
+        short = np.flatnonzero(sizes <= INLINE)
+        for number in np.unique(numbers[short]).tolist():
+            mine = short[numbers[short] == number]
+            views.view(np.uint8)[mine, -INLINE:] = _inline(contents[number], at[mine], sizes[mine])
     return views
 
 
-def move(views: Views, buffers: Int64s) -> None:
-    """Have views of the first buffer name others, one for each."""
-    views[:, _BUFFER] = np.where(views[:, _SIZE] > INLINE, buffers, views[:, _BUFFER])
+def _inline(content: pa.Buffer, at: Ints, sizes: Ints) -> npt.NDArray[np.uint8]:
+    """Return the bytes of short strings, filled up with zeros."""
+    octets = np.frombuffer(content, dtype=np.uint8) if content.size else np.zeros(1, dtype=np.uint8)
+    places = np.arange(INLINE)
+    inline = octets[np.minimum(at[:, None] + places, len(octets) - 1)]
+    inline[places >= sizes[:, None]] = 0
+    return inline
 
 
 def copy_strings(views: Views, buffers: Sequence[pa.Buffer], validity: pa.Buffer | None = None) -> pa.Array:
