@@ -66,6 +66,8 @@ class ReadAhead:
                 self._reader.expect(needs, next_)
                 yield from self._assemble(next_, next_ + 1, schedule.require(next_, next_ + 1, decoders))
                 next_ += 1
+            if next_ < end:
+                schedule.read_on(decoders)
             while next_ < end or chunks:
                 self._reader.expect(needs, next_ if not chunks else chunks[0][0])
                 while next_ < end and len(chunks) <= CHUNKS_AHEAD:

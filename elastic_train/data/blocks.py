@@ -28,15 +28,25 @@ class DecodedBlock:
         self.rows: dict[int, Future[Rows]] = {}
         self._row_bytes: float | None = None
         self._joined: Joined | None = None
+        self._looked_up: list[int] = []
 
-    def decode(self, decoder: Decoder, pool: Executor) -> None:
-        """Have the row groups decoded that are not at hand."""
+    def decode(self, decoder: Decoder, pool: Executor, *, looks_first: bool) -> None:
+        """Have the row groups decoded; with `looks_first` those are taken as they are that are at hand."""
         for group in self.block.groups.tolist():
-            if (rows := decoder.at_hand(group)) is None:
+            rows = decoder.at_hand(group) if looks_first else None
+            if rows is None:
                 self.rows[group] = pool.submit(decoder.decode, group)
             else:
                 self.rows[group] = Future()
                 self.rows[group].set_result(rows)
+                self._looked_up.append(group)
+
+    def read_on(self, decoder: Decoder, pool: Executor) -> None:
+        """Have the row groups read that were at hand, and of which nothing was read but what a first step took."""
+        for group in self._looked_up:
+            self.rows[group] = pool.submit(decoder.decode, group)
+        self._joined = None if self._looked_up else self._joined
+        self._looked_up = []
 
     @property
     def row_bytes(self) -> float | None:
@@ -76,6 +86,12 @@ class BlockSchedule:
             self._admit(pool)
         return [[block for block in blocks if block.first < hi and block.end > lo] for blocks in self._held.values()]
 
+    def read_on(self, pool: Executor) -> None:
+        """Have everything read behind the first step, for which row groups were only looked up."""
+        for blocks in self._held.values():
+            for block in blocks:
+                block.read_on(self._decoder, pool)
+
     def prefetch(self, step: int, max_bytes: int, pool: Executor) -> None:
         """Have blocks decoded that steps behind `step` need first: a few of each lane, that take up to `max_bytes`."""
         row_bytes = self.row_bytes
@@ -96,7 +112,7 @@ class BlockSchedule:
     def _admit(self, pool: Executor) -> None:
         """Have the next block decoded, and plan its lane's next."""
         _, lane, block = heapq.heappop(self._next)
-        block.decode(self._decoder, pool)
+        block.decode(self._decoder, pool, looks_first=block.first <= self._steps.start)
         self._held[lane].append(block)
         self._plan(lane, Cursor(block.epoch, block.block.hi))
 

@@ -25,6 +25,7 @@ import pyarrow as pa
 
 from elastic_train.data.locks import is_locked, locked
 from elastic_train.data.manifest import Manifest
+from elastic_train.data.mapping import Mapping
 from elastic_train.mixing import Int64s
 
 MAX_BYTES = 64 << 30
@@ -52,7 +53,7 @@ class RowCache:
 
     def at_hand(self, group: int) -> pa.Table | None:
         """Return a row group that is there, and was written since the machine started; None without."""
-        return self._map(group, is_checked=False)
+        return self._map(group, is_read=False)
 
     def get(self, group: int, decode: Callable[[int], pa.Table]) -> pa.Table:
         """Return a row group, from the folder or decoded and put there; what the folder cannot do is done without."""
@@ -76,23 +77,32 @@ class RowCache:
     def _path(self, group: int) -> Path:
         return self._folder / f"{group}{_NAME}"
 
-    def _map(self, group: int, *, is_checked: bool = True) -> pa.Table | None:
-        """Return a whole entry, of which no byte is read before it is used; None without.
+    def _map(self, group: int, *, is_read: bool = True) -> pa.Table | None:
+        """Return a whole entry; None without. If it is not to be read, no byte of it is before it is used.
 
-        Of an earlier boot all bytes are read, to check them; None if they are not to be.
+        An entry of an earlier boot is not whole before all of it was read, and compared with its checksum.
         """
         try:
-            with pa.memory_map(str(self._path(group))) as file:
-                content = file.read_buffer()
-            size = content.size - _TRAILER.size
-            num_bytes, checksum, boot, kind = _TRAILER.unpack(content.slice(max(0, size)).to_pybytes())
-            content = content.slice(0, max(0, size))
+            file = os.open(self._path(group), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            size = os.fstat(file).st_size - _TRAILER.size
+            num_bytes, checksum, boot, kind = _TRAILER.unpack(os.pread(file, _TRAILER.size, max(0, size)))
             if (num_bytes, kind) != (size, _FORMAT):
                 return None
-            if boot != _boot() and not (is_checked and zlib.crc32(content) == checksum):
-                return None
-            return pa.ipc.open_stream(content).read_all()
-        except (OSError, struct.error, pa.ArrowInvalid):
+            mapping = Mapping(file, size)
+        except (OSError, struct.error):
+            return None
+        finally:
+            os.close(file)
+        if is_read:
+            mapping.populate()
+        if boot != _boot() and not (is_read and zlib.crc32(mapping.buffer) == checksum):
+            return None
+        try:
+            return pa.ipc.open_stream(mapping.buffer).read_all()
+        except pa.ArrowInvalid:
             return None
 
     def _put(self, group: int, table: pa.Table) -> None:

@@ -1,0 +1,43 @@
+"""A file mapped into memory, of which nothing is read before it is used, or all of it in the thread that says so.
+
+pyarrow's own mapping asks the kernel for the whole file as soon as a buffer of it is made, so that a first batch of a
+few rows waits behind megabytes; Python's keeps a descriptor open for as long as the mapping lives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import pyarrow as pa
+
+_MADV_POPULATE_READ = 22
+_FAILED = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)  # lets go of the interpreter's lock in every call
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class Mapping:
+    """The first `size` bytes of an open file, read-only; they stay mapped as long as this, or its buffer, is in use."""
+
+    def __init__(self, file: int, size: int) -> None:
+        self._size, self._address = size, _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file, 0)
+        if self._address == _FAILED:
+            self._size = 0
+            raise OSError(ctypes.get_errno(), f"{size} bytes of a file cannot be mapped")
+
+    def __del__(self) -> None:
+        if self._size:
+            _libc.munmap(self._address, self._size)
+
+    @property
+    def buffer(self) -> pa.Buffer:
+        """The bytes, without a copy."""
+        return pa.foreign_buffer(self._address, self._size, base=self)
+
+    def populate(self) -> None:
+        """Read all of it now, as far as the kernel can (Linux 5.14); else it is read where it is used."""
+        _libc.madvise(self._address, self._size, _MADV_POPULATE_READ)
