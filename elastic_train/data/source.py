@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Protocol
 
 import fsspec
-import fsspec.implementations.local  # else it is imported with the first URL, while somebody waits
+import fsspec.implementations.chained  # else these are imported with the first URL, while somebody waits
+import fsspec.implementations.local
 import pyarrow as pa
 import tenacity
 

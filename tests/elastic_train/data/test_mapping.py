@@ -1,0 +1,53 @@
+"""A mapping holds nothing but memory, and lasts as long as anybody uses its bytes."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from elastic_train.data.mapping import Mapping
+
+
+def maps_of(path: Path) -> int:
+    """Count this process's mappings of a file."""
+    return Path("/proc/self/maps").read_text().count(str(path))
+
+
+def map_file(path: Path, size: int) -> Mapping:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return Mapping(file, size)
+    finally:
+        os.close(file)
+
+
+def test_bytes_outlive_their_mapping_and_their_file(tmp_path: Path) -> None:
+    """No descriptor stays open; what was made of the bytes keeps them, also when the file is gone; then they go."""
+    path, content = tmp_path / "numbers", bytes(range(250)) * 400
+    path.write_bytes(content)
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+    mapping = map_file(path, len(content) - 8)
+    mapping.populate()
+    part = mapping.buffer.slice(1000, 500)
+    numbers = pa.Array.from_buffers(pa.uint8(), 500, [None, part])
+    del mapping, part
+    path.unlink()
+    gc.collect()
+    assert numbers.to_pylist() == list(content[1000:1500])
+    assert maps_of(path) == 1
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open
+    del numbers
+    gc.collect()
+    assert maps_of(path) == 0
+
+
+def test_what_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
+    """No bytes, and what is no file, are the operating system's error, not a crash."""
+    (tmp_path / "empty").touch()
+    for path, size in ((tmp_path / "empty", 0), (tmp_path, 8)):
+        with pytest.raises(OSError, match="cannot be mapped"):
+            map_file(path, size)
