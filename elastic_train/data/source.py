@@ -1,9 +1,10 @@
 """Where a dataset's bytes come from: local files, or any fsspec URL by ranges, retried, and asked for twice if slow.
 
-A remote range is read by a thread of a pool, again after a failure, and once more beside itself when it takes longer
-than all but a few others did (Dean, Barroso: The Tail at Scale, 2013). Only then does pyarrow see it, as a file whose
-bytes are here already, so that decoding never waits for a network. Local files are read by pyarrow itself, without the
-interpreter's lock. No range is read that a row group does not need, but near ones are read as one.
+A remote range is read by a thread of a pool (S3's by plain HTTP, see `signed`), again after a failure, and once more
+beside itself when it takes longer than all but a few others did (Dean, Barroso: The Tail at Scale, 2013). Only then
+does pyarrow see it, as a file whose bytes are here already, so that decoding never waits for a network. Local files are
+read by pyarrow itself, without the interpreter's lock. No range is read that a row group does not need, but near ones
+are read as one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ import fsspec.implementations.local
 import pyarrow as pa
 import tenacity
 
+from elastic_train.data.signed import SignedRanges
+
 Range = tuple[int, int]
+Content = memoryview
 
 MAX_GAP = 64 << 10
 NUM_FETCHERS = 32
@@ -86,35 +90,47 @@ class RemoteSource:
 
     def __init__(self, filesystem: fsspec.AbstractFileSystem, root: str) -> None:
         self._filesystem, self._root = filesystem, root
+        self._signed = _signed(filesystem)
         self._pool: ThreadPoolExecutor | None = None
         self._took_s: deque[float] = deque(maxlen=NUM_REMEMBERED)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_pool": None}
+        return {**self.__dict__, "_pool": None, "_signed": None}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._signed = _signed(self._filesystem)
 
     def size(self, path: str) -> int:
         return int(_again(self._filesystem.size, f"{self._root}/{path}"))
 
     def read(self, path: str, lo: int, hi: int) -> bytes:
-        return bytes(_again(self._filesystem.cat_file, f"{self._root}/{path}", start=lo, end=hi))
+        return bytes(self._content(path, lo, hi))
+
+    def _content(self, path: str, lo: int, hi: int) -> Content:
+        """Read a range: by a signed address if that works at once, else through fsspec, again and again."""
+        whole = f"{self._root}/{path}"
+        if self._signed is not None and (content := self._signed.read(whole, lo, hi)) is not None:
+            return content
+        return memoryview(_again(self._filesystem.cat_file, whole, start=lo, end=hi))
 
     def open(self, path: str, ranges: Sequence[Range]) -> Fetched:
         joined = join_near(ranges)
         first = [self._submit(path, range_) for range_ in joined]
         return Fetched(dict(zip(joined, map(self._hedge, [path] * len(joined), joined, first), strict=True)))
 
-    def _submit(self, path: str, range_: Range) -> Future[bytes]:
+    def _submit(self, path: str, range_: Range) -> Future[Content]:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(NUM_FETCHERS, "fetch")
         return self._pool.submit(self._timed, path, range_)
 
-    def _timed(self, path: str, range_: Range) -> bytes:
+    def _timed(self, path: str, range_: Range) -> Content:
         started_s = time.monotonic()
-        content = self.read(path, *range_)
+        content = self._content(path, *range_)
         self._took_s.append(time.monotonic() - started_s)
         return content
 
-    def _hedge(self, path: str, range_: Range, first: Future[bytes]) -> bytes:
+    def _hedge(self, path: str, range_: Range, first: Future[Content]) -> Content:
         """Wait for a range; ask a second time if it is late, and take what comes first."""
         wait([first], self._late_after_s())
         if first.done():
@@ -131,10 +147,14 @@ class RemoteSource:
         return max(SOONEST_HEDGE_S, took_s[int((1 - HEDGED_SHARE) * len(took_s))] if took_s else LONGEST_PAUSE_S)
 
 
+def _signed(filesystem: fsspec.AbstractFileSystem) -> SignedRanges | None:
+    return SignedRanges(filesystem) if "s3" in filesystem.protocol else None
+
+
 class Fetched(io.RawIOBase):
     """A file of which some ranges are here; pyarrow reads each column chunk with one call."""
 
-    def __init__(self, parts: dict[Range, bytes]) -> None:
+    def __init__(self, parts: dict[Range, Content]) -> None:
         super().__init__()
         self._parts, self._at = parts, 0
 
@@ -152,7 +172,7 @@ class Fetched(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
-    def read(self, size: int = -1) -> bytes:
+    def read(self, size: int = -1) -> Content:
         lo, self._at = self._at, self._at + size
         for (first, end), content in self._parts.items():
             if first <= lo and self._at <= end:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from elastic_train.data import source
 from elastic_train.data.loader import LaneLoader
 from elastic_train.data.manifest import load_manifest
 from elastic_train.data.reader import Reader
+from elastic_train.data.source import RemoteSource, open_source
 from elastic_train.errors import DataError
 from elastic_train.order import Cursor, Order
 from tests.conftest import write_rows
@@ -78,6 +80,20 @@ def test_over_a_bad_network_every_row_comes_once(network: SlowNetwork, monkeypat
     assert counted == Counter(range(NUM_ROWS))
     rows, ids = Reader(manifest, ["label"]).read(order.epoch(0).ids(0, 0, NUM_ROWS))
     assert [seen[id_] for id_ in ids.tolist()] == rows.column("label").to_pylist()
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_ranges_come_by_signed_addresses(network: SlowNetwork, monkeypatch: pytest.MonkeyPatch, pickled: bool) -> None:
+    """fsspec signs, and is not asked for a single range; in a process that is handed the source neither."""
+    made = open_source(URL)
+    source_ = pickle.loads(pickle.dumps(made)) if pickled else made
+    assert isinstance(source_, RemoteSource)
+    whole = fsspec.filesystem("s3").cat_file(f"{URL}/part-0.parquet")
+    monkeypatch.setattr(source_._filesystem, "cat_file", None)
+    assert source_.read("part-0.parquet", 4, 1000) == whole[4:1000]
+    file = source_.open("part-0.parquet", [(0, 10), (20, len(whole) + 1)])
+    file.seek(20)
+    assert file.read(len(whole) - 20) == whole[20:]
 
 
 def test_what_is_missing_on_s3_is_named(network: SlowNetwork, tmp_path: Path) -> None:
