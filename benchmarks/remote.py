@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.peers.ours import COLUMNS, collate
 from benchmarks.rows import write_rows
-from elastic_train.data.ahead import REMOTE_DECODERS
+from elastic_train.data.ahead import REMOTE_READERS
 from elastic_train.data.cache import RowCache
 from elastic_train.data.loader import LaneLoader
 from elastic_train.data.manifest import load_manifest
@@ -135,7 +135,7 @@ def _fetch(local: str, remote: str) -> float:
             lo = min(chunk.dictionary_page_offset or chunk.data_page_offset for chunk in chunks)
             ranges.append((path.name, lo, lo + sum(chunk.total_compressed_size for chunk in chunks)))
     started_s = time.perf_counter()
-    with ThreadPoolExecutor(REMOTE_DECODERS) as pool:
+    with ThreadPoolExecutor(REMOTE_READERS) as pool:
         list(pool.map(lambda place: source.open(place[0], [place[1:]]), ranges))
     return num_samples / (time.perf_counter() - started_s)
 

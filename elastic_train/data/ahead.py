@@ -7,7 +7,6 @@ bookkeeping; tasks of the pools only compute, and end by themselves.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from elastic_train.data.blocks import BlockSchedule, DecodedBlock
+from elastic_train.data.groups import num_decoders
 from elastic_train.data.lane_batch import Collate, LaneBatch
 from elastic_train.data.needs import Needs
 from elastic_train.data.reader import Reader
@@ -26,7 +26,7 @@ from elastic_train.order import Cursor, EpochOrder, Order
 PREFETCH_BYTES = 128 << 20
 CHUNK_BYTES, CHUNK_ROWS, CHUNKS_AHEAD = 4 << 20, 512, 4
 IDS_AT_ONCE = 4096
-MAX_DECODERS, REMOTE_DECODERS = 8, 16
+REMOTE_READERS = 16
 
 Step = list[LaneBatch]
 
@@ -124,5 +124,5 @@ class _LaneIds:
 
 
 def _num_decoders(reader: Reader) -> int:
-    """Return how many threads decode: as many as cores, or more where they mostly wait."""
-    return REMOTE_DECODERS if reader.groups.is_remote else min(MAX_DECODERS, len(os.sched_getaffinity(0)))
+    """Return how many threads read row groups: as many as decode, or more where they mostly wait."""
+    return REMOTE_READERS if reader.groups.is_remote else num_decoders()

@@ -8,8 +8,10 @@ new file at once may both compare it; nothing else is shared between threads.
 from __future__ import annotations
 
 import io
+import os
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +26,12 @@ from elastic_train.errors import DataError, UnreadableError
 
 _TAIL_BYTES = 64 << 10
 _LOADING = threading.Lock()
+MAX_DECODERS = 8
+
+
+def num_decoders() -> int:
+    """Return how many threads decode at once: as many as cores, up to a bound."""
+    return min(MAX_DECODERS, len(os.sched_getaffinity(0)))
 
 
 def check_columns(manifest: Manifest, columns: Sequence[str]) -> None:
@@ -45,16 +53,17 @@ class RowGroups:
         sizes = [len(file.row_groups) for file in manifest.files]
         self._first_group = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int64)
         self._source = open_source(manifest.url)
+        self._decoders: ThreadPoolExecutor | None = None
         self._loaded: tuple[Footers | None] | None = None
         self._cut: dict[int, Footer] = {}
         self._compared: set[int] = set()
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_loaded": None, "_cut": {}, "_compared": set()}
+        return {**self.__dict__, "_decoders": None, "_loaded": None, "_cut": {}, "_compared": set()}
 
     @property
     def is_remote(self) -> bool:
-        """Say whether threads that decode mostly wait for a network."""
+        """Say whether threads that call `decode` mostly wait for a network."""
         return not isinstance(self._source, LocalSource)
 
     def decode(self, group: int) -> pa.Table:
@@ -88,6 +97,17 @@ class RowGroups:
         return self._read(file, metadata)
 
     def _read(self, file: pa.NativeFile | io.RawIOBase, metadata: pq.FileMetaData) -> pa.Table:
+        """Decode a row group, where many threads wait for a network in one of a few that do nothing else.
+
+        Each thread decodes into memory that it keeps, and as many at once as there are cores is enough.
+        """
+        if not self.is_remote:
+            return self._read_here(file, metadata)
+        with _LOADING:
+            self._decoders = self._decoders or ThreadPoolExecutor(num_decoders(), "decode-fetched")
+        return self._decoders.submit(self._read_here, file, metadata).result()
+
+    def _read_here(self, file: pa.NativeFile | io.RawIOBase, metadata: pq.FileMetaData) -> pa.Table:
         with file:
             return read_row_group(open_parquet(file, metadata), 0, self._columns)
 
