@@ -10,6 +10,7 @@ are read as one.
 from __future__ import annotations
 
 import io
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -32,6 +33,10 @@ MAX_GAP = 64 << 10
 NUM_FETCHERS = 32
 TRIES, FIRST_PAUSE_S, LONGEST_PAUSE_S = 5, 0.1, 5.0
 HEDGED_SHARE, SOONEST_HEDGE_S, NUM_REMEMBERED = 0.05, 0.1, 128
+MOST_HEDGES_SAVED = 8.0
+"""What late ranges may be asked for again at once; where all are late, second requests would only make it later."""
+
+_COUNTING = threading.Lock()
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError)
 
 
@@ -93,6 +98,7 @@ class RemoteSource:
         self._signed = _signed(filesystem)
         self._pool: ThreadPoolExecutor | None = None
         self._took_s: deque[float] = deque(maxlen=NUM_REMEMBERED)
+        self._hedges_left = MOST_HEDGES_SAVED
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_pool": None, "_signed": None}
@@ -117,6 +123,8 @@ class RemoteSource:
     def open(self, path: str, ranges: Sequence[Range]) -> Fetched:
         joined = join_near(ranges)
         first = [self._submit(path, range_) for range_ in joined]
+        with _COUNTING:
+            self._hedges_left = min(MOST_HEDGES_SAVED, self._hedges_left + HEDGED_SHARE * len(first))
         return Fetched(dict(zip(joined, map(self._hedge, [path] * len(joined), joined, first), strict=True)))
 
     def _submit(self, path: str, range_: Range) -> Future[Content]:
@@ -131,15 +139,24 @@ class RemoteSource:
         return content
 
     def _hedge(self, path: str, range_: Range, first: Future[Content]) -> Content:
-        """Wait for a range; ask a second time if it is late, and take what comes first."""
-        wait([first], self._late_after_s())
-        if first.done():
+        """Wait for a range; ask a second time if it is late and few others were, and take what comes first."""
+        while not wait([first], self._late_after_s()).done:
+            if self._may_hedge():
+                break
+        else:
             return first.result()
         second = self._submit(path, range_)
         done, late = wait([first, second], return_when=FIRST_COMPLETED)
         if all(future.exception() for future in done):
             return next(iter(late or done)).result()
         return next(future for future in done if not future.exception()).result()
+
+    def _may_hedge(self) -> bool:
+        """Take one of the second requests that the first ones, a share each, have earned."""
+        with _COUNTING:
+            is_earned = self._hedges_left >= 1
+            self._hedges_left -= is_earned
+        return is_earned
 
     def _late_after_s(self) -> float:
         """Return how long all but a few of the last ranges took; so few are asked for twice."""

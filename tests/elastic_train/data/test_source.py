@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -114,6 +115,33 @@ def test_a_late_range_is_asked_for_twice(troubled: RemoteSource, monkeypatch: py
         assert Counter(Troubled.calls).most_common(1)[0][1] == 2
     finally:
         Troubled.go_on.set()
+
+
+def test_where_all_is_late_nothing_is_asked_for_twice(troubled: RemoteSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that is slow as a whole gets no second requests beyond those that were saved; all ranges come."""
+    monkeypatch.setattr(source, "SOONEST_HEDGE_S", 0.001)
+    troubled._took_s.append(0.001)
+    troubled._hedges_left = 2.0 - 4 * source.HEDGED_SHARE
+    looks = threading.Semaphore(0)
+    may_hedge = troubled._may_hedge
+
+    def looked() -> bool:
+        looks.release()
+        return may_hedge()
+
+    monkeypatch.setattr(troubled, "_may_hedge", looked)
+    Troubled.waiting.update(dict.fromkeys((0, 500, 1000, 1500), 5))
+    monkeypatch.setattr(join_near, "__defaults__", (0,))
+    parts = [[(lo, lo + 10)] for lo in (0, 500, 1000, 1500)]
+    with ThreadPoolExecutor(4) as pool:
+        files = [pool.submit(troubled.open, "a", ranges) for ranges in parts]
+        for _ in range(40):
+            looks.acquire()
+        Troubled.go_on.set()
+        assert [file.result()._parts[ranges[0]] for file, ranges in zip(files, parts, strict=True)] == [
+            CONTENT[lo:hi] for ((lo, hi),) in parts
+        ]
+    assert len(Troubled.calls) == 4 + 2
 
 
 def test_local_files_are_read_by_arrow_alone(tmp_path: Any) -> None:
