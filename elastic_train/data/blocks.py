@@ -15,9 +15,7 @@ from elastic_train.data.unfit import Decoder
 from elastic_train.mixing import Int64s
 from elastic_train.order import Block, Cursor, Order
 
-BLOCKS_AHEAD, GROUPS_AHEAD = 4, 32
-"""At most so many blocks of each lane, or row groups in all, are decoded before they are needed: small rows never fill
-the bytes, and one lane's few row groups hide no network's latency."""
+BLOCKS_AHEAD = 4
 
 
 class DecodedBlock:
@@ -92,13 +90,16 @@ class BlockSchedule:
             for block in blocks:
                 block.read_on(self._decoder, pool)
 
-    def prefetch(self, step: int, max_bytes: int, pool: Executor) -> None:
-        """Have blocks decoded that steps behind `step` need first: a few of each lane, that take up to `max_bytes`."""
+    def prefetch(self, step: int, max_bytes: int, max_groups: int, pool: Executor) -> None:
+        """Have blocks decoded that steps behind `step` need first, and that take up to `max_bytes`.
+
+        They are a few of each lane, or `max_groups` row groups in all: small rows never fill the bytes.
+        """
         row_bytes = self.row_bytes
         if row_bytes is None:
             return
         ahead = [block.num_rows for blocks in self._held.values() for block in blocks if block.first > step]
-        most = max(BLOCKS_AHEAD * len(self._held), GROUPS_AHEAD // self._order.block_row_groups)
+        most = max(BLOCKS_AHEAD * len(self._held), max_groups // self._order.block_row_groups)
         rows, num_left = sum(ahead), most - len(ahead)
         while self._next and num_left > 0 and (rows + self._next[0][2].num_rows) * row_bytes <= max_bytes:
             rows, num_left = rows + self._next[0][2].num_rows, num_left - 1

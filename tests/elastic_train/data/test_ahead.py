@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elastic_train.data import ahead
-from elastic_train.data.blocks import BLOCKS_AHEAD, GROUPS_AHEAD, BlockSchedule
+from elastic_train.data.blocks import BLOCKS_AHEAD, BlockSchedule
 from elastic_train.data.carrier import LaneDataset, LaneSampler
 from elastic_train.data.loader import LaneLoader
 from elastic_train.data.manifest import Manifest, build_manifest, load_manifest
@@ -162,10 +162,10 @@ def test_what_is_read_ahead_is_bounded(tmp_path: Path) -> None:
     assert [len(blocks) for blocks in schedule.require(0, 1, pool)] == [1, 1]  # type: ignore[arg-type]
     assert pool.num_tasks == 4
     assert schedule.row_bytes == 4.2, "an int32, and the place where a missing one would be told"
-    schedule.prefetch(0, 0, pool)  # type: ignore[arg-type]
+    schedule.prefetch(0, 0, 32, pool)  # type: ignore[arg-type]
     assert pool.num_tasks == 4
-    schedule.prefetch(0, 260, pool)  # type: ignore[arg-type]
-    schedule.prefetch(0, 260, pool)  # type: ignore[arg-type]
+    schedule.prefetch(0, 260, 32, pool)  # type: ignore[arg-type]
+    schedule.prefetch(0, 260, 32, pool)  # type: ignore[arg-type]
     assert pool.num_tasks == 4 + 6, "three blocks of two row groups, 20 rows of 4.2 bytes each"
     schedule.release(4)
     needed = schedule.require(4, 40, pool)  # type: ignore[arg-type]
@@ -215,13 +215,13 @@ def test_what_a_first_step_looked_up_is_read_behind_it(tmp_path: Path) -> None:
 def test_small_rows_are_not_read_ahead_without_end(tmp_path: Path) -> None:
     """Rows of a few bytes, and epochs without end, never fill the bytes that may be held: blocks are counted, too."""
     manifest = load_manifest(str(write_rows(tmp_path / "rows", 100, num_files=1, group_rows=10)))
-    for num_lanes, groups_ahead in ((2, GROUPS_AHEAD), (10, 10 * BLOCKS_AHEAD)):
+    for num_lanes, groups_ahead in ((2, 32), (10, 10 * BLOCKS_AHEAD)):
         order = Order(manifest.group_rows, num_lanes=num_lanes, seed=1, block_row_groups=1)
         lanes, steps, pool = range(num_lanes), range(100_000), Inline()
         schedule = BlockSchedule(Reader(manifest, ["label"]), order, lanes, 5, steps)
         schedule.require(0, 1, pool)  # type: ignore[arg-type]
         for _ in range(2):
-            schedule.prefetch(0, 1 << 27, pool)  # type: ignore[arg-type]
+            schedule.prefetch(0, 1 << 27, 32, pool)  # type: ignore[arg-type]
             assert pool.num_tasks == num_lanes + groups_ahead
 
 
