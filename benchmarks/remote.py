@@ -1,13 +1,15 @@
 """Our loader over S3 that is 50 ms away and fails now and then, beside the same files on the local disk.
 
-    python -m benchmarks.remote [--json] [--rows 24000] [--pace 2000]
+    python -m benchmarks.remote [--json] [--rows 96000] [--rows-per-group 2000] [--pace 10000]
 
-The store is moto's, in a process of its own, behind `benchmarks.slow_network`: 50 ms, 1 % errors, 1 % of a second.
-`paced_vs_local`: samples/s behind the first fifth of an epoch, for a consumer that takes `--pace` samples/s at most,
-over the same from local files. `cached_vs_local`: later epochs, as fast as it goes, over later epochs of local
-files with a cache as well. `free_vs_local`: the first, as fast as it goes. There the store, Python under one
-lock, has the same cores and takes `store_cpu_share` of all CPU time; `free_vs_store` is over what it gives to as many
-threads that fetch the same ranges and do nothing with them.
+Two stores in turn, each in a process of its own, 50 ms away, with 1 % errors and 1 % of answers a second late: `moto`,
+behind `benchmarks.slow_network`, Python under one lock; and `light`, `benchmarks.light_store`, which takes little CPU
+time. All ratios are samples/s behind the first fifth over the same from local files, read in turn with them:
+`paced_vs_local` for a consumer that takes `--pace` samples/s at most; `free_vs_local` as fast as it goes, where the
+store takes `store_cpu_share` of all CPU time of the same cores; `apart_vs_local` with the loader on one half of the
+cores, for local files as well, and the store on the other; `cached_vs_local` in later epochs, both with a cache.
+`cpu_vs_local` is the loader's own CPU time for a sample, over that from local files. `fetch_…` are clients that only
+fetch the same ranges from the light store.
 """
 
 from __future__ import annotations
@@ -21,123 +23,155 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import fsspec
-import pyarrow.parquet as pq
 
+from benchmarks.fetchers import compare
 from benchmarks.peers.ours import COLUMNS, collate
 from benchmarks.rows import write_rows
-from elastic_train.data.ahead import REMOTE_READERS
 from elastic_train.data.cache import RowCache
 from elastic_train.data.loader import LaneLoader
 from elastic_train.data.manifest import load_manifest
 from elastic_train.data.reader import Reader
-from elastic_train.data.source import open_source
 from elastic_train.order import Order
 
-BATCH, BLOCK, ROUNDS = 32, 2, 7
+BATCH, BLOCK, ROUNDS, EPOCHS = 32, 2, 3, 3
 TROUBLE = ["--delay-s=0.05", "--refused=0.005", "--broken=0.005", "--late=0.01", "--late-s=1"]
 S3_URL = "s3://rows/rows"
+Run = dict[str, float]
 
 
 def main() -> None:
     """Measure, and print one JSON line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.remote", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the last line only")
-    parser.add_argument("--rows", type=int, default=24_000)
-    parser.add_argument("--pace", type=float, default=2000.0, help="samples/s that the paced consumer takes")
+    parser.add_argument("--rows", type=int, default=96_000)
+    parser.add_argument("--rows-per-group", type=int, default=2000)
+    parser.add_argument("--pace", type=float, default=10_000.0, help="samples/s that the paced consumer takes")
     chosen = parser.parse_args()
     os.environ |= {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
+    found: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        write_rows(folder / "rows", chosen.rows, rows_per_group=500)
-        command = [sys.executable, "-m", "benchmarks.slow_network", *TROUBLE]
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        ) as store:
-            assert store.stdin is not None and store.stdout is not None
-            os.environ["AWS_ENDPOINT_URL"] = store.stdout.readline().strip()
-            found = _measure(folder, chosen.pace, store.pid)
-            store.stdin.close()
+        write_rows(folder / "rows", chosen.rows, rows_per_group=chosen.rows_per_group)
+        local = str(folder / "rows")
+        runs = [_read(local)]
+        with _serving("benchmarks.slow_network") as store:
+            fsspec.filesystem("s3").put(f"{local}/", f"{S3_URL}/", recursive=True)
+            found |= {f"moto_{name}": value for name, value in _measure(local, store, chosen.pace, runs).items()}
+            found["cached_vs_local"] = _with_caches(local, folder / "cache", runs)
+        with _serving("benchmarks.light_store", temporary) as store:
+            found |= {f"light_{name}": value for name, value in _measure(local, store, chosen.pace, runs).items()}
+            found |= compare(folder / "rows", S3_URL, EPOCHS)
+    found |= {name: sum(int(run[name]) for run in runs) for name in ("lost", "repeated")}
     if not chosen.json:
         for name, value in found.items():
             print(f"{name}: {value}")
     print(json.dumps(found))
 
 
-def _measure(folder: Path, pace: float, store: int) -> dict[str, float]:
-    fsspec.filesystem("s3").put(f"{folder}/rows/", f"{S3_URL}/", recursive=True)
-    local, remote = str(folder / "rows"), S3_URL
-    _read(local)
-    paced_local, paced_remote = _read(local, pace=pace), _read(remote, pace=pace)
-    free_local = _read(local)
-    stores_s, own_s = _cpu_s(store), time.process_time()
-    free_remote = _read(remote)
-    stores_s, own_s = _cpu_s(store) - stores_s, time.process_time() - own_s
-    fetched_per_s = _fetch(local, remote)
-    caches = {url: folder / "cache" / name for url, name in ((local, "local"), (remote, "remote"))}
-    runs = [paced_local, paced_remote, free_local, free_remote]
-    cached: dict[str, list[float]] = {local: [], remote: []}
-    for number in range(ROUNDS + 1):
-        for url, cache in caches.items():
-            runs.append(_read(url, cache=cache))
-            if number:
-                cached[url].append(runs[-1]["samples_per_s"])
+@contextmanager
+def _serving(program: str, *arguments: str) -> Iterator[int]:
+    """Run a store, and have all clients that are made from now on ask it."""
+    command = [sys.executable, "-m", program, *arguments, *TROUBLE]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as store:
+        assert store.stdin is not None and store.stdout is not None
+        os.environ["AWS_ENDPOINT_URL"] = store.stdout.readline().strip()
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+        yield store.pid
+        store.stdin.close()
+
+
+def _measure(local: str, store: int, pace: float, runs: list[Run]) -> Run:
+    """Read as fast as it goes, on all cores and on some, and paced; what was read is added to `runs`."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = cores[: max(1, len(cores) // 2)]
+    shared, own_s, store_s = _in_turn(local, store)
+    try:
+        _pin(os.getpid(), half)
+        _pin(store, cores[len(half) :] or cores)
+        apart, _, _ = _in_turn(local, store)
+    finally:
+        _pin(os.getpid(), cores)
+        _pin(store, cores)
+    paced = {url: [_read(url, pace=pace, num_epochs=1)] for url in (local, S3_URL)}
+    runs += [run for pair in (shared, apart, paced) for found in pair.values() for run in found]
     return {
-        "paced_vs_local": round(paced_remote["samples_per_s"] / paced_local["samples_per_s"], 3),
-        "cached_vs_local": round(statistics.median(cached[remote]) / statistics.median(cached[local]), 3),
-        "free_vs_local": round(free_remote["samples_per_s"] / free_local["samples_per_s"], 3),
-        "free_vs_store": round(free_remote["samples_per_s"] / fetched_per_s, 3),
-        "store_cpu_share": round(stores_s / (stores_s + own_s), 3),
-        "free_samples_per_s": round(free_remote["samples_per_s"]),
-        "cpu_vs_local": round(free_remote["cpu_us"] / free_local["cpu_us"], 3),
-        "lost": sum(int(run["lost"]) for run in runs),
-        "repeated": sum(int(run["repeated"]) for run in runs),
+        "paced_vs_local": _ratio(paced, local),
+        "free_vs_local": _ratio(shared, local),
+        "apart_vs_local": _ratio(apart, local),
+        "free_samples_per_s": round(statistics.median(run["samples_per_s"] for run in shared[S3_URL])),
+        "cpu_vs_local": _ratio(shared, local, "cpu_us"),
+        "store_cpu_share": round(store_s / (store_s + own_s), 3),
     }
 
 
-def _read(url: str, *, pace: float | None = None, cache: Path | None = None) -> dict[str, float]:
-    """Read an epoch; samples/s and CPU time behind its first fifth."""
+def _in_turn(local: str, store: int) -> tuple[dict[str, list[Run]], float, float]:
+    """Read local files and the store's in turn; and the CPU time that we and the store took for the store's."""
+    found: dict[str, list[Run]] = {local: [], S3_URL: []}
+    own_s = store_s = 0.0
+    for _ in range(ROUNDS):
+        found[local].append(_read(local))
+        own_s, store_s = own_s - time.process_time(), store_s - _cpu_s(store)
+        found[S3_URL].append(_read(S3_URL))
+        own_s, store_s = own_s + time.process_time(), store_s + _cpu_s(store)
+    return found, own_s, store_s
+
+
+def _with_caches(local: str, folder: Path, runs: list[Run]) -> float:
+    """Read again and again what the node has decoded; the first time fills the caches."""
+    found: dict[str, list[Run]] = {local: [], S3_URL: []}
+    for number in range(ROUNDS + 1):
+        for place, url in enumerate(found):
+            runs.append(_read(url, cache=folder / str(place)))
+            if number:
+                found[url].append(runs[-1])
+    return _ratio(found, local)
+
+
+def _ratio(found: dict[str, list[Run]], local: str, name: str = "samples_per_s") -> float:
+    ours, theirs = (statistics.median(run[name] for run in found[url]) for url in (S3_URL, local))
+    return round(ours / theirs, 3)
+
+
+def _read(url: str, *, num_epochs: int = EPOCHS, pace: float | None = None, cache: Path | None = None) -> Run:
+    """Read some epochs; samples/s and CPU time behind their first fifth, and whether each id came once an epoch."""
     manifest = load_manifest(url)
     order = Order(manifest.group_rows, num_lanes=1, seed=1, block_row_groups=BLOCK)
     reader = Reader(manifest, COLUMNS, cache=RowCache(cache, manifest, COLUMNS) if cache else None)
-    num_steps = order.num_steps(BATCH)
+    num_steps = num_epochs * order.num_steps(BATCH)
     loader = LaneLoader(
         reader, order, collate, lanes=range(1), micro_batch=BATCH, cursor=order.cursor_at(0, BATCH), num_steps=num_steps
     )
-    seen: Counter[int] = Counter()
-    started_s, used_s, first = time.perf_counter(), time.process_time(), 0
+    seen: list[list[int]] = []
+    started_s, used_s, first, num_seen = time.perf_counter(), time.process_time(), 0, 0
     for number, (batch,) in enumerate(loader):
         if number == num_steps // 5:
-            started_s, used_s, first = time.perf_counter(), time.process_time(), seen.total()
-        seen.update(batch.ids.tolist())
+            started_s, used_s, first = time.perf_counter(), time.process_time(), num_seen
+        seen.append(batch.ids.tolist())
+        num_seen += len(batch.ids)
         if pace:
-            time.sleep(max(0.0, started_s + (seen.total() - first) / pace - time.perf_counter()))
-    num_samples = seen.total() - first
+            time.sleep(max(0.0, started_s + (num_seen - first) / pace - time.perf_counter()))
+    took_s, used_s = time.perf_counter() - started_s, time.process_time() - used_s
+    times = Counter(id_ for ids in seen for id_ in ids)
     return {
-        "samples_per_s": num_samples / (time.perf_counter() - started_s),
-        "cpu_us": 1e6 * (time.process_time() - used_s) / num_samples,
-        "lost": manifest.num_rows - len(seen),
-        "repeated": seen.total() - len(seen),
+        "samples_per_s": (num_seen - first) / took_s,
+        "cpu_us": 1e6 * used_s / (num_seen - first),
+        "lost": sum(max(0, num_epochs - times[id_]) for id_ in range(manifest.num_rows)),
+        "repeated": sum(max(0, count - num_epochs) for count in times.values()),
     }
 
 
-def _fetch(local: str, remote: str) -> float:
-    """Fetch every row group's bytes and do nothing with them; return how many samples a second these are."""
-    source, ranges, num_samples = open_source(remote), [], 0
-    for path in sorted(Path(local).glob("*.parquet")):
-        metadata = pq.read_metadata(path)
-        num_samples += metadata.num_rows
-        for group in map(metadata.row_group, range(metadata.num_row_groups)):
-            chunks = [group.column(place) for place in range(group.num_columns)]
-            lo = min(chunk.dictionary_page_offset or chunk.data_page_offset for chunk in chunks)
-            ranges.append((path.name, lo, lo + sum(chunk.total_compressed_size for chunk in chunks)))
-    started_s = time.perf_counter()
-    with ThreadPoolExecutor(REMOTE_READERS) as pool:
-        list(pool.map(lambda place: source.open(place[0], [place[1:]]), ranges))
-    return num_samples / (time.perf_counter() - started_s)
+def _pin(process: int, cores: Sequence[int]) -> None:
+    """Keep all threads of a process, and those they start, on some cores."""
+    for thread in Path(f"/proc/{process}/task").iterdir():
+        with suppress(ProcessLookupError):  # a thread that has ended
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 def _cpu_s(process: int) -> float:

@@ -32,6 +32,21 @@ class Trouble:
     late: float = 0.0
     late_s: float = 1.0
 
+    def draw(self, chance: random.Random) -> str:
+        """Return what happens to a request."""
+        lot = chance.random()
+        for what in ("refused", "broken", "late"):
+            lot -= getattr(self, what)
+            if lot < 0:
+                return what
+        return "answered"
+
+
+def add_trouble(parser: argparse.ArgumentParser) -> None:
+    """Let a program be told its trouble."""
+    for name in ("delay_s", "refused", "broken", "late", "late_s"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(Trouble(), name))
+
 
 class SlowNetwork(ThreadingHTTPServer):
     """Forwards requests to a server, late."""
@@ -59,14 +74,8 @@ class SlowNetwork(ThreadingHTTPServer):
             thread.join()
 
     def draw(self) -> str:
-        """Return what happens to a request."""
-        lot, trouble = self._chance.random(), self.trouble
-        for what in ("refused", "broken", "late"):
-            lot -= getattr(trouble, what)
-            if lot < 0:
-                break
-        else:
-            what = "answered"
+        """Return what happens to a request, and count it."""
+        what = self.trouble.draw(self._chance)
         self.counts[what] += 1
         return what
 
@@ -123,9 +132,7 @@ def main() -> None:
     from moto.server import ThreadedMotoServer
 
     parser = argparse.ArgumentParser()
-    usual = Trouble()
-    for name in ("delay_s", "refused", "broken", "late", "late_s"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(usual, name))
+    add_trouble(parser)
     trouble = Trouble(**vars(parser.parse_args()))
     store = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     store.start()

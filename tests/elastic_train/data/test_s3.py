@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,3 +106,25 @@ def test_what_is_missing_on_s3_is_named(network: SlowNetwork, tmp_path: Path) ->
     boto3.client("s3").delete_object(Bucket="rows", Key="missing/part-0.parquet")
     with pytest.raises(DataError, match=r"s3://rows/missing/part-0\.parquet: cannot be opened"):
         Reader(manifest, ["label"]).groups.decode(0)
+
+
+def test_the_light_store_gives_what_is_in_the_files(
+    network: SlowNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store of the benchmark, with one of five requests refused or broken off: each range is the file's own."""
+    monkeypatch.setattr(source._again, "wait", lambda _: 0.0)
+    rows = write_rows(tmp_path / "some rows", 40, group_rows=7)
+    command = [sys.executable, "-m", "benchmarks.light_store", str(tmp_path)]
+    trouble = ["--delay-s=0", "--refused=0.1", "--broken=0.1"]
+    with subprocess.Popen([*command, *trouble], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as store:
+        assert store.stdout is not None
+        remote = RemoteSource(fsspec.filesystem("s3", endpoint_url=store.stdout.readline().strip()), "rows/some rows")
+        for path in rows.glob("*.parquet"):
+            whole = path.read_bytes()
+            assert remote.size(path.name) == len(whole)
+            for lo, hi in ((0, 4), (5, len(whole) - 9), (len(whole) - 8, len(whole) + 1)):
+                assert remote.read(path.name, lo, hi) == whole[lo:hi]
+        with pytest.raises(FileNotFoundError):
+            remote.read("not there", 0, 1)
+        assert store.stdin is not None
+        store.stdin.close()
