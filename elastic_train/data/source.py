@@ -140,8 +140,9 @@ class RemoteSource:
 
     def _hedge(self, path: str, range_: Range, first: Future[Content]) -> Content:
         """Wait for a range; ask a second time if it is late and few others were, and take what comes first."""
-        while not wait([first], self._late_after_s()).done:
-            if self._may_hedge():
+        started_s = time.monotonic()
+        while not wait([first], SOONEST_HEDGE_S).done:
+            if time.monotonic() - started_s >= self._late_after_s() and self._may_hedge():
                 break
         else:
             return first.result()

@@ -106,9 +106,10 @@ def test_a_missing_file_is_not_tried_again(troubled: RemoteSource) -> None:
 
 
 def test_a_late_range_is_asked_for_twice(troubled: RemoteSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that does not come back is overtaken by a second one."""
+    """A request that does not come back is overtaken by a second one, once others of the first ones came."""
     monkeypatch.setattr(source, "SOONEST_HEDGE_S", 0.01)
-    troubled._took_s.append(0.001)
+    monkeypatch.setattr(source, "LONGEST_PAUSE_S", 1e6)
+    monkeypatch.setattr(join_near, "__defaults__", (0,))
     Troubled.waiting[0] = 1
     try:
         assert read_all(troubled.open("a", RANGES)) == WANTED
