@@ -36,7 +36,7 @@ HEDGED_SHARE, SOONEST_HEDGE_S, NUM_REMEMBERED = 0.05, 0.1, 128
 MOST_HEDGES_SAVED = 8.0
 """What late ranges may be asked for again at once; where all are late, second requests would only make it later."""
 
-_COUNTING = threading.Lock()
+_LOCK = threading.Lock()
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError)
 
 
@@ -123,13 +123,13 @@ class RemoteSource:
     def open(self, path: str, ranges: Sequence[Range]) -> Fetched:
         joined = join_near(ranges)
         first = [self._submit(path, range_) for range_ in joined]
-        with _COUNTING:
+        with _LOCK:
             self._hedges_left = min(MOST_HEDGES_SAVED, self._hedges_left + HEDGED_SHARE * len(first))
         return Fetched(dict(zip(joined, map(self._hedge, [path] * len(joined), joined, first), strict=True)))
 
     def _submit(self, path: str, range_: Range) -> Future[Content]:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(NUM_FETCHERS, "fetch")
+        with _LOCK:
+            self._pool = self._pool or ThreadPoolExecutor(NUM_FETCHERS, "fetch")
         return self._pool.submit(self._timed, path, range_)
 
     def _timed(self, path: str, range_: Range) -> Content:
@@ -154,7 +154,7 @@ class RemoteSource:
 
     def _may_hedge(self) -> bool:
         """Take one of the second requests that the first ones, a share each, have earned."""
-        with _COUNTING:
+        with _LOCK:
             is_earned = self._hedges_left >= 1
             self._hedges_left -= is_earned
         return is_earned
