@@ -3,7 +3,7 @@
 A client that signs, parses and checks each request in Python costs more than decoding what it brings; this one reads a
 body straight into Arrow's memory, in the calling thread, over a connection of its own. Credentials, endpoint and
 addressing stay those of fsspec. Whatever goes wrong is None, and then fsspec is asked, which retries and knows what
-errors mean. Where it never works (behind a proxy, with another way of signing) it is given up.
+errors mean. Where it does not work at all (behind a proxy, with another way of signing) it is left alone for a while.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ class SignedRanges:
         self._filesystem = filesystem
         self._addresses: dict[str, tuple[SplitResult, float]] = {}
         self._of_thread = threading.local()
-        self._num_failures = 0
+        self._num_failures, self._idle_until_s = 0, 0.0
 
     def read(self, path: str, lo: int, hi: int) -> memoryview | None:
         """Return the bytes [lo, hi) of an object, fewer where it ends before; None if they did not come."""
-        if self._num_failures >= MOST_FAILURES:
+        if time.monotonic() < self._idle_until_s:
             return None
         try:
             content = self._get(self._address(path), lo, hi)
         except Exception as error:  # noqa: BLE001 - whatever it is, fsspec is asked next, and says it
             self._addresses.pop(path, None)
             self._num_failures += 1
-            if self._num_failures == MOST_FAILURES:
-                _LOG.warning("%s: signed addresses do not work (%s); fsspec reads instead, slower", path, error)
+            if self._num_failures >= MOST_FAILURES:
+                self._num_failures, self._idle_until_s = 0, time.monotonic() + SIGN_AGAIN_AFTER_S
+                _LOG.warning("%s: signed addresses do not work (%s); fsspec reads for now, slower", path, error)
             return None
         self._num_failures = 0
         return content

@@ -104,7 +104,7 @@ def test_a_connection_that_was_closed_meanwhile_costs_no_failure(server: Server)
 
 @pytest.mark.parametrize("fault", ["refused", "short", "whole", "elsewhere", "no length", "not signed"])
 def test_what_is_not_the_range_is_nothing(server: Server, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No failure gives bytes; the next read signs anew and works, and behind too many in a row nobody is asked."""
+    """No failure gives bytes; the next read signs anew and works. Behind too many in a row there is a pause."""
     monkeypatch.setattr(signed, "MOST_FAILURES", 3)
     ranges, server.fault = ranges_of(server), fault
     assert ranges.read("a", 0, 5000) is None
@@ -116,6 +116,10 @@ def test_what_is_not_the_range_is_nothing(server: Server, fault: str, monkeypatc
     for _ in range(5):
         assert ranges.read("b", 0, 5000) is None
     assert server.num_signed == 6
+    server.fault = ""
+    assert ranges.read("a", 0, 5000) is None
+    ranges._idle_until_s -= signed.SIGN_AGAIN_AFTER_S
+    assert ranges.read("a", 0, 5000) == CONTENT[:5000]
 
 
 def test_behind_a_proxy_fsspec_reads(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
