@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from chaos.applied import formed_at, newest_steps, restored_at, result_of, shape_of, steps_of
-from chaos.evidence import Evidence, Line, collect, items, number, part, whole
+from chaos.evidence import Evidence, Line, collect, items, number, part, record_files, whole
 
 Change = Callable[[Line], Line | None]
 
@@ -35,7 +35,7 @@ def edit_result(folder: Path, **fields: object) -> None:
 def forge(folder: Path, change: Change) -> None:
     """Change commit records, oldest first, and make every digest and every parent anew, in records and histories."""
     renamed: dict[object, str] = {}
-    for path in sorted((folder / "commits").glob("*.json"), key=lambda path: path.name):
+    for path in record_files(folder):
         before = path.read_bytes()
         record = change(json.loads(before))
         assert record is not None, "a record is changed, not dropped"

@@ -7,18 +7,18 @@ from pathlib import Path
 
 from chaos.applied import formed_at, restored_at
 from chaos.damage import edit, forge, later_term
-from chaos.evidence import Line, collect, items, whole
+from chaos.evidence import Line, collect, items, record_files, whole
 
 
 def damaged_record(folder: Path) -> None:
     """A byte of a record changed on the disk, and its digest was not checked."""
-    path = sorted((folder / "commits").glob("*.json"))[0]
+    path = record_files(folder)[0]
     path.write_bytes(path.read_bytes().replace(b'"step"', b'"stop"', 1))
 
 
 def torn_record(folder: Path) -> None:
     """A record's end is missing."""
-    path = sorted((folder / "commits").glob("*.json"))[0]
+    path = record_files(folder)[0]
     path.write_bytes(path.read_bytes()[:-20])
 
 

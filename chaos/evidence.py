@@ -18,6 +18,7 @@ import numpy.typing as npt
 import yaml
 
 Line = dict[str, object]
+_LARGEST_VOID = 100
 T = TypeVar("T")
 
 
@@ -89,7 +90,7 @@ def collect(folder: Path) -> Evidence:
     return Evidence(
         folder=folder,
         processes=[list(parse_lines(path.read_bytes())) for path in sorted((folder / "history").glob("*.jsonl"))],
-        commits=[_commit(path) for path in sorted((folder / "commits").glob("*.json"))],
+        commits=[_commit(path) for path in record_files(folder)],
         config=config or {},
         result=_parsed(result.encode()) if result else None,
         witness=np.load(witness, allow_pickle=False) if witness.exists() else None,
@@ -100,6 +101,23 @@ def collect(folder: Path) -> Evidence:
         },
         tracked=_parsed(held.encode()) if held else None,
     )
+
+
+def record_files(folder: Path) -> list[Path]:
+    """Return the commit records below a run's folder, the oldest first; names that a sweep has taken are none."""
+    return [path for path in sorted((folder / "commits").glob("[0-9]*.json")) if _is_record(path)]
+
+
+def _is_record(path: Path) -> bool:
+    try:
+        return path.stat().st_size > _LARGEST_VOID or not is_void(path.read_bytes())
+    except FileNotFoundError:
+        return False  # deleted since it was listed
+
+
+def is_void(content: bytes) -> bool:
+    """Say whether a record's place holds a mark that there will never be one."""
+    return _parsed(content) == {"void": True}
 
 
 def parse_lines(content: bytes) -> Iterator[Line]:

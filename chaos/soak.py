@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from chaos.evidence import record_files
 from chaos.kinds import KINDS, LOCAL, ON_DISK
 from chaos.scenario import Point, Scenario, Soak
 from chaos.schedule import Due
@@ -143,5 +144,5 @@ def land(last_step: Callable[[int], int]) -> Callable[[Job], None]:
 
 def newest_commit(folder: Path) -> int:
     """Return the step of the newest commit; 0 if there is none."""
-    records = sorted((folder / "commits").glob("[0-9]*.json"))
+    records = record_files(folder)
     return int(records[-1].stem.rpartition("-")[2]) if records else 0

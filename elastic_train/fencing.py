@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from elastic_train.checkpoint.reader import commit_keys
 from elastic_train.checkpoint.stores import Store, create_once, read
 from elastic_train.errors import FencedError, StorageError
 from elastic_train.lineage import COMMITS, place_of
@@ -95,10 +96,7 @@ class StoreFence:
 
     def head(self) -> StoreHead | None:
         newest = newest_term(self._store)
-        records = [entry.key for entry in self._store.list(COMMITS) if place_of(entry.key)]
-        return (
-            StoreHead(newest, max(records, key=lambda key: place_of(key) or (0, 0), default=None)) if newest else None
-        )
+        return StoreHead(newest, next(iter(commit_keys(self._store)), None)) if newest else None
 
     def close(self) -> None:
         """The store is not the fence's to close."""

@@ -24,6 +24,8 @@ def newest_record(run: Path) -> dict:
     records = [path for path in (run / "commits").iterdir() if re.fullmatch(r"\d{8,}-\d{12,}\.json", path.name)]
     for path in sorted(records, key=lambda path: tuple(map(int, path.stem.split("-"))), reverse=True):
         record = json.loads(path.read_bytes())
+        if record == {"void": True}:
+            continue  # a place that a sweep has taken: no commit
         seal = record.pop("seal", None)
         canonical = json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
         if seal == hashlib.sha256(canonical).hexdigest() and record["format"] in DIGESTS:

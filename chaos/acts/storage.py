@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chaos.acts.done import Act, Done
+from chaos.evidence import record_files
 
 if TYPE_CHECKING:
     from chaos.local import Job
@@ -64,8 +65,7 @@ def delete_file(job: Job, fault: Due) -> Done | None:
 
 def _damage(job: Job, spoil: Callable[[Path], None]) -> Done | None:
     """Spoil a file of the newest commit that is whole; None while there is none, and none before it that is whole."""
-    records = sorted((job.folder / "commits").glob("[0-9]*.json"))
-    whole = [path for path in records if path.name not in job.damaged]
+    whole = [path for path in record_files(job.folder) if path.name not in job.damaged]
     if len(whole) < 2:
         return None
     try:

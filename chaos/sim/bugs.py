@@ -10,6 +10,7 @@ from chaos.sim.objects import StorageClient
 from elastic_train import lanes
 from elastic_train.checkpoint import saves, writer
 from elastic_train.checkpoint.checksums import CheckedFile, FileRecord
+from elastic_train.checkpoint.record import VOID
 from elastic_train.checkpoint.stores import Entry, Store
 from elastic_train.data.loader import LaneBatch
 from elastic_train.lineage import COMMITS, place_of
@@ -85,7 +86,7 @@ class _Pending:
 
 def newest_by_time(store: Store) -> list[str]:
     """Order commits by when they were made."""
-    found = [entry for entry in store.list(COMMITS) if place_of(entry.key)]
+    found = [entry for entry in store.list(COMMITS) if place_of(entry.key) and entry.size != len(VOID)]
     return [entry.key for entry in sorted(found, key=lambda entry: entry.modified_at or 0.0, reverse=True)]
 
 

@@ -47,8 +47,8 @@ PRODUCT = (
     *(f"rendezvous.{name}" for name in ("reach", "waiting")),
     *(f"elastic_train.{name}" for name in ("run", "trainer", "session", "assembly", "world", "worlds", "handover")),
     *(f"elastic_train.{name}" for name in ("fencing", "history", "result", "failpoints")),
-    *(f"elastic_train.checkpoint.{name}" for name in ("writer", "reader", "record", "retention", "stores")),
-    *(f"elastic_train.checkpoint.{name}" for name in ("saves", "giving_up", "staging", "done", "markers")),
+    *(f"elastic_train.checkpoint.{name}" for name in ("writer", "reader", "record", "retention", "sweeping")),
+    *(f"elastic_train.checkpoint.{name}" for name in ("stores", "saves", "giving_up", "staging", "done", "markers")),
 )
 MACHINE: Mapping[str, ModuleType] = {
     "time": time,

@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping
 from pathlib import Path
 
-from chaos.evidence import Commit, Evidence, Line
+from chaos.evidence import Commit, Evidence, Line, is_void
 from chaos.sim.etcd import Etcd
 from chaos.sim.faults import SimFault
 from chaos.sim.install import installed
@@ -279,7 +279,7 @@ class Job:
             commits=[
                 Commit(key, hashlib.sha256(files[key][0]).hexdigest(), json.loads(files[key][0]))
                 for key in sorted(files)
-                if key.startswith("commits/")
+                if key.startswith("commits/") and not is_void(files[key][0])
             ],
             config=self.plan.config.model_dump(mode="json"),
             result=self._result,

@@ -65,10 +65,13 @@ def _zombie(draws: random.Random) -> tuple[SimFault, ...]:
 
 
 def _late_record(draws: random.Random) -> tuple[SimFault, ...]:
-    """The leader freezes before a commit, makes it when others have gone on, and soon everybody dies."""
-    for_s = draws.uniform(5.0, 7.0)
-    frozen = SimFault("stop", point="record", nth=2, for_s=for_s)
-    return (SimFault("kill_job", at_s=7.2 + for_s + draws.uniform(0.0, 1.0), for_s=2.0), frozen)
+    """The leader freezes before a commit's first file, makes it when others have committed, and soon everybody dies.
+
+    Had it begun to write, the next world's sweep would have taken the record's name.
+    """
+    for_s = draws.uniform(12.0, 40.0)
+    frozen = SimFault("stop", point="write", nth=1, for_s=for_s)
+    return (SimFault("kill_job", at_s=10.6 + for_s + draws.uniform(0.0, 6.0), for_s=2.0), frozen)
 
 
 def _torn(draws: random.Random) -> tuple[SimFault, ...]:
@@ -143,7 +146,7 @@ PLANTED = (
         lambda: {"elastic_train.checkpoint.reader:commit_keys": bugs.newest_by_time},
         ("durability",),
         _late_record,
-        replace(_SHAPE, commit_every=5),
+        replace(_SHAPE, lane_s=1.0, least_part_bytes=1 << 20),
     ),
     SimBug(
         "stale-lanes",

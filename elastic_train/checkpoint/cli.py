@@ -22,8 +22,9 @@ from elastic_train.checkpoint.measured import Measured, measure
 from elastic_train.checkpoint.naming import find, name_to_key, open_run
 from elastic_train.checkpoint.policies import Best, Retention
 from elastic_train.checkpoint.reader import DAMAGE, commit_keys, read_record
-from elastic_train.checkpoint.retention import prune, sweep
+from elastic_train.checkpoint.retention import prune
 from elastic_train.checkpoint.stores import Store
+from elastic_train.checkpoint.sweeping import sweep
 from elastic_train.errors import CommitError, ConfigError
 from elastic_train.fencing import newest_term
 

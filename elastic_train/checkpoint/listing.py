@@ -13,8 +13,8 @@ from elastic_train.checkpoint.markers import held, pinned
 from elastic_train.checkpoint.policies import Best, Candidate
 from elastic_train.checkpoint.reader import damage_of, discover, records, wrong_sizes
 from elastic_train.checkpoint.record import CommitRecord
-from elastic_train.checkpoint.retention import place_of_attempt
 from elastic_train.checkpoint.stores import Store
+from elastic_train.checkpoint.sweeping import place_of_attempt
 from elastic_train.checkpoint.writer import ATTEMPTS
 from elastic_train.errors import CommitError
 from elastic_train.lineage import place_of, tiling_problems

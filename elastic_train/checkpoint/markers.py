@@ -19,7 +19,8 @@ import time
 import uuid
 from collections.abc import Iterator
 
-from elastic_train.checkpoint.stores import KeyTaken, Store
+from elastic_train.checkpoint.record import VOID
+from elastic_train.checkpoint.stores import KeyMissing, KeyTaken, Store, read
 from elastic_train.errors import StorageError
 from elastic_train.lineage import COMMITS, place_of
 
@@ -60,7 +61,8 @@ def holding(store: Store, key: str, ttl_s: float = HOLD_TTL_S) -> Iterator[None]
             undo.callback(_let_go, store, marker)
         except StorageError as error:
             log.warning("%s is read without a hold, so retention may delete it meanwhile: %s", key, error)
-        store.open(key).close()
+        if read(store, key) == VOID:
+            raise KeyMissing(f"{store.url}/{key}: was swept before it became a commit")
         yield
 
 

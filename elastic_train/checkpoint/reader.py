@@ -17,7 +17,7 @@ from elastic_train.checkpoint.format import read_leaves
 from elastic_train.checkpoint.layout import State
 from elastic_train.checkpoint.near import NearStore
 from elastic_train.checkpoint.prompt import PromptStore
-from elastic_train.checkpoint.record import CommitRecord, decode
+from elastic_train.checkpoint.record import VOID, CommitRecord, decode
 from elastic_train.checkpoint.stores import KeyMissing, Store, Unreadable, read
 from elastic_train.checkpoint.tree import fill, leaves_of
 from elastic_train.errors import CommitError
@@ -66,8 +66,8 @@ def discover(
 
 
 def commit_keys(store: Store) -> list[str]:
-    """Return the keys of all records, the newest commit first."""
-    places = ((place_of(entry.key), entry.key) for entry in store.list(COMMITS))
+    """Return the keys of all records, the newest commit first; names that a sweep has taken are no records."""
+    places = ((place_of(entry.key), entry.key) for entry in store.list(COMMITS) if entry.size != len(VOID))
     return [key for _, key in sorted(((place, key) for place, key in places if place), reverse=True)]
 
 

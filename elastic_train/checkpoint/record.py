@@ -26,6 +26,9 @@ from elastic_train.order import Cursor
 FORMAT = 2
 _FORMATS = (1, FORMAT)  # in format 1 files have SHA-256 in place of BLAKE3
 
+VOID = b'{"void":true}\n'
+"""What is no record, and keeps one from being created under its key: far shorter than any, so a listing tells it."""
+
 Path = tuple[str | int, ...]
 
 

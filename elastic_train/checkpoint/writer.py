@@ -22,8 +22,8 @@ from typing import Protocol
 from elastic_train.checkpoint.checksums import FileRecord
 from elastic_train.checkpoint.format import WrittenPart, finish_attempt, live_contents, write_part
 from elastic_train.checkpoint.layout import AttemptPlan, Planner, State, leaves_by_path
-from elastic_train.checkpoint.record import CommitFacts, CommitRecord, library_versions
-from elastic_train.checkpoint.stores import Store, Uncertain, create_once
+from elastic_train.checkpoint.record import VOID, CommitFacts, CommitRecord, library_versions
+from elastic_train.checkpoint.stores import Store, Uncertain, create_once, read
 from elastic_train.errors import FencedError, StorageError
 from elastic_train.failpoints import reach
 from elastic_train.lineage import Interval, extend, tiling_problems
@@ -118,13 +118,18 @@ class CommitWriter:
                     undo.pop_all()  # the record may still come to exist, so its files must stay
                     raise
                 if not is_ours:
-                    raise FencedError(
-                        f"{self._store.url}/{record.key}: another writer of term {self._term} has created it"
-                    )
+                    raise self._lost(record.key)
                 undo.pop_all()
                 self._continue_from(record)
                 self._make_head(record)
         return record
+
+    def _lost(self, key: str) -> FencedError:
+        """Return the error of a save whose record's name was another's."""
+        where = f"{self._store.url}/{key}"
+        if read(self._store, key) == VOID:
+            return FencedError(f"{where}: a newer world has swept this save of term {self._term}")
+        return FencedError(f"{where}: another writer of term {self._term} has created it")
 
     def _continue_from(self, record: CommitRecord) -> None:
         """Let later commits continue this one, unless one was published while the store kept this one waiting."""

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from chaos.evidence import is_void
 from chaos.sim.faults import SimFault
 from chaos.sim.kernel import Process
 
@@ -53,7 +54,7 @@ def _damage(change: Callable[[bytes], bytes | None]) -> Act:
 
     def act(job: Job, fault: SimFault) -> list[Process]:
         files = job.storage.files
-        newest = max((key for key in files if key.startswith("commits/")), default=None)
+        newest = max((key for key in files if key.startswith("commits/") and not is_void(files[key][0])), default=None)
         record = None if newest is None else json.loads(files[newest][0])
         if record is None or not (_is_whole(job, record) and _is_whole(job, _parent_of(job, record))):
             return []

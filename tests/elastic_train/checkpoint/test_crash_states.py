@@ -22,15 +22,18 @@ from simulated_disk import Image, MirroredDisk, SimulatedDisk
 from elastic_train.checkpoint import (
     CommitRecord,
     CommitWriter,
+    Discovery,
     Retention,
     Store,
     discover,
     open_store,
     prune,
     read_state,
+    sweep,
 )
 from elastic_train.checkpoint.local import LocalStore
 from elastic_train.checkpoint.reader import commit_keys, damage_of
+from elastic_train.checkpoint.stores import create_once
 from elastic_train.errors import CommitError, StorageError
 from elastic_train.fencing import StoreFence
 
@@ -183,6 +186,23 @@ def test_every_crash_state_of_a_deletion_keeps_the_head(tmp_path: Path) -> None:
     assert heads(machine.states(), (last,)).keys() == {3}
     for store in started_from(machine.states()):
         assert all(damage_of(store, key) is None for key in commit_keys(store)), "a record outlived its files"
+
+
+def test_every_crash_state_of_a_sweep_leaves_a_late_record_whole_or_impossible(tmp_path: Path) -> None:
+    """Whatever was deleted of an attempt, its writer, who comes to publish at last, finds its name taken."""
+    machine = Machine(tmp_path)
+    commits, first = saved_once(machine)
+    late = commits.save(small_state(2), facts(2))
+    machine.store.delete(late.key)  # not created yet
+    machine.watch()
+    assert sweep(machine.store, term=2).attempts == (late.attempt,)
+    created = set()
+    for store in started_from(machine.states()):
+        created.add(is_created := create_once(store, late.key, late.encode()))
+        assert discover(store) == Discovery(late if is_created else first, ())
+    assert created == {True, False}
+    machine.watch()
+    assert not any(create_once(store, late.key, late.encode()) for store in started_from(machine.states()))
 
 
 def test_folders_that_a_dead_process_has_made_become_durable(tmp_path: Path) -> None:

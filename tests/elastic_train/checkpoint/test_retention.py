@@ -13,9 +13,8 @@ from elastic_train.checkpoint import CommitRecord, Retention, Store, discover, h
 from elastic_train.checkpoint.local import LocalStore
 from elastic_train.checkpoint.markers import held, pin, pinned, unpin
 from elastic_train.checkpoint.reader import commit_keys
-from elastic_train.checkpoint.stores import Entry, KeyMissing, read
+from elastic_train.checkpoint.stores import KeyMissing
 from elastic_train.errors import StorageError
-from elastic_train.lineage import COMMITS
 
 
 def damage(store: Store, record: CommitRecord) -> None:
@@ -155,53 +154,3 @@ def test_a_record_goes_before_its_files(local_store: Store, monkeypatch: pytest.
     assert deleted[0] == commits[0].key
     assert all(key.startswith(commits[0].attempt) for key in deleted[1:])
     assert len(deleted) == 3
-
-
-def test_abandoned_attempts_of_older_terms_are_swept(local_store: Store) -> None:
-    """An attempt without a record goes once its term is over; commits, and the newest term's attempts, stay."""
-    (commit,) = commit_steps(local_store, 1)
-    for attempt in ("data/step-000000000002/00000001-dead", "data/step-000000000002/00000002-live"):
-        local_store.create(f"{attempt}/__0_0.distcp", b"half")
-    swept = sweep(local_store, term=2)
-    assert swept.attempts == ("data/step-000000000002/00000001-dead",)
-    assert swept.num_bytes == 4
-    assert discover(local_store).head == commit
-
-
-def test_a_commit_that_comes_to_exist_during_a_sweep_keeps_its_files(tmp_path: Path) -> None:
-    """A writer of an older term wakes and publishes behind the look at the records; a world may go on from that."""
-
-    class Waking(LocalStore):
-        late: tuple[str, bytes] | None = None
-
-        def list(self, prefix: str) -> list[Entry]:
-            found = super().list(prefix)
-            if prefix == COMMITS and self.late is not None:
-                self.late = self.create(*self.late)  # type: ignore[func-returns-value]
-            return found
-
-    store = Waking(tmp_path)
-    (commit,) = commit_steps(store, 1)
-    content = read(store, commit.key)
-    store.delete(commit.key)
-    store.late = (commit.key, content)
-    assert sweep(store, term=2).attempts == ()
-    assert discover(store).head == commit
-
-
-def test_an_attempt_long_untouched_is_swept(local_store: Store) -> None:
-    """An attempt of the running term goes once it is older than the safe age."""
-    key = "data/step-000000000002/00000002-slow/__0_0.distcp"
-    local_store.create(key, b"half")
-    touched = local_store.list("data/")[0].modified_at
-    assert touched is not None
-    assert sweep(local_store, term=2, now=touched + 99, safe_age_s=100).attempts == ()
-    assert sweep(local_store, term=2, now=touched + 101, safe_age_s=100).attempts == (key.rsplit("/", 1)[0],)
-
-
-def test_the_files_of_an_unreadable_record_stay(local_store: Store) -> None:
-    """A damaged record does not take its files with it: a person may rescue them."""
-    (commit,) = commit_steps(local_store, 1)
-    path = Path(local_store.url) / commit.key
-    path.write_bytes(path.read_bytes()[:-2])
-    assert sweep(local_store, term=9).attempts == ()
