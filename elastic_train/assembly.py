@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,13 +16,16 @@ from elastic_train.checkpoint import (
     CommitWriter,
     Retention,
     Role,
+    SaveMemory,
     Saves,
     Store,
     discover,
     open_store,
     prune,
 )
+from elastic_train.checkpoint.giving_up import Attended
 from elastic_train.checkpoint.interval import Faults
+from elastic_train.checkpoint.layout import leaves_by_path
 from elastic_train.checkpoint.prompt import PromptStore
 from elastic_train.checkpoint.reader import read_record
 from elastic_train.config import Config
@@ -110,9 +114,19 @@ def _prune(store: Store, retention: Retention, newest: CommitRecord) -> None:
     prune(store, retention, verified=newest.key)
 
 
-def commit_alone(plan: Plan, state: AppliedState) -> None:
-    """Commit a state that is further than the newest commit, without a world, under a term of its own."""
-    store = open_store(plan.config.checkpoint_url, heard=lambda: None)
+def commit_alone(plan: Plan, state: AppliedState, memory: SaveMemory) -> None:
+    """Commit a state that is further than the newest commit, without a world, under a term of its own.
+
+    Raises StorageError if the storage hangs; a commit that it makes later all the same is a good one.
+    """
+    tensors = state.tensors()
+    num_bytes = memory.planner.plan(tensors, leaves_by_path(tensors), num_writers=1).parts[0].num_bytes
+    attended = Attended(lambda heard: _commit_alone(plan, state, heard))
+    attended.wait(memory.patience.limit_s(num_bytes))
+
+
+def _commit_alone(plan: Plan, state: AppliedState, heard: Callable[[], None]) -> None:
+    store = open_store(plan.config.checkpoint_url, heard=heard)
     head = discover(store).head
     if state.step <= (head.step if head else 0):
         return

@@ -34,7 +34,7 @@ from elastic_train.state import AppliedState
 from elastic_train.trainer import Outcome, train
 from elastic_train.warm_up import warm_up
 from elastic_train.watchdog import Watchdog
-from elastic_train.worlds import Formed, Worlds, open_worlds
+from elastic_train.worlds import Formed, open_worlds
 from rendezvous.errors import RendezvousError
 from rendezvous.orphans import die_with_parent
 
@@ -85,7 +85,7 @@ def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveR
         warm_up(plan, state)
     num_failed = 0
     process = Process(plan, state, worlds, leave, watchdog, started_at)
-    while (formed := _next_world(worlds, plan, state, watchdog)) is not None:
+    while (formed := _next_world(process)) is not None:
         try:
             watchdog.enter()
             code = _train_in(open_session(process, formed))
@@ -117,17 +117,17 @@ def _is_through(leave: LeaveRequest, state: AppliedState) -> bool:
     return leave.is_set and (state.step == 0 or time.monotonic() - leave.since_s > LEAVING_PATIENCE_S)
 
 
-def _next_world(worlds: Worlds, plan: Plan, state: AppliedState, watchdog: Watchdog) -> Formed | None:
+def _next_world(process: Process) -> Formed | None:
     """Wait for the next world; a state that no world takes over any more is committed before it is given up."""
-    watchdog.rest()
+    process.watchdog.rest()
     try:
-        return worlds.form()
+        return process.worlds.form()
     except (TooFewNodesError, Preempted, StorageError):
         try:
-            commit_alone(plan, state)
+            commit_alone(process.plan, process.state, process.save_memory)
         except ElasticTrainError as error:
-            sys.stderr.write(f"the state of step {state.step} could not be committed: {error}\n")
-        worlds.leave(is_job_done=False)
+            sys.stderr.write(f"the state of step {process.state.step} could not be committed: {error}\n")
+        process.worlds.leave(is_job_done=False)
         raise
 
 

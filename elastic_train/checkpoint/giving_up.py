@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+
+from elastic_train.errors import StorageError
 
 TIMES_LONGEST, LEAST_S, MOST_S = 10.0, 20.0, 600.0
 """How long a save may get no further: so many times the longest that was published, within bounds."""
 
 SLOWEST_BYTES_S = 20e6
 """Storage of this rate is slow, not stuck: an upload, or a sync, of a part as a whole tells nothing before its end."""
+
+
+LOOK_EVERY_S = 0.1
 
 
 class Abandoned(Exception):  # noqa: N818 - not a failure: the world has ended
@@ -67,3 +73,33 @@ class Patience:
 
     def lengthen(self) -> None:
         self._num_given_up = min(self._num_given_up + 1, 10)
+
+
+class Attended:
+    """Something done with storage on a thread of its own, which is left behind when it gets no further."""
+
+    def __init__(self, act: Callable[[Callable[[], None]], None]) -> None:
+        """Begin; `act` calls what it is given whenever it gets on."""
+        self._act, self._ended = act, threading.Event()
+        self._error: BaseException | None = None
+        self._move()
+        threading.Thread(target=self._run, name="attended", daemon=True).start()
+
+    def wait(self, limit_s: float) -> None:
+        """Return when it is done; raise what it raised, or StorageError when it got no further for so long."""
+        while not self._ended.wait(LOOK_EVERY_S):
+            if time.monotonic() - self._moved_at_s > limit_s:
+                raise StorageError(f"the storage got no further for {limit_s:.0f} s and was given up; does it answer?")
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._act(self._move)
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def _move(self) -> None:
+        self._moved_at_s = time.monotonic()

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from elastic_train.checkpoint import done
 from elastic_train.checkpoint.format import WrittenPart, write_part
-from elastic_train.checkpoint.giving_up import Abandoned, Gate, Patience
+from elastic_train.checkpoint.giving_up import LOOK_EVERY_S, Abandoned, Gate, Patience
 from elastic_train.checkpoint.layout import Planner, State, leaves_by_path
 from elastic_train.checkpoint.prompt import PromptStore
 from elastic_train.checkpoint.record import CommitFacts, CommitRecord, Path
@@ -36,7 +36,6 @@ from elastic_train.lineage import Interval
 log = logging.getLogger(__name__)
 
 RETRY_PAUSES_S = (0.2, 1.0)
-LOOK_EVERY_S = 0.1
 PUBLISH_PATIENCE_S = 1.0
 """How long a world that ends waits for a publish that has begun; after that the fence alone decides."""
 

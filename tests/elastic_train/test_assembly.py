@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +11,17 @@ import pytest
 from torch import nn
 
 from elastic_train.assembly import commit_alone
-from elastic_train.checkpoint import CommitRecord, CommitWriter, discover, open_store
+from elastic_train.checkpoint import CommitRecord, CommitWriter, SaveMemory, discover, giving_up, open_store, reader
+from elastic_train.checkpoint.disk import RealDisk
+from elastic_train.checkpoint.local import LocalStore
 from elastic_train.config import OptimizerConfig
 from elastic_train.errors import ElasticTrainError, Preempted, StorageError, TooFewNodesError
 from elastic_train.facts import describe_commit
 from elastic_train.fencing import StoreFence
 from elastic_train.lineage import Interval
+from elastic_train.preemption import LeaveRequest
 from elastic_train.run import _next_world
+from elastic_train.session import Process
 from elastic_train.state import AppliedState, Reached, build_state
 from elastic_train.watchdog import Watchdog
 
@@ -55,7 +60,7 @@ def test_whatever_ends_the_waiting_for_a_world_the_state_is_committed(error: Ela
     worlds = SimpleNamespace(form=form, leave=lambda *, is_job_done: left.append(is_job_done))
     state = state_of((1, 0, 4), (2, 4, 9))
     with pytest.raises(type(error)):
-        _next_world(worlds, plan, state, Watchdog())  # type: ignore[arg-type]
+        _next_world(Process(plan, state, worlds, LeaveRequest(), Watchdog(), 0.0))  # type: ignore[arg-type]
     head = discover(store).head
     assert head is not None and (head.step, head.parent_key) == (9, ancestor.key)
     assert left == [False]
@@ -69,6 +74,39 @@ def test_a_damaged_commit_of_the_very_step_is_replaced_and_not_continued(tmp_pat
     older = writer.save(state.tensors(), replace(facts, step=6), (Interval(1, 0, 6),))
     damaged = writer.save(state.tensors(), facts, state.reached.intervals)
     next(iter((tmp_path / damaged.attempt).iterdir())).unlink()
-    commit_alone(plan, state)  # type: ignore[arg-type]
+    commit_alone(plan, state, SaveMemory())  # type: ignore[arg-type]
     head = discover(store).head
     assert head is not None and (head.term, head.step, head.parent_key) == (2, 9, older.key)
+
+
+@pytest.mark.parametrize("hung", ["write", "sync", "read"])
+def test_storage_that_hangs_holds_up_nobody_who_leaves(
+    hung: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the storage does not come back from, the process leaves, and says what it could not commit."""
+    plan, store, state = plan_of(tmp_path), open_store(str(tmp_path)), state_of((1, 0, 9))
+    facts = describe_commit(plan, state, 1)  # type: ignore[arg-type]
+    earlier = CommitWriter(store, StoreFence(store), StoreFence(store).claim(), None)
+    first = earlier.save(state.tensors(), replace(facts, step=6), (Interval(1, 0, 6),))
+    may_go_on, is_hung = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> bool:
+        is_hung.set()
+        return may_go_on.wait(60.0)
+
+    where = {"write": (LocalStore, "write"), "sync": (RealDisk, "sync"), "read": (reader, "find_damage")}
+    monkeypatch.setattr(*where[hung], hang)
+    monkeypatch.setattr(giving_up, "LEAST_S", 0.3)
+    left: list[bool] = []
+    worlds = SimpleNamespace(form=few, leave=lambda *, is_job_done: left.append(is_job_done))
+    with pytest.raises(TooFewNodesError):
+        _next_world(Process(plan, state, worlds, LeaveRequest(), Watchdog(), 0.0))  # type: ignore[arg-type]
+    assert is_hung.is_set() and left == [False]
+    assert "step 9 could not be committed: the storage got no further" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert discover(store).head == first
+    may_go_on.set()
+
+
+def few() -> None:
+    raise TooFewNodesError("few")

@@ -16,7 +16,7 @@ from commit_samples import facts, small_state, writer
 from torch import nn
 
 from elastic_train.assembly import commit_alone
-from elastic_train.checkpoint import CommitWriter, Store, discover, read_state
+from elastic_train.checkpoint import CommitWriter, SaveMemory, Store, discover, read_state
 from elastic_train.checkpoint.disk import RealDisk
 from elastic_train.checkpoint.local import LocalStore
 from elastic_train.checkpoint.stores import Uncertain
@@ -260,7 +260,7 @@ def test_a_commit_made_alone_continues_what_its_state_went_on_from(tmp_path: Pat
     )
     whole = SimpleNamespace(config=config, manifest=manifest, order=order, num_lanes=8, micro_batch=8)
     plan = cast(Plan, whole)
-    commit_alone(plan, state)
+    commit_alone(plan, state, SaveMemory())
     alone = discover(store).head
     assert alone is not None
     assert (alone.term, alone.step, alone.parent_key) == (3, 8, first.key)
