@@ -69,6 +69,7 @@ class CommitWriter:
         self._fence = fence
         self._term = term
         self._parent = parent
+        self._sent: list[CommitRecord] = []
         self._lock = threading.Lock()
 
     @property
@@ -112,24 +113,36 @@ class CommitWriter:
             record = self._describe(draft, write(), parent)
             reach("record")
             with gate or contextlib.nullcontext():
+                self._note_sent(record)
                 try:
                     is_ours = create_once(self._store, record.key, record.encode())
                 except Uncertain:
                     undo.pop_all()  # the record may still come to exist, so its files must stay
                     raise
-                if not is_ours:
-                    raise self._lost(record.key)
-                undo.pop_all()
+                if is_ours:
+                    undo.pop_all()
+                else:
+                    record = self._sent_before(record.key)
                 self._continue_from(record)
                 self._make_head(record)
         return record
 
-    def _lost(self, key: str) -> FencedError:
-        """Return the error of a save whose record's name was another's."""
-        where = f"{self._store.url}/{key}"
-        if read(self._store, key) == VOID:
-            return FencedError(f"{where}: a newer world has swept this save of term {self._term}")
-        return FencedError(f"{where}: another writer of term {self._term} has created it")
+    def _note_sent(self, record: CommitRecord) -> None:
+        with self._lock:
+            self._sent = [*(sent for sent in self._sent if sent.step == record.step), record]
+
+    def _sent_before(self, key: str) -> CommitRecord:
+        """Return the record that has taken a name, if an earlier save of this step sent it, unanswered then.
+
+        Raises FencedError if it is another's.
+        """
+        content, where = read(self._store, key), f"{self._store.url}/{key}"
+        for sent in self._sent:
+            if sent.encode() == content:
+                return sent
+        if content == VOID:
+            raise FencedError(f"{where}: a newer world has swept this save of term {self._term}")
+        raise FencedError(f"{where}: another writer of term {self._term} has created it")
 
     def _continue_from(self, record: CommitRecord) -> None:
         """Let later commits continue this one, unless one was published while the store kept this one waiting."""

@@ -14,6 +14,7 @@ from commit_samples import State, facts, small_state, take_steps, trained
 
 from elastic_train.checkpoint import (
     CommitWriter,
+    Discovery,
     Role,
     SaveMemory,
     Saves,
@@ -22,12 +23,14 @@ from elastic_train.checkpoint import (
     giving_up,
     read_state,
     saves,
+    stores,
+    verify,
 )
 from elastic_train.checkpoint.checksums import BLOCK_BYTES
 from elastic_train.checkpoint.layout import leaves_by_path, plan_attempt
 from elastic_train.checkpoint.local import LocalStore
 from elastic_train.checkpoint.staging import Snapshot
-from elastic_train.checkpoint.stores import Sink
+from elastic_train.checkpoint.stores import Sink, Uncertain
 from elastic_train.errors import CommitError, FencedError, StorageError
 from elastic_train.fencing import StoreFence
 from elastic_train.weights import weights_digest
@@ -364,6 +367,73 @@ def test_a_publish_that_hangs_sets_no_later_commit_back(
     assert [int(commit[-17:-5]) for commit in fence.published] == steps
     head = discover(LocalStore(tmp_path)).head
     assert head is not None and head == ended.commit and len(store.list("commits/")) == 3
+
+
+class LateStore(HeldStore):
+    """Creates a record, and lets nobody know: it is silent until it may answer, or says that it does not know."""
+
+    def __init__(self, root: Path, num_unknown: int) -> None:
+        super().__init__(root)
+        self.may_write.set()
+        self._num_unknown = num_unknown
+
+    def create(self, key: str, content: bytes) -> None:
+        LocalStore.create(self, key, content)
+        if key.startswith("commits/") and self._num_unknown:
+            self._num_unknown -= 1
+            raise Uncertain("nobody knows")
+        if key.startswith("commits/"):
+            self.is_creating.set()
+            assert self.may_create.wait(DEADLINE_S), "never let through"
+
+
+@pytest.mark.parametrize("late", ["hangs", "wakes meanwhile", "is unknown"])
+def test_the_same_step_saved_again_finds_its_own_late_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    """What was given up and came to exist is the commit of its step, whoever waits for it: not another writer's."""
+    monkeypatch.setattr(saves, "PUBLISH_PATIENCE_S", 0.0)
+    store, fence = LateStore(tmp_path, num_unknown=int(late == "is unknown")), Heads()
+    if late == "is unknown":
+        store.may_create.set()
+        monkeypatch.setattr(stores, "_is_content", unknown)
+    background = open_saves(store, fence=fence)
+    background.begin(small_state(1), facts(1))
+    first = background._flight
+    if late != "is unknown":
+        assert store.is_creating.wait(DEADLINE_S)
+        monkeypatch.setattr(giving_up, "LEAST_S", 0.05)
+    ended = background.wait()
+    assert first is not None and ended is not None and ended.commit is None and isinstance(ended.error, StorageError)
+    assert len(store.list("commits/")) == 1
+    monkeypatch.undo()
+    if late == "wakes meanwhile":
+        store.may_write.clear()
+        store.is_writing.clear()
+    background.begin(small_state(1), facts(1))
+    if late == "wakes meanwhile":
+        assert store.is_writing.wait(DEADLINE_S)
+        store.may_create.set()
+        assert first.ended.wait(DEADLINE_S) and first.commit is not None
+        store.may_write.set()
+    again = background.wait()
+    assert again is not None and again.error is None and again.commit is not None
+    store.may_create.set()
+    assert first.ended.wait(DEADLINE_S)
+    background.begin(small_state(2), facts(2))
+    second = background.wait()
+    assert second is not None and second.commit is not None and second.commit.parent == again.commit.digest
+    assert discover(store) == Discovery(second.commit, ()) and {*fence.published} == {
+        again.commit.key,
+        second.commit.key,
+    }
+    verify(store, again.commit)
+    attempts = {"/".join(entry.key.split("/")[:3]) for entry in store.list("data/")}
+    assert attempts == {again.commit.attempt, second.commit.attempt}
+
+
+def unknown(store: Store, key: str, content: bytes) -> bool:
+    raise Uncertain("nobody knows")
 
 
 def test_a_publish_that_has_begun_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
