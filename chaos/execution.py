@@ -29,6 +29,7 @@ from elastic_train.data.manifest import load_manifest
 from elastic_train.data.synthetic import synthesise
 from elastic_train.order import Order
 from elastic_train.progress import Progress, ResumeBanner, Status
+from elastic_train.sync import sync
 
 Say = Callable[[str], None]
 
@@ -143,7 +144,11 @@ def _run(
     job.faults = due(lambda: job.num_faults) if isinstance(due, Drawn) else due
     try:
         job.run()
-        tracked.note(folder)
+        if around.tracker is None:
+            tracked.note(folder)
+        else:
+            progress.event(str(sync(folder)))  # an outage may have outlived the job
+            tracked.note(folder, around.tracker.database_uri)
     finally:
         progress.close()
 

@@ -167,6 +167,8 @@ class Scenario(_Section):
     """Members of the job's etcd: one of three can be lost."""
     s3: bool = False
     """Publish commits on an S3 of this machine, whose answers can be spoilt, in place of the run's folder."""
+    tracker: bool = False
+    """Log to an MLflow server of this machine, with a database of its own, which can be away."""
     rows: PositiveInt | None = None
     """Where the configuration's training set is not there yet, make one up with so many rows."""
     timeout_s: float = Field(default=300, gt=0)
@@ -202,9 +204,9 @@ def load(path: Path) -> Scenario:
     if nodes is not None:
         problems += impossible(nodes, faults)
     problems += [
-        f"'faults.{number}': {fault.kind} needs s3: true"
+        f"'faults.{number}': {fault.kind} needs {needs}: true"
         for number, fault in enumerate(faults)
-        if fault is not None and KINDS[fault.kind].needs == "s3" and fault.at_point is None and not tree.get("s3")
+        if fault is not None and (needs := KINDS[fault.kind].needs) and not tree.get(needs)
     ]
     if problems or scenario is None:
         raise ScenarioError(*(f"{path}: {problem}" for problem in problems))
@@ -229,7 +231,7 @@ def impossible(nodes: Nodes, faults: Sequence[Fault | None]) -> Iterator[str]:
     up, until, is_exact = set(range(nodes.count)), 0.0, None not in faults
     for number, fault in enumerate(faults):
         where = f"'faults.{number}'"
-        if fault is not None and KINDS[fault.kind].aim in ("etcd", "storage", "point"):
+        if fault is not None and KINDS[fault.kind].aim in ("etcd", "storage", "tracker", "point"):
             continue
         is_exact = is_exact and fault is not None and isinstance(fault.node, int)
         if fault is None:

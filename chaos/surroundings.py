@@ -1,4 +1,4 @@
-"""What a job stands on, as far as its faults need it: etcd, proxies before it, a cable, failpoints, a small disk.
+"""What a job stands on, as far as its faults need it: etcd, proxies before it, a cable, a tracker, a small disk.
 
 Made for the kinds that a scenario names; what this machine cannot give is told, with the kinds that go without.
 """
@@ -20,6 +20,7 @@ from chaos.network import Cable, NoNamespacesError, cable
 from chaos.proxy import Proxies, Way
 from chaos.s3 import S3
 from chaos.scenario import Scenario
+from chaos.tracker import TrackerServer
 from elastic_train.failpoints import VARIABLE
 
 DISK_MB = 64
@@ -36,6 +37,7 @@ class Surroundings:
     points: list[Path] = field(default_factory=list)
     disk: Path | None = None
     s3: S3 | None = None
+    tracker: TrackerServer | None = None
     missing: dict[str, str] = field(default_factory=dict)
     """Kinds that cannot be done here, and why."""
 
@@ -60,7 +62,8 @@ class Surroundings:
     @property
     def settings(self) -> list[str]:
         """What the trainer's configuration has to say of it."""
-        return [f"--checkpoint.url={self.s3.url(self.run_id)}"] if self.s3 is not None else []
+        said = [f"--checkpoint.url={self.s3.url(self.run_id)}"] if self.s3 is not None else []
+        return [*said, f"--tracking.mlflow_uri={self.tracker.uri}"] if self.tracker is not None else said
 
     def command(self, node: int, count: int, command: list[str]) -> list[str]:
         """Put the last node at the other end of the cable, if there is one."""
@@ -87,6 +90,9 @@ def surroundings(folder: Path, run_id: str, kinds: Collection[str], scenario: Sc
         if scenario.s3:
             around.s3 = undo.enter_context(S3())
             undo.callback(around.s3.mirror, run_id, folder)
+        if scenario.tracker:
+            where = around.cable.address("etcd") if around.cable else "127.0.0.1"
+            around.tracker = undo.enter_context(TrackerServer(folder / "tracker", where))
         host = "0.0.0.0" if around.cable else "127.0.0.1"
         around.etcd = undo.enter_context(EtcdCluster(members, host="127.0.0.1" if set(PROXIED) & set(kinds) else host))
         if set(PROXIED) & set(kinds):

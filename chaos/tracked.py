@@ -12,14 +12,17 @@ from mlflow.exceptions import MlflowException
 TRACKED = "tracked.json"
 
 
-def note(folder: Path) -> None:
-    """Write {metric: [[step, value], …]} of the run's run in MLflow; nothing if it has none, or cannot be asked."""
+def note(folder: Path, database_uri: str | None = None) -> None:
+    """Write {metric: [[step, value], …]} of the run's run in MLflow; nothing if it has none, or cannot be asked.
+
+    Where the server's own database is at hand, it is read in the server's place.
+    """
     config = yaml.safe_load((folder / "config.yaml").read_text()) if (folder / "config.yaml").exists() else {}
     uri = (config.get("tracking") or {}).get("mlflow_uri")
     link = json.loads((folder / "mlflow.json").read_text()) if (folder / "mlflow.json").exists() else {}
     if uri is None or "run_id" not in link:
         return
-    client = MlflowClient(tracking_uri=uri)
+    client = MlflowClient(tracking_uri=database_uri or uri)
     try:
         names = client.get_run(link["run_id"]).data.metrics
         held = {

@@ -190,6 +190,7 @@ REFUSED: Mapping[str, Refused] = {
     },
     **{kind: Refused(_FILES, _HERE) for kind in ("flip_bit", "truncate_file", "delete_file", "tear_write")},
     **{kind: Refused(_POINTS, _HERE) for kind in ("kill", "stop", "raise", "hang", "hang-native", "slow")},
+    "tracker_outage": Refused("the tracker is no part of the job's pods", f"kill its pod by hand, or {_HERE}"),
     "full": Refused(_POINTS, "storage_full fails every write for a while"),
     "eio": Refused(_POINTS, "storage_outage fails everything for a while"),
 }

@@ -146,3 +146,27 @@ def test_survivors_go_on_in_their_processes(tmp_path: Path, rows: Path, capfd: p
     hit = {pid for fault in evidence.of("fault") for pid in items(fault, "pids")}
     worlds = list(pids_of(evidence).values())
     assert worlds[0] - hit and worlds[0] - hit <= worlds[-1]
+
+
+@pytest.mark.long
+def test_training_does_not_wait_for_a_tracker_that_is_away(
+    tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A real MLflow is killed and frozen: no world ends of it, and its database has one value a metric and step."""
+    faults = [
+        {"kind": "tracker_outage", "within": [0.05, 0.1], "for_s": 4},
+        {"kind": "kill_worker", "node": "other", "after_s": 1},
+        {"kind": "tracker_outage", "within": [0.4, 0.5], "for_s": 4},
+        {"kind": "tracker_outage", "within": [0.6, 0.7], "for_s": 4},
+    ]
+    nodes = {"count": 2, "lease_ttl_s": 10, "recovery": "live"}
+    config = {**WITNESS, "epochs": 60, "validation": {"every_steps": 50}}
+    path = scenario(tmp_path, rows, config, nodes=nodes, faults=faults, tracker=True)
+    found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run"), "--no-reference"], capfd)
+    assert found["valid"], found["invariants"]
+    evidence = collect(tmp_path / "run" / "faulted")
+    outages = [line for line in evidence.of("fault") if line["kind"] == "tracker_outage"]
+    assert {line["signal"] for line in outages} == {"SIGKILL", "SIGSTOP"}
+    causes = [(line["t"], line["term"]) for line in evidence.of("form") if line["rank"] == 0]
+    assert max(causes)[0] < outages[1]["t"], "a world ended with the tracker"  # type: ignore[operator]
+    assert "the tracker holds" in str(found["invariants"])
