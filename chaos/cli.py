@@ -22,7 +22,7 @@ from rich.table import Table
 
 from chaos import scenario as scenarios
 from chaos.errors import ChaosError, RunError, ScenarioError
-from chaos.execution import clear, count_steps, make_data, run_once, run_soak
+from chaos.execution import clear, count_steps, make_data, run_once, run_soak, tell_holes
 from chaos.kinds import KINDS
 from chaos.mesh.command import command as emit
 from chaos.report import write as write_report
@@ -223,7 +223,10 @@ def execute(
     for name in names:
         say(f"training {'with' if name == FAULTED else 'the same without'} faults, in {folder / name}")
         started = time.monotonic()
-        run_once(scenario, folder / name, due if name == FAULTED else [], seed, changes, total_steps, replay, is_quiet)
+        if name == REFERENCE:
+            tell_holes(folder)
+        faults = due if name == FAULTED else []
+        run_once(scenario, config, folder / name, faults, seed, changes, total_steps, replay, is_quiet)
         say(f"done in {time.monotonic() - started:.0f} s")
     return examine(folder)
 

@@ -5,6 +5,7 @@ Shows progress, and leaves histories and commits in the run's folder, from which
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -36,6 +37,7 @@ Say = Callable[[str], None]
 
 def run_once(
     scenario: Scenario,
+    config: Config,
     folder: Path,
     due: Sequence[Due],
     seed: int,
@@ -45,11 +47,11 @@ def run_once(
     is_quiet: bool,
 ) -> None:
     """Run the scenario's job with these faults to its end."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     kinds = [fault.kind for fault in due]
     if unreal := sorted(set(kinds) - set(LOCAL)):
         raise ScenarioError(*(f"{scenario.name}: {kind} is for the simulator alone" for kind in unreal))
-    with _around(scenario, folder, kinds) as around:
+    with _around(scenario, config, folder, kinds) as around:
         if absent := [f"{kind} cannot be done here: {why}" for kind, why in around.missing.items() if kind in kinds]:
             raise ScenarioError(*(f"{scenario.name}: {problem}" for problem in absent))
         _run(scenario, folder, due, seed, changes, total_steps, replay, is_quiet, around)
@@ -71,7 +73,7 @@ def run_soak(
     faulted = folder / FAULTED
     faulted.mkdir(parents=True)
     kinds, per_epoch = kinds_of(scenario.soak, {}), steps_per_epoch(config)
-    with _around(scenario, faulted, kinds) as around:
+    with _around(scenario, config, faulted, kinds) as around:
         drawn = Drawn(scenario, seed, around.missing)
         for kind, why in around.missing.items():
             say(f"left out: {kind}: {why}")
@@ -87,7 +89,8 @@ def run_soak(
     say(f"training the same {verdict.run.result['step']} steps without faults, in {folder / REFERENCE}")
     plain = scenario.model_copy(update={"nodes": scenario.nodes.model_copy(update={"count": 1}), "soak": None})
     quick = [*changes, "--task.params={lane_ms: 0}", f"--max_steps={verdict.run.result['step']}"]
-    run_once(plain, folder / REFERENCE, [], seed, quick, int(str(verdict.run.result["step"])), replay, is_quiet)
+    tell_holes(folder)
+    run_once(plain, config, folder / REFERENCE, [], seed, quick, int(str(verdict.run.result["step"])), replay, is_quiet)
     return examine(folder)
 
 
@@ -119,9 +122,18 @@ def steps_per_epoch(config: Config) -> int:
     return order.num_steps(config.batch.micro_batch)
 
 
-def _around(scenario: Scenario, folder: Path, kinds: Sequence[str]) -> AbstractContextManager[Surroundings]:
-    run_id = f"{scenario.name}-{folder.name}"
-    return surroundings(folder, run_id, kinds, scenario)
+def tell_holes(folder: Path) -> None:
+    """Let the run without faults know from the beginning what the other could not read, and from which step on."""
+    result = json.loads((folder / FAULTED / "result.json").read_text())
+    if result.get("holes"):
+        (folder / REFERENCE / "holes").mkdir(parents=True)
+        (folder / REFERENCE / "holes" / "known.json").write_text(json.dumps(result["holes"]))
+
+
+def _around(
+    scenario: Scenario, config: Config, folder: Path, kinds: Sequence[str]
+) -> AbstractContextManager[Surroundings]:
+    return surroundings(folder, f"{scenario.name}-{folder.name}", kinds, scenario, config.data.train)
 
 
 def _run(

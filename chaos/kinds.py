@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Aim = Literal["worker", "node", "etcd", "storage", "tracker", "point"]
+Aim = Literal["worker", "node", "etcd", "storage", "tracker", "data", "point"]
 Lasting = Literal["never", "may", "must"]
 
 
@@ -24,7 +24,7 @@ class Kind:
     ends_world: bool = False
     local: bool = True
     sim: bool = True
-    needs: Literal["s3", "tracker"] | None = None
+    needs: Literal["s3", "tracker", "own_data"] | None = None
     """What the scenario has to bring along."""
     damages: bool = False
     """Commits that were whole are not any more."""
@@ -78,6 +78,14 @@ _ALL = (
     Kind("truncate_file", "a file of the newest commit loses its end", "storage", "never", damages=True),
     Kind("delete_file", "a file of the newest commit is deleted", "storage", "never", damages=True),
     Kind("tracker_outage", "the tracker is killed or frozen, and comes back", "tracker", sim=False, needs="tracker"),
+    Kind(
+        "bad_row_group",
+        "a row group of the training set cannot be read any more",
+        "data",
+        "never",
+        sim=False,
+        needs="own_data",
+    ),
     Kind("kill", "SIGKILL to whoever comes there", "point", "never", ends_world=True),
     Kind("stop", "SIGSTOP to whoever comes there, SIGCONT after for_s", "point"),
     Kind("raise", "an exception that nobody foresaw", "point", "never", ends_world=True),

@@ -169,6 +169,8 @@ class Scenario(_Section):
     """Publish commits on an S3 of this machine, whose answers can be spoilt, in place of the run's folder."""
     tracker: bool = False
     """Log to an MLflow server of this machine, with a database of its own, which can be away."""
+    own_data: bool = False
+    """Train on a copy of the training set, of which row groups can be damaged; what cannot be read is a hole."""
     rows: PositiveInt | None = None
     """Where the configuration's training set is not there yet, make one up with so many rows."""
     timeout_s: float = Field(default=300, gt=0)
@@ -231,7 +233,7 @@ def impossible(nodes: Nodes, faults: Sequence[Fault | None]) -> Iterator[str]:
     up, until, is_exact = set(range(nodes.count)), 0.0, None not in faults
     for number, fault in enumerate(faults):
         where = f"'faults.{number}'"
-        if fault is not None and KINDS[fault.kind].aim in ("etcd", "storage", "tracker", "point"):
+        if fault is not None and KINDS[fault.kind].aim in ("etcd", "storage", "tracker", "data", "point"):
             continue
         is_exact = is_exact and fault is not None and isinstance(fault.node, int)
         if fault is None:

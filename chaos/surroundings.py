@@ -17,6 +17,7 @@ from chaos.acts.points import folders
 from chaos.etcd import EtcdCluster
 from chaos.kinds import KINDS
 from chaos.network import Cable, NoNamespacesError, cable
+from chaos.own_data import OwnData
 from chaos.proxy import Proxies, Way
 from chaos.s3 import S3
 from chaos.scenario import Scenario
@@ -38,6 +39,7 @@ class Surroundings:
     disk: Path | None = None
     s3: S3 | None = None
     tracker: TrackerServer | None = None
+    data: OwnData | None = None
     missing: dict[str, str] = field(default_factory=dict)
     """Kinds that cannot be done here, and why."""
 
@@ -63,7 +65,9 @@ class Surroundings:
     def settings(self) -> list[str]:
         """What the trainer's configuration has to say of it."""
         said = [f"--checkpoint.url={self.s3.url(self.run_id)}"] if self.s3 is not None else []
-        return [*said, f"--tracking.mlflow_uri={self.tracker.uri}"] if self.tracker is not None else said
+        said += [f"--tracking.mlflow_uri={self.tracker.uri}"] if self.tracker is not None else []
+        own = [f"--data.train={self.data.folder}", "--data.unreadable=quarantine"] if self.data is not None else []
+        return [*said, *own]
 
     def command(self, node: int, count: int, command: list[str]) -> list[str]:
         """Put the last node at the other end of the cable, if there is one."""
@@ -71,8 +75,10 @@ class Surroundings:
 
 
 @contextlib.contextmanager
-def surroundings(folder: Path, run_id: str, kinds: Collection[str], scenario: Scenario) -> Iterator[Surroundings]:
-    """Make what the scenario's nodes need for these kinds of fault, and take it away again."""
+def surroundings(
+    folder: Path, run_id: str, kinds: Collection[str], scenario: Scenario, train: str | None = None
+) -> Iterator[Surroundings]:
+    """Make what the nodes, who read `train`, need for these kinds of fault, and take it away again."""
     count, members = scenario.nodes.count, scenario.etcd_members
     with contextlib.ExitStack() as undo:
         has_points = any(KINDS[kind].aim == "point" for kind in kinds)
@@ -93,6 +99,9 @@ def surroundings(folder: Path, run_id: str, kinds: Collection[str], scenario: Sc
         if scenario.tracker:
             where = around.cable.address("etcd") if around.cable else "127.0.0.1"
             around.tracker = undo.enter_context(TrackerServer(folder / "tracker", where))
+        if scenario.own_data:
+            assert train is not None, "a script brings data of its own"
+            around.data = OwnData(train, folder / "dataset")
         host = "0.0.0.0" if around.cable else "127.0.0.1"
         around.etcd = undo.enter_context(EtcdCluster(members, host="127.0.0.1" if set(PROXIED) & set(kinds) else host))
         if set(PROXIED) & set(kinds):

@@ -5,9 +5,16 @@ An act does its fault and says what it hit, or returns None if nothing is there 
 
 from __future__ import annotations
 
-from chaos.acts import members, network, processes, storage, tracker
+from chaos.acts import members, network, processes, storage, tracker, training_set
 from chaos.acts.done import Act, Done, Undo
 
-ACTS: dict[str, Act] = {**processes.ACTS, **network.ACTS, **members.ACTS, **storage.ACTS, **tracker.ACTS}
+ACTS: dict[str, Act] = {
+    **processes.ACTS,
+    **network.ACTS,
+    **members.ACTS,
+    **storage.ACTS,
+    **tracker.ACTS,
+    **training_set.ACTS,
+}
 
 __all__ = ["ACTS", "Act", "Done", "Undo"]

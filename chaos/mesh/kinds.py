@@ -188,7 +188,10 @@ REFUSED: Mapping[str, Refused] = {
         kind: Refused("Chaos Mesh does not speak S3", f"storage_errors fails a volume, or {_HERE}")
         for kind in ("storage_lossy", "storage_conflict", "storage_taken")
     },
-    **{kind: Refused(_FILES, _HERE) for kind in ("flip_bit", "truncate_file", "delete_file", "tear_write")},
+    **{
+        kind: Refused(_FILES, _HERE)
+        for kind in ("flip_bit", "truncate_file", "delete_file", "tear_write", "bad_row_group")
+    },
     **{kind: Refused(_POINTS, _HERE) for kind in ("kill", "stop", "raise", "hang", "hang-native", "slow")},
     "tracker_outage": Refused("the tracker is no part of the job's pods", f"kill its pod by hand, or {_HERE}"),
     "full": Refused(_POINTS, "storage_full fails every write for a while"),

@@ -170,3 +170,28 @@ def test_training_does_not_wait_for_a_tracker_that_is_away(
     causes = [(line["t"], line["term"]) for line in evidence.of("form") if line["rank"] == 0]
     assert max(causes)[0] < outages[1]["t"], "a world ended with the tracker"  # type: ignore[operator]
     assert "the tracker holds" in str(found["invariants"])
+
+
+@pytest.mark.long
+def test_data_that_goes_bad_is_a_hole_and_nothing_else(
+    tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Row groups are damaged under a job, which is killed behind that: the bits are those of a run that knew."""
+    faults = [
+        {"kind": "bad_row_group", "within": [0.1, 0.2]},
+        {"kind": "kill_job", "within": [0.3, 0.4], "for_s": 1},
+        {"kind": "bad_row_group", "within": [0.5, 0.6]},
+        {"kind": "kill_worker", "node": "leader", "within": [0.65, 0.8]},
+    ]
+    nodes = {"count": 2, "lease_ttl_s": 5, "recovery": "live"}
+    path = scenario(tmp_path, rows, {**WITNESS, "epochs": 40}, nodes=nodes, faults=faults, own_data=True)
+    found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
+    assert found["valid"], found["invariants"]
+    assert found["weights_sha256"] == found["reference_weights_sha256"]
+    told = collect(tmp_path / "run" / "faulted").of("fault")
+    damaged = [(line["file"], line["row_group"]) for line in told if line["kind"] == "bad_row_group"]
+    holes = found["holes"]
+    assert isinstance(holes, list) and len(damaged) == 2
+    assert sorted((hole["file"], hole["row_group"]) for hole in holes) == sorted(damaged)
+    counts = np.load(tmp_path / "run" / "faulted" / "witness.npy")
+    assert {*np.flatnonzero(counts < 40)} == {place for hole in holes for place in range(hole["lo"], hole["hi"])}
