@@ -48,7 +48,10 @@ PRODUCT = (
     *(f"elastic_train.{name}" for name in ("run", "trainer", "session", "assembly", "world", "worlds", "handover")),
     *(f"elastic_train.{name}" for name in ("fencing", "history", "result", "failpoints")),
     *(f"elastic_train.checkpoint.{name}" for name in ("writer", "reader", "record", "retention", "sweeping")),
-    *(f"elastic_train.checkpoint.{name}" for name in ("stores", "saves", "giving_up", "staging", "done", "markers")),
+    *(
+        f"elastic_train.checkpoint.{name}"
+        for name in ("stores", "saves", "flight", "giving_up", "staging", "done", "markers")
+    ),
 )
 MACHINE: Mapping[str, ModuleType] = {
     "time": time,
@@ -165,7 +168,8 @@ def _tensors(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
     written = {"write_part": files.write_part, "finish_attempt": files.finish_attempt}
     yield from _in("elastic_train.checkpoint.writer", **written, library_versions=dict)
     snapshot = functools.partial(files.SlowSnapshot, job.copy)
-    yield from _in("elastic_train.checkpoint.saves", write_part=files.write_part, Snapshot=snapshot)
+    yield from _in("elastic_train.checkpoint.saves", Snapshot=snapshot)
+    yield from _in("elastic_train.checkpoint.flight", write_part=files.write_part)
     yield from _in(
         "elastic_train.checkpoint.reader", read_leaves=files.read_leaves, decode=functools.lru_cache(64)(record.decode)
     )

@@ -22,7 +22,6 @@ from elastic_train.checkpoint import (
     discover,
     giving_up,
     read_state,
-    saves,
     stores,
     verify,
 )
@@ -110,7 +109,7 @@ def all_still(path: object) -> bool:
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saves, "RETRY_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("elastic_train.checkpoint.flight.RETRY_PAUSES_S", (0.0, 0.0))
 
 
 def test_what_changes_while_a_save_is_written_is_not_in_the_commit(tmp_path: Path) -> None:
@@ -234,7 +233,7 @@ def test_a_world_that_breaks_in_a_save_publishes_nothing_of_it(tmp_path: Path) -
     ended = new.wait()
     stuck.may_write.set()
     assert flight.ended.wait(DEADLINE_S)
-    assert flight.commit is None and isinstance(flight.outcome().error, saves.Abandoned)
+    assert flight.commit is None and isinstance(flight.outcome().error, giving_up.Abandoned)
     found = discover(store)
     assert ended is not None and found.head == ended.commit and found.skipped == () and not new.is_owed
     assert {"/".join(entry.key.split("/")[:3]) for entry in store.list("data/")} == {found.head.attempt}  # type: ignore[union-attr]
@@ -320,7 +319,7 @@ def test_a_commit_that_exists_and_does_not_become_the_head_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same step is published again, and nothing is copied: who waits for the copy, or gives it up, goes on."""
-    monkeypatch.setattr(saves, "PUBLISH_PATIENCE_S", 0.0)
+    monkeypatch.setattr("elastic_train.checkpoint.flight.PUBLISH_PATIENCE_S", 0.0)
     fence = MuteHeads()
     background = open_saves(LocalStore(tmp_path), fence=fence)
     background.begin(small_state(1), facts(1))
@@ -342,7 +341,7 @@ def test_a_publish_that_hangs_sets_no_later_commit_back(
 ) -> None:
     """A record that its store creates late is no ancestor of what was published since, nor the head."""
     monkeypatch.setattr(giving_up, "LEAST_S", 0.05)
-    monkeypatch.setattr(saves, "PUBLISH_PATIENCE_S", 0.0)
+    monkeypatch.setattr("elastic_train.checkpoint.flight.PUBLISH_PATIENCE_S", 0.0)
     store, fence = HeldStore(tmp_path), Heads()
     store.may_write.set()
     background = open_saves(store, fence=fence)
@@ -392,7 +391,7 @@ def test_the_same_step_saved_again_finds_its_own_late_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
     """What was given up and came to exist is the commit of its step, whoever waits for it: not another writer's."""
-    monkeypatch.setattr(saves, "PUBLISH_PATIENCE_S", 0.0)
+    monkeypatch.setattr("elastic_train.checkpoint.flight.PUBLISH_PATIENCE_S", 0.0)
     store, fence = LateStore(tmp_path, num_unknown=int(late == "is unknown")), Heads()
     if late == "is unknown":
         store.may_create.set()
@@ -438,7 +437,7 @@ def unknown(store: Store, key: str, content: bytes) -> bool:
 
 def test_a_publish_that_has_begun_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next world reads the lineage with the commit in it, not while it comes to exist."""
-    monkeypatch.setattr(saves, "PUBLISH_PATIENCE_S", DEADLINE_S)
+    monkeypatch.setattr("elastic_train.checkpoint.flight.PUBLISH_PATIENCE_S", DEADLINE_S)
     store = HeldStore(tmp_path)
     store.may_write.set()
     background = open_saves(store)

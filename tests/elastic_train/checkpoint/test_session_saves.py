@@ -14,7 +14,7 @@ from test_saves import FullStore, HeldStore, open_saves
 from elastic_train import trainer
 from elastic_train.account import Account
 from elastic_train.cadence import Cadence
-from elastic_train.checkpoint import Store, discover, saves
+from elastic_train.checkpoint import Store, discover
 from elastic_train.checkpoint.interval import Faults
 from elastic_train.checkpoint.local import LocalStore
 from elastic_train.config import CheckpointConfig, OptimizerConfig
@@ -97,7 +97,7 @@ def let_through(store: HeldStore, after_s: float = 0.0) -> None:
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saves, "RETRY_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("elastic_train.checkpoint.flight.RETRY_PAUSES_S", (0.0, 0.0))
     monkeypatch.setattr("elastic_train.session.LAST_COMMIT_PAUSE_S", 0.0)
 
 
