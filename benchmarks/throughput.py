@@ -98,10 +98,10 @@ import sys, time
 from pathlib import Path
 import elastic_train.preload
 imports_s = time.process_time()
-from elastic_train import config
+from elastic_train import config_sources
 from elastic_train.assembly import make_repeatable
 from elastic_train.plan import make_plan
-told = config.load(Path(sys.argv[1]), environ={}, arguments=[])
+told = config_sources.load(Path(sys.argv[1]), environ={}, arguments=[])
 make_repeatable(told)
 plan = make_plan(told)
 plan.build_state()

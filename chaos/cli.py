@@ -31,7 +31,7 @@ from chaos.schedule import schedule
 from chaos.script import run as scripts
 from chaos.verdict import FAULTED, REFERENCE, VERDICT, Verdict, examine, render
 from elastic_train.cli import explain
-from elastic_train.config import load as load_config
+from elastic_train.config_sources import load as load_config
 from elastic_train.errors import ElasticTrainError
 from rendezvous.errors import RendezvousError
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic_train import config as configuration
+from elastic_train import config_sources
 from elastic_train.errors import ConfigError, ElasticTrainError
 
 app = App(
@@ -60,7 +61,7 @@ def launch(
     """
     from elastic_train import launch as launching
 
-    configuration.load(config, environ=os.environ, arguments=overrides)  # a mistake is told once, not by every rank
+    config_sources.load(config, environ=os.environ, arguments=overrides)  # a mistake is told once, not by every rank
     flags = launching.Flags(nodes, ranks, endpoint, run_id, recovery, max_restarts, ttl_s, grace_s)
     return launching.launch(launching.resolve(config, overrides, flags, os.environ, launching.count_gpus()))
 
@@ -70,7 +71,7 @@ def validate(config: Path, *overrides: Overrides) -> int:
     """Check CONFIG, its task and its data without training; print all keys as resolved, and what follows from them."""
     from elastic_train.plan import make_plan
 
-    resolved = configuration.load(config, environ=os.environ, arguments=overrides)
+    resolved = config_sources.load(config, environ=os.environ, arguments=overrides)
     facts = make_plan(resolved).describe()
     print_text(resolved.to_yaml())
     print_text("\n".join(f"# {name}: {value}" for name, value in facts.items()))

@@ -1,8 +1,7 @@
-"""The configuration of a run: one tree of typed keys, each with a good default, every mistake reported at once.
+"""The configuration of a run: one tree of typed keys, each with a good default.
 
-Values come from, later over earlier: the YAML file, the environment (`ELASTIC_TRAIN__BATCH__MICRO_BATCH=8`), the
-command line (`--batch.micro-batch 8`). An unknown key is an error that names the nearest known one. The lanes of a
-run are not a key: they follow from `batch.global_batch / batch.micro_batch`.
+`elastic_train.config_sources` says where values come from. The lanes of a run are not a key: they follow from
+`batch.global_batch / batch.micro_batch`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -23,15 +22,10 @@ from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
-    ValidationError,
     model_validator,
 )
 
-from elastic_train.errors import ConfigError
-
 Value = object
-Tree = dict[str, Value]
-ENV_PREFIX = "ELASTIC_TRAIN__"
 
 
 class _Section(BaseModel):
@@ -212,23 +206,6 @@ class Config(_Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
-def load(path: str | Path, *, environ: Mapping[str, str], arguments: Sequence[str] = ()) -> Config:
-    """Read, overlay and check a configuration; raise ConfigError with every problem found."""
-    problems: list[str] = []
-    tree, lines = _read_yaml(Path(path), problems)
-    sources = dict.fromkeys(_leaves(tree), str(path))
-    for source, key, value in [*_from_environment(environ), *_from_arguments(arguments, problems)]:
-        _put(tree, key, value)
-        sources[key] = source
-    try:
-        config = Config.model_validate(tree)
-    except ValidationError as error:
-        problems += [_explain(item, sources, lines, str(path)) for item in error.errors()]
-    if problems:
-        raise ConfigError(*problems)
-    return config
-
-
 def keys() -> Iterator[tuple[str, str, str, str]]:
     """Yield (key, type, default, meaning) of every key, for `elastic-train keys` and for the nearest name."""
     yield from _keys_of(Config, "")
@@ -244,99 +221,6 @@ def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, 
         shown = shown.replace("typing.", "").replace(", Gt(gt=0)", "").replace("Annotated[int]", "int")
         default = "required" if field.is_required() else str(field.get_default(call_default_factory=True))
         yield f"{prefix}{name}", shown, default, field.description or ""
-
-
-def _read_yaml(path: Path, problems: list[str]) -> tuple[Tree, dict[str, int]]:
-    try:
-        text = path.read_text()
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        tree = yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: is no YAML: {error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: must be a mapping of keys, such as 'run:', 'data:' and 'batch:'")
-    lines: dict[str, int] = {}
-    _note_lines(node, "", lines)
-    return tree, lines
-
-
-def _note_lines(node: yaml.Node | None, prefix: str, lines: dict[str, int]) -> None:
-    if not isinstance(node, yaml.MappingNode):
-        return
-    for key, value in node.value:
-        name = f"{prefix}{key.value}"
-        lines[name] = key.start_mark.line + 1
-        _note_lines(value, f"{name}.", lines)
-
-
-def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, str, Value]]:
-    for name in sorted(environ):
-        if name.startswith(ENV_PREFIX):
-            key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
-            yield f"environment {name}", key, yaml.safe_load(environ[name])
-
-
-def _from_arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[tuple[str, str, Value]]:
-    """Read `--a.b-c value` and `--a.b-c=value`; values are YAML: null, true, 1e-3 and [1, 2] mean what they say."""
-    rest = list(arguments)
-    while rest:
-        token = rest.pop(0)
-        name, has_value, value = token.partition("=")
-        if not name.startswith("--"):
-            problems.append(f"command line: '{token}' is no option; write --section.key value")
-            continue
-        if not has_value:
-            if not rest or rest[0].startswith("--"):
-                problems.append(f"command line: {name} needs a value")
-                continue
-            value = rest.pop(0)
-        yield f"command line {name}", name[2:].replace("-", "_"), _parse(value)
-
-
-def _parse(text: str) -> Value:
-    value: Value = yaml.safe_load(text)
-    if isinstance(value, str):
-        try:
-            return float(value)  # YAML 1.1 reads 1e-3 as a string
-        except ValueError:
-            return value
-    return value
-
-
-def _put(tree: Tree, key: str, value: Value) -> None:
-    *sections, last = key.split(".")
-    for section in sections:
-        below = tree.get(section)
-        if not isinstance(below, dict):
-            below = tree[section] = {}
-        tree = below
-    tree[last] = value
-
-
-def _leaves(tree: Mapping[str, Value], prefix: str = "") -> Iterator[str]:
-    for name, value in tree.items():
-        yield f"{prefix}{name}"
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
-
-
-def _explain(item: Mapping[str, object], sources: Mapping[str, str], lines: Mapping[str, int], path: str) -> str:
-    """Turn one pydantic error into: where, key, what is wrong, what to do."""
-    location = item["loc"]
-    assert isinstance(location, tuple)
-    key = ".".join(str(part) for part in location)
-    where = sources.get(key, path)
-    if where == path and key in lines:
-        where = f"{path}:{lines[key]}"
-    if item["type"] == "extra_forbidden":
-        return f"{where}: unknown key '{key}'{nearest(key, [name for name, *_ in keys()] + list(Config.model_fields))}"
-    if item["type"] == "missing":
-        return f"{where}: '{key}' is missing; it has no default"
-    message = str(item["msg"]).removeprefix("Value error, ")
-    given = "" if isinstance(item["input"], dict | BaseModel) else f", given {item['input']!r}"
-    return f"{where}: '{key}': {message}{given}"
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

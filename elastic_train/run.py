@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from elastic_train import config as configuration
+from elastic_train import config_sources
 from elastic_train.assembly import commit_alone, make_repeatable, open_session
 from elastic_train.cli import explain
 from elastic_train.config import Config
@@ -52,7 +52,7 @@ def run(path: Path, overrides: Sequence[str]) -> int:
         die_with_parent()
     leave = LeaveRequest()
     try:
-        config = configuration.load(path, environ=os.environ, arguments=overrides)
+        config = config_sources.load(path, environ=os.environ, arguments=overrides)
         code = _train(config, leave, started_at)
     except ElasticTrainError as error:
         sys.stderr.write(explain(error) + "\n")

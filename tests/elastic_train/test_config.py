@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from elastic_train import config as configuration
+from elastic_train import config_sources
 from elastic_train.errors import ConfigError
 
 GOOD = {"data": {"train": "somewhere"}}
@@ -18,7 +19,7 @@ def write(folder: Path, tree: object) -> Path:
 
 
 def load(folder: Path, tree: object, *, environ: dict[str, str] | None = None, arguments: tuple[str, ...] = ()):
-    return configuration.load(write(folder, tree), environ=environ or {}, arguments=arguments)
+    return config_sources.load(write(folder, tree), environ=environ or {}, arguments=arguments)
 
 
 def test_later_sources_win(tmp_path):
@@ -73,7 +74,7 @@ def test_the_resolved_configuration_reads_back_the_same(tmp_path):
     """to_yaml and load are inverse."""
     config = load(tmp_path, {**GOOD, "task": {"params": {"dim": 8}}, "optimizer": {"lr": 1e-5}})
     (tmp_path / "again.yaml").write_text(config.to_yaml())
-    assert configuration.load(tmp_path / "again.yaml", environ={}) == config
+    assert config_sources.load(tmp_path / "again.yaml", environ={}) == config
 
 
 def test_identity_fixes_the_order_and_leaves_the_rest_free(tmp_path):
@@ -96,10 +97,10 @@ def test_every_key_is_explained():
 def test_an_unreadable_file_is_said_so(tmp_path):
     """No file, and no YAML, are configuration errors."""
     with pytest.raises(ConfigError, match="cannot be read"):
-        configuration.load(tmp_path / "none.yaml", environ={})
+        config_sources.load(tmp_path / "none.yaml", environ={})
     (tmp_path / "bad.yaml").write_text("a: [1")
     with pytest.raises(ConfigError, match="no YAML"):
-        configuration.load(tmp_path / "bad.yaml", environ={})
+        config_sources.load(tmp_path / "bad.yaml", environ={})
 
 
 def test_what_to_keep_is_read_and_checked(tmp_path: Path) -> None:

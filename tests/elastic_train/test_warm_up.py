@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_train import config as configuration
+from elastic_train import config_sources
 from elastic_train.errors import DataError
 from elastic_train.order import Cursor
 from elastic_train.plan import Plan, make_plan
@@ -21,7 +21,7 @@ from tests.elastic_train.test_training import CLASSIFIER, config
 
 
 def planned(path: str) -> tuple[Plan, AppliedState]:
-    plan = make_plan(configuration.load(Path(path), environ={}, arguments=[]))
+    plan = make_plan(config_sources.load(Path(path), environ={}, arguments=[]))
     return plan, plan.build_state()
 
 
