@@ -89,6 +89,8 @@ def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
         return Expelled()
     if view.world is not None and view.world.rank_of(me) is not None and mine.after < view.term:
         return Enter(view.world)
+    if view.is_ending:
+        return Wait("members")
     if len(view.ready) < len(view.staying):
         return Wait("room" if _has_no_room(view, me, policy) else "members")
     ready = _candidates(view)

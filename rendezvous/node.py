@@ -176,11 +176,14 @@ class Node:
         return True
 
     def finish(self, timeout_s: float) -> None:
-        """Say that this node's workers are done, wait for the others, and close the job with the last of them."""
+        """Say that this node's workers are done, wait for the others, and close the job with the last of them.
+
+        An etcd that does not answer is waited for: what the workers have done is done.
+        """
         world = self.world
         assert world is not None, "workers run in a world"
-        self._update_own(lambda member, view: replace(member, done=world.term))
         deadline = time.monotonic() + timeout_s
+        self._say_done(world.term, deadline)
         while time.monotonic() < deadline:
             with self._changed:
                 verdict, snapshot = membership.ending(self._view, self.id, world), self._snapshot
@@ -189,6 +192,15 @@ class Node:
             if verdict != "wait":
                 return
             self._await_change(snapshot, LOOK_S)
+
+    def _say_done(self, term: int, deadline: float) -> None:
+        while time.monotonic() < deadline:
+            try:
+                self._update_own(lambda member, view: replace(member, done=term))
+            except StoreUnavailableError as error:
+                _log.warning("waiting for etcd: %s", error)
+            else:
+                return
 
     def close(self, term: int, for_s: float = 300.0) -> None:
         """Mark the job as done for `for_s`: until then late joiners leave, afterwards the run id may be used again."""

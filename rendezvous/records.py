@@ -193,6 +193,14 @@ class View:
         return self.world is not None and member.done >= self.term and self.world.rank_of(member.id) is not None
 
     @cached_property
+    def is_ending(self) -> bool:
+        """Whether all members of the present world that are alive have finished: one of them is about to close the job.
+
+        Nobody may be admitted in between; should they all die before they have closed it, it begins again.
+        """
+        return bool(self.mates) and all(self.is_finishing(mate) for mate in self.mates)
+
+    @cached_property
     def _by_id(self) -> dict[str, Member]:
         return {member.id: member for member in self.members}
 

@@ -96,6 +96,10 @@ def test_a_finished_job_admits_nobody() -> None:
     three = Policy(1, 3)
     ending = view(member("a", done=3), member("b"), member("c"), of=world(3, "a", "b"))
     assert membership.num_waiting(ending, "b", world(3, "a", "b"), three) == 0
+    done = view(member("a", done=3), member("b", done=3), member("c"), of=world(3, "a", "b"))
+    assert membership.decide(done, "c", three, 99.0) == Wait("members")
+    died_before_closing = view(member("c"), of=world(3, "a", "b"))
+    assert isinstance(membership.decide(died_before_closing, "c", three, 99.0), Seal)
 
 
 def test_the_last_to_finish_closes() -> None:

@@ -117,6 +117,23 @@ def test_the_last_to_finish_closes_the_job(store: MemoryStore, pool: ThreadPoolE
     assert enter(make_node(store)) is None
 
 
+def test_who_has_finished_waits_for_an_etcd_that_is_away(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the workers have done is done: nothing is raised, and the job is closed when etcd is back."""
+    node, swap, refused = make_node(store, last_call_s=0.0), store.swap, list[Writes]()
+    enter(node)
+
+    def away(writes: Writes, guards: Guards) -> int | None:
+        refused.append(writes)
+        if len(refused) < 3:
+            raise StoreUnavailableError("no etcd answers")
+        return swap(writes, guards)
+
+    monkeypatch.setattr(store, "swap", away)
+    node.finish(10.0)
+    assert len(refused) > 3
+    eventually(lambda: node.view.closed is not None, "the job is closed")
+
+
 def test_a_closed_run_id_can_be_used_again(store: MemoryStore) -> None:
     """The mark of a finished job ends by itself, and terms go on from where they were."""
     node = make_node(store, last_call_s=0.0)
