@@ -59,7 +59,7 @@ def deaths(run: Evidence) -> str:
     if is_live(run):
         _check_changes(run)
     else:
-        times = [number(fault, "t") for fault in injected]
+        times = sorted(number(line, "t") for line in [*injected, *run.of("undo")])
         for before, after in pairwise(terms):
             if bisect_left(times, formed[before]) == bisect_right(times, formed[after]):
                 raise Unknown(f"term {after} was formed, but no fault since term {before} explains it")

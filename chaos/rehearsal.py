@@ -1,14 +1,13 @@
 """A scenario in virtual time: the same file that breaks real nodes, as a case of the simulator.
 
-Steps become times, by how long a step of the modelled job takes; roles become nodes, drawn from the seed. What only
-real runs can do is refused, all of it at once.
+Roles become nodes, drawn from the seed, and how long a lost node is away follows from how long a step of the modelled
+job takes. What only real runs can do is refused, all of it at once.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import pairwise
 
 from chaos.errors import ScenarioError
 from chaos.kinds import KINDS
@@ -29,8 +28,6 @@ def rehearse(scenario: Scenario, seed: int) -> Case:
     problems = (
         [] if scenario.soak is None else ["a soak has no faults of its own here: run `elastic-chaos sim --seeds`"]
     )
-    if scenario.nodes.recovery != "live":
-        problems.append("recovery: restart is not simulated; write nodes: {recovery: live}")
     for number, fault in enumerate(scenario.faults):
         if fault.kind != "start_node" and fault.kind not in (AT_POINTS if fault.at_point else SIMULATED):
             problems.append(f"'faults.{number}': {fault.kind} is not simulated")
@@ -38,7 +35,17 @@ def rehearse(scenario: Scenario, seed: int) -> Case:
         raise ScenarioError(*(f"{scenario.name}: {problem}" for problem in problems))
     nodes = scenario.nodes
     lanes = max(6, nodes.count * nodes.ranks)
-    shape = Shape(nodes.count, nodes.ranks, nodes.min, lanes=lanes, epochs=EPOCHS, ttl_s=nodes.lease_ttl_s, keep_last=4)
+    shape = Shape(
+        nodes.count,
+        nodes.ranks,
+        nodes.min,
+        lanes=lanes,
+        epochs=EPOCHS,
+        ttl_s=nodes.lease_ttl_s,
+        keep_last=4,
+        recovery=nodes.recovery,
+        max_restarts=nodes.max_restarts,
+    )
     due = schedule(scenario, seed, shape.total_steps, shape.commit_every)
     return Case(seed, shape, _faults(due, shape, random.Random(f"{seed} roles")))
 
@@ -47,20 +54,20 @@ def _faults(due: list[Due], shape: Shape, draws: random.Random) -> tuple[SimFaul
     step_s = shape.lane_s * -(-shape.lanes // (shape.nodes * shape.ranks))
     began_s = shape.warm_s + 3.0
     faults: list[SimFault] = []
-    now_s = 0.0
-    lost: list[int] = []  # places of nodes that were ended for good, until one of them is started
+    now_s, step, since_s = 0.0, 0, 0.0
+    lost: dict[int, float] = {}  # when nodes were ended for good, by the fault's place, until one of them is started
     for fault in due:
         if fault.step is not None:
-            now_s = max(now_s, began_s + fault.step * step_s)
+            now_s = since_s = max(now_s, began_s + fault.step * step_s)
+            step = fault.step
         elif fault.at_s is not None:
-            now_s = began_s + fault.at_s
+            now_s, step, since_s = began_s + fault.at_s, 0, 0.0
         else:
             now_s += fault.after_s or 0.0
         if fault.kind == "start_node":
             place = next((p for p in lost if fault.target in ("lost", faults[p].node)), None)
             if place is not None:
-                lost.remove(place)
-                faults[place] = replace(faults[place], for_s=round(now_s - faults[place].at_s, 3))
+                faults[place] = replace(faults[place], for_s=round(now_s - lost.pop(place), 3))
             continue
         for node in _nodes(fault, shape, draws):
             if fault.point is not None:
@@ -69,14 +76,13 @@ def _faults(due: list[Due], shape: Shape, draws: random.Random) -> tuple[SimFaul
                 )
                 continue
             if fault.kind in ("kill_node", "stop_node") and fault.for_s is None:
-                lost.append(len(faults))
+                lost[len(faults)] = now_s
             other = (node + 1) % shape.nodes if node >= 0 else 1 % shape.nodes
-            at_s, rank = round(now_s, 3), shape.ranks - 1
-            faults.append(SimFault(fault.kind, at_s, node=node, rank=rank, other=other, for_s=fault.for_s or _FOR_S))
+            at_s, for_s, rank = round(now_s - since_s, 3), fault.for_s or _FOR_S, shape.ranks - 1
+            faults.append(SimFault(fault.kind, at_s, step=step, node=node, rank=rank, other=other, for_s=for_s))
     # Who is never started again stays away until long after the job's end.
     for place in lost:
         faults[place] = replace(faults[place], for_s=10 * shape.span_s)
-    assert all(a.at_s <= b.at_s for a, b in pairwise(f for f in faults if not f.point)), "in the order of time"
     return tuple(faults)
 
 

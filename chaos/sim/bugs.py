@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from chaos.sim.kernel import EPOCH_S
 from chaos.sim.objects import StorageClient
 from elastic_train import lanes
-from elastic_train.checkpoint import saves, writer
+from elastic_train.checkpoint import reader, saves, writer
 from elastic_train.checkpoint.checksums import CheckedFile, FileRecord
 from elastic_train.checkpoint.record import VOID
 from elastic_train.checkpoint.stores import Entry, Store
@@ -82,6 +83,16 @@ class _Pending:
         for key, content in self._held.items():
             with self._store.write(key) as sink:
                 sink.write(content)
+
+
+def one_before(store: Store, *, published: str | None = None) -> reader.Discovery:
+    """Find the newest commit, and go on from the one before it."""
+    found = _DISCOVER(store, published=published)
+    before = found.head and found.head.parent_key
+    return replace(found, head=reader.read_record(store, before)) if before else found
+
+
+_DISCOVER = reader.discover
 
 
 def newest_by_time(store: Store) -> list[str]:

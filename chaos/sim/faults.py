@@ -15,7 +15,7 @@ AT_POINTS = ("kill", "stop", "raise")
 @dataclass(frozen=True, slots=True)
 class SimFault:
     """One fault: what, when (seconds, or from then on the n-th time that anybody comes to a failpoint), where, and for
-    how long."""
+    how long. Seconds are counted from the job's start, or from when it has applied `step` steps."""
 
     kind: str
     at_s: float = 0.0
@@ -28,3 +28,4 @@ class SimFault:
     other: int = 0
     """The other end of a cut."""
     for_s: float = 0.0
+    step: int = 0

@@ -44,13 +44,26 @@ class Hub:
         process.at_death["world"] = lambda: self.leave(rank)
 
     def leave(self, rank: int) -> None:
-        """Reset the connections of a rank whose process has ended; those of a machine that is gone stay silent."""
-        self.has_dead = True
+        """Reset the connections of a rank whose process has ended; those of a machine that is gone stay silent.
+
+        What a process that ends by itself has sent arrives before the end of its connections.
+        """
+        if self.members[rank].code is not None:
+            self.flush()
+        else:
+            self.has_dead = True
         if self.members[rank].node not in self.net.silent:
             self.net.kernel.after(RESET_S * self.net.draws.random(), lambda: self._reset(rank))
 
     def _reset(self, rank: int) -> None:
         self.lost.add(rank)
+        self.wake()
+
+    def flush(self) -> None:
+        """Let all that every rank has given to arrive wherever no link is cut."""
+        for collective in self.collectives.values():
+            if len(collective.given) == collective.size:
+                collective.has_result.update(rank for rank in collective.given if self.is_whole_for(rank))
         self.wake()
 
     def wake(self, rank: int | None = None) -> None:

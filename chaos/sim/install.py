@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 from chaos.sim import files, model, virtual
 from chaos.sim.etcd import EtcdClient
 from chaos.sim.group import SimGroup
-from chaos.sim.net import MeetingStore
+from chaos.sim.net import MeetingStore, agent_store
 from chaos.sim.objects import StorageClient
+from chaos.sim.rounds import start_processes
 from elastic_train import handover, reduction, trainer
 from elastic_train.checkpoint import record
 from elastic_train.checkpoint.interval import Faults
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 PRODUCT = (
     *(f"rendezvous.{name}" for name in ("node", "live", "live_agent", "meeting", "fence", "membership", "records")),
     *(f"rendezvous.{name}" for name in ("reach", "waiting")),
+    *(f"torch.distributed.elastic.agent.server.{name}" for name in ("api", "local_elastic_agent")),
     *(f"elastic_train.{name}" for name in ("run", "trainer", "session", "assembly", "world", "worlds", "handover")),
     *(f"elastic_train.{name}" for name in ("fencing", "history", "result", "failpoints")),
     *(f"elastic_train.checkpoint.{name}" for name in ("writer", "reader", "record", "retention", "sweeping")),
@@ -116,12 +118,13 @@ def _world(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
     yield from _in("rendezvous.live", EtcdStore=client, etcd_options=lambda *_: None, os=_Launcher(job))
     yield from _in("rendezvous.live", Reach=functools.partial(Reach, probe=job.net.is_reachable))
     yield from _in("rendezvous.reach", ThreadPoolExecutor=job.net.at_once)
+    yield from _launch(job, client)
     yield from _in("rendezvous.waiting", SimpleQueue=functools.partial(virtual.Queue, job.kernel))
     yield from _in("rendezvous.node", is_refused=job.net.is_refused, read_view=_memory_of(read_view, NUM_VIEWS))
     yield from _in("rendezvous.node", LOOK_S=job.shape.look_s)
     yield from _in("rendezvous.meeting", TCPStore=functools.partial(MeetingStore, job.net))
     yield from _in("elastic_train.worlds", Group=functools.partial(SimGroup, look_s=job.shape.look_s))
-    yield from _in("elastic_train.worlds", live_context=lambda: job.told(job.kernel.process))
+    yield from _in("elastic_train.worlds", live_context=lambda: job.told(job.kernel.process), os=_Launcher(job))
     yield from _in("elastic_train.world", open_store=storage, open_fence=fence, last_applied=lambda *_, **__: None)
     yield from _in("elastic_train.world", History=functools.partial(SimHistory, job), Progress=Silent)
     yield from _in("elastic_train.assembly", open_store=storage, start_tracker=lambda *_: None)
@@ -131,6 +134,28 @@ def _world(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
     yield from _in("elastic_train.run", sys=SimpleNamespace(stderr=SimpleNamespace(write=lambda _: None)))
     yield from _in("elastic_train.result", write_atomically=job.take_file)
     yield from _in("elastic_train.failpoints", _folder="simulated", _look=lambda _, name: job.reach(name))
+
+
+def _launch(job: Job, client: Callable[..., EtcdClient]) -> Iterable[tuple[ModuleType, str, object]]:
+    """Replace what torchrun's agent and the workers of `restart` mode find on their machine."""
+    agents = "torch.distributed.elastic.agent.server"
+    mine = {"os": _Launcher(job), "atexit": SimpleNamespace(register=lambda _: None)}
+    yield from _in(f"{agents}.local_elastic_agent", start_processes=functools.partial(start_processes, job))
+    yield from _in(f"{agents}.api", record=_nothing, put_metric=_nothing, _get_fq_hostname=str)
+    yield from _in(
+        "rendezvous.torchrun", EtcdStore=client, machine_name=lambda: virtual.host_of(job.kernel.process.node), **mine
+    )
+    yield from _in("rendezvous.context", os=_Launcher(job))
+    stores = {"TCPStore": functools.partial(agent_store, job.net), "PrefixStore": lambda _, store: store}
+    yield from _in(
+        "elastic_train.group",
+        os=_Launcher(job),
+        Group=functools.partial(SimGroup, look_s=job.shape.look_s),
+        **stores,
+    )
+
+
+def _nothing(*_: object) -> None: ...
 
 
 def _tensors(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
@@ -208,13 +233,13 @@ def _memory_of(work_out: Callable[[X, *Ys], Y], size: int = 8) -> Callable[[X, *
 
 
 class _Launcher:
-    """The environment that an agent gives each of its workers."""
+    """The `os` of a process, as far as it is an environment: of a worker it is what its agent gave it."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
 
     @property
-    def environ(self) -> Mapping[str, str]:
+    def environ(self) -> dict[str, str]:
         return self._job.environ(self._job.kernel.process)
 
 

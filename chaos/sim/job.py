@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
 
-from chaos.evidence import Commit, Evidence, Line, is_void
+from chaos.evidence import Evidence, Line
 from chaos.sim.etcd import Etcd
 from chaos.sim.faults import SimFault
 from chaos.sim.install import installed
 from chaos.sim.kernel import EPOCH_S, Kernel, Killed, Process
 from chaos.sim.kinds import KINDS
+from chaos.sim.left import left_by
 from chaos.sim.model import ModelledPlan
 from chaos.sim.net import Net
 from chaos.sim.nodes import Node, Worker
 from chaos.sim.objects import Storage
+from chaos.sim.rounds import RestartNode
 from chaos.sim.shape import Shape, make_plan
 from elastic_train.config import Config
 from elastic_train.mixing import Int64s
@@ -49,17 +50,19 @@ class Job:
         self.net = Net(self.kernel, self.draws("net"), shape.delay_s)
         self.etcd = Etcd(self.kernel, self.draws("etcd"), shape.delay_s, shape.piece_s)
         self.storage = Storage(self.kernel, self.draws("storage"), 3 * shape.delay_s)
-        self.nodes = [Node(self, number) for number in range(shape.nodes)]
+        self.nodes = [self._make_node(number) for number in range(shape.nodes)]
         self.num_faults: dict[str, int] = {}
         self.errors: list[str] = []
         self.pace = self.draws("pace")
         self._next_pid = first_pid
         self.workers: dict[Process, Worker] = {}
-        self._lines: dict[str, list[Line]] = {}
-        self._result: Line | None = None
-        self._witness: Int64s | None = None
+        self._environs: dict[Process, dict[str, str]] = {}
+        self.lines: dict[str, list[Line]] = {}
+        self.result: Line | None = None
+        self.witness: Int64s | None = None
         self._armed: dict[str, dict[int, list[SimFault]]] = {}
         self._reached: dict[str, int] = {}
+        self._awaited = sorted((fault for fault in faults if fault.step), key=lambda fault: fault.step)
         self._busy_until = 0.0
         self._step = self._term = 0
         self._leader: Process | None = None
@@ -74,11 +77,12 @@ class Job:
     def plan_of(self, config: Config) -> ModelledPlan:
         return self.plan
 
-    def told(self, process: Process) -> LiveContext:
+    def told(self, process: Process) -> LiveContext | None:
         return self.workers[process].told
 
-    def environ(self, process: Process) -> Mapping[str, str]:
-        return {"LOCAL_RANK": str(self.workers[process].local_rank), "LOCAL_WORLD_SIZE": str(self.shape.ranks)}
+    def environ(self, process: Process) -> dict[str, str]:
+        """Return the environment of a process, which it may change."""
+        return self._environs.setdefault(process, {})
 
     def compute(self, num_lanes: int) -> None:
         """Take the time of a step's lanes; while a process is stopped, it computes nothing."""
@@ -96,23 +100,25 @@ class Job:
 
     def take_file(self, path: Path, text: str) -> None:
         if path.name == "result.json":
-            self._result = json.loads(text)
+            self.result = json.loads(text)
 
     def _take_witness(self, counts: Int64s) -> None:
-        self._witness = counts
+        self.witness = counts
 
     def record(self, file: str, op: str, **fields: object) -> None:
         """Append a line to a history, as JSON would keep it."""
         line: Line = {"op": op, "t": EPOCH_S + self.kernel.now}
         for name, value in fields.items():
             line[name] = value if isinstance(value, _SIMPLE) else json.loads(json.dumps(value))
-        self._lines.setdefault(file, []).append(line)
+        self.lines.setdefault(file, []).append(line)
         if op == "form" and isinstance(line["term"], int) and line["term"] >= self._term:
             self._term = line["term"]
             if line["rank"] == 0:
                 self._leader = self.kernel.process
         if op == "step" and line["term"] == self._term and isinstance(line["step"], int):
             self._step = line["step"]
+            while self._awaited and self._awaited[0].step <= self._step:
+                self._await_moment(self._awaited.pop(0))
 
     def reach(self, point: str) -> None:
         """Have the faults that wait for the n-th time that anybody comes to a failpoint."""
@@ -152,6 +158,11 @@ class Job:
         process = self.nodes[self.node(fault)].workers.get(fault.rank % self.shape.ranks)
         return [] if process is None or process.is_dead else [process]
 
+    def member(self, fault: SimFault) -> list[Process]:
+        """Return the process that holds the lease by which others know of a worker: the agent's in `restart` mode."""
+        hit = self.worker(fault)
+        return [agent for process in hit for agent in self.nodes[process.node].live_agent()] if self.restarts else hit
+
     def all_workers(self) -> list[Process]:
         return [process for node in self.nodes for process in node.live_workers()]
 
@@ -174,28 +185,42 @@ class Job:
     def start_guests(self, for_s: float) -> None:
         """Start as many nodes again, under the same run id, and kill them after a while."""
         first = self.shape.nodes
-        self.nodes += [Node(self, number) for number in range(len(self.nodes), 2 * first)]
+        self.nodes += [self._make_node(number) for number in range(len(self.nodes), 2 * first)]
         for number in range(first, 2 * first):
             self.start_node(number)
             self.kernel.after(for_s, lambda number=number: self.nodes[number].kill())  # type: ignore[misc]
         self._busy(for_s)
 
     def _start_after(self, number: int, for_s: float) -> None:
-        self.kernel.after(for_s, lambda: self.start_node(number))
+        self.kernel.after(for_s, lambda: self._start_again(number))
         node = self.nodes[number]
         node.away_until = max(node.away_until, self.kernel.now + for_s)
         self._busy(for_s)
+
+    def _start_again(self, number: int) -> None:
+        """Undo what has ended a node."""
+        if not self.nodes[number].is_up:
+            self.record("chaos", "undo", kind="kill_node", node=number, pids=[])
+        self.start_node(number)
 
     def start_node(self, number: int) -> None:
         """Start a node, unless it is up or the job is done."""
         if not self.is_done:
             self.nodes[number].start()
 
+    def _make_node(self, number: int) -> Node:
+        return (RestartNode if self.restarts else Node)(self, number)
+
     # The run.
 
     @property
+    def restarts(self) -> bool:
+        """Whether a fault ends all processes of a world, and others begin again from a commit."""
+        return self.shape.recovery == "restart"
+
+    @property
     def is_done(self) -> bool:
-        return self._result is not None and self._result["status"] == "done"
+        return self.result is not None and self.result["status"] == "done"
 
     def run(self) -> Evidence:
         """Run to the end, or to where patience ends, and return what the judge needs."""
@@ -203,15 +228,19 @@ class Job:
             for node in self.nodes:
                 self.kernel.after(self.pace.uniform(0.0, 1.0), lambda node=node: self.start_node(node.number))  # type: ignore[misc]
             for fault in self.faults:
-                act = self._arm if fault.point else self._strike
-                self.kernel.at(fault.at_s, lambda act=act, fault=fault: act(fault))  # type: ignore[misc]
+                if fault.step == 0:
+                    self._await_moment(fault)
             try:
                 self._conduct()
             finally:
                 left = [process.pid for process in self.workers if not process.is_dead]
                 self.record("chaos", "clean", orphans=left)
                 self.kernel.close()
-        return self._evidence()
+        return left_by(self)
+
+    def _await_moment(self, fault: SimFault) -> None:
+        act = self._arm if fault.point else self._strike
+        self.kernel.after(fault.at_s, lambda: act(fault))
 
     def _conduct(self) -> None:
         last = max((fault.at_s + (0.0 if fault.point else fault.for_s) for fault in self.faults), default=0.0)
@@ -227,11 +256,11 @@ class Job:
                 return  # faults that are still to come have nobody to hit
             if not is_up and is_quiet:
                 for node in self.nodes[: self.shape.nodes]:
-                    self.start_node(node.number)  # whoever keeps the job going starts it again
+                    self._start_again(node.number)  # as whoever keeps the job going does
             elif is_quiet and not self.is_done and self.kernel.now > 1.0:
                 for node in self.nodes[: self.shape.nodes]:
                     if not node.is_up and node.agent is not None:
-                        self.start_node(node.number)
+                        self._start_again(node.number)
 
     def _restart_failed(self) -> None:
         """Start nodes again that have ended by themselves, as whoever keeps the job going does after a while."""
@@ -241,7 +270,7 @@ class Job:
             elif self.kernel.now >= node.away_until:
                 node.down_for_s += LOOK_S
                 if node.down_for_s >= RESTART_S:
-                    self.start_node(node.number)
+                    self._start_again(node.number)
 
     def _strike(self, fault: SimFault) -> None:
         if self.is_done:
@@ -267,21 +296,3 @@ class Job:
         """Make a process with a number that no other has had."""
         self._next_pid += 1
         return Process(self._next_pid, node, name)
-
-    # What is left.
-
-    def _evidence(self) -> Evidence:
-        self.record("chaos", "scenario", name="sim", seed=self.seed, recovery="live", command=[])
-        files = self.storage.files
-        return Evidence(
-            folder=Path("sim"),
-            processes=[self._lines[name] for name in sorted(self._lines)],
-            commits=[
-                Commit(key, hashlib.sha256(files[key][0]).hexdigest(), json.loads(files[key][0]))
-                for key in sorted(files)
-                if key.startswith("commits/") and not is_void(files[key][0])
-            ],
-            config=self.plan.config.model_dump(mode="json"),
-            result=self._result,
-            witness=self._witness if self.is_done else None,
-        )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import TypeVar
 
 from chaos.sim.group import Hub
@@ -18,6 +19,8 @@ T = TypeVar("T")
 
 SLOWNESS = 100.0
 LOSS, RETRANSMIT_S, MOST_RETRANSMIT_S = 1 / 3, 0.2, 10.0
+RETRY_S = 0.5
+"""How often the client of a store that does not answer tries again."""
 FROZEN_S = 0.5
 """How often whoever connects looks whether the host of its world runs again."""
 
@@ -155,3 +158,17 @@ def agent_port(net: Net) -> str:
     """Open the port by which a node's agent is known to live; called by the agent."""
     store = MeetingStore(net, "", 0, is_master=True)
     return f"{host_of(net.kernel.process.node)}:{store.port}"
+
+
+def agent_store(
+    net: Net, address: str, port: int, _: object, is_master: bool, timeout: timedelta, **__: object
+) -> object:
+    """Be a TCPStore's client, which tries on until its host answers; RuntimeError behind its time."""
+    until = net.kernel.now + timeout.total_seconds()
+    while True:
+        try:
+            return MeetingStore(net, address, port, is_master=is_master)
+        except OSError as error:
+            if net.kernel.now >= until:
+                raise RuntimeError(str(error)) from error
+            net.kernel.sleep(RETRY_S)

@@ -1,11 +1,13 @@
 """A machine of the simulated world: an agent that watches over workers, as `rendezvous.live_agent` does.
 
 A worker runs `elastic_train.run._train`, the whole of the product's loop. The agent is modelled: it starts workers, has
-the product bury the dead, starts others in their place, and ends with the last of them; workers die with it.
+the product bury the dead, starts others in their place, and ends with the last of them; workers die with it. What it is
+in `restart` mode is in `chaos.sim.rounds`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -37,12 +39,17 @@ class Told(LeaveRequest):
         self.is_set = False
         self.since_s = 0.0
 
+    def ask(self, now: float) -> None:
+        if not self.is_set:
+            self.is_set, self.since_s = True, now
+
 
 @dataclass(eq=False)
 class Worker:
     """What the launcher tells a worker."""
 
-    told: LiveContext
+    told: LiveContext | None
+    """None in `restart` mode, in which the environment tells all."""
     local_rank: int
     leave: Told
 
@@ -89,9 +96,7 @@ class Node:
         """Tell all workers to leave; none is started in another's place any more."""
         hit, self._is_stopping = self.live_workers(), True
         for process in hit:
-            leave = self._job.workers[process].leave
-            if not leave.is_set:
-                leave.is_set, leave.since_s = True, self._kernel.now
+            self._job.workers[process].leave.ask(self._kernel.now)
         return hit
 
     def _watch_over(self) -> None:
@@ -140,12 +145,18 @@ class Node:
             self._kernel.kill(worker)
 
     def _start_worker(self, told: LiveContext, local_rank: int) -> None:
+        env = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self._job.shape.ranks)}
+        process = self._spawn_worker(told, local_rank, env)
+        process.at_death["agent"] = lambda: self._end_worker(process)
+
+    def _spawn_worker(self, told: LiveContext | None, local_rank: int, env: Mapping[str, str]) -> Process:
         process = self._job.process(self.number, "worker")
         leave = Told()
         self.workers[local_rank] = process
         self._job.workers[process] = Worker(told, local_rank, leave)
-        process.at_death["agent"] = lambda: self._end_worker(process)
+        self._job.environ(process).update(env)
         self._kernel.spawn(process, lambda: self._work(process, leave))
+        return process
 
     def _end_worker(self, process: Process) -> None:
         self._ended.append(process)

@@ -149,6 +149,14 @@ PLANTED = (
         replace(_SHAPE, lane_s=1.0, least_part_bytes=1 << 20),
     ),
     SimBug(
+        "commit-before",
+        "who starts again goes on from the commit before the newest",
+        lambda: {"elastic_train.world:discover": bugs.one_before},
+        ("durability",),
+        _kills,
+        replace(_SHAPE, recovery="restart"),
+    ),
+    SimBug(
         "stale-lanes",
         "a rank keeps another's lanes after the world has grown again",
         lambda: {"elastic_train.assembly:owned_lanes": bugs.stale_lanes()},
@@ -193,6 +201,13 @@ PLANTED = (
         },
         ("finished",),
         _dies_saving,
+    ),
+    SimBug(
+        "sealed-behind-the-end",
+        "who waits seals a world when all others have finished, and one of them is about to close the job",
+        lambda: {"rendezvous.records:View.is_ending": False},
+        ("fencing",),
+        "sealed-behind-the-end",
     ),
     # The canary: nothing is wrong with the product, and the judge must say that something is wrong.
     SimBug(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -37,6 +38,9 @@ class Shape:
     """How long a mirror of etcd is busy with what it has heard before it hears of more."""
     look_s: float = 1.0
     """The longest that a wait goes without looking again, whatever the watch says."""
+    recovery: Literal["live", "restart"] = "live"
+    max_restarts: int = 10
+    """How often a node restarts its workers for failures of its own, in `restart` mode."""
 
     @property
     def total_steps(self) -> int:

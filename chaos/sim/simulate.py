@@ -26,6 +26,8 @@ from chaos.sim.swarm import draw
 
 MOST, MOST_IN_STORM, STORMS = 8, 30, 0.2
 """The most faults of a run, and of a storm, which one run in five is: a longer job, hit again while it recovers."""
+RESTARTS = 1 / 6
+"""How many runs are of a job in which a fault ends all processes of the world, as in most that torchrun starts."""
 NEEDS_A_LOSS = ("faults", "deaths", "rpo", "rto")
 """What is unknown of a run whose faults did no harm, or only later."""
 MOST_UNSEEN = 100_000
@@ -86,6 +88,8 @@ def case_of(seed: int, num_nodes: int | None = None) -> Case:
     is_storm = draws.random() < STORMS
     if is_storm:
         shape = replace(shape, epochs=3 * shape.epochs)
+    if random.Random(f"{seed}/recovery").random() < RESTARTS:
+        shape = replace(shape, recovery="restart")
     return Case(seed, shape, draw(random.Random(f"{seed}/faults"), shape, MOST_IN_STORM if is_storm else MOST))
 
 

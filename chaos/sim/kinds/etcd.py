@@ -61,14 +61,14 @@ def lose_etcd_data(job: Job, fault: SimFault) -> list[Process]:
 
 def lose_lease(job: Job, fault: SimFault) -> list[Process]:
     """Etcd ends a lease that its holder has renewed in time."""
-    hit = job.worker(fault)
+    hit = job.member(fault)
     for lease in [lease for lease in job.etcd.leases if lease.process in hit]:
         job.etcd.end(lease)
     return hit
 
 
 def break_watch(job: Job, fault: SimFault) -> list[Process]:
-    hit = job.worker(fault)
+    hit = job.member(fault)
     for watch in job.etcd.watches:
         if watch.process in hit:
             watch.fall_silent()
