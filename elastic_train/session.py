@@ -105,9 +105,13 @@ class Session:
         return limit is not None and self.num_failed_in_a_row >= limit
 
     def quarantine(self, lanes: Sequence[LaneBatch]) -> None:
-        """Make holes of the row groups that any rank could not read of the next step; `steps` then begins it anew."""
+        """Make holes of the row groups that any rank could not read of the next step; `steps` then begins it anew.
+
+        A hole that was found at a later step before, and given up with that step, begins here now.
+        """
         found = find_holes(self.world, self.plan, self.state, lanes)
-        self.holes = (*self.holes, *found)
+        again = {hole.group for hole in found}
+        self.holes = (*(hole for hole in self.holes if hole.group not in again), *found)
         for hole in found:
             self.world.tell(f"QUARANTINED: {hole}: {hole.why}")
 
