@@ -83,7 +83,6 @@ _ALL = (
         "a row group of the training set cannot be read any more",
         "data",
         "never",
-        sim=False,
         needs="own_data",
     ),
     Kind("kill", "SIGKILL to whoever comes there", "point", "never", ends_world=True),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from chaos.evidence import Evidence, Line
+from chaos.sim.data import Dataset
 from chaos.sim.etcd import Etcd
 from chaos.sim.faults import SimFault
 from chaos.sim.install import installed
@@ -66,7 +67,8 @@ class Job:
         self._busy_until = 0.0
         self._step = self._term = 0
         self._leader: Process | None = None
-        self.plan = make_plan(shape, self._take_witness)
+        self.data = Dataset(self.kernel, may_spoil=any(fault.kind == "bad_row_group" for fault in faults))
+        self.plan = make_plan(shape, self.data, self._take_witness)
 
     def draws(self, name: str) -> random.Random:
         """Return a stream of its own for each use, so that a fault left out changes no other's draws."""
@@ -255,17 +257,19 @@ class Job:
             if self.is_done and not is_up and self.kernel.now > self._busy_until:
                 return  # faults that are still to come have nobody to hit
             if not is_up and is_quiet:
+                if all(node.would_end_alike for node in self.nodes[: self.shape.nodes]):
+                    return
                 for node in self.nodes[: self.shape.nodes]:
                     self._start_again(node.number)  # as whoever keeps the job going does
             elif is_quiet and not self.is_done and self.kernel.now > 1.0:
                 for node in self.nodes[: self.shape.nodes]:
-                    if not node.is_up and node.agent is not None:
+                    if not node.is_up and node.agent is not None and not node.would_end_alike:
                         self._start_again(node.number)
 
     def _restart_failed(self) -> None:
         """Start nodes again that have ended by themselves, as whoever keeps the job going does after a while."""
         for node in self.nodes[: self.shape.nodes]:
-            if node.is_up or node.agent is None:
+            if node.is_up or node.agent is None or node.would_end_alike:
                 node.down_for_s = 0.0
             elif self.kernel.now >= node.away_until:
                 node.down_for_s += LOOK_S

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -16,17 +16,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from chaos.sim.data import ModelledFeed
 from chaos.sim.group import SimGroup
-from elastic_train.account import Account, Hole
+from elastic_train.account import Account
 from elastic_train.checkpoint import Retention
 from elastic_train.checkpoint.layout import State
 from elastic_train.checkpoint.record import CommitRecord
 from elastic_train.checkpoint.record import Path as LeafPath
 from elastic_train.config import Config
 from elastic_train.coverage import CoverageSums
-from elastic_train.data.carrier import LaneSampler
-from elastic_train.data.lane_batch import LaneBatch
-from elastic_train.failpoints import reach
 from elastic_train.mixing import Int64s, derive, mix64
 from elastic_train.order import Cursor, Order
 from elastic_train.state import Reached
@@ -140,6 +138,12 @@ def _hash_of(ids: tuple[int, ...]) -> int:
     return sum(mix64(id_ + 1) for id_ in ids) & _MASK
 
 
+@dataclass(frozen=True, slots=True)
+class ModelledFile:
+    path: str
+    row_groups: range
+
+
 @dataclass(frozen=True)
 class ModelledManifest:
     group_rows: Int64s
@@ -149,6 +153,10 @@ class ModelledManifest:
     @property
     def num_rows(self) -> int:
         return int(self.group_rows.sum())
+
+    @property
+    def files(self) -> list[ModelledFile]:
+        return [ModelledFile("rows.parquet", range(len(self.group_rows)))]
 
     @property
     def digest(self) -> str:
@@ -166,42 +174,6 @@ class ModelledTask:
 
     def finish(self, model: Weights, folder: Path) -> None:
         self._leave(model.counts.copy())
-
-
-class ModelledFeed:
-    """Lanes from a cursor on, by the product's own order and sampler; ids are read, rows are not."""
-
-    def training(
-        self, order: Order, lanes: range, cursor: Cursor, num_steps: int, holes: Sequence[Hole] = ()
-    ) -> Iterable[Sequence[LaneBatch]]:
-        step: list[LaneBatch] = []
-        for (slice_,) in LaneSampler(order, lanes, micro_batch_of(order), cursor, num_steps):
-            step.append(_batch(order, slice_.epoch, slice_.lane, slice_.lo, slice_.hi))
-            if len(step) == len(lanes):
-                reach("data")
-                yield step
-                step = []
-
-    def validation(self, lanes: range) -> None:
-        return None
-
-
-def micro_batch_of(order: Order) -> int:
-    return int(order.micro_batch)  # type: ignore[attr-defined]  # set by `order_of`
-
-
-@lru_cache(1 << 16)
-def _batch(order: Order, epoch: int, lane: int, lo: int, hi: int) -> LaneBatch:
-    ids = order.epoch(epoch).ids(lane, lo, hi)
-    return LaneBatch(lane, epoch, lo, lo + len(ids), ids, {} if len(ids) else None)
-
-
-@lru_cache(64)
-def order_of(rows: tuple[int, ...], num_lanes: int, seed: int, micro_batch: int) -> Order:
-    """Return the order of a run; runs of one shape share it, and what was worked out of it."""
-    order = Order(rows, num_lanes=num_lanes, seed=seed, block_row_groups=2)
-    order.micro_batch = micro_batch  # type: ignore[attr-defined]
-    return order
 
 
 @dataclass(frozen=True)

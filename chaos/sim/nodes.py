@@ -62,6 +62,8 @@ class Node:
         self.agent: Process | None = None
         self.workers: dict[int, Process] = {}
         self.away_until = self.down_for_s = 0.0
+        self.code: int | None = None
+        """What it ended with, None while it has not."""
         self._job, self._kernel = job, job.kernel
         self._ended: list[Process] = []
         self._watcher: Task | None = None
@@ -70,6 +72,11 @@ class Node:
     @property
     def is_up(self) -> bool:
         return self.agent is not None and not self.agent.is_dead
+
+    @property
+    def would_end_alike(self) -> bool:
+        """Whether it said that starting it again would be in vain: nobody does."""
+        return self.code in FINAL_CODES
 
     def live_workers(self) -> list[Process]:
         return [process for process in self.workers.values() if not process.is_dead]
@@ -83,7 +90,7 @@ class Node:
             return
         self._job.net.silent.discard(self.number)
         self.agent = self._job.process(self.number, "agent")
-        self.workers, self._ended, self._is_stopping = {}, [], False
+        self.workers, self._ended, self._is_stopping, self.code = {}, [], False, None
         self._kernel.spawn(self.agent, self._watch_over)
 
     def kill(self) -> list[Process]:
@@ -136,7 +143,11 @@ class Node:
                 else:
                     self._start_worker(told, local_rank)
         worst = max(codes)
-        job.record("chaos", "exit", node=self.number, code=0 if self._is_stopping or worst in LEAVING_CODES else worst)
+        self._end(agent, 0 if self._is_stopping or worst in LEAVING_CODES else worst)
+
+    def _end(self, agent: Process, code: int) -> None:
+        self.code = code
+        self._job.record("chaos", "exit", node=self.number, code=code)
         self._kernel.kill(agent)
 
     def _kill_workers(self) -> None:

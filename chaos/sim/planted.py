@@ -91,6 +91,13 @@ def _dies_saving(draws: random.Random) -> tuple[SimFault, ...]:
     return (SimFault("kill", point="write", nth=draws.randint(11, 16)),)
 
 
+def _bad_data(draws: random.Random) -> tuple[SimFault, ...]:
+    """Everybody dies some steps behind a hole, and then all can be read again."""
+    at_s = draws.uniform(6.0, 10.0)
+    bad = SimFault("bad_row_group", at_s=at_s, node=-1, other=draws.randrange(4), for_s=5.0)
+    return bad, SimFault("kill_worker", at_s=at_s + draws.uniform(1.0, 5.0), node=draws.randrange(3))
+
+
 def _half_applied(draws: random.Random) -> tuple[SimFault, ...]:
     """A rank dies between two ranks' receipts of a step, so that survivors are apart."""
     point = draws.choice(("exchange", "apply", "applied"))
@@ -184,6 +191,14 @@ PLANTED = (
         ("coverage", "witness"),
         _kills,
     ),
+    SimBug(
+        "forgotten-holes",
+        "a world begins without the holes that its state has",
+        lambda: {"elastic_train.assembly:known_holes": bugs.forget_holes},
+        ("coverage", "sums"),
+        _bad_data,
+        replace(_SHAPE, unreadable="quarantine"),
+    ),
     # What was found on the way, in the case that found it.
     SimBug(
         "any-branch-counts",
@@ -208,6 +223,13 @@ PLANTED = (
         lambda: {"rendezvous.records:View.is_ending": False},
         ("fencing",),
         "sealed-behind-the-end",
+    ),
+    SimBug(
+        "hole-found-again",
+        "a hole that begins earlier than it did before a restart is listed twice",
+        lambda: {"elastic_train.session:Session.quarantine": bugs.keep_both},
+        ("coverage", "sums"),
+        "hole-found-again",
     ),
     # The canary: nothing is wrong with the product, and the judge must say that something is wrong.
     SimBug(

@@ -115,8 +115,7 @@ class RestartNode(Node):
                 self._generation.close(signal.SIGTERM, STOP_GRACE_S)
             handler.node.leave()
             code = 0 if self._is_stopping else main.code or 0
-        job.record("chaos", "exit", node=self.number, code=code)
-        kernel.kill(agent)
+        self._end(agent, code)
 
     def _run_rounds(self, main: Process, handler: EtcdRendezvousHandler) -> None:
         """Be the agent's main thread."""

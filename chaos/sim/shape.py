@@ -9,7 +9,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from chaos.sim.model import ModelledFeed, ModelledManifest, ModelledPlan, ModelledTask, order_of
+from chaos.sim.data import Dataset, ModelledFeed, order_of
+from chaos.sim.model import ModelledManifest, ModelledPlan, ModelledTask
 from elastic_train.config import Config
 from elastic_train.mixing import Int64s
 
@@ -41,6 +42,8 @@ class Shape:
     recovery: Literal["live", "restart"] = "live"
     max_restarts: int = 10
     """How often a node restarts its workers for failures of its own, in `restart` mode."""
+    unreadable: Literal["fail", "quarantine"] = "fail"
+    """What a job does about a row group that cannot be read."""
 
     @property
     def total_steps(self) -> int:
@@ -53,12 +56,12 @@ class Shape:
         return self.warm_s + 3.0 + self.total_steps * self.lane_s * -(-self.lanes // ranks)
 
 
-def make_plan(shape: Shape, take_witness: Callable[[Int64s], None]) -> ModelledPlan:
+def make_plan(shape: Shape, data: Dataset, take_witness: Callable[[Int64s], None]) -> ModelledPlan:
     """Return what `elastic_train.plan.make_plan` would; `take_witness` gets the counts of a job that is done."""
     config = Config.model_validate(
         {
             "run": {"dir": "sim", "seed": 1},
-            "data": {"train": "sim://data"},
+            "data": {"train": "sim://data", "unreadable": shape.unreadable},
             "batch": {"global_batch": shape.lanes * shape.micro_batch, "micro_batch": shape.micro_batch},
             "epochs": shape.epochs,
             "validation": {"every_steps": None},
@@ -71,7 +74,7 @@ def make_plan(shape: Shape, take_witness: Callable[[Int64s], None]) -> ModelledP
         task=ModelledTask(take_witness),
         manifest=ModelledManifest(np.array(shape.rows, np.int64)),
         order=order_of(shape.rows, shape.lanes, 1, shape.micro_batch),
-        feed=ModelledFeed(),
+        feed=ModelledFeed(data, quarantines=shape.unreadable == "quarantine"),
         total_steps=shape.total_steps,
         device=torch.device("cpu"),
     )

@@ -22,12 +22,15 @@ from chaos.findings import Finding
 from chaos.sim.faults import SimFault
 from chaos.sim.job import Job
 from chaos.sim.shape import Shape
-from chaos.sim.swarm import draw
+from chaos.sim.swarm import draw, draw_bad_data, in_order
+from elastic_train.quarantine import FOLDER
 
 MOST, MOST_IN_STORM, STORMS = 8, 30, 0.2
 """The most faults of a run, and of a storm, which one run in five is: a longer job, hit again while it recovers."""
 RESTARTS = 1 / 6
 """How many runs are of a job in which a fault ends all processes of the world, as in most that torchrun starts."""
+SPOILT = 1 / 8
+"""In how many runs row groups cannot be read, and are quarantined."""
 NEEDS_A_LOSS = ("faults", "deaths", "rpo", "rto")
 """What is unknown of a run whose faults did no harm, or only later."""
 MOST_UNSEEN = 100_000
@@ -90,7 +93,12 @@ def case_of(seed: int, num_nodes: int | None = None) -> Case:
         shape = replace(shape, epochs=3 * shape.epochs)
     if random.Random(f"{seed}/recovery").random() < RESTARTS:
         shape = replace(shape, recovery="restart")
-    return Case(seed, shape, draw(random.Random(f"{seed}/faults"), shape, MOST_IN_STORM if is_storm else MOST))
+    faults = draw(random.Random(f"{seed}/faults"), shape, MOST_IN_STORM if is_storm else MOST)
+    data = random.Random(f"{seed}/data")
+    if data.random() < SPOILT:
+        shape = replace(shape, unreadable="quarantine")
+        faults = in_order([*faults, *draw_bad_data(data, shape)])
+    return Case(seed, shape, faults)
 
 
 def simulate(case: Case, bug: Mapping[str, object] | None = None) -> Outcome:
@@ -99,7 +107,7 @@ def simulate(case: Case, bug: Mapping[str, object] | None = None) -> Outcome:
     try:
         with _rare_collection():
             run = job.run()
-        findings = judge(run, reference_of(_same_job(case.shape)))
+        findings = judge(run, reference_of(_same_job(case.shape), holes_of(run)))
     except Exception as error:  # noqa: BLE001 - whatever breaks in the product's code is this run's finding
         run, findings = None, [Finding("crash", "false", f"{type(error).__name__}: {error}")]
     return Outcome(
@@ -140,7 +148,18 @@ def _same_job(shape: Shape) -> Shape:
     )
 
 
+def holes_of(run: Evidence) -> str:
+    """Return the holes that a run says it had, as JSON; "" for none."""
+    holes = (run.result or {}).get("holes")
+    return json.dumps(holes) if holes else ""
+
+
 @lru_cache(64)
-def reference_of(shape: Shape) -> Evidence:
-    """Return the run of a job on one rank, without faults."""
-    return Job(shape, 0, (), first_pid=1_000_000).run()
+def reference_of(shape: Shape, holes: str = "") -> Evidence:
+    """Return the run of a job on one rank, without faults: one that knows of holes from the beginning, if there were
+    any."""
+    if not holes:
+        return Job(shape, 0, (), first_pid=1_000_000).run()
+    job = Job(replace(shape, unreadable="quarantine"), 0, (), first_pid=1_000_000)
+    job.storage.put(f"{FOLDER}{0:08d}-{0:012d}-0.json", holes.encode())
+    return job.run()

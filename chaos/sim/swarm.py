@@ -19,12 +19,15 @@ IN_RECOVERY = 0.25
 IS_READ = 0.5
 """How often what is damaged has to be read: everybody dies within a lease. Else the members hold what it held."""
 DAMAGE = tuple(kind for kind in KINDS if damages(kind) and kind != "tear_write")
+APART = ("bad_row_group",)
+"""Kinds that are drawn by themselves, from streams of their own."""
+COMMON = tuple(kind for kind in KINDS if kind not in APART)
 AT_PLACES = tuple(f"{how}@{point}" for how in AT_POINTS for point in POINTS)
 
 
 def draw(draws: random.Random, shape: Shape, most: int) -> tuple[SimFault, ...]:
     """Draw a run's faults, at most so many, in the order of time; those at failpoints come last."""
-    chosen = draws.sample([*KINDS, *AT_PLACES], draws.randint(1, 6))
+    chosen = draws.sample([*COMMON, *AT_PLACES], draws.randint(1, 6))
     faults: list[SimFault] = []
     for _ in range(draws.randint(1, most)):
         name, at_s = draws.choice(chosen), draws.uniform(0.0, 1.5 * shape.span_s)
@@ -39,7 +42,7 @@ def draw(draws: random.Random, shape: Shape, most: int) -> tuple[SimFault, ...]:
 
 def draw_at_rate(draws: random.Random, shape: Shape, per_hour: float) -> tuple[SimFault, ...]:
     """Draw the faults of a long run: so many an hour, from its first step to about its last, at random moments."""
-    chosen = [*draws.sample([*KINDS, *AT_PLACES], draws.randint(4, 16)), *draws.sample(DAMAGE, draws.randint(0, 2))]
+    chosen = [*draws.sample([*COMMON, *AT_PLACES], draws.randint(4, 16)), *draws.sample(DAMAGE, draws.randint(0, 2))]
     now_s, faults = shape.warm_s, list[SimFault]()
     while now_s < shape.span_s:
         is_soon = draws.random() < IN_RECOVERY
@@ -47,6 +50,16 @@ def draw_at_rate(draws: random.Random, shape: Shape, per_hour: float) -> tuple[S
         fault = _fault(draws, shape, draws.choice(chosen), now_s, draws.randint(1, 4 * shape.nodes))
         faults += _with_its_reader(draws, shape, fault)
     return in_order(faults)
+
+
+def draw_bad_data(draws: random.Random, shape: Shape) -> tuple[SimFault, ...]:
+    """Draw row groups that cannot be read: from a node or from everywhere, for good or for a while."""
+    faults = []
+    for _ in range(draws.randint(1, 3)):
+        node, group = draws.choice([-1, -1, *range(shape.nodes)]), draws.randrange(len(shape.rows))
+        at_s, for_s = draws.uniform(0.0, shape.span_s), draws.choice((0.0, 2.0, 10.0))
+        faults.append(SimFault("bad_row_group", round(at_s, 3), node=node, other=group, for_s=for_s))
+    return tuple(faults)
 
 
 def in_order(faults: list[SimFault]) -> tuple[SimFault, ...]:

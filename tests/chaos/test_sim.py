@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from chaos.checker import judge
 from chaos.cli import main
 from chaos.errors import ScenarioError
 from chaos.findings import Violated
@@ -144,6 +145,31 @@ def test_the_history_is_the_evidence_that_real_runs_leave() -> None:
     assert run.result is not None and run.result["status"] == "done" and run.witness is not None
     assert set(run.witness.tolist()) == {3}
     assert digest_of(run) == digest_of(Job(Shape(), 1, ()).run())
+
+
+def test_what_cannot_be_read_is_left_out_by_all_and_replayed() -> None:
+    """A hole begins behind a commit, everybody dies, all can be read again: the replay leaves out the same samples.
+
+    The bits are those of a run that knew of the hole from the beginning.
+    """
+    shape = Shape(unreadable="quarantine")
+    bad = SimFault("bad_row_group", at_s=6.0, node=-1, other=3, for_s=3.0)
+    case = Case(1, shape, (bad, SimFault("kill_job", step=8, for_s=3.0)))
+    run = Job(shape, case.seed, case.faults).run()
+    assert run.result is not None and [hole["since"] for hole in run.result["holes"]] == [7]  # type: ignore[attr-defined]
+    assert [line["step"] for line in run.of("restore") if line["rank"] == 0] == [0, 5]
+    findings = simulate(case).findings
+    assert all(finding.truth == "true" for finding in findings), findings
+    (told,) = [finding.why for finding in findings if finding.invariant == "coverage"]
+    assert "but for 37 in 1 holes that are listed" in told
+
+
+def test_what_cannot_be_read_ends_a_job_that_takes_no_less() -> None:
+    """Without quarantine every node ends with 65, and is not started again; the judge says that the job did not end."""
+    run = Job(Shape(), 1, (SimFault("bad_row_group", at_s=6.0, node=-1, other=1),)).run()
+    assert [line["code"] for line in run.of("exit")] == [65, 65, 65]
+    (finished,) = [finding for finding in judge(run) if finding.invariant == "finished"]
+    assert finished.truth == "false"
 
 
 def test_as_many_nodes_as_asked_for() -> None:
