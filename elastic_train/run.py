@@ -147,7 +147,7 @@ def _train_in(session: Session) -> int | None:
         raise
     except Exception:
         session.watchdog.leave()
-        session.close(status="FAILED")
+        session.close(status="FAILED", goes_on=session.worlds.is_launched)
         raise
 
 

@@ -291,9 +291,12 @@ class Session:
             self.tracker.pause()
         self.world.close()
 
-    def close(self, status: str) -> None:
-        """End the saves, the displays, and the tracker's run truthfully: FINISHED, FAILED or KILLED."""
+    def close(self, status: str, *, goes_on: bool = False) -> None:
+        """End the saves, the displays, and the tracker's run truthfully: FINISHED, FAILED or KILLED.
+
+        `goes_on` says that another process may take this one's place.
+        """
         self._abandon_save()
         if self.tracker is not None:
-            self.tracker.finish(status)
+            self.tracker.finish(status, goes_on=goes_on)
         self.world.close()

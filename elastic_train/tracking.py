@@ -97,15 +97,18 @@ class Tracker:
         """Return the run's id in MLflow; None if the tracker failed a few times from now on, or until the deadline."""
         return None if self._sending is None else self._sending.wait_run_id(timeout_s)
 
-    def finish(self, status: str) -> None:
-        """Write down how the term ended, and give the thread a bounded time to send the rest and say so."""
+    def finish(self, status: str, *, goes_on: bool = False) -> None:
+        """Write down how the term ended, and give the thread a bounded time to send the rest and say so.
+
+        Of a job that `goes_on` in another process, what no commit holds is computed again: it is not sent.
+        """
         if status not in STATUSES:
             raise ValueError(f"status {status!r} is none of {', '.join(STATUSES)}")
         if self._writer is None:
             return
         self._write(lambda writer: writer.end(status))
         self._writer = None
-        if self._sending is not None and not self._sending.finish(status, FLUSH_TIMEOUT_S[status]):
+        if self._sending is not None and not self._sending.finish(status, FLUSH_TIMEOUT_S[status], goes_on):
             log.warning("MLflow does not know all of this run yet; `elastic-train sync RUN` sends the rest")
 
     def pause(self) -> None:
@@ -159,8 +162,8 @@ class _Sending:
             self._is_awaited.clear()
         return self._run_id
 
-    def finish(self, status: str, timeout_s: float) -> bool:
-        if status != "KILLED":  # told to leave, a job goes on later, and computes again what no commit holds
+    def finish(self, status: str, timeout_s: float, goes_on: bool) -> bool:
+        if status != "KILLED" and not goes_on:  # told to leave, a job goes on later
             self.settled = math.inf
         self._status = status
         self._hurry()

@@ -41,6 +41,10 @@ class Worlds(Protocol):
     def is_live(self) -> bool:
         """Whether another world may follow in this process."""
 
+    @property
+    def is_launched(self) -> bool:
+        """Whether a launcher may start another process in this one's place."""
+
     def form(self) -> Formed | None:
         """Wait for the next world, leaving the last; None if there is none, because the job is done.
 
@@ -63,6 +67,10 @@ class OneWorld:
         self._timeout_s, self._device, self._watchdog = config.peer_timeout_s, device, watchdog
         self._is_used = False
 
+    @property
+    def is_launched(self) -> bool:
+        return "TORCHELASTIC_RUN_ID" in os.environ
+
     def form(self) -> Formed | None:
         if self._is_used:
             return None
@@ -82,7 +90,7 @@ class OneWorld:
 class LiveWorlds:
     """One world after another, formed by this process's own membership, which begins with the first `form`."""
 
-    is_live = True
+    is_live = is_launched = True
 
     def __init__(
         self,
