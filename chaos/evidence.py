@@ -94,11 +94,7 @@ def collect(folder: Path) -> Evidence:
         config=config or {},
         result=_parsed(result.encode()) if result else None,
         witness=np.load(witness, allow_pickle=False) if witness.exists() else None,
-        metrics={
-            int(path.stem): [line for text in path.read_bytes().splitlines() if (line := _parsed(text)) is not None]
-            for path in sorted((folder / "metrics").glob("*.jsonl"))
-            if path.stem.isdecimal()
-        },
+        metrics=metrics_of(folder),
         tracked=_parsed(held.encode()) if held else None,
     )
 
@@ -118,6 +114,15 @@ def _is_record(path: Path) -> bool:
 def is_void(content: bytes) -> bool:
     """Say whether a record's place holds a mark that there will never be one."""
     return _parsed(content) == {"void": True}
+
+
+def metrics_of(folder: Path) -> dict[int, list[Line]]:
+    """Read the lines of every term's metrics below a run's folder."""
+    return {
+        int(path.stem): [line for text in path.read_bytes().splitlines() if (line := _parsed(text)) is not None]
+        for path in sorted((folder / "metrics").glob("*.jsonl"))
+        if path.stem.isdecimal()
+    }
 
 
 def parse_lines(content: bytes) -> Iterator[Line]:

@@ -77,7 +77,7 @@ _ALL = (
     Kind("flip_bit", "a bit of the newest commit flips", "storage", "never", damages=True),
     Kind("truncate_file", "a file of the newest commit loses its end", "storage", "never", damages=True),
     Kind("delete_file", "a file of the newest commit is deleted", "storage", "never", damages=True),
-    Kind("tracker_outage", "the tracker is killed or frozen, and comes back", "tracker", sim=False, needs="tracker"),
+    Kind("tracker_outage", "the tracker is killed or frozen, and comes back", "tracker", needs="tracker"),
     Kind(
         "bad_row_group",
         "a row group of the training set cannot be read any more",

@@ -7,10 +7,10 @@ What the tracker held in the end was asked by the executor (`tracked`), for the 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 
 from chaos.applied import lineage_of
-from chaos.evidence import Evidence, Line, number, part, whole
+from chaos.evidence import Evidence, Line, items, number, part, whole
 from chaos.findings import Unknown, Violated
 
 _MEASURED = ("train/", "validation/")
@@ -37,7 +37,7 @@ def tracking(run: Evidence) -> str:
         return f"{told}; the run has no tracker"
     if run.tracked is None:
         raise Unknown("nobody looked at what the tracker holds")
-    return f"{told}; the tracker holds {_check_tracked(run.tracked, kept)}, once each"
+    return f"{told}; the tracker holds {_check_tracked(run, run.tracked, kept)}, once each"
 
 
 def kept_values(run: Evidence) -> Values:
@@ -74,9 +74,12 @@ def _tracker_of(run: Evidence) -> object:
     return told.get("mlflow_uri") if isinstance(told, dict) else None
 
 
-def _check_tracked(tracked: Line, kept: Values) -> str:
-    """Check what the tracker holds against the files; return how much that is."""
-    num_values = 0
+def _check_tracked(run: Evidence, tracked: Line, kept: Values) -> str:
+    """Check what the tracker holds against the files; return how much that is.
+
+    A tracker forgets nothing: of steps that were settled by a commit which was damaged then, it keeps what it was sent.
+    """
+    num_values, again, logged = 0, _settled_in_vain(run), _logged(run)
     for name, points in tracked.items():
         assert isinstance(points, list), "the executor writes lists"
         often = Counter(step for step, _ in points)
@@ -86,13 +89,52 @@ def _check_tracked(tracked: Line, kept: Values) -> str:
                 raise Violated(f"the tracker holds {often[step]} values of {name} at step {step}")
             if name.startswith(_MEASURED) and (name, step) not in kept:
                 raise Violated(f"the tracker holds {name} of step {step}, which no term that was kept has logged")
-            if name.startswith(_MEASURED) and not _same(kept[name, step], value):
+            is_old = step in again and value in logged[name, step]
+            if name.startswith(_MEASURED) and not is_old and not _same(kept[name, step], value):
                 raise Violated(f"the tracker holds {value} as {name} of step {step}, logged was {kept[name, step]}")
     held = {(name, step) for name, points in tracked.items() if isinstance(points, list) for step, _ in points}
-    missing = sum(place not in held for place in kept if place[0].startswith(_MEASURED))
+    owed = {place for place in kept if place[0].startswith(_MEASURED)} - _logged_late(run)
+    missing = len(owed - held)
     if missing:
         raise Unknown(f"{missing} values did not reach the tracker: `elastic-train sync` sends them")
     return f"{num_values} values"
+
+
+def _logged(run: Evidence) -> dict[tuple[str, int], set[object]]:
+    """Return all that any term has logged for each metric and step."""
+    logged = defaultdict[tuple[str, int], set[object]](set)
+    for lines in (run.metrics or {}).values():
+        for line in lines:
+            for name, value in part(line, "values").items() if "values" in line else ():
+                logged[name, whole(line, "step")].add(value)
+    return logged
+
+
+def _logged_late(run: Evidence) -> set[tuple[str, int]]:
+    """Return what a term logged when a newer one had begun: a leader that was stopped before, and went on.
+
+    The tracker may hold later steps by then, and who sends looks at nothing below those.
+    """
+    late, began = set[tuple[str, int]](), math.inf
+    for _, lines in sorted((run.metrics or {}).items(), reverse=True):
+        late |= {
+            (name, whole(x, "step"))
+            for x in lines
+            if "values" in x and number(x, "t") > began
+            for name in part(x, "values")
+        }
+        began = min([began, *(number(line, "t") for line in lines[:1])])
+    return late
+
+
+def _settled_in_vain(run: Evidence) -> set[int]:
+    """Return the steps that a commit held which was passed over as damaged: they are computed again."""
+    steps = set[int]()
+    for line in run.of("restore"):
+        passed = [str(item[0]) for item in items(line, "skipped") if isinstance(item, list)]
+        furthest = max((int(key.rpartition("-")[2].partition(".")[0]) for key in passed), default=0)
+        steps.update(range(whole(line, "step") + 1, furthest + 1))
+    return steps
 
 
 def _same(value: float, other: float) -> bool:

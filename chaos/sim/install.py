@@ -27,6 +27,7 @@ from chaos.sim.group import SimGroup
 from chaos.sim.net import MeetingStore, agent_store
 from chaos.sim.objects import StorageClient
 from chaos.sim.rounds import start_processes
+from chaos.sim.tracker import TrackedRun
 from elastic_train import handover, reduction, trainer
 from elastic_train.checkpoint import record
 from elastic_train.checkpoint.interval import Faults
@@ -49,6 +50,7 @@ PRODUCT = (
     *(f"torch.distributed.elastic.agent.server.{name}" for name in ("api", "local_elastic_agent")),
     *(f"elastic_train.{name}" for name in ("run", "trainer", "session", "assembly", "world", "worlds", "handover")),
     *(f"elastic_train.{name}" for name in ("fencing", "history", "result", "failpoints")),
+    *(f"elastic_train.{name}" for name in ("metrics", "tracking", "mlflow_run")),
     *(f"elastic_train.checkpoint.{name}" for name in ("writer", "reader", "record", "retention", "sweeping")),
     *(
         f"elastic_train.checkpoint.{name}"
@@ -127,7 +129,8 @@ def _world(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
     yield from _in("elastic_train.worlds", live_context=lambda: job.told(job.kernel.process), os=_Launcher(job))
     yield from _in("elastic_train.world", open_store=storage, open_fence=fence, last_applied=lambda *_, **__: None)
     yield from _in("elastic_train.world", History=functools.partial(SimHistory, job), Progress=Silent)
-    yield from _in("elastic_train.assembly", open_store=storage, start_tracker=lambda *_: None)
+    yield from _in("elastic_train.assembly", open_store=storage)
+    yield from _track(job)
     yield from _in("elastic_train.assembly", faults_before=lambda *_: Faults(0, 0.0))
     yield from _in("elastic_train.run", Watchdog=Unwatched, make_repeatable=lambda _: None, make_plan=job.plan_of)
     yield from _in("elastic_train.run", warm_up=lambda plan, state: None)  # there is nothing to open or to load
@@ -153,6 +156,18 @@ def _launch(job: Job, client: Callable[..., EtcdClient]) -> Iterable[tuple[Modul
         Group=functools.partial(SimGroup, look_s=job.shape.look_s),
         **stores,
     )
+
+
+def _track(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
+    """Replace the folder of metrics, and the run in the tracker; without one there is none of both."""
+    tracking = job.tracking
+    if tracking is None:
+        yield from _in("elastic_train.assembly", start_tracker=_nothing)
+        return
+    yield from _in("elastic_train.assembly", Path=lambda _: tracking.folder)
+    yield from _in("elastic_train.delivery", MlflowRun=functools.partial(TrackedRun, tracking.server))
+    yield from _in("elastic_train.tracking", MetricsWriter=tracking.writer, code_tags=dict, bound_requests=_nothing)
+    yield from _in("elastic_train.sync", bound_requests=_nothing)
 
 
 def _nothing(*_: object) -> None: ...

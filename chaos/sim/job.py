@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from chaos.sim.nodes import Node, Worker
 from chaos.sim.objects import Storage
 from chaos.sim.rounds import RestartNode
 from chaos.sim.shape import Shape, make_plan
+from chaos.sim.tracker import Tracking
 from elastic_train.config import Config
 from elastic_train.mixing import Int64s
 from rendezvous.context import LiveContext
@@ -68,6 +70,7 @@ class Job:
         self._step = self._term = 0
         self._leader: Process | None = None
         self.data = Dataset(self.kernel, may_spoil=any(fault.kind == "bad_row_group" for fault in faults))
+        self.tracking = Tracking(self) if shape.tracked else None
         self.plan = make_plan(shape, self.data, self._take_witness)
 
     def draws(self, name: str) -> random.Random:
@@ -226,7 +229,7 @@ class Job:
 
     def run(self) -> Evidence:
         """Run to the end, or to where patience ends, and return what the judge needs."""
-        with installed(self):
+        with installed(self), self.tracking or contextlib.nullcontext():
             for node in self.nodes:
                 self.kernel.after(self.pace.uniform(0.0, 1.0), lambda node=node: self.start_node(node.number))  # type: ignore[misc]
             for fault in self.faults:
@@ -234,11 +237,13 @@ class Job:
                     self._await_moment(fault)
             try:
                 self._conduct()
+                if self.tracking is not None:
+                    self.tracking.sync()
             finally:
                 left = [process.pid for process in self.workers if not process.is_dead]
                 self.record("chaos", "clean", orphans=left)
                 self.kernel.close()
-        return left_by(self)
+            return left_by(self)
 
     def _await_moment(self, fault: SimFault) -> None:
         act = self._arm if fault.point else self._strike

@@ -28,4 +28,6 @@ def left_by(job: Job) -> Evidence:
         config=job.plan.config.model_dump(mode="json"),
         result=job.result,
         witness=job.witness if job.is_done else None,
+        metrics=None if job.tracking is None else job.tracking.metrics,
+        tracked=None if job.tracking is None else job.tracking.server.held(),
     )

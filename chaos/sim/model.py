@@ -63,12 +63,20 @@ class Weights:
         yield self
 
 
+class Rate:
+    """What stands for a learning rate's schedule."""
+
+    def get_last_lr(self) -> list[float]:
+        return [1.0]
+
+
 @dataclass
 class ModelledState:
     """What `elastic_train.state.AppliedState` is to its users."""
 
     model: Weights
     reached: Reached = field(default_factory=Reached)
+    scheduler: Rate = field(default_factory=Rate)
 
     @property
     def step(self) -> int:

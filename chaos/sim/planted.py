@@ -199,6 +199,22 @@ PLANTED = (
         _bad_data,
         replace(_SHAPE, unreadable="quarantine"),
     ),
+    SimBug(
+        "sent-again",
+        "what the tracker holds is sent to it once more",
+        lambda: {"elastic_train.delivery:Delivery.send": bugs.send_again},
+        ("tracking",),
+        _kills,
+        replace(_SHAPE, tracked=True),
+    ),
+    SimBug(
+        "sent-unsettled",
+        "the tracker is sent what no commit holds, and what is computed again differs",
+        lambda: {"elastic_train.tracking:LineageReader": bugs.Unsettled},
+        ("tracking",),
+        _kills,
+        replace(_SHAPE, tracked=True, recovery="restart"),
+    ),
     # What was found on the way, in the case that found it.
     SimBug(
         "any-branch-counts",
@@ -230,6 +246,13 @@ PLANTED = (
         lambda: {"elastic_train.session:Session.quarantine": bugs.keep_both},
         ("coverage", "sums"),
         "hole-found-again",
+    ),
+    SimBug(
+        "failed-is-the-end",
+        "a process that fails sends what no commit holds, although another takes its place",
+        lambda: {"elastic_train.worlds:OneWorld.is_launched": False},
+        ("tracking",),
+        "failed-is-the-end",
     ),
     # The canary: nothing is wrong with the product, and the judge must say that something is wrong.
     SimBug(

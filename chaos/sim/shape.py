@@ -11,8 +11,11 @@ import torch
 
 from chaos.sim.data import Dataset, ModelledFeed, order_of
 from chaos.sim.model import ModelledManifest, ModelledPlan, ModelledTask
+from chaos.sim.tracker import URI
 from elastic_train.config import Config
 from elastic_train.mixing import Int64s
+
+Recovery = Literal["live", "restart"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +42,13 @@ class Shape:
     """How long a mirror of etcd is busy with what it has heard before it hears of more."""
     look_s: float = 1.0
     """The longest that a wait goes without looking again, whatever the watch says."""
-    recovery: Literal["live", "restart"] = "live"
+    recovery: Recovery = "live"
     max_restarts: int = 10
     """How often a node restarts its workers for failures of its own, in `restart` mode."""
     unreadable: Literal["fail", "quarantine"] = "fail"
     """What a job does about a row group that cannot be read."""
+    tracked: bool = False
+    """Whether its metrics are sent to a tracker."""
 
     @property
     def total_steps(self) -> int:
@@ -67,6 +72,7 @@ def make_plan(shape: Shape, data: Dataset, take_witness: Callable[[Int64s], None
             "validation": {"every_steps": None},
             "checkpoint": {"every_steps": shape.commit_every, "every_s": None, "keep_last": shape.keep_last},
             "peer_timeout_s": shape.peer_timeout_s,
+            "tracking": {"mlflow_uri": URI if shape.tracked else None},
         }
     )
     return ModelledPlan(

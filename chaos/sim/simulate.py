@@ -22,7 +22,7 @@ from chaos.findings import Finding
 from chaos.sim.faults import SimFault
 from chaos.sim.job import Job
 from chaos.sim.shape import Shape
-from chaos.sim.swarm import draw, draw_bad_data, in_order
+from chaos.sim.swarm import draw, draw_bad_data, draw_outages, in_order
 from elastic_train.quarantine import FOLDER
 
 MOST, MOST_IN_STORM, STORMS = 8, 30, 0.2
@@ -31,6 +31,8 @@ RESTARTS = 1 / 6
 """How many runs are of a job in which a fault ends all processes of the world, as in most that torchrun starts."""
 SPOILT = 1 / 8
 """In how many runs row groups cannot be read, and are quarantined."""
+TRACKED = 1 / 8
+"""How many runs send their metrics to a tracker."""
 NEEDS_A_LOSS = ("faults", "deaths", "rpo", "rto")
 """What is unknown of a run whose faults did no harm, or only later."""
 MOST_UNSEEN = 100_000
@@ -98,6 +100,10 @@ def case_of(seed: int, num_nodes: int | None = None) -> Case:
     if data.random() < SPOILT:
         shape = replace(shape, unreadable="quarantine")
         faults = in_order([*faults, *draw_bad_data(data, shape)])
+    tracker = random.Random(f"{seed}/tracker")
+    if tracker.random() < TRACKED:
+        shape = replace(shape, tracked=True)
+        faults = in_order([*faults, *draw_outages(tracker, shape)])
     return Case(seed, shape, faults)
 
 
@@ -138,6 +144,8 @@ def digest_of(run: Evidence) -> str:
         digest.update(json.dumps(lines).encode())
     for commit in run.commits:
         digest.update(f"{commit.key} {commit.digest}".encode())
+    if run.metrics is not None:
+        digest.update(json.dumps([run.metrics, run.tracked]).encode())
     return digest.hexdigest()
 
 

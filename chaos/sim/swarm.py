@@ -19,7 +19,7 @@ IN_RECOVERY = 0.25
 IS_READ = 0.5
 """How often what is damaged has to be read: everybody dies within a lease. Else the members hold what it held."""
 DAMAGE = tuple(kind for kind in KINDS if damages(kind) and kind != "tear_write")
-APART = ("bad_row_group",)
+APART = ("bad_row_group", "tracker_outage")
 """Kinds that are drawn by themselves, from streams of their own."""
 COMMON = tuple(kind for kind in KINDS if kind not in APART)
 AT_PLACES = tuple(f"{how}@{point}" for how in AT_POINTS for point in POINTS)
@@ -60,6 +60,12 @@ def draw_bad_data(draws: random.Random, shape: Shape) -> tuple[SimFault, ...]:
         at_s, for_s = draws.uniform(0.0, shape.span_s), draws.choice((0.0, 2.0, 10.0))
         faults.append(SimFault("bad_row_group", round(at_s, 3), node=node, other=group, for_s=for_s))
     return tuple(faults)
+
+
+def draw_outages(draws: random.Random, shape: Shape) -> tuple[SimFault, ...]:
+    """Draw outages of the tracker, short and long, or none."""
+    spans = [(draws.uniform(0.0, 1.2 * shape.span_s), draws.uniform(1.0, 30.0)) for _ in range(draws.randrange(4))]
+    return tuple(SimFault("tracker_outage", round(at_s, 3), for_s=round(for_s, 3)) for at_s, for_s in spans)
 
 
 def in_order(faults: list[SimFault]) -> tuple[SimFault, ...]:

@@ -19,7 +19,7 @@ from chaos.sim.job import Job
 from chaos.sim.kernel import EPOCH_S, Kernel, Timeless
 from chaos.sim.kinds import KINDS
 from chaos.sim.planted import PLANTED, SimBug
-from chaos.sim.shape import Shape
+from chaos.sim.shape import Recovery, Shape
 from chaos.sim.shrink import shrink
 from chaos.sim.simulate import Case, case_of, digest_of, simulate
 
@@ -170,6 +170,21 @@ def test_what_cannot_be_read_ends_a_job_that_takes_no_less() -> None:
     assert [line["code"] for line in run.of("exit")] == [65, 65, 65]
     (finished,) = [finding for finding in judge(run) if finding.invariant == "finished"]
     assert finished.truth == "false"
+
+
+@pytest.mark.parametrize(("recovery", "for_s"), [("live", 4.0), ("restart", 4.0), ("live", 60.0)])
+def test_a_tracker_that_is_away_holds_everything_once_in_the_end(recovery: Recovery, for_s: float) -> None:
+    """Back before the job's end or long after it: each value of each step is there once, and is the one that was kept.
+
+    What came back after the end was sent by the product's `sync`.
+    """
+    shape = Shape(tracked=True, recovery=recovery)
+    away = SimFault("tracker_outage", at_s=5.5, for_s=for_s)
+    outcome = simulate(Case(1, shape, (away, SimFault("kill_worker", step=8, node=2))))
+    assert outcome.num_faults == {"tracker_outage": 1, "kill_worker": 1}
+    assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
+    (told,) = [finding.why for finding in outcome.findings if finding.invariant == "tracking"]
+    assert "15 losses are those applied" in told and "once each" in told
 
 
 def test_as_many_nodes_as_asked_for() -> None:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from chaos.sim.faults import SimFault
 from chaos.sim.kernel import Process
-from chaos.sim.kinds import data, etcd, machines, network, storage
+from chaos.sim.kinds import data, etcd, machines, network, storage, tracker
 
 if TYPE_CHECKING:
     from chaos.sim.job import Job
 
 KINDS: Mapping[str, Callable[[Job, SimFault], list[Process]]] = {
-    **{act.__name__: act for act in (*machines.ACTS, *network.ACTS, *etcd.ACTS, *data.ACTS)},
+    **{act.__name__: act for act in (*machines.ACTS, *network.ACTS, *etcd.ACTS, *data.ACTS, *tracker.ACTS)},
     **storage.ACTS,
 }
