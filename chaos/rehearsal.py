@@ -33,7 +33,7 @@ def rehearse(scenario: Scenario, seed: int) -> Case:
             problems.append(f"'faults.{number}': {fault.kind} is not simulated")
     if problems:
         raise ScenarioError(*(f"{scenario.name}: {problem}" for problem in problems))
-    nodes = scenario.nodes
+    nodes, kinds = scenario.nodes, {fault.kind for fault in scenario.faults}
     lanes = max(6, nodes.count * nodes.ranks)
     shape = Shape(
         nodes.count,
@@ -45,9 +45,16 @@ def rehearse(scenario: Scenario, seed: int) -> Case:
         keep_last=4,
         recovery=nodes.recovery,
         max_restarts=nodes.max_restarts,
+        unreadable="quarantine" if "bad_row_group" in kinds and not _fails(scenario) else "fail",
+        tracked="tracker_outage" in kinds,
     )
     due = schedule(scenario, seed, shape.total_steps, shape.commit_every)
     return Case(seed, shape, _faults(due, shape, random.Random(f"{seed} roles")))
+
+
+def _fails(scenario: Scenario) -> bool:
+    """Say whether the scenario itself wants a job that ends at what cannot be read."""
+    return scenario.set.get("data.unreadable") == "fail"
 
 
 def _faults(due: list[Due], shape: Shape, draws: random.Random) -> tuple[SimFault, ...]:
@@ -78,12 +85,17 @@ def _faults(due: list[Due], shape: Shape, draws: random.Random) -> tuple[SimFaul
             if fault.kind in ("kill_node", "stop_node") and fault.for_s is None:
                 lost[len(faults)] = now_s
             other = (node + 1) % shape.nodes if node >= 0 else 1 % shape.nodes
-            at_s, for_s, rank = round(now_s - since_s, 3), fault.for_s or _FOR_S, shape.ranks - 1
+            at_s, for_s, rank = round(now_s - since_s, 3), fault.for_s or _left(fault), shape.ranks - 1
             faults.append(SimFault(fault.kind, at_s, step=step, node=node, rank=rank, other=other, for_s=for_s))
     # Who is never started again stays away until long after the job's end.
     for place in lost:
         faults[place] = replace(faults[place], for_s=10 * shape.span_s)
     return tuple(faults)
+
+
+def _left(fault: Due) -> float:
+    """Return how long a fault lasts that does not say so: what cannot be read stays so."""
+    return 0.0 if fault.kind == "bad_row_group" else _FOR_S
 
 
 def _nodes(fault: Due, shape: Shape, draws: random.Random) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,13 @@ import chaos
 from chaos.applied import lineage_of, shape_of
 from chaos.checker import COMPARED, INVARIANTS, judge
 from chaos.damage import edit
-from chaos.evidence import Evidence, collect
+from chaos.evidence import Evidence, collect, items, number
 from chaos.exactly_once import closed_form
 from chaos.findings import find
 from chaos.holes import coverage_counts
 from chaos.planted import PLANTED, Planted
 from chaos.recovery import recoveries
+from chaos.tracking import tracking
 from chaos.verdict import examine
 from elastic_train.coverage import CoverageSums
 from elastic_train.order import Order
@@ -69,6 +71,32 @@ def test_a_planted_bug_is_caught_by_its_invariant(healthy: Path, tmp_path: Path,
 def test_every_invariant_has_a_bug_that_breaks_it() -> None:
     """No check can only pass: each is false, or unknown, for some planted bug."""
     assert {planted.invariant for planted in PLANTED} == ALL
+
+
+def test_what_a_leader_logs_behind_a_newer_terms_beginning_is_not_owed(healthy: Path) -> None:
+    """A step's value that the tracker lacks is one that it should have, unless it was logged too late to be sent."""
+    run = collect(healthy / "faulted")
+    assert run.metrics is not None and run.tracked is not None
+    held = [point for point in items(run.tracked, "train/loss") if point[0] != 10]  # type: ignore[index]
+    (logged,) = [line for line in run.metrics[1] if line.get("step") == 10]
+    for at, truth in ((number(logged, "t"), "unknown"), (number(run.metrics[2][-1], "t"), "true")):
+        lines = [{**line, "t": at} if line is logged else line for line in run.metrics[1]]
+        lacks = replace(run, metrics={**run.metrics, 1: lines}, tracked={"train/loss": held})
+        assert find("tracking", lambda: tracking(lacks)).truth == truth  # noqa: B023 - called at once
+
+
+def test_a_tracker_keeps_what_a_damaged_commit_had_settled(healthy: Path) -> None:
+    """Of steps that are computed again behind damage it may hold an older value, if some term has logged that."""
+    run = collect(healthy / "faulted")
+    assert run.metrics is not None and run.tracked is not None
+    older, newer = ({"t": 0.0, "step": 12, "values": {"train/rate": value}} for value in (1.0, 2.0))
+    metrics = {**run.metrics, 1: [*run.metrics[1], older], 2: [*run.metrics[2], newer]}
+    damaged = [["commits/00000001-000000000012.json", "is missing"]]
+    (restored,) = [line for line in run.of("restore") if line["term"] == 2 and line["rank"] == 0]
+    for skipped, value, truth in ((damaged, 1.0, "true"), (damaged, 3.0, "false"), ([], 1.0, "false")):
+        restored["skipped"] = skipped
+        held = replace(run, metrics=metrics, tracked={**run.tracked, "train/rate": [[12, value]]})
+        assert find("tracking", lambda: tracking(held)).truth == truth  # noqa: B023 - called at once
 
 
 def test_nothing_is_true_by_default() -> None:

@@ -65,6 +65,22 @@ def test_moments_become_times_and_roles_become_nodes() -> None:
     assert cut.at_s > frozen[0].at_s
 
 
+def test_data_and_tracker_break_in_a_scenario_too() -> None:
+    """A row group is lost for good and quarantined, unless the file says otherwise; the job has a tracker to lose."""
+    faults = (
+        Fault(kind="tracker_outage", at_step=10, for_s=5),
+        Fault(kind="bad_row_group", at_step=20),
+        Fault(kind="kill_worker", node="leader", at_step=26),
+    )
+    case = rehearse(scenario(*faults), 1)
+    assert (case.shape.tracked, case.shape.unreadable, case.faults[1].for_s) == (True, "quarantine", 0.0)
+    outcome = simulate(case)
+    assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
+    assert {"tracking", "hash"} <= {finding.invariant for finding in outcome.findings}
+    strict = scenario(*faults).model_copy(update={"set": {"data.unreadable": "fail"}})
+    assert rehearse(strict, 1).shape.unreadable == "fail"
+
+
 def test_what_is_not_simulated_is_told_at_once() -> None:
     """Kinds that only real runs have come in one error."""
     faults = (
