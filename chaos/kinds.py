@@ -112,11 +112,6 @@ def damages(kind: object) -> bool:
     return known is not None and known.damages
 
 
-def makes_late(kind: object) -> bool:
-    """Say whether what storage was asked to create may come to exist long after whoever asked has given up."""
-    return str(kind) == "storage_lossy"
-
-
 def is_of_etcd(kind: object) -> bool:
     """Say whether a kind befalls etcd, on which all who are in a world depend."""
     known = KINDS.get(str(kind))

@@ -13,7 +13,7 @@ from itertools import pairwise
 from chaos.applied import formed_at, lineage_of, restored_at, result_of, shape_of
 from chaos.evidence import Commit, Evidence, Line, items, number, whole
 from chaos.findings import Violated
-from chaos.kinds import damages, makes_late
+from chaos.kinds import damages
 
 
 def lineage(run: Evidence) -> str:
@@ -249,20 +249,15 @@ def _rightly_skipped(restore: Line) -> set[str]:
 def atomicity(run: Evidence) -> str:
     """A commit that is there is whole: none was passed over as damaged, unless a fault had damaged files."""
     damaged = [number(fault, "t") for fault in run.of("fault") if damages(fault["kind"])]
-    late = [number(fault, "t") for fault in run.of("fault") if makes_late(fault["kind"])]
     formed, made_at = formed_at(run), _made_at(run)
     restores = run.of("restore")
-    known = {line["key"] for line in run.of("commit")} | {line["commit"] for line in restores}
     for line in restores:
         for item in items(line, "skipped"):
             assert isinstance(item, list), "a pair of key and reason"
             key, why = str(item[0]), str(item[1])
             # What a world makes that was left behind already may be swept while it is made.
             was_left_behind = any(t < made_at.get(key, 0.0) for term, t in formed.items() if term > _place(key)[0])
-            # A record whose creation nobody confirmed may come to exist behind the sweep that took its files away.
-            came_late = key not in known and any(t <= number(line, "t") for t in late)
-            is_spoilt = any(t <= number(line, "t") for t in damaged)
-            if _is_damage(why) and not was_left_behind and not came_late and not is_spoilt:
+            if _is_damage(why) and not was_left_behind and not any(t <= number(line, "t") for t in damaged):
                 raise Violated(f"term {line['term']} passed over {key}, which nobody had damaged: {why}")
     return f"{len(restores)} restores, no commit was found in part"
 
