@@ -36,40 +36,59 @@ class Column(Protocol):
         """Take rows: `slots` count through all row groups, `numbers` say in which of them each lies."""
 
 
-def join(arrays: Sequence[pa.Array]) -> Column:
-    """Put a column's arrays, one for each row group, side by side."""
-    kind, num_rows = arrays[0].type, sum(map(len, arrays))
-    if kind in _BOUNDS or (pa.types.is_list(kind) and _is_plain(kind.value_type)):
-        strings = [_Bytes.of(array) for array in arrays]
-        if sum(each.size for each in strings) <= SMALL_ROW * num_rows:
-            return _Small(pa.concat_arrays(arrays))
-        if all(each.content.size <= MAX_BYTES and each.is_whole for each in strings):
-            return _Strings(kind, strings, _validity_of(arrays))
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A row group's column, and where it allows it, as strings of bytes or as numbers."""
+
+    array: pa.Array
+    strings: Strings | None = None
+    numbers: npt.NDArray[Any] | None = None
+
+
+def piece_of(array: pa.Array) -> Piece:
+    """Look at a column of a row group."""
+    kind = array.type
+    if kind in _BOUNDS or (pa.types.is_list(kind) and _is_plain(array.values)):
+        return Piece(array, strings=Strings.of(array))
     if pa.types.is_primitive(kind) and kind.bit_width % 8 == 0:
-        return _Numbers(kind, np.concatenate([_octets_of(array) for array in arrays]), _validity_of(arrays))
+        return Piece(array, numbers=_octets_of(array))
+    return Piece(array)
+
+
+def join(pieces: Sequence[Piece]) -> Column:
+    """Put a column's pieces, one of each row group, side by side."""
+    arrays, kind = [piece.array for piece in pieces], pieces[0].array.type
+    strings = [piece.strings for piece in pieces if piece.strings is not None]
+    numbers = [piece.numbers for piece in pieces if piece.numbers is not None]
+    if len(strings) == len(pieces):
+        if sum(each.size for each in strings) <= SMALL_ROW * sum(map(len, arrays)):
+            return _Small(pa.concat_arrays(arrays))
+        if all(each.content.size <= MAX_BYTES for each in strings):
+            return _Strings(kind, strings, _validity_of(arrays))
+    if len(numbers) == len(pieces):
+        return _Numbers(kind, np.concatenate(numbers), _validity_of(arrays))
     return _Others(arrays)
 
 
 @dataclass(frozen=True, slots=True)
-class _Bytes:
+class Strings:
     """An array as strings: row i is [offsets[i] + shift, offsets[i + 1] + shift), times `width`, of `content`."""
 
     offsets: npt.NDArray[Any]
     shift: int
     width: int
     content: pa.Buffer
-    is_whole: bool
 
     @classmethod
-    def of(cls, array: pa.Array) -> _Bytes:
+    def of(cls, array: pa.Array) -> Strings:
         dtype = _BOUNDS.get(array.type)
         if dtype is None:
             values = array.values
             content, width = values.buffers()[1] or _NOTHING, values.type.bit_width // 8
-            return cls(numbers_of(array.offsets), values.offset, width, content, not values.null_count)
+            return cls(numbers_of(array.offsets), values.offset, width, content)
         _, bounds, content = array.buffers()
         at = array.offset * np.dtype(dtype).itemsize
-        return cls(np.frombuffer(bounds, dtype, len(array) + 1, at), 0, 1, content or _NOTHING, True)
+        return cls(np.frombuffer(bounds, dtype, len(array) + 1, at), 0, 1, content or _NOTHING)
 
     @property
     def size(self) -> int:
@@ -80,7 +99,7 @@ class _Bytes:
 class _Strings:
     """Rows that are strings of bytes."""
 
-    def __init__(self, kind: pa.DataType, strings: Sequence[_Bytes], is_valid: Mask | None) -> None:
+    def __init__(self, kind: pa.DataType, strings: Sequence[Strings], is_valid: Mask | None) -> None:
         self._kind, self._is_valid, self._width = kind, is_valid, strings[0].width
         self._offsets = np.concatenate([each.offsets for each in strings])
         self._shifts = np.array([each.shift for each in strings], dtype=self._offsets.dtype)
@@ -133,9 +152,10 @@ class _Others:
         return pa.concat_arrays(taken).take(column_of(order))
 
 
-def _is_plain(kind: pa.DataType) -> bool:
-    """Say whether values of a list are numbers of whole bytes."""
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+def _is_plain(values: pa.Array) -> bool:
+    """Say whether values are numbers of whole bytes, none missing."""
+    kind = values.type
+    return (pa.types.is_integer(kind) or pa.types.is_floating(kind)) and not values.null_count
 
 
 def _octets_of(array: pa.Array) -> npt.NDArray[Any]:

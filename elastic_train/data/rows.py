@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pyarrow as pa
 
-from elastic_train.data.columns import join
+from elastic_train.data.columns import join, piece_of
 from elastic_train.data.numbers import whole
 from elastic_train.mixing import Int64s
 
@@ -18,7 +18,7 @@ class Rows:
     def __init__(self, table: pa.Table) -> None:
         self.schema, self.num_rows = table.schema, table.num_rows
         self.nbytes = table.get_total_buffer_size()  # `nbytes` wakes Arrow's own memory pool, and costs milliseconds
-        self.columns = [whole(column) for column in table.columns]
+        self.columns = [piece_of(whole(column)) for column in table.columns]
 
 
 class Joined:
@@ -33,7 +33,7 @@ class Joined:
         self._first_id = first_id[groups]
         self._starts = np.cumsum([0, *(each.num_rows for each in side_by_side[:-1])])
         self._schema = side_by_side[0].schema
-        self._columns = [join(arrays) for arrays in zip(*(each.columns for each in side_by_side), strict=True)]
+        self._columns = [join(pieces) for pieces in zip(*(each.columns for each in side_by_side), strict=True)]
 
     def take(self, ids: Int64s) -> tuple[pa.Table, Int64s]:
         """Return the rows of the ids, in their order and in one chunk, and the ids of the places they came from."""
