@@ -34,6 +34,9 @@ class Server(ThreadingHTTPServer):
             raise NotImplementedError
         return f"{self.url}/{path}?signature={self.num_signed}"
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of clients that go away."""
+
 
 class Request(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
