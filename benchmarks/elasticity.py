@@ -32,7 +32,7 @@ from rich.table import Table
 from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.jobs import LIVE_LOGS, LOG, TTL_S, Steps, free_endpoint, plain_nodes, write_live_job
-from chaos.local import launch
+from chaos.launched import launch
 from chaos.node import Node
 from chaos.scenario import Nodes, Scenario
 from rendezvous.server import EtcdServer

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from benchmarks.jobs import TTL_S
 from chaos.evidence import Evidence, collect
-from chaos.local import Job, launch
+from chaos.launched import launch
+from chaos.local import Job
 from chaos.network import Cable
 from chaos.node import Node
 from chaos.scenario import Nodes, Scenario

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from chaos.damage import edit
+from chaos.edits import edit
 from chaos.evidence import Line, part
 
 STEP = 29

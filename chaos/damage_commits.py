@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from chaos.applied import formed_at, restored_at
-from chaos.damage import edit, forge, later_term
+from chaos.edits import edit, forge, later_term
 from chaos.evidence import Line, collect, items, record_files, whole
 
 

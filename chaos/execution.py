@@ -19,7 +19,8 @@ from chaos import tracked
 from chaos.errors import RunError, ScenarioError
 from chaos.followed import Followed
 from chaos.kinds import LOCAL
-from chaos.local import Job, launch
+from chaos.launched import launch
+from chaos.local import Job
 from chaos.scenario import Scenario
 from chaos.schedule import Due
 from chaos.soak import Drawn, kinds_of, land

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -23,7 +21,7 @@ from chaos.acts.points import Points
 from chaos.errors import RunError
 from chaos.followed import Followed
 from chaos.kinds import KINDS, LOCAL
-from chaos.node import Node, clean_environ, signal_all
+from chaos.node import Node, signal_all
 from chaos.scenario import Scenario
 from chaos.schedule import Due
 from chaos.stopping import Enough, told_once
@@ -271,31 +269,3 @@ class Job:
 
     def _logs(self) -> str:
         return "\n".join(f"the end of node {node.number}'s log:\n{node.tail()}" for node in self.nodes)
-
-
-def launch(
-    scenario: Scenario,
-    endpoint: str,
-    folder: Path,
-    overrides: list[str],
-    run_id: str,
-    around: Surroundings | None = None,
-) -> list[Node]:
-    """Describe the scenario's nodes: each a `torchrun --rdzv_backend=etcd` as users type it."""
-    nodes, around = scenario.nodes, around or Surroundings()
-    assert scenario.config is not None, "the command line has asked"
-    environ = {**clean_environ(os.environ), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    described = []
-    for number in range(nodes.count):
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", *around.flags(number, nodes.count)),
-            *("--rdzv_backend=etcd", f"--rdzv_endpoint={around.endpoint(number) or endpoint}", f"--rdzv_id={run_id}"),
-            f"--rdzv_conf=ttl={nodes.lease_ttl_s:g},recovery={nodes.recovery}",
-            *(f"--nnodes={nodes.min}:{nodes.count}", f"--nproc-per-node={nodes.ranks}"),
-            f"--max-restarts={nodes.max_restarts}",
-            *("-m", "elastic_train", scenario.config, *overrides),
-        ]
-        own = {**environ, **around.environ(number, nodes.count)}
-        log = folder / f"node-{number}.log"
-        described.append(Node(number, around.command(number, nodes.count, command), log, own))
-    return described

@@ -14,7 +14,7 @@ import pytest
 import chaos
 from chaos.applied import lineage_of, shape_of
 from chaos.checker import COMPARED, INVARIANTS, judge
-from chaos.damage import edit
+from chaos.edits import edit
 from chaos.evidence import Evidence, collect, items, number
 from chaos.exactly_once import closed_form
 from chaos.findings import find
@@ -28,7 +28,7 @@ from elastic_train.order import Order
 from tests.chaos.recorded import record, samples_until
 
 JUDGE = (
-    *("applied", "checker", "damage", "evidence", "exactly_once", "findings", "holes"),
+    *("applied", "checker", "damage", "edits", "evidence", "exactly_once", "findings", "holes"),
     *("clean", "damage_around", "injected", "kinds", "one_lineage", "planted", "recovery", "so_far", "tracking"),
     *("script.judge", "script.samples"),
 )

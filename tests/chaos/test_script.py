@@ -19,7 +19,7 @@ import pytest
 import chaos.hook
 from chaos import scenario as scenarios
 from chaos.cli import main
-from chaos.damage import edit
+from chaos.edits import edit
 from chaos.errors import ScenarioError
 from chaos.evidence import Line, collect, items
 from chaos.hook import VARIABLE, log_ids
