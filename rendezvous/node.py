@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rendezvous import membership
-from rendezvous.addresses import is_refused
 from rendezvous.errors import (
     StoppedWaiting,
     StoreError,
@@ -24,19 +23,10 @@ from rendezvous.errors import (
     StoreUnavailableError,
     TooFewNodesError,
 )
+from rendezvous.lookout import LOOK_S, Lookout, is_looking
 from rendezvous.membership import Change, Decision, Enter, Expelled, Finished, Policy, Seal, Wait
 from rendezvous.records import Closed, Failure, Keys, Member, View, World, read_view
 from rendezvous.store import ABSENT, Lease, Put, Snapshot, Store
-
-LOOK_S = 1.0
-"""The longest that a wait goes without looking again, whatever the watch says."""
-
-PROBE_S = 0.1
-"""How soon a worker that waits for others looks again whether their agents are gone; twice as late after every look
-at the same ones, up to `LOOK_S`: those that it waits for may be training a long step."""
-
-NUM_LOOKING = 3
-"""Nodes that look for all others."""
 
 _log = logging.getLogger("rendezvous")
 
@@ -74,7 +64,7 @@ class Node:
         self._snapshot = self._watch.snapshot
         self._view = read_view(self._snapshot, self.keys)
         self._same_since = time.monotonic()
-        self._looked_for: tuple[tuple[str, ...], float] = (), PROBE_S
+        self._lookout = Lookout(place.host)
         threading.Thread(target=self._follow, name=f"membership {run_id}", daemon=True).start()
 
     @property
@@ -244,10 +234,10 @@ class Node:
                 time.sleep(min(left_s, LOOK_S))
         elif isinstance(decision, Wait):
             pause_s = LOOK_S
-            if decision.why == "members" and self._is_looking():
-                if self._bury_refused(snapshot):
+            if decision.why == "members" and is_looking(self.view, self.id):
+                if self._bury(snapshot):
                     return
-                pause_s = self._pause_between_looks() if self.place.agent else LOOK_S
+                pause_s = self._lookout.pause_s(self.view) if self.place.agent else LOOK_S
             self._await_change(snapshot, min(left_s, pause_s if decision.seconds is None else decision.seconds))
 
     def _seal(self, decision: Seal, host: Callable[[Seal], tuple[str, int]], snapshot: Snapshot) -> None:
@@ -256,39 +246,10 @@ class Node:
         if not self._try(membership.seal(snapshot, self.keys, world)):
             self._await_change(snapshot, 0.2)
 
-    def _is_looking(self) -> bool:
-        """Say whether this member looks for all that wait: one worker of each of a few nodes does.
-
-        Were it everybody, a thousand nodes would knock at one door ten times a second.
-        """
-        firsts: dict[str, str] = {}
-        ready = self.view.ready
-        for member in ready:
-            firsts.setdefault(member.node_id, member.id)
-            if len(firsts) == NUM_LOOKING:
-                break
-        return not ready or self.id in firsts.values()
-
-    def _pause_between_looks(self) -> float:
-        """Look less and less often for those who are late, as long as they are the same."""
-        view = self.view
-        late = tuple(member.id for member in view.members if not view.is_ready(member))
-        before, pause_s = self._looked_for
-        pause_s = min(LOOK_S, 2 * pause_s) if late == before else PROBE_S
-        self._looked_for = late, pause_s
-        return pause_s
-
-    def _bury_refused(self, snapshot: Snapshot) -> bool:
-        """Remove the members that everybody waits for and whose agent's machine says that the agent is gone.
-
-        Workers die with their agent, so there is no need to wait for their leases to end.
-        """
-        view = self.view
-        late = [member for member in view.members if member.agent and not view.is_ready(member)]
-        # A loopback address means another machine there.
-        near = {m.agent for m in late if m.host == self.place.host or not m.agent.startswith(("127.", "localhost"))}
-        gone = {agent for agent in sorted(near) if is_refused(agent)}
-        return any([self._try(membership.bury(snapshot, self.keys, dead.id)) for dead in late if dead.agent in gone])  # noqa: C419 - all of them
+    def _bury(self, snapshot: Snapshot) -> bool:
+        """Remove the members that everybody waits for and whose agent is gone; say whether any was."""
+        gone = self._lookout.gone(self.view)
+        return any([self._try(membership.bury(snapshot, self.keys, dead.id)) for dead in gone])  # noqa: C419 - all of them
 
     def _register(self) -> None:
         try:

@@ -11,6 +11,7 @@ from rendezvous_sides import eventually
 
 from rendezvous import EtcdServer, EtcdStore, MemoryStore, TooFewNodesError, etcd_options
 from rendezvous.errors import StoreRefusedError, StoreUnavailableError
+from rendezvous.lookout import is_looking
 from rendezvous.membership import Policy
 from rendezvous.node import Node, Place
 from rendezvous.records import World
@@ -247,7 +248,7 @@ def test_one_worker_of_a_node_looks_for_agents_that_are_gone(
 ) -> None:
     """The first of those that wait; a thousand would ask one another's machines ten times a second."""
     asked: list[str] = []
-    monkeypatch.setattr("rendezvous.node.is_refused", lambda agent: bool(asked.append(agent)))
+    monkeypatch.setattr("rendezvous.lookout.is_refused", lambda agent: bool(asked.append(agent)))
     places = [Place("host", "127.0.0.1", 1, node=name, agent=f"{name}:1") for name in ("here", "here", "there")]
     nodes = [Node(store, "job", Policy(1, 2, 0.0), place, ttl_s=TTL_S) for place in places]
     for node in nodes:
@@ -259,7 +260,7 @@ def test_one_worker_of_a_node_looks_for_agents_that_are_gone(
         node.join(10.0)
     eventually(lambda: all(len(node.view.ready) == 2 for node in nodes), "those who wait")
     snapshot = nodes[0]._snapshot
-    assert [node._is_looking() for node in nodes[:2]] == [True, False]
-    assert not nodes[0]._bury_refused(snapshot) and asked == ["there:1"]
+    assert [is_looking(node.view, node.id) for node in nodes[:2]] == [True, False]
+    assert not nodes[0]._bury(snapshot) and asked == ["there:1"]
     for node in nodes:
         node.leave()
