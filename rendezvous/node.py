@@ -25,7 +25,8 @@ from rendezvous.errors import (
 )
 from rendezvous.lookout import LOOK_S, Lookout, is_looking
 from rendezvous.membership import Change, Decision, Enter, Expelled, Finished, Policy, Seal, Wait
-from rendezvous.records import Closed, Failure, Keys, Member, View, World, read_view
+from rendezvous.records import Closed, Failure, Keys, Member, View, World
+from rendezvous.seen import Seen
 from rendezvous.store import ABSENT, Lease, Put, Snapshot, Store
 
 _log = logging.getLogger("rendezvous")
@@ -58,19 +59,15 @@ class Node:
         self._store = store
         self._lease: Lease | None = None
         self._watch = store.watch(self.keys.prefix)
-        self._changed = threading.Condition()
+        self._seen = Seen(self.keys, self._watch.snapshot)
         self._writing = threading.Lock()
         self._left = threading.Event()
-        self._snapshot = self._watch.snapshot
-        self._view = read_view(self._snapshot, self.keys)
-        self._same_since = time.monotonic()
         self._lookout = Lookout(place.host)
         threading.Thread(target=self._follow, name=f"membership {run_id}", daemon=True).start()
 
     @property
     def view(self) -> View:
-        with self._changed:
-            return self._view
+        return self._seen.now().view
 
     def join(self, timeout_s: float) -> None:
         """Be ready for the next world: register, or leave the world that this node was in."""
@@ -139,9 +136,7 @@ class Node:
 
     def wants_to_grow(self, quiet_s: float) -> bool:
         """Whether members wait to be admitted, and none has come or gone for `quiet_s`, so that they come together."""
-        with self._changed:
-            is_quiet = time.monotonic() - self._same_since >= quiet_s
-        return is_quiet and self.num_waiting() > 0
+        return self._seen.now().same_for_s >= quiet_s and self.num_waiting() > 0
 
     def is_only_growing(self) -> bool:
         return self.world is not None and membership.is_only_growing(self.view, self.world)
@@ -155,14 +150,14 @@ class Node:
         assert world is not None, "workers run in a world"
         deadline = time.monotonic() + self.ttl_s + 2.0
         while time.monotonic() < deadline:
-            with self._changed:
-                verdict, snapshot = membership.blame(self._view, self.id, world), self._snapshot
-                reported = self._view.failure is not None and self._view.failure.term >= world.term
+            now = self._seen.now()
+            verdict = membership.blame(now.view, self.id, world)
+            reported = now.view.failure is not None and now.view.failure.term >= world.term
             if verdict != "wait":
                 return verdict == "pay"
             if not reported:
-                self._try(membership.report_failure(snapshot, self.keys, Failure(world.term, self.id)))
-            self._await_change(snapshot, 0.2)
+                self._try(membership.report_failure(now.snapshot, self.keys, Failure(world.term, self.id)))
+            self._seen.await_change(now.snapshot, 0.2)
         return True
 
     def finish(self, timeout_s: float) -> None:
@@ -175,13 +170,13 @@ class Node:
         deadline = time.monotonic() + timeout_s
         self._say_done(world.term, deadline)
         while time.monotonic() < deadline:
-            with self._changed:
-                verdict, snapshot = membership.ending(self._view, self.id, world), self._snapshot
+            now = self._seen.now()
+            verdict = membership.ending(now.view, self.id, world)
             if verdict == "close":
                 self.close(world.term)
             if verdict != "wait":
                 return
-            self._await_change(snapshot, LOOK_S)
+            self._seen.await_change(now.snapshot, LOOK_S)
 
     def _say_done(self, term: int, deadline: float) -> None:
         while time.monotonic() < deadline:
@@ -216,9 +211,8 @@ class Node:
 
     def _decide(self) -> tuple[Decision, Snapshot]:
         """Return what to do next, and the snapshot that says so: acting on a newer one would guard what nobody saw."""
-        with self._changed:
-            quiet_s = time.monotonic() - self._same_since
-            return membership.decide(self._view, self.id, self.policy, quiet_s), self._snapshot
+        now = self._seen.now()
+        return membership.decide(now.view, self.id, self.policy, now.same_for_s), now.snapshot
 
     def _act(
         self, decision: Decision, snapshot: Snapshot, host: Callable[[Seal], tuple[str, int]], left_s: float
@@ -238,13 +232,13 @@ class Node:
                 if self._bury(snapshot):
                     return
                 pause_s = self._lookout.pause_s(self.view) if self.place.agent else LOOK_S
-            self._await_change(snapshot, min(left_s, pause_s if decision.seconds is None else decision.seconds))
+            self._seen.await_change(snapshot, min(left_s, pause_s if decision.seconds is None else decision.seconds))
 
     def _seal(self, decision: Seal, host: Callable[[Seal], tuple[str, int]], snapshot: Snapshot) -> None:
         address, port = host(decision)
         world = World(decision.term, decision.seats, decision.cause, address, port, time.time())
         if not self._try(membership.seal(snapshot, self.keys, world)):
-            self._await_change(snapshot, 0.2)
+            self._seen.await_change(snapshot, 0.2)
 
     def _bury(self, snapshot: Snapshot) -> bool:
         """Remove the members that everybody waits for and whose agent is gone; say whether any was."""
@@ -283,18 +277,17 @@ class Node:
         """Rewrite this node's record; False if its lease is over."""
         for _ in range(20):
             with self._writing:
-                with self._changed:
-                    snapshot, view = self._snapshot, self._view
-                mine = view.member(self.id)
+                now = self._seen.now()
+                mine = now.view.member(self.id)
                 if mine is None:
                     return False
-                wanted = change(mine, view)
+                wanted = change(mine, now.view)
                 try:
-                    if wanted == mine or self._swap(membership.update(snapshot, self.keys, wanted), self._lease):
+                    if wanted == mine or self._swap(membership.update(now.snapshot, self.keys, wanted), self._lease):
                         return True
                 except StoreRefusedError:
                     return False
-            self._await_change(snapshot, 0.1)
+            self._seen.await_change(now.snapshot, 0.1)
         return False
 
     def _try(self, change: Change) -> bool:
@@ -310,7 +303,7 @@ class Node:
         writes = {key: None if text is None else Put(text, lease) for key, text in change.writes.items()}
         if self._store.swap(writes, change.guards) is None:
             return False
-        self._show(self._store.get(self.keys.prefix))
+        self._seen.show(self._store.get(self.keys.prefix))
         return True
 
     def _follow(self) -> None:
@@ -319,18 +312,9 @@ class Node:
             snapshot = self._watch.wait(revision, LOOK_S)
             if snapshot is not None:
                 revision = snapshot.revision
-                self._show(snapshot)
+                self._seen.show(snapshot)
             if not self._left.is_set():
                 self._show_life()
-
-    def _show(self, snapshot: Snapshot) -> None:
-        view = read_view(snapshot, self.keys)
-        with self._changed:
-            if snapshot.revision > self._snapshot.revision:
-                if view.ready != self._view.ready:
-                    self._same_since = time.monotonic()
-                self._snapshot, self._view = snapshot, view
-                self._changed.notify_all()
 
     def _show_life(self) -> None:
         """Tell a member whose workers failed that this node is not the one that was lost."""
@@ -345,10 +329,6 @@ class Node:
             self._update_own(lambda member, view: replace(member, seen=term))
         except StoreError as error:
             _log.debug("could not show a sign of life: %s", error)
-
-    def _await_change(self, seen: Snapshot, timeout_s: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._snapshot.revision > seen.revision, timeout_s)
 
     def _too_few(self, waited_s: float) -> str:
         view = self.view

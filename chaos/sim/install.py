@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 PRODUCT = (
     *(f"rendezvous.{name}" for name in ("node", "live", "live_agent", "meeting", "fence", "membership", "records")),
-    *(f"rendezvous.{name}" for name in ("reach", "waiting")),
+    *(f"rendezvous.{name}" for name in ("reach", "waiting", "seen")),
     *(f"torch.distributed.elastic.agent.server.{name}" for name in ("api", "local_elastic_agent")),
     *(f"elastic_train.{name}" for name in ("run", "trainer", "session", "assembly", "world", "worlds", "handover")),
     *(f"elastic_train.{name}" for name in ("fencing", "history", "result", "failpoints")),
@@ -123,7 +123,8 @@ def _world(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
     yield from _launch(job, client)
     yield from _in("rendezvous.waiting", SimpleQueue=functools.partial(virtual.Queue, job.kernel))
     yield from _in("rendezvous.lookout", is_refused=job.net.is_refused, LOOK_S=job.shape.look_s)
-    yield from _in("rendezvous.node", LOOK_S=job.shape.look_s, read_view=_memory_of(read_view, NUM_VIEWS))
+    yield from _in("rendezvous.node", LOOK_S=job.shape.look_s)
+    yield from _in("rendezvous.seen", read_view=_memory_of(read_view, NUM_VIEWS))
     yield from _in("rendezvous.meeting", TCPStore=functools.partial(MeetingStore, job.net))
     yield from _in("elastic_train.worlds", Group=functools.partial(SimGroup, look_s=job.shape.look_s))
     yield from _in("elastic_train.worlds", live_context=lambda: job.told(job.kernel.process), os=_Launcher(job))

@@ -259,7 +259,7 @@ def test_one_worker_of_a_node_looks_for_agents_that_are_gone(
     for node in nodes[:2]:
         node.join(10.0)
     eventually(lambda: all(len(node.view.ready) == 2 for node in nodes), "those who wait")
-    snapshot = nodes[0]._snapshot
+    snapshot = nodes[0]._seen.now().snapshot
     assert [is_looking(node.view, node.id) for node in nodes[:2]] == [True, False]
     assert not nodes[0]._bury(snapshot) and asked == ["there:1"]
     for node in nodes:
