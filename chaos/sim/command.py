@@ -33,6 +33,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.num_run = 0
+        self.is_interrupted = False
         self.entries: list[Entry] = []
         self._started = time.monotonic()
 
@@ -125,7 +126,7 @@ def run_campaign(campaign: Campaign, *, is_quiet: bool) -> Tally:
         tally.entries += [e for e in ledger.entries if e.seed in campaign.seeds and e.options == options]
     left = sorted(set(campaign.seeds) - {entry.seed for entry in tally.entries})
     outcomes = simulate_each(left, campaign.draw.case, min(campaign.processes, len(left) or 1))
-    with contextlib.closing(outcomes), _ending_at_interrupt() if ledger else contextlib.nullcontext():
+    with contextlib.closing(outcomes), _ending_at_interrupt(tally) if ledger else contextlib.nullcontext():
         for outcome in outcomes:
             entry = entry_of(outcome, options, code)
             tally.num_run += 1
@@ -143,14 +144,16 @@ def run_campaign(campaign: Campaign, *, is_quiet: bool) -> Tally:
 
 
 @contextlib.contextmanager
-def _ending_at_interrupt() -> Iterator[None]:
+def _ending_at_interrupt(tally: Tally) -> Iterator[None]:
     """End at Ctrl-C with what has been run."""
-    with contextlib.suppress(KeyboardInterrupt):
+    try:
         yield
+    except KeyboardInterrupt:
+        tally.is_interrupted = True
 
 
 def report(tally: Tally, campaign: Campaign, is_json: bool) -> int:
-    """Print what came of it; return 0 if no run was bad. The first bad one is shrunk and kept as a file."""
+    """Print what came of it; return 0 if no run was bad. The first bad one is shrunk and kept, unless time is up."""
     fields = tally.fields(campaign.draw.options)
     if not is_json:
         table = Table("fault", "times", header_style="bold")
@@ -158,7 +161,9 @@ def report(tally: Tally, campaign: Campaign, is_json: bool) -> int:
             table.add_row(kind, str(times))
         console.print(table)
         console.print(f"{tally}\ndigest {tally.digest}")
-    if tally.failed:
+    if tally.failed and tally.is_interrupted:
+        sys.stderr.write(f"again with: {fields['replay']}\n")
+    elif tally.failed:
         first = simulate(campaign.draw.case(tally.failed[0]))
         told = f"seed {tally.failed[0]} was recorded as bad, and is not with today's code\n"
         if first.violations:
