@@ -168,12 +168,14 @@ def _went_on_from(run: Evidence, term: int, restored: dict[int, int]) -> int | N
 
 
 def _bringers(run: Evidence, term: int) -> set[int]:
-    """Return the processes whose state a term went on with: who gave it to others, or everybody if nobody did.
+    """Return the processes whose state a term went on with: who gave it to others, or who had it if nobody did.
 
-    Others may stand at the same step by chance, on a branch that nobody goes on from.
+    Others may stand at the same step by chance, on a branch that nobody goes on from, or have been about to be given it
+    when the world broke.
     """
-    givers = {line.get("given_by") for line in run.in_term("restore", term)} - {None}
-    return {whole(line, "pid") for line in run.in_term("form", term) if line["rank"] in givers} or pids_of(run)[term]
+    restores = run.in_term("restore", term)
+    ranks = {line.get("given_by") for line in restores} - {None} or {line["rank"] for line in restores}
+    return {whole(line, "pid") for line in run.in_term("form", term) if line["rank"] in ranks} or pids_of(run)[term]
 
 
 @once

@@ -15,7 +15,7 @@ import chaos
 from chaos.applied import lineage_of, shape_of
 from chaos.checker import COMPARED, INVARIANTS, judge
 from chaos.edits import edit
-from chaos.evidence import Evidence, collect, items, number
+from chaos.evidence import Evidence, Line, collect, items, number
 from chaos.exactly_once import closed_form
 from chaos.findings import find
 from chaos.holes import coverage_counts
@@ -208,6 +208,26 @@ def test_lineage_leaves_out_what_was_given_up(healthy: Path) -> None:
     lineage = lineage_of(collect(healthy / "faulted"))
     assert [applied.step for applied in lineage] == list(range(1, 31))
     assert [applied.term for applied in lineage] == [1] * 10 + [2] * 12 + [3] * 8
+
+
+def test_who_was_about_to_be_given_a_state_did_not_bring_it() -> None:
+    """Process 1 lived through a world in which others had step 2, and never got it; that branch is dead.
+
+    It got step 2 of the branch that began anew, in term 4, which broke before it could tell.
+    """
+    worlds = {1: (8, 9), 2: (1, 9), 3: (5, 6), 4: (1, 5), 5: (1, 7)}
+    lines: list[Line] = [
+        {"op": "form", "t": 10.0 * term, "term": term, "rank": rank, "pid": pid}
+        for term, pids in worlds.items()
+        for rank, pid in enumerate(pids)
+    ]
+    for term, rank, step in ((1, 0, 0), (1, 1, 0), (2, 1, 2), (3, 0, 0), (3, 1, 0), (4, 1, 2), (5, 0, 2)):
+        where = {"term": term, "rank": rank, "step": step, "commit": None, "given_by": None}
+        lines.append({"op": "restore", "t": 10.0 * term + 1, **where})
+    for term, step in ((1, 1), (1, 2), (3, 1), (3, 2), (5, 3)):
+        lines += [{"op": "step", "t": 10.0 * term + 2, "term": term, "rank": rank, "step": step} for rank in (0, 1)]
+    run = Evidence(Path("drawn"), [lines], [], {}, {"step": 3}, None)
+    assert [(applied.term, applied.step) for applied in lineage_of(run)] == [(3, 1), (3, 2), (5, 3)]
 
 
 def test_shape_counts_samples_as_the_lanes_do(healthy: Path) -> None:
