@@ -157,7 +157,8 @@ def test_a_copy_and_a_failed_end_may_take_long(clock: list[float], monkeypatch: 
     watched.beat()
     clock[0] += 1.0
     saves = SimpleNamespace(is_staging=True, await_staging=take_long)
-    session = SimpleNamespace(watchdog=watched, saves=saves, close=take_long, pause=take_long)
+    worlds = SimpleNamespace(is_launched=False)
+    session = SimpleNamespace(watchdog=watched, saves=saves, worlds=worlds, close=take_long, pause=take_long)
     Session.await_staging(session)  # type: ignore[arg-type]
     assert watched.limit_s == LEAST_S
     for error in (ZeroDivisionError(), PeerLostError("gone")):
