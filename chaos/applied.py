@@ -138,16 +138,27 @@ def newest_steps(steps: Steps) -> dict[int, int]:
 @once
 def lineage_of(run: Evidence) -> list[Applied]:
     """Return the steps that the final weights are made of: the last term's, and back through what each went on from."""
-    steps, restored = steps_of(run), {term: whole(line, "step") for term, line in restored_at(run).items()}
-    until, term = whole(result_of(run), "step"), max(restored, default=None)
-    lineage: list[Applied] = []
-    while term is not None:
-        lo = restored[term]
-        lineage += [Applied(step, term, tuple(steps.get((term, step), ()))) for step in range(until, lo, -1)]
-        until, term = min(until, lo), _went_on_from(run, term, restored)
-    if until > 0:
-        raise Violated(f"no term began before step {until}: the lineage does not reach back to step 0")
-    return lineage[::-1]
+    steps, last = steps_of(run), max(restored_at(run), default=None)
+    branch = [] if last is None else branch_of(run, last, whole(result_of(run), "step"))
+    if first := branch[0][1] if branch else whole(result_of(run), "step"):
+        raise Violated(f"no term began before step {first}: the lineage does not reach back to step 0")
+    return [
+        Applied(step, term, tuple(steps.get((term, step), ())))
+        for term, lo, hi in branch
+        for step in range(lo + 1, hi + 1)
+    ]
+
+
+def branch_of(run: Evidence, term: int, until: int) -> list[tuple[int, int, int]]:
+    """Return which terms applied the steps up to `until` that `term` had: (term, lo, hi), oldest first, none empty."""
+    restored = {term: whole(line, "step") for term, line in restored_at(run).items()}
+    branch, before = list[tuple[int, int, int]](), term if term in restored else None
+    while before is not None:
+        lo = restored[before]
+        if lo < until:
+            branch.append((before, lo, until))
+        until, before = min(until, lo), _went_on_from(run, before, restored)
+    return branch[::-1]
 
 
 def _went_on_from(run: Evidence, term: int, restored: dict[int, int]) -> int | None:

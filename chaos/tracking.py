@@ -1,7 +1,7 @@
 """Invariant of what was tracked: one value for each metric and step, and it is the value of the step that was kept.
 
-A term's file says what it measured; what it wrote from the first step on that a newer term has values of was given up.
-What the tracker held in the end was asked by the executor (`tracked`), for the checker speaks to nobody.
+A term's file says what it measured; of it holds what it wrote of steps that the lineage has by the same terms. What the
+tracker held in the end was asked by the executor (`tracked`), for the checker speaks to nobody.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 
-from chaos.applied import lineage_of
+from chaos.applied import branch_of, lineage_of, restored_at
 from chaos.evidence import Evidence, Line, items, number, part, whole
 from chaos.findings import Unknown, Violated
 
@@ -41,12 +41,10 @@ def tracking(run: Evidence) -> str:
 
 
 def kept_values(run: Evidence) -> Values:
-    """Return what holds of all terms' files: a newer term takes back what older ones wrote from its first step on."""
+    """Return what holds of all terms' files: of each what it wrote while its branch was the lineage's."""
     kept: Values = {}
     for term, lines in sorted((run.metrics or {}).items()):
-        first = _first_step(lines)
-        kept = {place: value for place, value in kept.items() if place[1] < first}
-        own: Values = {}
+        last, own = _last_kept(run, term), dict[tuple[str, int], float]()
         for line in lines:
             for name, value in part(line, "values").items() if "values" in line else ():
                 place = (name, whole(line, "step"))
@@ -55,18 +53,22 @@ def kept_values(run: Evidence) -> Values:
                     twice = f"{name} of step {place[1]} as {own[place]} and as {measured}"
                     raise Violated(f"term {term} logged {twice}")
                 own[place] = measured
-        kept |= own
+        kept |= {place: value for place, value in own.items() if place[1] <= last}
     return kept
 
 
-def _first_step(lines: list[Line]) -> float:
-    """Return the first step that a term may have values of."""
-    for line in lines:
-        if "begins_at" in line:
-            return whole(line, "begins_at") + 1
-        if "values" in line:
-            return whole(line, "step")
-    return math.inf
+def _last_kept(run: Evidence, term: int) -> float:
+    """Return the last step up to which what a term logged holds; below 0 if nothing does.
+
+    A term may log of the step that it began at, too: it validates what a term before it did not get to.
+    """
+    lineage = lineage_of(run)
+    own = max((applied.step for applied in lineage if applied.term == term), default=None)
+    if own is not None or term not in restored_at(run):
+        return -1 if own is None else own
+    begun = whole(restored_at(run)[term], "step")
+    branch = [one for one, lo, hi in branch_of(run, term, begun) for _ in range(lo, hi)]
+    return begun if branch == [applied.term for applied in lineage[:begun]] else -1
 
 
 def _tracker_of(run: Evidence) -> object:

@@ -170,7 +170,7 @@ def start_tracker(plan: Plan, world: World, state: AppliedState, head: CommitRec
         mlflow_uri=config.tracking.mlflow_uri,
         experiment=config.tracking.experiment,
         run_name=config.run_name,
-        begins_at=state.step,
+        intervals=state.reached.intervals,
         settled=head.step if head else 0,
         tags={
             WORLD_TAG: str(world.group.size),

@@ -3,8 +3,9 @@
 A line says from which step the term goes on, or is the values of a step, or says that everything up to a step is
 settled (a commit), or how the term ended. It reaches the operating system before the call returns, so it survives the
 process's SIGKILL; a torn line is passed over. Only a term's leader writes its file. Steps that were given up and
-computed again stand in the files of several terms: a term takes back what older ones wrote behind its beginning, so
-the highest term wins.
+computed again stand in the files of several terms. Which of them holds is what the newest term's beginning says: it
+names the terms that applied the steps before it, as commits do. (The highest term alone does not tell: a branch that
+was begun behind a frozen process's back is dead once that process comes back with more steps.)
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from elastic_train.lineage import Interval, cut
 
 FOLDER = "metrics"
 BEST = "best/"
@@ -25,9 +29,14 @@ _MAX_LINES_HELD = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The term goes on from this applied step."""
+    """The term goes on from this applied step; `intervals` tile [0, step) by the terms that applied it.
+
+    They are None in files of older versions, and where the line is missing, for the disk was full: what older terms
+    wrote up to the step is taken to hold then.
+    """
 
     step: int
+    intervals: tuple[Interval, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +79,10 @@ class MetricsWriter:
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._is_torn = os.fstat(self._file).st_size > 0
 
-    def begin(self, step: int) -> None:
-        """Append from which applied step the term goes on."""
-        self._append({"begins_at": step})
+    def begin(self, intervals: Sequence[Interval]) -> None:
+        """Append which terms applied the steps that the term goes on from."""
+        step = intervals[-1].hi if intervals else 0
+        self._append({"begins_at": step, "intervals": [(i.term, i.lo, i.hi) for i in intervals]})
 
     def values(self, step: int, by_name: Mapping[str, float], is_higher_better: Mapping[str, bool]) -> None:
         """Append the values of a step."""
@@ -108,10 +118,10 @@ class MetricsWriter:
 class MetricsReader:
     """Reads one term's file from where the last read ended; a line without its end is left for the next read."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, run_dir: Path, term: int) -> None:
+        self.term = term
+        self._path = metrics_path(run_dir, term)
         self._offset = 0
-        self._first: int | None = None
 
     def read(self) -> list[Begin | Values | Settled | End] | None:
         """Return the whole lines of the next mebibyte; None at the end of the file."""
@@ -121,43 +131,47 @@ class MetricsReader:
         self._offset += len(whole) + len(newline)
         return list(_parse(whole.splitlines())) if newline else None
 
-    def first_step(self) -> float:
-        """Return the first step that the term may have values of; infinite while that is not known."""
-        if self._first is None:
-            with self._path.open("rb") as file:
-                first = next((line for line in _parse(file) if isinstance(line, Begin | Values)), None)
-            self._first = None if first is None else first.step + isinstance(first, Begin)
-        return math.inf if self._first is None else self._first
+    def begin(self) -> Begin | None:
+        """Return how the term began; None if nothing tells, yet."""
+        with self._path.open("rb") as file:
+            first = next((line for line in _parse(file) if isinstance(line, Begin | Values)), None)
+        return Begin(first.step - 1) if isinstance(first, Values) else first
 
 
 class LineageReader:
     """Reads what holds of the terms up to `newest`, each step once, in order; a best rides on the values that set it.
 
-    A line of an older term holds if no newer term has computed its step again.
+    A line holds if the newest term's lineage has the line's step by the terms by which the line's own term had it.
     """
 
     def __init__(self, run_dir: Path, newest: int | None = None) -> None:
         numbers = [term for term in terms(run_dir) if newest is None or term <= newest]
-        self._files = [MetricsReader(metrics_path(run_dir, term)) for term in numbers]
+        self._files = [MetricsReader(run_dir, term) for term in numbers]
+        self._is_awaited = newest is not None
+        self._parts: list[tuple[MetricsReader, float]] | None = None
         self._piece: list[Values | Settled] = []
         self._best: dict[str, float] = {}
 
     def read(self, settled: float = math.inf) -> list[Values | Settled]:
         """Return the next lines up to the step `settled`; nothing where there are none yet."""
-        while self._files:
-            hi = min((file.first_step() for file in self._files[1:]), default=math.inf)
-            self._piece = [line for line in self._piece if line.step < hi]
+        if self._parts is None:
+            begins = [(file, begin) for file in self._files if (begin := file.begin())]
+            if self._is_awaited and not (begins and begins[-1][0] is self._files[-1]):
+                return []
+            self._parts = _that_hold(begins)
+        while self._parts:
+            file, last = self._parts[0]
             ready = [line for line in self._piece if line.step <= settled]
             self._piece = [line for line in self._piece if line.step > settled]
             if ready:
                 return [self._with_best(line) if isinstance(line, Values) else line for line in ready]
-            lines = self._files[0].read() if len(self._piece) < _MAX_LINES_HELD else None
+            lines = file.read() if len(self._piece) < _MAX_LINES_HELD else None
             if lines is not None:
-                self._piece += [line for line in lines if isinstance(line, Values | Settled)]
-            elif self._piece or len(self._files) == 1:
+                self._piece += [line for line in lines if isinstance(line, Values | Settled) and line.step <= last]
+            elif self._piece or len(self._parts) == 1:
                 break
             else:
-                self._files.pop(0)
+                self._parts.pop(0)
         return []
 
     def _with_best(self, line: Values) -> Values:
@@ -199,7 +213,7 @@ def recorded_end(run_dir: Path) -> End | None:
     """Return how the newest term ended; None if it was killed or still runs."""
     last: Begin | Values | Settled | End | None = None
     for term in terms(run_dir)[-1:]:
-        reader = MetricsReader(metrics_path(run_dir, term))
+        reader = MetricsReader(run_dir, term)
         while (lines := reader.read()) is not None:
             last = lines[-1] if lines else last
     return last if isinstance(last, End) else None
@@ -214,6 +228,30 @@ def settled_step(run_dir: Path) -> float:
     return steps[-1] if steps else 0
 
 
+def _that_hold(begins: Sequence[tuple[MetricsReader, Begin]]) -> list[tuple[MetricsReader, float]]:
+    """Return the files of which something holds, oldest first, each with the last step up to which it does."""
+    lineages: list[tuple[Interval, ...]] = []
+    for file, begin in begins:
+        before = begin.intervals
+        if before is None:
+            before = cut(lineages[-1], begin.step) if lineages else ()
+        lineages.append((*before, Interval(file.term, begin.step, sys.maxsize)))
+    parts = [(file, _last_kept(lineage, lineages[-1])) for (file, _), lineage in zip(begins, lineages, strict=True)]
+    return [(file, last) for file, last in parts if last is not None]
+
+
+def _last_kept(own: Sequence[Interval], lineage: Sequence[Interval]) -> int | None:
+    """Return the last step of which the last term of its `own` lineage wrote what holds in the newest one.
+
+    One that applied nothing may have validated at its first step what those before it did not get to.
+    """
+    *before, last = own
+    held = next(interval for interval in lineage if interval.term == last.term or interval.hi > last.lo)
+    if held.term == last.term:
+        return held.hi
+    return last.lo if held.term > last.term and tuple(before) == cut(lineage, last.lo) else None
+
+
 def _parse(content: Iterator[bytes] | Sequence[bytes]) -> Iterator[Begin | Values | Settled | End]:
     for text in content:
         try:
@@ -226,7 +264,9 @@ def _parse(content: Iterator[bytes] | Sequence[bytes]) -> Iterator[Begin | Value
             elif "tags" in fields:
                 yield Settled(int(fields["step"]), dict(fields["tags"]))
             elif "begins_at" in fields:
-                yield Begin(int(fields["begins_at"]))
+                told = fields.get("intervals")
+                intervals = None if told is None else tuple(Interval(*map(int, interval)) for interval in told)
+                yield Begin(int(fields["begins_at"]), intervals)
             elif "status" in fields:
                 yield End(fields["status"])
         except (ValueError, KeyError, TypeError, AttributeError):

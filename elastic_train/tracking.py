@@ -2,7 +2,7 @@
 
 The local file is the truth; MLflow may be down, slow or gone. MLflow forgets nothing that it was sent, so the thread
 sends what is settled: up to the newest commit, and all of a job that is over. It skips what is at or below the furthest
-step that MLflow has of the metric. So a value is there once, and is the highest term's, after restarts, rollbacks and
+step that MLflow has of the metric. So a value is there once, and is that of the lineage, after restarts, rollbacks and
 failed calls. A thread whose run has a newer term stops: the newer one sends in its stead. `sync` does the same
 afterwards.
 """
@@ -13,11 +13,12 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from elastic_train.delivery import LOCK, SEND_EVERY_S, Delivery, Job, attempt, code_tags
 from elastic_train.errors import StorageError
+from elastic_train.lineage import Interval
 from elastic_train.metrics import LineageReader, MetricsWriter, Settled, Values, terms
 from elastic_train.mlflow_run import (
     COMMIT_TAG,
@@ -55,14 +56,14 @@ class Tracker:
         mlflow_uri: str | None,
         experiment: str,
         run_name: str,
-        begins_at: int = 0,
+        intervals: Sequence[Interval] = (),
         settled: int = 0,
         tags: Mapping[str, str] | None = None,
     ) -> Tracker:
         """Begin a term's file, and the thread that sends it if there is a tracker; raises StorageError.
 
-        The term goes on from the applied step `begins_at`, of which `settled` are in a commit; `tags` are what else is
-        known of it.
+        The term goes on from the steps that the terms of `intervals` applied, of which `settled` are in a commit;
+        `tags` are what else is known of it.
         """
         try:
             writer = MetricsWriter(run_dir, term)
@@ -73,7 +74,7 @@ class Tracker:
             bound_requests()
             sending = _Sending(Job(run_dir, config, resolve(mlflow_uri), experiment, run_name), term)
         tracker = Tracker(writer, sending)
-        tracker._write(lambda writer: writer.begin(begins_at))
+        tracker._write(lambda writer: writer.begin(intervals))
         tracker._settle(settled, code_tags() | dict(tags or {}))
         return tracker
 

@@ -18,8 +18,8 @@ from elastic_train.checkpoint.record import VOID
 from elastic_train.checkpoint.stores import Entry, Store
 from elastic_train.data.loader import LaneBatch
 from elastic_train.delivery import Delivery
-from elastic_train.lineage import COMMITS, place_of
-from elastic_train.metrics import LineageReader, Settled, Values
+from elastic_train.lineage import COMMITS, Interval, place_of
+from elastic_train.metrics import LineageReader, MetricsWriter, Settled, Values
 from elastic_train.order import Cursor, Order
 from elastic_train.quarantine import find_holes
 from elastic_train.session import Session
@@ -119,6 +119,11 @@ def send_again(self: Delivery, lines: Sequence[Values | Settled]) -> int:
 
 
 _SENT = itertools.count()
+
+
+def begin_untold(self: MetricsWriter, intervals: Sequence[Interval]) -> None:
+    """Say only from which step the term goes on."""
+    self._append({"begins_at": intervals[-1].hi if intervals else 0})
 
 
 class Unsettled(LineageReader):

@@ -254,6 +254,13 @@ PLANTED = (
         ("tracking",),
         "failed-is-the-end",
     ),
+    SimBug(
+        "highest-term-wins",
+        "a metrics file does not say which terms applied the steps before its own: a dead branch's values hold",
+        lambda: {"elastic_train.metrics:MetricsWriter.begin": bugs.begin_untold},
+        ("tracking",),
+        "woken-with-more-steps",
+    ),
     # The canary: nothing is wrong with the product, and the judge must say that something is wrong.
     SimBug(
         "canary",

@@ -12,6 +12,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from elastic_train.files import write_atomically
+from elastic_train.lineage import Interval
 from elastic_train.tracking import Tracker
 
 DOWN = "http://127.0.0.1:1"
@@ -29,7 +30,7 @@ def start(
     term: int = 1,
     config: dict[str, object] | None = None,
     step: int = 0,
-    begins_at: int = 0,
+    lineage: tuple[tuple[int, int, int], ...] = (),
     tags: dict[str, str] | None = None,
 ) -> Tracker:
     run_dir.mkdir(exist_ok=True)
@@ -42,7 +43,7 @@ def start(
         mlflow_uri=mlflow_uri,
         experiment=EXPERIMENT,
         run_name="x",
-        begins_at=max(begins_at, step),
+        intervals=[Interval(*interval) for interval in lineage or ((term - 1, 0, step),) if step or lineage],
         settled=step,
         tags=tags,
     )

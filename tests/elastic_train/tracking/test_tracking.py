@@ -57,7 +57,9 @@ def test_rollback_and_resume_keep_one_run_and_one_value_a_step(tmp_path: Path, u
     run_id = run_of(client, first).info.run_id
     assert client.get_run(run_id).info.status == "KILLED"
 
-    second = start(tmp_path, uri, term=2, begins_at=5, config={**CONFIG, "batch": {"global_batch": 32}, "added": 1})
+    second = start(
+        tmp_path, uri, term=2, lineage=((1, 0, 5),), config={**CONFIG, "batch": {"global_batch": 32}, "added": 1}
+    )
     assert second.wait_run_id(0) == run_id, "a job that has a run knows it at once"
     wait_until(lambda: client.get_run(run_id).info.status == "RUNNING")
     for step in [*range(6, 13), *range(8, 16)]:  # back to 5 by a restart, then to 7 within the term
@@ -79,11 +81,11 @@ def test_the_highest_term_wins(tmp_path: Path, uri: str, client: MlflowClient) -
     first.commit(5, "commits/00000001-000000000005.json")
     first.finish("KILLED")
     run_id = run_of(client, first).info.run_id
-    second = start(tmp_path, uri, term=2, begins_at=5)
+    second = start(tmp_path, uri, term=2, lineage=((1, 0, 5),))
     for step in range(6, 9):
         second.log(step, {"loss": 2.0})
     assert final_metrics(tmp_path) == {"loss": 2.0}
-    third = start(tmp_path, uri, term=3, begins_at=7)
+    third = start(tmp_path, uri, term=3, lineage=((1, 0, 5), (2, 5, 7)))
     for step in range(8, 10):
         third.log(step, {"loss": 3.0})
     third.finish("FINISHED")
@@ -159,7 +161,7 @@ def test_a_killed_process_leaves_its_run_running_and_the_next_term_sends_its_val
     assert client.get_run(run_id).info.status == "RUNNING"
     with metrics_path(tmp_path, 1).open("a") as file:
         file.write('{"t": 1.0, "term": 1, "step": 6, "val')  # the machine died in the middle of a line
-    tracker = start(tmp_path, uri, term=2, begins_at=5)
+    tracker = start(tmp_path, uri, term=2, lineage=((1, 0, 5),))
     tracker.log(6, {"loss": 1.0})
     tracker.finish("FAILED")
     assert tracker.wait_run_id(0) == run_id
