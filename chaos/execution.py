@@ -73,7 +73,7 @@ def run_soak(
     clear(folder)
     faulted = folder / FAULTED
     faulted.mkdir(parents=True)
-    kinds, per_epoch = kinds_of(scenario.soak, {}), steps_per_epoch(config)
+    kinds, per_epoch = kinds_of(scenario, {}), steps_per_epoch(config)
     with _around(scenario, config, faulted, kinds) as around:
         drawn = Drawn(scenario, seed, around.missing)
         for kind, why in around.missing.items():
@@ -88,7 +88,8 @@ def run_soak(
     if verdict.run.result is None or verdict.run.result["status"] != "done":
         return verdict
     say(f"training the same {verdict.run.result['step']} steps without faults, in {folder / REFERENCE}")
-    plain = scenario.model_copy(update={"nodes": scenario.nodes.model_copy(update={"count": 1}), "soak": None})
+    one = scenario.nodes.model_copy(update={"count": 1})
+    plain = scenario.model_copy(update={"nodes": one, "soak": None, "tracker": False})
     quick = [*changes, "--task.params={lane_ms: 0}", f"--max_steps={verdict.run.result['step']}"]
     tell_holes(folder)
     run_once(plain, config, folder / REFERENCE, [], seed, quick, int(str(verdict.run.result["step"])), replay, is_quiet)

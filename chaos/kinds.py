@@ -11,6 +11,8 @@ from typing import Literal
 
 Aim = Literal["worker", "node", "etcd", "storage", "tracker", "data", "point"]
 Lasting = Literal["never", "may", "must"]
+Need = Literal["s3", "tracker", "own_data"]
+"""What a scenario has to bring along, by the name that its file has for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +26,7 @@ class Kind:
     ends_world: bool = False
     local: bool = True
     sim: bool = True
-    needs: Literal["s3", "tracker", "own_data"] | None = None
-    """What the scenario has to bring along."""
+    needs: Need | None = None
     damages: bool = False
     """Commits that were whole are not any more."""
 
@@ -51,8 +52,8 @@ _ALL = (
     Kind("lose_requests", "a node's requests do not reach etcd", "node"),
     Kind("lose_answers", "etcd's answers do not reach a node", "node"),
     Kind("slow_etcd", "all that passes between a node and etcd is late", "node"),
-    Kind("slow_network", "what nodes send each other is late", "node", local=False),
-    Kind("lose_packets", "some of what nodes send each other is lost", "node", local=False),
+    Kind("slow_network", "what nodes send each other is late", "node"),
+    Kind("lose_packets", "some of what nodes send each other is lost", "node"),
     Kind("cut_node", "a node is cut off the network, etcd included", "node", sim=False),
     Kind("cut_link", "a node and the others do not reach each other; all reach etcd", "node"),
     Kind("cut_one_way", "what others send to a node is lost; what it sends arrives", "node"),

@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from chaos.errors import ChaosError
+from chaos.relay import Relay
 
 _NOWHERE = "02:00:00:00:00:01"
+_FIRST_TABLE = 1000
 
 
 class NoNamespacesError(ChaosError):
@@ -24,9 +26,13 @@ class NoNamespacesError(ChaosError):
 
 @dataclass(frozen=True, slots=True)
 class Cable:
-    """The ends of a cable and their addresses, told apart by a number from others on this machine."""
+    """The ends of a cable and their addresses, told apart by a number from others on this machine.
+
+    Beside it may lie a relay: packets between the nodes take that way while some are to be lost, or to be late.
+    """
 
     number: int
+    relay: Relay | None = None
 
     @property
     def namespace(self) -> str:
@@ -60,18 +66,36 @@ class Cable:
         self.silence()
         _ip("rule", "add", *self._between(), "blackhole")
 
+    def worsen(self, *, loss: float = 0.0, delay_s: float = 0.0) -> None:
+        """Lose a part of what goes between the node inside and other nodes, or bring it late; etcd is not concerned."""
+        assert self.relay is not None, "it was laid"
+        self.relay.loss, self.relay.delay_s = loss, delay_s
+        outside, inside = self.relay.ends
+        _ip("route", "replace", self.address("inside"), "dev", outside, "table", self._table)
+        _ip("rule", "add", *self._between(), "lookup", self._table)
+        _ip("-n", self.namespace, "route", "replace", self.address("nodes"), "dev", inside)
+
     def mend(self) -> None:
         """Undo whatever was done."""
         _ip("link", "set", self.outside, "up")
         for undo in (
             ("-n", self.namespace, "neigh", "del", self.address("nodes"), "dev", self.inside),
             ("rule", "del", *self._between(), "blackhole"),
+            ("rule", "del", *self._between(), "lookup", self._table),
+            ("-n", self.namespace, "route", "del", self.address("nodes")),
         ):
             subprocess.run(["ip", *undo], capture_output=True, check=False)  # there may be none
+        if self.relay is not None:
+            self.relay.loss = self.relay.delay_s = 0.0
 
     def command(self, command: list[str]) -> list[str]:
         """Return the command that runs another one inside."""
         return ["ip", "netns", "exec", self.namespace, *command]
+
+    @property
+    def _table(self) -> str:
+        """The table of the route through the relay."""
+        return str(_FIRST_TABLE + self.number)
 
     def _between(self) -> tuple[str, ...]:
         return ("from", self.address("nodes"), "to", self.address("inside"))
@@ -79,11 +103,12 @@ class Cable:
 
 @contextlib.contextmanager
 def cable() -> Iterator[Cable]:
-    """Lay a cable to a new namespace; raise NoNamespacesError where that is not allowed."""
+    """Lay a cable to a new namespace, and a relay if TUN interfaces can be made; raise NoNamespacesError."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         raise NoNamespacesError("network namespaces need root and iproute2")
-    laid = Cable(os.getpid() % 100_000)
-    _take_away(laid)  # what a killed process has left
+    number = os.getpid() % 100_000
+    _take_away(Cable(number))  # what a killed process has left
+    laid = Cable(number, _relay(number))
     try:
         try:
             _lay(laid)
@@ -91,12 +116,24 @@ def cable() -> Iterator[Cable]:
             raise NoNamespacesError(f"no network namespaces here: {error.stderr.decode().strip()}") from error
         yield laid
     finally:
+        if laid.relay is not None:
+            laid.relay.close()
         _take_away(laid)
+
+
+def _relay(number: int) -> Relay | None:
+    relay = Relay((f"elastic-p{number}", f"elastic-q{number}"))
+    try:
+        relay.start()
+    except OSError:
+        return None
+    return relay
 
 
 def _take_away(laid: Cable) -> None:
     for undo in (
         ("rule", "del", *laid._between(), "blackhole"),
+        ("rule", "del", *laid._between(), "lookup", laid._table),
         ("link", "del", laid.outside),
         ("netns", "del", laid.namespace),
     ):
@@ -114,6 +151,11 @@ def _lay(laid: Cable) -> None:
     _ip("-n", name, "addr", "add", f"{laid.address('inside')}/24", "dev", laid.inside)
     _ip("-n", name, "link", "set", laid.inside, "up")
     _ip("-n", name, "link", "set", "lo", "up")
+    if laid.relay is not None:
+        outside, inside = laid.relay.ends
+        _ip("link", "set", inside, "netns", name)
+        _ip("link", "set", outside, "up")
+        _ip("-n", name, "link", "set", inside, "up")
 
 
 def _ip(*arguments: str) -> None:

@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from chaos.evidence import record_files
-from chaos.kinds import KINDS, LOCAL, ON_DISK
-from chaos.scenario import Point, Scenario, Soak
+from chaos.kinds import KINDS, LOCAL, ON_DISK, Need
+from chaos.scenario import Point, Scenario
 from chaos.schedule import Due
 from elastic_train.failpoints import POINTS
 
@@ -34,14 +34,15 @@ _DEAR = Counter({"kill_job": 12, "flip_bit": 6, "truncate_file": 6, "delete_file
 """How many faults of another kind come for one of these, whose recovery begins with new processes, or takes seconds."""
 _DEAR.update({"hang": 3, "hang-native": 3})
 _DEAR.update({"kill_node": 5, "stop_node": 5, "freeze_node": 2, "cut_node": 2, "cut_link": 2, "cut_one_way": 2})
-_DEAR.update({"etcd_outage": 2})
+_DEAR.update({"slow_network": 2, "lose_packets": 2, "etcd_outage": 2, "tracker_outage": 8})
 _WITH_THE_JOB = ("flip_bit", "truncate_file", "delete_file")
 
 
-def kinds_of(soak: Soak, missing: Mapping[str, str]) -> list[str]:
+def kinds_of(scenario: Scenario, missing: Mapping[str, str]) -> list[str]:
     """Return the kinds that a soak draws from; `start_node` comes by itself, where a node is to come back."""
-    asked = soak.kinds or LOCAL
-    able = [kind for kind in asked if KINDS[kind].needs is None and kind not in missing]
+    assert scenario.soak is not None, "only called for a soak"
+    brought = {None, *(need for need in get_args(Need) if getattr(scenario, need))}
+    able = [kind for kind in scenario.soak.kinds or LOCAL if KINDS[kind].needs in brought and kind not in missing]
     return [kind for kind in able if kind != "start_node"]
 
 
@@ -58,7 +59,7 @@ class Drawn:
         self._soak, self._ttl_s = scenario.soak, scenario.nodes.lease_ttl_s
         self._nodes = scenario.nodes.count
         self._draws = random.Random(f"{seed} soak")
-        self.kinds = kinds_of(scenario.soak, missing)
+        self.kinds = kinds_of(scenario, missing)
         # Where in its turn each kind begins: else the dear ones would come last, in a short soak never.
         self._num = {kind: -self._draws.random() for kind in self.kinds}
         self._cells = Counter[tuple[str, str]]()

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from chaos.acts.network import CABLED, PROXIED
+from chaos.acts.network import CABLED, PROXIED, RELAYED
 from chaos.acts.points import folders
 from chaos.etcd import EtcdCluster
 from chaos.kinds import KINDS
@@ -88,6 +88,8 @@ def surroundings(
                 around.cable = undo.enter_context(cable())
             except NoNamespacesError as error:
                 around.missing |= dict.fromkeys(CABLED, str(error))
+            if around.cable is not None and around.cable.relay is None:
+                around.missing |= dict.fromkeys(RELAYED, "no TUN interfaces can be made here")
         if "storage_full" in kinds:
             try:
                 around.disk = undo.enter_context(_small_disk(folder / "data"))

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from chaos.schedule import Due
 
 _LATE_S = 0.3
+_LOST = 0.2
 PROXIED = ("cut_off_etcd", "lose_requests", "lose_answers", "slow_etcd")
-CABLED = ("cut_node", "cut_link", "cut_one_way")
+RELAYED = ("slow_network", "lose_packets")
+CABLED = ("cut_node", "cut_link", "cut_one_way", *RELAYED)
 
 
 def _hold(way: Way, *, requests: bool = False, answers: bool = False, delay_s: float = 0.0) -> None:
@@ -68,6 +70,14 @@ def cut_one_way(job: Job, fault: Due) -> Done | None:
     return _cut(job, Cable.silence)
 
 
+def slow_network(job: Job, fault: Due) -> Done | None:
+    return _cut(job, lambda laid: laid.worsen(delay_s=_LATE_S))
+
+
+def lose_packets(job: Job, fault: Due) -> Done | None:
+    return _cut(job, lambda laid: laid.worsen(loss=_LOST))
+
+
 def _cut(job: Job, spoil: Callable[[Cable], None]) -> Done | None:
     """Spoil the only cable, that of the last node; either side may be left behind."""
     laid = job.around.cable
@@ -89,5 +99,9 @@ def _pids(nodes: list[Node]) -> list[int]:
 
 
 ACTS: dict[str, Act] = {
-    act.__name__: act for act in (cut_off_etcd, lose_requests, lose_answers, slow_etcd, cut_node, cut_link, cut_one_way)
+    act.__name__: act
+    for act in (
+        *(cut_off_etcd, lose_requests, lose_answers, slow_etcd),
+        *(cut_node, cut_link, cut_one_way, slow_network, lose_packets),
+    )
 }

@@ -14,7 +14,7 @@ import yaml
 from chaos.applied import pids_of
 from chaos.checker import judge
 from chaos.cli import main
-from chaos.evidence import collect, items
+from chaos.evidence import collect, items, number
 from chaos.planted import PLANTED
 
 CONSTANT = {"name": "sgd", "lr": 1.0, "weight_decay": 0, "clip_norm": None, "warmup_steps": 0, "schedule": "constant"}
@@ -195,3 +195,28 @@ def test_data_that_goes_bad_is_a_hole_and_nothing_else(
     assert sorted((hole["file"], hole["row_group"]) for hole in holes) == sorted(damaged)
     counts = np.load(tmp_path / "run" / "faulted" / "witness.npy")
     assert {*np.flatnonzero(counts < 40)} == {place for hole in holes for place in range(hole["lo"], hole["hi"])}
+
+
+@pytest.mark.long
+def test_packets_that_are_lost_or_late_cost_time_alone(
+    tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Steps slow down while a fifth of the packets is lost or all are late, and a world forms amid it; nobody dies."""
+    faults = [
+        {"kind": "lose_packets", "node": 1, "within": [0.1, 0.2], "for_s": 4},
+        {"kind": "slow_network", "node": 1, "within": [0.3, 0.4], "for_s": 4},
+        {"kind": "lose_packets", "node": 1, "within": [0.5, 0.6], "for_s": 6},
+        {"kind": "kill_worker", "node": "leader", "after_s": 1},
+    ]
+    nodes = {"count": 2, "lease_ttl_s": 10, "recovery": "live"}
+    path = scenario(tmp_path, rows, {**WITNESS, "epochs": 40}, nodes=nodes, faults=faults)
+    found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
+    assert found["valid"], found["invariants"]
+    assert found["weights_sha256"] == found["reference_weights_sha256"]
+    evidence = collect(tmp_path / "run" / "faulted")
+    applied = sorted(number(line, "t") for line in evidence.of("step") if line["rank"] == 0)
+    moments = [
+        number(line, "t") for op in ("fault", "undo") for line in evidence.of(op) if line["kind"] == "slow_network"
+    ]
+    began, ended = moments
+    assert sum(began + 1 < t < ended for t in applied) < sum(t < began for t in applied) / (began - applied[0]) * 3

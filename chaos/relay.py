@@ -1,0 +1,81 @@
+"""A network that loses packets, or is late: a pair of TUN interfaces, and a thread that passes packets between them.
+
+Kernels have netem for it where it was built in (`tc qdisc add … netem loss 20% delay 50ms`); TUN is there wherever
+containers are. TCP above sends again what is lost, after pauses that double, and nothing knows of it but the clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import select
+import struct
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+_TUNSETIFF = 0x400454CA
+_TUN, _NO_INFO = 0x0001, 0x1000
+_LONGEST_PACKET = 1 << 16
+MOST_HELD = 1000
+"""Packets on their way at a time, each way, as netem's own limit: what comes on top is lost."""
+
+
+@dataclass
+class Relay:
+    """Passes packets between the interfaces `ends`, each way; `loss` and `delay_s` may be set from any thread."""
+
+    ends: tuple[str, str]
+    loss: float = 0.0
+    """Which part of the packets is lost, 0 to 1."""
+    delay_s: float = 0.0
+    num_passed: int = 0
+    num_lost: int = 0
+    _devices: list[int] = field(default_factory=list)
+    _is_over: int = field(default_factory=lambda: os.eventfd(0))
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Make the interfaces, in this network namespace; OSError where that is not allowed."""
+        try:
+            for name in self.ends:
+                self._devices.append(os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK))
+                fcntl.ioctl(self._devices[-1], _TUNSETIFF, struct.pack("16sH", name.encode(), _TUN | _NO_INFO))
+        except OSError:
+            self.close()
+            raise
+        self._thread = threading.Thread(target=self._pass, name="relay", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; the interfaces go with their descriptors."""
+        os.eventfd_write(self._is_over, 1)
+        if self._thread is not None:
+            self._thread.join(5.0)
+        for device in (*self._devices, self._is_over):
+            os.close(device)
+
+    def _pass(self) -> None:
+        draws = random.Random()
+        a, b = self._devices
+        other = {a: b, b: a}
+        held: deque[tuple[float, int, bytes]] = deque()
+        while True:
+            wait_s = max(0.0, held[0][0] - time.monotonic()) if held else None
+            readable = select.select([a, b, self._is_over], [], [], wait_s)[0]
+            if self._is_over in readable:
+                return
+            for device in readable:
+                packet = os.read(device, _LONGEST_PACKET)
+                if draws.random() < self.loss or len(held) >= MOST_HELD:
+                    self.num_lost += 1
+                else:
+                    held.append((time.monotonic() + self.delay_s, other[device], packet))
+            while held and held[0][0] <= time.monotonic():
+                _, device, packet = held.popleft()
+                with contextlib.suppress(OSError):  # the interface is down: nobody is there
+                    os.write(device, packet)
+                    self.num_passed += 1
