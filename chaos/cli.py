@@ -130,6 +130,7 @@ def sim(
     nodes: str | None = None,
     hours: float | None = None,
     faults_per_hour: float = 120.0,
+    step_s: float = 10.0,
     processes: int | None = None,
     ledger: Path | None = None,
     json_: Json = False,
@@ -138,10 +139,11 @@ def sim(
 
     --seed runs one of them and shows what was found, --case one that was written down, --scenario (with --seed) one
     that `run` does to real nodes. --minutes ends earlier, --nodes takes so many nodes (or 16..64: drawn from these) in
-    place of the drawn ones. --hours makes each seed a job of so many virtual hours, with --faults-per-hour. Seeds are
-    spread over --processes, one for each core if not given; the digest does not depend on that. --ledger FILE keeps a
-    line for each seed, and runs only those that it does not hold. Exit code 0 only if no invariant is violated; else
-    the first bad run is shrunk, kept below runs/sim, and told with the command that runs it again.
+    place of the drawn ones. --hours makes each seed a job of so many virtual hours, with --faults-per-hour, whose steps
+    take --step-s and whose leases half of that or as long. Seeds are spread over --processes, one for each core if not
+    given; the digest does not depend on that. --ledger FILE keeps a line for each seed, and runs only those that it
+    does not hold. Exit code 0 only if no invariant is violated; else the first bad run is shrunk, kept below runs/sim,
+    and told with the command that runs it again.
     """
     from chaos.rehearsal import rehearse
     from chaos.sim import cases, command, long  # it loads all of the product, which no other command needs
@@ -152,10 +154,15 @@ def sim(
         return command.run_one(rehearse(described, seed if seed is not None else described.seed or 0), json_)
     if case is not None:
         return command.run_one(cases.load(case), json_)
-    for name, value in (("--hours", hours), ("--faults-per-hour", faults_per_hour), ("--processes", processes)):
+    for name, value in (
+        ("--hours", hours),
+        ("--faults-per-hour", faults_per_hour),
+        ("--step-s", step_s),
+        ("--processes", processes),
+    ):
         if value is not None and value <= 0:
             raise ScenarioError(f"{name} {value:g}: give more than 0")
-    draw = long.Draw(None if nodes is None else long.nodes_of(nodes), hours, faults_per_hour)
+    draw = long.Draw(None if nodes is None else long.nodes_of(nodes), hours, faults_per_hour, step_s)
     if seed is not None:
         return command.run_one(draw.case(seed), json_)
     campaign = command.Campaign(command.seeds_of(seeds), draw, minutes, processes or num_cores(), ledger)

@@ -293,7 +293,7 @@ def _has_no_room(view: View, me: str, policy: Policy) -> bool:
     if world is None or mine is None or world.rank_of(me) is not None:
         return False
     mates = mates_of(view, world)
-    if mine not in mutually_reachable((*mates, mine), world):
+    if me not in {member.id for member in mutually_reachable((*mates, mine), world)}:
         return True
     nodes = {mate.node_id for mate in mates}
     is_node_left_out = mine.node_id not in nodes and len(nodes) >= policy.max_nodes

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rendezvous.records import Keys, View, read_view
 from rendezvous.store import Snapshot
 
 
-@dataclass(frozen=True, slots=True)
-class Now:
+class Now(NamedTuple):
     """A snapshot, what it says, and for how many seconds the same members have been ready."""
 
     snapshot: Snapshot

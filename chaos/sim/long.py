@@ -1,8 +1,9 @@
 """Long runs: jobs of many nodes and virtual hours, hit at a stated rate; their steps take seconds, as a transformer's.
 
-Nothing runs otherwise than in the short ones; only the shape differs. Steps, leases and looks are longer, so fewer
-events lie in an hour; commits come often enough for a job whose every node dies now and then. All seeds of one range of
-nodes have the same lanes, rows and steps: what follows from those, the run without faults included, is worked out once.
+Nothing runs otherwise than in the short ones; only the shape differs. Steps, leases, looks and the peers' patience are
+longer, in proportion, so fewer events lie in an hour; commits come often enough for a job whose every node dies now and
+then. All seeds of one range of nodes have the same lanes, rows and steps: what follows from those, the run without
+faults included, is worked out once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from chaos.sim.simulate import Case, case_of
 from chaos.sim.swarm import draw_at_rate
 
 STEP_S = 10.0
-"""How long a step of the whole world takes; of a smaller one longer."""
+"""How long a step of the whole world takes, unless it is said; of a smaller one longer."""
 MOST_STEPS, MOST_ROWS = 20, 4096
 """An epoch has about so many steps, or samples: every rank counts each of them."""
 SLOWEST = 1.35
@@ -36,6 +37,7 @@ class Draw:
     nodes: tuple[int, int] | None = None
     hours: float | None = None
     faults_per_hour: float = 120.0
+    step_s: float = STEP_S
 
     def case(self, seed: int) -> Case:
         """Return a seed's case."""
@@ -53,6 +55,8 @@ class Draw:
             options.append(f"--nodes {lo}" if lo == hi else f"--nodes {lo}..{hi}")
         if self.hours is not None:
             options.append(f"--hours {self.hours:g} --faults-per-hour {self.faults_per_hour:g}")
+        if self.hours is not None and self.step_s != STEP_S:
+            options.append(f"--step-s {self.step_s:g}")
         return " ".join(options)
 
     def _draw_nodes(self, seed: int) -> int:
@@ -69,7 +73,7 @@ class Draw:
         micro_batch = 2 if lanes <= MOST_ROWS // (2 * MOST_STEPS) else 1
         steps_per_epoch = max(2, min(MOST_STEPS, MOST_ROWS // (lanes * micro_batch)))
         num_rows = lanes * micro_batch * steps_per_epoch - lanes // 3  # the last step is short in some lanes
-        num_steps = self.hours * 3600 / (STEP_S * SLOWEST)
+        num_steps, step_s = self.hours * 3600 / (self.step_s * SLOWEST), self.step_s
         shape = Shape(
             nodes=num_nodes,
             lanes=lanes,
@@ -77,12 +81,12 @@ class Draw:
             rows=tuple((number + 1) * num_rows // 8 - number * num_rows // 8 for number in range(8)),
             epochs=max(1, round(num_steps / steps_per_epoch)),
             commit_every=draws.choice((3, 6, 12)),
-            lane_s=STEP_S / -(-lanes // num_nodes),
-            ttl_s=draws.choice((5.0, 10.0)),
-            look_s=10.0,
+            lane_s=step_s / -(-lanes // num_nodes),
+            ttl_s=draws.choice((step_s / 2, step_s)),
+            look_s=step_s,
             keep_last=draws.choice((2, 3, 5)),
             least_part_bytes=draws.choice((1, 1 << 20)),
-            peer_timeout_s=draws.choice((60.0, 300.0)),
+            peer_timeout_s=draws.choice((6 * step_s, 30 * step_s)),
             delay_s=draws.choice(DELAYS_S if num_nodes <= FEW else FAR_S),
             piece_s=0.0 if num_nodes <= FEW else PIECE_S * num_nodes,
         )
