@@ -145,7 +145,7 @@ def _measure_disk_and_loads(training: Training, figures: Figures, rounds: int, f
         )
         record = committed(saves)
         whole = time.perf_counter() - started
-        prune(store, Retention.of(last=1), verified=record.key)
+        prune(store, Retention.of(last=1), newest=record)
         if number:
             figures.wholes.setdefault("alone", []).append(whole)
     del saves

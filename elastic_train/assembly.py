@@ -111,7 +111,7 @@ def open_saves(process: Process, world: World, head: CommitRecord | None) -> Sav
 
 
 def _prune(store: Store, retention: Retention, newest: CommitRecord) -> None:
-    prune(store, retention, verified=newest.key)
+    prune(store, retention, newest=newest)
 
 
 def commit_alone(plan: Plan, state: AppliedState, memory: SaveMemory) -> None:

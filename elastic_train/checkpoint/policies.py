@@ -17,11 +17,17 @@ from elastic_train.errors import ConfigError
 
 
 class Candidate:
-    """A commit, of which the record is read only if a policy asks for it; None if it cannot be read."""
+    """A commit, of which the record is read only if a policy asks for it; None if it cannot be read.
 
-    def __init__(self, key: str, step: int, read: Callable[[], CommitRecord | None]) -> None:
+    What is not of the newest one's lineage nobody falls back to: a branch that was given up, or passed over as damaged.
+    """
+
+    def __init__(
+        self, key: str, step: int, read: Callable[[], CommitRecord | None], *, is_of_lineage: bool = True
+    ) -> None:
         self.key = key
         self.step = step
+        self.is_of_lineage = is_of_lineage
         self._read = read
 
     @functools.cached_property
@@ -38,7 +44,10 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """Keep the newest `num` commits, damaged ones among them: they are no reason to keep fewer whole ones."""
+    """Keep the newest `num` commits of the lineage, and what is newer than the last of them.
+
+    Others are no reason to keep fewer of those: were they counted, the only whole commit could be deleted.
+    """
 
     num: int
 
@@ -47,7 +56,12 @@ class Last:
             raise ConfigError(f"the number of last commits to keep must be at least 1, not {self.num}")
 
     def wanted(self, commits: Sequence[Candidate]) -> Iterator[str]:
-        return (commit.key for commit in commits[: self.num])
+        num_left = self.num
+        for commit in commits:
+            if num_left == 0:
+                return
+            yield commit.key
+            num_left -= commit.is_of_lineage
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +144,8 @@ class Retention:
     ) -> set[str]:
         fitting = set(sure)
         left = budget - sum(_size(commit) for commit in commits if commit.key in fitting)
-        for commit in sorted(commits, key=lambda commit: commit.key not in wanted):  # stable: newest first in each
+        # stable: newest first in each
+        for commit in sorted(commits, key=lambda commit: (commit.key not in wanted, not commit.is_of_lineage)):
             if commit.key not in fitting and _size(commit) <= left:
                 fitting.add(commit.key)
                 left -= _size(commit)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic_train.checkpoint.markers import held, pinned
@@ -27,30 +28,35 @@ class Pruned:
     num_bytes: int
 
 
-def prune(store: Store, retention: Retention, *, verified: str | None = None, is_rehearsal: bool = False) -> Pruned:
+def prune(
+    store: Store, retention: Retention, *, newest: CommitRecord | None = None, is_rehearsal: bool = False
+) -> Pruned:
     """Delete the commits that no policy wants, but none that is pinned or held, nor the newest one that verifies.
 
-    `verified` is the key of a commit that the caller knows to be whole; without it the newest are read until one is,
-    and if none is, nothing is deleted. A rehearsal deletes nothing and says what it would have deleted.
+    `newest` is a commit that the caller knows to be whole; without it the newest are read until one is, and if none is,
+    nothing is deleted. A rehearsal deletes nothing and says what it would have deleted.
     """
-    commits = [_candidate(store, key) for key in commit_keys(store)]
-    sure = pinned(store) | held(store)
-    doomed = retention.unwanted(commits, sure)
+    keys, sure = commit_keys(store), pinned(store) | held(store)
+    doomed = retention.unwanted([_candidate(store, key) for key in keys], sure)
     if doomed:
-        whole = verified if verified in {commit.key for commit in commits} else _newest_whole(store)
-        doomed = retention.unwanted(commits, sure | {whole}) if whole else []
+        whole = newest if newest is not None and newest.key in keys else _newest_whole(store, keys)
+        commits = [_candidate(store, key, whole) for key in keys]
+        doomed = retention.unwanted(commits, sure | {whole.key}) if whole else []
     delete = _measure_commit if is_rehearsal else _delete_commit
     return Pruned(tuple(doomed), (), sum(delete(store, key) for key in doomed))
 
 
-def _newest_whole(store: Store) -> str | None:
-    return next((key for key in commit_keys(store) if damage_of(store, key) is None), None)
+def _newest_whole(store: Store, keys: Sequence[str]) -> CommitRecord | None:
+    return next((_readable(store, key) for key in keys if damage_of(store, key) is None), None)
 
 
-def _candidate(store: Store, key: str) -> Candidate:
+def _candidate(store: Store, key: str, newest: CommitRecord | None = None) -> Candidate:
+    """Return a commit; it is of the newest one's lineage if that has its step by its term."""
     place = place_of(key)
     assert place, f"{key} is no commit's key"
-    return Candidate(key, place[1], functools.partial(_readable, store, key))
+    term, step = place
+    is_of_lineage = newest is None or any(i.term == term and i.lo < step <= i.hi for i in newest.intervals)
+    return Candidate(key, step, functools.partial(_readable, store, key), is_of_lineage=is_of_lineage)
 
 
 def _readable(store: Store, key: str) -> CommitRecord | None:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commit_samples import commit_steps
+from commit_samples import commit_steps, facts, small_state, writer
 
 from elastic_train.checkpoint import CommitRecord, Retention, Store, discover, holding, prune, sweep, verify
 from elastic_train.checkpoint.local import LocalStore
@@ -41,13 +41,32 @@ def test_the_last_commits_stay(store: Store) -> None:
 
 
 def test_the_newest_whole_commit_stays_whatever_its_age(local_store: Store) -> None:
-    """If all newer ones are damaged, the last good commit is not counted away."""
-    commits = commit_steps(local_store, 1, 2, 3, 4)
-    for commit in commits[2:]:
+    """If all newer ones are damaged, the last good commit is not counted away, nor one that it could be lost for."""
+    commits = commit_steps(local_store, 1, 2, 3, 4, 5)
+    for commit in commits[3:]:
         damage(local_store, commit)
     prune(local_store, Retention.of(last=2))
-    assert steps_of(local_store) == [4, 3, 2]
-    assert discover(local_store).head == commits[1]
+    assert steps_of(local_store) == [5, 4, 3, 2]
+    assert discover(local_store).head == commits[2]
+
+
+def test_a_branch_that_was_given_up_takes_nobodys_place(local_store: Store) -> None:
+    """Damage may strike right behind a commit: so the one it continues stays, however many dead ones lie between.
+
+    They go with the first of the lineage that are older than what is asked for.
+    """
+    (whole,) = commit_steps(local_store, 1)
+    for _ in range(3):
+        (dead,) = commit_steps(local_store, 2, parent=whole)
+        damage(local_store, dead)
+    commits = writer(local_store, whole)
+    next_one = commits.save(small_state(2), facts(2))
+    prune(local_store, Retention.of(last=2), newest=next_one)
+    assert steps_of(local_store) == [2, 2, 2, 2, 1]
+    damage(local_store, next_one)
+    assert discover(local_store).head == whole
+    prune(local_store, Retention.of(last=2), newest=commits.save(small_state(3), facts(3)))
+    assert steps_of(local_store) == [3, 2]
 
 
 def test_nothing_is_deleted_while_nothing_is_whole(local_store: Store) -> None:
@@ -141,7 +160,7 @@ def test_a_commit_known_to_be_whole_is_not_read_again(local_store: Store) -> Non
     """The caller's word saves reading the newest commit."""
     commits = commit_steps(local_store, 1, 2)
     damage(local_store, commits[1])
-    prune(local_store, Retention.of(last=1), verified=commits[1].key)
+    prune(local_store, Retention.of(last=1), newest=commits[1])
     assert steps_of(local_store) == [2]
 
 
