@@ -136,6 +136,12 @@ def newest_steps(steps: Steps) -> dict[int, int]:
 
 
 @once
+def furthest_of(run: Evidence) -> dict[int, int]:
+    """Return the furthest step that each term applied."""
+    return newest_steps(steps_of(run))
+
+
+@once
 def lineage_of(run: Evidence) -> list[Applied]:
     """Return the steps that the final weights are made of: the last term's, and back through what each went on from."""
     steps, last = steps_of(run), max(restored_at(run), default=None)
@@ -164,7 +170,8 @@ def branch_of(run: Evidence, term: int, until: int) -> list[tuple[int, int, int]
 def _went_on_from(run: Evidence, term: int, restored: dict[int, int]) -> int | None:
     """Return the term whose steps lie below a term's first: a process of its brought them, or the commit's has them.
 
-    A process that was frozen may bring steps of a term before the last; where nobody tells, it is the last.
+    A process that was frozen may bring steps of a term before the last; where nobody tells, as of a commit that a
+    process made alone and did not live to tell of, it is the last that came so far.
     """
     earlier = [other for other in restored if other < term]
     key = str(restored_at(run)[term]["commit"]).removeprefix("commits/").removesuffix(".json")
@@ -175,7 +182,9 @@ def _went_on_from(run: Evidence, term: int, restored: dict[int, int]) -> int | N
         before = max((other for other in earlier if pid in pids_of(run)[other]), default=None)
         if before is not None and reached_by(run).get((before, pid), restored[before]) == restored[term]:
             return before
-    return max(earlier, default=None)
+    newest = furthest_of(run)
+    came_so_far = [x for x in earlier if restored[x] <= restored[term] <= newest.get(x, restored[x])]
+    return max(came_so_far or earlier, default=None)
 
 
 def _bringers(run: Evidence, term: int) -> set[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from chaos.applied import lineage_of
 from chaos.evidence import Evidence, Line
 from chaos.one_lineage import lineage
 
@@ -38,3 +39,24 @@ def test_behind_a_forgotten_commit_the_chain_goes_on_with_what_its_term_had_rest
     ]
     told = lineage(Evidence(Path("drawn"), [lines], [], {}, None, None))
     assert told == "2 of 4 commits are one chain, intervals tile [0, 30)"
+
+
+def test_who_made_the_steps_of_a_commit_that_nobody_told_of_had_come_so_far() -> None:
+    """A process of term 1 committed alone, under term 3, and died; retention has deleted the record since.
+
+    Term 2, which began again before that, applied nothing: what term 4 reads is not its.
+    """
+
+    def applied(term: int, step: int) -> Line:
+        return {"op": "step", "t": 10.0 * term + step, "term": term, "rank": 0, "step": step}
+
+    def formed(term: int, pid: int) -> Line:
+        return {"op": "form", "t": 10.0 * term, "term": term, "rank": 0, "pid": pid}
+
+    lines = [
+        *(formed(1, 11), restored(1, 0, None), applied(1, 1)),
+        *(formed(2, 12), restored(2, 0, None)),
+        *(formed(4, 13), restored(4, 1, key(3, 1)), applied(4, 2)),
+    ]
+    run = Evidence(Path("drawn"), [lines], [], {}, {"step": 2}, None)
+    assert [(step.step, step.term) for step in lineage_of(run)] == [(1, 1), (2, 4)]
