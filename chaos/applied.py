@@ -178,13 +178,31 @@ def _went_on_from(run: Evidence, term: int, restored: dict[int, int]) -> int | N
     place = [int(number_) for number_ in key.split("-")] if key[:1].isdecimal() else []
     if place and place[1] == restored[term] and place[0] in earlier:
         return place[0]
-    for pid in sorted(_bringers(run, term)):
-        before = max((other for other in earlier if pid in pids_of(run)[other]), default=None)
-        if before is not None and reached_by(run).get((before, pid), restored[before]) == restored[term]:
-            return before
+    brought = {before for pid in _bringers(run, term) if (before := _last_at(run, term, pid)) is not None}
+    if brought:
+        return max(brought, key=lambda before: (_last_applied(run, before, restored[term]), before))
     newest = furthest_of(run)
     came_so_far = [x for x in earlier if restored[x] <= restored[term] <= newest.get(x, restored[x])]
     return max(came_so_far or earlier, default=None)
+
+
+def _last_at(run: Evidence, term: int, pid: int) -> int | None:
+    """Return the last term before in which a process stood where `term` began; None if it did not."""
+    restored = restored_at(run)
+    before = max((other for other in restored if other < term and pid in pids_of(run)[other]), default=None)
+    if before is None:
+        return None
+    reached = reached_by(run).get((before, pid), whole(restored[before], "step"))
+    return before if reached == whole(restored[term], "step") else None
+
+
+def _last_applied(run: Evidence, term: int, step: int) -> int:
+    """Return which term applied a step on a term's branch: of two branches that are as far the newest is followed.
+
+    Who had the older one may have been given the newer in a world that broke before anybody could tell.
+    """
+    branch = branch_of(run, term, step)
+    return branch[-1][0] if branch else 0
 
 
 def _bringers(run: Evidence, term: int) -> set[int]:
