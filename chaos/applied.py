@@ -8,13 +8,13 @@ that a history cannot say for itself what it should have held.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from chaos.evidence import Evidence, Line, lanes_of, number, once, part, whole
+from chaos.evidence import Evidence, Line, items, lanes_of, number, once, part, whole
 from chaos.findings import Unknown, Violated
 
 Counts = npt.NDArray[np.int32]
@@ -157,52 +157,70 @@ def lineage_of(run: Evidence) -> list[Applied]:
 
 def branch_of(run: Evidence, term: int, until: int) -> list[tuple[int, int, int]]:
     """Return which terms applied the steps up to `until` that `term` had: (term, lo, hi), oldest first, none empty."""
-    restored = {term: whole(line, "step") for term, line in restored_at(run).items()}
-    branch, before = list[tuple[int, int, int]](), term if term in restored else None
-    while before is not None:
-        lo = restored[before]
+    return _walk(restored_at(run), went_on_from(run), term, until)
+
+
+def _walk(
+    restored: Mapping[int, Line], before: Mapping[int, int | None], term: int, until: int
+) -> list[tuple[int, int, int]]:
+    branch, at = list[tuple[int, int, int]](), term if term in restored else None
+    while at is not None:
+        lo = whole(restored[at], "step")
         if lo < until:
-            branch.append((before, lo, until))
-        until, before = min(until, lo), _went_on_from(run, before, restored)
+            branch.append((at, lo, until))
+        until, at = min(until, lo), before[at]
     return branch[::-1]
 
 
-def _went_on_from(run: Evidence, term: int, restored: dict[int, int]) -> int | None:
+@once
+def went_on_from(run: Evidence) -> dict[int, int | None]:
+    """Return, for each term, the one whose steps lie below its first; None if there is none."""
+    before: dict[int, int | None] = {}
+    stood: dict[int, int] = {}
+    for term in sorted(restored_at(run)):
+        before[term] = _went_on_from(run, term, before, stood)
+        stood |= dict.fromkeys(pids_of(run)[term], term)
+    return before
+
+
+def _went_on_from(run: Evidence, term: int, before: Mapping[int, int | None], stood: Mapping[int, int]) -> int | None:
     """Return the term whose steps lie below a term's first: a process of its brought them, or the commit's has them.
 
-    A process that was frozen may bring steps of a term before the last; where nobody tells, as of a commit that a
-    process made alone and did not live to tell of, it is the last that came so far.
+    A process that was frozen may bring steps of a term before the last. Of two branches that are as far the newest is
+    followed: who had the older one may have been given the newer in a world that broke before anybody could tell. Where
+    nobody tells, as of a commit that a process made alone and did not live to tell of, it is one that came so far: whom
+    commits name, or the last. `stood` says in which term each process was last.
     """
-    earlier = [other for other in restored if other < term]
-    key = str(restored_at(run)[term]["commit"]).removeprefix("commits/").removesuffix(".json")
-    place = [int(number_) for number_ in key.split("-")] if key[:1].isdecimal() else []
-    if place and place[1] == restored[term] and place[0] in earlier:
-        return place[0]
-    brought = {before for pid in _bringers(run, term) if (before := _last_at(run, term, pid)) is not None}
-    if brought:
-        return max(brought, key=lambda before: (_last_applied(run, before, restored[term]), before))
-    newest = furthest_of(run)
-    came_so_far = [x for x in earlier if restored[x] <= restored[term] <= newest.get(x, restored[x])]
-    return max(came_so_far or earlier, default=None)
-
-
-def _last_at(run: Evidence, term: int, pid: int) -> int | None:
-    """Return the last term before in which a process stood where `term` began; None if it did not."""
     restored = restored_at(run)
-    before = max((other for other in restored if other < term and pid in pids_of(run)[other]), default=None)
-    if before is None:
-        return None
-    reached = reached_by(run).get((before, pid), whole(restored[before], "step"))
-    return before if reached == whole(restored[term], "step") else None
+    step = whole(restored[term], "step")
+    key = str(restored[term]["commit"]).removeprefix("commits/").removesuffix(".json")
+    place = [int(number_) for number_ in key.split("-")] if key[:1].isdecimal() else []
+    if place and place[1] == step and place[0] in before:
+        return place[0]
+    reached = reached_by(run)
+    brought = {
+        at
+        for pid in _bringers(run, term)
+        if (at := stood.get(pid)) is not None and reached.get((at, pid), whole(restored[at], "step")) == step
+    }
+    if brought:
+        applied = {at: branch[-1][0] if (branch := _walk(restored, before, at, step)) else 0 for at in brought}
+        return max(brought, key=lambda at: (applied[at], at))
+    newest = furthest_of(run)
+    came_so_far = [at for at in before if (lo := whole(restored[at], "step")) <= step <= newest.get(at, lo)]
+    named = _named_by_commits(run, step)
+    return named if named in came_so_far else max(came_so_far or before, default=None)
 
 
-def _last_applied(run: Evidence, term: int, step: int) -> int:
-    """Return which term applied a step on a term's branch: of two branches that are as far the newest is followed.
-
-    Who had the older one may have been given the newer in a world that broke before anybody could tell.
-    """
-    branch = branch_of(run, term, step)
-    return branch[-1][0] if branch else 0
+def _named_by_commits(run: Evidence, step: int) -> int | None:
+    """Return which term the newest commit that is left says has applied a step."""
+    records = [commit for commit in run.commits if commit.fields is not None]
+    fields = max(records, key=lambda commit: commit.key).fields if records else None
+    for interval in items(fields, "intervals") if fields else ():
+        assert isinstance(interval, dict), "a record's intervals are mappings"
+        if interval["lo"] < step <= interval["hi"]:
+            return int(interval["term"])
+    return None
 
 
 def _bringers(run: Evidence, term: int) -> set[int]:

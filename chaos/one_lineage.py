@@ -216,15 +216,17 @@ def _check_not_continued(run: Evidence, commit: Line, newer: list[int]) -> None:
 def durability(run: Evidence) -> str:
     """Every term goes on from the newest commit that was published before it formed, unless that was damaged.
 
-    What a term has passed over as damaged, later ones need not find again: their members hold what it went on from.
+    What a term has passed over as damaged, or behind such a one, later ones need not find again: their members hold
+    what it went on from.
     """
     formed, commits = formed_at(run), run.of("commit")
     times, keys = [number(commit, "t") for commit in commits], [str(commit["key"]) for commit in commits]
     places = {key: _place(key) for key in keys}
-    damaged = set[str]()
+    passed = set[str]()
     for term, line in sorted(restored_at(run).items()):
-        skipped = damaged | _rightly_skipped(line)
-        damaged |= {key for key, why in _told(line).items() if _is_damage(why)}
+        told, rightly = _told(line), _rightly_skipped(line)
+        skipped = passed | rightly
+        passed |= {key for key in rightly if "fence names it" not in told[key]}
         before = keys[: bisect_left(times, formed[term])]
         known = (key for key in before if places[key][0] < term and key not in skipped)
         newest = max(known, key=places.__getitem__, default=None)

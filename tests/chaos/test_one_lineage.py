@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from chaos.applied import lineage_of
 from chaos.evidence import Evidence, Line
-from chaos.one_lineage import lineage
+from chaos.findings import Violated
+from chaos.one_lineage import durability, lineage
 
 
 def key(term: int, step: int) -> str:
@@ -60,3 +63,18 @@ def test_who_made_the_steps_of_a_commit_that_nobody_told_of_had_come_so_far() ->
     ]
     run = Evidence(Path("drawn"), [lines], [], {}, {"step": 2}, None)
     assert [(step.step, step.term) for step in lineage_of(run)] == [(1, 1), (2, 4)]
+
+
+def test_what_lies_behind_a_damaged_commit_is_passed_over_once() -> None:
+    """The next term's members hold the state that came of it, look at no commit, and so tell of none."""
+    behind, why = key(2, 3), f"is no ancestor of {key(3, 3)}: a late record"
+    first = restored(4, 1, key(1, 1)) | {"skipped": [[key(3, 3), "a file is missing"], [behind, why]]}
+    lines: list[Line] = [
+        *(committed(1, 1, "a", None), committed(2, 3, "b", "a"), committed(3, 3, "c", "a")),
+        *({"op": "form", "t": 10.0 * term + 5, "term": term, "rank": 0, "pid": term} for term in (4, 5)),
+        *(first, restored(5, 2, key(1, 1)) | {"skipped": []}),
+    ]
+    assert durability(Evidence(Path("drawn"), [lines], [], {}, None, None)) == "3 commits published, none lost"
+    first["skipped"] = [[key(3, 3), "a file is missing"]]
+    with pytest.raises(Violated, match="term 4 went on from"):
+        durability(Evidence(Path("drawn"), [lines], [], {}, None, None))
