@@ -72,7 +72,6 @@ class Cable:
         self.relay.loss, self.relay.delay_s = loss, delay_s
         outside, inside = self.relay.ends
         _ip("route", "replace", self.address("inside"), "dev", outside, "table", self._table)
-        _ip("rule", "add", *self._between(), "lookup", self._table)
         _ip("-n", self.namespace, "route", "replace", self.address("nodes"), "dev", inside)
 
     def mend(self) -> None:
@@ -81,7 +80,7 @@ class Cable:
         for undo in (
             ("-n", self.namespace, "neigh", "del", self.address("nodes"), "dev", self.inside),
             ("rule", "del", *self._between(), "blackhole"),
-            ("rule", "del", *self._between(), "lookup", self._table),
+            ("route", "flush", "table", self._table),
             ("-n", self.namespace, "route", "del", self.address("nodes")),
         ):
             subprocess.run(["ip", *undo], capture_output=True, check=False)  # there may be none
@@ -156,6 +155,7 @@ def _lay(laid: Cable) -> None:
         _ip("link", "set", inside, "netns", name)
         _ip("link", "set", outside, "up")
         _ip("-n", name, "link", "set", inside, "up")
+        _ip("rule", "add", *laid._between(), "lookup", laid._table)  # nothing is in it until packets are to be lost
 
 
 def _ip(*arguments: str) -> None:

@@ -21,7 +21,7 @@ _TUNSETIFF = 0x400454CA
 _TUN, _NO_INFO = 0x0001, 0x1000
 _LONGEST_PACKET = 1 << 16
 MOST_HELD = 1000
-"""Packets on their way at a time, each way, as netem's own limit: what comes on top is lost."""
+"""Packets on their way at a time, both ways together, as netem's own limit: what comes on top is lost."""
 
 
 @dataclass

@@ -139,26 +139,28 @@ class MetricsReader:
 
 
 class LineageReader:
-    """Reads what holds of the terms up to `newest`, each step once, in order; a best rides on the values that set it.
+    """Reads what holds of all terms, each step once, in order; a best rides on the values that set it.
 
-    A line holds if the newest term's lineage has the line's step by the terms by which the line's own term had it.
+    A line holds if the newest term's lineage has the line's step by the terms by which the line's own term had it. The
+    `newest` term is the one with the newest file, or the one that says itself from which terms it goes on.
     """
 
-    def __init__(self, run_dir: Path, newest: int | None = None) -> None:
-        numbers = [term for term in terms(run_dir) if newest is None or term <= newest]
-        self._files = [MetricsReader(run_dir, term) for term in numbers]
-        self._is_awaited = newest is not None
-        self._parts: list[tuple[MetricsReader, float]] | None = None
+    def __init__(self, run_dir: Path, newest: tuple[int, Sequence[Interval]] | None = None) -> None:
+        numbers = [term for term in terms(run_dir) if newest is None or term < newest[0]]
+        files = [MetricsReader(run_dir, term) for term in numbers]
+        if newest is None:
+            lineage = _lineage_of(files)
+        else:
+            term, before = newest
+            files.append(MetricsReader(run_dir, term))
+            lineage = (*before, Interval(term, before[-1].hi if before else 0, sys.maxsize))
+        lasts = [(file, _last_kept(file, lineage)) for file in files]
+        self._parts = [(file, last) for file, last in lasts if last is not None]
         self._piece: list[Values | Settled] = []
         self._best: dict[str, float] = {}
 
     def read(self, settled: float = math.inf) -> list[Values | Settled]:
         """Return the next lines up to the step `settled`; nothing where there are none yet."""
-        if self._parts is None:
-            begins = [(file, begin) for file in self._files if (begin := file.begin())]
-            if self._is_awaited and not (begins and begins[-1][0] is self._files[-1]):
-                return []
-            self._parts = _that_hold(begins)
         while self._parts:
             file, last = self._parts[0]
             ready = [line for line in self._piece if line.step <= settled]
@@ -228,28 +230,33 @@ def settled_step(run_dir: Path) -> float:
     return steps[-1] if steps else 0
 
 
-def _that_hold(begins: Sequence[tuple[MetricsReader, Begin]]) -> list[tuple[MetricsReader, float]]:
-    """Return the files of which something holds, oldest first, each with the last step up to which it does."""
-    lineages: list[tuple[Interval, ...]] = []
-    for file, begin in begins:
-        before = begin.intervals
-        if before is None:
-            before = cut(lineages[-1], begin.step) if lineages else ()
-        lineages.append((*before, Interval(file.term, begin.step, sys.maxsize)))
-    parts = [(file, _last_kept(lineage, lineages[-1])) for (file, _), lineage in zip(begins, lineages, strict=True)]
-    return [(file, last) for file, last in parts if last is not None]
+def _lineage_of(files: Sequence[MetricsReader]) -> tuple[Interval, ...]:
+    """Return which terms applied which steps for the newest of these that says how it began, itself at the end."""
+    untold: list[tuple[int, int]] = []
+    before: tuple[Interval, ...] = ()
+    for file in reversed(files):
+        begin = file.begin()
+        if begin is not None:
+            untold.append((file.term, begin.step))
+            if begin.intervals is not None:
+                before = begin.intervals
+                break
+    for term, step in reversed(untold):
+        before = (*cut(before, step), Interval(term, step, sys.maxsize))
+    return before
 
 
-def _last_kept(own: Sequence[Interval], lineage: Sequence[Interval]) -> int | None:
-    """Return the last step of which the last term of its `own` lineage wrote what holds in the newest one.
+def _last_kept(file: MetricsReader, lineage: Sequence[Interval]) -> int | None:
+    """Return the last step of which a term wrote what holds; None if nothing does.
 
     One that applied nothing may have validated at its first step what those before it did not get to.
     """
-    *before, last = own
-    held = next(interval for interval in lineage if interval.term == last.term or interval.hi > last.lo)
-    if held.term == last.term:
-        return held.hi
-    return last.lo if held.term > last.term and tuple(before) == cut(lineage, last.lo) else None
+    own = next((interval for interval in lineage if interval.term == file.term), None)
+    begin = file.begin() if own is None else None
+    if own is not None or begin is None:
+        return own.hi if own else None
+    is_last = next((interval.term > file.term for interval in lineage if interval.hi > begin.step), False)
+    return begin.step if is_last and begin.intervals in (None, cut(lineage, begin.step)) else None
 
 
 def _parse(content: Iterator[bytes] | Sequence[bytes]) -> Iterator[Begin | Values | Settled | End]:

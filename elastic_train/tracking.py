@@ -72,7 +72,7 @@ class Tracker:
         sending = None
         if mlflow_uri is not None:
             bound_requests()
-            sending = _Sending(Job(run_dir, config, resolve(mlflow_uri), experiment, run_name), term)
+            sending = _Sending(Job(run_dir, config, resolve(mlflow_uri), experiment, run_name), term, intervals)
         tracker = Tracker(writer, sending)
         tracker._write(lambda writer: writer.begin(intervals))
         tracker._settle(settled, code_tags() | dict(tags or {}))
@@ -137,11 +137,11 @@ class Tracker:
 class _Sending:
     """The thread: opens the run, sends older terms' lines and then its own as they are settled, and ends the run."""
 
-    def __init__(self, job: Job, term: int) -> None:
+    def __init__(self, job: Job, term: int, intervals: Sequence[Interval]) -> None:
         self.num_failures = 0
         self.settled: float = 0
         self._job, self._term = job, term
-        self._delivery, self._lines = Delivery(job, goes_on=True), LineageReader(job.run_dir, newest=term)
+        self._delivery, self._lines = Delivery(job, goes_on=True), LineageReader(job.run_dir, (term, intervals))
         self._piece: list[Values | Settled] = []
         self._failures_in_a_row = 0
         self._told: set[str] = set()

@@ -23,6 +23,8 @@ AGAIN_S = 1.0
 """A second look at nodes that did not answer comes so long after the first."""
 
 LOOK_EVERY_S = 10.0
+SELDOM_S = 60.0
+"""How often a member asks its own record whether it misses somebody: an answer of etcd's may have been lost."""
 _MOST_AT_ONCE = 16
 
 _log = logging.getLogger("rendezvous")
@@ -83,9 +85,10 @@ class Reach:
     def _serve(self) -> None:
         """Look when asked, and every few seconds as long as somebody is missed, or it could not be said who."""
         while not self._closed.is_set():
-            is_asked = self._asked.wait(LOOK_EVERY_S if self._has_missed else None)
+            is_asked = self._asked.wait(LOOK_EVERY_S if self._has_missed else SELDOM_S)
             self._asked.clear()
-            if is_asked or self._has_missed:
+            mine = self._node.view.member(self._node.id)
+            if is_asked or self._has_missed or (mine is not None and mine.missed):
                 try:
                     self.look()
                 except StoreError as error:

@@ -257,7 +257,10 @@ PLANTED = (
     SimBug(
         "highest-term-wins",
         "a metrics file does not say which terms applied the steps before its own: a dead branch's values hold",
-        lambda: {"elastic_train.metrics:MetricsWriter.begin": bugs.begin_untold},
+        lambda: {
+            "elastic_train.metrics:MetricsWriter.begin": bugs.begin_untold,
+            "elastic_train.tracking:LineageReader": bugs.read_files_alone,
+        },
         ("tracking",),
         "woken-with-more-steps",
     ),

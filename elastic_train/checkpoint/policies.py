@@ -14,25 +14,37 @@ from typing import Protocol
 
 from elastic_train.checkpoint.record import CommitRecord
 from elastic_train.errors import ConfigError
+from elastic_train.lineage import cut, place_of
 
 
 class Candidate:
-    """A commit, of which the record is read only if a policy asks for it; None if it cannot be read.
-
-    What is not of the newest one's lineage nobody falls back to: a branch that was given up, or passed over as damaged.
-    """
+    """A commit, of which the record is read only if somebody asks for it; None if it cannot be read."""
 
     def __init__(
-        self, key: str, step: int, read: Callable[[], CommitRecord | None], *, is_of_lineage: bool = True
+        self, key: str, step: int, read: Callable[[], CommitRecord | None], newest: CommitRecord | None = None
     ) -> None:
         self.key = key
         self.step = step
-        self.is_of_lineage = is_of_lineage
         self._read = read
+        self._newest = newest
 
     @functools.cached_property
     def record(self) -> CommitRecord | None:
         return self._read()
+
+    @functools.cached_property
+    def is_of_lineage(self) -> bool:
+        """Whether the newest commit's state had this one's; nobody falls back to others, which were given up.
+
+        A commit of a term that applied nothing, made by a process that was alone, tells by its record.
+        """
+        newest, place = self._newest, place_of(self.key)
+        if newest is None or self.key == newest.key or place is None:
+            return True
+        term = next((i.term for i in newest.intervals if i.lo < self.step <= i.hi), None)
+        if term is None or term >= place[0]:
+            return term == place[0]
+        return self.record is not None and self.record.intervals == cut(newest.intervals, self.step)
 
 
 class Policy(Protocol):
@@ -153,11 +165,11 @@ class Retention:
 
 
 def _firsts(commits: Sequence[Candidate], period_of: Callable[[Candidate], int | None]) -> Iterator[str]:
-    """Yield the first commit of every period; None is no period."""
+    """Yield the first commit of the lineage in every period; None is no period."""
     seen: set[int] = set()
     for commit in reversed(commits):
         period = period_of(commit)
-        if period is not None and period not in seen:
+        if period is not None and period not in seen and commit.is_of_lineage:
             seen.add(period)
             yield commit.key
 

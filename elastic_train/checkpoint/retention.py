@@ -51,12 +51,9 @@ def _newest_whole(store: Store, keys: Sequence[str]) -> CommitRecord | None:
 
 
 def _candidate(store: Store, key: str, newest: CommitRecord | None = None) -> Candidate:
-    """Return a commit; it is of the newest one's lineage if that has its step by its term."""
     place = place_of(key)
     assert place, f"{key} is no commit's key"
-    term, step = place
-    is_of_lineage = newest is None or any(i.term == term and i.lo < step <= i.hi for i in newest.intervals)
-    return Candidate(key, step, functools.partial(_readable, store, key), is_of_lineage=is_of_lineage)
+    return Candidate(key, place[1], functools.partial(_readable, store, key), newest)
 
 
 def _readable(store: Store, key: str) -> CommitRecord | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from rendezvous_sides import eventually
 
-from rendezvous import MemoryStore
+from rendezvous import MemoryStore, reach
 from rendezvous.addresses import is_reachable
 from rendezvous.membership import Policy
 from rendezvous.node import Node, Place
@@ -54,6 +55,21 @@ def test_a_node_that_is_cut_off_from_the_others_is_left_out_until_it_can_be_reac
         assert len(waiting.result(10.0).seats) == 3
     for name, node in nodes.items():
         reaches[name].close()
+        node.leave()
+
+
+def test_who_is_missed_by_the_record_alone_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer of etcd's was lost: the record names a node that this process does not know that it has named."""
+    monkeypatch.setattr(reach, "SELDOM_S", 0.05)
+    store = MemoryStore()
+    nodes = {name: make_node(store, name) for name in "ab"}
+    reaches = [Reach(node, lambda agent: True) for node in nodes.values()]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(enter, nodes.values()))
+    nodes["a"].report_missed(frozenset("b"))
+    eventually(lambda: not any(member.missed for member in nodes["b"].view.members), "the end of missing")
+    for looking, node in zip(reaches, nodes.values(), strict=True):
+        looking.close()
         node.leave()
 
 

@@ -15,6 +15,7 @@ from elastic_train.checkpoint.markers import held, pin, pinned, unpin
 from elastic_train.checkpoint.reader import commit_keys
 from elastic_train.checkpoint.stores import KeyMissing
 from elastic_train.errors import StorageError
+from elastic_train.lineage import Interval
 
 
 def damage(store: Store, record: CommitRecord) -> None:
@@ -67,6 +68,31 @@ def test_a_branch_that_was_given_up_takes_nobodys_place(local_store: Store) -> N
     assert discover(local_store).head == whole
     prune(local_store, Retention.of(last=2), newest=commits.save(small_state(3), facts(3)))
     assert steps_of(local_store) == [3, 2]
+
+
+@pytest.mark.parametrize("how", [{"last": 2}, {"last": 9, "budget": 2}])
+def test_a_commit_of_a_term_that_applied_nothing_is_of_the_lineage(local_store: Store, how: dict[str, int]) -> None:
+    """A process that is alone commits what others have applied, under a term of its own."""
+    (first,) = commit_steps(local_store, 1)
+    alone = writer(local_store, first).save(small_state(2), facts(2), (Interval(1, 0, 2),))
+    (before,) = commit_steps(local_store, 2, parent=first)
+    intervals = (Interval(1, 0, 2), Interval(4, 2, 3))
+    newest = writer(local_store, alone).save(small_state(3), facts(3), intervals)
+    budget = how["budget"] * newest.num_bytes + 3 if "budget" in how else None
+    prune(local_store, Retention.of(last=how["last"], budget=budget), newest=newest)
+    kept = [newest.key, *([before.key] if budget is None else []), alone.key]
+    assert commit_keys(local_store) == kept
+
+
+def test_a_dead_branch_takes_no_period(local_store: Store) -> None:
+    """The first commit of a period is one that somebody may want to go back to."""
+    (whole,) = commit_steps(local_store, 1)
+    commit_steps(local_store, 2, parent=whole)
+    commits = writer(local_store, whole)
+    for step in (2, 3, 4):
+        newest = commits.save(small_state(step), facts(step))
+    prune(local_store, Retention.of(last=1, every_steps=2), newest=newest)
+    assert [key[8:16] + key[-7:-5] for key in commit_keys(local_store)] == ["0000000304", "0000000302"]
 
 
 def test_nothing_is_deleted_while_nothing_is_whole(local_store: Store) -> None:
