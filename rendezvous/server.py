@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import importlib.util
 import os
-import queue
 import shutil
 import signal
 import socket
@@ -197,13 +196,17 @@ def main() -> None:
     parser.add_argument("--port", type=int, help="default: a free one")
     parser.add_argument("--data-dir", help="default: a temporary folder, deleted at the end")
     asked = parser.parse_args()
-    told = queue.SimpleQueue[None]()  # an Event's lock might be held by the very wait that a signal interrupts
+    # Python's own handlers run between two steps of a program: a signal that comes just before a wait begins is not
+    # heard by the wait. What the interpreter writes to a socket in the very moment is read whenever the wait begins.
+    told, tells = socket.socketpair()
+    tells.setblocking(False)
+    signal.set_wakeup_fd(tells.fileno())
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: told.put(None))
+        signal.signal(number, lambda *_: None)
     with EtcdServer(port=asked.port, data_dir=asked.data_dir) as server:
         sys.stdout.write(server.endpoint + "\n")
         sys.stdout.flush()
-        told.get()
+        told.recv(1)
 
 
 if __name__ == "__main__":
