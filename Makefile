@@ -8,11 +8,13 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
 setup: .venv/.installed
 
-# torch first and at its pin: a looser range would pull several gigabytes of CUDA packages.
+# pip first: that of Debian 12 tries versions for more than ten minutes, a newer one for seconds. Then torch, at its pin: a
+# looser range would pull several gigabytes of CUDA packages.
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11"; exit 2; }
 	@echo "setup: creating .venv (about 2 GB, two to four minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) install --upgrade -c constraints.txt pip
 	@echo "setup: installing torch"
 	@$(PIP) install -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	@echo "setup: installing elastic-train and what it needs"
