@@ -14,7 +14,7 @@ from chaos.applied import formed_at, lineage_of, pids_of, reached_by, restored_a
 from chaos.evidence import Evidence, Line, items, number, whole
 from chaos.findings import Unknown, Violated
 from chaos.kinds import is_of_etcd
-from chaos.recovery import fault_kind, fault_name, recoveries, ridden_out
+from chaos.recovery import behind_the_last_step, fault_kind, fault_name, recoveries, ridden_out
 
 _KILLS = ("kill_worker", "kill_node")
 _ENDS_NODES = ("kill_node", "stop_node", "kill_job")
@@ -37,9 +37,10 @@ def faults(run: Evidence) -> str:
         raise Unknown("no fault was injected, so recovery was not put to the test")
     recovered = {recovery.place: recovery for recovery in recoveries(run)}
     spared = ridden_out(run)
+    late = behind_the_last_step(run)
     for place, fault in enumerate(injected):
         recovery = recovered.get(place)
-        if recovery is None and place in spared:
+        if recovery is None and (place in spared or place in late):
             continue
         if recovery is None:
             raise Unknown(f"{fault_name(fault)} changed nothing: no newer world has applied a step after it")
@@ -47,8 +48,9 @@ def faults(run: Evidence) -> str:
             raise Unknown(f"{fault_name(fault)} lost no applied step: it was not put to the test that they come back")
     kinds = len({fault_kind(fault) for fault in injected})
     told = f"{len(injected)} faults of {kinds} kinds, {len(formed_at(run))} terms"
-    if spared:
-        return f"{told}: {len(recovered)} followed by a new world's steps, {len(spared)} ridden out"
+    if spared or late:
+        ended = f", {len(late)} behind the last step" if late else ""
+        return f"{told}: {len(recovered)} followed by a new world's steps, {len(spared)} ridden out{ended}"
     return f"{told}, each fault followed by a new world's steps"
 
 
@@ -86,6 +88,7 @@ def _check_changes(run: Evidence) -> None:
     hits the leases of all who are in a world while it lasts.
     """
     formed, pids = formed_at(run), pids_of(run)
+    seats = {line["term"]: line.get("world") for line in run.of("form")}  # who was stopped before it told of it has one
     hits = sorted([*run.of("fault"), *run.of("undo")], key=lambda line: number(line, "t"))
     hit, place, lasting, etcd_until = set[object](), 0, 0.0, 0.0
     for before, after in pairwise(formed):
@@ -100,7 +103,7 @@ def _check_changes(run: Evidence) -> None:
         gone = sorted(pids[before] - pids[after] - hit)
         if gone:
             raise Unknown(f"process {gone[0]} left between terms {before} and {after}, and no fault explains it")
-        if pids[before] == pids[after] and lasting < formed[before]:
+        if pids[before] == pids[after] and seats[before] == seats[after] and lasting < formed[before]:
             raise Unknown(f"term {after} was formed by the processes of term {before}, and no fault explains it")
 
 
@@ -158,9 +161,9 @@ def _given_up(run: Evidence) -> Iterator[tuple[int, int, int, int, int]]:
 
 def rto(run: Evidence) -> str:
     """Every fault is followed by a next world's first applied step, or was ridden out; returns how long that took."""
-    costs, spared = recoveries(run), ridden_out(run)
-    if len(costs) + len(spared) < len(run.of("fault")) or not costs:
-        raise Unknown(f"{len(costs)} of {len(run.of('fault')) - len(spared)} faults were recovered from")
+    costs, others = recoveries(run), {**ridden_out(run), **behind_the_last_step(run)}
+    if len(costs) + len(others) < len(run.of("fault")) or not costs:
+        raise Unknown(f"{len(costs)} of {len(run.of('fault')) - len(others)} faults were recovered from")
     return f"{min(cost.rto_s for cost in costs):.2f} to {max(cost.rto_s for cost in costs):.2f} s to the next step"
 
 

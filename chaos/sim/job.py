@@ -193,8 +193,12 @@ class Job:
         self.nodes += [self._make_node(number) for number in range(len(self.nodes), 2 * first)]
         for number in range(first, 2 * first):
             self.start_node(number)
-            self.kernel.after(for_s, lambda number=number: self.nodes[number].kill())  # type: ignore[misc]
+            self.kernel.after(for_s, lambda number=number: self._end_guest(self.nodes[number]))  # type: ignore[misc]
         self._busy(for_s)
+
+    def _end_guest(self, node: Node) -> None:
+        self.record("chaos", "undo", kind="start_twin", pids=[process.pid for process in node.live_workers()])
+        node.kill()
 
     def _start_after(self, number: int, for_s: float) -> None:
         self.kernel.after(for_s, lambda: self._start_again(number))
@@ -296,7 +300,7 @@ class Job:
         self.num_faults[name] = self.num_faults.get(name, 0) + 1
         who = {"kind": name, "target": node, "node": node, "signal": None, "pids": [process.pid for process in hit]}
         moment = {"at_step": None, "is_drawn": False, "seen_step": self._step, "seen_commit": None, "term": self._term}
-        self.record("chaos", "fault", **who, **moment)
+        self.record("chaos", "fault", **who, **moment, for_s=fault.for_s)
 
     def _busy(self, for_s: float) -> None:
         self._busy_until = max(self._busy_until, self.kernel.now + for_s)
