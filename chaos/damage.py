@@ -246,10 +246,13 @@ def harmless_kill(folder: Path) -> None:
     edit(folder, unlucky)
 
 
-def late_fault(folder: Path) -> None:
-    """The last fault came when the job was as good as done: no world formed after it."""
-    last = max(number(line, "t") for line in collect(folder).of("fault"))
-    edit(folder, lambda line: {**line, "t": last + 1e6} if line["op"] == "fault" and line["t"] == last else line)
+def vain_fault(folder: Path) -> None:
+    """The last fault came in the midst of the last world, which went on as if nothing had happened."""
+    run = collect(folder)
+    last = max(number(line, "t") for line in run.of("fault"))
+    newest = max(formed_at(run))
+    at = min(number(line, "t") for line in run.of("step") if line["term"] == newest)
+    edit(folder, lambda line: {**line, "t": at} if line["op"] == "fault" and line["t"] == last else line)
 
 
 def unexplained_term(folder: Path) -> None:

@@ -84,23 +84,24 @@ def is_live(run: Evidence) -> bool:
 def _check_changes(run: Evidence) -> None:
     """Processes leave a live world only when a fault hit them, and worlds end only because one left or came.
 
-    Who was hit, or started and ended by the undoing of a fault, may leave at any time from then on; a fault of etcd
-    hits the leases of all who are in a world while it lasts.
+    Who was hit, or started and ended by the undoing of a fault, may leave at any time from then on (who was hit later
+    was there until then); a fault of etcd hits the leases of all who are in a world while it lasts.
     """
     formed, pids = formed_at(run), pids_of(run)
+    last_seen = {pid: term for term in formed for pid in pids[term]}  # a world may break before all have told of it
     seats = {line["term"]: line.get("world") for line in run.of("form")}  # who was stopped before it told of it has one
     hits = sorted([*run.of("fault"), *run.of("undo")], key=lambda line: number(line, "t"))
-    hit, place, lasting, etcd_until = set[object](), 0, 0.0, 0.0
+    hit = {pid for line in hits for pid in items(line, "pids")}
+    place, lasting, etcd_until = 0, 0.0, 0.0
     for before, after in pairwise(formed):
         while place < len(hits) and number(hits[place], "t") <= formed[after]:
-            hit |= set(items(hits[place], "pids"))
             until = number(hits[place], "t") + _for_s(hits[place])
             lasting = max(lasting, until)
             etcd_until = max(etcd_until, until) if is_of_etcd(hits[place]["kind"]) else etcd_until
             place += 1
         if formed[before] <= etcd_until:
-            hit |= pids[before]
-        gone = sorted(pids[before] - pids[after] - hit)
+            hit |= set(pids[before])
+        gone = sorted(pid for pid in pids[before] - pids[after] - hit if last_seen[pid] == before)
         if gone:
             raise Unknown(f"process {gone[0]} left between terms {before} and {after}, and no fault explains it")
         if pids[before] == pids[after] and seats[before] == seats[after] and lasting < formed[before]:

@@ -80,7 +80,7 @@ PLANTED = (
     Planted("unlooked", "nobody looked for orphans", damage.unlooked, "cleanliness", "unknown"),
     Planted("no-faults", "nothing was put to the test", damage.no_faults, "faults", "unknown"),
     Planted("harmless-kill", "a kill that lost nothing", damage.harmless_kill, "faults", "unknown"),
-    Planted("late-fault", "a fault that changed nothing", damage.late_fault, "rto", "unknown"),
+    Planted("vain-fault", "a fault that changed nothing", damage.vain_fault, "rto", "unknown"),
     Planted("unexplained-term", "a world that broke by itself", damage.unexplained_term, "deaths", "unknown"),
     Planted("unexplained-death", "a rank that died by itself", damage.unexplained_death, "deaths", "unknown"),
     Planted("failed-node", "a node that failed by itself", damage.failed_node, "deaths", "unknown"),

@@ -81,18 +81,17 @@ def ridden_out(run: Evidence) -> dict[int, Line]:
 
 
 def behind_the_last_step(run: Evidence) -> dict[int, Line]:
-    """Return, by their place, the faults behind which at most the step under way was left to apply, and the job's end.
+    """Return, by place, the faults behind which at most the step under way was left to apply, of a job that is done.
 
     No world that comes behind them has a step to apply: that the job was done is what they are answered by.
     """
-    done = max((number(line, "t") for line in run.of("end") if line["status"] == "done"), default=float("-inf"))
+    if not any(line["status"] == "done" for line in run.of("end")):
+        return {}
     applied = sorted(min(number(line, "t") for line in lines) for lines in steps_of(run).values())
     answered = {cost.place for cost in recoveries(run)} | set(ridden_out(run))
     faults = {place: fault for place, fault in enumerate(run.of("fault")) if place not in answered}
     return {
-        place: fault
-        for place, fault in faults.items()
-        if len(applied) - bisect_right(applied, number(fault, "t")) <= 1 and number(fault, "t") <= done
+        place: fault for place, fault in faults.items() if len(applied) - bisect_right(applied, number(fault, "t")) <= 1
     }
 
 

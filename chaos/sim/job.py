@@ -53,6 +53,7 @@ class Job:
         self.net = Net(self.kernel, self.draws("net"), shape.delay_s)
         self.etcd = Etcd(self.kernel, self.draws("etcd"), shape.delay_s, shape.piece_s)
         self.storage = Storage(self.kernel, self.draws("storage"), 3 * shape.delay_s)
+        self.storage.at_tear = lambda writer: self.record("chaos", "undo", kind="tear_write", pids=[writer.pid])
         self.nodes = [self._make_node(number) for number in range(shape.nodes)]
         self.num_faults: dict[str, int] = {}
         self.errors: list[str] = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from chaos.sim.kernel import EPOCH_S, Kernel, Process
@@ -31,6 +31,8 @@ class Storage:
         self.conflict_until = self.taken_until = self.slow_until = self.slow_sync_until = 0.0
         self.num_lost_answers = 0
         self.is_to_tear = False
+        self.at_tear: Callable[[Process], None] = lambda process: None
+        """Is told of who dies in the middle of a file."""
         self.damaged: set[str] = set()
         """Attempts of which a file was damaged."""
 
@@ -88,6 +90,7 @@ class StorageClient:
             storage.put(key, content[: storage.draws.randrange(len(content) + 1)])
             if storage.is_to_tear:
                 storage.is_to_tear = False
+                storage.at_tear(self._process)
                 kernel.kill(self._process)
             self._ask(is_write=True)
         except Exception:

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from chaos import recovery
 from chaos.evidence import Evidence, Line, number, whole
-from chaos.recovery import recoveries, ridden_out
+from chaos.findings import Unknown
+from chaos.injected import deaths
+from chaos.recovery import behind_the_last_step, recoveries, ridden_out
 from tests.chaos.recorded import record
 
 WORLD_S = 10.0
@@ -96,3 +98,38 @@ def test_a_fault_between_two_worlds_costs_what_lies_between(tmp_path: Path) -> N
 
     run = collect(record(tmp_path / "run") / "faulted")
     assert [(cost.kind, cost.rpo_steps) for cost in recoveries(run)] == [("kill_node", 3), ("start_node", 0)]
+
+
+def test_a_fault_behind_the_last_step_is_answered_by_the_jobs_end() -> None:
+    """A kill while the last step was applied, or later, has no next world's step; earlier it has changed nothing."""
+    lines: list[Line] = [
+        {"op": "form", "t": 1.0, "term": 1, "rank": 0, "pid": 7, "world": 1},
+        {"op": "restore", "t": 2.0, "term": 1, "rank": 0, "step": 0, "commit": None},
+        *({"op": "step", "t": 2.0 + step, "term": 1, "rank": 0, "step": step} for step in (1, 2, 3)),
+        *({"op": "fault", "t": t, "kind": "kill_worker", "node": 0, "pids": [7]} for t in (3.5, 4.5, 6.0)),
+    ]
+    assert behind_the_last_step(Evidence(Path("drawn"), [lines], [], {}, None, None)) == {}, "the job is not done"
+    lines.append({"op": "end", "t": 7.0, "term": 1, "rank": 0, "status": "done"})
+    assert list(behind_the_last_step(Evidence(Path("drawn"), [lines], [], {}, None, None))) == [1, 2]
+
+
+def test_a_process_leaves_when_it_is_seen_no_more() -> None:
+    """Who did not live to tell of a world may be in the next, or be hit in it; who is never seen again was lost."""
+
+    def formed(term: int, *pids: int) -> list[Line]:
+        return [
+            {"op": "form", "t": 10.0 * term, "term": term, "rank": rank, "pid": pid, "world": 2}
+            for rank, pid in enumerate(pids)
+        ]
+
+    scenario: Line = {"op": "scenario", "t": 0.0, "recovery": "live"}
+    hit: Line = {"op": "fault", "t": 12.0, "kind": "kill_worker", "node": 0, "pids": [8]}
+    ends: list[Line] = [{"op": "end", "t": 40.0, "term": 3, "rank": rank, "status": "done"} for rank in (0, 1)]
+
+    def told(*lines: Line) -> Evidence:
+        return Evidence(Path("drawn"), [[scenario, *formed(1, 7, 8), *lines, *ends]], [], {}, None, None)
+
+    assert deaths(told(hit, *formed(2, 9), *formed(3, 7, 9))).startswith("2 changes")
+    assert deaths(told(hit, *formed(2, 9), *formed(3, 9, 10), {**hit, "t": 25.0, "pids": [7]})).startswith("2 changes")
+    with pytest.raises(Unknown, match="process 7 left between terms 1 and 2"):
+        deaths(told(hit, *formed(2, 9), *formed(3, 9, 10)))
