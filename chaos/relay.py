@@ -34,6 +34,8 @@ class Relay:
     delay_s: float = 0.0
     num_passed: int = 0
     num_lost: int = 0
+    num_held: int = 0
+    """How many are on their way."""
     _devices: list[int] = field(default_factory=list)
     _is_over: int = field(default_factory=lambda: os.eventfd(0))
     _thread: threading.Thread | None = None
@@ -79,3 +81,4 @@ class Relay:
                 with contextlib.suppress(OSError):  # the interface is down: nobody is there
                     os.write(device, packet)
                     self.num_passed += 1
+            self.num_held = len(held)

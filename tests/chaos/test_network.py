@@ -81,7 +81,8 @@ def test_packets_are_late_both_ways_and_those_to_etcd_are_not(laid: Cable, conne
     assert late.is_alive(), "etcd's way is another"
     late.join()
     laid.mend()
-    time.sleep(0.6)  # the last that are on their way
+    while laid.relay.num_held:  # the last that are on their way
+        seconds_of(etcd)
     passed = laid.relay.num_passed
     seconds_of(nodes)
     assert laid.relay.num_passed == passed
