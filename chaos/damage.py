@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from chaos.applied import formed_at, newest_steps, restored_at, result_of, shape_of, steps_of
+from chaos.applied import formed_at, furthest_of, restored_at, result_of, shape_of
 from chaos.edits import Change, edit, edit_result, forge, later_term
 from chaos.evidence import Evidence, Line, collect, items, number, part, whole
 
@@ -173,7 +173,7 @@ def _edit_witness(folder: Path, changes: list[tuple[int, int]]) -> None:
 def extra_step(folder: Path) -> None:
     """A term applied a step that no fault took away and no result holds."""
     run = collect(folder)
-    newest = newest_steps(steps_of(run))
+    newest = furthest_of(run)
     last = later_term(run)
 
     path = sorted((folder / "history").glob(f"{last:08d}-*.jsonl"))[0]

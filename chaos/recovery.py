@@ -10,7 +10,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 
-from chaos.applied import formed_at, newest_steps, restored_at, steps_of
+from chaos.applied import formed_at, furthest_of, restored_at, steps_of
 from chaos.evidence import Evidence, Line, number, once, whole
 from chaos.kinds import ends_world
 
@@ -138,7 +138,7 @@ def _records(run: Evidence) -> _Records:
 def _lost(run: Evidence) -> dict[int, int]:
     """Count the applied steps that each term's restore gave up: those of the term before that it did not go on from."""
     restored = {key: whole(line, "step") for key, line in restored_at(run).items()}
-    newest = newest_steps(steps_of(run))
+    newest = furthest_of(run)
     lost, reached = {}, 0
     for term in sorted({*restored, *newest}):
         if term in restored:

@@ -36,7 +36,6 @@ class Reach:
     def __init__(self, node: Node, probe: Callable[[str], bool] = is_reachable) -> None:
         self._node, self._probe = node, probe
         self._silent: frozenset[str] = frozenset()
-        self._has_missed = False
         self._looked_at = 0.0
         self._asked, self._closed = threading.Event(), threading.Event()
         threading.Thread(target=self._serve, name="reach", daemon=True).start()
@@ -64,7 +63,7 @@ class Reach:
         agents = {m.node_id: m for m in (*mates, *(m for m in view.members if m.node_id in missed_before))}
         silent = self._silent_of({name: m for name, m in agents.items() if self._can_tell(m, mine)})
         missed = frozenset(name for name in silent if name in self._silent or name in missed_before)
-        self._silent, self._has_missed = silent, bool(missed or missed_before)
+        self._silent = silent
         if missed != missed_before:
             _log.warning("out of reach although etcd is not: %s", ", ".join(sorted(missed)) or "nobody any more")
             self._node.report_missed(missed)
@@ -83,13 +82,16 @@ class Reach:
         return bool(other.agent) and not is_near and other.node_id != mine.node_id
 
     def _serve(self) -> None:
-        """Look when asked, and every few seconds as long as somebody is missed, or it could not be said who."""
+        """Look when asked, and every few seconds as long as this member's record says that it misses somebody."""
         while not self._closed.is_set():
-            is_asked = self._asked.wait(LOOK_EVERY_S if self._has_missed else SELDOM_S)
+            is_asked = self._asked.wait(LOOK_EVERY_S if self._misses_somebody() else SELDOM_S)
             self._asked.clear()
-            mine = self._node.view.member(self._node.id)
-            if is_asked or self._has_missed or (mine is not None and mine.missed):
+            if is_asked or self._misses_somebody():
                 try:
                     self.look()
                 except StoreError as error:
                     _log.debug("could not say who is out of reach: %s", error)
+
+    def _misses_somebody(self) -> bool:
+        mine = self._node.view.member(self._node.id)
+        return mine is not None and bool(mine.missed)
