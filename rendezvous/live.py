@@ -17,8 +17,9 @@ from rendezvous.context import LiveContext, RendezvousContext
 from rendezvous.etcd import EtcdStore
 from rendezvous.meeting import Meeting
 from rendezvous.membership import Policy
-from rendezvous.node import Node, Place
+from rendezvous.node import Node
 from rendezvous.options import etcd_options
+from rendezvous.own_record import Place
 from rendezvous.reach import Reach
 from rendezvous.records import World
 

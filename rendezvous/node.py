@@ -11,38 +11,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rendezvous import membership
 from rendezvous.errors import (
     StoppedWaiting,
     StoreError,
-    StoreRefusedError,
     StoreUnavailableError,
     TooFewNodesError,
 )
 from rendezvous.lookout import LOOK_S, Lookout, is_looking
 from rendezvous.membership import Change, Decision, Enter, Expelled, Finished, Policy, Seal, Wait
+from rendezvous.own_record import OwnRecord, Place
 from rendezvous.records import Closed, Failure, Keys, Member, View, World
 from rendezvous.seen import Seen
-from rendezvous.store import ABSENT, Lease, Put, Snapshot, Store
+from rendezvous.store import Snapshot, Store
 
 _log = logging.getLogger("rendezvous")
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a member is, and what it brings; see `Member` for what a worker of a node adds."""
-
-    host: str
-    address: str
-    num_workers: int
-    name: str = ""
-    node: str = ""
-    node_members: int = 1
-    agent: str = ""
 
 
 class Node:
@@ -51,19 +37,33 @@ class Node:
     def __init__(self, store: Store, run_id: str, policy: Policy, place: Place, *, ttl_s: float) -> None:
         self.keys = Keys(run_id)
         self.policy = policy
-        self.place = place
-        self.ttl_s = ttl_s
-        self.id = ""
         self.world: World | None = None
         self.joined_at = 0.0
         self._store = store
-        self._lease: Lease | None = None
         self._watch = store.watch(self.keys.prefix)
         self._seen = Seen(self.keys, self._watch.snapshot)
-        self._writing = threading.Lock()
+        self._own = OwnRecord(store, self.keys, place, self._seen, ttl_s)
         self._left = threading.Event()
         self._lookout = Lookout(place.host)
         threading.Thread(target=self._follow, name=f"membership {run_id}", daemon=True).start()
+
+    @property
+    def id(self) -> str:
+        return self._own.id
+
+    @property
+    def place(self) -> Place:
+        """Where this node is, and what it says of itself from its next registration on."""
+        return self._own.place
+
+    @place.setter
+    def place(self, place: Place) -> None:
+        self._own.place = place
+
+    @property
+    def ttl_s(self) -> float:
+        """How long a sign of life lasts."""
+        return self._own.ttl_s
 
     @property
     def view(self) -> View:
@@ -75,8 +75,8 @@ class Node:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                if self._lease is None or self._lease.is_lost or not self._update_own(membership.leaving_world):
-                    self._register()
+                if self._own.is_gone or not self._own.update(membership.leaving_world):
+                    self._own.register()
             except StoreUnavailableError as error:
                 if time.monotonic() > deadline:
                     raise
@@ -132,7 +132,7 @@ class Node:
             after = max(member.after, world.term) if leaves and world is not None else member.after
             return replace(member, missed=tuple(sorted(nodes)), after=after)
 
-        self._update_own(told)
+        self._own.update(told)
 
     def wants_to_grow(self, quiet_s: float) -> bool:
         """Whether members wait to be admitted, and none has come or gone for `quiet_s`, so that they come together."""
@@ -181,7 +181,7 @@ class Node:
     def _say_done(self, term: int, deadline: float) -> None:
         while time.monotonic() < deadline:
             try:
-                self._update_own(lambda member, view: replace(member, done=term))
+                self._own.update(lambda member, view: replace(member, done=term))
             except StoreUnavailableError as error:
                 _log.warning("waiting for etcd: %s", error)
             else:
@@ -192,7 +192,7 @@ class Node:
         change = membership.close(self.keys, Closed(term, time.time()))
         try:
             lease = self._store.lease(for_s, renew=False)
-            self._swap(change, lease)
+            self._own.swap(change, lease)
         except StoreError as error:
             _log.warning("could not mark the job as done: %s", error)
 
@@ -203,8 +203,7 @@ class Node:
         self._left.set()
         self._watch.close()
         try:
-            if self._lease is not None:
-                self._lease.revoke()
+            self._own.revoke()
         except StoreError as error:
             _log.warning("could not revoke the lease, it will run out: %s", error)
         self._store.close()
@@ -222,7 +221,7 @@ class Node:
         elif isinstance(decision, Expelled):
             _log.warning("the lease of this node ended: it joins as a new member")
             try:
-                self._register()
+                self._own.register()
             except StoreUnavailableError as error:
                 _log.warning("waiting for etcd: %s", error)
                 time.sleep(min(left_s, LOOK_S))
@@ -245,66 +244,13 @@ class Node:
         gone = self._lookout.gone(self.view)
         return any([self._try(membership.bury(snapshot, self.keys, dead.id)) for dead in gone])  # noqa: C419 - all of them
 
-    def _register(self) -> None:
-        try:
-            self._register_once()
-        except StoreRefusedError:
-            self._register_once()  # the lease was over before its first use: this process was frozen meanwhile
-
-    def _register_once(self) -> None:
-        if self._lease is not None:
-            self._lease.abandon()
-        self._lease = self._store.lease(self.ttl_s)
-        self.ttl_s = self._lease.ttl_s
-        place = self.place
-        self.id = f"{place.name or place.host}-{uuid.uuid4().hex[:12]}"
-        member = Member(
-            id=self.id,
-            host=place.host,
-            address=place.address,
-            num_workers=place.num_workers,
-            after=self.view.term,
-            node=place.node,
-            node_members=place.node_members,
-            agent=place.agent,
-        )
-        key = self.keys.member(self.id)
-        change = membership.update(Snapshot(0, {}), self.keys, member)
-        assert change.guards == {key: ABSENT}
-        self._swap(change, self._lease)
-
-    def _update_own(self, change: Callable[[Member, View], Member]) -> bool:
-        """Rewrite this node's record; False if its lease is over."""
-        for _ in range(20):
-            with self._writing:
-                now = self._seen.now()
-                mine = now.view.member(self.id)
-                if mine is None:
-                    return False
-                wanted = change(mine, now.view)
-                try:
-                    if wanted == mine or self._swap(membership.update(now.snapshot, self.keys, wanted), self._lease):
-                        return True
-                except StoreRefusedError:
-                    return False
-            self._seen.await_change(now.snapshot, 0.1)
-        return False
-
     def _try(self, change: Change) -> bool:
-        """Like `_swap`, but an etcd that does not answer is tried again later."""
+        """Like `OwnRecord.swap`, but an etcd that does not answer is tried again later."""
         try:
-            return self._swap(change, None)
+            return self._own.swap(change, None)
         except StoreError as error:
             _log.warning("waiting for etcd: %s", error)
             return False
-
-    def _swap(self, change: Change, lease: Lease | None) -> bool:
-        """Try a transaction, and see its result in the view before returning."""
-        writes = {key: None if text is None else Put(text, lease) for key, text in change.writes.items()}
-        if self._store.swap(writes, change.guards) is None:
-            return False
-        self._seen.show(self._store.get(self.keys.prefix))
-        return True
 
     def _follow(self) -> None:
         revision = 0
@@ -326,7 +272,7 @@ class Node:
             return
         term = world.term
         try:
-            self._update_own(lambda member, view: replace(member, seen=term))
+            self._own.update(lambda member, view: replace(member, seen=term))
         except StoreError as error:
             _log.debug("could not show a sign of life: %s", error)
 

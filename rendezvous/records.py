@@ -20,17 +20,17 @@ from rendezvous.store import Snapshot
 Cause = Literal["start", "lost", "joined", "restart"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Keys:
     """The keys of one job."""
 
     run_id: str
 
-    @property
+    @cached_property
     def prefix(self) -> str:
         return f"/elastic/{quote(self.run_id, safe='')}/"
 
-    @property
+    @cached_property
     def members(self) -> str:
         return self.prefix + "members/"
 

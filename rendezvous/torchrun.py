@@ -31,7 +31,8 @@ from rendezvous.errors import StoreError, TooFewNodesError
 from rendezvous.etcd import EtcdStore
 from rendezvous.meeting import Meeting
 from rendezvous.membership import Policy
-from rendezvous.node import Node, Place
+from rendezvous.node import Node
+from rendezvous.own_record import Place
 from rendezvous.records import World
 
 GROWTH_GRACE_S = 30.0

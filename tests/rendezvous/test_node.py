@@ -13,7 +13,8 @@ from rendezvous import EtcdServer, EtcdStore, MemoryStore, TooFewNodesError, etc
 from rendezvous.errors import StoreRefusedError, StoreUnavailableError
 from rendezvous.lookout import is_looking
 from rendezvous.membership import Policy
-from rendezvous.node import Node, Place
+from rendezvous.node import Node
+from rendezvous.own_record import Place
 from rendezvous.records import World
 from rendezvous.store import Guards, Lease, Writes
 
@@ -52,8 +53,8 @@ def pair(store: MemoryStore, pool: ThreadPoolExecutor) -> tuple[Node, Node]:
 def crash(store: MemoryStore, node: Node) -> None:
     """End a node as SIGKILL does: nothing is revoked, and its lease runs out."""
     node._left.set()
-    assert node._lease is not None
-    node._lease.abandon()
+    assert node._own.lease is not None
+    node._own.lease.abandon()
     store.advance(TTL_S)
 
 
@@ -157,8 +158,8 @@ def test_an_expelled_node_joins_as_a_new_one(store: MemoryStore, pool: ThreadPoo
     """A node whose lease ended while it was frozen is asked for a new round and gets a new id."""
     first, second = pair(store, pool)
     old = second.id
-    assert second._lease is not None
-    second._lease.abandon()
+    assert second._own.lease is not None
+    second._own.lease.abandon()
     store.advance(TTL_S)
     eventually(lambda: second.num_waiting() > 0 and first.num_waiting() > 0, "both notice")
     enter(first)
@@ -178,11 +179,11 @@ def test_a_node_expelled_while_it_waits_outlives_an_etcd_that_does_not_answer(
         raise StoreUnavailableError("no leader")
 
     waiting = pool.submit(enter, node)
-    eventually(lambda: node._lease is not None and node.view.member(node.id) is not None, "its registration")
+    eventually(lambda: node._own.lease is not None and node.view.member(node.id) is not None, "its registration")
     old = node.id
     monkeypatch.setattr(store, "lease", refuse)
-    assert node._lease is not None
-    node._lease.abandon()
+    assert node._own.lease is not None
+    node._own.lease.abandon()
     store.advance(TTL_S)
     assert refused.wait(10)
     monkeypatch.setattr(store, "lease", granted)

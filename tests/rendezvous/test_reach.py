@@ -10,7 +10,8 @@ from rendezvous_sides import eventually
 from rendezvous import MemoryStore, reach
 from rendezvous.addresses import is_reachable
 from rendezvous.membership import Policy
-from rendezvous.node import Node, Place
+from rendezvous.node import Node
+from rendezvous.own_record import Place
 from rendezvous.reach import Reach
 from rendezvous.records import World
 
