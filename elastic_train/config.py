@@ -182,7 +182,9 @@ class Config(_Section):
     peer_timeout_s: PositiveFloat = 300.0
     """How long a collective waits for a silent peer before the world is given up."""
     hang_timeout_s: PositiveFloat | None = None
-    """How long a rank may work without progress before it dumps its stacks and ends; null: learned from its steps."""
+    """How long a rank may work without progress before it dumps its stacks and ends; null: learned from its steps.
+
+    To warm up, before its first world, a process may take ten times as long; with null, ten minutes."""
 
     @property
     def checkpoint_url(self) -> str:

@@ -82,6 +82,7 @@ def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveR
     """Train through one world after another, watched."""
     worlds = open_worlds(plan.config, plan.device, watchdog, lambda: _is_through(leave, state))
     if worlds.is_live:
+        watchdog.warm_up()
         warm_up(plan, state)
     num_failed = 0
     process = Process(plan, state, worlds, leave, watchdog, started_at)

@@ -35,15 +35,18 @@ BACKSTOP_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """Work without beats: its limit is what is known of steps, but at least `least_s`, and `unknown_s` before."""
+    """Work without beats: its limit is so many `times` what is known of steps, at least `least_s`; `unknown_s` where
+    nothing is."""
 
     least_s: float
     unknown_s: float
+    times: float = 1.0
 
 
 _ENTERING = _Stage(ENTERING_S, ENTERING_S)
 _FIRST = _Stage(ENTERING_S, MOST_S)
-_COPYING = _LEAVING = _Stage(MOST_S, MOST_S)
+_WARMING = _Stage(ENTERING_S, MOST_S, TIMES_LONGEST)
+_COPYING = _LEAVING = _WAITING = _Stage(MOST_S, MOST_S)
 
 
 class Watchdog:
@@ -67,7 +70,7 @@ class Watchdog:
         stage = self._stage
         if stage is None:
             return MOST_S if known_s is None else known_s
-        return max(stage.least_s, stage.unknown_s if known_s is None else known_s)
+        return max(stage.least_s, stage.unknown_s if known_s is None else stage.times * known_s)
 
     def beat(self) -> None:
         """Say that there was progress, and that work goes on."""
@@ -77,6 +80,10 @@ class Watchdog:
         self._start()
         if was_staged:
             self._arm()
+
+    def warm_up(self) -> None:
+        """Say that a first batch is read and run, before there is a world: that loads and compiles what steps need."""
+        self._begin(_WARMING)
 
     def enter(self) -> None:
         """Say that a world begins: up to the first batch `moved` and waits are progress."""
@@ -136,8 +143,10 @@ class Watchdog:
             self._longest_s = max(time.monotonic() - self._since, self._longest_s or 0.0)
 
     def rest(self) -> None:
-        """Stop counting until the next beat."""
-        self._since = None
+        """Stop counting until the next beat; who is frozen meanwhile may be so for the longest limit."""
+        self._since, self._stage = None, _WAITING
+        if self._thread is not None:
+            self._arm()
 
     def close(self) -> None:
         """Watch no more, for good: the interpreter's own end may take its time."""

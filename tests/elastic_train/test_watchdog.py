@@ -99,6 +99,38 @@ def test_what_a_hang_is(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> 
     assert len(ends) == 2
 
 
+@pytest.mark.parametrize(
+    ("fixed_s", "limit_s"),
+    [(None, MOST_S), (100.0, TIMES_LONGEST * 100.0), (8.0, TIMES_LONGEST * 8.0), (1.0, ENTERING_S)],
+)
+def test_who_hangs_while_it_warms_up_is_ended(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, fixed_s: float | None, limit_s: float
+) -> None:
+    """It is in no world yet, so nobody misses it: only its own watchdog can tell. It may wait for a world without end.
+
+    What it loads and compiles takes longer than a step: the limit that was set for those is no reason to end it.
+    """
+    ends: list[float] = []
+    monkeypatch.setattr(Watchdog, "_end", lambda self, stuck_s: ends.append(stuck_s))
+    watched = Watchdog(fixed_s)
+
+    def hang(*_: object) -> None:
+        for part in (0.9, 0.2):
+            clock[0] += part * limit_s
+            watched.look()
+
+    def wait() -> None:
+        assert len(ends) == 1
+        clock[0] += 10 * MOST_S
+        watched.look()
+
+    monkeypatch.setattr(run, "warm_up", hang)
+    monkeypatch.setattr(run, "open_worlds", lambda *_: SimpleNamespace(is_live=True, form=wait))
+    assert run._train_on(Mock(), Mock(), watched, Mock(), started_at=0.0) == 0
+    assert ends == [pytest.approx(1.1 * limit_s)]
+    assert watched.limit_s == max(MOST_S, fixed_s or 0.0), "also for who is frozen while it waits"
+
+
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_process_that_is_through_may_end_slowly(closed: bool) -> None:
     """Once it is closed neither the thread nor the timer ends the process; until then one of them does."""
