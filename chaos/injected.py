@@ -6,18 +6,22 @@ verdict would prove nothing, so it is unknown.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import pairwise
 
 from chaos.applied import formed_at, lineage_of, pids_of, reached_by, restored_at, result_of, steps_of
 from chaos.evidence import Evidence, Line, items, number, whole
 from chaos.findings import Unknown, Violated
-from chaos.kinds import is_of_etcd
-from chaos.recovery import behind_the_last_step, fault_kind, fault_name, recoveries, ridden_out
+from chaos.kinds import befalls_all, is_over_at_once
+from chaos.recovery import behind_the_last_step, fault_kind, fault_name, recoveries, ridden_out, sealed_at, seats_of
 
 _KILLS = ("kill_worker", "kill_node")
 _ENDS_NODES = ("kill_node", "stop_node", "kill_job")
+_TELL_TO_LEAVE = ("stop_node", "flap_node", "scale_down")
+MOST_WORLDS_LEAVING = 3
+"""Worlds of the same processes that one who was told to leave may explain: it leaves with the next step that all have
+the sum of, or is too late for that and does so in the next world."""
 
 
 def finished(run: Evidence) -> str:
@@ -61,10 +65,7 @@ def deaths(run: Evidence) -> str:
     if is_live(run):
         _check_changes(run)
     else:
-        times = sorted(number(line, "t") for line in [*injected, *run.of("undo")])
-        for before, after in pairwise(terms):
-            if bisect_left(times, formed[before]) == bisect_right(times, formed[after]):
-                raise Unknown(f"term {after} was formed, but no fault since term {before} explains it")
+        _check_worlds(run)
     ended = {(line["term"], line["rank"]) for line in run.of("end")}
     lost = [line for line in run.of("form") if line["term"] == terms[-1] and (line["term"], line["rank"]) not in ended]
     if lost and (run.result or {}).get("status") not in ("running", "stuck"):
@@ -81,36 +82,69 @@ def is_live(run: Evidence) -> bool:
     return any(line.get("recovery") == "live" for line in run.of("scenario"))
 
 
+def _check_worlds(run: Evidence) -> None:
+    """No process outlives a world of the `restart` mode: it ends because a fault hit it, or because somebody came.
+
+    A fault hits a world if it came, lasted or was undone after that was sealed, or had hit one of its processes before.
+    """
+    formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
+    until, hit = 0.0, set[object]()
+    for before, after, hits in _changes(run):
+        until = max(until, *(_until(line) for line in hits), 0.0)
+        hit.update(pid for line in hits for pid in items(line, "pids"))
+        began = sealed.get(before, formed[before])
+        is_hit = until >= began or not hit.isdisjoint(pids[before])
+        if not is_hit and seats[after] <= seats[before]:
+            raise Unknown(f"term {after} was formed, but no fault since term {before} explains it")
+
+
 def _check_changes(run: Evidence) -> None:
     """Processes leave a live world only when a fault hit them, and worlds end only because one left or came.
 
     Who was hit, or started and ended by the undoing of a fault, may leave at any time from then on (who was hit later
-    was there until then); a fault of etcd hits the leases of all who are in a world while it lasts.
+    was there until then), or once come back as another member; who was told to leave ends a few worlds until it has
+    left. A fault of etcd or of the storage hits all who are in a world while it lasts.
     """
-    formed, pids = formed_at(run), pids_of(run)
+    formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
     last_seen = {pid: term for term in formed for pid in pids[term]}  # a world may break before all have told of it
-    seats = {line["term"]: line.get("world") for line in run.of("form")}  # who was stopped before it told of it has one
-    hits = sorted([*run.of("fault"), *run.of("undo")], key=lambda line: number(line, "t"))
-    hit = {pid for line in hits for pid in items(line, "pids")}
-    place, lasting, etcd_until = 0, 0.0, 0.0
-    for before, after in pairwise(formed):
-        while place < len(hits) and number(hits[place], "t") <= formed[after]:
-            until = number(hits[place], "t") + _for_s(hits[place])
-            lasting = max(lasting, until)
-            etcd_until = max(etcd_until, until) if is_of_etcd(hits[place]["kind"]) else etcd_until
-            place += 1
-        if formed[before] <= etcd_until:
-            hit |= set(pids[before])
-        gone = sorted(pid for pid in pids[before] - pids[after] - hit if last_seen[pid] == before)
+    hit = {pid for line in [*run.of("fault"), *run.of("undo")] for pid in items(line, "pids")}
+    lost = {line["term"] for line in run.of("form") if line.get("cause") == "lost"}  # one of the members before is gone
+    until, all_until, told, struck = 0.0, 0.0, dict[object, int](), set[object]()
+    for before, after, hits in _changes(run):
+        began = sealed.get(before, formed[before])
+        until = max(until, *(_until(line) for line in hits), 0.0)
+        all_until = max(all_until, *(_until(line) for line in hits if befalls_all(line["kind"])), 0.0)
+        struck.update(pid for line in hits for pid in items(line, "pids"))
+        leaving = (pid for line in hits if line["kind"] in _TELL_TO_LEAVE for pid in items(line, "pids"))
+        told.update(dict.fromkeys(leaving, MOST_WORLDS_LEAVING))
+        excused = pids[before] if began <= all_until else set()
+        gone = sorted(pid for pid in pids[before] - pids[after] - hit - excused if last_seen[pid] == before)
         if gone:
             raise Unknown(f"process {gone[0]} left between terms {before} and {after}, and no fault explains it")
-        if pids[before] == pids[after] and seats[before] == seats[after] and lasting < formed[before]:
+        if pids[before] != pids[after] or seats[before] != seats[after] or until >= began:
+            continue
+        late = [pid for pid in pids[before] if told.get(pid, 0) > 0]
+        if not late and (after not in lost or struck.isdisjoint(pids[before])):
             raise Unknown(f"term {after} was formed by the processes of term {before}, and no fault explains it")
+        told.update({pid: told[pid] - 1 for pid in late})
+        struck -= set() if late else pids[before]
 
 
-def _for_s(fault: Line) -> float:
-    seconds = fault.get("for_s")
-    return float(seconds) if isinstance(seconds, int | float) else 0.0
+def _changes(run: Evidence) -> Iterator[tuple[int, int, list[Line]]]:
+    """Yield each term, the next one, and the faults and undoings until that had formed, each of them once."""
+    hits = sorted([*run.of("fault"), *run.of("undo")], key=lambda line: number(line, "t"))
+    times, place = [number(line, "t") for line in hits], 0
+    for before, after in pairwise(formed_at(run)):
+        end = max(place, bisect_right(times, formed_at(run)[after]))
+        yield before, after, hits[place:end]
+        place = end
+
+
+def _until(line: Line) -> float:
+    """Return when a fault is over; its undoing, and what ends processes, is so at once."""
+    seconds = line.get("for_s")
+    is_short = is_over_at_once(line["kind"]) or not isinstance(seconds, int | float)
+    return number(line, "t") + (0.0 if is_short else number(line, "for_s"))
 
 
 def _is_explained(exit_: Line, injected: list[Line]) -> bool:
@@ -125,8 +159,8 @@ def _nodes(fault: Line) -> list[object]:
 
 def rpo(run: Evidence) -> str:
     """Every applied step beyond the lineage is one that a later world gave up: none was computed again unseen."""
-    costs = recoveries(run)
-    if not costs:
+    costs, spared = recoveries(run), ridden_out(run)
+    if not costs and not spared:
         raise Unknown("nothing was recovered from")
     if is_live(run):
         check_kept(run)
@@ -135,6 +169,8 @@ def rpo(run: Evidence) -> str:
     for term, step in sorted(beyond):
         if term >= last:
             raise Violated(f"step {step} of term {term} is not in the lineage, and no later world gave it up")
+    if not costs:
+        return f"{len(beyond)} applied steps computed again; {len(spared)} faults were ridden out"
     return f"{len(beyond)} applied steps computed again, at most {max(cost.rpo_steps for cost in costs)} a fault"
 
 
@@ -162,9 +198,12 @@ def _given_up(run: Evidence) -> Iterator[tuple[int, int, int, int, int]]:
 
 def rto(run: Evidence) -> str:
     """Every fault is followed by a next world's first applied step, or was ridden out; returns how long that took."""
-    costs, others = recoveries(run), {**ridden_out(run), **behind_the_last_step(run)}
-    if len(costs) + len(others) < len(run.of("fault")) or not costs:
-        raise Unknown(f"{len(costs)} of {len(run.of('fault')) - len(others)} faults were recovered from")
+    costs, spared = recoveries(run), ridden_out(run)
+    num_others = len(spared) + len(behind_the_last_step(run))
+    if len(costs) + num_others < len(run.of("fault")) or (not costs and not spared):
+        raise Unknown(f"{len(costs)} of {len(run.of('fault')) - num_others} faults were recovered from")
+    if not costs:
+        return f"no world had to be formed anew: {len(spared)} faults were ridden out"
     return f"{min(cost.rto_s for cost in costs):.2f} to {max(cost.rto_s for cost in costs):.2f} s to the next step"
 
 

@@ -1,7 +1,8 @@
 """What can go wrong, by name: one vocabulary for scenarios, for the executors that do it, and for the judge.
 
 A kind aims at a worker, a node (agent and workers), etcd, or the storage of checkpoints; at a failpoint it happens to
-whoever comes there. Some always end a world; the rest may be ridden out, so that the job going on is all they prove.
+whoever comes there. Some always end a world that they hit; the rest may be ridden out, so that the job going on is all
+they prove.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Kind:
     needs: Need | None = None
     damages: bool = False
     """Commits that were whole are not any more."""
+    leaves_alive: bool = False
+    """It ends a world, but no process: somebody comes, or is counted as lost."""
 
 
 _ALL = (
@@ -39,7 +42,9 @@ _ALL = (
     Kind("kill_job", "SIGKILL to all nodes at once, started again after for_s", "node", "must", ends_world=True),
     Kind("lose_node", "the machine is gone, and its ports do not refuse", "node", ends_world=True, local=False),
     Kind("stop_node", "SIGTERM to the agent; started again after for_s", "node", "may", ends_world=True),
-    Kind("start_node", "a node that was lost comes back", "node", "never", ends_world=True, sim=False),
+    Kind(
+        "start_node", "a node that was lost comes back", "node", "never", ends_world=True, sim=False, leaves_alive=True
+    ),
     Kind("start_twin", "the same job is launched once more, under the same run id, and killed", "node"),
     Kind("kill_rack", "kill_node for several nodes", "node", ends_world=True, local=False),
     Kind("flap_node", "a node is lost and comes back, again and again", "node", ends_world=True, local=False),
@@ -57,13 +62,20 @@ _ALL = (
     Kind("cut_node", "a node is cut off the network, etcd included", "node", sim=False),
     Kind("cut_link", "a node and the others do not reach each other; all reach etcd", "node"),
     Kind("cut_one_way", "what others send to a node is lost; what it sends arrives", "node"),
-    Kind("sever_link", "cut_link for ten times as long", "node", local=False),
+    Kind("sever_link", "cut_link, for longer than worlds without one of the nodes take to form", "node", local=False),
     Kind("kill_etcd_member", "SIGKILL to a member of etcd that does not lead", "etcd"),
     Kind("kill_etcd_leader", "SIGKILL to the member of etcd that leads", "etcd"),
     Kind("freeze_etcd_member", "SIGSTOP to a member of etcd", "etcd", sim=False),
     Kind("etcd_outage", "all members of etcd are away, and come back with their data", "etcd"),
     Kind("lose_etcd_data", "etcd comes back without its data", "etcd", "never", local=False),
-    Kind("lose_lease", "etcd ends the lease of a worker that renewed it in time", "worker", "never", ends_world=True),
+    Kind(
+        "lose_lease",
+        "etcd ends the lease of a worker that renewed it in time",
+        "worker",
+        "never",
+        ends_world=True,
+        leaves_alive=True,
+    ),
     Kind("break_watch", "a watch falls silent", "worker", "never", local=False),
     Kind("jump_clock", "the wall clock of a node is set", "node", local=False),
     Kind("storage_full", "no space is left for checkpoints", "storage"),
@@ -103,17 +115,34 @@ ON_DISK = ("full", "eio")
 
 def ends_world(kind: object) -> bool:
     """Say whether a kind always ends a world; one that is not known is taken at its word."""
-    known = KINDS.get(str(kind).partition("@")[0])
+    known = _known(kind)
     return known is None or known.ends_world
+
+
+def ends_processes(kind: object) -> bool:
+    """Say whether a kind ends the processes that it hits, and says which; one that is not known does not."""
+    known = _known(kind)
+    return known is not None and known.ends_world and not known.leaves_alive
+
+
+def is_over_at_once(kind: object) -> bool:
+    """Say whether what a kind does is done at once: a `for_s` is then how long whoever ended stays away, or nothing."""
+    known = _known(kind)
+    return known is not None and (known.ends_world or known.lasts == "never")
 
 
 def damages(kind: object) -> bool:
     """Say whether a kind spoils commits."""
-    known = KINDS.get(str(kind))
+    known = _known(kind)
     return known is not None and known.damages
 
 
-def is_of_etcd(kind: object) -> bool:
-    """Say whether a kind befalls etcd, on which all who are in a world depend."""
-    known = KINDS.get(str(kind))
-    return known is not None and known.aim == "etcd"
+def befalls_all(kind: object) -> bool:
+    """Say whether a kind befalls a service on which all who are in a world depend while it lasts: etcd or storage."""
+    known = _known(kind)
+    return known is not None and known.aim in ("etcd", "storage") and not known.damages
+
+
+def _known(kind: object) -> Kind | None:
+    """Look a kind up, with a failpoint's place or without."""
+    return KINDS.get(str(kind).partition("@")[0])

@@ -1,7 +1,7 @@
 """What each fault cost, read from the histories: applied steps computed again, seconds until the next applied step.
 
-A fault that need not end a world (a short freeze, a member of etcd) has a cost only where the next world formed before
-anything else was done; else the world that it hit rode it out.
+A fault that need not end a world (a short freeze, a member of etcd, the end of a spare node) has a cost only where the
+next world formed before anything else was done; else the world that it hit rode it out.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 
-from chaos.applied import formed_at, furthest_of, restored_at, steps_of
-from chaos.evidence import Evidence, Line, number, once, whole
-from chaos.kinds import ends_world
+from chaos.applied import formed_at, furthest_of, pids_of, restored_at, steps_of
+from chaos.evidence import Evidence, Line, items, number, once, whole
+from chaos.kinds import ends_processes, ends_world
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def recoveries(run: Evidence) -> list[Recovery]:
     faults = run.of("fault")
     if not faults:
         return []
-    records, lost, sealed = _records(run), _lost(run), _sealed_at(run)
+    records, lost, sealed = _records(run), _lost(run), sealed_at(run)
     formed = sorted((t, term) for term, t in formed_at(run).items())
     times, newest = [t for t, _ in formed], list(accumulate((term for _, term in formed), max))
     found = []
@@ -64,7 +64,7 @@ def recoveries(run: Evidence) -> list[Recovery]:
             continue
         first = records.steps[following]
         next_at = number(faults[place + 1], "t") if place + 1 < len(faults) else float("inf")
-        if not ends_world(fault["kind"]) and formed_at(run)[whole(first, "term")] > next_at:
+        if not _has_to_end_one(run, fault) and formed_at(run)[whole(first, "term")] > next_at:
             continue
         found.append(_recovery(run, place, first, lost, sealed))
     return found
@@ -76,8 +76,46 @@ def ridden_out(run: Evidence) -> dict[int, Line]:
     last = number(run.of("step")[-1], "t") if run.of("step") else 0.0
     spared = {place: fault for place, fault in enumerate(run.of("fault")) if place not in costly}
     return {
-        place: fault for place, fault in spared.items() if not ends_world(fault["kind"]) and number(fault, "t") < last
+        place: fault for place, fault in spared.items() if not _has_to_end_one(run, fault) and number(fault, "t") < last
     }
+
+
+def _has_to_end_one(run: Evidence, fault: Line) -> bool:
+    """Say whether a fault has to end a world: by its kind, unless it ended nobody of a world that is full.
+
+    Those are spares, who wait outside of it, and whoever it has left behind.
+    """
+    pids = items(fault, "pids") if fault.get("pids") and ends_processes(fault["kind"]) else []
+    times, worlds = _worlds(run)
+    formed = bisect_right(times, number(fault, "t"))
+    if not ends_world(fault["kind"]) or not pids or formed == 0:
+        return ends_world(fault["kind"])
+    newest, is_full = worlds[formed - 1]
+    return not is_full or any(_last_seen(run).get(pid, 0) >= newest for pid in pids)
+
+
+@once
+def _last_seen(run: Evidence) -> dict[object, int]:
+    """Return the last term whose world a process was in."""
+    return {pid: term for term, pids in sorted(pids_of(run).items()) for pid in pids}
+
+
+@once
+def _worlds(run: Evidence) -> tuple[list[float], list[tuple[int, bool]]]:
+    """Return when each world had formed; and the newest term by then, and whether no world had been larger than its."""
+    seats, newest, most = seats_of(run), 0, 0
+    times, worlds = list[float](), list[tuple[int, bool]]()
+    for term, t in sorted(formed_at(run).items(), key=lambda formed: formed[1]):
+        newest, most = max(newest, term), max(most, seats[term])
+        times.append(t)
+        worlds.append((newest, seats[newest] == most))
+    return times, worlds
+
+
+@once
+def seats_of(run: Evidence) -> dict[int, int]:
+    """Return how large each term's world was sealed; who was stopped before it told of its world has a seat in it."""
+    return {whole(line, "term"): whole(line, "world") for line in run.of("form")}
 
 
 def behind_the_last_step(run: Evidence) -> dict[int, Line]:
@@ -109,7 +147,7 @@ def fault_name(fault: Line) -> str:
 def _recovery(run: Evidence, place: int, first: Line, lost: dict[int, int], sealed: dict[int, float]) -> Recovery:
     fault = run.of("fault")[place]
     at, term, formed = number(fault, "t"), whole(first, "term"), formed_at(run)
-    restore, sealed_at = restored_at(run)[term], sealed.get(term)
+    restore, was_sealed_at = restored_at(run)[term], sealed.get(term)
     return Recovery(
         place=place,
         kind=str(fault["kind"]),
@@ -118,8 +156,8 @@ def _recovery(run: Evidence, place: int, first: Line, lost: dict[int, int], seal
         term=term,
         rpo_steps=lost[term],
         rto_s=number(first, "t") - at,
-        detect_s=None if sealed_at is None else max(0.0, sealed_at - at),
-        form_s=None if sealed_at is None else formed[term] - max(at, sealed_at),
+        detect_s=None if was_sealed_at is None else max(0.0, was_sealed_at - at),
+        form_s=None if was_sealed_at is None else formed[term] - max(at, was_sealed_at),
         restore_s=number(restore, "t") - formed[term],
         warm_s=number(first, "t") - number(restore, "t"),
     )
@@ -147,7 +185,9 @@ def _lost(run: Evidence) -> dict[int, int]:
     return lost
 
 
-def _sealed_at(run: Evidence) -> dict[int, float]:
+@once
+def sealed_at(run: Evidence) -> dict[int, float]:
+    """Return when each term's world was sealed, where its histories tell."""
     sealed: dict[int, float] = {}
     for line in run.of("form"):
         time = line.get("sealed_at")

@@ -89,10 +89,11 @@ def _check_tracked(run: Evidence, tracked: Line, kept: Values) -> str:
             num_values += 1
             if often[step] > 1:
                 raise Violated(f"the tracker holds {often[step]} values of {name} at step {step}")
-            if name.startswith(_MEASURED) and (name, step) not in kept:
+            if not name.startswith(_MEASURED) or (step in again and value in logged[name, step]):
+                continue
+            if (name, step) not in kept:
                 raise Violated(f"the tracker holds {name} of step {step}, which no term that was kept has logged")
-            is_old = step in again and value in logged[name, step]
-            if name.startswith(_MEASURED) and not is_old and not _same(kept[name, step], value):
+            if not _same(kept[name, step], value):
                 raise Violated(f"the tracker holds {value} as {name} of step {step}, logged was {kept[name, step]}")
     held = {(name, step) for name, points in tracked.items() if isinstance(points, list) for step, _ in points}
     owed = {place for place in kept if place[0].startswith(_MEASURED)} - _logged_late(run)

@@ -20,6 +20,7 @@ from elastic_train.data.rows import Rows
 from elastic_train.data.unfit import Rules, Sifter
 from elastic_train.errors import UnreadableError
 from elastic_train.failpoints import reach
+from elastic_train.mixing import Int64s
 from elastic_train.order import Cursor, Order
 
 EVERYWHERE = -1
@@ -117,8 +118,14 @@ def order_of(rows: tuple[int, ...], num_lanes: int, seed: int, micro_batch: int)
 
 @lru_cache(1 << 16)
 def _batch(order: Order, epoch: int, lane: int, lo: int, hi: int) -> LaneBatch:
-    ids = order.epoch(epoch).ids(lane, lo, hi)
+    ids = _ids_of_lane(order, epoch, lane)[lo:hi]
     return LaneBatch(lane, epoch, lo, lo + len(ids), ids, {} if len(ids) else None)
+
+
+@lru_cache(1 << 12)
+def _ids_of_lane(order: Order, epoch: int, lane: int) -> Int64s:
+    """Return all of a lane's sample ids: its ranks ask for them step by step, all in the same epochs."""
+    return order.epoch(epoch).ids(lane, 0, -(-order.num_samples // order.num_lanes))
 
 
 @lru_cache(1 << 14)

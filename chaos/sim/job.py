@@ -23,6 +23,7 @@ from chaos.sim.objects import Storage
 from chaos.sim.rounds import RestartNode
 from chaos.sim.shape import Shape, make_plan
 from chaos.sim.tracker import Tracking
+from elastic_train.checkpoint.giving_up import LEAST_S
 from elastic_train.config import Config
 from elastic_train.mixing import Int64s
 from rendezvous.context import LiveContext
@@ -100,9 +101,9 @@ class Job:
             left_s = max(process.stopped_s - stopped_s, process.hangs_until - self.kernel.now)
 
     def copy(self) -> None:
-        """Take the time of a save's copy: often less than a step's, now and then more."""
-        process = self.kernel.process
-        self.kernel.sleep(self.shape.lane_s * process.slowness * self.pace.choice((0.1, 1.0, 5.0)))
+        """Take the time of a save's copy: often less than a step's, now and then more; only who is slow is given up."""
+        seconds = min(self.shape.lane_s * self.pace.choice((0.1, 1.0, 5.0)), LEAST_S / 2)
+        self.kernel.sleep(seconds * self.kernel.process.slowness)
 
     def take_file(self, path: Path, text: str) -> None:
         if path.name == "result.json":

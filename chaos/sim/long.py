@@ -27,7 +27,8 @@ DELAYS_S, FAR_S, FEW = (0.001, 0.003, 0.02), (0.02, 0.05), 128
 """How long a message takes; between more nodes than a few it is long, so that what a thousand write at once is heard of
 in some pieces and not in a thousand."""
 PIECE_S = 1e-4
-"""How long a mirror takes for each node in what it has heard, between more than a few."""
+"""How long a mirror takes for each node in what it has heard, between more than a few, if a step takes `STEP_S`; if it
+takes longer, longer, since the survivors of a world come together as slowly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class Draw:
             least_part_bytes=draws.choice((1, 1 << 20)),
             peer_timeout_s=draws.choice((6 * step_s, 30 * step_s)),
             delay_s=draws.choice(DELAYS_S if num_nodes <= FEW else FAR_S),
-            piece_s=0.0 if num_nodes <= FEW else PIECE_S * num_nodes,
+            piece_s=0.0 if num_nodes <= FEW else PIECE_S * num_nodes * step_s / STEP_S,
         )
         return replace(shape, min_nodes=draws.choice((1, max(1, num_nodes // 4))))
 

@@ -99,7 +99,10 @@ def _bad_data(draws: random.Random) -> tuple[SimFault, ...]:
 
 
 def _half_applied(draws: random.Random) -> tuple[SimFault, ...]:
-    """A rank dies between two ranks' receipts of a step, so that survivors are apart."""
+    """A rank dies between two ranks' receipts of a step, so that survivors are apart.
+
+    It should be long in coming back: with a newcomer among them they part in what they call before anything is told.
+    """
     point = draws.choice(("exchange", "apply", "applied"))
     return tuple(SimFault("kill", point=point, nth=draws.randint(20, 90)) for _ in range(3))
 
@@ -176,6 +179,7 @@ PLANTED = (
         lambda: {"elastic_train.world:hand_over": lambda group, state, places: None},
         ("agreement",),
         _half_applied,
+        replace(_SHAPE, warm_s=100.0),
     ),
     SimBug(
         "stale-stride",

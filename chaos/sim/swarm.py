@@ -18,6 +18,10 @@ IN_RECOVERY = 0.25
 """How many of the faults come within one lease of the one before: while its damage is still being mended."""
 IS_READ = 0.5
 """How often what is damaged has to be read: everybody dies within a lease. Else the members hold what it held."""
+LONGER = {"hang_worker": 4.0, "sever_link": 10.0}
+"""Kinds that are to last until others notice."""
+MOST_HUNG_S = 500.0
+"""If somebody hung for longer the others would give up. Its own watchdog, which has no thread here, ends it sooner."""
 DAMAGE = tuple(kind for kind in KINDS if damages(kind) and kind != "tear_write")
 APART = ("bad_row_group", "tracker_outage")
 """Kinds that are drawn by themselves, from streams of their own."""
@@ -74,7 +78,9 @@ def in_order(faults: list[SimFault]) -> tuple[SimFault, ...]:
 
 def _fault(draws: random.Random, shape: Shape, name: str, at_s: float, nth: int = 0) -> SimFault:
     kind, _, point = name.partition("@")
-    for_s = round(draws.choice((0.2, 0.6, 1.5, 4.0)) * shape.ttl_s * draws.uniform(0.5, 1.5), 3)
+    for_s = round(draws.choice((0.2, 0.6, 1.5, 4.0)) * shape.ttl_s * draws.uniform(0.5, 1.5) * LONGER.get(kind, 1.0), 3)
+    if kind == "hang_worker":
+        for_s = min(for_s, MOST_HUNG_S)
     if point:
         return SimFault(kind, round(at_s, 3), point=point, nth=nth, for_s=for_s)
     node, rank = draws.choice([-1, *range(shape.nodes)]), draws.randrange(shape.ranks)

@@ -122,8 +122,8 @@ class Recorder:
     def lo_of(self, term: int) -> int:
         return next(line["step"] for name in self.files for line in self.files[name] if _restores(line, term))  # type: ignore[return-value]
 
-    def fault(self, kind: str, node: int, seen_step: int, **fields: object) -> None:
-        self.write("chaos", "fault", kind=kind, target=node, node=node, seen_step=seen_step, pids=[1], **fields)
+    def fault(self, kind: str, node: int, seen_step: int, pids: list[int], **fields: object) -> None:
+        self.write("chaos", "fault", kind=kind, target=node, node=node, seen_step=seen_step, pids=pids, **fields)
 
     def finish(self, term: int, *, ended: list[tuple[int, int]]) -> None:
         for node, code in ended:
@@ -171,11 +171,11 @@ def _record_faulted(folder: Path) -> None:
     recorder.write("chaos", "scenario", name="recorded", seed=7)
     recorder.term(1, FAULTED[0])
     recorder.now += 0.05
-    recorder.fault("kill_node", 1, 13, at_step=13, is_drawn=True)
+    recorder.fault("kill_node", 1, 13, [1, 20011], at_step=13, is_drawn=True)
     recorder.now += 1.0
     recorder.term(2, FAULTED[1])
     recorder.now -= 0.15
-    recorder.fault("start_node", 1, 21, at_step=21, is_drawn=True)
+    recorder.fault("start_node", 1, 21, [2], at_step=21, is_drawn=True)
     recorder.now += 0.5
     recorder.term(3, FAULTED[2])
     recorder.finish(3, ended=[(0, 0), (1, 0)])

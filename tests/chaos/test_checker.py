@@ -86,17 +86,22 @@ def test_what_a_leader_logs_behind_a_newer_terms_beginning_is_not_owed(healthy: 
 
 
 def test_a_tracker_keeps_what_a_damaged_commit_had_settled(healthy: Path) -> None:
-    """Of steps that are computed again behind damage it may hold an older value, if some term has logged that."""
+    """Of steps that are computed again behind damage it may hold an older value, if some term has logged that.
+
+    Whoever computed it again may have died before it logged, with another going on from its step.
+    """
     run = collect(healthy / "faulted")
     assert run.metrics is not None and run.tracked is not None
     older, newer = ({"t": 0.0, "step": 12, "values": {"train/rate": value}} for value in (1.0, 2.0))
-    metrics = {**run.metrics, 1: [*run.metrics[1], older], 2: [*run.metrics[2], newer]}
+    logged = {**run.metrics, 1: [*run.metrics[1], older]}
+    again = {**logged, 2: [*run.metrics[2], newer]}
     damaged = [["commits/00000001-000000000012.json", "is missing"]]
     (restored,) = [line for line in run.of("restore") if line["term"] == 2 and line["rank"] == 0]
     for skipped, value, truth in ((damaged, 1.0, "true"), (damaged, 3.0, "false"), ([], 1.0, "false")):
         restored["skipped"] = skipped
-        held = replace(run, metrics=metrics, tracked={**run.tracked, "train/rate": [[12, value]]})
-        assert find("tracking", lambda: tracking(held)).truth == truth  # noqa: B023 - called at once
+        for metrics in (again, logged):
+            held = replace(run, metrics=metrics, tracked={**run.tracked, "train/rate": [[12, value]]})
+            assert find("tracking", lambda: tracking(held)).truth == truth  # noqa: B023 - called at once
 
 
 def test_nothing_is_true_by_default() -> None:

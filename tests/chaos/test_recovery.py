@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from chaos import recovery
 from chaos.evidence import Evidence, Line, number, whole
 from chaos.findings import Unknown
-from chaos.injected import deaths
+from chaos.injected import MOST_WORLDS_LEAVING, deaths, rpo, rto
 from chaos.recovery import behind_the_last_step, recoveries, ridden_out
 from tests.chaos.recorded import record
 
@@ -133,3 +133,152 @@ def test_a_process_leaves_when_it_is_seen_no_more() -> None:
     assert deaths(told(hit, *formed(2, 9), *formed(3, 9, 10), {**hit, "t": 25.0, "pids": [7]})).startswith("2 changes")
     with pytest.raises(Unknown, match="process 7 left between terms 1 and 2"):
         deaths(told(hit, *formed(2, 9), *formed(3, 9, 10)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_explained"), [("storage_errors", True), ("etcd_outage", True), ("flip_bit", False)]
+)
+def test_a_service_that_is_away_explains_whoever_leaves_while_it_is(kind: str, is_explained: bool) -> None:
+    """Who was started amid an outage of etcd or the storage is hit by it, although its line cannot name it."""
+
+    def told(outage_s: float, *, stays: bool = False) -> Evidence:
+        both = [(1, 10.0), (2, 20.0)] if stays else [(1, 10.0)]
+        last = len(both) + 1
+        lines: list[Line] = [
+            {"op": "scenario", "t": 0.0, "recovery": "live"},
+            {"op": "fault", "t": 1.0, "kind": kind, "node": 0, "pids": [], "for_s": outage_s},
+            *(
+                {"op": "form", "t": t, "term": term, "rank": rank, "pid": 7 + rank, "world": 2, "sealed_at": t}
+                for term, t in both
+                for rank in (0, 1)
+            ),
+            {"op": "form", "t": 9000.0, "term": last, "rank": 0, "pid": 7, "world": 1},
+            {"op": "end", "t": 9040.0, "term": last, "rank": 0, "status": "done"},
+        ]
+        return Evidence(Path("drawn"), [lines], [], {}, None, None)
+
+    if is_explained:
+        assert deaths(told(outage_s=10.0)).startswith("1 changes")
+    with pytest.raises(Unknown, match="process 8 left between terms 1 and 2"):
+        deaths(told(outage_s=5.0 if is_explained else 10.0))
+    with pytest.raises(Unknown, match="process 8 left between terms 2 and 3" if is_explained else "term 2 was formed"):
+        deaths(told(outage_s=10.0, stays=True))
+
+
+def test_a_fault_of_a_spare_node_is_ridden_out() -> None:
+    """Whoever waits outside of a full world may die without ending it: nothing is lost, nothing has to be formed."""
+
+    def told(*faults: Line) -> Evidence:
+        lines: list[Line] = [
+            {"op": "scenario", "t": 0.0, "recovery": "live"},
+            {"op": "form", "t": 1.0, "term": 1, "rank": 0, "pid": 7, "world": 1},
+            {"op": "restore", "t": 2.0, "term": 1, "rank": 0, "step": 0, "commit": None},
+            *({"op": "step", "t": 2.0 + step, "term": 1, "rank": 0, "step": step} for step in (1, 2, 3)),
+            *faults,
+            {"op": "end", "t": 9.0, "term": 1, "rank": 0, "status": "done"},
+        ]
+        return Evidence(Path("drawn"), [lines], [], {}, {"status": "done", "term": 1, "step": 3}, None)
+
+    spare: Line = {"op": "fault", "t": 3.5, "kind": "kill_node", "node": 1, "pids": [8]}
+    for kind in ("start_node", "lose_lease"):  # these have agents' numbers, which are never in a world
+        with pytest.raises(Unknown, match="0 of 1 faults were recovered from"):
+            rto(told({**spare, "kind": kind}))
+    assert rpo(told(spare)) == "0 applied steps computed again; 1 faults were ridden out"
+    assert rto(told(spare)) == "no world had to be formed anew: 1 faults were ridden out"
+    with pytest.raises(Unknown, match="nothing was recovered from"):
+        rpo(told())
+    with pytest.raises(Unknown, match="0 of 1 faults were recovered from"):
+        rto(told({**spare, "t": 2.5, "pids": [7]}))
+    with pytest.raises(Unknown, match="0 of 0 faults were recovered from"):
+        rto(told({**spare, "t": 8.0}))
+
+
+def test_the_end_of_who_was_left_behind_is_ridden_out() -> None:
+    """It was of the world before, and slept while the others, and another in its place, formed the next one."""
+    lines: list[Line] = [
+        {"op": "scenario", "t": 0.0, "recovery": "live"},
+        *({"op": "form", "t": 1.0, "term": 1, "rank": rank, "pid": 7 + rank, "world": 2} for rank in (0, 1)),
+        {"op": "restore", "t": 1.5, "term": 1, "rank": 0, "step": 0, "commit": None},
+        {"op": "fault", "t": 2.0, "kind": "freeze_worker", "node": 1, "pids": [8], "for_s": 4.0},
+        *({"op": "form", "t": 4.0, "term": 2, "rank": rank, "pid": 7 + 2 * rank, "world": 2} for rank in (0, 1)),
+        {"op": "restore", "t": 4.5, "term": 2, "rank": 0, "step": 0, "commit": None},
+        *({"op": "step", "t": 5.0 + step, "term": 2, "rank": 0, "step": step} for step in (1, 2, 3, 4)),
+        {"op": "fault", "t": 6.5, "kind": "raise", "point": "applied", "node": 1, "pids": [8]},
+        {"op": "end", "t": 12.0, "term": 2, "rank": 0, "status": "done"},
+    ]
+    run = Evidence(Path("drawn"), [lines], [], {}, {"status": "done", "term": 2, "step": 4}, None)
+    assert list(ridden_out(run)) == [1]
+    hit = [{**line, "pids": [9]} if line.get("point") else line for line in lines]  # who took its place
+    assert list(ridden_out(Evidence(Path("drawn"), [hit], [], {}, run.result, None))) == []
+
+
+def test_a_node_that_is_never_admitted_is_no_spare() -> None:
+    """Its later ends cost nothing because the world has stayed small: that is not what should have come."""
+    lines: list[Line] = [
+        {"op": "scenario", "t": 0.0, "recovery": "live"},
+        *({"op": "form", "t": 1.0, "term": 1, "rank": rank, "pid": 7 + rank, "world": 2} for rank in (0, 1)),
+        {"op": "restore", "t": 2.0, "term": 1, "rank": 0, "step": 0, "commit": None},
+        {"op": "step", "t": 3.0, "term": 1, "rank": 0, "step": 1},
+        {"op": "fault", "t": 3.5, "kind": "kill_node", "node": 1, "pids": [8]},
+        {"op": "form", "t": 4.0, "term": 2, "rank": 0, "pid": 7, "world": 1},
+        {"op": "restore", "t": 4.5, "term": 2, "rank": 0, "step": 1, "commit": None},
+        *({"op": "step", "t": 3.0 + step, "term": 2, "rank": 0, "step": step} for step in range(2, 9)),
+        {"op": "fault", "t": 6.5, "kind": "kill_node", "node": 1, "pids": [9]},
+        {"op": "end", "t": 12.0, "term": 2, "rank": 0, "status": "done"},
+    ]
+    with pytest.raises(Unknown, match="1 of 2 faults were recovered from"):
+        rto(Evidence(Path("drawn"), [lines], [], {}, {"status": "done", "term": 2, "step": 8}, None))
+
+
+def test_a_world_of_restarted_processes_is_explained_by_what_hit_the_one_before() -> None:
+    """By a fault since that was sealed, one that lasted until then, one that had hit a member; or by who came."""
+
+    def told(*hits: Line, seats: tuple[int, int] = (2, 2)) -> str:
+        lines: list[Line] = [
+            {"op": "scenario", "t": 0.0, "recovery": "restart"},
+            *hits,
+            {"op": "form", "t": 10.0, "sealed_at": 8.0, "term": 1, "rank": 0, "pid": 7, "world": seats[0]},
+            {"op": "form", "t": 20.0, "sealed_at": 19.0, "term": 2, "rank": 0, "pid": 9, "world": seats[1]},
+            {"op": "end", "t": 40.0, "term": 2, "rank": 0, "status": "done"},
+        ]
+        return deaths(Evidence(Path("drawn"), [lines], [], {}, None, None))
+
+    fault: Line = {"op": "fault", "t": 5.0, "kind": "cut_off_etcd", "node": 0, "pids": [1], "for_s": 2.0}
+    killed: Line = {**fault, "kind": "kill_node", "for_s": 300.0}  # so long it stays away
+    for hit in (
+        {**fault, "t": 9.0},
+        {**fault, "for_s": 4.0},
+        {**fault, "pids": [7]},
+        {**fault, "op": "undo", "t": 15.0},
+    ):
+        assert told(hit).startswith("1 changes"), hit
+    assert told(fault, seats=(1, 2)).startswith("1 changes")
+    for hits in ([], [fault], [killed], [{**fault, "t": 21.0, "pids": [7]}]):
+        with pytest.raises(Unknown, match="term 2 was formed, but no fault since term 1"):
+            told(*hits)
+
+
+def test_who_was_told_to_leave_ends_worlds_until_it_has_left() -> None:
+    """A world may end with one that leaves before all have heard of its last step: it leaves the next one.
+
+    A world that one of its members is lost to, as the fault's late effect, may be formed by the same processes.
+    """
+
+    def told(kind: str, cause: str = "restart", num_worlds: int = 3) -> str:
+        who = {"rank": 0, "pid": 7, "world": 1, "cause": cause}
+        lines: list[Line] = [
+            {"op": "scenario", "t": 0.0, "recovery": "live"},
+            *({"op": "form", "t": 10.0 * term, "term": term, **who} for term in range(1, num_worlds + 1)),
+            {"op": "fault", "t": 15.0, "kind": kind, "node": 0, "pids": [7]},
+            {"op": "end", "t": 400.0, "term": num_worlds, "rank": 0, "status": "done"},
+        ]
+        return deaths(Evidence(Path("drawn"), [lines], [], {}, None, None))
+
+    assert told("stop_node", num_worlds=MOST_WORLDS_LEAVING + 2).startswith("4 changes")
+    with pytest.raises(Unknown, match="term 6 was formed by the processes of term 5"):
+        told("stop_node", num_worlds=10)
+    assert told("freeze_worker", "lost").startswith("2 changes")
+    with pytest.raises(Unknown, match="term 4 was formed by the processes of term 3"):
+        told("freeze_worker", "lost", num_worlds=10)
+    with pytest.raises(Unknown, match="term 3 was formed by the processes of term 2"):
+        told("freeze_worker")

@@ -12,6 +12,7 @@ from chaos.checker import judge
 from chaos.cli import main
 from chaos.errors import ScenarioError
 from chaos.findings import Violated
+from chaos.injected import deaths
 from chaos.one_lineage import lineage
 from chaos.sim import cases
 from chaos.sim.faults import AT_POINTS, POINTS, SimFault
@@ -68,6 +69,14 @@ def test_two_nodes_that_only_a_third_reaches_do_not_stop_the_job() -> None:
     assert run.result is not None and run.result["status"] == "done"
     (ended,) = {line["t"] for process in run.processes for line in process if line["op"] == "end" and line["rank"] == 0}
     assert isinstance(ended, float) and ended < EPOCH_S + 100.0
+
+
+def test_whoever_leaves_at_a_later_turn_of_a_flapping_node_is_explained() -> None:
+    """The node's second and third process are others than the one that the fault's line names."""
+    run = Job(Shape(epochs=20), 1, (SimFault("flap_node", at_s=8.0, node=1, for_s=8.0),)).run()
+    named = [line["pids"] for line in run.of("undo") if line["kind"] == "flap_node"]
+    assert len(named) == 2 and all(named)
+    assert deaths(run).endswith("each explained by a fault")
 
 
 @pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.name)

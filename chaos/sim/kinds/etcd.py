@@ -18,7 +18,7 @@ def cut_off_etcd(job: Job, fault: SimFault, *, ways: str = "both") -> list[Proce
     for place in [place for name, place in (("out", etcd.deaf), ("in", etcd.mute)) if ways in (name, "both")]:
         place.add(number)
         job.kernel.after(fault.for_s, lambda place=place: place.discard(number))  # type: ignore[misc]
-    return job.nodes[number].live_workers()
+    return [*job.nodes[number].live_workers(), *(job.nodes[number].live_agent() if job.restarts else [])]
 
 
 def lose_requests(job: Job, fault: SimFault) -> list[Process]:

@@ -53,8 +53,13 @@ def flap_node(job: Job, fault: SimFault) -> list[Process]:
     """A node is told to leave, comes back, and again, three times."""
     number = job.node(fault)
     for turn in (1, 2):
-        job.kernel.after(2 * turn * fault.for_s, lambda: job.stop_node(number, fault.for_s))
+        job.kernel.after(2 * turn * fault.for_s, lambda: _flap(job, number, fault.for_s))
     return job.stop_node(number, fault.for_s)
+
+
+def _flap(job: Job, number: int, for_s: float) -> None:
+    if hit := job.stop_node(number, for_s):
+        job.record("chaos", "undo", kind="flap_node", node=number, pids=[process.pid for process in hit])
 
 
 def scale_down(job: Job, fault: SimFault) -> list[Process]:
@@ -88,7 +93,7 @@ def hang_worker(job: Job, fault: SimFault) -> list[Process]:
     """A worker computes no further for a while; its threads renew its lease, and its saves go on."""
     hit = job.worker(fault)
     for process in hit:
-        process.hangs_until = job.kernel.now + 4 * fault.for_s
+        process.hangs_until = job.kernel.now + fault.for_s
     return hit
 
 

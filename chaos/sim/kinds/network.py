@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from chaos.sim.faults import SimFault
@@ -27,8 +26,8 @@ def cut_one_way(job: Job, fault: SimFault) -> list[Process]:
 
 
 def sever_link(job: Job, fault: SimFault) -> list[Process]:
-    """Two nodes do not reach each other for ten times as long: longer than it takes to form worlds without one."""
-    return cut_link(job, replace(fault, for_s=10 * fault.for_s))
+    """Two nodes do not reach each other for longer than it takes to form worlds without one."""
+    return cut_link(job, fault)
 
 
 def slow_network(job: Job, fault: SimFault) -> list[Process]:
