@@ -292,9 +292,7 @@ def _has_no_room(view: View, me: str, policy: Policy) -> bool:
     world, mine = view.world, view.member(me)
     if world is None or mine is None or world.rank_of(me) is not None:
         return False
-    mates = mates_of(view, world)
-    if me not in {member.id for member in mutually_reachable((*mates, mine), world)}:
+    if view.is_split and me not in {member.id for member in mutually_reachable((*view.mates, mine), world)}:
         return True
-    nodes = {mate.node_id for mate in mates}
-    is_node_left_out = mine.node_id not in nodes and len(nodes) >= policy.max_nodes
-    return is_node_left_out or len(mates) >= policy.max_members
+    is_node_left_out = mine.node_id not in view.nodes and len(view.nodes) >= policy.max_nodes
+    return is_node_left_out or len(view.mates) >= policy.max_members

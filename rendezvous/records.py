@@ -176,6 +176,16 @@ class View:
         )
 
     @cached_property
+    def nodes(self) -> frozenset[str]:
+        """The nodes of the members of the present world that are still alive."""
+        return frozenset(mate.node_id for mate in self.mates)
+
+    @cached_property
+    def is_split(self) -> bool:
+        """Whether any member cannot reach another's node."""
+        return any(member.missed for member in self.members)
+
+    @cached_property
     def staying(self) -> tuple[Member, ...]:
         """The members whose workers have not finished."""
         return tuple(member for member in self.members if not self.is_finishing(member))

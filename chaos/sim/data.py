@@ -116,13 +116,13 @@ def order_of(rows: tuple[int, ...], num_lanes: int, seed: int, micro_batch: int)
     return order
 
 
-@lru_cache(1 << 16)
+@lru_cache(1 << 19)
 def _batch(order: Order, epoch: int, lane: int, lo: int, hi: int) -> LaneBatch:
     ids = _ids_of_lane(order, epoch, lane)[lo:hi]
     return LaneBatch(lane, epoch, lo, lo + len(ids), ids, {} if len(ids) else None)
 
 
-@lru_cache(1 << 12)
+@lru_cache(1 << 17)
 def _ids_of_lane(order: Order, epoch: int, lane: int) -> Int64s:
     """Return all of a lane's sample ids: its ranks ask for them step by step, all in the same epochs."""
     return order.epoch(epoch).ids(lane, 0, -(-order.num_samples // order.num_lanes))

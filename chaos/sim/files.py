@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -73,5 +74,11 @@ def read_leaves(
         content = bytearray(record.size)
         with open_checked(store, f"{attempt}/{name}", record) as file:
             file.fill(0, [memoryview(content)])
-        leaves |= {("model", name): torch.tensor(numbers) for name, numbers in json.loads(content).items()}
+        leaves |= {("model", name): tensor.clone() for name, tensor in _tensors_of(bytes(content)).items()}
     return leaves
+
+
+@lru_cache(64)
+def _tensors_of(content: bytes) -> dict[str, torch.Tensor]:
+    """Read a file's tensors: all ranks of a world read the same ones."""
+    return {name: torch.tensor(numbers) for name, numbers in json.loads(content).items()}

@@ -38,7 +38,7 @@ from elastic_train.history import History
 from elastic_train.session import Session
 from rendezvous.context import RendezvousContext
 from rendezvous.fence import EtcdFence
-from rendezvous.reach import Reach
+from rendezvous.reach import SELDOM_S, Reach
 from rendezvous.records import read_view
 
 if TYPE_CHECKING:
@@ -119,7 +119,8 @@ def _world(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
 
     yield from _in("rendezvous.live", EtcdStore=client, etcd_options=lambda *_: None, os=_Launcher(job))
     yield from _in("rendezvous.live", Reach=functools.partial(Reach, probe=job.net.is_reachable))
-    yield from _in("rendezvous.reach", ThreadPoolExecutor=job.net.at_once)
+    seldom_s = SELDOM_S * job.shape.look_s
+    yield from _in("rendezvous.reach", ThreadPoolExecutor=job.net.at_once, SELDOM_S=seldom_s)
     yield from _launch(job, client)
     yield from _in("rendezvous.waiting", SimpleQueue=functools.partial(virtual.Queue, job.kernel))
     yield from _in("rendezvous.lookout", is_refused=job.net.is_refused, LOOK_S=job.shape.look_s)

@@ -215,6 +215,6 @@ class ModelledPlan:
         assert record.manifest_digest == self.manifest.digest and record.config_digest == self.config.identity()
 
 
-@lru_cache(1 << 16)
+@lru_cache(1 << 19)
 def sums_of(ids: tuple[int, ...]) -> CoverageSums:
     return CoverageSums.of_ids(np.array(ids, np.int64))
