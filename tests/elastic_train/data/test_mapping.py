@@ -23,7 +23,7 @@ def descriptors_of(path: Path) -> int:
     links = []
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile, as the listing's own
-            links.append(os.readlink(entry))
+            links.append(str(entry.readlink()))
     return sum(link.startswith(str(path)) for link in links)
 
 
