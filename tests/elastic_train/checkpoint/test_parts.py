@@ -10,8 +10,8 @@ from typing import BinaryIO
 import pytest
 import torch
 from commit_samples import State, facts, small_state, trained
+from save_samples import DEADLINE_S, FullStore, HeldStore, open_saves, quick_retries
 from test_commits import assert_equal_trees, odd_state
-from test_saves import DEADLINE_S, FullStore, HeldStore, open_saves, quick_retries
 
 from elastic_train.checkpoint import SaveMemory, Saves, Store, discover, giving_up, layout, read_state
 from elastic_train.checkpoint.local import LocalStore
