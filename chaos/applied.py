@@ -186,13 +186,16 @@ def went_on_from(run: Evidence) -> dict[int, int | None]:
 def _went_on_from(run: Evidence, term: int, before: Mapping[int, int | None], stood: Mapping[int, int]) -> int | None:
     """Return the term whose steps lie below a term's first: a process of its brought them, or the commit's has them.
 
+    A restore tells which term applied the last of them. Of histories that do not tell yet it is worked out:
     A process that was frozen may bring steps of a term before the last. Of two branches that are as far the newest is
     followed: who had the older one may have been given the newer in a world that broke before anybody could tell. Where
     nobody tells, as of a commit that a process made alone and did not live to tell of, it is one that came so far: whom
     commits name, or the last. `stood` says in which term each process was last.
     """
     restored = restored_at(run)
-    step = whole(restored[term], "step")
+    step, told = whole(restored[term], "step"), restored[term].get("applied_by")
+    if isinstance(told, int) and told in before and whole(restored[told], "step") < step:
+        return told
     key = str(restored[term]["commit"]).removeprefix("commits/").removesuffix(".json")
     place = [int(number_) for number_ in key.split("-")] if key[:1].isdecimal() else []
     if place and place[1] == step and place[0] in before:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from chaos import clean, exactly_once, injected, one_lineage, tracking
-from chaos.evidence import Evidence
+from chaos.evidence import Evidence, told
 from chaos.findings import Finding, find
 from chaos.script import judge as scripts
 from chaos.script.samples import is_script
@@ -30,6 +30,7 @@ INVARIANTS: dict[str, Callable[[Evidence], str]] = {
     "atomicity": one_lineage.atomicity,
     "rpo": injected.rpo,
     "rto": injected.rto,
+    "liveness": injected.liveness,
     "cleanliness": clean.cleanliness,
 }
 COMPARED: dict[str, Callable[[Evidence, Evidence], str]] = {
@@ -47,10 +48,10 @@ def judge(run: Evidence, reference: Evidence | None = None) -> list[Finding]:
     findings.append(find("sums", partial(exactly_once.sums, run, reference)))
     if run.metrics is not None:
         findings.append(find("tracking", partial(tracking.tracking, run)))
-    if run.has("healed") or run.has("stuck"):
-        findings.append(find("liveness", partial(injected.liveness, run)))
-    if run.witness is not None:
+    if run.witness is not None or exactly_once.trains_witness(run):
         findings.append(find("witness", partial(exactly_once.witness, run)))
     if reference is not None:
         findings += [find(name, partial(check, run, reference)) for name, check in COMPARED.items()]
+    elif told(run, "reference"):
+        findings += [Finding(name, "unknown", "the run without faults is not there") for name in COMPARED]
     return findings

@@ -1,6 +1,7 @@
 """Invariant of what a job leaves behind: no process, no lease, no draft of a file, no shared memory.
 
-The executor looked once everything had ended (`left_behind`); a look that was not made is not claimed.
+The executor looked once everything had ended (`left_behind`): null is what it could not see, and what is not there at all
+is none of its (a simulation has no shared memory).
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ def cleanliness(run: Evidence) -> str:
     looked = ends[-1]
     found = []
     for name, (what, check) in _CHECKS.items():
-        if looked.get(name) is not None:
+        if name in looked:
+            if looked[name] is None:
+                raise Unknown(f"whether any {what} outlived the job could not be seen")
             check(run, looked)
             found.append(what)
+    if not found:
+        raise Unknown("nobody looked for what outlived the job")
     return f"no {', '.join(found)} outlived the job"
 
 

@@ -80,25 +80,22 @@ def run(
         described = described.model_copy(update={"nodes": described.nodes.model_copy(update={"count": nodes})})
         if problems := list(scenarios.impossible(described.nodes, described.faults)):
             raise ScenarioError(*(f"--nodes {nodes}, {name}: {problem}" for problem in problems))
+    described = described.model_copy(update={"reference": described.reference and reference})
     seed = described.seed if seed is None else seed
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     folder = out or Path("runs") / described.name
     settings = set_ or []
     told = [*(["--command", command] if command else []), *(["--nodes", str(nodes)] if nodes else [])]
-    changes = [f"--set={setting}" for setting in settings]
+    changes = [*(f"--set={setting}" for setting in settings), *([] if reference else ["--no-reference"])]
     bounds = [*([f"--faults={faults}"] if faults else []), *([f"--minutes={minutes:g}"] if minutes else [])]
     replay = shlex.join(["elastic-chaos", "run", name, *told, "--seed", str(seed), *changes, *bounds])
     if command is not None and settings:
         raise ScenarioError("--set changes the trainer's configuration; a --command has none")
     try:
         if command is not None:
-            verdict = scripts.execute(
-                command, described, seed, folder, replay=replay, with_reference=reference, say=_say(json_)
-            )
+            verdict = scripts.execute(command, described, seed, folder, replay=replay, say=_say(json_))
         else:
-            verdict = execute(
-                described, seed, folder, overrides=settings, replay=replay, with_reference=reference, is_quiet=json_
-            )
+            verdict = execute(described, seed, folder, overrides=settings, replay=replay, is_quiet=json_)
     except KeyboardInterrupt:
         if (folder / FAULTED / "history").is_dir():
             sys.stderr.write(f"`elastic-chaos check {folder}` judges what was done, up to the newest commit\n")
@@ -151,9 +148,11 @@ def sim(
 
     if scenario is not None:
         described = scenarios.load(scenarios.find(scenario))
-        return command.run_one(rehearse(described, seed if seed is not None else described.seed or 0), json_)
+        seed = seed if seed is not None else described.seed or 0
+        again = f"elastic-chaos sim --scenario {scenario} --seed {seed}"
+        return command.run_one(rehearse(described, seed), json_, again, is_scenario=True)
     if case is not None:
-        return command.run_one(cases.load(case), json_)
+        return command.run_one(cases.load(case), json_, f"elastic-chaos sim --case {case}")
     for name, value in (
         ("--hours", hours),
         ("--faults-per-hour", faults_per_hour),
@@ -164,7 +163,8 @@ def sim(
             raise ScenarioError(f"{name} {value:g}: give more than 0")
     draw = long.Draw(None if nodes is None else long.nodes_of(nodes), hours, faults_per_hour, step_s)
     if seed is not None:
-        return command.run_one(draw.case(seed), json_)
+        again = " ".join(["elastic-chaos sim", *([draw.options] if draw.options else []), f"--seed {seed}"])
+        return command.run_one(draw.case(seed), json_, again)
     campaign = command.Campaign(command.seeds_of(seeds), draw, minutes, processes or num_cores(), ledger)
     return command.report(command.run_campaign(campaign, is_quiet=json_), campaign, json_)
 
@@ -206,7 +206,6 @@ def execute(
     *,
     overrides: list[str],
     replay: str,
-    with_reference: bool = True,
     is_quiet: bool = False,
 ) -> Verdict:
     """Run a scenario with its faults and, separately, without; write and return the verdict.
@@ -226,7 +225,7 @@ def execute(
     steps = ", ".join(str(fault) for fault in due)
     say(f"scenario {scenario.name}, seed {seed}: {total_steps} steps, {steps or 'no faults'}")
     clear(folder)
-    names = [FAULTED, REFERENCE] if with_reference else [FAULTED]
+    names = [FAULTED, REFERENCE] if scenario.reference else [FAULTED]
     for name in names:
         say(f"training {'with' if name == FAULTED else 'the same without'} faults, in {folder / name}")
         started = time.monotonic()

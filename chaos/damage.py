@@ -14,6 +14,8 @@ from chaos.applied import formed_at, furthest_of, restored_at, result_of, shape_
 from chaos.edits import Change, edit, edit_result, forge, later_term
 from chaos.evidence import Evidence, Line, collect, items, number, part, whole
 
+_HOURS_S = 36_000.0
+
 
 def _edit_step(folder: Path, change: Change) -> None:
     """Change all ranks' lines of one step of the lineage, in the last term."""
@@ -158,6 +160,11 @@ def witness_skip(folder: Path) -> None:
     _edit_witness(folder, [(-1, -1)])
 
 
+def lost_witness(folder: Path) -> None:
+    """What the witness counted is not there."""
+    (folder / "witness.npy").unlink()
+
+
 def witness_swap(folder: Path) -> None:
     """A sample was applied in place of another: the count is right."""
     _edit_witness(folder, [(0, 1), (-1, -1)])
@@ -253,6 +260,19 @@ def vain_fault(folder: Path) -> None:
     newest = max(formed_at(run))
     at = min(number(line, "t") for line in run.of("step") if line["term"] == newest)
     edit(folder, lambda line: {**line, "t": at} if line["op"] == "fault" and line["t"] == last else line)
+
+
+def long_ago(folder: Path) -> None:
+    """The first fault was over hours before the world that comes behind it."""
+    first = min(number(line, "t") for line in collect(folder).of("fault"))
+    edit(folder, lambda line: {**line, "t": first - _HOURS_S} if line["op"] == "fault" and line["t"] == first else line)
+
+
+def standstill(folder: Path) -> None:
+    """Nothing was wrong, and no step was applied for hours."""
+    steps = collect(folder).of("step")
+    since = number(steps[-1], "t") - 0.01
+    edit(folder, lambda line: {**line, "t": number(line, "t") + _HOURS_S} if number(line, "t") > since else line)
 
 
 def unexplained_term(folder: Path) -> None:

@@ -88,6 +88,11 @@ def leaked_draft(folder: Path) -> None:
     _looked(folder, drafts=[["commits/x.json.ab.unfinished", 1.0]])
 
 
+def unseen_leases(folder: Path) -> None:
+    """Etcd did not say which leases were left."""
+    _looked(folder, leases=None)
+
+
 def leaked_memory(folder: Path) -> None:
     """Shared memory of a worker was not unlinked."""
     _looked(folder, shared_memory=["torch_4711_1"])

@@ -118,6 +118,16 @@ def half_a_commit(folder: Path) -> None:
     )
 
 
+def another_damaged(folder: Path) -> None:
+    """A term passed over a good commit, and a bit of another one had flipped."""
+    half_a_commit(folder)
+    run = collect(folder)
+    first = next(line for process in run.processes for line in process if line["op"] == "fault")
+    flipped = {**first, "kind": "flip_bit", "commit": "00000001-000000000001.json", "pids": []}
+    with (folder / "history" / "other.jsonl").open("a") as file:
+        file.write(json.dumps(flipped) + "\n")
+
+
 def begun_anew(folder: Path) -> None:
     """A term found no commit, and began at step 0."""
     last = later_term(collect(folder))

@@ -133,6 +133,12 @@ def parse_lines(content: bytes) -> Iterator[Line]:
             yield line
 
 
+def told(run: Evidence, key: str) -> object:
+    """Return what the executor wrote of the run before it began; None if nothing."""
+    lines = (line for process in run.processes for line in process if line.get("op") == "scenario")
+    return next((line.get(key) for line in lines), None)
+
+
 def number(line: Line, key: str) -> float:
     """Return a line's number; KeyError or TypeError if there is none, which makes a verdict unknown."""
     value = line[key]

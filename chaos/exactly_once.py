@@ -38,7 +38,8 @@ def agreement(run: Evidence) -> str:
     """All ranks of a term restore the same state, apply the same samples, skip no step, and end with equal weights."""
     restored = restored_at(run)
     for line in run.of("restore"):
-        _same(line, restored[whole(line, "term")], ("step", "epoch", "offset", "commit"), "restored")
+        first = {"applied_by": line.get("applied_by"), **restored[whole(line, "term")]}
+        _same({"applied_by": None, **line}, first, ("step", "epoch", "offset", "commit", "applied_by"), "restored")
     for process in run.processes:
         _check_consecutive(process, restored)
     steps = steps_of(run)
@@ -191,9 +192,16 @@ def _check_sums(shape: Shape, epoch: tuple[int, int], claim: Claim) -> bool:
     return True
 
 
+def trains_witness(run: Evidence) -> bool:
+    """Say whether the job's configuration trains the witness."""
+    task = run.config.get("task")
+    return isinstance(task, dict) and str(task.get("path")).endswith(":Witness")
+
+
 def witness(run: Evidence) -> str:
     """The trained weights of the witness count every sample once an epoch."""
-    assert run.witness is not None, "only called with a witness"
+    if run.witness is None:
+        raise Unknown("the witness was trained, and its counts are not there")
     shape = shape_of(run)
     if run.witness.size != shape.rows:
         raise Violated(f"the witness has {run.witness.size} weights, the manifest {shape.rows} rows")

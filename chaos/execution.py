@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from chaos import tracked
+from chaos.acts.network import CABLED
 from chaos.errors import RunError, ScenarioError
 from chaos.followed import Followed
 from chaos.kinds import LOCAL
@@ -52,6 +53,10 @@ def run_once(
     kinds = [fault.kind for fault in due]
     if unreal := sorted(set(kinds) - set(LOCAL)):
         raise ScenarioError(*(f"{scenario.name}: {kind} is for the simulator alone" for kind in unreal))
+    last = scenario.nodes.count - 1
+    if elsewhere := [fault for fault in due if fault.kind in CABLED and fault.target != last]:
+        problem = f"here only the last node, {last}, has a cable of its own: say node: {last}"
+        raise ScenarioError(*(f"{scenario.name}: {fault}: {problem}" for fault in elsewhere))
     with _around(scenario, config, folder, kinds) as around:
         if absent := [f"{kind} cannot be done here: {why}" for kind, why in around.missing.items() if kind in kinds]:
             raise ScenarioError(*(f"{scenario.name}: {problem}" for problem in absent))

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from chaos.applied import formed_at, lineage_of, pids_of, reached_by, restored_at, result_of, steps_of
-from chaos.evidence import Evidence, Line, items, number, whole
+from chaos.evidence import Evidence, Line, items, number, told, whole
 from chaos.findings import Unknown, Violated
-from chaos.kinds import befalls_all, is_over_at_once
+from chaos.kinds import befalls_all, cuts_off, is_over_at_once
 from chaos.recovery import behind_the_last_step, fault_kind, fault_name, recoveries, ridden_out, sealed_at, seats_of
+from chaos.rollbacks import check_rollbacks
+from chaos.spells import Spells, patience_of, spells_of
 
 _KILLS = ("kill_worker", "kill_node")
 _ENDS_NODES = ("kill_node", "stop_node", "kill_job")
@@ -79,19 +81,22 @@ def deaths(run: Evidence) -> str:
 
 def is_live(run: Evidence) -> bool:
     """Say whether survivors kept their processes over the changes of the world."""
-    return any(line.get("recovery") == "live" for line in run.of("scenario"))
+    return told(run, "recovery") == "live"
 
 
 def _check_worlds(run: Evidence) -> None:
     """No process outlives a world of the `restart` mode: it ends because a fault hit it, or because somebody came.
 
-    A fault hits a world if it came, lasted or was undone after that was sealed, or had hit one of its processes before.
+    A fault hits a world if it came, lasted or was undone after that was sealed, or had hit one of its processes before;
+    and the world has to end in the fault's spell.
     """
     formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
-    until, hit = 0.0, set[object]()
-    for before, after, hits in _changes(run):
+    spell, until, hit = 0.0, 0.0, set[object]()
+    for before, after, hits, since in _changes(run):
+        if since != spell:
+            spell, until, hit = since, 0.0, set()
         until = max(until, *(_until(line) for line in hits), 0.0)
-        hit.update(pid for line in hits for pid in items(line, "pids"))
+        hit.update(pid for line in hits for pid in _pids(line))
         began = sealed.get(before, formed[before])
         is_hit = until >= began or not hit.isdisjoint(pids[before])
         if not is_hit and seats[after] <= seats[before]:
@@ -101,24 +106,28 @@ def _check_worlds(run: Evidence) -> None:
 def _check_changes(run: Evidence) -> None:
     """Processes leave a live world only when a fault hit them, and worlds end only because one left or came.
 
-    Who was hit, or started and ended by the undoing of a fault, may leave at any time from then on (who was hit later
-    was there until then), or once come back as another member; who was told to leave ends a few worlds until it has
-    left. A fault of etcd or of the storage hits all who are in a world while it lasts.
+    Who was hit, or started and ended by the undoing of a fault, may leave in the fault's spell, or once come back as
+    another member; who was told to leave ends a few worlds until it has left. A fault of etcd or of the storage hits all
+    who are in a world while it lasts.
     """
     formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
     last_seen = {pid: term for term in formed for pid in pids[term]}  # a world may break before all have told of it
-    hit = {pid for line in [*run.of("fault"), *run.of("undo")] for pid in items(line, "pids")}
     lost = {line["term"] for line in run.of("form") if line.get("cause") == "lost"}  # one of the members before is gone
-    until, all_until, told, struck = 0.0, 0.0, dict[object, int](), set[object]()
-    for before, after, hits in _changes(run):
+    last_hit = {pid: number(line, "t") for line in _by_time([*run.of("fault"), *run.of("undo")]) for pid in _pids(line)}
+    spell, until, all_until, told, struck = 0.0, 0.0, 0.0, dict[object, int](), set[object]()
+    for before, after, hits, since in _changes(run):
+        if since != spell:
+            spell, until, all_until, told, struck = since, 0.0, 0.0, {}, set()
         began = sealed.get(before, formed[before])
         until = max(until, *(_until(line) for line in hits), 0.0)
         all_until = max(all_until, *(_until(line) for line in hits if befalls_all(line["kind"])), 0.0)
-        struck.update(pid for line in hits for pid in items(line, "pids"))
-        leaving = (pid for line in hits if line["kind"] in _TELL_TO_LEAVE for pid in items(line, "pids"))
+        struck.update(pid for line in hits for pid in _pids(line))
+        leaving = (pid for line in hits if line["kind"] in _TELL_TO_LEAVE for pid in _pids(line))
         told.update(dict.fromkeys(leaving, MOST_WORLDS_LEAVING))
-        excused = pids[before] if began <= all_until else set()
-        gone = sorted(pid for pid in pids[before] - pids[after] - hit - excused if last_seen[pid] == before)
+        excused = (
+            pids[before] if began <= all_until else {pid for pid in pids[before] if last_hit.get(pid, 0.0) >= since}
+        )
+        gone = sorted(pid for pid in pids[before] - pids[after] - excused if last_seen[pid] == before)
         if gone:
             raise Unknown(f"process {gone[0]} left between terms {before} and {after}, and no fault explains it")
         if pids[before] != pids[after] or seats[before] != seats[after] or until >= began:
@@ -130,14 +139,28 @@ def _check_changes(run: Evidence) -> None:
         struck -= set() if late else pids[before]
 
 
-def _changes(run: Evidence) -> Iterator[tuple[int, int, list[Line]]]:
-    """Yield each term, the next one, and the faults and undoings until that had formed, each of them once."""
-    hits = sorted([*run.of("fault"), *run.of("undo")], key=lambda line: number(line, "t"))
+def _changes(run: Evidence) -> Iterator[tuple[int, int, list[Line], float]]:
+    """Yield each term, the next one, the faults and undoings between them, and since when what was done may explain it.
+
+    That is the beginning of the spell in which the next world was sealed, or that moment itself if it is in none. Every
+    fault is yielded once, if it is of that spell.
+    """
+    hits, spells = _by_time([*run.of("fault"), *run.of("undo")]), spells_of(run)
     times, place = [number(line, "t") for line in hits], 0
-    for before, after in pairwise(formed_at(run)):
-        end = max(place, bisect_right(times, formed_at(run)[after]))
-        yield before, after, hits[place:end]
+    formed, sealed = formed_at(run), sealed_at(run)
+    for before, after in pairwise(formed):
+        end = max(place, bisect_right(times, formed[after]))
+        since = spells.since(max(sealed.get(after, formed[after]), times[end - 1] if end > place else 0.0))
+        yield before, after, [line for line in hits[place:end] if number(line, "t") >= since], since
         place = end
+
+
+def _by_time(lines: list[Line]) -> list[Line]:
+    return sorted(lines, key=lambda line: number(line, "t"))
+
+
+def _pids(line: Line) -> list[object]:
+    return items(line, "pids")
 
 
 def _until(line: Line) -> float:
@@ -148,9 +171,9 @@ def _until(line: Line) -> float:
 
 
 def _is_explained(exit_: Line, injected: list[Line]) -> bool:
-    """Say whether the last thing done to a node was to end it."""
+    """Say whether the last thing done to a node was to end it, or it was once kept from etcd, and its agent gave up."""
     kinds = [fault["kind"] for fault in injected if exit_["node"] in _nodes(fault)]
-    return bool(kinds) and kinds[-1] in _ENDS_NODES
+    return bool(kinds) and (kinds[-1] in _ENDS_NODES or any(cuts_off(kind) for kind in kinds))
 
 
 def _nodes(fault: Line) -> list[object]:
@@ -164,6 +187,7 @@ def rpo(run: Evidence) -> str:
         raise Unknown("nothing was recovered from")
     if is_live(run):
         check_kept(run)
+    check_rollbacks(run)
     last = max(restored_at(run))
     beyond = set(steps_of(run)) - {(applied.term, applied.step) for applied in lineage_of(run)}
     for term, step in sorted(beyond):
@@ -197,8 +221,15 @@ def _given_up(run: Evidence) -> Iterator[tuple[int, int, int, int, int]]:
 
 
 def rto(run: Evidence) -> str:
-    """Every fault is followed by a next world's first applied step, or was ridden out; returns how long that took."""
-    costs, spared = recoveries(run), ridden_out(run)
+    """Every fault is followed by a next world's first applied step in its spell, or was ridden out; tells how long."""
+    costs, spared, spells = recoveries(run), ridden_out(run), spells_of(run)
+    for cost in costs:
+        late_s = cost.at + cost.rto_s - spells.until(cost.at)
+        if late_s > 0:
+            what = (
+                f"{fault_name(run.of('fault')[cost.place])}: the next world's first step came {cost.rto_s:.1f} s later"
+            )
+            raise Violated(f"{what}, {late_s:.1f} s after all should have been over")
     num_others = len(spared) + len(behind_the_last_step(run))
     if len(costs) + num_others < len(run.of("fault")) or (not costs and not spared):
         raise Unknown(f"{len(costs)} of {len(run.of('fault')) - num_others} faults were recovered from")
@@ -208,11 +239,32 @@ def rto(run: Evidence) -> str:
 
 
 def liveness(run: Evidence) -> str:
-    """Once all was undone, the whole world trained again."""
+    """Steps go on wherever no fault holds them up; and where all was undone, the whole world trained again."""
     for line in run.of("stuck"):
         raise Violated(str(line["why"]))
-    seconds = sorted(number(line, "seconds") for line in run.of("healed"))
-    if not seconds:
-        raise Unknown("nobody waited for the job to heal")
+    times = [number(line, "t") for line in run.of("step")]
+    patience_s, spells, longest_s = patience_of(run), spells_of(run), 0.0
+    for before, after in pairwise(times):
+        longest_s = max(longest_s, after - before)
+        if after - before > patience_s and (quiet_s := _longest_quiet_s(spells, before, after)) > patience_s:
+            raise Violated(
+                f"no step was applied for {after - before:.1f} s, {quiet_s:.1f} s of which nothing was wrong"
+            )
+    if len(times) < 2:
+        raise Unknown("no two steps were recorded")
+    told = f"at most {longest_s:.1f} s between two lines of applied steps"
+    if not (seconds := sorted(number(line, "seconds") for line in run.of("healed"))):
+        return told
     half = seconds[(len(seconds) - 1) // 2]
-    return f"{len(seconds)} times whole again after all was undone: p50 {half:.1f} s, at most {seconds[-1]:.1f} s"
+    return (
+        f"{len(seconds)} times whole again after all was undone: p50 {half:.1f} s, at most {seconds[-1]:.1f} s; {told}"
+    )
+
+
+def _longest_quiet_s(spells: Spells, since: float, until: float) -> float:
+    """Return the longest part of an interval that is in no spell."""
+    quiet_s, at = 0.0, since
+    for begin, end in zip(spells.begins, spells.ends, strict=True):
+        if begin < until and end > at:
+            quiet_s, at = max(quiet_s, begin - at), end
+    return max(quiet_s, until - at)

@@ -30,6 +30,8 @@ class Kind:
     needs: Need | None = None
     damages: bool = False
     """Commits that were whole are not any more."""
+    cuts_off: bool = False
+    """An agent may hear nothing of etcd for so long that it gives up."""
     leaves_alive: bool = False
     """It ends a world, but no process: somebody comes, or is counted as lost."""
 
@@ -53,13 +55,13 @@ _ALL = (
     Kind("freeze_worker", "SIGSTOP to one worker, SIGCONT after for_s", "worker"),
     Kind("freeze_node", "SIGSTOP to agent and workers, SIGCONT after for_s", "node"),
     Kind("slow_worker", "one worker gets a fraction of its time", "worker"),
-    Kind("cut_off_etcd", "a node's requests and etcd's answers are lost", "node"),
-    Kind("lose_requests", "a node's requests do not reach etcd", "node"),
-    Kind("lose_answers", "etcd's answers do not reach a node", "node"),
-    Kind("slow_etcd", "all that passes between a node and etcd is late", "node"),
+    Kind("cut_off_etcd", "a node's requests and etcd's answers are lost", "node", cuts_off=True),
+    Kind("lose_requests", "a node's requests do not reach etcd", "node", cuts_off=True),
+    Kind("lose_answers", "etcd's answers do not reach a node", "node", cuts_off=True),
+    Kind("slow_etcd", "all that passes between a node and etcd is late", "node", cuts_off=True),
     Kind("slow_network", "what nodes send each other is late", "node"),
     Kind("lose_packets", "some of what nodes send each other is lost", "node"),
-    Kind("cut_node", "a node is cut off the network, etcd included", "node", sim=False),
+    Kind("cut_node", "a node is cut off the network, etcd included", "node", sim=False, cuts_off=True),
     Kind("cut_link", "a node and the others do not reach each other; all reach etcd", "node"),
     Kind("cut_one_way", "what others send to a node is lost; what it sends arrives", "node"),
     Kind("sever_link", "cut_link, for longer than worlds without one of the nodes take to form", "node", local=False),
@@ -141,6 +143,12 @@ def befalls_all(kind: object) -> bool:
     """Say whether a kind befalls a service on which all who are in a world depend while it lasts: etcd or storage."""
     known = _known(kind)
     return known is not None and known.aim in ("etcd", "storage") and not known.damages
+
+
+def cuts_off(kind: object) -> bool:
+    """Say whether a kind keeps a node from etcd, its agent included."""
+    known = _known(kind)
+    return known is not None and known.cuts_off
 
 
 def _known(kind: object) -> Kind | None:

@@ -75,6 +75,8 @@ class Job:
             name=self.scenario.name,
             seed=self.seed,
             recovery=self.scenario.nodes.recovery,
+            patience_s=self.scenario.patience_s,
+            reference=self.scenario.reference,
             command=self.nodes[0].command,
             replay=self.replay,
             kinds=[name for name in LOCAL if KINDS[name].aim != "point"],
@@ -248,8 +250,8 @@ class Job:
         left = self._left(_DYING_S if is_over else 0.0)
         if is_over:
             found = left_behind.look(self.folder, self._placed, self.around, self.scenario.nodes.lease_ttl_s)
-            memory, drafts = found.shared_memory, found.drafts
-            self.record("clean", orphans=left, leases=found.leases, drafts=drafts, shared_memory=memory)
+            leases = {"leases": found.leases} if self.around.etcd is not None else {}
+            self.record("clean", orphans=left, **leases, drafts=found.drafts, shared_memory=found.shared_memory)
         signal_all(left, signal.SIGKILL)
         for node in self.nodes:
             node.kill()

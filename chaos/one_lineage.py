@@ -6,6 +6,7 @@ deleted; the records that are left must say the same.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import pairwise
@@ -14,6 +15,8 @@ from chaos.applied import formed_at, lineage_of, restored_at, result_of, shape_o
 from chaos.evidence import Commit, Evidence, Line, items, number, whole
 from chaos.findings import Violated
 from chaos.kinds import damages
+
+COMMITS = "commits/"
 
 
 def lineage(run: Evidence) -> str:
@@ -249,8 +252,11 @@ def _rightly_skipped(restore: Line) -> set[str]:
 
 
 def atomicity(run: Evidence) -> str:
-    """A commit that is there is whole: none was passed over as damaged, unless a fault had damaged files."""
-    damaged = [number(fault, "t") for fault in run.of("fault") if damages(fault["kind"])]
+    """A commit that is there is whole: none was passed over as damaged but those of which a fault had damaged files."""
+    damaged: dict[str, float] = {}
+    for fault in run.of("fault"):
+        if damages(fault["kind"]) and fault.get("commit"):
+            damaged.setdefault(f"{COMMITS}{fault['commit']}", number(fault, "t"))
     formed, made_at = formed_at(run), _made_at(run)
     restores = run.of("restore")
     for line in restores:
@@ -259,7 +265,7 @@ def atomicity(run: Evidence) -> str:
             key, why = str(item[0]), str(item[1])
             # What a world makes that was left behind already may be swept while it is made.
             was_left_behind = any(t < made_at.get(key, 0.0) for term, t in formed.items() if term > _place(key)[0])
-            if _is_damage(why) and not was_left_behind and not any(t <= number(line, "t") for t in damaged):
+            if _is_damage(why) and not was_left_behind and damaged.get(key, math.inf) > number(line, "t"):
                 raise Violated(f"term {line['term']} passed over {key}, which nobody had damaged: {why}")
     return f"{len(restores)} restores, no commit was found in part"
 
@@ -277,5 +283,5 @@ def _is_damage(why: str) -> bool:
 
 def _place(key: str) -> tuple[int, int]:
     """Return the (term, step) that a commit's key names: the order of commits."""
-    term, step = key.removeprefix("commits/").removesuffix(".json").split("-")
+    term, step = key.removeprefix(COMMITS).removesuffix(".json").split("-")
     return int(term), int(step)

@@ -23,6 +23,8 @@ class Way:
     requests_are_held: bool = False
     answers_are_held: bool = False
     delay_s: float = 0.0
+    num_faults: int = 0
+    """How often it was changed: who wants to undo a change sees whether another came since."""
 
 
 @dataclass

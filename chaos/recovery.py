@@ -1,7 +1,7 @@
 """What each fault cost, read from the histories: applied steps computed again, seconds until the next applied step.
 
 A fault that need not end a world (a short freeze, a member of etcd, the end of a spare node) has a cost only where the
-next world formed before anything else was done; else the world that it hit rode it out.
+next world formed in its spell, and before anything else was done; else the world that it hit rode it out.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import accumulate
 from chaos.applied import formed_at, furthest_of, pids_of, restored_at, steps_of
 from chaos.evidence import Evidence, Line, items, number, once, whole
 from chaos.kinds import ends_processes, ends_world
+from chaos.spells import spells_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def recoveries(run: Evidence) -> list[Recovery]:
     faults = run.of("fault")
     if not faults:
         return []
-    records, lost, sealed = _records(run), _lost(run), sealed_at(run)
+    records, lost, sealed, spells = _records(run), _lost(run), sealed_at(run), spells_of(run)
     formed = sorted((t, term) for term, t in formed_at(run).items())
     times, newest = [t for t, _ in formed], list(accumulate((term for _, term in formed), max))
     found = []
@@ -64,7 +65,7 @@ def recoveries(run: Evidence) -> list[Recovery]:
             continue
         first = records.steps[following]
         next_at = number(faults[place + 1], "t") if place + 1 < len(faults) else float("inf")
-        if not _has_to_end_one(run, fault) and formed_at(run)[whole(first, "term")] > next_at:
+        if not _has_to_end_one(run, fault) and formed_at(run)[whole(first, "term")] > min(next_at, spells.until(at)):
             continue
         found.append(_recovery(run, place, first, lost, sealed))
     return found

@@ -19,6 +19,7 @@ from chaos.sim.shape import Shape
 from chaos.sim.simulate import Case
 
 EPOCHS = 12
+"""A job has so many, or as many as the scenario's steps take."""
 _FOR_S = 1.0
 """How long what need not last lasts there, where a killed node comes back by itself."""
 
@@ -40,7 +41,7 @@ def rehearse(scenario: Scenario, seed: int) -> Case:
         nodes.ranks,
         nodes.min,
         lanes=lanes,
-        epochs=EPOCHS,
+        epochs=1,
         ttl_s=nodes.lease_ttl_s,
         keep_last=4,
         recovery=nodes.recovery,
@@ -48,8 +49,17 @@ def rehearse(scenario: Scenario, seed: int) -> Case:
         unreadable="quarantine" if "bad_row_group" in kinds and not _fails(scenario) else "fail",
         tracked="tracker_outage" in kinds,
     )
+    shape = replace(shape, epochs=max(EPOCHS, -(-_least_steps(scenario) // shape.total_steps)))
     due = schedule(scenario, seed, shape.total_steps, shape.commit_every)
     return Case(seed, shape, _faults(due, shape, random.Random(f"{seed} roles")))
+
+
+def _least_steps(scenario: Scenario) -> int:
+    """Return how many steps the job must have: those that the scenario sets, and one behind each that a fault names."""
+    told = scenario.set.get("max_steps")
+    return max(
+        [told if isinstance(told, int) else 0, *(fault.at_step + 1 for fault in scenario.faults if fault.at_step)]
+    )
 
 
 def _fails(scenario: Scenario) -> bool:

@@ -173,8 +173,12 @@ class Scenario(_Section):
     """Train on a copy of the training set, of which row groups can be damaged; what cannot be read is a hole."""
     rows: PositiveInt | None = None
     """Where the configuration's training set is not there yet, make one up with so many rows."""
+    reference: bool = True
+    """Run the same without faults, too, and compare; --no-reference leaves it out."""
     timeout_s: float = Field(default=300, gt=0)
     """Longest time that one of the two runs may take."""
+    patience_s: float = Field(default=180, gt=0)
+    """Longest time until all is over that a fault leads to, and the job trains on; counted from the fault's own end."""
 
 
 def find(name: str) -> Path:

@@ -35,6 +35,8 @@ class Surroundings:
     etcd: EtcdCluster | None = None
     proxies: Proxies | None = None
     cable: Cable | None = None
+    num_cut: int = 0
+    """How often the cable was spoilt."""
     points: list[Path] = field(default_factory=list)
     disk: Path | None = None
     s3: S3 | None = None

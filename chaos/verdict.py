@@ -17,7 +17,7 @@ from rich.text import Text
 
 from chaos.checker import judge
 from chaos.errors import ChaosError
-from chaos.evidence import Evidence, Line, collect, whole
+from chaos.evidence import Evidence, Line, collect, told, whole
 from chaos.findings import Finding, Unknown, Violated
 from chaos.holes import coverage_counts
 from chaos.recovery import Recovery, fault_kind, recoveries
@@ -90,8 +90,8 @@ def _fields(
         },
         "mlflow_run_id": result.get("mlflow_run_id"),
         "reference_mlflow_run_id": expected.get("mlflow_run_id"),
-        "seed": _told(run, "seed"),
-        "scenario": _told(run, "name"),
+        "seed": told(run, "seed"),
+        "scenario": told(run, "name"),
         "replay": _replay(run),
         "invariants": [asdict(finding) for finding in findings],
     }
@@ -105,11 +105,6 @@ def _distribution(values: list[float]) -> dict[str, float] | None:
     return at and {"count": len(ranked), "min": ranked[0], **{name: round(value, 3) for name, value in at.items()}}
 
 
-def _told(run: Evidence, key: str) -> object:
-    """Return what the executor wrote of the run before it began; None if nothing."""
-    return next((line.get(key) for line in _lines(run, "scenario")), None)
-
-
 def _lines(run: Evidence, op: str) -> list[Line]:
     """Return an operation's lines as they were written, those without a time, too."""
     return [line for process in run.processes for line in process if line["op"] == op]
@@ -117,10 +112,10 @@ def _lines(run: Evidence, op: str) -> list[Line]:
 
 def _replay(run: Evidence) -> str | None:
     """Return the command that injects the same faults at the same steps again."""
-    if _told(run, "replay"):
-        return str(_told(run, "replay"))
-    name = _told(run, "name")
-    return f"elastic-chaos run {name} --seed {_told(run, 'seed')}" if name else None
+    if told(run, "replay"):
+        return str(told(run, "replay"))
+    name = told(run, "name")
+    return f"elastic-chaos run {name} --seed {told(run, 'seed')}" if name else None
 
 
 def _coverage(run: Evidence, result: Line) -> dict[str, int | None]:

@@ -68,15 +68,18 @@ class History:
         offset: int,
         commit: str | None,
         given_by: int | None,
+        applied_by: int | None,
         seconds: float,
         skipped: list[tuple[str, str]],
         resumed: Mapping[str, object] | None,
     ) -> None:
         """The applied state was read from a commit, kept or handed over by a rank, or began anew.
 
-        `commit` is the one that the next continues; `resumed` is what people were told of it.
+        `commit` is the one that the next continues; `applied_by` is the term that applied the state's last step;
+        `resumed` is what people were told of it.
         """
-        place = {"step": step, "epoch": epoch, "offset": offset, "commit": commit, "given_by": given_by}
+        place = {"step": step, "epoch": epoch, "offset": offset, "commit": commit}
+        place |= {"given_by": given_by, "applied_by": applied_by}
         self._write("restore", **place, seconds=seconds, skipped=skipped, resumed=resumed)
 
     def step(
@@ -126,7 +129,7 @@ class History:
         self._write("commit", step=step, key=key, digest=digest, parent=parent, **times)
 
     def rollback(self, *, from_step: int, to_step: int) -> None:
-        """Applied steps were given up without a restart."""
+        """This process gives up steps that it had applied: what its world goes on from parted from them at `to_step`."""
         self._write("rollback", from_step=from_step, to_step=to_step)
 
     def end(self, *, status: str, step: int, weights_sha256: str, coverage: CoverageSums) -> None:

@@ -51,6 +51,14 @@ def cut(intervals: Sequence[Interval], step: int) -> tuple[Interval, ...]:
     return tuple(Interval(i.term, i.lo, min(i.hi, step)) for i in intervals if i.lo < step)
 
 
+def parted_at(one: Sequence[Interval], other: Sequence[Interval]) -> int:
+    """Return how many steps two lineages have in common."""
+    step = min(one[-1].hi if one else 0, other[-1].hi if other else 0)
+    while cut(one, step) != cut(other, step):
+        step = max(i.lo for i in (*cut(one, step), *cut(other, step)))
+    return step
+
+
 def tiling_problems(intervals: Sequence[Interval], total: int) -> list[str]:
     """Describe every gap and overlap that keeps the intervals, oldest first, from tiling [0, total)."""
     problems: list[str] = []

@@ -27,7 +27,7 @@ from elastic_train.fencing import Fence, JoinedFence, StoreFence, newest_term
 from elastic_train.group import Group
 from elastic_train.handover import gather_places, hand_over
 from elastic_train.history import History, last_applied
-from elastic_train.lineage import Interval, cut
+from elastic_train.lineage import Interval, cut, parted_at
 from elastic_train.plan import Plan
 from elastic_train.progress import Progress, ResumeBanner
 from elastic_train.state import AppliedState, Reached
@@ -115,6 +115,7 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
     """
     started = time.perf_counter()
     reach("restore")
+    before = state.reached.intervals
     places = gather_places(world.group, state)
     if max(places).step > 0:
         term, fields = agree(world.group, lambda: _published(world))
@@ -138,12 +139,16 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
     if head is not None and is_loaded:
         source = Source(head.key, head.step, time.time() - head.created_at)
     banner = _banner(plan, world, source, [(name, why) for name, why in skipped], seconds) if world.is_leader else None
+    intervals = state.reached.intervals
+    if before and (kept := parted_at(before, intervals)) < before[-1].hi:
+        world.history.rollback(from_step=before[-1].hi, to_step=kept)
     world.history.restore(
         step=state.step,
         epoch=state.cursor.epoch,
         offset=state.cursor.offset,
         commit=key,
         given_by=given_by,
+        applied_by=state.reached.term or None,
         seconds=seconds,
         skipped=[(name, why) for name, why in skipped],
         resumed=asdict(banner) if banner else None,

@@ -23,6 +23,7 @@ CABLED = ("cut_node", "cut_link", "cut_one_way", *RELAYED)
 
 def _hold(way: Way, *, requests: bool = False, answers: bool = False, delay_s: float = 0.0) -> None:
     way.requests_are_held, way.answers_are_held, way.delay_s = requests, answers, delay_s
+    way.num_faults += 1
 
 
 def cut_off_etcd(job: Job, fault: Due) -> Done | None:
@@ -50,9 +51,12 @@ def _to_etcd(job: Job, fault: Due, spoil: Callable[[Way], None]) -> Done | None:
     for node in nodes:
         spoil(proxies.ways[node.number])
 
+    mine = {node.number: proxies.ways[node.number].num_faults for node in nodes}
+
     def heal() -> list[int]:
-        for node in nodes:
-            _hold(proxies.ways[node.number])
+        for number, fault_number in mine.items():
+            if proxies.ways[number].num_faults == fault_number:  # else a later fault has taken its place
+                _hold(proxies.ways[number])
         return _pids(nodes)
 
     return Done(pids, nodes, undo=heal)
@@ -79,16 +83,19 @@ def lose_packets(job: Job, fault: Due) -> Done | None:
 
 
 def _cut(job: Job, spoil: Callable[[Cable], None]) -> Done | None:
-    """Spoil the only cable, that of the last node; either side may be left behind."""
+    """Spoil the only cable, that of the last node; either side may be left behind. A later fault takes its place."""
     laid = job.around.cable
     assert laid is not None, "the scenario's kinds have asked for it"
     if not job.nodes[-1].is_up:
         return None
     laid.mend()
     spoil(laid)
+    job.around.num_cut += 1
+    mine = job.around.num_cut
 
     def mend() -> list[int]:
-        laid.mend()
+        if job.around.num_cut == mine:
+            laid.mend()
         return _pids(job.nodes)
 
     return Done(_pids(job.nodes), [job.nodes[-1]], undo=mend)

@@ -119,7 +119,10 @@ def slow_worker(job: Job, fault: Due) -> Done | None:
 
 def start_twin(job: Job, fault: Due) -> Done | None:
     """Launch the job once more, as somebody does who believes that it is gone."""
-    twin = targets(job, fault)[0].twin()
+    nodes = targets(job, fault)
+    if not nodes:
+        return None  # nobody leads at the moment
+    twin = nodes[0].twin()
     return Done(twin.start(), [], undo=twin.kill)
 
 

@@ -27,9 +27,7 @@ DEFAULT = "any-script"
 Say = Callable[[str], None]
 
 
-def execute(
-    command: str, scenario: Scenario, seed: int, folder: Path, *, replay: str, with_reference: bool, say: Say
-) -> Verdict:
+def execute(command: str, scenario: Scenario, seed: int, folder: Path, *, replay: str, say: Say) -> Verdict:
     """Run a command with the scenario's faults and, separately, without; write and return the verdict.
 
     A job that does not come to its end is a finding here, and no error: it is not ours. Raises ScenarioError for a
@@ -39,7 +37,7 @@ def execute(
     due = _settle(scenario, seed, uses_etcd(command))
     say(f"scenario {scenario.name}, {scenario.nodes.count} nodes: {', '.join(f'{f.kind} {f.target}' for f in due)}")
     clear(folder)
-    for name in [FAULTED, REFERENCE] if with_reference else [FAULTED]:
+    for name in [FAULTED, REFERENCE] if scenario.reference else [FAULTED]:
         say(f"{'with' if name == FAULTED else 'the same without'} faults, in {folder / name}")
         _run_once(command, scenario, due if name == FAULTED else [], seed, folder / name, replay, say)
     return examine(folder)

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from chaos.evidence import Evidence, Line
+from chaos.kinds import befalls_all, cuts_off
 from chaos.sim.data import Dataset
-from chaos.sim.etcd import Etcd
+from chaos.sim.etcd import LEAST_TTL_S, Etcd
 from chaos.sim.faults import SimFault
 from chaos.sim.install import installed
 from chaos.sim.kernel import EPOCH_S, Kernel, Killed, Process
@@ -18,7 +19,7 @@ from chaos.sim.kinds import KINDS
 from chaos.sim.left import left_by
 from chaos.sim.model import ModelledPlan
 from chaos.sim.net import Net
-from chaos.sim.nodes import Node, Worker
+from chaos.sim.nodes import RUN_ID, Node, Worker
 from chaos.sim.objects import Storage
 from chaos.sim.rounds import RestartNode
 from chaos.sim.shape import Shape, make_plan
@@ -27,10 +28,13 @@ from elastic_train.checkpoint.giving_up import LEAST_S
 from elastic_train.config import Config
 from elastic_train.mixing import Int64s
 from rendezvous.context import LiveContext
+from rendezvous.records import Keys
 
 PATIENCE_S = 1800.0
 """Virtual seconds from the last fault's end, beside those that the whole job takes, within which it must come to its
 end: the bound on liveness."""
+TIMES = {"scale_down": 5.0, "start_twin": 5.0}
+"""What lasts so many times as long as its fault says."""
 LOOK_S, RESTART_S = 10.0, 60.0
 """A node that has ended by itself is started again after so long, however many faults are still to come."""
 _SIMPLE = (str, int, float, type(None))
@@ -141,7 +145,7 @@ class Job:
 
     def _strike_here(self, fault: SimFault) -> None:
         process = self.kernel.process
-        self._note(fault, [process], process.node)
+        self._note(fault, [process], process.node, fault.for_s)
         self._busy(0.0)
         if fault.kind == "kill":
             self.kernel.kill(process)
@@ -241,15 +245,24 @@ class Job:
             for fault in self.faults:
                 if fault.step == 0:
                     self._await_moment(fault)
+            leases = None
             try:
                 self._conduct()
                 if self.tracking is not None:
                     self.tracking.sync()
+                leases = self._outlived()
             finally:
                 left = [process.pid for process in self.workers if not process.is_dead]
-                self.record("chaos", "clean", orphans=left)
+                self.record("chaos", "clean", orphans=left, leases=leases)
                 self.kernel.close()
             return left_by(self)
+
+    def _outlived(self) -> list[str] | None:
+        """Return the members' keys that are there when every lease of a job that is done must have ended."""
+        if not self.is_done or any(node.is_up for node in self.nodes):
+            return None
+        self.kernel.sleep(2 * self.shape.ttl_s + LEAST_TTL_S)
+        return sorted(self.etcd.show(Keys(RUN_ID).members).entries)
 
     def _await_moment(self, fault: SimFault) -> None:
         act = self._arm if fault.point else self._strike
@@ -290,19 +303,21 @@ class Job:
     def _strike(self, fault: SimFault) -> None:
         if self.is_done:
             return
-        num_damaged = len(self.storage.damaged)
+        before = len(self.storage.damaged)
         hit = KINDS[fault.kind](self, fault)
-        self._busy(fault.for_s)
-        # What befalls etcd and storage has happened although nobody was there to notice.
-        if hit or len(self.storage.damaged) > num_damaged or fault.kind.startswith(("etcd", "storage", "kill_etcd")):
-            self._note(fault, hit, self.node(fault))
+        for_s = fault.for_s * TIMES.get(fault.kind, 1)
+        self._busy(for_s)
+        damaged = [*self.storage.damaged.values()][before:]
+        # What befalls etcd and storage, or the way to etcd, has happened although no worker was there to notice.
+        if hit or damaged or befalls_all(fault.kind) or cuts_off(fault.kind):
+            self._note(fault, hit, self.node(fault), for_s, **({"commit": damaged[0]} if damaged else {}))
 
-    def _note(self, fault: SimFault, hit: list[Process], node: int) -> None:
+    def _note(self, fault: SimFault, hit: list[Process], node: int, for_s: float, **told: object) -> None:
         name = f"{fault.kind}@{fault.point}" if fault.point else fault.kind
         self.num_faults[name] = self.num_faults.get(name, 0) + 1
         who = {"kind": name, "target": node, "node": node, "signal": None, "pids": [process.pid for process in hit]}
         moment = {"at_step": None, "is_drawn": False, "seen_step": self._step, "seen_commit": None, "term": self._term}
-        self.record("chaos", "fault", **who, **moment, for_s=fault.for_s)
+        self.record("chaos", "fault", **who, **moment, **told, for_s=for_s)
 
     def _busy(self, for_s: float) -> None:
         self._busy_until = max(self._busy_until, self.kernel.now + for_s)

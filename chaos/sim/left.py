@@ -15,7 +15,15 @@ if TYPE_CHECKING:
 
 def left_by(job: Job) -> Evidence:
     """Return the evidence of a job that has been run."""
-    job.record("chaos", "scenario", name="sim", seed=job.seed, recovery=job.shape.recovery, command=[])
+    job.record(
+        "chaos",
+        "scenario",
+        name="sim",
+        seed=job.seed,
+        recovery=job.shape.recovery,
+        patience_s=job.shape.patience_s,
+        command=[],
+    )
     files = job.storage.files
     return Evidence(
         folder=Path("sim"),

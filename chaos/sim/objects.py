@@ -33,8 +33,8 @@ class Storage:
         self.is_to_tear = False
         self.at_tear: Callable[[Process], None] = lambda process: None
         """Is told of who dies in the middle of a file."""
-        self.damaged: set[str] = set()
-        """Attempts of which a file was damaged."""
+        self.damaged: dict[str, str] = {}
+        """Attempts of which a file was damaged, and the names of their records."""
 
     def put(self, key: str, content: bytes) -> None:
         self.files[key] = content, EPOCH_S + self.kernel.now

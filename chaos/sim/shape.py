@@ -55,6 +55,17 @@ class Shape:
         return self.epochs * order_of(self.rows, self.lanes, 1, self.micro_batch).num_steps(self.micro_batch)
 
     @property
+    def step_s(self) -> float:
+        """About how long a step takes."""
+        return self.lane_s * -(-self.lanes // (self.nodes * self.ranks))
+
+    @property
+    def patience_s(self) -> float:
+        """How long a fault that is over may go on having consequences: leases that end, peers that are waited for, saves
+        that are given up, nodes that are started again, and some steps."""
+        return 300.0 + 2 * self.ttl_s + self.peer_timeout_s + 5 * self.step_s
+
+    @property
     def span_s(self) -> float:
         """About how long the job takes without faults."""
         ranks = self.nodes * self.ranks

@@ -33,7 +33,7 @@ SPOILT = 1 / 8
 """In how many runs row groups cannot be read, and are quarantined."""
 TRACKED = 1 / 8
 """How many runs send their metrics to a tracker."""
-NEEDS_A_LOSS = ("faults", "deaths", "rpo", "rto")
+NEEDS_A_LOSS = ("faults", "rpo", "rto")
 """What is unknown of a run whose faults did no harm, or only later."""
 MOST_UNSEEN = 100_000
 """So many objects are made before garbage is looked for."""

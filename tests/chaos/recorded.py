@@ -144,7 +144,8 @@ class Recorder:
         metrics = {"macro_f1": 0.75, "loss": 0.25}
         (self.folder / "result.json").write_text(json.dumps({**result, **counts, "metrics": metrics}))
         batch = {"global_batch": LANES * MICRO_BATCH, "micro_batch": MICRO_BATCH}
-        told = {"batch": batch, "tracking": {"mlflow_uri": "sqlite:///mlflow.db"}}
+        task = {"path": "elastic_train.tasks.witness:Witness"}
+        told = {"batch": batch, "task": task, "tracking": {"mlflow_uri": "sqlite:///mlflow.db"}}
         (self.folder / "config.yaml").write_text(yaml.safe_dump(told))
         (self.folder / "metrics").mkdir()
         for number, lines in self.metrics.items():
@@ -168,7 +169,7 @@ def record(folder: Path) -> Path:
 def _record_faulted(folder: Path) -> None:
     folder.mkdir(parents=True)
     recorder = Recorder(folder, first_pid=20000)
-    recorder.write("chaos", "scenario", name="recorded", seed=7)
+    recorder.write("chaos", "scenario", name="recorded", seed=7, reference=True)
     recorder.term(1, FAULTED[0])
     recorder.now += 0.05
     recorder.fault("kill_node", 1, 13, [1, 20011], at_step=13, is_drawn=True)

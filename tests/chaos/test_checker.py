@@ -29,12 +29,13 @@ from tests.chaos.recorded import record, samples_until
 
 JUDGE = (
     *("applied", "checker", "damage", "edits", "evidence", "exactly_once", "findings", "holes"),
-    *("clean", "damage_around", "injected", "kinds", "one_lineage", "planted", "recovery", "so_far", "tracking"),
+    *("clean", "damage_around", "injected", "kinds", "one_lineage", "planted", "recovery", "rollbacks", "so_far"),
+    *("spells", "tracking"),
     *("script.judge", "script.samples"),
 )
 
 
-ALL = {*INVARIANTS, *COMPARED, "sums", "witness", "tracking", "liveness"}
+ALL = {*INVARIANTS, *COMPARED, "sums", "witness", "tracking"}
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +109,7 @@ def test_nothing_is_true_by_default() -> None:
     """Of a run that left nothing, no invariant is true: each is unknown, or misses what has to be there."""
     nothing = Evidence(Path("nowhere"), [], [], {}, None, np.zeros(3, np.int64), metrics={})
     findings = judge(nothing, nothing)
-    assert {finding.invariant for finding in findings} == ALL - {"liveness"}
+    assert {finding.invariant for finding in findings} == ALL
     assert [finding for finding in findings if finding.truth == "true"] == []
 
 
@@ -125,7 +126,10 @@ def test_a_check_that_throws_has_not_checked(error: type[Exception]) -> None:
 
 
 def test_every_invariant_can_be_unknown(healthy: Path, tmp_path: Path) -> None:
-    """Histories whose lines lack all but their operation are no evidence for anything, and none against."""
+    """Histories whose lines lack all but their operation are no evidence for anything, and none against.
+
+    What was to be there, and is not (the witness's counts), is missed.
+    """
     folder = tmp_path / "run"
     shutil.copytree(healthy, folder)
     for part in ("faulted", "reference"):
@@ -136,7 +140,17 @@ def test_every_invariant_can_be_unknown(healthy: Path, tmp_path: Path) -> None:
             path.unlink()
     found = truths(folder)
     assert set(found.values()) == {"unknown"}, found
-    assert set(found) == ALL - {"witness"}
+    assert set(found) == ALL
+
+
+def test_a_reference_that_is_missing_is_missed(healthy: Path, tmp_path: Path) -> None:
+    """A run that was to be compared is not valid without the other one; one that was not to be has no such finding."""
+    shutil.copytree(healthy / "faulted", tmp_path / "run" / "faulted")
+    found = {finding.invariant: finding.truth for finding in examine(tmp_path / "run").findings}
+    assert {name: found[name] for name in COMPARED} == dict.fromkeys(COMPARED, "unknown")
+    edit(tmp_path / "run" / "faulted", lambda line: {**line, "reference": False})
+    verdict = examine(tmp_path / "run")
+    assert verdict.is_valid and COMPARED.keys().isdisjoint(finding.invariant for finding in verdict.findings)
 
 
 def test_a_draft_that_a_fault_left_is_no_leak(healthy: Path, tmp_path: Path) -> None:

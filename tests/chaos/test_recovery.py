@@ -141,7 +141,7 @@ def test_a_process_leaves_when_it_is_seen_no_more() -> None:
 def test_a_service_that_is_away_explains_whoever_leaves_while_it_is(kind: str, is_explained: bool) -> None:
     """Who was started amid an outage of etcd or the storage is hit by it, although its line cannot name it."""
 
-    def told(outage_s: float, *, stays: bool = False) -> Evidence:
+    def told(outage_s: float, *, stays: bool = False, left_at: float = 90.0) -> Evidence:
         both = [(1, 10.0), (2, 20.0)] if stays else [(1, 10.0)]
         last = len(both) + 1
         lines: list[Line] = [
@@ -152,13 +152,15 @@ def test_a_service_that_is_away_explains_whoever_leaves_while_it_is(kind: str, i
                 for term, t in both
                 for rank in (0, 1)
             ),
-            {"op": "form", "t": 9000.0, "term": last, "rank": 0, "pid": 7, "world": 1},
+            {"op": "form", "t": left_at, "term": last, "rank": 0, "pid": 7, "world": 1},
             {"op": "end", "t": 9040.0, "term": last, "rank": 0, "status": "done"},
         ]
         return Evidence(Path("drawn"), [lines], [], {}, None, None)
 
     if is_explained:
         assert deaths(told(outage_s=10.0)).startswith("1 changes")
+        with pytest.raises(Unknown, match="process 8 left"):
+            deaths(told(outage_s=10.0, left_at=9000.0))
     with pytest.raises(Unknown, match="process 8 left between terms 1 and 2"):
         deaths(told(outage_s=5.0 if is_explained else 10.0))
     with pytest.raises(Unknown, match="process 8 left between terms 2 and 3" if is_explained else "term 2 was formed"):

@@ -49,16 +49,10 @@ def broken(folder: Path, *options: str) -> Path:
     faults = (Fault(kind="kill_worker", node=0, at_step=ENDS),)
     if options:  # nobody tells of steps, so the fault comes as soon as there is a worker
         faults = (Fault(kind="kill_worker", node=0, after_s=0),)
-    described = Scenario(name="x", description="y", nodes=Nodes(count=1), faults=faults, timeout_s=60)
-    scripts.execute(
-        fake(1 if options else 2, *options),
-        described,
-        1,
-        folder,
-        replay="again",
-        with_reference=not options,
-        say=lambda _: None,
+    described = Scenario(
+        name="x", description="y", nodes=Nodes(count=1), faults=faults, timeout_s=60, reference=not options
     )
+    scripts.execute(fake(1 if options else 2, *options), described, 1, folder, replay="again", say=lambda _: None)
     return folder
 
 
@@ -214,11 +208,10 @@ def test_without_the_hook_restarts_are_timed_and_coverage_is_unknown(tmp_path: P
 
 def test_a_job_that_fails_is_a_finding(tmp_path: Path) -> None:
     """A script that ends with an error is judged, and the fault that never came is told."""
-    described = Scenario(
-        name="x", description="y", nodes=Nodes(count=1), faults=(Fault(kind="kill_node", node=0, at_step=5),)
-    )
+    late = (Fault(kind="kill_node", node=0, at_step=5),)
+    described = Scenario(name="x", description="y", nodes=Nodes(count=1), faults=late, reference=False)
     said: list[str] = []
-    verdict = scripts.execute("false", described, 1, tmp_path / "run", replay="", with_reference=False, say=said.append)
+    verdict = scripts.execute("false", described, 1, tmp_path / "run", replay="", say=said.append)
     assert not verdict.is_valid
     assert truths(tmp_path / "run")["finished"] == "false"
     assert "before kill_node on node 0 was due" in why(tmp_path / "run", "faults")

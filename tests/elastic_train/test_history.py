@@ -29,7 +29,15 @@ def write_all(run_dir: Path) -> None:
     history.form(world=2, cause="lost", joined_at=None, sealed_at=1.0, started_at=2.0)
     told: dict[str, object] = {"steps_lost": 1}
     history.restore(
-        step=4, epoch=0, offset=4, commit="c", given_by=None, seconds=0.1, skipped=[("d", "torn")], resumed=told
+        step=4,
+        epoch=0,
+        offset=4,
+        commit="c",
+        given_by=None,
+        applied_by=None,
+        seconds=0.1,
+        skipped=[("d", "torn")],
+        resumed=told,
     )
     step(history, 5)
     history.commit(step=5, key="k", digest="d", parent=None, created_at=1.5, seconds=0.2, stall_s=0.01)
@@ -129,7 +137,9 @@ def test_faults_are_the_terms_that_began_behind_an_applied_step(tmp_path: Path) 
     for term, rank, lost in [(1, 0, None), (2, 0, 3), (2, 1, None), (3, 0, 0), (4, 0, 1), (7, 0, 5)]:
         history = History(tmp_path, term, rank)
         told: dict[str, object] | None = None if lost is None else {"steps_lost": lost}
-        history.restore(step=4, epoch=0, offset=4, commit="c", given_by=None, seconds=0.1, skipped=[], resumed=told)
+        history.restore(
+            step=4, epoch=0, offset=4, commit="c", given_by=None, applied_by=None, seconds=0.1, skipped=[], resumed=told
+        )
         step(history, 5)
         history.close()
     History(tmp_path, 5, 0).close()

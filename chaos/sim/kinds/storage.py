@@ -65,7 +65,7 @@ def _damage(change: Callable[[bytes], bytes | None]) -> Act:
             del files[key]
         else:
             job.storage.put(key, changed)
-        job.storage.damaged.add(record["attempt"])
+        job.storage.damaged[record["attempt"]] = str(newest).removeprefix("commits/")
         return job.all_workers()
 
     return act

@@ -178,7 +178,17 @@ def test_a_plan_takes_what_a_run_has_measured(local_store: Store, capsys: pytest
     for term in (1, 2):
         history = History(local_store.url, term=term, rank=0)
         told: dict[str, object] = {"steps_lost": 3 if term == 2 else 0}
-        history.restore(step=1, epoch=0, offset=1, commit=None, given_by=None, seconds=0.1, skipped=[], resumed=told)
+        history.restore(
+            step=1,
+            epoch=0,
+            offset=1,
+            commit=None,
+            given_by=None,
+            applied_by=None,
+            seconds=0.1,
+            skipped=[],
+            resumed=told,
+        )
         for number in range(6):
             key = {"key": "k", "digest": "d", "parent": None, "created_at": 1.0}
             history.commit(step=number, **key, seconds=40.0, stall_s=2.0 if term == 2 else 9.0)  # type: ignore[arg-type]
