@@ -1,7 +1,7 @@
 """Invariant of what a job leaves behind: no process, no lease, no draft of a file, no shared memory.
 
-The executor looked once everything had ended (`left_behind`): null is what it could not see, and what is not there at all
-is none of its (a simulation has no shared memory).
+The executor looked once everything had ended (`left_behind`): null is what it could not see; what its line does not
+have at all is nothing that it could leave (a simulation has no shared memory).
 """
 
 from __future__ import annotations

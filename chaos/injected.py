@@ -107,8 +107,8 @@ def _check_changes(run: Evidence) -> None:
     """Processes leave a live world only when a fault hit them, and worlds end only because one left or came.
 
     Who was hit, or started and ended by the undoing of a fault, may leave in the fault's spell, or once come back as
-    another member; who was told to leave ends a few worlds until it has left. A fault of etcd or of the storage hits all
-    who are in a world while it lasts.
+    another member; who was told to leave ends a few worlds until it has left. A fault of etcd or of the storage hits
+    all who are in a world while it lasts.
     """
     formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
     last_seen = {pid: term for term in formed for pid in pids[term]}  # a world may break before all have told of it

@@ -250,8 +250,10 @@ class Job:
         left = self._left(_DYING_S if is_over else 0.0)
         if is_over:
             found = left_behind.look(self.folder, self._placed, self.around, self.scenario.nodes.lease_ttl_s)
-            leases = {"leases": found.leases} if self.around.etcd is not None else {}
-            self.record("clean", orphans=left, **leases, drafts=found.drafts, shared_memory=found.shared_memory)
+            seen: dict[str, object] = {"drafts": found.drafts, "shared_memory": found.shared_memory}
+            if self.around.etcd is not None:
+                seen["leases"] = found.leases
+            self.record("clean", t=None, orphans=left, **seen)
         signal_all(left, signal.SIGKILL)
         for node in self.nodes:
             node.kill()

@@ -23,7 +23,7 @@ class Spells:
     ends: tuple[float, ...]
 
     def since(self, moment: float) -> float:
-        """Return when the spell began that a moment is in; the moment itself if nothing is wrong then, nor was lately."""
+        """Return when the spell began that a moment is in; the moment itself if it is in none."""
         place = bisect_right(self.begins, moment) - 1
         return self.begins[place] if place >= 0 and moment <= self.ends[place] else moment
 

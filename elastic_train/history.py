@@ -129,7 +129,7 @@ class History:
         self._write("commit", step=step, key=key, digest=digest, parent=parent, **times)
 
     def rollback(self, *, from_step: int, to_step: int) -> None:
-        """This process gives up steps that it had applied: what its world goes on from parted from them at `to_step`."""
+        """This process gives up steps that it had applied: what its world goes on from has `to_step` of them."""
         self._write("rollback", from_step=from_step, to_step=to_step)
 
     def end(self, *, status: str, step: int, weights_sha256: str, coverage: CoverageSums) -> None:

@@ -228,6 +228,13 @@ PLANTED = (
         "published-and-left",
     ),
     SimBug(
+        "untold-rollback",
+        "who gives up steps of a branch that others have left does not tell so",
+        lambda: {"elastic_train.history:History.rollback": lambda self, **_: None},
+        ("rpo",),
+        "published-and-left",
+    ),
+    SimBug(
         "waits-for-the-dead",
         "who waits for a save looks neither whether its world is broken nor whether it gets on",
         lambda: {

@@ -61,8 +61,10 @@ class Shape:
 
     @property
     def patience_s(self) -> float:
-        """How long a fault that is over may go on having consequences: leases that end, peers that are waited for, saves
-        that are given up, nodes that are started again, and some steps."""
+        """How long a fault that is over may go on having consequences.
+
+        Leases end, peers are waited for, saves are given up, nodes are started again, and some steps pass.
+        """
         return 300.0 + 2 * self.ttl_s + self.peer_timeout_s + 5 * self.step_s
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +25,8 @@ from chaos.sim.planted import PLANTED, SimBug
 from chaos.sim.shape import Recovery, Shape
 from chaos.sim.shrink import shrink
 from chaos.sim.simulate import Case, case_of, digest_of, simulate
+from elastic_train.errors import ElasticTrainError
+from elastic_train.session import Session
 
 SEEDS = range(40)
 KEPT = sorted(cases.FOLDER.glob("*.yaml"))
@@ -85,6 +89,25 @@ def test_a_planted_bug_is_caught_by_its_invariant(bug: SimBug) -> None:
     found, _ = bug.hunt()
     assert found is not None, f"{bug.bug}: not found"
     assert simulate(found.case).violations == ()
+
+
+def test_who_dies_by_itself_is_no_valid_run() -> None:
+    """A worker ends with an error of its own long after the only fault: nothing is false, and nothing explains it."""
+    calls = itertools.count()
+    steps_from = Session.steps
+
+    def steps(session: Session) -> Iterator[object]:
+        for step in steps_from(session):
+            if next(calls) == 400:
+                raise ElasticTrainError("by itself")
+            yield step
+
+    shape = Shape(epochs=60, lane_s=5.0)
+    outcome = simulate(
+        Case(1, shape, (SimFault("kill_worker", at_s=6.0, node=1),)), {"elastic_train.session:Session.steps": steps}
+    )
+    assert [finding.invariant for finding in outcome.violations] == ["deaths"]
+    assert any("by itself" in error for error in outcome.errors)
 
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
