@@ -64,7 +64,7 @@ class Finished:
 
 
 def start(
-    arguments: list[str], *, num_ranks: int | None = None, environ: dict[str, str] | None = None, timeout_s: float = 120
+    arguments: list[str], *, num_ranks: int | None = None, environ: dict[str, str] | None = None, timeout_s: float = 280
 ) -> Finished:
     """Run `python -m elastic_train ...` by itself, or as `num_ranks` ranks under torchrun --standalone."""
     launcher = (

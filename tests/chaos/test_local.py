@@ -118,7 +118,7 @@ def test_a_nodes_environment_has_no_launcher_in_it() -> None:
 def test_faults_come_when_due_and_are_recorded(tmp_path: Path) -> None:
     """A drawn fault hits an applied step that is in no commit; the record names step, seen step, node, signal, pids."""
     kill = Due("kill_worker", "leader", 17, None, interval=fake_trainer.COMMIT_EVERY)
-    job(tmp_path, 60, kill, Due("stop_node", 0, None, 0.05), Due("start_node", "lost", None, 0.0)).run()
+    job(tmp_path, 300, kill, Due("stop_node", 0, None, 0.05), Due("start_node", "lost", None, 0.0)).run()
     told = recorded(tmp_path)
     scenario, worker, stop, start, *ends = [line for line in told if line["op"] != "node"]
     assert {"kill_worker", "stop_node"} <= set(scenario["kinds"])  # type: ignore[call-overload]

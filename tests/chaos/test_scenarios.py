@@ -65,18 +65,19 @@ def test_every_sample_counts_once_through_four_worlds(
 ) -> None:
     """The witness trains on 4, 3, 2, 1 and 2 ranks, its leader killed once; all counts are right; damage is seen."""
     faults = [
-        {"kind": "kill_node", "node": 3, "within": [0.1, 0.15]},
-        {"kind": "kill_node", "node": "leader", "within": [0.2, 0.3]},
-        {"kind": "stop_node", "node": "other", "within": [0.35, 0.45]},
-        {"kind": "start_node", "node": 3, "within": [0.5, 0.6]},
+        {"kind": "kill_node", "node": 3, "within": [0.05, 0.075]},
+        {"kind": "kill_node", "node": "leader", "within": [0.1, 0.15]},
+        {"kind": "stop_node", "node": "other", "within": [0.175, 0.225]},
+        {"kind": "start_node", "node": 3, "within": [0.25, 0.3]},  # most of the job is left for it to come back
     ]
-    path = scenario(tmp_path, rows, WITNESS, nodes={"count": 4, "lease_ttl_s": 2}, faults=faults)
+    path = scenario(tmp_path, rows, {**WITNESS, "epochs": 40}, nodes={"count": 4, "lease_ttl_s": 2}, faults=faults)
     found = verdict_of([path, "--seed", "1", "--out", str(tmp_path / "run"), "--no-reference"], capfd)
     assert found["valid"], found["invariants"]
-    assert Counter(np.load(tmp_path / "run" / "faulted" / "witness.npy").tolist()) == {20: 331}
+    assert Counter(np.load(tmp_path / "run" / "faulted" / "witness.npy").tolist()) == {40: 331}
     evidence = collect(tmp_path / "run" / "faulted")
     worlds = {line["term"]: line["world"] for line in evidence.of("form")}
-    assert list(worlds.values()) == [4, 3, 2, 1, 2]
+    sizes = list(worlds.values())
+    assert sizes[-5:] == [4, 3, 2, 1, 2] and sizes[:-5] == sorted(sizes[:-5]), "who is late joins the first world"
     assert found["coverage"] == {"min": 1, "max": 1, "samples": 331}
     check_planted(tmp_path / "run" / "faulted", tmp_path / "damaged")
 
@@ -100,11 +101,11 @@ def check_planted(folder: Path, damaged: Path) -> None:
 def test_faults_change_no_bit(tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A classifier with dropout, a killed rank, a killed node and its return: the weights of the run without faults."""
     faults = [
-        {"kind": "kill_worker", "node": "other", "within": [0.1, 0.2]},
-        {"kind": "kill_node", "node": 1, "within": [0.3, 0.4]},
-        {"kind": "start_node", "node": 1, "within": [0.5, 0.6]},
+        {"kind": "kill_worker", "node": "other", "within": [0.05, 0.1]},
+        {"kind": "kill_node", "node": 1, "within": [0.15, 0.2]},
+        {"kind": "start_node", "node": 1, "within": [0.25, 0.3]},
     ]
-    path = scenario(tmp_path, rows, CLASSIFIER, nodes={"count": 2, "lease_ttl_s": 2}, faults=faults)
+    path = scenario(tmp_path, rows, {**CLASSIFIER, "epochs": 30}, nodes={"count": 2, "lease_ttl_s": 2}, faults=faults)
     found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
     assert found["valid"], found["invariants"]
     assert found["weights_sha256"] == found["reference_weights_sha256"]
@@ -130,13 +131,13 @@ def test_a_run_without_faults_proves_nothing(tmp_path: Path, rows: Path, capfd: 
 def test_survivors_go_on_in_their_processes(tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Live: a killed rank, a frozen one, a killed node and its return cost no applied step and no other process."""
     faults = [
-        {"kind": "kill_worker", "node": 1, "within": [0.1, 0.15]},
-        {"kind": "freeze_worker", "node": 1, "within": [0.2, 0.25], "for_s": 4},
-        {"kind": "kill_node", "node": 1, "within": [0.4, 0.45]},
-        {"kind": "start_node", "node": 1, "within": [0.45, 0.5]},  # half of the job is left for it to come back
+        {"kind": "kill_worker", "node": 1, "within": [0.05, 0.1]},
+        {"kind": "freeze_worker", "node": 1, "within": [0.15, 0.2], "for_s": 4},
+        {"kind": "kill_node", "node": 1, "within": [0.25, 0.3]},
+        {"kind": "start_node", "node": 1, "within": [0.3, 0.35]},  # most of the job is left for it to come back
     ]
     nodes = {"count": 2, "lease_ttl_s": 2, "recovery": "live"}
-    config = {**CLASSIFIER, "epochs": 40}
+    config = {**CLASSIFIER, "epochs": 60}
     path = scenario(tmp_path, rows, config, nodes=nodes, faults=faults)
     found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
     assert found["valid"], found["invariants"]

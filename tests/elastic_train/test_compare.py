@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from elastic_train import cli
+from elastic_train import cli, mlflow_run, tracking
 from elastic_train.compare import Comparison, compare
 from elastic_train.errors import ConfigError
 from elastic_train.files import write_atomically
@@ -72,9 +72,13 @@ def test_a_run_without_a_result_has_unknown_weights(tmp_path: Path) -> None:
     assert "unknown" in shown(comparison)
 
 
-def test_a_folder_and_its_mlflow_run_are_equal(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_folder_and_its_mlflow_run_are_equal(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run read from MLflow by its id has the configuration, metrics and hash of its folder."""
     uri = f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+    mlflow_run.connect(uri)  # a new database takes its time
+    monkeypatch.setitem(tracking.FLUSH_TIMEOUT_S, "FINISHED", 120.0)
     run_id = write_run(tmp_path / "a", lr=0.1, accuracy=0.5, weights="aa", uri=uri)
     assert run_id is not None
     comparison = compare(str(tmp_path / "a"), run_id, mlflow_uri=uri)

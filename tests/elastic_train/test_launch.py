@@ -87,12 +87,12 @@ def command(config: str, *flags: str) -> list[str]:
 
 def test_sigterm_ends_with_75_and_the_same_line_goes_on(tmp_path: Path, rows: Path) -> None:
     """Told to leave, the launcher ends with 75, committed; started again, with 0, from where it was."""
-    config = write_config(tmp_path, rows, 60)
+    config = write_config(tmp_path, rows, 300)
     job = subprocess.Popen(command(config, "--ranks", "2"), cwd=ROOT)
     until_whole(tmp_path / "run", 2)
     job.send_signal(signal.SIGTERM)
-    assert job.wait(60) == 75
-    assert subprocess.run(command(config, "--ranks", "1"), cwd=ROOT, timeout=120, check=False).returncode == 0
+    assert job.wait(240) == 75
+    assert subprocess.run(command(config, "--ranks", "1"), cwd=ROOT, timeout=240, check=False).returncode == 0
     restores = [line for line in history(tmp_path / "run") if line["op"] == "restore"]
     assert max(line["step"] for line in restores) > 0
 
@@ -104,7 +104,7 @@ def test_a_bad_configuration_is_told_once(tmp_path: Path, rows: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 2

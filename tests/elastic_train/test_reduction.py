@@ -88,7 +88,7 @@ def test_lanes_must_be_run_by_their_owner() -> None:
 
 
 def lonely(rank: int, size: int, folder: str) -> None:
-    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
+    group = Group(rank, size, FileStore(f"{folder}/store", size), 600)
     group.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -106,7 +106,7 @@ def test_a_dead_peer_is_told_as_such(tmp_path: Path) -> None:
     context = spawn(lonely, args=(2, str(tmp_path)), nprocs=2, join=False)
     assert context is not None
     for process in context.processes:
-        process.join(30)
+        process.join(300)
     assert "rank 0 of 2: a collective failed" in (tmp_path / "told").read_text()
 
 

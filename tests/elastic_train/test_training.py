@@ -219,7 +219,7 @@ def start_on_a_full_disk(*arguments: str) -> Finished:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     return Finished(done.returncode, done.stdout)
@@ -312,7 +312,7 @@ def test_a_task_and_a_schema_of_ones_own(tmp_path: Path) -> None:
     """The example trains a user's task on a user's columns, from outside the package, on one rank and on two alike."""
     example = ROOT / "examples" / "own_task"
     environ = {"PYTHONPATH": str(example)}
-    made = subprocess.run([sys.executable, example / "make_data.py", tmp_path / "prices"], check=False, timeout=60)
+    made = subprocess.run([sys.executable, example / "make_data.py", tmp_path / "prices"], check=False, timeout=240)
     assert made.returncode == 0
     digests = set()
     for num_ranks in (None, 2):

@@ -111,7 +111,7 @@ def test_nodes_are_lost_come_back_and_finish(job: Job) -> None:
         assert {worker["told"]["cause"] for worker in workers} == {"joined"}
     assert job.finish(*nodes) == [0, 0], job.output()
     assert [line["rank"] for line in sorted(job.said("done"), key=lambda line: line["rank"])] == [0, 1]
-    assert job.node().wait(timeout=30) == 0, "a late joiner of a finished job leaves with 0"
+    assert job.node().wait(timeout=PATIENCE_S) == 0, "a late joiner of a finished job leaves with 0"
 
 
 @pytest.mark.long
@@ -166,10 +166,11 @@ def test_a_killed_worker_is_restarted_and_one_node_pays(job: Job) -> None:
 
 
 def test_no_etcd_is_an_error_that_helps(tmp_path: Path) -> None:
-    """Without an etcd torchrun ends within seconds, not with 0, and names the endpoint and what to do."""
+    """Without an etcd torchrun ends soon, not after its rendezvous' quarter of an hour, and not with 0: it names the
+    endpoint and what to do."""
     job = Job(tmp_path, "127.0.0.1:1")
     started = time.monotonic()
-    assert job.node().wait(timeout=30) != 0
-    assert time.monotonic() - started < 15
+    assert job.node().wait(timeout=PATIENCE_S) != 0
+    assert time.monotonic() - started < 60
     last = job.output().strip().splitlines()[-1]
     assert "no etcd answers at 127.0.0.1:1" in last and "Start etcd there" in last

@@ -59,6 +59,7 @@ def test_a_save_that_hangs_is_given_up_and_the_next_goes_on(tmp_path: Path, monk
     background = open_saves(store, memory)
     background.begin(small_state(1), facts(1))
     hung = background._flight
+    assert store.is_writing.wait(DEADLINE_S)
     ended = background.wait()
     assert ended is not None and ended.step == 1 and isinstance(ended.error, StorageError)
     assert "got no further" in str(ended.error) and str(tmp_path) in str(ended.error)

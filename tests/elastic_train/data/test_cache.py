@@ -216,9 +216,12 @@ from pathlib import Path
 import fsspec, numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
+from elastic_train.data import source
 from elastic_train.data.cache import RowCache
 from elastic_train.data.manifest import load_manifest
 from elastic_train.data.reader import Reader
+
+source.SOONEST_HEDGE_S = 1e6  # what is late is not asked for twice
 
 class Counted(LocalFileSystem):
     protocol = ("counted",)

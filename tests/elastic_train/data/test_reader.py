@@ -18,6 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_train.data import source
 from elastic_train.data.footers import NAME as FOOTERS
 from elastic_train.data.groups import check_columns
 from elastic_train.data.manifest import Manifest, build_manifest, load_manifest
@@ -58,8 +59,9 @@ class WatchedFileSystem(MemoryFileSystem):  # type: ignore[misc]
 
 
 @pytest.fixture
-def watched() -> Iterator[type[WatchedFileSystem]]:
-    """Register watched:// and forget its files afterwards."""
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[WatchedFileSystem]]:
+    """Register watched:// and forget its files afterwards; nothing that is late is asked for twice."""
+    monkeypatch.setattr(source, "SOONEST_HEDGE_S", 1e6)
     fsspec.register_implementation("watched", WatchedFileSystem, clobber=True)
     WatchedFileSystem.store.clear()
     WatchedFileSystem.reads.clear()

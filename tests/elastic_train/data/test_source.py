@@ -42,7 +42,8 @@ class Troubled(MemoryFileSystem):  # type: ignore[misc]
 
 @pytest.fixture
 def troubled(monkeypatch: pytest.MonkeyPatch) -> RemoteSource:
-    """A file of 2,048 bytes; what fails is tried again at once."""
+    """A file of 2,048 bytes; what fails is tried again at once, and what is late is not asked for twice."""
+    monkeypatch.setattr(source, "SOONEST_HEDGE_S", 1e6)
     monkeypatch.setattr(source._again, "wait", lambda _: 0.0)
     Troubled.failing.clear()
     Troubled.waiting.clear()
