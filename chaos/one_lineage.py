@@ -89,13 +89,16 @@ def _shown(digests: set[str | None]) -> str:
 def _is_forgotten(run: Evidence, published: dict[str, Line], commit: Line) -> bool:
     """Say whether a commit's parent is one that nobody told of, for its publisher died, and that retention deleted.
 
-    Retention deletes the oldest first, so none older is left: than the commit that the term restored, if that is it.
+    Retention deletes the oldest first, so none older is left: than the parent that its record names, or the commit that
+    the term restored, if that is it.
     """
     place, made_at = _place(str(commit["key"])), _made_at(run)
     at = made_at[str(commit["key"])]
     restored = restored_at(run).get(place[0], {}).get("commit")
     if restored is not None and restored not in {line["key"] for line in published.values()}:
         place = _place(str(restored))
+    elif named := next((c.fields.get("parent_key") for c in run.commits if c.fields and c.key == commit["key"]), None):
+        place = _place(str(named))
     is_oldest = not any(_place(record.key) < place and made_at.get(record.key, at) < at for record in run.commits)
     return str(commit["parent"]) not in published and is_oldest
 

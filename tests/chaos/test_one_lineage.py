@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from chaos.applied import lineage_of
-from chaos.evidence import Evidence, Line
+from chaos.applied import branch_of, lineage_of
+from chaos.evidence import Commit, Evidence, Line
 from chaos.findings import Violated
-from chaos.one_lineage import durability, lineage
+from chaos.one_lineage import _is_forgotten, _published, durability, lineage
 
 
 def key(term: int, step: int) -> str:
@@ -78,3 +79,42 @@ def test_what_lies_behind_a_damaged_commit_is_passed_over_once() -> None:
     first["skipped"] = [[key(3, 3), "a file is missing"]]
     with pytest.raises(Violated, match="term 4 went on from"):
         durability(Evidence(Path("drawn"), [lines], [], {}, None, None))
+
+
+def test_a_world_goes_on_from_the_term_that_its_restore_names() -> None:
+    """Two processes of a left world bring its step back, who had the newer one's all died: no guess, it is told.
+
+    They had been in a world that broke while the newer step was handed over, so nobody else could know (storm 1937).
+    """
+
+    def told(term: int, pids: list[int], step: int, applied_by: int | None, applied: list[int]) -> list[Line]:
+        at = 10.0 * term
+        return [
+            *({"op": "form", "t": at, "term": term, "rank": rank, "pid": pid, "world": len(pids)}
+              for rank, pid in enumerate(pids)),
+            {"op": "restore", "t": at + 1, "term": term, "rank": 0, "step": step, "commit": None, "given_by": None,
+             "applied_by": applied_by},
+            *({"op": "step", "t": at + 1 + number, "term": term, "rank": 0, "step": number} for number in applied),
+        ]  # fmt: skip
+
+    lines = [*told(57, [1, 2, 3], 0, None, [1]), *told(59, [3, 4], 0, None, [1, 2]), *told(61, [4, 1], 1, 59, [])]
+    for applied_by, branch in ((57, [(57, 0, 1)]), (59, [(59, 0, 1)])):
+        last = told(66, [1, 2], 1, applied_by, [2, 3])
+        run = Evidence(Path("drawn"), [[*lines, *last]], [], {}, None, None)
+        assert branch_of(run, 66, 3) == [*branch, (66, 1, 3)]
+
+
+def test_a_forgotten_parent_may_have_two_children() -> None:
+    """Two who committed alone went on from the same commit, which retention has deleted: neither is older than that."""
+
+    def made(term: int, step: int, parent: str, parent_key: str, at: float) -> Commit:
+        fields: Line = {"term": term, "step": step, "parent": parent, "parent_key": parent_key, "created_at": at}
+        return Commit(f"commits/{term:08d}-{step:012d}.json", f"digest-{term}-{step}", fields)
+
+    parent_key = "commits/00000011-000000000003.json"
+    children = [made(69, 4, "p", parent_key, 551.0), made(70, 4, "p", parent_key, 551.1)]
+    run = Evidence(Path("drawn"), [[]], children, {}, None, None)
+    published = _published(run)
+    assert all(_is_forgotten(run, published, line) for line in published.values())
+    older = replace(run, commits=[made(5, 2, "q", "commits/00000004-000000000001.json", 48.0), *children])
+    assert not _is_forgotten(older, _published(older), published["digest-70-4"])
