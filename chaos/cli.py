@@ -123,6 +123,7 @@ def sim(
     seed: int | None = None,
     case: Path | None = None,
     scenario: str | None = None,
+    plant: str | None = None,
     minutes: float | None = None,
     nodes: str | None = None,
     hours: float | None = None,
@@ -135,15 +136,16 @@ def sim(
     """Run the product itself in virtual time, with faults drawn from --seeds (N, or A:B), and judge every run.
 
     --seed runs one of them and shows what was found, --case one that was written down, --scenario (with --seed) one
-    that `run` does to real nodes. --minutes ends earlier, --nodes takes so many nodes (or 16..64: drawn from these) in
-    place of the drawn ones. --hours makes each seed a job of so many virtual hours, with --faults-per-hour, whose steps
-    take --step-s and whose leases half of that or as long. Seeds are spread over --processes, one for each core if not
-    given; the digest does not depend on that. --ledger FILE keeps a line for each seed, and runs only those that it
-    does not hold. Exit code 0 only if no invariant is violated; else the first bad run is shrunk, kept below runs/sim,
-    and told with the command that runs it again.
+    that `run` does to real nodes. --plant canary breaks a promise that the product relies on, other names (a wrong one
+    lists them) the product itself: such a run has to be found bad, with exit code 1. --minutes ends earlier, --nodes
+    takes so many nodes (or 16..64: drawn from these) in place of the drawn ones. --hours makes each seed a job of so
+    many virtual hours, with --faults-per-hour, whose steps take --step-s and whose leases half of that or as long.
+    Seeds are spread over --processes, one for each core if not given; the digest does not depend on that. --ledger FILE
+    keeps a line for each seed, and runs only those that it does not hold. Exit code 0 only if no invariant is violated;
+    else the first bad run is shrunk, kept below runs/sim, and told with the command that runs it again.
     """
     from chaos.rehearsal import rehearse
-    from chaos.sim import cases, command, long  # it loads all of the product, which no other command needs
+    from chaos.sim import cases, command, long, planted  # it loads all of the product, which no other command needs
     from chaos.sim.pool import num_cores
 
     if scenario is not None:
@@ -153,6 +155,8 @@ def sim(
         return command.run_one(rehearse(described, seed), json_, again, is_scenario=True)
     if case is not None:
         return command.run_one(cases.load(case), json_, f"elastic-chaos sim --case {case}")
+    if plant is not None:
+        return command.run_planted(planted.named(plant), json_)
     for name, value in (
         ("--hours", hours),
         ("--faults-per-hour", faults_per_hour),

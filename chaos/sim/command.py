@@ -19,6 +19,7 @@ from chaos.errors import ScenarioError
 from chaos.sim import cases
 from chaos.sim.ledger import Entry, Ledger, code_version, entry_of
 from chaos.sim.long import Draw
+from chaos.sim.planted import SimBug
 from chaos.sim.pool import simulate_each
 from chaos.sim.shrink import shrink
 from chaos.sim.simulate import Case, Outcome, simulate
@@ -181,16 +182,37 @@ def run_one(case: Case, is_json: bool, replay: str, *, is_scenario: bool = False
 
     Of a scenario nothing may be unknown, as in a real run; of another case's faults one has to come.
     """
-    tally, outcome = Tally(), simulate(case)
-    tally.entries.append(entry_of(outcome, "", ""))
+    outcome = simulate(case)
     is_bad = bool(outcome.violations) or bool(case.faults and not outcome.num_faults)
     is_bad = is_bad or (is_scenario and any(finding.truth != "true" for finding in outcome.findings))
+    _show(outcome, is_json, replay, is_bad=is_bad)
+    return int(is_bad)
+
+
+def run_planted(bug: SimBug, is_json: bool) -> int:
+    """Run a planted bug's cases until one of its invariants is false, and show that run; return 1 if there was one.
+
+    A judge that finds nothing is the failure here, and is told as such.
+    """
+    found, num_runs = bug.hunt()
+    if found is None:
+        sys.stderr.write(f"{bug.name}: {bug.bug}, and the judge found nothing in {num_runs} runs\n")
+        return 0
+    if not is_json:
+        console.print(f"planted: {bug.bug}; found in run {num_runs}, by {' or '.join(bug.invariants)}", markup=False)
+    _show(found, is_json, f"elastic-chaos sim --plant {bug.name}", is_bad=True)
+    return 1
+
+
+def _show(outcome: Outcome, is_json: bool, replay: str, *, is_bad: bool) -> None:
+    tally = Tally()
+    tally.entries.append(entry_of(outcome, "", ""))
     if is_json:
         findings = {finding.invariant: finding.truth for finding in outcome.findings}
-        told = {"valid": int(not is_bad), "replay": replay, "invariants": findings}
+        told = {"valid": int(not is_bad), "digest": outcome.digest, "replay": replay, "invariants": findings}
         sys.stdout.write(json.dumps({**tally.fields(), **told}) + "\n")
-        return int(is_bad)
-    for fault in case.faults:
+        return
+    for fault in outcome.case.faults:
         when = f"at the {fault.nth}. {fault.point}" if fault.point else f"at {fault.at_s:.2f} s"
         console.print(f"{fault.kind} {when}, node {fault.node}, for {fault.for_s:.2f} s")
     table = Table("invariant", "verdict", "because", header_style="bold")
@@ -198,7 +220,6 @@ def run_one(case: Case, is_json: bool, replay: str, *, is_scenario: bool = False
         table.add_row(finding.invariant, finding.truth, finding.why)
     console.print(table)
     console.print(f"{'NOT VALID' if is_bad else 'VALID'}, digest {outcome.digest}; again with: {replay}", markup=False)
-    return int(is_bad)
 
 
 def keep(outcome: Outcome) -> Path:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from chaos.errors import ScenarioError
 from chaos.sim import bugs
 from chaos.sim.cases import FOLDER, load
 from chaos.sim.faults import SimFault
@@ -284,3 +285,11 @@ PLANTED = (
         _torn,
     ),
 )
+
+
+def named(name: str) -> SimBug:
+    """Return the planted bug of a name; ScenarioError with all names if there is none."""
+    bugs_by_name = {bug.name: bug for bug in PLANTED}
+    if name not in bugs_by_name:
+        raise ScenarioError(f"--plant {name}: there is no such bug; there are {', '.join(bugs_by_name)}")
+    return bugs_by_name[name]

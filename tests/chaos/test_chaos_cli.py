@@ -75,6 +75,33 @@ def test_mistakes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "epochs" in capsys.readouterr().err
 
 
+def test_a_cable_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here only the last node has a cable of its own: a fault of another one's is refused, not done to the last."""
+    told = "name: x\ndescription: y\nconfig: configs/witness.yaml\nnodes: {count: 3}\nrows: 64\n"
+    (tmp_path / "x.yaml").write_text(f"{told}faults: [{{kind: cut_link, node: 0, at_step: 3, for_s: 2}}]\n")
+    data = [f"--set=data.{name}={tmp_path / 'rows' / name}" for name in ("train", "validation")]
+    assert leave(["run", str(tmp_path / "x.yaml"), "--out", str(tmp_path / "run"), *data]) == 2
+    assert "only the last node, 2, has a cable of its own: say node: 2" in capsys.readouterr().err
+
+
+def test_a_planted_bug_has_to_be_found(capsys: pytest.CaptureFixture[str]) -> None:
+    """The canary fails, for people and programs, with the invariant that says why; a wrong name lists all."""
+    assert leave(["sim", "--plant", "canary"]) == 1
+    assert "found in run 1, by durability" in capsys.readouterr().out
+    assert leave(["sim", "--plant", "canary", "--json"]) == 1
+    fields = json.loads(capsys.readouterr().out)
+    assert fields["valid"] == 0 and fields["invariants"]["durability"] == "false"
+    assert leave(["sim", "--plant", "canari"]) == 2
+    assert "canary" in capsys.readouterr().err
+
+
+def test_a_scenario_none_of_whose_faults_come_is_not_valid(capsys: pytest.CaptureFixture[str]) -> None:
+    """A job that is through before its faults are due has put nothing to the test, and says how to run it again."""
+    assert leave(["sim", "--scenario", "any-script", "--seed", "1", "--json"]) == 1
+    fields = json.loads(capsys.readouterr().out)
+    assert (fields["valid"], fields["replay"]) == (0, "elastic-chaos sim --scenario any-script --seed 1")
+
+
 @pytest.mark.parametrize("name", ["hours", "faults-per-hour", "processes"])
 def test_nothing_and_less_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A rate below nothing would have a next fault for ever."""

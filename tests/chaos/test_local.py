@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from chaos.acts import ACTS
 from chaos.errors import RunError
 from chaos.followed import Followed
 from chaos.local import Job
 from chaos.node import Node, clean_environ
+from chaos.proxy import Proxies, Way
 from chaos.scenario import Scenario
 from chaos.schedule import Due
 from tests.chaos import fake_trainer
@@ -226,3 +228,22 @@ def test_histories_are_followed_line_by_line(tmp_path: Path) -> None:
     (tmp_path / "history" / "00000002-00000-2.jsonl").write_text(json.dumps(newer) + "\n")
     assert told(json.dumps({**step, "step": 6}) + "\n") in {(2, 3, 5), (1, 6, 5)}
     assert told("") == (2, 3, 5)
+
+
+@pytest.mark.parametrize("kind", ["kill_worker", "freeze_worker", "slow_worker", "start_twin"])
+def test_a_role_that_nobody_has_is_no_error(tmp_path: Path, kind: str) -> None:
+    """While no world stands nobody leads: what is aimed at the leader is not done, and not the executor's end."""
+    assert ACTS[kind](job(tmp_path, 1), Due(kind, "leader", None, None)) is None
+
+
+def test_the_end_of_a_fault_does_not_end_a_later_one(node: Node, tmp_path: Path) -> None:
+    """Two faults of one way to etcd overlap: the first one's undoing leaves the second as it is."""
+    waiting, way = job(tmp_path, 1), Way()
+    waiting.nodes = [node]
+    waiting.around.proxies = Proxies("127.0.0.1", [], [way])
+    late, away = (ACTS[kind](waiting, Due(kind, 0, None, None)) for kind in ("slow_etcd", "cut_off_etcd"))
+    assert late is not None and late.undo is not None and away is not None and away.undo is not None
+    late.undo()
+    assert way.requests_are_held and way.answers_are_held
+    away.undo()
+    assert not way.requests_are_held and not way.answers_are_held
