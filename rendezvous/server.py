@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import random
 import shutil
 import signal
 import socket
@@ -26,6 +27,7 @@ from rendezvous.options import etcd_options
 from rendezvous.orphans import bound_command
 
 START_TIMEOUT_S = 20.0
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class EtcdServer:
@@ -182,8 +184,25 @@ def _path_without_own_scripts() -> str:
 
 
 def free_ports(count: int) -> list[int]:
+    """Return ports of this machine that nobody listens on, and that nobody is given who asks for any port.
+
+    A server that is told its port begins to listen some time later. Of the system's own choice one was taken by then,
+    now and then: by another server, or by a client's connection.
+    """
+    draws, first, end = random.SystemRandom(), 10_000, _first_of_the_systems()
     with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        ports: list[int] = []
+        while len(ports) < count:
+            each = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):  # somebody listens there
+                each.bind(("127.0.0.1", draws.randrange(first, end) if end - first > 1000 else 0))
+                ports.append(each.getsockname()[1])
+        return ports
+
+
+def _first_of_the_systems() -> int:
+    """Return the first port that the system gives to who asks for any; 0 where it does not say."""
+    try:
+        return int(_PORT_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from chaos.hook import VARIABLE
 from chaos.node import Node, clean_environ
 from chaos.scenario import Nodes
 from chaos.surroundings import Surroundings
+from rendezvous.server import free_ports
 
 SPOOL = "ids"
 """Where the hook of every process writes, below a run's folder."""
@@ -58,7 +58,7 @@ def nodes_of(command: str, shape: Nodes, folder: Path, run_id: str, around: Surr
     line = shlex.split(command.replace("{dir}", shlex.quote(str(folder / "dir"))))
     shared = _environ(os.environ, shape, run_id) | {VARIABLE: str((folder / SPOOL).absolute())}
     is_etcd, host = uses_etcd(command), around.cable.address("nodes") if around.cable else "localhost"
-    opened = f"{host}:{_free_port()}"
+    opened = f"{host}:{free_ports(1)[0]}"
     described = []
     for number in range(shape.count):
         meets = {
@@ -71,12 +71,6 @@ def nodes_of(command: str, shape: Nodes, folder: Path, run_id: str, around: Surr
         placed = around.command(number, shape.count, line)
         described.append(Node(number, placed, folder / f"node-{number}.log", own))
     return described
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def _environ(outer: Mapping[str, str], shape: Nodes, run_id: str) -> dict[str, str]:
