@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
-.PHONY: setup demo test test-long soak check format bench clean
+.PHONY: setup demo test test-long sim soak check format bench clean
 
 setup: .venv/.installed
 
@@ -32,6 +32,10 @@ test: setup
 test-long: setup
 	@echo "test: the whole suite, and what takes minutes"
 	@$(RUN) -m pytest -m "long or not long"
+
+sim: setup
+	@echo "sim: five hundred jobs in virtual time, each with its faults, and a verdict on each"
+	@$(RUN) -m chaos.cli sim --seeds 500 --json
 
 soak: setup
 	@echo "soak: half a minute of real faults on one job, and a verdict on it"
