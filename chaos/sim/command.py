@@ -23,6 +23,7 @@ from chaos.sim.planted import SimBug
 from chaos.sim.pool import simulate_each
 from chaos.sim.shrink import shrink
 from chaos.sim.simulate import Case, Outcome, simulate
+from chaos.sim.swarm import APART, AT_PLACES, COMMON
 
 console = Console(soft_wrap=True, highlight=False)
 SHOW_EVERY_S = 5.0
@@ -77,6 +78,7 @@ class Tally:
             "failed": self.failed,
             "faults": self.num_faults,
             "faults_by_kind": dict(sorted(faults.items())),
+            "never_came": [name for name in (*COMMON, *APART, *AT_PLACES) if name not in faults],
             "unknown": dict(sorted(unknown.items())),
             "virtual_hours": round(self.virtual_hours, 3),
             "runs_per_s": round(self.runs_per_s, 2),
@@ -161,6 +163,8 @@ def report(tally: Tally, campaign: Campaign, is_json: bool) -> int:
         for kind, times in fields["faults_by_kind"].items():  # type: ignore[attr-defined]
             table.add_row(kind, str(times))
         console.print(table)
+        if never := fields["never_came"]:
+            console.print(f"never came: {', '.join(never)}", markup=False)  # type: ignore[arg-type]
         console.print(f"{tally}\ndigest {tally.digest}")
     if tally.failed and tally.is_interrupted:
         sys.stderr.write(f"again with: {fields['replay']}\n")

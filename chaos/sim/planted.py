@@ -92,6 +92,23 @@ def _dies_saving(draws: random.Random) -> tuple[SimFault, ...]:
     return (SimFault("kill", point="write", nth=draws.randint(11, 16)),)
 
 
+def _frozen_at_its_record(draws: random.Random) -> tuple[SimFault, ...]:
+    """A leader freezes before it makes a record, storage is slow for the next world's sweep, and later all die."""
+    frozen = SimFault("stop", point="record", nth=draws.randint(1, 4), for_s=draws.uniform(3.0, 30.0))
+    slow = SimFault("storage_slow", at_s=draws.uniform(6.0, 30.0), for_s=6.0)
+    return slow, SimFault("kill_job", at_s=draws.uniform(12.0, 40.0), for_s=1.0), frozen
+
+
+def _rot_again(draws: random.Random) -> tuple[SimFault, ...]:
+    """A bit of the newest commit flips, and everybody dies; and again some commits later."""
+    faults, at_s = list[SimFault](), draws.uniform(8.0, 12.0)
+    for _ in range(draws.randint(2, 4)):
+        faults.append(SimFault("flip_bit", at_s=at_s, other=draws.randrange(2)))
+        faults.append(SimFault("kill_job", at_s=at_s + 0.1, for_s=1.0))
+        at_s += draws.uniform(5.0, 9.0)
+    return tuple(faults)
+
+
 def _bad_data(draws: random.Random) -> tuple[SimFault, ...]:
     """Everybody dies some steps behind a hole, and then all can be read again."""
     at_s = draws.uniform(6.0, 10.0)
@@ -244,6 +261,22 @@ PLANTED = (
         },
         ("finished",),
         _dies_saving,
+    ),
+    SimBug(
+        "sweeps-without-the-name",
+        "a sweep deletes an attempt's files without taking its record's name first",
+        lambda: {"elastic_train.checkpoint.sweeping:create_once": lambda store, key, content: True},
+        ("atomicity", "finished"),
+        _frozen_at_its_record,
+        replace(_SHAPE, lane_s=1.0),
+    ),
+    SimBug(
+        "keeps-the-damaged",
+        "retention counts commits that were passed over as damaged among those that it keeps",
+        lambda: {"elastic_train.checkpoint.policies:Candidate.is_of_lineage": True},
+        ("finished",),
+        _rot_again,
+        replace(_SHAPE, keep_last=2, epochs=8),
     ),
     SimBug(
         "sealed-behind-the-end",

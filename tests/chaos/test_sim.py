@@ -235,3 +235,4 @@ def test_the_command_prints_one_object(capsys: pytest.CaptureFixture[str]) -> No
     assert left.value.code == 0
     assert (fields["seeds"], fields["valid"], fields["replay"]) == (3, 3, None)
     assert {"faults", "virtual_hours", "digest", "runs_per_s", "faults_by_kind"} <= set(fields)
+    assert set(fields["never_came"]).isdisjoint(fields["faults_by_kind"]) and "kill@data" in fields["never_came"]
