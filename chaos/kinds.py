@@ -50,7 +50,7 @@ _ALL = (
     Kind("start_twin", "the same job is launched once more, under the same run id, and killed", "node"),
     Kind("kill_rack", "kill_node for several nodes", "node", ends_world=True, local=False),
     Kind("flap_node", "a node is lost and comes back, again and again", "node", ends_world=True, local=False),
-    Kind("scale_down", "a node leaves for good", "node", ends_world=True, local=False),
+    Kind("scale_down", "half of the nodes leave, and come back long afterwards", "node", ends_world=True, local=False),
     Kind("hang_worker", "a worker waits without end", "worker", local=False),
     Kind("freeze_worker", "SIGSTOP to one worker, SIGCONT after for_s", "worker"),
     Kind("freeze_node", "SIGSTOP to agent and workers, SIGCONT after for_s", "node"),

@@ -14,6 +14,7 @@ from chaos.recovery import Recovery
 from chaos.report.figures import faults
 from chaos.report.figures.svg import (
     MOST_TITLED,
+    RIGHT,
     Axis,
     Point,
     Stroke,
@@ -36,6 +37,8 @@ from chaos.report.story import Branch, Story, Struck
 _TOP, _BOTTOM = 30.0, 310.0
 _LABELLED = 12
 _APART = 4
+_LETTER = 7.0
+"""About how wide a letter is."""
 
 
 def cursor_figure(story: Story) -> Markup:
@@ -53,8 +56,10 @@ def cursor_figure(story: Story) -> Markup:
     shared: Counter[int] = Counter()
     for fault in story.faults:
         if fault.cost is not None and fault.cost.term in restored and len(story.faults) <= _LABELLED:
-            x, y = axis(fault.until / unit_s) + 4, height(restored[fault.cost.term]) + 13
-            parts.append(text(x, y + 13 * shared[fault.cost.term], _say(fault.cost), class_="faint halo"))
+            what, x = _say(fault.cost), axis(fault.until / unit_s) + 4
+            y = height(restored[fault.cost.term]) + 13 * (1 + shared[fault.cost.term])
+            is_wide = x + _LETTER * len(what) > RIGHT
+            parts.append(text(RIGHT if is_wide else x, y, what, class_="end faint halo" if is_wide else "faint halo"))
             shared[fault.cost.term] += 1
     parts += _commits(story, axis, unit_s, height)
     label = f"steps applied over time in {len(story.branches)} terms, with {len(story.commits)} commits"
