@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from chaos.evidence import Evidence, Line, items, lanes_of, number, once, part, whole
+from chaos.evidence import Evidence, Line, items, lanes_of, number, once, part, told, whole
 from chaos.findings import Unknown, Violated
 
 Counts = npt.NDArray[np.int32]
@@ -75,6 +75,11 @@ def result_of(run: Evidence) -> Line:
     if run.result is None:
         raise Violated("the job left no result.json: it did not come to its end")
     return run.result
+
+
+def is_live(run: Evidence) -> bool:
+    """Say whether survivors kept their processes over the changes of the world."""
+    return told(run, "recovery") == "live"
 
 
 @once

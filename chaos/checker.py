@@ -1,9 +1,9 @@
 """The judge: from a run's files to one finding an invariant, importing nothing from the trainer.
 
-The invariants are functions in five rooms: what was applied (`exactly_once`), what was published (`one_lineage`), the
-run as a whole (`injected`), what was logged of it (`tracking`), and what it left behind (`clean`). Here is the table of
-them; a planted bug is caught by the one named beside it in `chaos.planted`. A run of somebody's script is judged by
-`chaos.script.judge`.
+The invariants are functions in six rooms: what was applied (`exactly_once`), what was published (`one_lineage`), the
+run as a whole (`injected`), who left (`departures`), what was logged of it (`tracking`), and what it left behind
+(`clean`). Here is the table of them; a planted bug is caught by the one named beside it in `chaos.planted`. A run of
+somebody's script is judged by `chaos.script.judge`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from chaos import clean, exactly_once, injected, one_lineage, tracking
+from chaos import clean, departures, exactly_once, injected, one_lineage, tracking
 from chaos.evidence import Evidence, told
 from chaos.findings import Finding, find
 from chaos.script import judge as scripts
@@ -20,7 +20,7 @@ from chaos.script.samples import is_script
 INVARIANTS: dict[str, Callable[[Evidence], str]] = {
     "finished": injected.finished,
     "faults": injected.faults,
-    "deaths": injected.deaths,
+    "deaths": departures.deaths,
     "agreement": exactly_once.agreement,
     "partition": exactly_once.partition,
     "coverage": exactly_once.coverage,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from chaos.edits import edit
-from chaos.evidence import Line, part
+from chaos.evidence import Line, collect, number, part
 
 STEP = 29
 """A step of the lineage that has a metric."""
@@ -100,17 +100,17 @@ def leaked_memory(folder: Path) -> None:
 
 def never_healed(folder: Path) -> None:
     """With all undone, the whole world did not train again."""
-
-    def stuck(line: Line) -> Line:
-        return {**line, "op": "stuck", "why": "training by the whole world did not come"} if _is_healed(line) else line
-
-    edit(folder, stuck)
+    _waited(folder, {"op": "stuck", "why": "training by the whole world did not come"})
 
 
 def unwatched(folder: Path) -> None:
     """Nobody wrote how long it took to heal."""
-    edit(folder, lambda line: {**line, "seconds": None} if _is_healed(line) else line)
+    _waited(folder, {"op": "healed", "seconds": None})
 
 
-def _is_healed(line: Line) -> bool:
-    return line["op"] == "healed"
+def _waited(folder: Path, told: Line) -> None:
+    """Put a line in the place of those that tell how long was waited."""
+    last = max(number(line, "t") for line in collect(folder).of("step"))
+    edit(folder, lambda line: None if line["op"] == "healed" else line)
+    with (folder / "history" / "waited.jsonl").open("a") as file:
+        file.write(json.dumps({"t": last, **told}) + "\n")

@@ -1,29 +1,21 @@
-"""Invariants of the run as a whole: it ended, faults were really injected and cost what they should, nothing is left.
+"""Invariants of the run as a whole: it ended, faults were really injected and cost what they should, and it went on.
 
-These are the checks that keep the others honest: without a fault, or with a death that no fault explains, a good
-verdict would prove nothing, so it is unknown.
+These are the checks that keep the others honest: without a fault a good verdict would prove nothing, so it is unknown.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import pairwise
 
-from chaos.applied import formed_at, lineage_of, pids_of, reached_by, restored_at, result_of, steps_of
-from chaos.evidence import Evidence, Line, items, number, told, whole
+from chaos.applied import formed_at, is_live, lineage_of, pids_of, reached_by, restored_at, result_of, steps_of
+from chaos.evidence import Evidence, number, whole
 from chaos.findings import Unknown, Violated
-from chaos.kinds import befalls_all, cuts_off, is_over_at_once
-from chaos.recovery import behind_the_last_step, fault_kind, fault_name, recoveries, ridden_out, sealed_at, seats_of
+from chaos.recovery import behind_the_last_step, fault_kind, fault_name, recoveries, ridden_out
 from chaos.rollbacks import check_rollbacks
 from chaos.spells import Spells, patience_of, spells_of
 
 _KILLS = ("kill_worker", "kill_node")
-_ENDS_NODES = ("kill_node", "stop_node", "kill_job")
-_TELL_TO_LEAVE = ("stop_node", "flap_node", "scale_down")
-MOST_WORLDS_LEAVING = 3
-"""Worlds of the same processes that one who was told to leave may explain: it leaves with the next step that all have
-the sum of, or is too late for that and does so in the next world."""
 
 
 def finished(run: Evidence) -> str:
@@ -58,126 +50,6 @@ def faults(run: Evidence) -> str:
         ended = f", {len(late)} behind the last step" if late else ""
         return f"{told}: {len(recovered)} followed by a new world's steps, {len(spared)} ridden out{ended}"
     return f"{told}, each fault followed by a new world's steps"
-
-
-def deaths(run: Evidence) -> str:
-    """Every new term, every process without an end, and every node that failed has a fault that explains it."""
-    injected, formed = run.of("fault"), formed_at(run)
-    terms = list(formed)
-    if is_live(run):
-        _check_changes(run)
-    else:
-        _check_worlds(run)
-    ended = {(line["term"], line["rank"]) for line in run.of("end")}
-    lost = [line for line in run.of("form") if line["term"] == terms[-1] and (line["term"], line["rank"]) not in ended]
-    if lost and (run.result or {}).get("status") not in ("running", "stuck"):
-        who = f"process {lost[0]['pid']}, rank {lost[0]['rank']} of the last term"
-        raise Unknown(f"{who}, died, and no fault explains it")
-    for line in run.of("exit"):
-        if line["code"] != 0 and not _is_explained(line, injected):
-            raise Unknown(f"node {line['node']} ended with code {line['code']}, and no fault explains it")
-    return f"{len(terms) - 1} changes of the world, each explained by a fault"
-
-
-def is_live(run: Evidence) -> bool:
-    """Say whether survivors kept their processes over the changes of the world."""
-    return told(run, "recovery") == "live"
-
-
-def _check_worlds(run: Evidence) -> None:
-    """No process outlives a world of the `restart` mode: it ends because a fault hit it, or because somebody came.
-
-    A fault hits a world if it came, lasted or was undone after that was sealed, or had hit one of its processes before;
-    and the world has to end in the fault's spell.
-    """
-    formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
-    spell, until, hit = 0.0, 0.0, set[object]()
-    for before, after, hits, since in _changes(run):
-        if since != spell:
-            spell, until, hit = since, 0.0, set()
-        until = max(until, *(_until(line) for line in hits), 0.0)
-        hit.update(pid for line in hits for pid in _pids(line))
-        began = sealed.get(before, formed[before])
-        is_hit = until >= began or not hit.isdisjoint(pids[before])
-        if not is_hit and seats[after] <= seats[before]:
-            raise Unknown(f"term {after} was formed, but no fault since term {before} explains it")
-
-
-def _check_changes(run: Evidence) -> None:
-    """Processes leave a live world only when a fault hit them, and worlds end only because one left or came.
-
-    Who was hit, or started and ended by the undoing of a fault, may leave in the fault's spell, or once come back as
-    another member; who was told to leave ends a few worlds until it has left. A fault of etcd or of the storage hits
-    all who are in a world while it lasts.
-    """
-    formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
-    last_seen = {pid: term for term in formed for pid in pids[term]}  # a world may break before all have told of it
-    lost = {line["term"] for line in run.of("form") if line.get("cause") == "lost"}  # one of the members before is gone
-    last_hit = {pid: number(line, "t") for line in _by_time([*run.of("fault"), *run.of("undo")]) for pid in _pids(line)}
-    spell, until, all_until, told, struck = 0.0, 0.0, 0.0, dict[object, int](), set[object]()
-    for before, after, hits, since in _changes(run):
-        if since != spell:
-            spell, until, all_until, told, struck = since, 0.0, 0.0, {}, set()
-        began = sealed.get(before, formed[before])
-        until = max(until, *(_until(line) for line in hits), 0.0)
-        all_until = max(all_until, *(_until(line) for line in hits if befalls_all(line["kind"])), 0.0)
-        struck.update(pid for line in hits for pid in _pids(line))
-        leaving = (pid for line in hits if line["kind"] in _TELL_TO_LEAVE for pid in _pids(line))
-        told.update(dict.fromkeys(leaving, MOST_WORLDS_LEAVING))
-        excused = (
-            pids[before] if began <= all_until else {pid for pid in pids[before] if last_hit.get(pid, 0.0) >= since}
-        )
-        gone = sorted(pid for pid in pids[before] - pids[after] - excused if last_seen[pid] == before)
-        if gone:
-            raise Unknown(f"process {gone[0]} left between terms {before} and {after}, and no fault explains it")
-        if pids[before] != pids[after] or seats[before] != seats[after] or until >= began:
-            continue
-        late = [pid for pid in pids[before] if told.get(pid, 0) > 0]
-        if not late and (after not in lost or struck.isdisjoint(pids[before])):
-            raise Unknown(f"term {after} was formed by the processes of term {before}, and no fault explains it")
-        told.update({pid: told[pid] - 1 for pid in late})
-        struck -= set() if late else pids[before]
-
-
-def _changes(run: Evidence) -> Iterator[tuple[int, int, list[Line], float]]:
-    """Yield each term, the next one, the faults and undoings between them, and since when what was done may explain it.
-
-    That is the beginning of the spell in which the next world was sealed, or that moment itself if it is in none. Every
-    fault is yielded once, if it is of that spell.
-    """
-    hits, spells = _by_time([*run.of("fault"), *run.of("undo")]), spells_of(run)
-    times, place = [number(line, "t") for line in hits], 0
-    formed, sealed = formed_at(run), sealed_at(run)
-    for before, after in pairwise(formed):
-        end = max(place, bisect_right(times, formed[after]))
-        since = spells.since(max(sealed.get(after, formed[after]), times[end - 1] if end > place else 0.0))
-        yield before, after, [line for line in hits[place:end] if number(line, "t") >= since], since
-        place = end
-
-
-def _by_time(lines: list[Line]) -> list[Line]:
-    return sorted(lines, key=lambda line: number(line, "t"))
-
-
-def _pids(line: Line) -> list[object]:
-    return items(line, "pids")
-
-
-def _until(line: Line) -> float:
-    """Return when a fault is over; its undoing, and what ends processes, is so at once."""
-    seconds = line.get("for_s")
-    is_short = is_over_at_once(line["kind"]) or not isinstance(seconds, int | float)
-    return number(line, "t") + (0.0 if is_short else number(line, "for_s"))
-
-
-def _is_explained(exit_: Line, injected: list[Line]) -> bool:
-    """Say whether the last thing done to a node was to end it, or it was once kept from etcd, and its agent gave up."""
-    kinds = [fault["kind"] for fault in injected if exit_["node"] in _nodes(fault)]
-    return bool(kinds) and (kinds[-1] in _ENDS_NODES or any(cuts_off(kind) for kind in kinds))
-
-
-def _nodes(fault: Line) -> list[object]:
-    return items(fault, "nodes") if fault.get("nodes") else [fault.get("node")]
 
 
 def rpo(run: Evidence) -> str:

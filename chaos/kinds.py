@@ -151,6 +151,12 @@ def cuts_off(kind: object) -> bool:
     return known is not None and known.cuts_off
 
 
+def is_of_etcd(kind: object) -> bool:
+    """Say whether a kind befalls etcd itself."""
+    known = _known(kind)
+    return known is not None and known.aim == "etcd"
+
+
 def _known(kind: object) -> Kind | None:
     """Look a kind up, with a failpoint's place or without."""
     return KINDS.get(str(kind).partition("@")[0])

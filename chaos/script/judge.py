@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from chaos import clean, injected
+from chaos import clean, departures, injected
 from chaos.applied import formed_at, newest_steps, restored_at, steps_of
 from chaos.evidence import Evidence, number, whole
 from chaos.findings import Finding, Unknown, Violated, find
@@ -136,7 +136,7 @@ def rto(run: Evidence) -> str:
 
 def deaths(run: Evidence) -> str:
     """Every new world that trained, every process without an end, and every node that failed has a fault."""
-    return injected.deaths(_without_idle(run) if logs_ids(run) else run)
+    return departures.deaths(_without_idle(run) if logs_ids(run) else run)
 
 
 def _without_idle(run: Evidence) -> Evidence:

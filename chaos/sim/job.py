@@ -310,7 +310,10 @@ class Job:
         damaged = [*self.storage.damaged.values()][before:]
         # What befalls etcd and storage, or the way to etcd, has happened although no worker was there to notice.
         if hit or damaged or befalls_all(fault.kind) or cuts_off(fault.kind):
-            self._note(fault, hit, self.node(fault), for_s, **({"commit": damaged[0]} if damaged else {}))
+            told: dict[str, object] = {"commit": damaged[0]} if damaged else {}
+            if fault.kind == "slow_etcd":
+                told["nodes"] = [node.number for node in self.nodes]  # here for all of them
+            self._note(fault, hit, self.node(fault), for_s, **told)
 
     def _note(self, fault: SimFault, hit: list[Process], node: int, for_s: float, **told: object) -> None:
         name = f"{fault.kind}@{fault.point}" if fault.point else fault.kind

@@ -15,15 +15,9 @@ if TYPE_CHECKING:
 
 def left_by(job: Job) -> Evidence:
     """Return the evidence of a job that has been run."""
-    job.record(
-        "chaos",
-        "scenario",
-        name="sim",
-        seed=job.seed,
-        recovery=job.shape.recovery,
-        patience_s=job.shape.patience_s,
-        command=[],
-    )
+    shape = job.shape
+    told = {"recovery": shape.recovery, "patience_s": shape.patience_s, "max_restarts": shape.max_restarts}
+    job.record("chaos", "scenario", name="sim", seed=job.seed, **told, command=[])
     files = job.storage.files
     return Evidence(
         folder=Path("sim"),

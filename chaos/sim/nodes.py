@@ -166,6 +166,7 @@ class Node:
         self.workers[local_rank] = process
         self._job.workers[process] = Worker(told, local_rank, leave)
         self._job.environ(process).update(env)
+        self._job.record("chaos", "node", node=self.number, pids=[process.pid])
         self._kernel.spawn(process, lambda: self._work(process, leave))
         return process
 

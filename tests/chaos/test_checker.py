@@ -28,10 +28,9 @@ from elastic_train.order import Order
 from tests.chaos.recorded import record, samples_until
 
 JUDGE = (
-    *("applied", "checker", "damage", "edits", "evidence", "exactly_once", "findings", "holes"),
-    *("clean", "damage_around", "injected", "kinds", "one_lineage", "planted", "recovery", "rollbacks", "so_far"),
-    *("spells", "tracking"),
-    *("script.judge", "script.samples"),
+    *("applied", "checker", "clean", "damage", "damage_around", "departures", "edits", "evidence", "exactly_once"),
+    *("findings", "holes", "injected", "kinds", "one_lineage", "planted", "recovery", "rollbacks", "so_far", "spells"),
+    *("tracking", "script.judge", "script.samples"),
 )
 
 

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chaos import recovery
+from chaos.departures import MOST_WORLDS_LEAVING, deaths
 from chaos.evidence import Evidence, Line, number, whole
 from chaos.findings import Unknown
-from chaos.injected import MOST_WORLDS_LEAVING, deaths, rpo, rto
+from chaos.injected import rpo, rto
 from chaos.recovery import behind_the_last_step, recoveries, ridden_out
 from tests.chaos.recorded import record
 

@@ -12,9 +12,9 @@ import pytest
 
 from chaos.checker import judge
 from chaos.cli import main
+from chaos.departures import deaths
 from chaos.errors import ScenarioError
 from chaos.findings import Violated
-from chaos.injected import deaths
 from chaos.one_lineage import lineage
 from chaos.sim import cases
 from chaos.sim.faults import AT_POINTS, POINTS, SimFault
@@ -172,7 +172,7 @@ def test_the_history_is_the_evidence_that_real_runs_leave() -> None:
     run = Job(Shape(), 1, ()).run()
     assert {line["op"] for process in run.processes for line in process} == {
         *("form", "restore", "step", "commit", "end"),
-        *("scenario", "exit", "clean"),
+        *("scenario", "node", "exit", "clean"),
     }
     assert run.result is not None and run.result["status"] == "done" and run.witness is not None
     assert set(run.witness.tolist()) == {3}
