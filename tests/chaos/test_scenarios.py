@@ -137,7 +137,7 @@ def test_survivors_go_on_in_their_processes(tmp_path: Path, rows: Path, capfd: p
         {"kind": "start_node", "node": 1, "within": [0.3, 0.35]},  # most of the job is left for it to come back
     ]
     nodes = {"count": 2, "lease_ttl_s": 2, "recovery": "live"}
-    config = {**CLASSIFIER, "epochs": 60}
+    config = {**CLASSIFIER, "epochs": 40}
     path = scenario(tmp_path, rows, config, nodes=nodes, faults=faults)
     found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
     assert found["valid"], found["invariants"]
