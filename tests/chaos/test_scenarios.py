@@ -65,15 +65,15 @@ def test_every_sample_counts_once_through_four_worlds(
 ) -> None:
     """The witness trains on 4, 3, 2, 1 and 2 ranks, its leader killed once; all counts are right; damage is seen."""
     faults = [
-        {"kind": "kill_node", "node": 3, "within": [0.05, 0.075]},
-        {"kind": "kill_node", "node": "leader", "within": [0.1, 0.15]},
-        {"kind": "stop_node", "node": "other", "within": [0.175, 0.225]},
-        {"kind": "start_node", "node": 3, "within": [0.25, 0.3]},  # most of the job is left for it to come back
+        {"kind": "kill_node", "node": 3, "within": [0.07, 0.1]},
+        {"kind": "kill_node", "node": "leader", "within": [0.14, 0.2]},
+        {"kind": "stop_node", "node": "other", "within": [0.24, 0.3]},
+        {"kind": "start_node", "node": 3, "within": [0.34, 0.4]},  # most of the job is left for it to come back
     ]
-    path = scenario(tmp_path, rows, {**WITNESS, "epochs": 40}, nodes={"count": 4, "lease_ttl_s": 2}, faults=faults)
+    path = scenario(tmp_path, rows, {**WITNESS, "epochs": 30}, nodes={"count": 4, "lease_ttl_s": 2}, faults=faults)
     found = verdict_of([path, "--seed", "1", "--out", str(tmp_path / "run"), "--no-reference"], capfd)
     assert found["valid"], found["invariants"]
-    assert Counter(np.load(tmp_path / "run" / "faulted" / "witness.npy").tolist()) == {40: 331}
+    assert Counter(np.load(tmp_path / "run" / "faulted" / "witness.npy").tolist()) == {30: 331}
     evidence = collect(tmp_path / "run" / "faulted")
     worlds = {line["term"]: line["world"] for line in evidence.of("form")}
     sizes = list(worlds.values())
@@ -101,11 +101,11 @@ def check_planted(folder: Path, damaged: Path) -> None:
 def test_faults_change_no_bit(tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A classifier with dropout, a killed rank, a killed node and its return: the weights of the run without faults."""
     faults = [
-        {"kind": "kill_worker", "node": "other", "within": [0.05, 0.1]},
-        {"kind": "kill_node", "node": 1, "within": [0.15, 0.2]},
-        {"kind": "start_node", "node": 1, "within": [0.25, 0.3]},
+        {"kind": "kill_worker", "node": "other", "within": [0.07, 0.14]},
+        {"kind": "kill_node", "node": 1, "within": [0.2, 0.27]},
+        {"kind": "start_node", "node": 1, "within": [0.34, 0.41]},
     ]
-    path = scenario(tmp_path, rows, {**CLASSIFIER, "epochs": 30}, nodes={"count": 2, "lease_ttl_s": 2}, faults=faults)
+    path = scenario(tmp_path, rows, {**CLASSIFIER, "epochs": 22}, nodes={"count": 2, "lease_ttl_s": 2}, faults=faults)
     found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
     assert found["valid"], found["invariants"]
     assert found["weights_sha256"] == found["reference_weights_sha256"]
