@@ -13,7 +13,7 @@ from chaos.applied import formed_at, is_live, pids_of
 from chaos.evidence import Evidence, Line, items, number, told
 from chaos.findings import Unknown
 from chaos.kinds import befalls_all, cuts_off, is_of_etcd, is_over_at_once
-from chaos.recovery import sealed_at, seats_of
+from chaos.recovery import last_seen, sealed_at, seats_of
 from chaos.spells import spells_of
 
 _ENDS_NODES = ("kill_node", "stop_node", "kill_job")
@@ -69,7 +69,7 @@ def _check_changes(run: Evidence) -> None:
     or have been waited for, and ends one. A fault of etcd or of the storage hits all who are in a world while it lasts.
     """
     formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
-    last_seen = {pid: term for term in sorted(formed) for pid in pids[term]}  # it may break before all have told of it
+    seen_in = last_seen(run)  # a world may break before all have told of it
     node_of = {pid: line["node"] for line in run.of("node") for pid in _pids(line)}
     lost = {line["term"] for line in run.of("form") if line.get("cause") == "lost"}  # one of the members before is gone
     last_hit = {pid: number(line, "t") for line in _by_time([*run.of("fault"), *run.of("undo")]) for pid in _pids(line)}
@@ -86,13 +86,13 @@ def _check_changes(run: Evidence) -> None:
         hit = {pid for pid, at in last_hit.items() if at >= since}
         broken = {node_of[pid] for pid in hit if pid in node_of}
         excused = {pid for pid in pids[before] if began <= all_until or pid in hit or node_of.get(pid) in broken}
-        gone = sorted(pid for pid in pids[before] - pids[after] - excused if last_seen[pid] == before)
+        gone = sorted(pid for pid in pids[before] - pids[after] - excused if seen_in[pid] == before)
         if gone:
             raise Unknown(f"process {gone[0]} left between terms {before} and {after}, and no fault explains it")
         if pids[before] != pids[after] or seats[before] != seats[after] or until >= began:
             continue
         late = [pid for pid in pids[before] if told.get(pid, 0) > 0]
-        again = pids[before] if after in lost and not struck.isdisjoint(pids[before]) else struck - last_seen.keys()
+        again = pids[before] if after in lost and not struck.isdisjoint(pids[before]) else struck - seen_in.keys()
         if not late and not again:
             raise Unknown(f"term {after} was formed by the processes of term {before}, and no fault explains it")
         told.update({pid: told[pid] - 1 for pid in late})

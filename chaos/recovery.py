@@ -92,11 +92,11 @@ def _has_to_end_one(run: Evidence, fault: Line) -> bool:
     if not ends_world(fault["kind"]) or not pids or formed == 0:
         return ends_world(fault["kind"])
     newest, is_full = worlds[formed - 1]
-    return not is_full or any(_last_seen(run).get(pid, 0) >= newest for pid in pids)
+    return not is_full or any(last_seen(run).get(pid, 0) >= newest for pid in pids)
 
 
 @once
-def _last_seen(run: Evidence) -> dict[object, int]:
+def last_seen(run: Evidence) -> dict[object, int]:
     """Return the last term whose world a process was in."""
     return {pid: term for term, pids in sorted(pids_of(run).items()) for pid in pids}
 

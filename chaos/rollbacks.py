@@ -13,15 +13,15 @@ from chaos.findings import Violated
 Branch = list[tuple[int, int, int]]
 
 
-def check_rollbacks(run: Evidence) -> int:
-    """Compare what processes said that they gave up with what they did; return how many did.
+def check_rollbacks(run: Evidence) -> None:
+    """Compare what processes said that they gave up with what they did.
 
     Of who was in a world that broke before it had restored nobody knows what it was given there: it may say so later.
     """
     pids = {(whole(line, "term"), whole(line, "rank")): whole(line, "pid") for line in run.of("form")}
     told, restores = _by_pid(run, "rollback", pids), _by_pid(run, "restore", pids)
     if not any("applied_by" in line for line in restores.values()):
-        return 0  # a history of before rollbacks were told
+        return  # a history of before rollbacks were told
     had: dict[int, tuple[int, int]] = {}
     unsure: set[int] = set()
     for term, members in sorted(pids_of(run).items()):
@@ -34,7 +34,6 @@ def check_rollbacks(run: Evidence) -> int:
                 _check(run, had[pid], line, told.get((term, pid)), pid)
             unsure.discard(pid)
             had[pid] = term, reached_by(run).get((term, pid), whole(line, "step"))
-    return len(told)
 
 
 def _by_pid(run: Evidence, op: str, pids: dict[tuple[int, int], int]) -> dict[tuple[int, int], Line]:
