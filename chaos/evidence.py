@@ -45,20 +45,28 @@ class Evidence:
     """Each term's lines; None where nobody could have logged any."""
     tracked: Line | None = field(default=None, repr=False)
     """What the tracker held, by metric; None if nobody looked."""
-    _by_op: dict[str, list[Line]] = field(default_factory=dict, repr=False)
+    _as_read: dict[str, list[Line]] = field(default_factory=dict, repr=False, compare=False)
+    _by_op: dict[str, list[Line]] = field(default_factory=dict, repr=False, compare=False)
     _by_term: dict[str, dict[int, list[Line]]] = field(default_factory=dict, repr=False, compare=False)
     _derived: dict[str, object] = field(default_factory=dict, repr=False, compare=False)
 
     def has(self, op: str) -> bool:
         """Say whether any line is of an operation, whatever else it lacks."""
-        return any(line.get("op") == op for process in self.processes for line in process)
+        return bool(self._lines().get(op))
 
     def of(self, op: str) -> list[Line]:
         """Return the lines of one operation, in the order of their times."""
         if op not in self._by_op:
-            lines = [line for process in self.processes for line in process if line.get("op") == op]
-            self._by_op[op] = sorted(lines, key=lambda line: number(line, "t"))
+            self._by_op[op] = sorted(self._lines().get(op, ()), key=lambda line: number(line, "t"))
         return self._by_op[op]
+
+    def _lines(self) -> dict[str, list[Line]]:
+        """Return the lines of each operation, one process after the other."""
+        if not self._as_read:
+            for process in self.processes:
+                for line in process:
+                    self._as_read.setdefault(str(line.get("op")), []).append(line)
+        return self._as_read
 
     def in_term(self, op: str, term: int) -> list[Line]:
         """Return the lines of one operation in one term, in the order of their times."""
@@ -135,8 +143,7 @@ def parse_lines(content: bytes) -> Iterator[Line]:
 
 def told(run: Evidence, key: str) -> object:
     """Return what the executor wrote of the run before it began; None if nothing."""
-    lines = (line for process in run.processes for line in process if line.get("op") == "scenario")
-    return next((line.get(key) for line in lines), None)
+    return next((line.get(key) for line in run._lines().get("scenario", ())), None)
 
 
 def number(line: Line, key: str) -> float:

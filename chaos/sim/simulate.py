@@ -113,7 +113,7 @@ def simulate(case: Case, bug: Mapping[str, object] | None = None) -> Outcome:
     try:
         with _rare_collection():
             run = job.run()
-        findings = judge(run, reference_of(_same_job(case.shape), holes_of(run)))
+            findings = judge(run, reference_of(_same_job(case.shape), holes_of(run)))
     except Exception as error:  # noqa: BLE001 - whatever breaks in the product's code is this run's finding
         run, findings = None, [Finding("crash", "false", f"{type(error).__name__}: {error}")]
     return Outcome(
