@@ -11,7 +11,7 @@ from itertools import pairwise
 from chaos.applied import formed_at, is_live, lineage_of, pids_of, reached_by, restored_at, result_of, steps_of
 from chaos.evidence import Evidence, number, whole
 from chaos.findings import Unknown, Violated
-from chaos.recovery import behind_the_last_step, fault_kind, fault_name, recoveries, ridden_out
+from chaos.recovery import Recovery, behind_the_last_step, fault_kind, fault_name, recoveries, ridden_out
 from chaos.rollbacks import check_rollbacks
 from chaos.spells import Spells, patience_of, spells_of
 
@@ -94,9 +94,9 @@ def _given_up(run: Evidence) -> Iterator[tuple[int, int, int, int, int]]:
 
 def rto(run: Evidence) -> str:
     """Every fault is followed by a next world's first applied step in its spell, or was ridden out; tells how long."""
-    costs, spared, spells = recoveries(run), ridden_out(run), spells_of(run)
+    costs, spared = recoveries(run), ridden_out(run)
     for cost in costs:
-        late_s = cost.at + cost.rto_s - spells.until(cost.at)
+        late_s = cost.at + cost.rto_s - _due_at(run, cost)
         if late_s > 0:
             what = (
                 f"{fault_name(run.of('fault')[cost.place])}: the next world's first step came {cost.rto_s:.1f} s later"
@@ -108,6 +108,22 @@ def rto(run: Evidence) -> str:
     if not costs:
         return f"no world had to be formed anew: {len(spared)} faults were ridden out"
     return f"{min(cost.rto_s for cost in costs):.2f} to {max(cost.rto_s for cost in costs):.2f} s to the next step"
+
+
+def _due_at(run: Evidence, cost: Recovery) -> float:
+    """Return when a fault's next world had to have applied its first step.
+
+    A small world takes long over a step, and makes room for whoever comes back behind the one that it tells of them in:
+    the second, at the latest, that it applies when nothing is wrong any more.
+    """
+    over, came = spells_of(run).until(cost.at), cost.at + cost.rto_s
+    if came <= over:
+        return over
+    applied = (
+        min(number(line, "t") for line in lines) for (term, _), lines in steps_of(run).items() if term < cost.term
+    )
+    boundaries = sorted(t for t in applied if over < t < came)[:2]
+    return boundaries[-1] + patience_of(run) if boundaries else over
 
 
 def liveness(run: Evidence) -> str:

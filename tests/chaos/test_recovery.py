@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from chaos import recovery
 from chaos.departures import MOST_WORLDS_LEAVING, deaths
 from chaos.evidence import Evidence, Line, number, whole
-from chaos.findings import Unknown
+from chaos.findings import Unknown, Violated
 from chaos.injected import rpo, rto
 from chaos.recovery import behind_the_last_step, recoveries, ridden_out
 from tests.chaos.recorded import record
@@ -231,6 +231,40 @@ def test_a_node_that_is_never_admitted_is_no_spare() -> None:
     ]
     with pytest.raises(Unknown, match="1 of 2 faults were recovered from"):
         rto(Evidence(Path("drawn"), [lines], [], {}, {"status": "done", "term": 2, "step": 8}, None))
+
+
+@pytest.mark.parametrize(("steps_at", "first_at", "late_s"), [
+    ((), 190.0, None),
+    ((), 204.0, 2.5),
+    ((250.0, 350.0), 440.0, None),
+    ((250.0, 350.0, 450.0), 460.0, 10.0),
+    ((250.0,), 460.0, 110.0),
+])  # fmt: skip
+def test_a_small_world_makes_room_behind_a_step_of_its_own(
+    steps_at: tuple[float, ...], first_at: float, late_s: float | None
+) -> None:
+    """Who comes back waits for a world that is at work; not for its third step, nor for one that stands still."""
+    back = first_at - 2
+    lines: list[Line] = [
+        {"op": "scenario", "t": 0.0, "recovery": "live", "patience_s": 100.0},
+        *({"op": "form", "t": 1.0, "term": 1, "rank": rank, "pid": 7 + rank, "world": 2} for rank in (0, 1)),
+        {"op": "restore", "t": 1.5, "term": 1, "rank": 0, "step": 0, "commit": None},
+        {"op": "fault", "t": 2.0, "kind": "kill_node", "node": 1, "pids": [8]},
+        {"op": "form", "t": 3.0, "term": 2, "rank": 0, "pid": 7, "world": 1},
+        {"op": "restore", "t": 3.5, "term": 2, "rank": 0, "step": 0, "commit": None},
+        {"op": "step", "t": 101.0, "term": 2, "rank": 0, "step": 1},
+        {"op": "fault", "t": 101.5, "kind": "kill_node", "node": 1, "pids": [9]},
+        *({"op": "step", "t": t, "term": 2, "rank": 0, "step": 2 + n} for n, t in enumerate(steps_at)),
+        *({"op": "form", "t": back, "term": 3, "rank": rank, "pid": 7 + 3 * rank, "world": 2} for rank in (0, 1)),
+        {"op": "restore", "t": first_at - 1, "term": 3, "rank": 0, "step": 1 + len(steps_at), "commit": None},
+        {"op": "step", "t": first_at, "term": 3, "rank": 0, "step": 2 + len(steps_at)},
+    ]
+    run = Evidence(Path("drawn"), [sorted(lines, key=lambda line: number(line, "t"))], [], {}, None, None)
+    if late_s is None:
+        assert rto(run) == f"{min(99.0, first_at - 101.5):.2f} to {max(99.0, first_at - 101.5):.2f} s to the next step"
+        return
+    with pytest.raises(Violated, match=f", {late_s:.1f} s after all should have been over"):
+        rto(run)
 
 
 def test_a_world_of_restarted_processes_is_explained_by_what_hit_the_one_before() -> None:
