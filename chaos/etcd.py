@@ -53,6 +53,12 @@ class EtcdCluster:
         for member in self.members:
             member.kill()
 
+    def delete_data(self) -> None:
+        """Let all members, none of which may run, begin with nothing when they are started again."""
+        for member in self.members:
+            assert member.pid is None, "it runs"
+            shutil.rmtree(member.data_dir / "member", ignore_errors=True)
+
     def leader(self) -> EtcdServer:
         """Return the member that leads now; wait for an election if one is on."""
         deadline = time.monotonic() + 20.0

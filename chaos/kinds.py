@@ -69,7 +69,7 @@ _ALL = (
     Kind("kill_etcd_leader", "SIGKILL to the member of etcd that leads", "etcd"),
     Kind("freeze_etcd_member", "SIGSTOP to a member of etcd", "etcd", sim=False),
     Kind("etcd_outage", "all members of etcd are away, and come back with their data", "etcd"),
-    Kind("lose_etcd_data", "etcd comes back without its data", "etcd", "never", local=False),
+    Kind("lose_etcd_data", "all members of etcd are away, and come back without their data", "etcd"),
     Kind(
         "lose_lease",
         "etcd ends the lease of a worker that renewed it in time",

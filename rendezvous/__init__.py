@@ -15,7 +15,7 @@ from rendezvous.errors import (
     TooFewNodesError,
 )
 from rendezvous.etcd import EtcdStore
-from rendezvous.fence import EtcdFence, Fence
+from rendezvous.fence import EtcdFence
 from rendezvous.memory import MemoryStore
 from rendezvous.options import EtcdOptions, etcd_options
 from rendezvous.orphans import die_with_parent
@@ -28,7 +28,6 @@ __all__ = [
     "EtcdOptions",
     "EtcdServer",
     "EtcdStore",
-    "Fence",
     "FencedError",
     "Head",
     "MemoryStore",

@@ -9,7 +9,6 @@ Invariant: the head's term only grows, and a world that is not the newest one ca
 from __future__ import annotations
 
 import uuid
-from typing import Protocol
 
 from rendezvous.errors import FencedError, StoreUnavailableError
 from rendezvous.membership import Change
@@ -17,18 +16,6 @@ from rendezvous.records import Head, Keys, encode, read_head, read_view
 from rendezvous.store import Put, Snapshot, Store
 
 MAX_TRIES = 100
-
-
-class Fence(Protocol):
-    """What a trainer needs of membership: fence first, then restore."""
-
-    def claim(self, at_least: int) -> int:
-        """Claim a term above every claimed one, and at least `at_least`; FencedError if a newer world exists."""
-
-    def publish(self, term: int, commit: str) -> None:
-        """Make `commit` the head while it still carries `term`; FencedError otherwise."""
-
-    def head(self) -> Head | None: ...
 
 
 class EtcdFence:
@@ -74,10 +61,10 @@ def raise_head(snapshot: Snapshot, keys: Keys, at_least: int, claim: str, world_
     A world that is sealed between the look and the write must win, so the guard covers the world, too.
     """
     view = read_view(snapshot, keys)
-    if world_term is not None and view.term > world_term:
+    if world_term is not None and view.term != world_term:
         raise FencedError(
-            f"the world of term {world_term} may not claim: term {view.term} was sealed since "
-            f"({keys.world}). A newer world trains on; stop this one."
+            f"the world of term {world_term} may not claim: etcd's newest is of term {view.term} "
+            f"({keys.world}). A newer world trains on, or etcd has lost its data; stop this one."
         )
     old = view.head
     term = max(at_least, 1 if old is None else old.term + 1)

@@ -4,8 +4,9 @@ A member is ready for a world of a term above its `after`. The leader, the ready
 world as soon as every live member is ready: at once when it continues a job, after a short quiet time when nobody of
 the last world lives, so that nodes started together make one world. Members that have finished are not waited for.
 
-Invariant: a world is written only over the revision of the last one, with a term above it and above the head's, and
-only while every member in it is alive and ready. So at most one world per term is sealed, and terms only grow.
+Invariant: a world is written only over the revision of the last one, with a term above it, above the head's, and above
+all that its members remember, and only while every member in it is alive and ready. So at most one world per term is
+sealed, and terms only grow, also over an etcd that comes back without its data.
 No I/O, no clock: the same code runs in the simulator.
 """
 
@@ -256,7 +257,8 @@ def _candidates(view: View) -> _Candidates:
 
 
 def _seal(view: View, chosen: tuple[Member, ...]) -> Seal:
-    term = max(view.term, 0 if view.head is None else view.head.term) + 1
+    head_term = 0 if view.head is None else view.head.term
+    term = max(view.term, head_term, *(member.after for member in chosen)) + 1
     return Seal(term, tuple(Seat(member.id, member.num_workers) for member in chosen), _cause(view, chosen))
 
 

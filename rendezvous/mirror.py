@@ -5,7 +5,8 @@ starts at a revision that was compacted away, it lists again, through another me
 After `PROBE_S` of silence that member has to answer once more, and after `RELIST_S` the whole list is read: so a stream
 that died without a sign is not believed for long.
 
-Invariant: the mirror's revision never goes back, and every revision it shows is a state that etcd had.
+Invariant: every revision it shows is a state that etcd had, and none is older than the one before; but that an etcd
+which has lost its data begins at 1 again. Lists are linearizable, so a lower revision says that.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class Mirror:
         self._connection = Connection(options)
         self._prefix = prefix
         self._snapshot = first
+        self._is_anew = False
+        """Whether etcd has lost its data, and nobody has heard of it yet."""
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._said: queue.SimpleQueue[_Said] = queue.SimpleQueue()
@@ -53,7 +56,8 @@ class Mirror:
 
     def wait(self, after: int, timeout_s: float) -> Snapshot | None:
         with self._changed:
-            arrived = self._changed.wait_for(lambda: self._snapshot.revision > after, timeout_s)
+            arrived = self._changed.wait_for(lambda: self._is_anew or self._snapshot.revision > after, timeout_s)
+            self._is_anew = False
             return self._snapshot if arrived else None
 
     def close(self) -> None:
@@ -75,6 +79,13 @@ class Mirror:
         said: queue.SimpleQueue[_Said] = queue.SimpleQueue()
         self._said = said
         watch_id = self._connection.call(functools.partial(self._open, said.put), give_up_after_s=2.0)
+        try:
+            self._apply(said)
+        finally:  # else its answers would be kept for nobody
+            self._connection.client().cancel_watch(watch_id)
+
+    def _apply(self, said: queue.SimpleQueue[_Said]) -> None:
+        """Show what a stream says, until it breaks or its member is left."""
         streaming_from = self._connection.client().endpoint_in_use
         while not self._closed.is_set():
             try:
@@ -82,15 +93,18 @@ class Mirror:
             except queue.Empty:
                 self._probe()
                 if self._connection.client().endpoint_in_use is not streaming_from:
-                    break
+                    return
                 continue
             if not isinstance(answer, streams.WatchResponse):
-                break
+                return
             self._publish(_applied(self._snapshot, answer))
-        self._connection.client().cancel_watch(watch_id)
 
     def _list(self) -> None:
-        self._publish(list_prefix(self._connection, self._prefix))
+        listed = list_prefix(self._connection, self._prefix)
+        if listed.revision < self._snapshot.revision:
+            _log.warning("etcd has lost its data: revision %d behind %d", listed.revision, self._snapshot.revision)
+            self._begin_anew(listed)
+        self._publish(listed)
         self._listed_at = time.monotonic()
 
     def _probe(self) -> None:
@@ -111,6 +125,11 @@ class Mirror:
             if snapshot.revision > self._snapshot.revision:
                 self._snapshot = snapshot
                 self._changed.notify_all()
+
+    def _begin_anew(self, snapshot: Snapshot) -> None:
+        with self._changed:
+            self._snapshot, self._is_anew = snapshot, True
+            self._changed.notify_all()
 
 
 def _applied(snapshot: Snapshot, response: streams.WatchResponse) -> Snapshot:

@@ -222,6 +222,7 @@ class Node:
             _log.warning("the lease of this node ended: it joins as a new member")
             try:
                 self._own.register()
+                self._seen.await_change(snapshot, min(left_s, LOOK_S))  # of an etcd without its data the watch tells
             except StoreUnavailableError as error:
                 _log.warning("waiting for etcd: %s", error)
                 time.sleep(min(left_s, LOOK_S))
@@ -256,9 +257,11 @@ class Node:
         revision = 0
         while not self._left.is_set():
             snapshot = self._watch.wait(revision, LOOK_S)
-            if snapshot is not None:
-                revision = snapshot.revision
+            if snapshot is not None and snapshot.revision < revision:
+                self._seen.begin_anew(snapshot)
+            elif snapshot is not None:
                 self._seen.show(snapshot)
+            revision = revision if snapshot is None else snapshot.revision
             if not self._left.is_set():
                 self._show_life()
 
@@ -278,9 +281,9 @@ class Node:
 
     def _too_few(self, waited_s: float) -> str:
         view = self.view
-        ready = len(view.ready)
+        ready, alive = membership.count_nodes(view.ready), membership.count_nodes(view.members)
         return (
             f"{ready} of at least {self.policy.min_nodes} nodes were ready within {waited_s:.0f} s "
-            f"({len(view.members)} alive, run id in {self.keys.prefix}, last term {view.term}). "
+            f"({alive} alive, run id in {self.keys.prefix}, last term {view.term}). "
             "Start the missing nodes with the same --rdzv_id, or lower the minimum of --nnodes."
         )

@@ -80,9 +80,10 @@ class OwnRecord:
     def swap(self, change: Change, lease: Lease | None) -> bool:
         """Try a transaction whose keys hang on a lease, or on none, and see its result in the view before returning."""
         writes = {key: None if text is None else Put(text, lease) for key, text in change.writes.items()}
+        life = self._seen.life
         if self._store.swap(writes, change.guards) is None:
             return False
-        self._seen.show(self._store.get(self._keys.prefix))
+        self._seen.show(self._store.get(self._keys.prefix), life)
         return True
 
     def revoke(self) -> None:
@@ -102,7 +103,7 @@ class OwnRecord:
             host=place.host,
             address=place.address,
             num_workers=place.num_workers,
-            after=self._seen.now().view.term,
+            after=self._seen.newest_term,
             node=place.node,
             node_members=place.node_members,
             agent=place.agent,

@@ -84,7 +84,10 @@ class Watch(Protocol):
     def snapshot(self) -> Snapshot: ...
 
     def wait(self, after: int, timeout_s: float) -> Snapshot | None:
-        """Return the mirror as soon as its revision exceeds `after`, or None after `timeout_s`."""
+        """Return the mirror as soon as its revision exceeds `after`, or None after `timeout_s`.
+
+        An etcd that has lost its data begins at 1 again: that is returned at once, and once, with its low revision.
+        """
 
     def close(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Faults of etcd: members killed, frozen, all away at once; a lease that ends early."""
+"""Faults of etcd: members killed, frozen, all away at once, with or without their data; a lease that ends early."""
 
 from __future__ import annotations
 
@@ -32,6 +32,14 @@ def kill_etcd_leader(job: Job, fault: Due) -> Done | None:
 def etcd_outage(job: Job, fault: Due) -> Done | None:
     assert job.around.etcd is not None, "every job has one"
     return _kill([member for member in job.around.etcd.members if member.pid is not None])
+
+
+def lose_etcd_data(job: Job, fault: Due) -> Done | None:
+    """Kill all members and delete what they hold, as where etcd's pods have no volumes."""
+    done = etcd_outage(job, fault)
+    assert job.around.etcd is not None, "every job has one"
+    job.around.etcd.delete_data()
+    return done
 
 
 def _kill(members: list[EtcdServer]) -> Done | None:
@@ -117,5 +125,6 @@ def lose_lease(job: Job, fault: Due) -> Done | None:
 
 
 ACTS: dict[str, Act] = {
-    act.__name__: act for act in (kill_etcd_member, kill_etcd_leader, freeze_etcd_member, etcd_outage, lose_lease)
+    act.__name__: act
+    for act in (kill_etcd_member, kill_etcd_leader, freeze_etcd_member, etcd_outage, lose_etcd_data, lose_lease)
 }

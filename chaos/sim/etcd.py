@@ -86,9 +86,12 @@ class Etcd:
         return self.kernel.now < self.lost_until and process.pid % NUM_MEMBERS == self.lost_member
 
     def forget(self) -> None:
-        """Lose all data: what is made anew begins with revision 1."""
+        """Lose all data: what is made anew begins with revision 1, and knows no lease."""
         self.core, self._shown = MemoryStore(), {}
+        for lease in self.leases:
+            lease.core.is_lost = True
         self.leases.clear()
+        self.tell()
 
     def end(self, lease: SimLease) -> None:
         if lease in self.leases:
@@ -218,14 +221,15 @@ class SimWatch:
         self.silent_until = self._next_piece_at = 0.0
         self._etcd, self._prefix = etcd, prefix
         self._changed = Condition(etcd.kernel)
-        self._is_expecting = False
+        self._is_expecting = self._is_anew = False
         etcd.watches[self] = etcd.idle[self] = None
         process.at_death["watch"] = self.close
         self.expect()
 
     def wait(self, after: int, timeout_s: float) -> Snapshot | None:
         with self._changed:
-            arrived = self._changed.wait_for(lambda: self.snapshot.revision > after, timeout_s)
+            arrived = self._changed.wait_for(lambda: self._is_anew or self.snapshot.revision > after, timeout_s)
+            self._is_anew = False
             return self.snapshot if arrived else None
 
     def close(self) -> None:
@@ -262,7 +266,8 @@ class SimWatch:
             if self in etcd.watches:
                 etcd.idle[self] = None
             fresh = etcd.show(self._prefix)
-            if fresh.revision > self.snapshot.revision:
+            if fresh.revision != self.snapshot.revision:
+                self._is_anew = self._is_anew or fresh.revision < self.snapshot.revision
                 self.snapshot = fresh
                 self._next_piece_at = kernel.now + etcd.piece_s
                 self._changed.notify_all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -284,4 +285,22 @@ def test_training_goes_on_without_etcd(tmp_path: Path, rows: Path, undisturbed: 
         server.start()
         run, _ = finish(job, tmp_path)
     assert {line["term"] for line in run.of("form")} == {1}
+    assert weights(run) == undisturbed(240)
+
+
+@pytest.mark.long
+def test_an_etcd_without_its_data_costs_a_world(
+    tmp_path: Path, rows: Path, undisturbed: Callable[[int], object]
+) -> None:
+    """Etcd comes back empty under a job: the same processes register anew, and go on with the state that they hold."""
+    with EtcdServer() as server:
+        config = write_config(tmp_path, rows, 240)
+        job = launch(tmp_path, server, config, ranks=2)
+        term, pids = until_whole(tmp_path / "run", 2)
+        server.kill()
+        shutil.rmtree(server.data_dir / "member")
+        server.start()
+        newer, others = until_whole(tmp_path / "run", 2, above=term)
+        assert newer > term and sorted(others.values()) == sorted(pids.values())
+        run, _ = finish(job, tmp_path)
     assert weights(run) == undisturbed(240)

@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rendezvous import EtcdFence, EtcdServer, FencedError, Head, RendezvousContext, context, open_fence
+from rendezvous import (
+    EtcdFence,
+    EtcdServer,
+    EtcdStore,
+    FencedError,
+    Head,
+    RendezvousContext,
+    context,
+    etcd_options,
+    open_fence,
+)
 from rendezvous.context import VARIABLE
 from rendezvous.records import Keys, Seat, World, encode
 from rendezvous.store import Put
@@ -54,9 +64,12 @@ def test_a_zombie_cannot_claim(side: Side, run_id: str) -> None:
     seal(3)
     zombie = EtcdFence(side.store, run_id, world_term=3)
     seal(4)
-    with pytest.raises(FencedError, match="term 3 may not claim: term 4 was sealed"):
+    with pytest.raises(FencedError, match="term 3 may not claim: etcd's newest is of term 4"):
         zombie.claim(3)
     assert EtcdFence(side.store, run_id, world_term=4).claim(4) == 4
+    seal(1)  # by who began the job anew over an etcd without its data
+    with pytest.raises(FencedError, match="term 3 may not claim: etcd's newest is of term 1"):
+        zombie.claim(3)
 
 
 def test_a_worker_opens_the_fence_of_its_context(
@@ -69,6 +82,10 @@ def test_a_worker_opens_the_fence_of_its_context(
     monkeypatch.setenv(VARIABLE, told.encode())
     found = context()
     assert found == told
+    store, keys = EtcdStore(etcd_options(etcd.endpoint)), Keys(run_id)
+    world = World(5, (Seat("member", 1),), "lost", "address", 1, 2.0)
+    store.swap({keys.world: Put(encode(world))}, {})
+    store.close()
     fence = open_fence(told)
     fence.publish(fence.claim(told.term), "commit")
     head = fence.head()

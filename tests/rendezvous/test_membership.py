@@ -85,6 +85,14 @@ def test_terms_grow_above_the_head() -> None:
     assert isinstance(decision, Seal) and decision.term == 42
 
 
+def test_terms_grow_above_what_members_remember() -> None:
+    """Etcd may have lost its data, the members have not: what they name after terms is never named so again."""
+    decision = membership.decide(view(member("a"), member("b", after=12), of=world(1, "a")), "b", TWO, 9.0)
+    assert decision == Wait("members")  # the world of who came too early, until its next step
+    decision = membership.decide(view(member("a", after=1), member("b", after=12), of=world(1, "a")), "a", TWO, 9.0)
+    assert isinstance(decision, Seal) and decision.term == 13
+
+
 def test_below_the_minimum_nothing_is_sealed() -> None:
     """Fewer than min_nodes wait."""
     assert membership.decide(view(member("a")), "a", Policy(2, 3), 99.0) == Wait("nodes")

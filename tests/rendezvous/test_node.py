@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +16,9 @@ from rendezvous.lookout import is_looking
 from rendezvous.membership import Policy
 from rendezvous.node import Node
 from rendezvous.own_record import Place
-from rendezvous.records import World
-from rendezvous.store import Guards, Lease, Writes
+from rendezvous.records import Keys, World
+from rendezvous.seen import Seen
+from rendezvous.store import Entry, Guards, Lease, Put, Snapshot, Writes
 
 TTL_S = 3.0
 
@@ -224,6 +226,39 @@ def test_an_outage_of_etcd_does_not_end_a_world() -> None:
         assert joins[0] == joins[1] and joins[0] is not None and joins[0].cause == "restart"
         for node in nodes:
             node.leave()
+
+
+def test_an_etcd_that_comes_back_without_its_data_is_joined_anew() -> None:
+    """Its revisions begin at 1 again: the members notice, register once or twice each, and form the next world."""
+    with EtcdServer() as server, ThreadPoolExecutor(2) as pool:
+        stores = [EtcdStore(etcd_options(server.endpoint)) for _ in range(2)]
+        nodes = [make_node(store) for store in stores]
+        list(pool.map(enter, nodes))
+        for number in range(50):
+            stores[0].swap({f"/elsewhere/{number}": Put("")}, {})
+        server.kill()
+        shutil.rmtree(server.data_dir / "member")
+        server.start()
+        eventually(lambda: all(node.num_waiting() for node in nodes), "the loss")
+        joins = list(pool.map(enter, nodes))
+        assert joins[0] == joins[1] and joins[0] is not None and len(joins[0].seats) == 2
+        eventually(lambda: all(len(node.view.members) == 2 for node in nodes), "those that were registered twice")
+        assert stores[0].get("/").revision < 20
+        for node in nodes:
+            node.leave()
+
+
+def test_what_was_read_before_the_loss_is_not_shown_behind_it() -> None:
+    """An answer of the etcd that was may arrive late, and has the higher revision."""
+    keys = Keys("job")
+    seen = Seen(keys, Snapshot(70, {}))
+    life = seen.life
+    late = Snapshot(80, {"/elsewhere": Entry("late", 80, 80)})
+    seen.begin_anew(Snapshot(3, {}))
+    seen.show(late, life)
+    assert seen.now().snapshot.revision == 3
+    seen.show(Snapshot(4, {}), seen.life)
+    assert seen.now().snapshot.revision == 4
 
 
 def test_a_leader_seals_what_it_has_seen(store: MemoryStore) -> None:

@@ -53,9 +53,10 @@ def kill_etcd_member(job: Job, fault: SimFault) -> list[Process]:
 
 
 def lose_etcd_data(job: Job, fault: SimFault) -> list[Process]:
-    """Etcd is made anew, empty, and the job is started again: only the store still knows the terms."""
-    hit = kill_job(job, fault)
+    """Etcd comes back without its data under a job that goes on, or, every other time, that starts again, too."""
+    hit = kill_job(job, fault) if fault.other % 2 else job.all_workers()
     job.etcd.forget()
+    job.etcd.outage(fault.for_s)
     return hit
 
 
