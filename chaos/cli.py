@@ -30,9 +30,8 @@ from chaos.scenario import Scenario
 from chaos.schedule import schedule
 from chaos.script import run as scripts
 from chaos.verdict import FAULTED, REFERENCE, VERDICT, Verdict, examine, render
-from elastic_train.cli import explain
 from elastic_train.config_sources import load as load_config
-from elastic_train.errors import ElasticTrainError
+from elastic_train.errors import ElasticTrainError, explain
 from rendezvous.errors import RendezvousError
 
 app = App(

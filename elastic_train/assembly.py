@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -75,7 +76,7 @@ def _open_in(process: Process, world: World) -> Session:
         saves=open_saves(process, world, head),
         tracker=start_tracker(plan, world, state, head),
         head=head,
-        cadence=open_cadence(plan, world),
+        cadence=open_cadence(process, world, head),
         holes=known_holes(world, plan, state),
     )
     world.tell(
@@ -84,10 +85,16 @@ def _open_in(process: Process, world: World) -> Session:
     return session
 
 
-def open_cadence(plan: Plan, world: World) -> Cadence:
-    """Return the rule by which commits are due; rank 0 knows how often faults have cost steps."""
-    past = faults_before(plan.config.run.dir, world.term) if world.is_leader else Faults(0, 0.0)
-    return Cadence(plan.config.checkpoint, past)
+def open_cadence(process: Process, world: World, head: CommitRecord | None) -> Cadence:
+    """Return the rule by which commits are due; rank 0 knows how often faults have cost steps.
+
+    Worlds may end faster than commits are due: what the state holds beyond the head counts from then on.
+    """
+    config = process.plan.config
+    past = faults_before(config.run.dir, world.term) if world.is_leader else Faults(0, 0.0)
+    last_at = process.started_at if head is None else head.created_at
+    owed_s = max(0.0, time.time() - last_at) if process.state.step > (0 if head is None else head.step) else 0.0
+    return Cadence(config.checkpoint, past, owed_s=owed_s)
 
 
 def open_saves(process: Process, world: World, head: CommitRecord | None) -> Saves:

@@ -18,13 +18,24 @@ _WORTH_TELLING = 1.25
 
 
 class Cadence:
-    """The rule of one process in one world; `past` are the faults before this world, which began at its first call."""
+    """The rule of one process in one world, which begins now; `past` are the faults before it.
 
-    def __init__(self, config: CheckpointConfig, past: Faults, clock: Callable[[], float] = time.monotonic) -> None:
+    `owed_s` says for how long steps have been applied already that no commit has.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        past: Faults,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        owed_s: float = 0.0,
+    ) -> None:
         self._config = config
         self._is_auto = config.interval == "auto"
         self._past, self._clock = past, clock
-        self._began_at = self._last_at = clock()
+        self._began_at = clock()
+        self._last_at = self._began_at - owed_s
         self._costs: deque[SaveCost] = deque(maxlen=NUM_MEASURED)
         self._interval_s = min(FIRST_S, config.rpo_s) if self._is_auto else config.every_s
         self._told_s: float | None = None

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from elastic_train import config as configuration
 from elastic_train import config_sources
-from elastic_train.errors import ConfigError, ElasticTrainError
+from elastic_train.errors import ConfigError, ElasticTrainError, explain
 
 app = App(
     name="elastic-train",
@@ -140,12 +140,6 @@ def sync(run: Path, *, mlflow_uri: str | None = None) -> int:
 def print_text(text: str) -> None:
     """Print text as it is, without markup."""
     sys.stdout.write(text + "\n")
-
-
-def explain(error: ElasticTrainError) -> str:
-    """Render an error for a terminal or a log: one line each problem."""
-    lines = error.problems if isinstance(error, ConfigError) else [str(error)]
-    return "\n".join(f"error: {line}" for line in lines)
 
 
 def main(arguments: list[str] | None = None) -> None:

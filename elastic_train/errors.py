@@ -84,3 +84,9 @@ class HungError(ElasticTrainError):
 
 class TooFewNodesError(ElasticTrainError):
     exit_code = 77
+
+
+def explain(error: ElasticTrainError) -> str:
+    """Render an error for a terminal or a log: one line each problem."""
+    lines = error.problems if isinstance(error, ConfigError) else [str(error)]
+    return "\n".join(f"error: {line}" for line in lines)

@@ -78,14 +78,7 @@ class StoreFence:
         self._store = store
 
     def claim(self, at_least: int = 1) -> int:
-        term = max(at_least, 1 + newest_term(self._store))
-        for _ in range(_CLAIM_TRIES):
-            if create_once(self._store, f"{TERMS}{term:08d}.json", _claim()):
-                return term
-            term = max(term, newest_term(self._store)) + 1
-        raise StorageError(
-            f"{self._store.url}/{TERMS}: {_CLAIM_TRIES} terms were claimed by others; who else runs here?"
-        )
+        return _claim_in(self._store, lambda lowest: max(at_least, lowest))
 
     def publish(self, term: int, commit: str) -> None:
         newest = newest_term(self._store)

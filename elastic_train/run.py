@@ -15,7 +15,6 @@ from pathlib import Path
 
 from elastic_train import config_sources
 from elastic_train.assembly import commit_alone, make_repeatable, open_session
-from elastic_train.cli import explain
 from elastic_train.config import Config
 from elastic_train.errors import (
     ElasticTrainError,
@@ -24,6 +23,7 @@ from elastic_train.errors import (
     Preempted,
     StorageError,
     TooFewNodesError,
+    explain,
 )
 from elastic_train.plan import Plan, make_plan
 from elastic_train.preemption import LeaveRequest

@@ -23,7 +23,7 @@ from elastic_train.checkpoint.reader import DAMAGE, read_record, records
 from elastic_train.config import Config
 from elastic_train.errors import ElasticTrainError, StorageError
 from elastic_train.failpoints import reach
-from elastic_train.fencing import Fence, JoinedFence, StoreFence, newest_term
+from elastic_train.fencing import Fence, JoinedFence, StoreFence
 from elastic_train.group import Group
 from elastic_train.handover import gather_places, hand_over
 from elastic_train.history import History, last_applied
@@ -83,7 +83,7 @@ def enter_world(config: Config, formed: Formed, started_at: float, heard: Callab
     fence: Fence = _joined(store, launched) if launched and group.rank == 0 else StoreFence(store)
     at_least = launched.term if launched else 1
     try:
-        term = agree(group, lambda: fence.claim(max(at_least, newest_term(store) + 1)))
+        term = agree(group, lambda: fence.claim(at_least))
     except ElasticTrainError:
         fence.close()
         raise

@@ -6,6 +6,7 @@ mode the process outlives its worlds: it asks for the next one after a fault, or
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from rendezvous.live import LiveMember
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 5.0
 """How long a member waits after a world that did not form; twice as long after the next."""
+ETCD_PAUSE_S = 0.5
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ class LiveWorlds:
 
     def form(self) -> Formed | None:
         if self._member is None:
-            self._member = LiveMember(self._told, self._num_lanes)
+            self._member = self._be_member()
         pause_s = FIRST_PAUSE_S
         while True:
             try:
@@ -135,6 +138,20 @@ class LiveWorlds:
             except rendezvous_errors.StoreError as error:
                 raise StorageError(str(error)) from error
             return Formed(group, world.told)
+
+    def _be_member(self) -> LiveMember:
+        """Begin the membership; an etcd that is away is waited for, as those wait who are members already."""
+        deadline = time.monotonic() + self._told.timeout_s
+        while True:
+            try:
+                return LiveMember(self._told, self._num_lanes)
+            except rendezvous_errors.StoreUnavailableError as error:
+                if self._is_stopped():
+                    raise Preempted("told to leave while etcd was away") from error
+                if time.monotonic() > deadline:
+                    raise StorageError(str(error)) from error
+                log.warning("waiting for etcd: %s", error)
+                time.sleep(ETCD_PAUSE_S)
 
     def wants_to_grow(self) -> bool:
         return self._member is not None and self._member.wants_to_grow()

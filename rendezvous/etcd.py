@@ -99,6 +99,8 @@ class Connection:
             self._last_words = _details(error)
         if code in _NEEDS_NEW_CLIENT:
             self.close()
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:  # a full database, too, which asking again does not empty
+            return "too many requests" in _details(error)
         return code in _TRANSIENT or isinstance(error, failures.NoServerAvailableError | failures.WatchTimedOut)
 
     def _explain(self, error: Exception, waited_s: float) -> StoreUnavailableError | StoreRefusedError:

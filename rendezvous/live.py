@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from torch._C._distributed_c10d import Store as TorchStore
 
 from rendezvous.context import LiveContext, RendezvousContext
+from rendezvous.errors import StoreError
 from rendezvous.etcd import EtcdStore
 from rendezvous.meeting import Meeting
-from rendezvous.membership import Policy
+from rendezvous.membership import Policy, count_nodes, mates_of
 from rendezvous.node import Node
 from rendezvous.options import etcd_options
 from rendezvous.own_record import Place
@@ -41,7 +42,10 @@ class LiveMember:
     """A worker's membership over the life of its process."""
 
     def __init__(self, told: LiveContext, max_members: int) -> None:
-        """`max_members` is the most that a world can use: further ones wait, warmed up, until one is lost."""
+        """`max_members` is the most that a world can use: further ones wait, warmed up, until one is lost.
+
+        Raises StoreUnavailableError if etcd does not answer.
+        """
         self._told = told
         options = etcd_options(told.endpoints, told.options)
         local_rank, local_size = os.environ["LOCAL_RANK"], int(os.environ["LOCAL_WORLD_SIZE"])
@@ -55,7 +59,12 @@ class LiveMember:
             agent=told.agent,
         )
         policy = Policy(told.min_nodes, told.max_nodes, told.last_call_s, max_members)
-        self._node = Node(EtcdStore(options), told.run_id, policy, place, ttl_s=told.ttl_s)
+        store = EtcdStore(options)
+        try:
+            self._node = Node(store, told.run_id, policy, place, ttl_s=told.ttl_s)
+        except StoreError:
+            store.close()
+            raise
         self._reach = Reach(self._node)
         self._meeting = Meeting(self._node, told.address, told.timeout_s, self.is_broken)
 
@@ -106,7 +115,7 @@ class LiveMember:
             joined_at=self._node.joined_at,
             sealed_at=world.sealed_at,
             cause=world.cause,
-            num_nodes=len(world.seats),
+            num_nodes=count_nodes(mates_of(self._node.view, world)),
             options=self._told.options,
         )
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
+from elastic_train import assembly
 from elastic_train.cadence import FIRST_S, Cadence
 from elastic_train.checkpoint.interval import Faults, SaveCost, choose
 from elastic_train.config import CheckpointConfig
@@ -42,6 +46,28 @@ def test_steps_and_seconds_are_as_configured() -> None:
     clock.now += 1e9
     assert not cadence.is_overdue()
     assert not cadence.is_due(50)
+
+
+def test_worlds_that_end_faster_than_commits_are_due_commit_all_the_same() -> None:
+    """What is applied beyond the head counts from the head on, over all worlds; before the first from the start on."""
+    process = SimpleNamespace(
+        plan=SimpleNamespace(config=SimpleNamespace(checkpoint=CheckpointConfig(every_steps=None, every_s=900))),
+        state=SimpleNamespace(step=7),
+        started_at=time.time() - 1000,
+    )
+    world = SimpleNamespace(is_leader=False)
+
+    def is_overdue(head: tuple[int, float] | None) -> bool:
+        record = head and SimpleNamespace(step=head[0], created_at=time.time() - head[1])
+        return assembly.open_cadence(process, world, record).is_overdue()  # type: ignore[arg-type]
+
+    assert is_overdue((5, 901))
+    assert not is_overdue((5, 600))
+    assert not is_overdue((5, -3600))  # of a machine whose clock is ahead
+    assert not is_overdue((7, 5000))  # restored from it
+    assert is_overdue(None)
+    process.state.step = 0
+    assert not is_overdue(None)
 
 
 def test_auto_saves_early_to_learn_and_then_as_the_measurements_say() -> None:

@@ -146,6 +146,31 @@ def test_a_transaction_whose_answer_was_lost_counts(etcd_store: EtcdStore, monke
     assert etcd_store.swap({"/lost/a": Put("other")}, {"/lost/a": 0}) is None
 
 
+def test_an_etcd_that_has_too_much_to_do_is_asked_again(etcd_store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so by the code that a full database has, too, which asking again does not empty."""
+    client = etcd_store._connection.client()
+    transact, failures = client.transaction, list[str]()
+
+    class ExhaustedError(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.RESOURCE_EXHAUSTED
+
+        def details(self) -> str:
+            return str(self)
+
+    def fail_first(**arguments: object) -> object:
+        if failures:
+            raise ExhaustedError(failures.pop())
+        return transact(**arguments)
+
+    monkeypatch.setattr(client, "transaction", fail_first)
+    failures.append("etcdserver: too many requests")
+    assert etcd_store.swap({"/busy/a": Put("1")}, {}) is not None
+    failures.append("etcdserver: mvcc: database space exceeded")
+    with pytest.raises(StoreRefusedError, match="space exceeded"):
+        etcd_store.swap({"/busy/a": Put("2")}, {})
+
+
 def test_users_and_expired_tokens() -> None:
     """A wrong password is refused; a token that etcd forgot over a restart is renewed without a word."""
     with EtcdServer() as server:
@@ -224,7 +249,7 @@ def test_endpoints_are_read(text: str, expected: tuple[str, ...]) -> None:
 def test_public_names() -> None:
     """The package exports these names, and only these."""
     assert sorted(rendezvous.__all__) == [
-        "EtcdFence", "EtcdOptions", "EtcdServer", "EtcdStore", "Fence", "FencedError", "Head", "MemoryStore",
+        "EtcdFence", "EtcdOptions", "EtcdServer", "EtcdStore", "FencedError", "Head", "MemoryStore",
         "OptionError", "RendezvousContext", "RendezvousError", "ServerError", "Store", "StoreError",
         "StoreRefusedError", "StoreUnavailableError", "TooFewNodesError", "context", "die_with_parent",
         "etcd_options", "open_fence",
