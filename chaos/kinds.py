@@ -63,7 +63,7 @@ _ALL = (
     Kind("lose_packets", "some of what nodes send each other is lost", "node"),
     Kind("cut_node", "a node is cut off the network, etcd included", "node", sim=False, cuts_off=True),
     Kind("cut_link", "a node and the others do not reach each other; all reach etcd", "node"),
-    Kind("cut_one_way", "what others send to a node is lost; what it sends arrives", "node"),
+    Kind("cut_one_way", "what a node sends to others is lost; what they send arrives", "node"),
     Kind("sever_link", "cut_link, for longer than worlds without one of the nodes take to form", "node", local=False),
     Kind("kill_etcd_member", "SIGKILL to a member of etcd that does not lead", "etcd"),
     Kind("kill_etcd_leader", "SIGKILL to the member of etcd that leads", "etcd"),

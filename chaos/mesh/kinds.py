@@ -139,10 +139,11 @@ def _aimed(cluster: Cluster, aim: Aim) -> dict[str, object]:
 _ONE_RANK = "Chaos Mesh kills pods and containers, not one rank of them"
 _FROZEN = "Chaos Mesh stops no process without ending it"
 _LEASES = "Chaos Mesh does not speak to etcd"
+_S3 = "Chaos Mesh does not speak S3"
 _FILES = "Chaos Mesh fails and delays what a pod reads and writes, but changes no file that lies there"
 _POINTS = "Chaos Mesh knows no failpoints"
 _CONTROLLERS = "how many pods there are is their controller's to say"
-_HERE = "use `elastic-chaos run`"
+_HERE, _SIMULATED = "use `elastic-chaos run`", "use `elastic-chaos sim`"
 
 EMITTED: Mapping[str, Make] = {
     "kill_node": _pods("pod-kill", 0),
@@ -156,7 +157,7 @@ EMITTED: Mapping[str, Make] = {
     "slow_etcd": _late(to_etcd=True),
     "cut_node": _cut("to"),
     "cut_link": _cut("both", from_pods=True),
-    "cut_one_way": _cut("from", from_pods=True),
+    "cut_one_way": _cut("to", from_pods=True),
     "sever_link": _cut("both", from_pods=True),
     "slow_network": _late(to_etcd=False),
     "lose_packets": _lossy,
@@ -183,15 +184,14 @@ REFUSED: Mapping[str, Refused] = {
     "freeze_etcd_member": Refused(_FROZEN, "kill_etcd_member kills one"),
     "lose_etcd_data": Refused(_FILES, "delete etcd's volumes while etcd_outage lasts"),
     "lose_lease": Refused(_LEASES, "cut_off_etcd for longer than a lease ends it"),
-    "break_watch": Refused(_LEASES, f"lose_answers comes nearest, or {_HERE}"),
+    "break_watch": Refused(_LEASES, f"lose_answers comes nearest, or {_SIMULATED}"),
+    "storage_lossy": Refused(_S3, f"storage_errors fails a volume, or {_SIMULATED}"),
     **{
-        kind: Refused("Chaos Mesh does not speak S3", f"storage_errors fails a volume, or {_HERE}")
-        for kind in ("storage_lossy", "storage_conflict", "storage_taken")
+        kind: Refused(_S3, f"storage_errors fails a volume, or {_HERE}")
+        for kind in ("storage_conflict", "storage_taken")
     },
-    **{
-        kind: Refused(_FILES, _HERE)
-        for kind in ("flip_bit", "truncate_file", "delete_file", "tear_write", "bad_row_group")
-    },
+    "tear_write": Refused(_FILES, _SIMULATED),
+    **{kind: Refused(_FILES, _HERE) for kind in ("flip_bit", "truncate_file", "delete_file", "bad_row_group")},
     **{kind: Refused(_POINTS, _HERE) for kind in ("kill", "stop", "raise", "hang", "hang-native", "slow")},
     "tracker_outage": Refused("the tracker is no part of the job's pods", f"kill its pod by hand, or {_HERE}"),
     "full": Refused(_POINTS, "storage_full fails every write for a while"),

@@ -53,6 +53,14 @@ def test_every_kind_is_emitted_or_refused_by_name() -> None:
     assert "'new_kind'" in str(maker_of("new_kind"))
 
 
+@pytest.mark.parametrize("kind", sorted(REFUSED))
+def test_who_is_sent_elsewhere_can_do_it_there(kind: str) -> None:
+    """Whatever says `elastic-chaos run` or `sim` is a kind that real runs, or the simulator, can do."""
+    instead = REFUSED[kind].instead
+    assert "elastic-chaos run" not in instead or KINDS[kind].local
+    assert "elastic-chaos sim" not in instead or KINDS[kind].sim
+
+
 @pytest.mark.parametrize("kind", sorted(EMITTED))
 @pytest.mark.parametrize("is_undone", [False, True])
 def test_what_is_emitted_is_valid_and_aimed(kind: str, is_undone: bool) -> None:
@@ -76,7 +84,7 @@ def test_what_is_emitted_is_valid_and_aimed(kind: str, is_undone: bool) -> None:
         ("stop_node", {"action": "pod-kill", "gracePeriod": 60}),
         ("lose_requests", {"action": "partition", "direction": "to"}),
         ("lose_answers", {"action": "partition", "direction": "from"}),
-        ("cut_one_way", {"action": "partition", "direction": "from"}),
+        ("cut_one_way", {"action": "partition", "direction": "to"}),
         ("etcd_outage", {"action": "pod-failure", "mode": "all"}),
         ("jump_clock", {"timeOffset": "-300s", "clockIds": ["CLOCK_REALTIME"]}),
         ("storage_full", {"action": "fault", "errno": 28, "volumePath": "/checkpoints", "mode": "all"}),
