@@ -61,9 +61,9 @@ def run(
     """Run SCENARIO (a file, or a name from `elastic-chaos ls`) with its faults, then without, and judge it.
 
     Drawn steps come from --seed, which is printed; the same seed draws the same steps. Results lie in --out
-    (runs/<name> if not given): faulted/, reference/, verdict.json. --set batch.micro_batch=8 changes a key of the
-    trainer's configuration. A soak goes on for so many --faults, or --minutes; Ctrl-C ends it sooner, with a verdict.
-    Exit code 0 only if the verdict is valid.
+    (runs/<name> if not given): faulted/, reference/, verdict.json, report.html. --set batch.micro_batch=8 changes a key
+    of the trainer's configuration. A soak goes on for so many --faults, or --minutes; Ctrl-C ends it sooner, with a
+    verdict. Exit code 0 only if the verdict is valid.
 
     --command "torchrun train.py {dir}" breaks a script of your own instead; without SCENARIO, any-script's faults. The
     line is started once for each of --nodes (2), all on this machine. What it leaves out reaches torchrun by its own
@@ -110,7 +110,7 @@ def check(folder: Path, *, json_: Json = False) -> int:
 
 @app.command
 def report(folder: Path) -> int:
-    """Make FOLDER/report.html again, from the run's files alone, and say where it lies."""
+    """Make verdict.json and report.html in FOLDER again, from the run's files alone, and say where the page lies."""
     console.print(write_report(folder, examine(folder)))
     return 0
 

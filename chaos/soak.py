@@ -1,5 +1,7 @@
 """A soak: bursts of faults drawn from a seed, of every kind that can be done, until there were enough; then the end.
 
+What needs an S3, a tracker or data of its own can be done where the scenario brings that.
+
 A burst begins when all before it is undone and the whole world trains again; the faults in it come within seconds of
 each other, so that most of them hit a recovery. Which kinds come is drawn so that rare ones catch up, and failpoints so
 that cells (place x kind) that never came are next. The job has no end of its own: it is told to leave, and started

@@ -55,9 +55,10 @@ def launch(
     """Start one node of a job: run the same line on every node, and see exit codes that a scheduler can act on.
 
     --nodes MIN:MAX (1), --ranks N per node (its GPUs, else 1), --endpoint HOST:PORT of an etcd, --id JOB: what is not
-    given is taken from PET_* variables (Kubernetes operators) or Slurm's; without an endpoint an etcd is started.
-    --recovery live (survivors never stop) or restart. --max-restarts of workers per cause and hour. --ttl-s: seconds
-    after which a silent worker is lost. --grace-s: seconds from SIGTERM to SIGKILL. Any key of CONFIG can follow.
+    given is taken from PET_* variables (Kubernetes operators) or Slurm's. Without an endpoint an etcd is started for a
+    job of one node, or on a Slurm job's first; several nodes elsewhere need one. --recovery live (survivors never stop)
+    or restart. --max-restarts of workers, in live mode per cause and hour. --ttl-s: seconds after which a silent worker
+    is lost. --grace-s: seconds from SIGTERM to SIGKILL. Any key of CONFIG can follow.
     """
     from elastic_train import launch as launching
 

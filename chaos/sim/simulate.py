@@ -1,8 +1,8 @@
 """One seed, one run, one verdict; many of them, and what they add up to.
 
 The judge is `chaos.checker`, as for real runs. It is told of every fault, harmless ones included, so it may say
-`unknown` of a recovery that was not needed; a run counts against the product when an invariant is *false*, or when its
-end is unknown.
+`unknown` of a recovery that was not needed; a run counts against the product when an invariant is *false*, or any but
+`faults`, `rpo` and `rto` is *unknown*.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def synth(
     Parameters
     ----------
     metadata_only
-        Let the row groups of a file share the bytes of its first: 42 million rows take 60 MB, footers and all.
+        Let the row groups of a file share the bytes of its first: 42 million rows take some 80 MB, footers and all.
     """
 
     def write(url: str) -> Manifest:
