@@ -9,6 +9,7 @@ endpoint it starts an etcd of its own, for a job of one node, or on a Slurm job'
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -20,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_train.errors import ConfigError, Preempted
+from elastic_train.errors import ConfigError, ElasticTrainError, Preempted, TooFewNodesError
 from elastic_train.preemption import EXIT_AT_ONCE, SAME_REQUEST_S
 
 RECOVERIES = ("live", "restart")
@@ -73,7 +74,10 @@ def resolve(config: Path, overrides: Sequence[str], flags: Flags, environ: Mappi
     slurm_nodes = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES")
     nodes = flags.nodes or environ.get("PET_NNODES") or slurm_nodes or "1"
     least, most = _nodes(nodes, problems)
-    ranks = flags.ranks or _count(environ, "PET_NPROC_PER_NODE", problems) or max(1, num_gpus)
+    ranks = flags.ranks
+    if ranks is None:
+        ranks = _count(environ, "PET_NPROC_PER_NODE", problems) or max(1, num_gpus)
+    problems += _wrong_numbers(flags)
     endpoint = flags.endpoint or environ.get("PET_RDZV_ENDPOINT") or None
     run_id = flags.run_id or environ.get("PET_RDZV_ID") or environ.get("SLURM_JOB_ID")
     if flags.recovery not in RECOVERIES:
@@ -106,9 +110,23 @@ def resolve(config: Path, overrides: Sequence[str], flags: Flags, environ: Mappi
 
 
 def launch(plan: Launch) -> int:
-    """Run this node until its workers have ended; return the exit code."""
-    with _etcd(plan) as endpoint:
-        return _run_agent(plan, endpoint)
+    """Run this node until its workers have ended; return the exit code.
+
+    Raises ConfigError where the rendezvous refuses its options, TooFewNodesError, and ElasticTrainError for the rest of
+    its errors: no etcd answers, or none can be started.
+    """
+    # torch takes seconds to import: not before the arguments are read
+    from torch.distributed.elastic.rendezvous import RendezvousError as TorchRendezvousError
+
+    from rendezvous.errors import OptionError, RendezvousError
+
+    try:
+        with _etcd(plan) as endpoint:
+            return _run_agent(plan, endpoint)
+    except OptionError as error:
+        raise ConfigError(*error.problems) from error
+    except (RendezvousError, TorchRendezvousError) as error:
+        raise ElasticTrainError(str(error)) from error
 
 
 def exit_code(codes: Sequence[int], *, has_failed: bool) -> int:
@@ -138,6 +156,14 @@ def _nodes(text: str, problems: list[str]) -> tuple[int, int]:
     if not 1 <= found[0] <= found[1]:
         problems.append(f"--nodes must be N or MIN:MAX with 1 <= MIN <= MAX, not {text!r}")
     return found
+
+
+def _wrong_numbers(flags: Flags) -> Iterator[str]:
+    if flags.ranks is not None and flags.ranks < 1:
+        yield f"--ranks must be at least 1, not {flags.ranks}; leave it out for a rank on each GPU"
+    for name, seconds in (("--ttl-s", flags.ttl_s), ("--grace-s", flags.grace_s)):
+        if not 0 <= seconds < math.inf:
+            yield f"{name} must be a number of seconds, 0 or more, not {seconds}"
 
 
 def _count(environ: Mapping[str, str], name: str, problems: list[str]) -> int | None:
@@ -171,7 +197,7 @@ def _etcd(plan: Launch) -> Iterator[str]:
 def _run_agent(plan: Launch, endpoint: str) -> int:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, RendezvousTimeoutError
 
     from rendezvous.agent import BoundAgent, make_agent
     from rendezvous.torchrun import create_handler
@@ -203,6 +229,8 @@ def _run_agent(plan: Launch, endpoint: str) -> int:
             has_failed = agent.run().is_failed()
         except SignalException:
             has_failed = not agent.worker_codes()  # told to leave before there was anything to leave
+        except RendezvousTimeoutError as error:
+            raise TooFewNodesError(str(error)) from error
         except RendezvousError as error:
             sys.stderr.write(f"error: {error}\n")
             has_failed = True

@@ -27,7 +27,7 @@ class EtcdOptions:
     password: str | None = None
 
     def __post_init__(self) -> None:
-        problems = [] if self.endpoints else ["no etcd endpoint given: use --rdzv_endpoint=HOST:PORT[,HOST:PORT]"]
+        problems = [] if self.endpoints else ["no etcd endpoint given: write HOST:PORT[,HOST:PORT]"]
         for name in ("ca_cert", "cert", "key"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
@@ -56,8 +56,8 @@ ETCD_KEYS = ("ca_cert", "cert", "key", "user", "password")
 
 def etcd_options(endpoint: str | Iterable[str], conf: Mapping[str, str] | None = None) -> EtcdOptions:
     """Read `host:port[,host:port]` and the etcd keys of a rendezvous configuration."""
-    parts = endpoint.split(",") if isinstance(endpoint, str) else list(endpoint)
-    endpoints = tuple(_endpoint(part.strip()) for part in parts if part.strip())
+    parts = [part.strip() for part in (endpoint.split(",") if isinstance(endpoint, str) else endpoint)]
+    endpoints = tuple(_endpoint(part) for part in parts if part)
     return EtcdOptions(endpoints, **{name: str(conf[name]) for name in ETCD_KEYS if conf and name in conf})
 
 
@@ -83,5 +83,5 @@ def _endpoint(text: str) -> str:
     if not colon or bare.endswith("]"):
         host, port = bare, str(DEFAULT_PORT)
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise OptionError(f"--rdzv_endpoint: {text!r} is not HOST:PORT")
+        raise OptionError(f"etcd's endpoint {text!r} is not HOST:PORT")
     return f"{host}:{port}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
 import signal
 import subprocess
 import sys
@@ -9,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from elastic_train import cli
 from elastic_train.errors import ConfigError
 from elastic_train.launch import Flags, Launch, exit_code, first_host, resolve
+from rendezvous import EtcdStore, TooFewNodesError, live_agent
+from rendezvous.node import Node
 from tests.conftest import ROOT
 from tests.elastic_train.test_live import history, until_whole, write_config
 
@@ -60,6 +65,62 @@ def test_all_mistakes_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as told:
         resolved(Flags(nodes="2"), {})
     assert [problem.split()[0] for problem in told.value.problems] == ["--endpoint", "--id"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (Flags(ranks=0), "--ranks must be at least 1, not 0"),
+        (Flags(ranks=-1), "--ranks must be at least 1, not -1"),
+        (Flags(ttl_s=math.inf), "--ttl-s must be a number of seconds"),
+        (Flags(grace_s=math.nan), "--grace-s must be a number of seconds"),
+        (Flags(grace_s=-1.0), "--grace-s must be a number of seconds"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(flags: Flags, told: str) -> None:
+    """No count of ranks below 1 is taken for another, and no time that is none gets as far as etcd."""
+    with pytest.raises(ConfigError, match=told):
+        resolved(flags, {}, num_gpus=8)
+
+
+def ended(capsys: pytest.CaptureFixture[str], folder: Path, *flags: str) -> tuple[int, str]:
+    """Launch in this process something that gets no worker started; return the exit code and what was told."""
+    (folder / "c.yaml").write_text("data: {train: nowhere}")
+    with pytest.raises(SystemExit) as left:
+        cli.main(["launch", str(folder / "c.yaml"), *flags])
+    assert isinstance(left.value.code, int)
+    return left.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recovery", ["live", "restart"])
+def test_a_control_plane_that_is_not_there_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, recovery: str
+) -> None:
+    """What is no endpoint ends with 2; one where nobody answers, and no etcd to start, with 1: a line, no traceback."""
+    monkeypatch.setattr(live_agent, "START_PATIENCE_S", 0.2)
+    monkeypatch.setitem(EtcdStore.__init__.__kwdefaults__, "give_up_after_s", 0.2)
+    how = ("--recovery", recovery)
+    code, told = ended(capsys, tmp_path, *how, "--endpoint", "a:b")
+    assert (code, told) == (2, "error: etcd's endpoint 'a:b' is not HOST:PORT\n")
+    code, told = ended(capsys, tmp_path, *how, "--endpoint", "127.0.0.1:1")
+    assert code == 1 and told.startswith("error: no etcd answers at 127.0.0.1:1")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    code, told = ended(capsys, tmp_path, *how)
+    assert code == 1 and told.startswith("error: no etcd found")
+
+
+def test_too_few_nodes_end_with_77(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In restart mode it is the agent that waits in vain, and says so in TorchElastic's words."""
+
+    def wait_in_vain(*_: object) -> None:
+        raise TooFewNodesError("1 of 2 nodes came")
+
+    monkeypatch.setattr(Node, "next_world", wait_in_vain)
+    code, told = ended(capsys, tmp_path, "--recovery", "restart")
+    assert (code, told.splitlines()[-1]) == (77, "error: 1 of 2 nodes came")
 
 
 @pytest.mark.parametrize(
