@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from rendezvous.errors import OptionError
@@ -29,10 +31,15 @@ class Conf:
     def read(cls, params: RendezvousParameters) -> Conf:
         conf, problems = cls(), unknown_keys(params.config, CONF_KEYS)
         for key, name in SECONDS.items():
+            given = params.get(key, getattr(conf, name))
             try:
-                setattr(conf, name, float(params.get(key, getattr(conf, name))))
+                seconds = float(given)
             except ValueError:
-                problems.append(f"--rdzv_conf: {key}={params.get(key)!r} is not a number of seconds")
+                seconds = math.nan
+            if 0 <= seconds < math.inf:
+                setattr(conf, name, seconds)
+            else:
+                problems.append(f"--rdzv_conf: {key}={given!r} is not a number of seconds, 0 or more")
         recovery = str(params.get("recovery", "restart"))
         conf.is_live = recovery == "live"
         if recovery not in ("restart", "live"):

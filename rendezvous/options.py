@@ -57,6 +57,12 @@ ETCD_KEYS = ("ca_cert", "cert", "key", "user", "password")
 def etcd_options(endpoint: str | Iterable[str], conf: Mapping[str, str] | None = None) -> EtcdOptions:
     """Read `host:port[,host:port]` and the etcd keys of a rendezvous configuration."""
     parts = [part.strip() for part in (endpoint.split(",") if isinstance(endpoint, str) else endpoint)]
+    for part in parts:
+        if part.startswith("https://") and "ca_cert" not in (conf or {}):
+            raise OptionError(
+                f"etcd's endpoint {part!r}: https needs ca_cert, the authority that signed etcd's certificate "
+                "(--rdzv_conf=ca_cert=FILE); without it the connection would be in plain text, which is http://"
+            )
     endpoints = tuple(_endpoint(part) for part in parts if part)
     return EtcdOptions(endpoints, **{name: str(conf[name]) for name in ETCD_KEYS if conf and name in conf})
 

@@ -235,6 +235,11 @@ def test_options_say_everything_that_is_wrong(tmp_path: Path) -> None:
     assert len(caught.value.problems) == 4
     with pytest.raises(OptionError, match="not HOST:PORT"):
         etcd_options("host:port")
+    with pytest.raises(OptionError, match=r"'https://b:2379': https needs ca_cert"):
+        etcd_options("a:2379, https://b:2379")
+    authority = tmp_path / "ca.pem"
+    authority.touch()
+    assert etcd_options("https://b", {"ca_cert": str(authority)}).endpoints == ("b:2379",)
 
 
 @pytest.mark.parametrize(

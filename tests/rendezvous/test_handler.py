@@ -13,6 +13,7 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, Re
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler, handler_registry
 
 from rendezvous import EtcdServer, OptionError, context
+from rendezvous.conf import SECONDS
 from rendezvous.torchrun import EtcdRendezvousHandler, create_handler, load
 from tests.processes import is_running
 
@@ -41,6 +42,15 @@ def test_options_are_checked_all_at_once() -> None:
     text = str(caught.value)
     assert len(caught.value.problems) == 4
     assert "'tll'; did you mean 'ttl'?" in text and "last_call_s='soon'" in text and "password" in text
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-inf", "-1"])
+def test_seconds_that_are_none_are_refused(seconds: str) -> None:
+    """Of every key, and with its name, before etcd is asked for a lease of such a length."""
+    conf = dict.fromkeys(SECONDS, seconds)
+    with pytest.raises(OptionError) as caught:
+        create_handler(RendezvousParameters("etcd", "127.0.0.1:1", "id", 1, 1, **conf))
+    assert [problem.split()[1].partition("=")[0] for problem in caught.value.problems] == list(SECONDS)
 
 
 def test_every_round_has_a_fresh_store(etcd: EtcdServer, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
