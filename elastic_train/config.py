@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -22,8 +21,12 @@ from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
+    field_validator,
     model_validator,
 )
+
+from elastic_train.best import parse_best
+from elastic_train.errors import ConfigError
 
 Value = object
 
@@ -144,11 +147,15 @@ class CheckpointConfig(_Section):
     storage_budget: ByteSize | None = Field(default=None, gt=0)
     """In place of keep_last, as many of the newest commits as fit into 200GB, say, beside what else is kept."""
 
-    @model_validator(mode="after")
-    def _names_a_best(self) -> CheckpointConfig:
-        if self.keep_best is not None and not re.fullmatch(r"(min|max) \S+", self.keep_best):
-            raise ValueError(f"keep_best '{self.keep_best}' names no best commit; write 'min loss' or 'max macro_f1'")
-        return self
+    @field_validator("keep_best")
+    @classmethod
+    def _names_a_best(cls, text: str | None) -> str | None:
+        if text is not None:
+            try:
+                parse_best(text)
+            except ConfigError as error:
+                raise ValueError(str(error)) from None  # pydantic collects these, with their keys
+        return text
 
 
 class TrackingConfig(_Section):

@@ -22,6 +22,9 @@ from elastic_train.tasks.task import Task
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
+OWN_VALUES = ("loss", "samples")
+"""What a validation has beside the task's metrics."""
+
 
 @torch.no_grad()
 def evaluate(
@@ -53,7 +56,8 @@ def evaluate(
         model.train(was_training)
     table = gather_lane_table(group, num_lanes, sums)
     total, weight, samples = (tree_sum([row[place] for row in table]) for place in range(3))
-    return {"loss": total / (weight or 1.0), "samples": samples, **_merge(metrics, group)}
+    own = dict(zip(OWN_VALUES, (total / (weight or 1.0), samples), strict=True))
+    return {**own, **_merge(metrics, group)}
 
 
 @contextlib.contextmanager

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
+from elastic_train.best import parse_best
 from elastic_train.checkpoint import CommitRecord, Retention
-from elastic_train.config import Config
+from elastic_train.config import Config, nearest
 from elastic_train.data.lengths import NAME as LENGTHS
 from elastic_train.data.lengths import load_lengths
 from elastic_train.data.manifest import Manifest, load_manifest
 from elastic_train.errors import ConfigError, DataError
+from elastic_train.evaluation import OWN_VALUES
 from elastic_train.feed import Feed
 from elastic_train.mixing import derive
 from elastic_train.order import VERSION, Order
@@ -118,6 +120,7 @@ def make_plan(config: Config) -> Plan:
     task = load_task(config.task)
     manifest = load_manifest(config.data.train)
     task.prepare(manifest)
+    check_best(config, task)
     order = Order(
         manifest.group_rows,
         num_lanes=config.batch.num_lanes,
@@ -157,6 +160,22 @@ def check_world_size(config: Config, world_size: int) -> None:
             f"{world_size} ranks, but only {batch.num_lanes} lanes (batch.global_batch {batch.global_batch} / "
             f"batch.micro_batch {batch.micro_batch}): start fewer ranks, or make batch.micro_batch smaller"
         )
+
+
+def check_best(config: Config, task: Task) -> None:
+    """Refuse a best commit by a metric that no validation gives: it would keep none, and nobody would notice."""
+    text = config.checkpoint.keep_best
+    if text is None:
+        return
+    if config.data.validation is None:
+        raise ConfigError(f"checkpoint.keep_best '{text}': no data.validation to measure it on; give one, or null here")
+    metric, _ = parse_best(text)
+    if metric in OWN_VALUES:
+        return  # to ask a task for its metrics may import them, for a second
+    known = [*OWN_VALUES, *task.metrics()]
+    if metric not in known:
+        meant = nearest(metric, known) or f"; it has {', '.join(known)}"
+        raise ConfigError(f"checkpoint.keep_best '{text}': a validation of {config.task.path} has no '{metric}'{meant}")
 
 
 def pick_device(config: Config) -> torch.device:

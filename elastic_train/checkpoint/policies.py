@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from elastic_train.best import parse_best
 from elastic_train.checkpoint.record import CommitRecord
 from elastic_train.errors import ConfigError
 from elastic_train.lineage import cut, place_of
@@ -105,10 +106,8 @@ class Best:
 
     @classmethod
     def parse(cls, text: str) -> Best:
-        which, _, metric = text.strip().partition(" ")
-        if which not in ("min", "max") or not metric.strip():
-            raise ConfigError(f"'{text}' names no best commit; write 'min loss', or 'max' and a metric's name")
-        return cls(metric.strip(), which == "max")
+        metric, is_higher_better = parse_best(text)
+        return cls(metric, is_higher_better)
 
     def wanted(self, commits: Sequence[Candidate]) -> list[str]:
         best: tuple[float, str] | None = None

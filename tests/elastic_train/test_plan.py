@@ -1,15 +1,18 @@
-"""A plan goes on only from commits whose order and data are its own; each refusal says what differs."""
+"""What a plan refuses before training: commits of another run, and what could never come true; each says why."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from elastic_train.checkpoint import CommitRecord
+from elastic_train.checkpoint.policies import Best
+from elastic_train.config import Config
 from elastic_train.errors import ConfigError, DataError, ElasticTrainError
 from elastic_train.order import VERSION
-from elastic_train.plan import Plan
+from elastic_train.plan import Plan, make_plan
 
 
 def commit_of(**fields: object) -> CommitRecord:
@@ -42,3 +45,31 @@ def test_a_commit_of_another_run_is_refused(
     Plan.check_continues(plan, commit_of())  # type: ignore[arg-type]
     with pytest.raises(error, match=told):
         Plan.check_continues(plan, commit_of(**fields))  # type: ignore[arg-type]
+
+
+def planned(rows: Path, **changes: object) -> Plan:
+    """Plan a run of the built-in task over the small dataset."""
+    data = {"train": str(rows / "train"), "validation": str(rows / "validation")}
+    tree = {"data": data, "task": {"params": {"vocabulary": 64}}, "device": "cpu", **changes}
+    return make_plan(Config.model_validate(tree))
+
+
+@pytest.mark.parametrize("best", ["min loss", "max samples", "max macro_f1"])
+def test_a_best_by_what_a_validation_gives_is_planned(rows: Path, best: str) -> None:
+    """Those of every task, and those of this one."""
+    assert planned(rows, checkpoint={"keep_best": best}).retention.policies[-1] == Best.parse(best)
+
+
+@pytest.mark.parametrize(
+    ("best", "validation", "told"),
+    [
+        ("max macrof1", True, "has no 'macrof1'; did you mean 'macro_f1'"),
+        ("min zzzz", True, "has no 'zzzz'; it has loss, samples, "),
+        ("min loss", False, "no data.validation"),
+    ],
+)
+def test_a_best_that_no_commit_would_be_is_refused(rows: Path, best: str, validation: bool, told: str) -> None:
+    """It would keep nothing, and nobody would notice before the commit is gone."""
+    data = {"train": str(rows / "train"), "validation": str(rows / "validation") if validation else None}
+    with pytest.raises(ConfigError, match=rf"checkpoint\.keep_best '{best}'.*{told}"):
+        planned(rows, data=data, checkpoint={"keep_best": best})

@@ -60,7 +60,7 @@ def test_a_budget_takes_what_is_wanted_and_then_the_newest() -> None:
     assert Retention.of(last=99, budget=5).unwanted(commits, sure={"6", "1"}) == ["2", "3", "4", "5"]
 
 
-@pytest.mark.parametrize("text", ["loss", "best loss", "min", "max "])
+@pytest.mark.parametrize("text", ["loss", "best loss", "min", "max ", "min a b"])
 def test_a_best_that_is_not_understood_is_refused(text: str) -> None:
     """The message shows how to write it."""
     with pytest.raises(ConfigError, match="write 'min loss'"):
