@@ -111,6 +111,13 @@ class OptimizerConfig(_Section):
     schedule: Literal["cosine", "constant"] = "cosine"
     """After the warm-up: down to zero along a cosine, or constant."""
 
+    @field_validator("betas")
+    @classmethod
+    def _decay(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("each of the two must be at least 0 and less than 1")
+        return betas
+
 
 class ValidationConfig(_Section):
     every_steps: PositiveInt | None = 100

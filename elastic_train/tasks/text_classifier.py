@@ -55,6 +55,9 @@ class TextClassifier:
         category_buckets: int = 64,
         vocabulary: int | None = None,
     ) -> None:
+        for name, value, least in (("heads", heads, 1), ("category_buckets", category_buckets, 2)):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
         if dim % heads:
             raise ValueError(f"dim {dim} is no multiple of heads {heads}")
         if class_weights not in (None, "balanced"):

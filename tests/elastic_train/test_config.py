@@ -52,6 +52,8 @@ def test_lanes_follow_from_the_batch_keys(tmp_path):
         (GOOD, {}, ("epochs",), ["'epochs' is no option"]),
         (GOOD, {}, ("--run.dri", "x"), ["command line --run.dri", "did you mean 'run.dir'"]),
         ([1], {}, (), ["must be a mapping"]),
+        (GOOD, {}, ("--optimizer.betas", "[1.0, 0.9]"), ["command line --optimizer.betas", "less than 1", "given"]),
+        (GOOD, {}, ("--optimizer.betas", "[0.9, -.1]"), ["'optimizer.betas'", "at least 0"]),
     ],
 )
 def test_a_mistake_names_its_place_and_its_key(tmp_path, tree, environ, arguments, expected):

@@ -9,10 +9,11 @@ import pytest
 
 from elastic_train.checkpoint import CommitRecord
 from elastic_train.checkpoint.policies import Best
-from elastic_train.config import Config
+from elastic_train.config import Config, TaskConfig
 from elastic_train.errors import ConfigError, DataError, ElasticTrainError
 from elastic_train.order import VERSION
 from elastic_train.plan import Plan, make_plan
+from elastic_train.tasks.task import load_task
 
 
 def commit_of(**fields: object) -> CommitRecord:
@@ -73,3 +74,17 @@ def test_a_best_that_no_commit_would_be_is_refused(rows: Path, best: str, valida
     data = {"train": str(rows / "train"), "validation": str(rows / "validation") if validation else None}
     with pytest.raises(ConfigError, match=rf"checkpoint\.keep_best '{best}'.*{told}"):
         planned(rows, data=data, checkpoint={"keep_best": best})
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        ({"heads": 0}, "heads must be at least 1, not 0"),
+        ({"heads": -4}, "heads must be at least 1, not -4"),
+        ({"category_buckets": 1}, "category_buckets must be at least 2, not 1"),
+    ],
+)
+def test_a_task_that_cannot_be_built_is_refused(params: dict[str, object], told: str) -> None:
+    """A number that nothing can be divided by is told with its name, not found by the division."""
+    with pytest.raises(ConfigError, match=told):
+        load_task(TaskConfig(params=params))
