@@ -17,6 +17,8 @@ from elastic_train.errors import ConfigError
 
 Tree = dict[str, Value]
 ENV_PREFIX = "ELASTIC_TRAIN__"
+# Of what looks like a date or a number, and is none, the parser raises the ValueError of Python's own.
+_NOT_YAML = (yaml.YAMLError, ValueError)
 
 
 def load(path: str | Path, *, environ: Mapping[str, str], arguments: Sequence[str] = ()) -> Config:
@@ -24,7 +26,7 @@ def load(path: str | Path, *, environ: Mapping[str, str], arguments: Sequence[st
     problems: list[str] = []
     tree, lines = _read_yaml(Path(path), problems)
     sources = dict.fromkeys(_leaves(tree), str(path))
-    for source, key, value in [*_from_environment(environ), *_from_arguments(arguments, problems)]:
+    for source, key, value in [*_from_environment(environ, problems), *_from_arguments(arguments, problems)]:
         _put(tree, key, value)
         sources[key] = source
     try:
@@ -38,12 +40,15 @@ def load(path: str | Path, *, environ: Mapping[str, str], arguments: Sequence[st
 
 def _read_yaml(path: Path, problems: list[str]) -> tuple[Tree, dict[str, int]]:
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         tree = yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line}: is no UTF-8 ({error.reason}): save the file as UTF-8") from error
+    except _NOT_YAML as error:
         raise ConfigError(f"{path}: is no YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a mapping of keys, such as 'run:', 'data:' and 'batch:'")
@@ -61,11 +66,16 @@ def _note_lines(node: yaml.Node | None, prefix: str, lines: dict[str, int]) -> N
         _note_lines(value, f"{name}.", lines)
 
 
-def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, str, Value]]:
+def _from_environment(environ: Mapping[str, str], problems: list[str]) -> Iterator[tuple[str, str, Value]]:
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX):
             key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
-            yield f"environment {name}", key, yaml.safe_load(environ[name])
+            try:
+                value = yaml.safe_load(environ[name])
+            except _NOT_YAML as error:
+                problems.append(_not_yaml(f"environment {name}", environ[name], error))
+            else:
+                yield f"environment {name}", key, value
 
 
 def _from_arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[tuple[str, str, Value]]:
@@ -73,7 +83,7 @@ def _from_arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[t
     rest = list(arguments)
     while rest:
         token = rest.pop(0)
-        name, has_value, value = token.partition("=")
+        name, has_value, text = token.partition("=")
         if not name.startswith("--"):
             problems.append(f"command line: '{token}' is no option; write --section.key value")
             continue
@@ -81,8 +91,18 @@ def _from_arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[t
             if not rest or rest[0].startswith("--"):
                 problems.append(f"command line: {name} needs a value")
                 continue
-            value = rest.pop(0)
-        yield f"command line {name}", name[2:].replace("-", "_"), _parse(value)
+            text = rest.pop(0)
+        try:
+            value = _parse(text)
+        except _NOT_YAML as error:
+            problems.append(_not_yaml(f"command line {name}", text, error))
+        else:
+            yield f"command line {name}", name[2:].replace("-", "_"), value
+
+
+def _not_yaml(source: str, text: str, error: Exception) -> str:
+    why = getattr(error, "problem", None) or str(error)
+    return f"{source}: {text!r} is no YAML ({why}); to mean the text itself, quote it for YAML, too: \"'{text}'\""
 
 
 def _parse(text: str) -> Value:

@@ -52,6 +52,10 @@ def test_lanes_follow_from_the_batch_keys(tmp_path):
         (GOOD, {}, ("epochs",), ["'epochs' is no option"]),
         (GOOD, {}, ("--run.dri", "x"), ["command line --run.dri", "did you mean 'run.dir'"]),
         ([1], {}, (), ["must be a mapping"]),
+        (GOOD, {}, ("--run.name", "[draft"), ["command line --run.name", "'[draft' is no YAML", "\"'[draft'\""]),
+        (GOOD, {}, ("--run.name=*",), ["command line --run.name", "'*' is no YAML"]),
+        (GOOD, {}, ("--run.name", "2024-13-45"), ["command line --run.name", "'2024-13-45' is no YAML"]),
+        (GOOD, {"ELASTIC_TRAIN__RUN__NAME": "@x"}, (), ["environment ELASTIC_TRAIN__RUN__NAME", "'@x' is no YAML"]),
         (GOOD, {}, ("--optimizer.betas", "[1.0, 0.9]"), ["command line --optimizer.betas", "less than 1", "given"]),
         (GOOD, {}, ("--optimizer.betas", "[0.9, -.1]"), ["'optimizer.betas'", "at least 0"]),
     ],
@@ -65,11 +69,12 @@ def test_a_mistake_names_its_place_and_its_key(tmp_path, tree, environ, argument
 
 
 def test_all_mistakes_are_reported_at_once(tmp_path):
-    """Four mistakes from three sources give four problems."""
+    """Six mistakes from three sources, two of which are no YAML, give six problems."""
     tree = {"data": {"train": 3}, "batch": {"bogus": 1}}
+    environ = {"ELASTIC_TRAIN__EPOCHS": "x", "ELASTIC_TRAIN__RUN__DIR": "@x"}
     with pytest.raises(ConfigError) as raised:
-        load(tmp_path, tree, environ={"ELASTIC_TRAIN__EPOCHS": "x"}, arguments=("--optimizer.lr", "-1"))
-    assert len(raised.value.problems) == 4
+        load(tmp_path, tree, environ=environ, arguments=("--optimizer.lr", "-1", "--run.name", "[x"))
+    assert len(raised.value.problems) == 6
 
 
 def test_the_resolved_configuration_reads_back_the_same(tmp_path):
@@ -97,12 +102,15 @@ def test_every_key_is_explained():
 
 
 def test_an_unreadable_file_is_said_so(tmp_path):
-    """No file, and no YAML, are configuration errors."""
+    """No file, no YAML, and no UTF-8 are configuration errors."""
     with pytest.raises(ConfigError, match="cannot be read"):
         config_sources.load(tmp_path / "none.yaml", environ={})
     (tmp_path / "bad.yaml").write_text("a: [1")
     with pytest.raises(ConfigError, match="no YAML"):
         config_sources.load(tmp_path / "bad.yaml", environ={})
+    (tmp_path / "latin.yaml").write_bytes("run:\n  name: naïve\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"latin\.yaml:2: is no UTF-8"):
+        config_sources.load(tmp_path / "latin.yaml", environ={})
 
 
 def test_what_to_keep_is_read_and_checked(tmp_path: Path) -> None:
