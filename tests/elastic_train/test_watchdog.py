@@ -144,8 +144,10 @@ if {closed}:
     watched.close()
 time.sleep(2.5 if {closed} else 60)
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120, check=False)
-    assert (ended.returncode == 0) == closed
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode == 0) == closed, ended.stderr
+    is_ended_by_one = "no progress for" in ended.stderr or "Timeout (" in ended.stderr
+    assert is_ended_by_one != closed, ended.stderr
 
 
 def test_no_stretch_is_measured_by_the_limit_of_another(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
