@@ -78,11 +78,6 @@ class Tracker:
         tracker._settle(settled, code_tags() | dict(tags or {}))
         return tracker
 
-    @property
-    def num_failures(self) -> int:
-        """How often sending has failed."""
-        return 0 if self._sending is None else self._sending.num_failures
-
     def log(self, step: int, values: Mapping[str, float], is_higher_better: Mapping[str, bool] | None = None) -> None:
         """Write down a step's values; a best is kept of those of which it is known what is better.
 

@@ -110,10 +110,6 @@ class EtcdServer:
         """SIGKILL, as a machine that loses power would."""
         self._end(signal.SIGKILL)
 
-    def restart(self) -> None:
-        self.stop()
-        self.start()
-
     def close(self) -> None:
         """Kill it, and delete its data if the folder is its own."""
         self.kill()

@@ -72,11 +72,6 @@ class CommitWriter:
         self._sent: list[CommitRecord] = []
         self._lock = threading.Lock()
 
-    @property
-    def parent(self) -> CommitRecord | None:
-        """The commit that the next one continues."""
-        return self._parent
-
     def save(self, state: State, facts: CommitFacts, intervals: tuple[Interval, ...] | None = None) -> CommitRecord:
         """Write and publish a state of tensors and plain values, alone and at once; return its record."""
         planner, leaves = Planner(), leaves_by_path(state)

@@ -32,10 +32,6 @@ class Footer:
     bounds: tuple[int, ...]
 
     @property
-    def num_row_groups(self) -> int:
-        return len(self.bounds) - 1
-
-    @property
     def size(self) -> int:
         """Bytes of the footer with its length and magic."""
         return len(self.content) + 8

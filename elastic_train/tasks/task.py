@@ -109,9 +109,4 @@ def load_task(config: TaskConfig) -> Task:
     return task
 
 
-def count_weight(batch: Batch) -> float:
-    """Return the number of rows of a batch: the weight of a loss that is summed over samples."""
-    return float(len(next(iter(batch.values()))))
-
-
-__all__ = ["Batch", "Finishing", "LaneLoss", "Limited", "Task", "count_weight", "load_task"]
+__all__ = ["Batch", "Finishing", "LaneLoss", "Limited", "Task", "load_task"]

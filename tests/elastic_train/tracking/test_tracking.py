@@ -48,7 +48,9 @@ def test_values_config_and_status_arrive(
     assert not list(Path().glob("mlruns")), "artifacts lie beside the database, not in the current folder"
 
 
-def test_rollback_and_resume_keep_one_run_and_one_value_a_step(tmp_path: Path, uri: str, client: MlflowClient) -> None:
+def test_rollback_and_resume_keep_one_run_and_one_value_a_step(
+    tmp_path: Path, uri: str, client: MlflowClient, caplog: pytest.LogCaptureFixture
+) -> None:
     """A preempted job goes on in its run, RUNNING again, and steps computed twice are there once."""
     first = start(tmp_path, uri, term=1)
     for step in range(1, 11):
@@ -65,7 +67,7 @@ def test_rollback_and_resume_keep_one_run_and_one_value_a_step(tmp_path: Path, u
     for step in [*range(6, 13), *range(8, 16)]:  # back to 5 by a restart, then to 7 within the term
         second.log(step, {"loss": float(step)})
     second.finish("FINISHED")
-    assert second.num_failures == 0
+    assert not [record for record in caplog.records if record.name == "elastic_train.tracking"], "nothing failed"
     run = client.get_run(run_id)
     assert run.info.status == "FINISHED"
     assert steps(client, run_id) == Counter(range(1, 16))
@@ -181,7 +183,6 @@ def test_a_tracker_that_is_down_costs_training_nothing(
     assert tracker.wait_run_id(20) is None
     tracker.finish("FINISHED")
     assert time.monotonic() - began < 15.0
-    assert tracker.num_failures >= 1
     assert sum("cannot be reached" in record.message for record in caplog.records) == 1
     assert final_metrics(tmp_path) == {"loss": 1500.0}
 
