@@ -21,7 +21,7 @@ from elastic_train.checkpoint.interval import SaveCost, shown
 from elastic_train.checkpoint.measured import Measured, measure
 from elastic_train.checkpoint.naming import find, name_to_key, open_run
 from elastic_train.checkpoint.policies import Best, Retention
-from elastic_train.checkpoint.reader import DAMAGE, commit_keys, read_record
+from elastic_train.checkpoint.reader import DAMAGE, commit_keys, read_record, records
 from elastic_train.checkpoint.retention import prune
 from elastic_train.checkpoint.stores import Store
 from elastic_train.checkpoint.sweeping import sweep
@@ -138,6 +138,8 @@ def prune_(
         budget=_bytes(storage_budget) if storage_budget else None,
     )
     store = open_run(run)
+    if keep_best is not None:
+        _check_best(store, keep_best)
     pruned = prune(store, retention, is_rehearsal=dry_run)
     swept = sweep(store, newest_term(store), is_rehearsal=dry_run)
     num_bytes = pruned.num_bytes + swept.num_bytes
@@ -277,3 +279,12 @@ def _print(text: str) -> int:
 def _print_json(value: object) -> int:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
     return 0
+
+
+def _check_best(store: Store, text: str) -> None:
+    """Refuse a best commit by a metric that no commit has: it would keep none, and the best would be deleted."""
+    found = [record for _, record, _ in records(store) if record is not None]
+    known = sorted({name for record in found for name in record.metrics})
+    if found and Best.parse(text).metric not in known:
+        has = f"they have {', '.join(known)}" if known else "none was validated"
+        raise ConfigError(f"--keep-best '{text}': no commit of {store.url} has it; {has}")

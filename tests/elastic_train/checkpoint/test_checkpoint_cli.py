@@ -146,6 +146,7 @@ def test_prune_keeps_what_a_rule_keeps(local_store: Store, capsys: pytest.Captur
     [
         (("--keep-last", "0"), "at least 1"),
         (("--keep-best", "loss"), "write 'min loss'"),
+        (("--keep-best", "max macrof1"), "no commit of .* has it; they have .*loss"),
         (("--storage-budget", "much"), "write 200GB"),
     ],
 )
