@@ -68,8 +68,8 @@ def train(session: Session) -> Outcome:
     """Train from the session's state to its last step, or until the world ends; a job that ends is committed."""
     state = session.state
     for lanes in session.steps():
-        started, flags = time.perf_counter(), _flags(session)
-        sums = compute_step(session, lanes, flags)
+        started = time.perf_counter()
+        sums, flags = compute_step(session, lanes)
         if sums.is_unreadable:
             session.quarantine(lanes)
             continue
@@ -100,7 +100,7 @@ def train(session: Session) -> Outcome:
 
 
 def _flags(session: Session) -> int:
-    """Return what this rank tells the others with its next step."""
+    """Return what this rank tells the others with the step that it has computed its lanes of."""
     flags = _LEAVE * session.leave.is_set + _GROW * session.worlds.wants_to_grow() + _BUSY * session.saves.is_busy
     return flags + _COMMIT * session.is_commit_overdue() + _GIVE_UP * session.is_saving_hopeless()
 
@@ -121,17 +121,19 @@ def _end(session: Session, flags: int, sums: StepSums) -> Outcome | None:
     return Outcome.REGROUP if sums.any_flags & (_LEAVE | _GROW) else None
 
 
-def compute_step(session: Session, lanes: Sequence[LaneBatch], flags: int) -> StepSums:
+def compute_step(session: Session, lanes: Sequence[LaneBatch]) -> tuple[StepSums, int]:
     """Run forward and backward of this rank's lanes and leave the whole step's mean gradient in the parameters.
 
-    Where a rank cannot read a sample of the step, all learn of it together, and the gradient is left unfinished.
+    Returns what the lanes add up to, and what this rank has told the others. Where a rank cannot read a sample of the
+    step, all learn of it together, and the gradient is left unfinished.
     """
     gradients = session.gradients
     gradients.begin(session.lanes)
-    flags |= _UNREADABLE * any(batch.unreadable for batch in lanes)
+    losses = {batch.lane: _run_lane(session, batch) for batch in lanes}
+    # As late as can be: who is told to leave, or comes, in the midst of a long step need not wait for the next one.
+    flags = _flags(session) | _UNREADABLE * any(batch.unreadable for batch in lanes)
     rows: dict[int, list[float | int]] = {
-        batch.lane: [*_run_lane(session, batch), 0, 0, 0, batch.num_left_out, batch.num_truncated, flags]
-        for batch in lanes
+        batch.lane: [*losses[batch.lane], 0, 0, 0, batch.num_left_out, batch.num_truncated, flags] for batch in lanes
     }
     coverage = _coverage_of(lanes)
     rows[session.lanes.start][2:5] = coverage.count, coverage.sum_a, coverage.sum_b  # of all of this rank's lanes
@@ -139,11 +141,10 @@ def compute_step(session: Session, lanes: Sequence[LaneBatch], flags: int) -> St
         _keep_ids(session, lanes)
     reach("reduce")
     sums = _fold(gather_lane_table(session.world.group, session.plan.num_lanes, rows))
-    if sums.is_unreadable:
-        return sums
-    reach("exchange")
-    gradients.finish(sums.divisor)
-    return sums
+    if not sums.is_unreadable:
+        reach("exchange")
+        gradients.finish(sums.divisor)
+    return sums, flags
 
 
 def _keep_ids(session: Session, lanes: Sequence[LaneBatch]) -> None:

@@ -188,8 +188,7 @@ def test_an_overdue_commit_waits_until_nobody_is_busy(
 ) -> None:
     """A rank that gave its part up asks again with every step, and no step is a commit that was skipped."""
     sums = StepSums(0.0, 1.0, CoverageSums(), 0, 0, flags, 0)
-    monkeypatch.setattr(trainer, "compute_step", lambda *_: sums)
-    monkeypatch.setattr(trainer, "_flags", lambda _: 0)
+    monkeypatch.setattr(trainer, "compute_step", lambda *_: (sums, flags))
     opened = MagicMock()
     opened.steps.return_value = [()] * 3
     opened.is_validation_due.return_value = opened.is_commit_due.return_value = False
