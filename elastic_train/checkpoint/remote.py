@@ -9,7 +9,6 @@ written before it.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import tempfile
 import threading
@@ -23,6 +22,7 @@ from fsspec.core import url_to_fs
 
 from elastic_train.checkpoint.stores import Entry, KeyMissing, KeyTaken, Sink, Uncertain
 from elastic_train.errors import ConfigError, StorageError
+from elastic_train.sdk_errors import sdk_errors
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +31,6 @@ _CONFLICT, _PRECONDITION_FAILED = 409, 412
 _CONFLICT_TRIES = 5
 _MEMORY_LOCK = threading.Lock()  # fsspec's memory file system looks and then writes
 _TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
-_SDK_ERRORS = [
-    ("botocore.exceptions", "BotoCoreError"),
-    ("botocore.exceptions", "ClientError"),
-    ("aiohttp", "ClientError"),
-    ("azure.core.exceptions", "AzureError"),
-]
 
 
 class FsspecStore:
@@ -52,7 +46,7 @@ class FsspecStore:
         protocol = self._fs.protocol if isinstance(self._fs.protocol, str) else self._fs.protocol[0]
         self._is_conditional = protocol in _CONDITIONAL
         self._guard = _MEMORY_LOCK if protocol == "memory" else contextlib.nullcontext()
-        self._errors = _errors_of_sdks()
+        self._errors = sdk_errors(OSError)
         if not self._is_conditional:
             log.warning("%s: %s has no conditional create; keys are claimed by markers instead", self._url, protocol)
 
@@ -154,15 +148,6 @@ def _modified_at(details: Mapping[str, object]) -> float | None:
     if isinstance(moment, datetime):
         return moment.timestamp()
     return float(moment) if isinstance(moment, int | float) else None
-
-
-def _errors_of_sdks() -> tuple[type[Exception], ...]:
-    """Return what file systems raise besides OSError, as far as their packages are installed."""
-    errors: list[type[Exception]] = [OSError]
-    for module, name in _SDK_ERRORS:
-        with contextlib.suppress(ImportError):
-            errors.append(getattr(importlib.import_module(module), name))
-    return tuple(errors)
 
 
 def _http_status(error: BaseException) -> int | None:

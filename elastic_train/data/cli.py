@@ -22,6 +22,7 @@ from rich.table import Table
 from elastic_train.data import corpora, describe, lengths, origin, synthetic, verify
 from elastic_train.data.corpora import Imported, Options
 from elastic_train.data.manifest import NAME, Manifest, load_manifest
+from elastic_train.data.source import reaching
 from elastic_train.data.terminal import shown
 from elastic_train.errors import ConfigError, DataError
 
@@ -173,20 +174,20 @@ def verify_(data: str, *, json_: Json = False) -> int:
 
 def _manifests(data: str) -> Sequence[Manifest]:
     """Return the manifest at DATA, or those of its train and validation parts."""
-    fs, root = fsspec.core.url_to_fs(data)
-    if not fs.exists(f"{root}/{NAME}"):
-        parts = [part for part in ("train", "validation") if fs.exists(f"{root}/{part}/{NAME}")]
-        if parts:
-            return [load_manifest(f"{data.rstrip('/')}/{part}") for part in parts]
-    return [load_manifest(data)]
+    with reaching(data):
+        fs, root = fsspec.core.url_to_fs(data)
+        is_one = fs.exists(f"{root}/{NAME}")
+        parts = [part for part in ("train", "validation") if not is_one and fs.exists(f"{root}/{part}/{NAME}")]
+    return [load_manifest(f"{data.rstrip('/')}/{part}") for part in parts] or [load_manifest(data)]
 
 
 def _refuse_existing(url: str, *, replace: bool) -> None:
-    fs, root = fsspec.core.url_to_fs(url)
-    if fs.exists(root) and fs.ls(root):
-        if not replace:
-            raise ConfigError(f"{url}: holds something already; choose another place, or add --replace")
-        fs.rm(root, recursive=True)
+    with reaching(url):
+        fs, root = fsspec.core.url_to_fs(url)
+        if fs.exists(root) and fs.ls(root):
+            if not replace:
+                raise ConfigError(f"{url}: holds something already; choose another place, or add --replace")
+            fs.rm(root, recursive=True)
 
 
 def _report(out: Path, imported: Imported) -> int:

@@ -19,6 +19,7 @@ from elastic_train.data.schemas import TOKENS
 from elastic_train.data.terminal import Track, silent
 from elastic_train.errors import DataError
 from elastic_train.mixing import Int64s
+from elastic_train.sdk_errors import sdk_errors
 
 LENGTH_BOUNDS = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _BAR_CELLS = 32
@@ -64,7 +65,7 @@ def describe(manifest: Manifest, *, track: Track = silent) -> Description:
                         of_group = _lengths(table.column(TOKENS.name))
                         lengths += _histogram(of_group)
                         num_tokens += int(of_group.sum())
-        except (OSError, pa.ArrowInvalid, KeyError) as error:
+        except sdk_errors(OSError, pa.ArrowInvalid, KeyError) as error:
             raise DataError(f"{path}: cannot be read ({error}); check with `elastic-train data verify`") from error
     has_tokens = TOKENS.name in manifest.columns
     return Description(

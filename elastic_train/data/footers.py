@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic_train.data.footer import Footer
+from elastic_train.sdk_errors import sdk_errors
 
 NAME = "manifest.footers"
 _SCHEMA = pa.schema(
@@ -65,5 +66,5 @@ def load_footers(url: str) -> Footers | None:
             content = file.read()
         file = pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True)
         return Footers(file.read(use_threads=False))
-    except (OSError, pa.ArrowInvalid, KeyError):
+    except sdk_errors(OSError, pa.ArrowInvalid, KeyError):
         return None

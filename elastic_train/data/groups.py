@@ -77,7 +77,7 @@ class RowGroups:
         except (pa.ArrowInvalid, OSError) as error:
             raise UnreadableError(
                 f"{self._path(entry)}: row group {within} cannot be read ({error}); "
-                "the file is damaged, restore it and check with `elastic-train data verify`"
+                "check with `elastic-train data verify`, and restore the file if it is damaged"
             ) from error
         if len(table) != entry.row_groups[within]:
             raise UnreadableError(f"{self._path(entry)}: row group {within} has {len(table)} rows")

@@ -23,6 +23,7 @@ from elastic_train.coverage import CoverageSums
 from elastic_train.data.footer import Footer, cut_footer
 from elastic_train.data.footers import write_footers
 from elastic_train.data.parquet import footer_sha256, open_parquet, parse_footer, read_footer, read_row_group
+from elastic_train.data.source import reaching
 from elastic_train.errors import DataError
 from elastic_train.mixing import Int64s
 
@@ -84,15 +85,11 @@ def _fields_of(entry: Manifest | FileEntry | CoverageSums) -> dict[str, Any]:
 def load_manifest(url: str) -> Manifest:
     """Read a dataset's manifest; DataError if there is none, or it cannot be read."""
     path = f"{url.rstrip('/')}/{NAME}"
+    with reaching(path):
+        content = _content(url, path)
     try:
-        with fsspec.open(path, "rt") as file:
-            found = json.load(file)
-    except FileNotFoundError as error:
-        raise DataError(
-            f"{url}: no {NAME} there; make the dataset with `elastic-train data import|synth`, or describe Parquet "
-            "files of your own with elastic_train.data.build_manifest"
-        ) from error
-    except (ValueError, OSError) as error:
+        found = json.loads(content)
+    except ValueError as error:
         raise DataError(f"{path}: cannot be read as a manifest: {error}") from error
     if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
         raise DataError(f"{path}: is no manifest of format {FORMAT}")
@@ -103,6 +100,18 @@ def load_manifest(url: str) -> Manifest:
         return Manifest(url=url, files=files, coverage=coverage, **{**found, **lists})
     except (KeyError, TypeError) as error:
         raise DataError(f"{path}: lacks or has unknown fields: {error}") from error
+
+
+def _content(url: str, path: str) -> bytes:
+    try:
+        with fsspec.open(path, "rb") as file:
+            content: bytes = file.read()
+    except FileNotFoundError as error:
+        raise DataError(
+            f"{url}: no {NAME} there; make the dataset with `elastic-train data import|synth`, or describe Parquet "
+            "files of your own with elastic_train.data.build_manifest"
+        ) from error
+    return content
 
 
 def build_manifest(url: str, *, label_column: str | None = None, **facts: Any) -> Manifest:

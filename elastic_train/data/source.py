@@ -9,11 +9,12 @@ are read as one.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Protocol
@@ -25,6 +26,8 @@ import pyarrow as pa
 import tenacity
 
 from elastic_train.data.signed import SignedRanges
+from elastic_train.errors import DataError
+from elastic_train.sdk_errors import sdk_errors
 
 Range = tuple[int, int]
 Content = memoryview
@@ -59,6 +62,21 @@ def open_source(url: str) -> Source:
     if "file" in filesystem.protocol:
         return LocalSource(root)
     return RemoteSource(filesystem, str(root).rstrip("/"))
+
+
+@contextlib.contextmanager
+def reaching(url: str) -> Iterator[None]:
+    """Raise DataError where a location cannot be used: an unknown protocol, no package for it, no answer, no access."""
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        raise DataError(f"{url}: cannot be opened: {error}; a folder or an fsspec URL is needed") from error
+    except sdk_errors() as error:
+        raise DataError(
+            f"{url}: cannot be reached: {error}; check the address, and the store's credentials and endpoint"
+        ) from error
+    except OSError as error:
+        raise DataError(f"{url}: cannot be read: {error}") from error
 
 
 def join_near(ranges: Sequence[Range], max_gap: int = MAX_GAP) -> list[Range]:
@@ -108,7 +126,8 @@ class RemoteSource:
         self._signed = _signed(self._filesystem)
 
     def size(self, path: str) -> int:
-        return int(_again(self._filesystem.size, f"{self._root}/{path}"))
+        with _as_os_errors():
+            return int(_again(self._filesystem.size, f"{self._root}/{path}"))
 
     def read(self, path: str, lo: int, hi: int) -> bytes:
         return bytes(self._content(path, lo, hi))
@@ -118,7 +137,8 @@ class RemoteSource:
         whole = f"{self._root}/{path}"
         if self._signed is not None and (content := self._signed.read(whole, lo, hi)) is not None:
             return content
-        return memoryview(_again(self._filesystem.cat_file, whole, start=lo, end=hi))
+        with _as_os_errors():
+            return memoryview(_again(self._filesystem.cat_file, whole, start=lo, end=hi))
 
     def open(self, path: str, ranges: Sequence[Range]) -> Fetched:
         joined = join_near(ranges)
@@ -167,6 +187,15 @@ class RemoteSource:
 
 def _signed(filesystem: fsspec.AbstractFileSystem) -> SignedRanges | None:
     return SignedRanges(filesystem) if "s3" in filesystem.protocol else None
+
+
+@contextlib.contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Raise OSError in place of what a file system's SDK raises."""
+    try:
+        yield
+    except sdk_errors() as error:
+        raise OSError(str(error)) from error
 
 
 class Fetched(io.RawIOBase):

@@ -12,6 +12,7 @@ from elastic_train.data.manifest import FileEntry, Manifest
 from elastic_train.data.parquet import footer_sha256, parse_footer, read_footer
 from elastic_train.data.terminal import Track, silent
 from elastic_train.errors import DataError
+from elastic_train.sdk_errors import sdk_errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ def _wrong_with_file(manifest: Manifest, entry: FileEntry) -> str | None:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
         return "is missing"
-    except (OSError, DataError) as error:
+    except sdk_errors(OSError, DataError) as error:
         return f"cannot be read: {error}"
     if footer_sha256(footer) != entry.footer_sha256:
         return "its footer changed: the file was written again"
@@ -66,7 +67,7 @@ def _wrong_with_tokenizer(manifest: Manifest, name: str) -> str | None:
     try:
         with fsspec.open(f"{manifest.url.rstrip('/')}/{name}", "rb") as file:
             digest = hashlib.sha256(file.read()).hexdigest()
-    except OSError as error:
+    except sdk_errors(OSError) as error:
         return f"cannot be read: {error}"
     return None if digest == manifest.tokenizer_sha256 else "is not the tokeniser that the data was made with"
 
