@@ -98,6 +98,12 @@ class Order:
         size = self.arrangement.size
         return lo // size * size, -(-hi // size) * size
 
+    def steps_of(self, lane: int, lo: int, hi: int, micro_batch: int) -> tuple[int, int]:
+        """Return the steps [first, end) of an epoch that may take the samples of a lane's shuffled [lo, hi)."""
+        first, end = self.lane_bounds(lane)
+        lo, hi = self.reach(lo, hi)
+        return lo // micro_batch, -(-min(hi, end - first) // micro_batch)
+
     def num_steps(self, micro_batch: int) -> int:
         """Count the steps of an epoch; the last one may be short, in some lanes empty."""
         longest = -(-self.num_samples // self.num_lanes)

@@ -119,14 +119,15 @@ class BlockSchedule:
 
     def _plan(self, lane: int, cursor: Cursor) -> None:
         """Put the block at a cursor, or the next epoch's first, into the queue, if the steps reach it."""
-        lo, hi = self._order.lane_bounds(lane)
+        order, micro_batch = self._order, self._micro_batch
+        lo, hi = order.lane_bounds(lane)
         if cursor.offset >= hi - lo:
             cursor = Cursor(cursor.epoch + 1, 0)
-        first_of_epoch = self._order.step_of(Cursor(cursor.epoch, 0), self._micro_batch)
-        first = first_of_epoch + self._order.reach(cursor.offset, cursor.offset)[0] // self._micro_batch
-        if lo == hi or first >= self._steps.stop:
+        first_of_epoch = order.step_of(Cursor(cursor.epoch, 0), micro_batch)
+        earliest, _ = order.steps_of(lane, cursor.offset, hi - lo, micro_batch)
+        if lo == hi or first_of_epoch + earliest >= self._steps.stop:
             return
-        block = self._order.epoch(cursor.epoch).block_at(lane, cursor.offset)
-        end = first_of_epoch + (self._order.reach(block.lo, block.hi)[1] - 1) // self._micro_batch + 1
-        num_rows = int(self._order.group_rows[block.groups].sum())
+        block = order.epoch(cursor.epoch).block_at(lane, cursor.offset)
+        first, end = (first_of_epoch + step for step in order.steps_of(lane, block.lo, block.hi, micro_batch))
+        num_rows = int(order.group_rows[block.groups].sum())
         heapq.heappush(self._next, (first, lane, DecodedBlock(cursor.epoch, block, first, end, num_rows)))

@@ -1,7 +1,7 @@
 """When each row group is needed next: the order tells the future, for every lane, whoever owns it.
 
-Invariant: a row group is needed from the first step that takes a sample of a block it lies in until the last one, and
-then not before such a block of the next epoch.
+Invariant: a row group is needed from the first step that may take a sample of a block it lies in until the last one,
+and then not before such a block of the next epoch. With an arrangement these are all steps of the block's windows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Needs:
             offset = 0
             while offset < hi - lo:
                 block = epoch.block_at(lane, offset)
-                first, end = block.lo // self._micro_batch, (block.hi - 1) // self._micro_batch + 1
+                first, end = order.steps_of(lane, block.lo, block.hi, self._micro_batch)
                 uses.extend((group, first, end) for group in block.groups.tolist())
                 offset = block.hi
         groups, firsts, ends = np.array(uses, dtype=np.int64).T
