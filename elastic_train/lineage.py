@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-COMMITS = "commits/"
+COMMITS, ATTEMPTS = "commits/", "data/"
 _KEY = re.compile(r"commits/(\d{8,})-(\d{12,})\.json")
 
 

@@ -71,7 +71,7 @@ class Order:
         if num_lanes < 1 or block_row_groups < 1:
             raise ValueError(f"num_lanes and block_row_groups must be at least 1: {num_lanes}, {block_row_groups}")
         self.group_rows = rows
-        self.group_first_id = np.concatenate(([0], np.cumsum(rows)[:-1]))
+        self.group_first_id = first_ids(rows)
         self.num_samples = int(rows.sum())
         self.num_lanes = num_lanes
         self.seed = seed
@@ -124,6 +124,11 @@ class Order:
         """Return the cursor after `step` steps; the inverse of `step_of`."""
         epoch, steps = divmod(step, self.num_steps(micro_batch))
         return Cursor(epoch, steps * micro_batch)
+
+
+def first_ids(group_rows: Int64s) -> Int64s:
+    """Return the id of each row group's first sample: ids number the rows of all row groups, in file order."""
+    return np.concatenate(([0], np.cumsum(group_rows)[:-1])).astype(np.int64)
 
 
 class EpochOrder:

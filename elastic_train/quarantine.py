@@ -16,7 +16,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from elastic_train.account import Hole, ranges_of
@@ -65,9 +64,7 @@ def known_holes(world: World, plan: Plan, state: AppliedState) -> tuple[Hole, ..
 
 def make_hole(order: Order, manifest: Manifest, micro_batch: int, step: int, group: int, why: str) -> Hole:
     """Describe a row group that is left out from a step on, and what its epoch had applied of it before."""
-    files = np.cumsum([len(file.row_groups) for file in manifest.files])
-    number = int(np.searchsorted(files, group, side="right"))
-    within = group - int(files[number - 1] if number else 0)
+    number, within = manifest.place_of_group(group)
     lo, cursor = int(order.group_first_id[group]), order.cursor_at(step, micro_batch)
     return Hole(
         group=group,

@@ -18,10 +18,10 @@ from elastic_train.checkpoint.checksums import FileRecord, find_damage
 from elastic_train.checkpoint.local import LocalStore
 from elastic_train.checkpoint.stores import Entry, Sink, Store
 from elastic_train.errors import StorageError
+from elastic_train.lineage import ATTEMPTS
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS = "data/"
 NUM_KEPT = 2
 """Attempts kept near: the newest commit's, and the one that is being written."""
 

@@ -26,12 +26,11 @@ from elastic_train.checkpoint.record import VOID, CommitFacts, CommitRecord, lib
 from elastic_train.checkpoint.stores import Store, Uncertain, create_once, read
 from elastic_train.errors import FencedError, StorageError
 from elastic_train.failpoints import reach
-from elastic_train.lineage import Interval, extend, tiling_problems
+from elastic_train.lineage import ATTEMPTS, Interval, extend, tiling_problems
 from elastic_train.weights import join_digests
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS = "data/"
 _MOST_COPIES = 2  # of tensors on a device, beside the one that is written
 
 

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -50,8 +49,6 @@ class RowGroups:
         check_columns(manifest, columns)
         keep_memory()
         self._manifest, self._columns = manifest, list(columns)
-        sizes = [len(file.row_groups) for file in manifest.files]
-        self._first_group = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int64)
         self._source = open_source(manifest.url)
         self._decoders: ThreadPoolExecutor | None = None
         self._loaded: tuple[Footers | None] | None = None
@@ -68,8 +65,8 @@ class RowGroups:
 
     def decode(self, group: int) -> pa.Table:
         """Return the rows of a row group; UnreadableError names the file, plain DataError one that was changed."""
-        number = int(np.searchsorted(self._first_group, group, side="right")) - 1
-        entry, within = self._manifest.files[number], group - int(self._first_group[number])
+        number, within = self._manifest.place_of_group(group)
+        entry = self._manifest.files[number]
         try:
             table = self._decode(number, entry, within)
         except FileNotFoundError as error:

@@ -46,7 +46,7 @@ class Lengths:
         self.fingerprint = int(hashlib.sha256(header + sums.tobytes()).hexdigest()[:15], 16) or 1
         self._url, self._source = manifest.url, open_source(manifest.url)
         self._rows, self._sums = manifest.group_rows, sums
-        self._first_id: Int64s = np.concatenate(([0], np.cumsum(manifest.group_rows)[:-1])).astype(np.int64)
+        self._first_id = manifest.group_first_id
         self._begins_at, self._dtype = len(header) + sums.nbytes, np.dtype(f"<u{width}")
         self._groups: OrderedDict[int, npt.NDArray[np.unsignedinteger]] = OrderedDict()
         self._lock = threading.Lock()

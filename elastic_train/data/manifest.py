@@ -26,6 +26,7 @@ from elastic_train.data.parquet import footer_sha256, open_parquet, parse_footer
 from elastic_train.data.source import reaching
 from elastic_train.errors import DataError
 from elastic_train.mixing import Int64s
+from elastic_train.order import first_ids
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -66,6 +67,21 @@ class Manifest:
     def group_rows(self) -> Int64s:
         """Rows of every row group, in file order; shape (row groups,)."""
         return np.array([rows for file in self.files for rows in file.row_groups], dtype=np.int64)
+
+    @cached_property
+    def group_first_id(self) -> Int64s:
+        """The id of each row group's first sample; shape (row groups,)."""
+        return first_ids(self.group_rows)
+
+    @cached_property
+    def _first_group(self) -> Int64s:
+        """The number of each file's first row group; shape (files,)."""
+        return np.cumsum([0, *(len(file.row_groups) for file in self.files[:-1])], dtype=np.int64)
+
+    def place_of_group(self, group: int) -> tuple[int, int]:
+        """Return the number of the file that holds a row group, and the row group's own number within the file."""
+        number = int(np.searchsorted(self._first_group, group, side="right")) - 1
+        return number, group - int(self._first_group[number])
 
     @cached_property
     def digest(self) -> str:

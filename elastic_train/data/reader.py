@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 
-import numpy as np
 import pyarrow as pa
 import tenacity
 
@@ -37,7 +36,7 @@ class Reader:
     ) -> None:
         self.groups = RowGroups(manifest, columns)
         self._cache = cache
-        self.first_id: Int64s = np.concatenate(([0], np.cumsum(manifest.group_rows)[:-1]))
+        self.first_id = manifest.group_first_id
         self._max_row_groups = max_row_groups
         self._rows: OrderedDict[int, Rows] = OrderedDict()
 

@@ -15,6 +15,7 @@ import pytest
 from elastic_train.coverage import CoverageSums
 from elastic_train.data.manifest import NAME, Manifest, build_manifest, load_manifest
 from elastic_train.errors import DataError
+from elastic_train.order import Order
 from tests.conftest import write_rows
 
 Break = Callable[[Path], object]
@@ -201,3 +202,14 @@ def test_group_rows_add_up(tmp_path: Path) -> None:
     manifest: Manifest = load_manifest(str(write_rows(tmp_path / "rows", 101, group_rows=17)))
     assert manifest.group_rows.tolist() == [17, 17, 17, 17, 17, 16]
     assert int(manifest.group_rows.sum()) == manifest.num_rows == 101
+
+
+def test_row_groups_are_numbered_through_all_files(tmp_path: Path) -> None:
+    """Each has a place in one file, and its first sample's id counts the rows before it."""
+    for name, rows in (("a", 25), ("b", 7), ("c", 30)):
+        write_ids(tmp_path / f"{name}.parquet", list(range(rows)))
+    manifest = build_manifest(str(tmp_path))
+    places = [manifest.place_of_group(group) for group in range(len(manifest.group_rows))]
+    assert places == [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1), (2, 2)]
+    assert manifest.group_first_id.tolist() == [0, 10, 20, 25, 32, 42, 52]
+    assert manifest.group_first_id.tolist() == Order(manifest.group_rows, num_lanes=1, seed=1).group_first_id.tolist()
