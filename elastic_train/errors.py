@@ -9,6 +9,7 @@ ElasticTrainError               1
 ├── StorageError                1   a save failed (disk full, store unreachable); training goes on
 ├── SavesFailedError            1   too many saves in a row failed; training ends
 ├── FencedError                 1   a newer world owns the lineage; this one must not publish
+├── ResultError                74   done and committed, but the result could not be written
 ├── PeerLostError               1   a collective failed: a member of the world is gone
 ├── Preempted                  75   told to leave, committed, requeue
 ├── HungError                  76   no step in the time allowed
@@ -66,6 +67,12 @@ class SavesFailedError(ElasticTrainError):
 
 class FencedError(ElasticTrainError):
     """A newer term owns the lineage: this world must stop and must not publish."""
+
+
+class ResultError(ElasticTrainError):
+    """The job is done and its last commit exists; what it leaves beside could not be written."""
+
+    exit_code = 74
 
 
 class PeerLostError(ElasticTrainError):

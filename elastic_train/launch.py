@@ -27,7 +27,7 @@ from elastic_train.preemption import EXIT_AT_ONCE, SAME_REQUEST_S
 RECOVERIES = ("live", "restart")
 ETCD_PORT = 23790
 # Codes that say more than "a failure", the most telling first.
-TELLING_CODES = (65, 2, 76, 77)
+TELLING_CODES = (65, 2, 76, 77, 74)
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 

@@ -1,14 +1,19 @@
-"""The end of a run on disk: result.json, written by rank 0 after every rank was found to hold the same weights."""
+"""The end of a run on disk: result.json, written by rank 0 after every rank was found to hold the same weights.
+
+The last commit exists before: a disk that takes no result costs the result, and never the job.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from elastic_train.errors import ElasticTrainError
+from elastic_train.errors import ElasticTrainError, ResultError
 from elastic_train.files import write_atomically
 from elastic_train.group import Group
 from elastic_train.session import Session
@@ -18,18 +23,22 @@ from elastic_train.weights import weights_digest
 TRACKER_TIMEOUT_S = 20.0
 
 
-def write_result(session: Session, status: str) -> None:
-    """Compare the weights of all ranks, write result.json, and let the task leave its own results."""
+def write_result(session: Session, status: str) -> ResultError | None:
+    """Compare the weights of all ranks, write result.json, and let the task leave its own results.
+
+    Returns what is wrong if some of it could not be written.
+    """
     digest = weights_digest(session.state.model)
     check_agreement(session.world.group, digest, session.state.step)
     session.world.history.end(
         status=status, step=session.state.step, weights_sha256=digest, coverage=session.state.coverage
     )
     if session.world.group.rank != 0:
-        return
-    folder = Path(session.plan.config.run.dir)
+        return None
+    folder, unwritten = Path(session.plan.config.run.dir), list[str]()
     if status == "done" and isinstance(session.plan.task, Finishing):
-        session.plan.task.finish(session.state.model, folder)
+        with _noting(unwritten, "what the task leaves"):
+            session.plan.task.finish(session.state.model, folder)
     result = {
         "status": status,
         "step": session.state.step,
@@ -47,7 +56,23 @@ def write_result(session: Session, status: str) -> None:
         "num_skipped_saves": session.num_skipped_saves,
         "mlflow_run_id": session.tracker.wait_run_id(TRACKER_TIMEOUT_S) if session.tracker else None,
     }
-    write_atomically(folder / "result.json", json.dumps(result, indent=2) + "\n")
+    with _noting(unwritten, f"{folder}/result.json"):
+        write_atomically(folder / "result.json", json.dumps(result, indent=2) + "\n")
+    if not unwritten:
+        return None
+    return ResultError(
+        f"step {session.state.step} is committed, but the result could not be written: {'; '.join(unwritten)}; "
+        "make room there and start again: no step is trained twice"
+    )
+
+
+@contextlib.contextmanager
+def _noting(unwritten: list[str], what: str) -> Iterator[None]:
+    """Note what cannot be written, and why, and go on."""
+    try:
+        yield
+    except OSError as error:
+        unwritten.append(f"{what}: {error}")
 
 
 def check_agreement(group: Group, digest: str, step: int) -> None:

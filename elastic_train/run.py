@@ -159,8 +159,13 @@ def _finish(session: Session, outcome: Outcome) -> int:
         session.world.group.abandon()
         session.worlds.leave(is_job_done=False)
         return Preempted.exit_code
-    write_result(session, outcome.value)
+    if (error := write_result(session, outcome.value)) is not None:
+        sys.stderr.write(explain(error) + "\n")
     session.close(status="FINISHED" if outcome is Outcome.DONE else "KILLED")
     session.world.group.close()  # nobody leaves while another still waits for an answer
     session.worlds.leave(is_job_done=outcome is Outcome.DONE)
-    return 0 if outcome is Outcome.DONE else Preempted.exit_code
+    if outcome is not Outcome.DONE:
+        return Preempted.exit_code
+    # A launcher that restarts whatever does not end with 0 would begin a job again that is done.
+    is_restarted = session.worlds.is_launched and not session.worlds.is_live
+    return 0 if error is None or is_restarted else error.exit_code

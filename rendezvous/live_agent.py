@@ -49,8 +49,8 @@ LONGEST_PAUSE_S = 30.0
 DONE_GRACE_S = 60.0
 # Codes with which a worker says that another in its place would end alike: bad input, damage.
 FINAL_CODES = frozenset({2, 65})
-# Codes with which a worker leaves of its own accord: preempted, too few nodes.
-LEAVING_CODES = frozenset({75, 77})
+# Codes with which a worker leaves of its own accord: done without its result, preempted, too few nodes.
+LEAVING_CODES = frozenset({74, 75, 77})
 
 _log = logging.getLogger("rendezvous")
 

@@ -71,7 +71,10 @@ class Finishing(Protocol):
     """A task that leaves something behind at the end."""
 
     def finish(self, model: nn.Module, folder: Path) -> None:
-        """Write results below the run's folder; called once, on rank 0, after the last step."""
+        """Write results below the run's folder; called once, on rank 0, behind the last commit.
+
+        An OSError is told, and the job is done without them; any other error fails the process.
+        """
 
 
 @runtime_checkable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from elastic_train.errors import ConfigError
 from elastic_train.launch import Flags, Launch, exit_code, first_host, resolve
 from rendezvous import EtcdStore, TooFewNodesError, live_agent
 from rendezvous.node import Node
-from tests.conftest import ROOT
+from tests.conftest import ROOT, start
 from tests.elastic_train.test_live import history, until_whole, write_config
 
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "gpu[07-10]", "SLURM_NODEID": "2"}
@@ -133,12 +134,13 @@ def test_too_few_nodes_end_with_77(
         ([1, 65, -15], True, 65),
         ([2, 65], True, 65),
         ([77, 75], True, 77),
+        ([0, 74], True, 74),
         ([], True, 1),
         ([0, 1], True, 1),
     ],
 )
 def test_codes_that_say_more_win(codes: list[int], has_failed: bool, expected: int) -> None:
-    """Damage, a bad configuration, a hang, too few nodes are passed on; the rest is 0, 75 or 1."""
+    """Damage, a bad configuration, a hang, too few nodes, a lost result are passed on; the rest is 0, 75 or 1."""
     assert exit_code(codes, has_failed=has_failed) == expected
 
 
@@ -156,6 +158,25 @@ def test_sigterm_ends_with_75_and_the_same_line_goes_on(tmp_path: Path, rows: Pa
     assert subprocess.run(command(config, "--ranks", "1"), cwd=ROOT, timeout=240, check=False).returncode == 0
     restores = [line for line in history(tmp_path / "run") if line["op"] == "restore"]
     assert max(line["step"] for line in restores) > 0
+
+
+def test_a_done_job_without_its_result_ends_with_74_and_is_not_started_over(tmp_path: Path, rows: Path) -> None:
+    """Nobody takes the place of the rank that could not write it; another start writes it, and trains nothing."""
+    config = write_config(tmp_path, rows, 20, lane_ms=0.0)
+    (tmp_path / "run" / "result.json").mkdir(parents=True)
+    done = subprocess.run(
+        command(config, "--ranks", "2"), cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 74, done.stderr
+    assert (
+        f"error: step 20 is committed, but the result could not be written: {tmp_path}/run/result.json" in done.stderr
+    )
+    assert "another is started in its place" not in done.stderr
+    assert sorted(line["rank"] for line in history(tmp_path / "run") if line["op"] == "form") == [0, 1]
+    (tmp_path / "run" / "result.json").rmdir()
+    assert start([config]).code == 0
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["step"] == 20
+    assert len([line for line in history(tmp_path / "run") if line["op"] == "step"]) == 2 * 20
 
 
 def test_a_bad_configuration_is_told_once(tmp_path: Path, rows: Path) -> None:
