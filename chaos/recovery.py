@@ -188,10 +188,10 @@ def _lost(run: Evidence) -> dict[int, int]:
 
 @once
 def sealed_at(run: Evidence) -> dict[int, float]:
-    """Return when each term's world was sealed, where its histories tell."""
-    sealed: dict[int, float] = {}
+    """Return when each term's world was sealed, where its histories tell; the leader's clock may be ahead."""
+    sealed, formed = dict[int, float](), formed_at(run)
     for line in run.of("form"):
-        time = line.get("sealed_at")
+        term, time = whole(line, "term"), line.get("sealed_at")
         if isinstance(time, int | float):
-            sealed[whole(line, "term")] = max(float(time), sealed.get(whole(line, "term"), 0.0))
+            sealed[term] = min(formed[term], max(float(time), sealed.get(term, 0.0)))
     return sealed

@@ -93,7 +93,8 @@ def _restores(reader: Reader) -> list[Interval]:
 
 def _forms(reader: Reader) -> list[Interval]:
     lines = [line for line in reader.of("form") if is_number(line.get("sealed_at"))]
-    return [(float(str(line["sealed_at"])) - reader.began, reader.at(line)) for line in lines]
+    # The leader's clock, by which a world was sealed, may be ahead.
+    return [(min(float(str(line["sealed_at"])) - reader.began, reader.at(line)), reader.at(line)) for line in lines]
 
 
 def _told(reader: Reader, key: str) -> list[str]:

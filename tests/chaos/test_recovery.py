@@ -168,6 +168,28 @@ def test_a_service_that_is_away_explains_whoever_leaves_while_it_is(kind: str, i
         deaths(told(outage_s=10.0, stays=True))
 
 
+def test_a_world_is_sealed_before_it_forms_whatever_its_leader_says() -> None:
+    """Its clock may be an hour ahead: a fault that came behind the seal by that clock hits the world all the same."""
+
+    def told(sealed_at: float) -> Evidence:
+        lines: list[Line] = [
+            {"op": "scenario", "t": 0.0, "recovery": "live"},
+            *(
+                {"op": "form", "t": t, "term": term, "rank": rank, "pid": 7 + rank, "world": 2, "sealed_at": at}
+                for term, t, at in ((1, 10.0, sealed_at), (2, 60.0, 59.0))
+                for rank in (0, 1)
+            ),
+            {"op": "fault", "t": 50.0, "kind": "slow_etcd", "node": 0, "pids": [], "for_s": 5.0},
+            {"op": "restore", "t": 61.0, "term": 2, "rank": 0, "step": 0, "commit": None},
+            {"op": "step", "t": 62.0, "term": 2, "rank": 0, "step": 1},
+            *({"op": "end", "t": 70.0, "term": 2, "rank": rank, "status": "done"} for rank in (0, 1)),
+        ]
+        return Evidence(Path("drawn"), [lines], [], {}, None, None)
+
+    assert recovery.sealed_at(told(3610.0)) == {1: 10.0, 2: 59.0}
+    assert deaths(told(3610.0)) == deaths(told(9.0)) == "1 changes of the world, each explained by a fault"
+
+
 def test_a_fault_of_a_spare_node_is_ridden_out() -> None:
     """Whoever waits outside of a full world may die without ending it: nothing is lost, nothing has to be formed."""
 
