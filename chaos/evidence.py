@@ -45,10 +45,11 @@ class Evidence:
     """Each term's lines; None where nobody could have logged any."""
     tracked: Line | None = field(default=None, repr=False)
     """What the tracker held, by metric; None if nobody looked."""
-    _as_read: dict[str, list[Line]] = field(default_factory=dict, repr=False, compare=False)
-    _by_op: dict[str, list[Line]] = field(default_factory=dict, repr=False, compare=False)
-    _by_term: dict[str, dict[int, list[Line]]] = field(default_factory=dict, repr=False, compare=False)
-    _derived: dict[str, object] = field(default_factory=dict, repr=False, compare=False)
+    # What is worked out of the files once; `replace` begins with none of it.
+    _as_read: dict[str, list[Line]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _by_op: dict[str, list[Line]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _by_term: dict[str, dict[int, list[Line]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _derived: dict[str, object] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def has(self, op: str) -> bool:
         """Say whether any line is of an operation, whatever else it lacks."""

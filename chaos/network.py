@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from chaos.errors import ChaosError
 from chaos.relay import Relay
 
 _NOWHERE = "02:00:00:00:00:01"
 _FIRST_TABLE = 1000
+_MOST = 100_000
+"""Cables are told apart by their process's number, of which an interface's name has room for five digits."""
 
 
 class NoNamespacesError(ChaosError):
@@ -105,8 +109,8 @@ def cable() -> Iterator[Cable]:
     """Lay a cable to a new namespace, and a relay if TUN interfaces can be made; raise NoNamespacesError."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         raise NoNamespacesError("network namespaces need root and iproute2")
-    number = os.getpid() % 100_000
-    _take_away(Cable(number))  # what a killed process has left
+    number = os.getpid() % _MOST
+    _take_away_left()
     laid = Cable(number, _relay(number))
     try:
         try:
@@ -127,6 +131,16 @@ def _relay(number: int) -> Relay | None:
     except OSError:
         return None
     return relay
+
+
+def _take_away_left() -> None:
+    """Take away the cables of processes that were killed: their addresses may be given away again."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+    names = [line.partition(" ")[0] for line in listed.splitlines()]
+    numbers = {int(name.removeprefix("elastic-")) for name in names if re.fullmatch(r"elastic-\d+", name)}
+    alive = {int(path.name) % _MOST for path in Path("/proc").iterdir() if path.name.isdigit()}
+    for number in (numbers - alive) | {os.getpid() % _MOST}:
+        _take_away(Cable(number))
 
 
 def _take_away(laid: Cable) -> None:

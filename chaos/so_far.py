@@ -16,21 +16,21 @@ def so_far(run: Evidence) -> Evidence:
     """
     whole_commits = [commit for commit in run.commits if commit.fields is not None]
     formed = [whole(line, "term") for line in run.of("form")]
-    is_over = bool(run.of("exit") or run.of("clean")) and not run.of("stuck")
+    is_over = run.has("clean") and not run.has("stuck")  # nodes that have ended by then are told of in any case
     if run.result is not None or is_over or not whole_commits or not formed:
         return run
     newest = max(whole_commits, key=lambda commit: commit.key).fields
     assert newest is not None, "only whole ones were taken"
     until = whole(newest, "step")
     result: Line = {
-        "status": "stuck" if run.of("stuck") else "running",
+        "status": "stuck" if run.has("stuck") else "running",
         "step": until,
         "term": max(formed),
         "num_samples": _rows(run),
         "coverage": newest["coverage"],
     }
     kept = [[line for line in process if not _is_behind(line, until)] for process in run.processes]
-    return replace(run, processes=kept, result=result, _by_op={}, _by_term={}, _derived={})
+    return replace(run, processes=kept, result=result)
 
 
 def _is_behind(line: Line, until: int) -> bool:

@@ -14,17 +14,21 @@ class Enough(Exception):  # noqa: N818 - not a failure: somebody wants no more f
 
 @contextlib.contextmanager
 def told_once(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` at the first Ctrl-C or SIGTERM; from then on, and behind the context, they do what they did."""
+    """Call `tell` at the first Ctrl-C or SIGTERM; from then on, and behind the context, they do what they did.
+
+    What another handler has changed since, because it was told a second time, stays.
+    """
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.getsignal(number) for number in numbers}
-
-    def take_back() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
     def note(number: int, frame: FrameType | None) -> None:
         take_back()
         tell()
+
+    def take_back() -> None:
+        for number, handler in before.items():
+            if signal.getsignal(number) is note:
+                signal.signal(number, handler)
 
     for number in numbers:
         signal.signal(number, note)

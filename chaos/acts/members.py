@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc  # type: ignore[import-untyped]
@@ -30,15 +31,18 @@ def kill_etcd_leader(job: Job, fault: Due) -> Done | None:
 
 
 def etcd_outage(job: Job, fault: Due) -> Done | None:
+    """Kill all members, once all of them run: who was killed before comes back by the undoing of that."""
     assert job.around.etcd is not None, "every job has one"
-    return _kill([member for member in job.around.etcd.members if member.pid is not None])
+    members = job.around.etcd.members
+    return _kill(members) if all(_runs(member) and _answers(member) for member in members) else None
 
 
 def lose_etcd_data(job: Job, fault: Due) -> Done | None:
     """Kill all members and delete what they hold, as where etcd's pods have no volumes."""
     done = etcd_outage(job, fault)
     assert job.around.etcd is not None, "every job has one"
-    job.around.etcd.delete_data()
+    if done is not None:
+        job.around.etcd.delete_data()
     return done
 
 
@@ -82,19 +86,19 @@ def _members(job: Job, *, leads: bool) -> list[EtcdServer]:
     """Return the members that run and lead, or do not; none while all are to stay: most of them must run for others."""
     assert job.around.etcd is not None, "every job has one"
     cluster = job.around.etcd
-    up = [member for member in cluster.members if member.pid is not None and not _is_stopped(member.pid)]
+    up = [member for member in cluster.members if _runs(member)]
     if len(up) < len(cluster.members):
         return []  # one more away would be an outage
     leader = cluster.leader()
     return [leader] if leads or len(up) == 1 else [member for member in up if member is not leader]
 
 
-def _is_stopped(pid: int) -> bool:
+def _runs(member: EtcdServer) -> bool:
+    """Say whether a member was started and is not frozen."""
     try:
-        with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123
-            return file.read().rpartition(") ")[2][:1] == "T"
+        return member.pid is not None and Path(f"/proc/{member.pid}/stat").read_text().rpartition(") ")[2][:1] != "T"
     except OSError:
-        return False
+        return True
 
 
 def lose_lease(job: Job, fault: Due) -> Done | None:

@@ -89,7 +89,7 @@ def _rot(draws: random.Random) -> tuple[SimFault, ...]:
 
 def _dies_saving(draws: random.Random) -> tuple[SimFault, ...]:
     """A rank dies with its part of one of the last commits unwritten."""
-    return (SimFault("kill", point="write", nth=draws.randint(11, 16)),)
+    return (SimFault("kill", point="write", nth=draws.randint(17, 22)),)
 
 
 def _frozen_at_its_record(draws: random.Random) -> tuple[SimFault, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -25,8 +26,14 @@ while True:
 """
 
 
+LEFT = "elastic-99999"
+"""What a process has left that was killed, unless that many are alive."""
+
+
 @pytest.fixture(scope="module")
 def laid() -> Iterator[Cable]:
+    if shutil.which("ip"):
+        subprocess.run(["ip", "netns", "add", LEFT], capture_output=True, check=False)
     try:
         with cable() as laid:
             yield laid
@@ -64,6 +71,12 @@ def seconds_of(connection: socket.socket, num_bytes: int = 2000) -> float:
         received += connection.recv(1 << 16)
     assert received == data
     return time.monotonic() - began
+
+
+def test_what_a_killed_process_has_left_is_taken_away(laid: Cable) -> None:
+    """Its addresses may be given to another cable."""
+    namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert laid.namespace in namespaces and LEFT not in namespaces
 
 
 def test_packets_are_late_both_ways_and_those_to_etcd_are_not(laid: Cable, connect: object) -> None:

@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from chaos.evidence import collect, whole
+from chaos.so_far import so_far
 from chaos.verdict import FAULTED, examine
 from tests.chaos.recorded import ROWS, record
 
 
 @pytest.fixture
 def going_on(tmp_path: Path) -> Path:
-    """The recorded run before its end: no result, nobody has looked how it ended."""
+    """The recorded run before its last commit: no result, nobody has looked how it ended; a node has ended already."""
     folder = record(tmp_path / "run")
     faulted = folder / FAULTED
     (faulted / "result.json").unlink()
@@ -25,8 +27,15 @@ def going_on(tmp_path: Path) -> Path:
     config = yaml.safe_load((faulted / "config.yaml").read_text())
     (faulted / "config.yaml").write_text(yaml.safe_dump({**config, "data": {"train": str(data)}}))
     path = faulted / "history" / "chaos.jsonl"
-    kept = [line for line in path.read_text().splitlines() if json.loads(line)["op"] not in ("exit", "clean")]
+    kept = [line for line in path.read_text().splitlines() if json.loads(line)["op"] != "clean"]
     path.write_text("".join(f"{line}\n" for line in kept))
+    last = max((faulted / "commits").glob("*.json"))
+    last.unlink()
+    for path in (faulted / "history").glob("0*.jsonl"):
+        lines = [
+            line for line in path.read_text().splitlines() if json.loads(line).get("key") != f"commits/{last.name}"
+        ]
+        path.write_text("".join(f"{line}\n" for line in lines))
     return folder
 
 
@@ -51,6 +60,15 @@ def test_what_has_happened_so_far_is_judged(going_on: Path) -> None:
     }
     assert {name for name in true if found[name] != "true"} == set(), examine(going_on).findings
     assert found["finished"] == "unknown"
+
+
+def test_steps_behind_the_newest_commit_are_not_judged_yet(going_on: Path) -> None:
+    """They may still be given up, and some ranks have not told of theirs."""
+    run = collect(going_on / FAULTED)
+    newest = max(whole(line, "step") for line in run.of("commit"))
+    assert max(whole(line, "step") for line in run.of("step")) > newest
+    cut = so_far(run)
+    assert max(whole(line, "step") for line in cut.of("step")) == newest == (cut.result or {})["step"]
 
 
 def test_damage_is_seen_before_the_end(going_on: Path) -> None:
