@@ -108,6 +108,11 @@ def unwatched(folder: Path) -> None:
     _waited(folder, {"op": "healed", "seconds": None})
 
 
+def never_came(folder: Path) -> None:
+    """A scenario, which is no soak, planted a fault at a place to which nobody came."""
+    _waited(folder, {"op": "missed", "kind": "kill", "point": "form", "node": 1, "why": "nobody came there"})
+
+
 def _waited(folder: Path, told: Line) -> None:
     """Put a line in the place of those that tell how long was waited."""
     last = max(number(line, "t") for line in collect(folder).of("step"))

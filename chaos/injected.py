@@ -29,8 +29,10 @@ def finished(run: Evidence) -> str:
 
 
 def faults(run: Evidence) -> str:
-    """Faults were injected, each changed the world or was ridden out, and a kill at a drawn step lost applied steps."""
+    """All faults came, each changed the world or was ridden out, and a kill at a drawn step lost applied steps."""
     injected = run.of("fault")
+    if not is_soak(run) and (missed := run.of("missed")):
+        raise Unknown(f"{fault_kind(missed[0])} never came: {missed[0].get('why', 'nobody came there')}")
     if not injected:
         raise Unknown("no fault was injected, so recovery was not put to the test")
     recovered = {recovery.place: recovery for recovery in recoveries(run)}
@@ -50,6 +52,11 @@ def faults(run: Evidence) -> str:
         ended = f", {len(late)} behind the last step" if late else ""
         return f"{told}: {len(recovered)} followed by a new world's steps, {len(spared)} ridden out{ended}"
     return f"{told}, each fault followed by a new world's steps"
+
+
+def is_soak(run: Evidence) -> bool:
+    """Say whether a run's faults were drawn without end, of which many miss: each of them waits until all is well."""
+    return run.has("healed")
 
 
 def rpo(run: Evidence) -> str:

@@ -84,6 +84,7 @@ PLANTED = (
     Planted("unseen-leases", "an etcd that did not answer", damage_around.unseen_leases, "cleanliness", "unknown"),
     Planted("unlooked", "nobody looked for orphans", damage.unlooked, "cleanliness", "unknown"),
     Planted("no-faults", "nothing was put to the test", damage.no_faults, "faults", "unknown"),
+    Planted("never-came", "a fault at a place where nobody came", damage_around.never_came, "faults", "unknown"),
     Planted("harmless-kill", "a kill that lost nothing", damage.harmless_kill, "faults", "unknown"),
     Planted("vain-fault", "a fault that changed nothing", damage.vain_fault, "rto", "unknown"),
     Planted("unexplained-term", "a world that broke by itself", damage.unexplained_term, "deaths", "unknown"),

@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 5.0
 """How long a healthy job may take to come to a place before that is given up."""
+_AGAIN_S = 0.05
+"""To find a node's processes takes some milliseconds, so it is not done at every look."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What could not be armed yet: on these nodes, where another waits at its place; none while nobody has its role."""
+
+    fault: Due
+    nodes: list[Node]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,27 +42,47 @@ class _Armed:
 
 @dataclass(slots=True)
 class Points:
-    """What is armed, and has not come yet; at each place of a node one fault at most."""
+    """What is armed, and has not come yet; at each place of a node one fault at most.
+
+    What a scenario lists is armed as soon as it can be, or told as missed; a soak draws enough to do without.
+    """
 
     _armed: list[_Armed] = field(default_factory=list)
+    _asked: list[_Asked] = field(default_factory=list)
+    _again_at: float = 0.0
 
     def arm(self, job: Job, fault: Due) -> None:
-        """Arm a failpoint on the fault's node; nothing if nobody has its role."""
+        """Arm a failpoint on the fault's nodes: now, or once somebody has its role and nothing else waits there."""
+        self._asked.append(_Asked(fault, []))
+        self._ask(job)
+
+    def _ask(self, job: Job) -> None:
+        """Arm, in their order, what can be armed now."""
+        asked, self._asked, self._again_at = self._asked, [], time.monotonic() + _AGAIN_S
+        for each in asked:
+            nodes = each.nodes or targets(job, each.fault)
+            left = [node for node in nodes if not self._has_armed(job, each.fault, node)]
+            if (left or not nodes) and job.scenario.soak is None:
+                self._asked.append(_Asked(each.fault, left))
+
+    def _has_armed(self, job: Job, fault: Due, node: Node) -> bool:
+        """Arm a fault on a node, and say so, unless one waits there: it would be lost, and this one be taken for it."""
         assert fault.point is not None, "it is due at one"
-        nodes = targets(job, fault)
-        for node in nodes:
-            folder = job.around.points[node.number]
-            if any((armed.folder, armed.name) == (folder, fault.point.name) for armed in self._armed):
-                continue  # one that waits there would be lost, and this one be taken for it
-            arm(folder, fault.point.name, fault.kind, fault.point.nth)
-            self._armed.append(_Armed(fault, node, folder, time.time(), fault.point.name))
+        folder, name = job.around.points[node.number], fault.point.name
+        if any((armed.folder, armed.name) == (folder, name) for armed in self._armed):
+            return False
+        arm(folder, name, fault.kind, fault.point.nth)
+        self._armed.append(_Armed(fault, node, folder, time.time(), name))
+        return True
 
     def look(self, job: Job) -> None:
-        """Record what has come."""
+        """Record what has come, and arm what could not be armed before."""
         for armed in list(self._armed):
             if not (armed.folder / armed.name).exists():
                 self._armed.remove(armed)
                 self._note(job, armed)
+        if self._asked and time.monotonic() >= self._again_at:
+            self._ask(job)
 
     def are_over(self, job: Job) -> bool:
         """Say whether all has come; a job that is well and does not come to a place does not hold others up."""
@@ -61,14 +91,23 @@ class Points:
         return not self._armed
 
     def give_up(self, job: Job) -> None:
-        """Take back all that has not come, at the end of the job."""
+        """Take back all that has not come, at the end of the job, and tell of what could not even be armed."""
         for armed in list(self._armed):
             self._take_back(job, armed)
+        for asked in self._asked:
+            for node in asked.nodes:
+                _tell(job, asked.fault, node, f"another fault waited there, on node {node.number}, until the job's end")
+            if not asked.nodes:
+                why = f"nobody was '{asked.fault.target}' until the job's end: list it before what ends that world"
+                _tell(job, asked.fault, None, why)
+        self._asked.clear()
 
     def _take_back(self, job: Job, armed: _Armed) -> None:
         self._armed.remove(armed)
         if disarm(armed.folder, armed.name):
-            job.record("missed", kind=armed.fault.kind, point=armed.name, node=armed.node.number)
+            assert armed.fault.point is not None, "it was armed at one"
+            often = "" if armed.fault.point.nth == 1 else f" {armed.fault.point.nth} times"
+            _tell(job, armed.fault, armed.node, f"no process of node {armed.node.number} came there{often}")
         else:
             self._note(job, armed)
 
@@ -89,6 +128,12 @@ class Points:
                 return [pid]
 
             job.undo_after(armed.fault.for_s or 0.0, armed.fault.kind, go_on)
+
+
+def _tell(job: Job, fault: Due, node: Node | None, why: str) -> None:
+    """Record a fault that did not come."""
+    assert fault.point is not None, "others come when they are due"
+    job.record("missed", kind=fault.kind, point=fault.point.name, node=node.number if node else None, why=why)
 
 
 def folders(folder: Path, count: int) -> list[Path]:

@@ -304,3 +304,11 @@ def test_coverage_tells_repeats_from_skips(healthy: Path, tmp_path: Path, name: 
     if name == "skip":
         (tmp_path / "run" / "witness.npy").unlink()
     assert coverage_counts(collect(tmp_path / "run")) == counts
+
+
+def test_a_soak_may_miss_what_it_planted(healthy: Path, tmp_path: Path) -> None:
+    """Its histories tell when all was well again: many of its failpoints nobody comes to, and that is no finding."""
+    shutil.copytree(healthy, tmp_path / "run")
+    missed = {"op": "missed", "t": 1.0, "kind": "kill", "point": "form", "node": 1}
+    (tmp_path / "run" / "faulted" / "history" / "missed.jsonl").write_text(json.dumps(missed) + "\n")
+    assert truths(tmp_path / "run")["faults"] == "true"

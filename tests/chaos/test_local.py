@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from chaos.acts import ACTS
+from chaos.acts.points import folders
 from chaos.errors import RunError
 from chaos.followed import Followed
 from chaos.local import Job
 from chaos.node import Node, clean_environ
 from chaos.proxy import Proxies, Way
-from chaos.scenario import Scenario
+from chaos.scenario import Point, Scenario, Soak
 from chaos.schedule import Due
 from tests.chaos import fake_trainer
 from tests.processes import is_running
@@ -247,3 +248,70 @@ def test_the_end_of_a_fault_does_not_end_a_later_one(node: Node, tmp_path: Path)
     assert way.requests_are_held and way.answers_are_held
     away.undo()
     assert not way.requests_are_held and not way.answers_are_held
+
+
+def at_form(kind: str, target: str | int = "leader", nth: int = 1) -> Due:
+    return Due(kind, target, None, None, point=Point(name="form", nth=nth))
+
+
+def waits_at_points(folder: Path, node: Node) -> Job:
+    """A job of one node that is up and leads no world; what is armed lies in its folder of failpoints."""
+    waiting = job(folder, 1)
+    (folder / "history").mkdir()
+    waiting.nodes, waiting.around.points = [node], folders(folder, 1)
+    return waiting
+
+
+def armed(waiting: Job) -> list[str]:
+    return [path.read_text() for path in waiting.around.points[0].iterdir()]
+
+
+def come(waiting: Job) -> None:
+    """Do what a process does that comes to the place."""
+    (waiting.around.points[0] / "form").rename(waiting.around.points[0] / "form.4711")
+
+
+def test_a_failpoint_is_armed_once_somebody_has_the_role(node: Node, tmp_path: Path) -> None:
+    """Whom a killed leader left behind lead nothing for a while: the fault at the next leader's place is not lost."""
+    waiting = waits_at_points(tmp_path, node)
+    waiting._points.arm(waiting, at_form("kill"))
+    assert armed(waiting) == []
+    waiting.followed.pids = {0: next(pid for pid in node.pids() if pid != node.agent)}
+    until(lambda: [waiting._points.look(waiting), armed(waiting)][1] == ["kill 1"])
+    come(waiting)
+    waiting._points.look(waiting)
+    waiting._points.give_up(waiting)
+    assert [(line["op"], line["kind"], line["pids"]) for line in recorded(tmp_path)] == [("fault", "kill", [4711])]
+
+
+def test_a_second_fault_at_a_place_waits_for_the_first(node: Node, tmp_path: Path) -> None:
+    """Both come, in the order of the scenario; what waits there to the end is told, with what it waited for."""
+    waiting = waits_at_points(tmp_path, node)
+    for kind, nth in (("raise", 1), ("slow", 2), ("kill", 1)):
+        waiting._points.arm(waiting, at_form(kind, 0, nth))
+    assert armed(waiting) == ["raise 1"]
+    come(waiting)
+    until(lambda: [waiting._points.look(waiting), armed(waiting)][1] == ["slow 2"])
+    waiting._points.give_up(waiting)
+    told = [(line["op"], line["kind"], line.get("why", "")) for line in recorded(tmp_path)]
+    assert [(op, kind) for op, kind, _ in told] == [("fault", "raise"), ("missed", "slow"), ("missed", "kill")]
+    assert "came there 2 times" in str(told[1][2]) and "another fault waited there, on node 0" in str(told[2][2])
+
+
+def test_a_role_that_nobody_ever_has_is_told(node: Node, tmp_path: Path) -> None:
+    """A fault that could not be armed until the job ended is recorded as missed, and why."""
+    waiting = waits_at_points(tmp_path, node)
+    waiting._points.arm(waiting, at_form("kill"))
+    waiting._points.give_up(waiting)
+    (missed,) = recorded(tmp_path)
+    assert (missed["op"], missed["kind"], missed["point"], missed["node"]) == ("missed", "kill", "form", None)
+    assert "nobody was 'leader'" in str(missed["why"])
+
+
+def test_a_soak_does_without_what_cannot_be_armed(node: Node, tmp_path: Path) -> None:
+    """It draws another: nothing waits, and nothing is told."""
+    waiting = waits_at_points(tmp_path, node)
+    waiting.scenario = waiting.scenario.model_copy(update={"soak": Soak()})
+    waiting._points.arm(waiting, at_form("kill"))
+    waiting._points.give_up(waiting)
+    assert not (tmp_path / "history" / "chaos.jsonl").exists()
