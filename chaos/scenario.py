@@ -180,6 +180,12 @@ class Scenario(_Section):
     patience_s: float = Field(default=180, gt=0)
     """Longest time until all is over that a fault leads to, and the job trains on; counted from the fault's own end."""
 
+    @model_validator(mode="after")
+    def _soak_has_commits_at_hand(self) -> Scenario:
+        if self.soak is not None and self.s3:
+            raise ValueError("a soak damages and counts commits in the run's folder: leave out s3, or list faults")
+        return self
+
 
 def find(name: str) -> Path:
     """Return the path of a scenario: a file, or the name of one that comes with the package."""
@@ -214,9 +220,23 @@ def load(path: Path) -> Scenario:
         for number, fault in enumerate(faults)
         if fault is not None and (needs := KINDS[fault.kind].needs) and not tree.get(needs)
     ]
+    if scenario is not None and scenario.soak is not None:
+        problems += _undrawable(scenario, scenario.soak)
     if problems or scenario is None:
         raise ScenarioError(*(f"{path}: {problem}" for problem in problems))
     return scenario
+
+
+def _undrawable(scenario: Scenario, soak: Soak) -> Iterator[str]:
+    """Yield every kind that a soak names and cannot draw from."""
+    for kind in soak.kinds or ():
+        needs = KINDS[kind].needs
+        if needs == "s3":
+            yield f"'soak.kinds': {kind} needs an S3, which a soak has not: leave it out"
+        elif needs is not None and not getattr(scenario, needs):
+            yield f"'soak.kinds': {kind} needs {needs}: true"
+    if set(soak.kinds or ()) == {"start_node"}:
+        yield "'soak.kinds': start_node comes by itself, behind what ends a node: name what that is to be"
 
 
 def bounded(scenario: Scenario, faults: int | None, minutes: float | None) -> Scenario:
@@ -225,8 +245,12 @@ def bounded(scenario: Scenario, faults: int | None, minutes: float | None) -> Sc
         return scenario
     if scenario.soak is None:
         raise ScenarioError(f"{scenario.name} is no soak: --faults and --minutes bound nothing")
-    asked = {"faults": faults, "minutes": minutes}
-    soak = scenario.soak.model_copy(update={key: value for key, value in asked.items() if value is not None})
+    asked = {key: value for key, value in (("faults", faults), ("minutes", minutes)) if value is not None}
+    try:
+        soak = Soak.model_validate(scenario.soak.model_dump() | asked)
+    except ValidationError as error:
+        wrong = [(item["loc"][0], item["input"], item["msg"]) for item in error.errors()]
+        raise ScenarioError(*(f"--{key} {value}: {message}" for key, value, message in wrong)) from error
     return scenario.model_copy(update={"soak": soak})
 
 
@@ -237,6 +261,9 @@ def impossible(nodes: Nodes, faults: Sequence[Fault | None]) -> Iterator[str]:
     up, until, is_exact = set(range(nodes.count)), 0.0, None not in faults
     for number, fault in enumerate(faults):
         where = f"'faults.{number}'"
+        is_beyond = fault is not None and isinstance(fault.node, int) and fault.node >= nodes.count
+        if fault is not None and is_beyond:
+            yield f"{where} is for node {fault.node}, but there are {nodes.count} (from 0)"
         if fault is not None and KINDS[fault.kind].aim in ("etcd", "storage", "tracker", "data", "point"):
             continue
         is_exact = is_exact and fault is not None and isinstance(fault.node, int)
@@ -245,9 +272,7 @@ def impossible(nodes: Nodes, faults: Sequence[Fault | None]) -> Iterator[str]:
         if fault.within is not None and fault.within[0] < until:
             yield f"{where} may be drawn before the fault above it: begin its within at {until:g} or later"
         until = max(until, fault.within[1] if fault.within else 0.0)
-        if isinstance(fault.node, int) and fault.node >= nodes.count:
-            yield f"{where} is for node {fault.node}, but there are {nodes.count} (from 0)"
-        elif is_exact:
+        if is_exact and not is_beyond:
             if (fault.node in up) == (fault.kind == "start_node"):
                 yield f"{where}: {fault.kind} on node {fault.node}, which is {'up' if fault.node in up else 'lost'}"
             up = _after(up, fault)

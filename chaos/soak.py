@@ -1,6 +1,7 @@
 """A soak: bursts of faults drawn from a seed, of every kind that can be done, until there were enough; then the end.
 
-What needs an S3, a tracker or data of its own can be done where the scenario brings that.
+What needs a tracker or data of its own can be done where the scenario brings that; what needs an S3 cannot, since the
+commits that it damages, and counts at the end, have to lie in the run's folder.
 
 A burst begins when all before it is undone and the whole world trains again; the faults in it come within seconds of
 each other, so that most of them hit a recovery. Which kinds come is drawn so that rare ones catch up, and failpoints so
@@ -18,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from chaos.errors import ScenarioError
 from chaos.evidence import record_files
 from chaos.kinds import KINDS, LOCAL, ON_DISK, Need
 from chaos.scenario import Point, Scenario
@@ -62,6 +64,10 @@ class Drawn:
         self._nodes = scenario.nodes.count
         self._draws = random.Random(f"{seed} soak")
         self.kinds = kinds_of(scenario, missing)
+        if not self.kinds:
+            asked = [(kind, why) for kind, why in missing.items() if kind in (self._soak.kinds or LOCAL)]
+            reasons = [f"{kind} cannot be done here: {why}" for kind, why in asked]
+            raise ScenarioError(*(f"{scenario.name}: {why}" for why in reasons or ["no kind is left to draw from"]))
         # Where in its turn each kind begins: else the dear ones would come last, in a short soak never.
         self._num = {kind: -self._draws.random() for kind in self.kinds}
         self._cells = Counter[tuple[str, str]]()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos.errors import ScenarioError
-from chaos.scenario import FOLDER, Fault, Scenario, find, load
+from chaos.scenario import FOLDER, Fault, Scenario, bounded, find, load
 from chaos.schedule import SMALLEST_INTERVAL, Due, schedule
 
 HEAD = "name: x\ndescription: y\nconfig: c.yaml\n"
@@ -63,6 +63,10 @@ def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
     ("faults", "expected"),
     [
         ("[{kind: kill_node, node: 2, at_step: 5}]", "'faults.0' is for node 2, but there are 2 (from 0)"),
+        (
+            "[{kind: kill, node: 7, at_point: {name: commit}}]",
+            "'faults.0' is for node 7, but there are 2 (from 0)",
+        ),
         ("[{kind: start_node, node: 1, at_step: 5}]", "'faults.0': start_node on node 1, which is up"),
         (
             "[{kind: kill_node, node: 1, at_step: 5}, {kind: stop_node, node: 1, after_s: 5}]",
@@ -91,6 +95,35 @@ def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
 def test_what_cannot_happen_is_refused(tmp_path: Path, faults: str, expected: str) -> None:
     """A fault to a node that is not there, not up or not down, and a job that could never go on, are errors."""
     assert any(expected in problem for problem in problems(tmp_path, f"{HEAD}faults: {faults}\n"))
+
+
+@pytest.mark.parametrize(
+    ("soak", "expected"),
+    [
+        (
+            "s3: true\nsoak: {faults: 5}",
+            "'scenario': a soak damages and counts commits in the run's folder: leave out s3",
+        ),
+        ("soak: {kinds: [storage_slow]}", "'soak.kinds': storage_slow needs an S3, which a soak has not: leave it out"),
+        ("soak: {kinds: [tracker_outage]}", "'soak.kinds': tracker_outage needs tracker: true"),
+        ("soak: {kinds: [start_node]}", "'soak.kinds': start_node comes by itself"),
+    ],
+)
+def test_a_soak_that_could_never_begin_is_refused(tmp_path: Path, soak: str, expected: str) -> None:
+    """What a soak cannot draw from, or cannot be judged by, is told before a node is started."""
+    (found,) = problems(tmp_path, f"{HEAD}{soak}\n")
+    assert found.startswith(expected)
+
+
+def test_a_soaks_bounds_are_checked() -> None:
+    """Those of the command line, too: each is told by its name; good ones replace the file's."""
+    soak = load(FOLDER / "soak.yaml")
+    with pytest.raises(ScenarioError) as caught:
+        bounded(soak, 0, -1.0)
+    assert [text.split(":")[0] for text in caught.value.problems] == ["--faults 0", "--minutes -1.0"]
+    shorter = bounded(soak, 7, None).soak
+    assert shorter is not None and soak.soak is not None
+    assert (shorter.faults, shorter.burst) == (7, soak.soak.burst)
 
 
 def test_a_whole_job_may_be_killed_and_started(tmp_path: Path) -> None:
