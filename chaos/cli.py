@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import yaml
 from cyclopts import App, CycloptsError, Parameter
@@ -23,6 +23,7 @@ from rich.table import Table
 from chaos import scenario as scenarios
 from chaos.errors import ChaosError, RunError, ScenarioError
 from chaos.execution import clear, count_steps, make_data, run_once, run_soak, tell_holes
+from chaos.feasible import undoable
 from chaos.kinds import KINDS
 from chaos.mesh.command import command as emit
 from chaos.report import write as write_report
@@ -218,6 +219,8 @@ def execute(
     changes = [*_as_arguments(scenario.set), *_split(overrides)]
     if scenario.config is None:
         raise ScenarioError(f"{scenario.name} has no config: it is for scripts; give it one with --command")
+    if scenario.soak is None and (problems := list(undoable(scenario))):
+        raise ScenarioError(*(f"{scenario.name}: {problem}" for problem in problems))
     say = _say(is_quiet)
     config = load_config(scenario.config, environ=os.environ, arguments=changes)
     make_data(scenario, config, say)
@@ -282,11 +285,19 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command and leave with its exit code; SIGTERM is answered like Ctrl-C and leaves no process behind."""
+    """Run a command of this program, and leave with its exit code."""
+    leave_with(lambda: app(arguments, result_action="return_value", exit_on_error=False))
+
+
+def leave_with(command: Callable[[], object]) -> NoReturn:
+    """Leave with a command's exit code, or with an error's, told in lines.
+
+    SIGTERM is answered like Ctrl-C and leaves no process behind.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     try:
-        result = app(arguments, result_action="return_value", exit_on_error=False)
+        result = command()
     except CycloptsError:
         sys.exit(ScenarioError.exit_code)  # cyclopts has said what is wrong
     except ElasticTrainError as error:

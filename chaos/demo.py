@@ -15,7 +15,7 @@ from chaos import cli
 DATA = Path("data/docstrings")
 OUT = Path("runs/demo")
 
-app = App(name="demo", help=__doc__, result_action="return_value")
+app = App(name="demo", help=__doc__)
 
 
 @app.default
@@ -36,8 +36,13 @@ def demo(*, seed: int | None = None, json_: Annotated[bool, Parameter(name="--js
     return code
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> None:
+    """Run the demo and leave with its exit code; what goes wrong is told in lines, as `elastic-chaos` does."""
     try:
-        sys.exit(app())
+        cli.leave_with(lambda: app(arguments, result_action="return_value", exit_on_error=False))
     except subprocess.CalledProcessError as error:
-        sys.exit(error.returncode)
+        sys.exit(error.returncode)  # the import has said what is wrong
+
+
+if __name__ == "__main__":
+    main()

@@ -26,7 +26,7 @@ from chaos.so_far import so_far
 
 MOST_COSTS = 30
 """Recoveries that are shown one by one."""
-FAULTED, REFERENCE, VERDICT = "faulted", "reference", "verdict.json"
+FAULTED, REFERENCE, VERDICT, REPORT = "faulted", "reference", "verdict.json", "report.html"
 
 
 @dataclass(frozen=True)

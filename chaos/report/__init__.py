@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from chaos.report.page import render
-from chaos.verdict import Verdict
-
-REPORT = "report.html"
+from chaos.verdict import REPORT, Verdict
 
 
 def write(folder: Path, verdict: Verdict) -> Path:

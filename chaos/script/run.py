@@ -12,6 +12,7 @@ from pathlib import Path
 from chaos.acts.network import PROXIED
 from chaos.errors import RunError, ScenarioError
 from chaos.execution import clear
+from chaos.feasible import undoable
 from chaos.kinds import KINDS
 from chaos.local import Job
 from chaos.scenario import Scenario
@@ -44,9 +45,11 @@ def execute(command: str, scenario: Scenario, seed: int, folder: Path, *, replay
 
 
 def _settle(scenario: Scenario, seed: int, has_etcd: bool) -> list[Due]:
-    problems = [_unfit(fault.kind, has_etcd) for fault in scenario.faults]
+    problems = [*(_unfit(fault.kind, has_etcd) for fault in scenario.faults), *undoable(scenario)]
     if scenario.soak is not None:
         problems.append("a soak is for our own trainer: list the faults of a script")
+    if scenario.own_data:
+        problems.append("own_data is for our own trainer: what a script reads is not known")
     if any(fault.within for fault in scenario.faults):
         problems.append("how long a script runs is not known: say at_step or after_s, not within")
     if told := [problem for problem in problems if problem is not None]:
@@ -56,8 +59,9 @@ def _settle(scenario: Scenario, seed: int, has_etcd: bool) -> list[Due]:
 
 def _unfit(kind: str, has_etcd: bool) -> str | None:
     """Say why a kind cannot happen to somebody's script; None if it can."""
-    if KINDS[kind].aim in ("point", "storage") or kind == "start_twin":
-        return f"{kind} is for our own trainer: a script has no failpoints, commits or second launch that we know"
+    if KINDS[kind].aim in ("point", "storage", "tracker", "data") or kind == "start_twin":
+        known = "no failpoints, commits, tracker, data or second launch that we know"
+        return f"{kind} is for our own trainer: a script has {known}"
     if (KINDS[kind].aim == "etcd" or kind in PROXIED or kind == "lose_lease") and not has_etcd:
         return f"{kind} needs etcd: put --rdzv-backend=etcd into the command, without an endpoint"
     return None

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from chaos import demo
 from chaos.cli import main
+from chaos.errors import ChaosError
+from chaos.execution import clear
 from chaos.planted import PLANTED
+from elastic_train.errors import ConfigError
 from tests.chaos.recorded import record
 
 
@@ -82,6 +86,45 @@ def test_a_cable_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.Captur
     data = [f"--set=data.{name}={tmp_path / 'rows' / name}" for name in ("train", "validation")]
     assert leave(["run", str(tmp_path / "x.yaml"), "--out", str(tmp_path / "run"), *data]) == 2
     assert "only the last node, 2, has a cable of its own: say node: 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fault", "command"),
+    [
+        ("{kind: cut_link, node: 0, at_step: 3, for_s: 2}", []),
+        ("{kind: lose_node, node: 0, at_step: 3, for_s: 2}", []),
+        ("{kind: cut_link, node: 0, at_step: 3, for_s: 2}", ["--command", "false"]),
+    ],
+)
+def test_what_is_refused_takes_nothing_away(tmp_path: Path, fault: str, command: list[str]) -> None:
+    """The results of an earlier run stay where the next one cannot begin."""
+    told = f"name: x\ndescription: y\nconfig: configs/witness.yaml\nnodes: {{count: 3}}\nfaults: [{fault}]\n"
+    (tmp_path / "x.yaml").write_text(told)
+    (tmp_path / "run" / "faulted").mkdir(parents=True)
+    earlier = [tmp_path / "run" / name for name in ("verdict.json", "report.html", "faulted/result.json")]
+    for path in earlier:
+        path.touch()
+    assert leave(["run", str(tmp_path / "x.yaml"), "--out", str(tmp_path / "run"), *command]) == 2
+    assert all(path.exists() for path in earlier)
+    clear(tmp_path / "run")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [ChaosError("no etcd here"), ConfigError("no etcd here")])
+def test_the_demo_tells_its_mistakes(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What goes wrong in it ends in lines and an exit code, not in a traceback."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("chaos.demo.subprocess.run", lambda *_, **__: None)
+    monkeypatch.setattr("chaos.demo.cli.run", fail)
+    with pytest.raises(SystemExit) as left:
+        demo.main(["--json"])
+    assert left.value.code == error.exit_code  # type: ignore[attr-defined]
+    assert "no etcd here" in capsys.readouterr().err
 
 
 def test_a_planted_bug_has_to_be_found(capsys: pytest.CaptureFixture[str]) -> None:

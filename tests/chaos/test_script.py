@@ -310,6 +310,25 @@ def test_mistakes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert scenarios.load(scenarios.find(scripts.DEFAULT)).config is None
 
 
+@pytest.mark.parametrize(
+    ("brought", "fault", "expected"),
+    [
+        ("", "{kind: cut_node, node: 0, at_step: 3, for_s: 2}", "only the last node, 1, has a cable of its own"),
+        ("", "{kind: lose_node, node: 0, at_step: 3, for_s: 2}", "lose_node is for the simulator alone"),
+        ("own_data: true", "{kind: bad_row_group, at_step: 3}", "bad_row_group is for our own trainer"),
+        ("own_data: true", "{kind: kill_worker, node: 0, at_step: 3}", "own_data is for our own trainer"),
+        ("tracker: true", "{kind: tracker_outage, at_step: 3, for_s: 2}", "tracker_outage is for our own trainer"),
+    ],
+)
+def test_what_cannot_be_done_to_a_script_is_refused(tmp_path: Path, brought: str, fault: str, expected: str) -> None:
+    """Faults of other nodes' cables, of the simulator, and of what a script does not have: before anything starts."""
+    (tmp_path / "x.yaml").write_text(f"name: x\ndescription: y\n{brought}\nfaults: [{fault}]\n")
+    described = scenarios.load(tmp_path / "x.yaml")
+    with pytest.raises(ScenarioError, match=expected):
+        scripts.execute("false", described, 1, tmp_path / "run", replay="", say=lambda _: None)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rendezvous", ["", "--rdzv-backend=etcd"])

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from itertools import islice
 
+import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chaos.errors import ScenarioError
+from chaos.execution import _unslowed
 from chaos.kinds import KINDS
 from chaos.scenario import FOLDER, load
 from chaos.schedule import Due
 from chaos.soak import Drawn, can_be_at
+from elastic_train import config_sources
 from elastic_train.failpoints import KINDS as POINT_KINDS
 from elastic_train.failpoints import POINTS
 
@@ -58,6 +63,25 @@ def test_cells_that_never_came_come_next() -> None:
     for kind in POINT_KINDS:
         counts = [num for (_, of), num in cells.items() if of == kind]
         assert max(counts) - min(counts) <= 1
+
+
+def test_a_soak_that_can_do_nothing_is_refused() -> None:
+    """On a machine that lacks all that is asked for there is nothing to draw, and that is told before a node starts."""
+    assert SOAK.soak is not None
+    cut = SOAK.model_copy(update={"soak": SOAK.soak.model_copy(update={"kinds": ("cut_node",)})})
+    with pytest.raises(ScenarioError, match="cut_node cannot be done here: no namespaces"):
+        Drawn(cut, 1, {"cut_node": "no namespaces", "storage_full": "no mounts"})
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [("{lane_ms: 12}", {"lane_ms": 0}), ("{lane_ms: 12, dim: 64}", {"lane_ms": 0, "dim": 64}), ("{dim: 64}", None)],
+)
+def test_only_a_task_that_waits_is_hurried(params: str, expected: dict[str, int] | None) -> None:
+    """For the run without faults a task loses its waits, and no other parameter; one without waits is left alone."""
+    config = config_sources.load("configs/soak.yaml", environ={}, arguments=[f"--task.params={params}"])
+    told = [yaml.safe_load(text.partition("=")[2]) for text in _unslowed(config)]
+    assert told == ([expected] if expected else [])
 
 
 def test_enough_is_enough() -> None:
