@@ -30,7 +30,7 @@ _EVERY = 2
 
 
 class S3:
-    """`with S3() as s3: … s3.url`; `s3.spoil(kind)` until `s3.heal()`."""
+    """`with S3() as s3: … s3.url`; `s3.heal(number)` ends what `s3.spoil(kind)` began, and nothing else."""
 
     def __init__(self) -> None:
         try:
@@ -40,7 +40,8 @@ class S3:
             raise ChaosError("an S3 for faults needs moto: pip install 'moto[server]'") from error
         self._moto: WSGIApplication = DomainDispatcherApplication(create_backend_app)
         logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it tells of every request
-        self._spoilt: str | None = None
+        self._spoilt: tuple[tuple[int, str], ...] = ()  # replaced whole: requests are answered by other threads
+        self._num_spells = 0
         self._count = 0
         self.num_spoilt = 0
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
@@ -55,16 +56,20 @@ class S3:
         """Return where a run's commits lie."""
         return f"s3://{BUCKET}/{run}"
 
-    def spoil(self, kind: str) -> None:
-        self._spoilt = kind
+    def spoil(self, kind: str) -> int:
+        """Spoil answers until the number that is returned is healed; of several spells the newest has its way."""
+        self._num_spells += 1
+        self._spoilt += ((self._num_spells, kind),)
+        return self._num_spells
 
-    def heal(self) -> None:
-        self._spoilt = None
+    def heal(self, number: int) -> None:
+        """End one spell; another that began meanwhile goes on, and one before it, if that is not over."""
+        self._spoilt = tuple(spell for spell in self._spoilt if spell[0] != number)
 
     def mirror(self, run: str, folder: Path) -> None:
         """Write a run's commit records below `folder`, as a local store has them."""
         (folder / "commits").mkdir(exist_ok=True)
-        self.heal()
+        self._spoilt = ()
         client = self._client()
         for page in client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=f"{run}/commits/"):
             for entry in page.get("Contents", []):
@@ -93,7 +98,7 @@ class S3:
 
     def _answer(self, environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         """Answer a request, or spoil it as told: conflicts are for who creates, errors for all, and slowness too."""
-        kind = self._spoilt
+        kind = self._spoilt[-1][1] if self._spoilt else None
         creates = environ["REQUEST_METHOD"] in ("PUT", "POST") and "HTTP_IF_NONE_MATCH" in environ
         if kind == "storage_slow":
             self.num_spoilt += 1

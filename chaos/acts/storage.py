@@ -84,10 +84,10 @@ def spoil_s3(job: Job, fault: Due) -> Done | None:
     s3 = job.around.s3
     assert s3 is not None, "the scenario's kinds have asked for it"
     before = s3.num_spoilt
-    s3.spoil(fault.kind)
+    mine = s3.spoil(fault.kind)
 
     def heal() -> list[int]:
-        s3.heal()
+        s3.heal(mine)
         job.on_event(f"{fault.kind}: {s3.num_spoilt - before} requests were spoilt")
         return []
 

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from chaos.followed import Followed
 from chaos.local import Job
 from chaos.node import Node, clean_environ
 from chaos.proxy import Proxies, Way
+from chaos.s3 import S3
 from chaos.scenario import Point, Scenario, Soak
 from chaos.schedule import Due
 from tests.chaos import fake_trainer
@@ -248,6 +251,33 @@ def test_the_end_of_a_fault_does_not_end_a_later_one(node: Node, tmp_path: Path)
     assert way.requests_are_held and way.answers_are_held
     away.undo()
     assert not way.requests_are_held and not way.answers_are_held
+
+
+def answered(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_the_end_of_an_s3s_spell_does_not_end_a_later_one(tmp_path: Path) -> None:
+    """Two faults of the S3 overlap: the first one's undoing leaves the second, whose own end heals all."""
+    waiting = job(tmp_path, 1)
+    with S3() as s3:
+        waiting.around.s3 = s3
+
+        def fails() -> bool:
+            return 500 in (answered(s3.environ["AWS_ENDPOINT_URL"]), answered(s3.environ["AWS_ENDPOINT_URL"]))
+
+        taken, errors = (
+            ACTS[kind](waiting, Due(kind, None, None, None)) for kind in ("storage_taken", "storage_errors")
+        )
+        assert taken is not None and taken.undo is not None and errors is not None and errors.undo is not None
+        taken.undo()
+        assert fails()
+        errors.undo()
+        assert not fails()
 
 
 def at_form(kind: str, target: str | int = "leader", nth: int = 1) -> Due:
