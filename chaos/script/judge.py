@@ -13,8 +13,9 @@ import numpy as np
 
 from chaos import clean, departures, injected
 from chaos.applied import formed_at, newest_steps, restored_at, steps_of
-from chaos.evidence import Evidence, number, whole
+from chaos.evidence import Evidence, Line, number, whole
 from chaos.findings import Finding, Unknown, Violated, find
+from chaos.kinds import ends_world
 from chaos.script.samples import Tally, counts_of, kept_steps, logs_ids, tallies_of, untold, where_applied
 
 
@@ -37,29 +38,36 @@ def faults(run: Evidence) -> str:
 
 
 def restarts(run: Evidence) -> str:
-    """After every fault a new world's processes were started; returns how long that took."""
+    """After every fault that ends a world a new one's processes were started; returns how long that took."""
     seconds = restarted_in(run)
     if not run.of("fault"):
         raise Unknown("no fault was injected")
-    missing = [fault for fault in run.of("fault") if number(fault, "t") not in seconds]
+    missing = [fault for fault in _ending(run) if number(fault, "t") not in seconds]
     if missing:
         raise Unknown(f"no process was started after {missing[0]['kind']} on node {missing[0]['node']}")
+    if not seconds:
+        return f"no world had to be started anew: {len(run.of('fault'))} faults may be ridden out"
     return f"{min(seconds.values()):.2f} to {max(seconds.values()):.2f} s until the next world's processes ran"
 
 
 def restarted_in(run: Evidence) -> dict[float, float]:
-    """Return, by each fault's time, the seconds until all processes of the next world had been started."""
+    """Return, by the time of each fault that ends a world, the seconds until all of the next one's processes ran."""
     started: dict[int, float] = {}
     for line in run.of("form"):
         term = whole(line, "term")
         started[term] = max(number(line, "started_at"), started.get(term, 0.0))
     formed, seconds = formed_at(run), {}
-    for fault in run.of("fault"):
+    for fault in _ending(run):
         at = number(fault, "t")
         following = [term for term, t in formed.items() if t > at]
         if following:
             seconds[at] = started[min(following)] - at
     return seconds
+
+
+def _ending(run: Evidence) -> list[Line]:
+    """Return the faults that always end a world; others may be ridden out, with nobody started anew."""
+    return [fault for fault in run.of("fault") if ends_world(fault["kind"])]
 
 
 def agreement(run: Evidence) -> str:

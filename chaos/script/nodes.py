@@ -44,8 +44,13 @@ def check(command: str) -> None:
 
 def uses_etcd(command: str) -> bool:
     """Say whether a command meets by `--rdzv-backend=etcd`, at an etcd that is not its own."""
+    return _meets_by_etcd(command) and not _ENDPOINT.search(command)
+
+
+def _meets_by_etcd(command: str) -> bool:
+    """Say whether a command meets by our rendezvous, whoever's etcd that is."""
     backend = _BACKEND.search(command)
-    return backend is not None and backend[1] == "etcd" and not _ENDPOINT.search(command)
+    return backend is not None and backend[1] == "etcd"
 
 
 def nodes_of(command: str, shape: Nodes, folder: Path, run_id: str, around: Surroundings) -> list[Node]:
@@ -63,7 +68,7 @@ def nodes_of(command: str, shape: Nodes, folder: Path, run_id: str, around: Surr
     for number in range(shape.count):
         meets = {
             "PET_RDZV_ENDPOINT": (around.endpoint(number) or "") if is_etcd else opened,
-            "PET_RDZV_CONF": f"ttl={shape.lease_ttl_s:g}" if is_etcd else f"is_host={int(number == 0)}",
+            "PET_RDZV_CONF": f"ttl={shape.lease_ttl_s:g}" if _meets_by_etcd(command) else f"is_host={int(number == 0)}",
         }
         own = {**shared, **meets, **around.environ(number, shape.count)}
         if around.cable is not None:

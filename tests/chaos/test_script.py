@@ -25,6 +25,7 @@ from chaos.evidence import Line, collect, items
 from chaos.hook import VARIABLE, log_ids
 from chaos.network import Cable
 from chaos.recovery import recoveries
+from chaos.report.figures.coverage import coverage_figure
 from chaos.scenario import Fault, Nodes, Scenario
 from chaos.script import judge as judging
 from chaos.script import run as scripts
@@ -196,6 +197,30 @@ def test_a_reference_says_what_faults_did_not_cause(healthy: Path, tmp_path: Pat
     assert truths(tmp_path / "short")["coverage"] == "false"
 
 
+def test_what_is_ridden_out_starts_nobody(healthy: Path, tmp_path: Path) -> None:
+    """A freeze that all survived has no next world: the restarts that are asked for, and timed, are the others'."""
+    shutil.copytree(healthy, tmp_path / "run")
+    folder = tmp_path / "run" / "faulted"
+    before = judging.restarts(collect(folder))
+    froze = {"op": "fault", "t": 4e9, "kind": "freeze_worker", "node": 0, "for_s": 1.0, "pids": []}
+    (folder / "history" / "froze.jsonl").write_text(json.dumps(froze) + "\n")
+    assert judging.restarts(collect(folder)) == before
+    edit(folder, lambda line: None if line.get("kind") == "kill_worker" else line)
+    assert judging.restarts(collect(folder)) == "no world had to be started anew: 1 faults may be ridden out"
+
+
+def test_epochs_that_begin_at_one_are_drawn(healthy: Path, tmp_path: Path) -> None:
+    """A script counts its epochs as it likes; each has a strip under its own number."""
+    shutil.copytree(healthy, tmp_path / "run")
+    for part in ("faulted", "reference"):
+        edit(
+            tmp_path / "run" / part,
+            lambda line: {**line, "epoch": int(str(line["epoch"])) + 1} if "epoch" in line else line,
+        )
+    drawn = str(coverage_figure(collect(tmp_path / "run" / "faulted")))
+    assert [f"epoch {epoch}<" in drawn for epoch in range(5)] == [False, True, True, True, False]
+
+
 def test_without_the_hook_restarts_are_timed_and_coverage_is_unknown(tmp_path: Path) -> None:
     """A script that says nothing has its worlds and their restarts, and no claim beyond."""
     folder = broken(tmp_path / "run", "--silent")
@@ -265,6 +290,9 @@ def test_nodes_are_told_where_they_meet_by_torchruns_own_variables(tmp_path: Pat
     assert {environ["PET_NPROC_PER_NODE"] for environ in told} == {"2"}
     (endpoint,) = {environ["PET_RDZV_ENDPOINT"] for environ in told}
     assert endpoint.startswith("localhost:")
+    own = "torchrun --rdzv-backend=etcd --rdzv-endpoint=mine:2379 a.py"
+    (node, _) = nodes_of(own, Nodes(), tmp_path, "id", Surroundings())
+    assert node._environ["PET_RDZV_CONF"] == "ttl=3", "our rendezvous takes no is_host, whoever's etcd it meets at"
     (first, last) = nodes_of("torchrun --rdzv-backend etcd a.py", Nodes(), tmp_path, "id", Surroundings(cable=Cable(7)))
     assert first._environ["PET_RDZV_CONF"] == "ttl=3"
     assert [node._environ["PET_LOCAL_ADDR"] for node in (first, last)] == ["10.213.7.1", "10.213.7.2"]

@@ -46,9 +46,10 @@ def coverage_figure(run: Evidence) -> Markup:
 def _epochs(run: Evidence) -> Iterator[Row]:
     # A script tells of rows, which have no lanes.
     counts = {epoch: times[:, None] for epoch, times in rows_of(run).items()} if is_script(run) else counts_of(run)
-    together = -(-len(counts) // _MOST_EPOCHS)
-    for lo in range(0, len(counts), together):
-        group = [counts[epoch] for epoch in range(lo, min(lo + together, len(counts)))]
+    epochs, together = sorted(counts), -(-len(counts) // _MOST_EPOCHS)  # a script may count from 1
+    for lo in range(0, len(epochs), together):
+        drawn = epochs[lo : lo + together]
+        group = [counts[epoch] for epoch in drawn]
         longest = max(len(epoch) for epoch in group)
         cells = min(_CELLS, longest)
         least, most = np.full(cells, np.iinfo(np.int64).max), np.zeros(cells, np.int64)
@@ -56,7 +57,7 @@ def _epochs(run: Evidence) -> Iterator[Row]:
             cell = np.arange(len(epoch)) * cells // longest
             np.minimum.at(least, cell, epoch.min(axis=1))
             np.maximum.at(most, cell, epoch.max(axis=1))
-        name = f"epoch {lo}" if len(group) == 1 else f"{lo}–{lo + len(group) - 1}"
+        name = f"epoch {drawn[0]}" if len(drawn) == 1 else f"{drawn[0]}–{drawn[-1]}"
         yield name, least, most, (1, 1)
 
 
