@@ -64,7 +64,9 @@ def _least_steps(scenario: Scenario) -> int:
 
 def _fails(scenario: Scenario) -> bool:
     """Say whether the scenario itself wants a job that ends at what cannot be read."""
-    return scenario.set.get("data.unreadable") == "fail"
+    data = scenario.set.get("data")
+    nested = data.get("unreadable") if isinstance(data, dict) else None
+    return "fail" in (nested, scenario.set.get("data.unreadable"))
 
 
 def _faults(due: list[Due], shape: Shape, draws: random.Random) -> tuple[SimFault, ...]:

@@ -46,13 +46,13 @@ def emit(scenario: Scenario, cluster: Cluster, pace: Pace, seed: int) -> tuple[W
     before, draws = 0.0, random.Random(seed)
     for number, fault in enumerate(scenario.faults):
         moment = _moment(fault, before, pace, draws)
+        before = before if isinstance(moment, Refused) else moment  # also of one that is refused, for those behind it
         aim = _aim(fault, cluster, scenario.nodes.count)
         make = maker_of(fault.kind)
         refused = [str(what) for what in (make, moment, aim) if isinstance(what, Refused)]
         if isinstance(make, Refused) or isinstance(moment, Refused) or isinstance(aim, Refused):
             problems += [f"{scenario.name}: 'faults.{number}', {fault.kind}: {why}" for why in refused]
             continue
-        before = moment
         templates += _branch(number, fault, moment, make(cluster, aim, fault.for_s is not None))
     if not templates:
         raise ScenarioError(*(problems or [f"{scenario.name} has no faults to emit"]))

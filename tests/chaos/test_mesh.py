@@ -170,6 +170,14 @@ def test_shares_of_the_nodes_are_counted(role: str, nodes: int, expected: tuple[
     assert (spec["mode"], spec.get("value")) == expected
 
 
+def test_who_is_refused_is_still_waited_for() -> None:
+    """A fault that Chaos Mesh cannot do leaves those behind it at their moments."""
+    refused = Fault(kind="lose_lease", node=0, at_s=40)
+    workflow, problems = emit(scenario(refused, Fault(kind="kill_node", node=0, after_s=5)), CLUSTER, PACE, 1)
+    assert len(problems) == 1
+    assert [each.deadline for each in workflow.spec.templates if each.template_type == "Suspend"] == ["45s"]
+
+
 def test_what_cannot_be_said_is_told_at_once() -> None:
     """Kinds, moments and targets that Chaos Mesh does not know come in one error, each with what to write instead."""
     faults = (

@@ -80,6 +80,8 @@ def test_data_and_tracker_break_in_a_scenario_too() -> None:
     assert {"tracking", "hash"} <= {finding.invariant for finding in outcome.findings}
     strict = scenario(*faults).model_copy(update={"set": {"data.unreadable": "fail"}})
     assert rehearse(strict, 1).shape.unreadable == "fail"
+    nested = strict.model_copy(update={"set": {"data": {"unreadable": "fail"}}})
+    assert rehearse(nested, 1).shape.unreadable == "fail"
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
