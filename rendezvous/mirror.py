@@ -11,6 +11,7 @@ which has lost its data begins at 1 again. Lists are linearizable, so a lower re
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import queue
@@ -20,7 +21,9 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
+import grpc  # type: ignore[import-untyped]
 from pyetcd import events as kinds
+from pyetcd import exceptions as failures
 from pyetcd import watch as streams
 
 from rendezvous.errors import StoreError
@@ -82,7 +85,9 @@ class Mirror:
         try:
             self._apply(said)
         finally:  # else its answers would be kept for nobody
-            self._connection.client().cancel_watch(watch_id)
+            # A member that was left has taken the watch along, and there may be no other to ask.
+            with contextlib.suppress(grpc.RpcError, failures.Etcd3Exception):
+                self._connection.client().cancel_watch(watch_id)
 
     def _apply(self, said: queue.SimpleQueue[_Said]) -> None:
         """Show what a stream says, until it breaks or its member is left."""

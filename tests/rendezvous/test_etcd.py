@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import logging
 import threading
 import time
 from pathlib import Path
@@ -19,7 +20,15 @@ from cryptography.x509.oid import NameOID
 
 import rendezvous
 from chaos.etcd import EtcdCluster, frozen
-from rendezvous import EtcdServer, EtcdStore, OptionError, StoreRefusedError, StoreUnavailableError, etcd_options
+from rendezvous import (
+    EtcdServer,
+    EtcdStore,
+    OptionError,
+    StoreRefusedError,
+    StoreUnavailableError,
+    etcd_options,
+    mirror,
+)
 from rendezvous.etcd import EtcdLease
 from rendezvous.store import Put
 
@@ -82,6 +91,34 @@ def test_a_frozen_member_and_a_lost_leader_cost_no_lease_and_hide_no_change(monk
         assert not lease.is_lost
         for each in (watch, store, others):
             each.close()
+
+
+def test_a_watch_outlives_an_etcd_that_says_nothing_for_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The only member of etcd is silent until nobody asks it any more: the watch goes on once it answers.
+
+    Its stream is left behind then, and there is nobody to tell so.
+    """
+    monkeypatch.setattr(mirror, "PROBE_S", 0.1)
+    monkeypatch.setattr(mirror, "GIVE_UP_AFTER_S", 0.1)
+    caplog.set_level(logging.DEBUG, mirror.__name__)
+    with EtcdServer() as server:
+        store = EtcdStore(etcd_options(server.endpoint))
+        watch = store.watch("/a/")
+        written = store.swap({"/a/before": Put("1")}, {})
+        assert written is not None and watch.wait(written - 1, timeout_s=10) is not None
+        with frozen(server):
+            deadline = time.monotonic() + 20
+            while not any("waits for etcd" in record.message for record in caplog.records):
+                assert time.monotonic() < deadline, "the watch has not found out"
+                time.sleep(0.01)
+        written = store.swap({"/a/after": Put("1")}, {})
+        assert written is not None
+        seen = watch.wait(written - 1, timeout_s=20)
+        assert seen is not None and sorted(seen.entries) == ["/a/after", "/a/before"]
+        watch.close()
+        store.close()
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNKNOWN, grpc.StatusCode.RESOURCE_EXHAUSTED])
