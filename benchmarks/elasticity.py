@@ -41,7 +41,6 @@ BOUND_S = 90.0
 START_S = 120.0
 ENOUGH_STEPS = 10
 MAX_RESTARTS = 100
-FOREVER_S = 1e5
 MODES = ("stock", "stock_apart", "restart", "live")
 _ERROR = re.compile(r"\b\w+Error: .+")
 
@@ -208,7 +207,7 @@ def _plain(folder: Path, flags: list[str], endpoint: str, *, is_host: bool = Fal
 
 
 def _live(folder: Path, endpoint: str) -> Running:
-    config = write_live_job(folder, FOREVER_S, ranks=2)
+    config = write_live_job(folder, ranks=2)
     nodes = Nodes(count=2, ranks=1, min=1, max_restarts=MAX_RESTARTS, lease_ttl_s=TTL_S, recovery="live")
     scenario = Scenario(name=folder.name, description="", config=config, nodes=nodes)
     return Running(launch(scenario, endpoint, folder, [], folder.name), Steps(folder / "run", LIVE_LOGS))

@@ -94,8 +94,8 @@ def plain_nodes(folder: Path, flags: list[str], endpoint: str, *, max_restarts: 
     return [Node(turn, command, folder / f"node-{turn}.log", clean_environ(os.environ)) for turn in range(2)]
 
 
-def write_live_job(folder: Path, seconds: float, ranks: int, steps_per_s: float = 12.0) -> str:
-    """Make data and a configuration that trains for about so long; return the configuration's path."""
+def write_live_job(folder: Path, ranks: int) -> str:
+    """Make data and a configuration that trains until it is told to leave; return the configuration's path."""
     folder.mkdir(parents=True)
     synthesise(str(folder / "data"), 20_000, "quality", seed=1)
     params = {"max_tokens": 128, "dim": 96, "depth": 2, "heads": 4, "dropout": 0.1}
@@ -105,8 +105,7 @@ def write_live_job(folder: Path, seconds: float, ranks: int, steps_per_s: float 
         "data": {"train": str(folder / "data"), "too_long": "truncate", "cache_dir": str(folder / "decoded")},
         "batch": {"global_batch": 16 * ranks, "micro_batch": 8},
         "optimizer": {"lr": 0.001, "warmup_steps": 10, "schedule": "constant"},
-        "max_steps": int(seconds * steps_per_s),
-        "epochs": 1000,
+        "epochs": 100_000,
         "validation": {"every_steps": None},
         "checkpoint": {"every_steps": 200, "every_s": None, "keep_last": 2},
         "tracking": {"mlflow_uri": None},

@@ -1,20 +1,30 @@
-"""A live job with faults, run to its end."""
+"""Live jobs with faults: one is run, told to leave behind its last fault, and repeated without any.
+
+A job has no end of its own: how many steps fit between its faults is the machine's affair, so nothing here counts them
+beforehand. The nodes are told to leave, and the last of them commits and leaves a result.
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.jobs import TTL_S
-from chaos.evidence import Evidence, collect
+from chaos.errors import RunError
+from chaos.evidence import Evidence, collect, whole
 from chaos.launched import launch
 from chaos.local import Job
 from chaos.network import Cable
-from chaos.node import Node
 from chaos.scenario import Nodes, Scenario
 from chaos.schedule import Due
+from chaos.surroundings import Surroundings
 from rendezvous.server import EtcdServer
+
+LEAVE = "stop_node"
 
 
 def run_job(
@@ -23,20 +33,43 @@ def run_job(
     due: list[Due],
     *,
     ranks: int,
+    leave_after_s: float,
     timeout_s: float,
     num_nodes: int = 2,
-    place: Callable[[list[Node], Path], list[Node]] | None = None,
     laid: Cable | None = None,
 ) -> Evidence:
-    """Run a live job with its faults to its end, and return what it left; `place` puts its nodes along a cable."""
+    """Run a live job through its faults, tell its nodes to leave so many seconds later, and return what it left.
+
+    They are told once all of them train again: who waits for a world has no result to leave.
+    The last node is put at the other end of a cable, if one is laid.
+    """
     nodes = Nodes(count=num_nodes, ranks=ranks, min=1, max_restarts=1000, lease_ttl_s=TTL_S, recovery="live")
     scenario = Scenario(name=folder.name, description="", config=config, nodes=nodes, timeout_s=timeout_s)
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
+    leaving = [Due(LEAVE, node, None, 0.0) for node in reversed(range(num_nodes))]
+    faults = [*due, replace(leaving[0], after_s=leave_after_s, is_healed=True), *leaving[1:]]
+    around, told = Surroundings(cable=laid), ""
     with EtcdServer(host="0.0.0.0" if laid else "127.0.0.1") as server:
         endpoint = server.endpoint.replace("127.0.0.1", laid.address("etcd")) if laid else server.endpoint
-        started = launch(scenario, endpoint, folder, ["--run.dir", str(folder)], folder.name)
-        started = place(started, folder) if place else started
-        Job(folder, started, scenario, due, 0, lambda _: None, lambda _: None).run()
-    return collect(folder)
+        started = launch(scenario, endpoint, folder, ["--run.dir", str(folder)], folder.name, around)
+        try:
+            Job(folder, started, scenario, faults, 0, lambda _: None, lambda _: None, around=around).run()
+        except RunError as error:  # expected: told to leave, no node ends with 0
+            told = str(error)
+    run = collect(folder)
+    if run.result is None or len(run.of("fault")) <= len(due):
+        raise SystemExit(f"{folder}: {told}")
+    return run
+
+
+def repeat(folder: Path, config: str, run: Evidence) -> Mapping[str, object]:
+    """Take as many steps as a run has, in one process and without a fault; return the result, hash and all."""
+    assert run.result is not None, "every run leaves one"
+    command = ["elastic_train", config, "--run.dir", str(folder), "--max_steps", str(whole(run.result, "step"))]
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
+    result = collect(folder).result
+    assert result is not None, "it came to its end"
+    return result

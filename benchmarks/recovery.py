@@ -15,11 +15,12 @@ With --storm N, three live nodes go through N faults in quick succession, severa
 kills, freezes shorter and longer than a lease, nodes that leave and come back (`storm_faults`, `storm_hash_equal`). The
 third node is cut off where others freeze, from all or from the other nodes alone; needs root and `ip`.
 
-All live faults but the cuts hit one job, whose final weights are then compared with those of a run without faults
-(`hash_equal`). `rpo_steps_max` counts the applied steps that the job gave up although a process that held them lived
-on; `again_steps_max` also those that the lost rank alone had applied: they are computed again, with the same bits. With
---minutes, a job of four workers has a fault every 29 s for so long: `throughput_kept` is its speed over that of the
-same job without faults before and after (`steps_per_s` has the three, since a machine's speed drifts).
+All live faults but the cuts hit one job, whose final weights are then compared with those of as many steps without
+faults (`hash_equal`). `rpo_steps_max` counts the applied steps that the job gave up although a process that held them
+lived on; `again_steps_max` also those that the lost rank alone had applied: they are computed again, with the same
+bits. With --minutes, a job of four workers has a fault every 29 s for so long, and is told to leave 29 s behind the
+last: `throughput_kept` is its speed until then over that of the same job without faults before and after
+(`steps_per_s` has the three, since a machine's speed drifts).
 `kept_beside_quiet` is, by kind of fault, its steps over those that its own quiet time (the last 40 % between two
 faults) would have brought; `throughput_kept_net` the same with `start_share` taken out, the share of the machine that
 making the lost workers ready takes. `import_share` is what their imports would take besides, had the node's standby
@@ -37,7 +38,6 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -45,8 +45,7 @@ from rich.table import Table
 
 from benchmarks import storm, throughput
 from benchmarks.jobs import LOG, TTL_S, Steps, free_endpoint, plain_nodes, write_live_job
-from benchmarks.live import run_job
-from benchmarks.network import CableNode, CutNode, SplitNode, behind_the_cable
+from benchmarks.live import LEAVE, repeat, run_job
 from chaos.injected import given_up
 from chaos.network import NoNamespacesError, cable
 from chaos.recovery import recoveries
@@ -54,6 +53,7 @@ from chaos.schedule import Due
 from rendezvous.server import EtcdServer
 
 FROZEN_S = 6.0
+QUIET_S, CUT_EVERY_S = 20.0, 30.0
 STOCK_TIMEOUT_S = 180.0
 NAMES = (
     "stock_c10d_s",
@@ -118,7 +118,7 @@ def main() -> None:
                 ]
         if "live" in parts:
             _live(Path(folder) / "live", chosen.faults, figures, console)
-        for part, kind in (("cut", CutNode), ("split", SplitNode)):
+        for part, kind in (("cut", "cut_node"), ("split", "cut_link")):
             if part in parts:
                 _cut(Path(folder) / part, chosen.faults, figures, console, f"live_{part}_s", kind)
         if chosen.storm:
@@ -152,7 +152,7 @@ def _foreign(folder: Path, flags: list[str], endpoint: str, console: Console) ->
 
 
 def _live(folder: Path, num_faults: int, figures: Figures, console: Console) -> None:
-    """Hit one live job with every kind of fault in turn, then run it once more without."""
+    """Hit one live job with every kind of fault in turn, then repeat its steps without."""
     due: list[Due] = []
     for _ in range(num_faults):
         due += [
@@ -162,40 +162,39 @@ def _live(folder: Path, num_faults: int, figures: Figures, console: Console) -> 
             Due("kill_node", 1, None, 14.0),
             Due("start_node", 1, None, 2.0),
         ]
-    seconds = sum(fault.after_s or 0.0 for fault in due) + 20.0
-    config = write_live_job(folder, seconds, ranks=2)
-    faulted = run_job(folder / "faulted", config, due, ranks=1, timeout_s=3 * seconds)
-    reference = run_job(folder / "reference", config, [], ranks=1, timeout_s=3 * seconds)
+    config, timeout_s = write_live_job(folder, ranks=2), 3 * sum(fault.after_s or 0.0 for fault in due) + 60.0
+    faulted = run_job(folder / "faulted", config, due, ranks=1, leave_after_s=QUIET_S, timeout_s=timeout_s)
+    reference = repeat(folder / "reference", config, faulted)
     names = {
         "kill_worker": "live_worker_s",
         "kill_node": "live_node_s",
         "freeze_worker": "live_stopped_s",
         "freeze_node": "live_frozen_s",
     }
-    costs = recoveries(faulted)
+    costs = [cost for cost in recoveries(faulted) if cost.kind != LEAVE]
     for kind, name in names.items():
         figures.seconds[name] = [cost.rto_s for cost in costs if cost.kind == kind]
         console.print(f"{name}: {', '.join(f'{s:.2f}' for s in figures.seconds[name])}")
-    results = [evidence.result or {} for evidence in (faulted, reference)]
+    assert faulted.result is not None, "every run leaves one"
     figures.facts["rpo_steps_max"] = given_up(faulted)
     figures.facts["again_steps_max"] = max(cost.rpo_steps for cost in costs)
-    figures.facts["hash_equal"] = results[0]["weights_sha256"] == results[1]["weights_sha256"]
+    figures.facts["hash_equal"] = faulted.result["weights_sha256"] == reference["weights_sha256"]
     figures.facts["num_live_faults"] = len(costs)
 
 
-def _cut(folder: Path, num_faults: int, figures: Figures, console: Console, name: str, kind: type[CableNode]) -> None:
+def _cut(folder: Path, num_faults: int, figures: Figures, console: Console, name: str, kind: str) -> None:
     """Cut one node of two off again and again."""
-    due = [Due("freeze_node", 1, None, 30.0, for_s=3 * TTL_S) for _ in range(num_faults)]
-    seconds = 30.0 * num_faults + 20.0
-    config = write_live_job(folder, seconds, ranks=2)
+    due = [Due(kind, 1, None, CUT_EVERY_S, for_s=3 * TTL_S, is_healed=True) for _ in range(num_faults)]
+    config, timeout_s = write_live_job(folder, ranks=2), 3 * CUT_EVERY_S * (num_faults + 1)
     try:
         with cable() as laid:
-            place = partial(behind_the_cable, kind, laid)
-            run = run_job(folder / "faulted", config, due, ranks=1, timeout_s=3 * seconds, place=place, laid=laid)
+            run = run_job(
+                folder / "faulted", config, due, ranks=1, leave_after_s=CUT_EVERY_S, timeout_s=timeout_s, laid=laid
+            )
     except NoNamespacesError as error:
         figures.facts["no_namespaces"] = str(error)
         return
-    figures.seconds[name] = [cost.rto_s for cost in recoveries(run)]
+    figures.seconds[name] = [cost.rto_s for cost in recoveries(run) if cost.kind == kind]
     console.print(f"{name}: {', '.join(f'{s:.2f}' for s in figures.seconds[name])}")
 
 

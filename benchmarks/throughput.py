@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.jobs import write_live_job
-from benchmarks.live import run_job
+from benchmarks.live import LEAVE, run_job
 from chaos.evidence import Evidence, number, whole
 from chaos.schedule import Due
 
@@ -20,18 +20,24 @@ QUIET_FROM = 0.6
 
 
 def measure(folder: Path, seconds: float) -> dict[str, object]:
-    """Run a job of four workers with a fault every 29 s, kills and freezes in turn, and without."""
+    """Run a job of four workers with a fault every 29 s, kills and freezes in turn, and without.
+
+    It has no end of its own, and is told to leave a period behind the last fault: no quiet time dilutes the rate.
+    """
     kinds = [("kill_worker", None), ("freeze_worker", FROZEN_S)]
     due = [
         Due(kind, turn % 2, None, FAULT_EVERY_S, for_s=for_s)
         for turn in range(int(seconds // FAULT_EVERY_S))
         for kind, for_s in [kinds[turn % 2]]
     ]
-    config = write_live_job(folder, seconds + FAULT_EVERY_S, ranks=4, steps_per_s=7.5)
-    plain = write_live_job(folder / "plain", seconds / 4, ranks=4, steps_per_s=7.5)
+    config, plain_s = write_live_job(folder, ranks=4), seconds / 4
     before, run, after = (
-        run_job(folder / name, job, faults, ranks=2, timeout_s=4 * seconds)
-        for name, job, faults in (("before", plain, []), ("faulted", config, due), ("after", plain, []))
+        run_job(folder / name, config, faults, ranks=2, leave_after_s=leave_after_s, timeout_s=4 * seconds)
+        for name, faults, leave_after_s in (
+            ("before", [], plain_s),
+            ("faulted", due, FAULT_EVERY_S),
+            ("after", [], plain_s),
+        )
     )
     kept = kept_beside_quiet(run)
     num_kills = sum(fault.kind == "kill_worker" for fault in due)
@@ -57,9 +63,11 @@ def kept_beside_quiet(run: Evidence) -> dict[str, tuple[float, float]]:
     """
     times = _applied_at(run)
     faults = [(number(fault, "t"), str(fault["kind"])) for fault in run.of("fault")]
-    quiet = [_rate([t for t in times if t > at + QUIET_FROM * (end - at) and t <= end]) for at, end in _periods(faults)]
+    hits = [(at, kind) for at, kind in faults if kind != LEAVE]
+    periods = list(pairwise([*(at for at, _ in hits), _told_at(run)]))
+    quiet = [_rate([t for t in times if t > at + QUIET_FROM * (end - at) and t <= end]) for at, end in periods]
     kept: dict[str, tuple[float, float]] = {}
-    for turn, ((at, end), (_, kind)) in enumerate(zip(_periods(faults), faults, strict=False)):
+    for turn, ((at, end), (_, kind)) in enumerate(zip(periods, hits, strict=True)):
         if turn == 0:
             continue  # nothing quiet was measured before it
         steps, expected = kept.get(kind, (0.0, 0.0))
@@ -68,17 +76,19 @@ def kept_beside_quiet(run: Evidence) -> dict[str, tuple[float, float]]:
     return kept
 
 
-def _periods(faults: list[tuple[float, str]]) -> list[tuple[float, float]]:
-    return [(at, end) for (at, _), (end, _) in pairwise(faults)]
-
-
 def _applied_at(run: Evidence) -> list[float]:
-    """Return when each step was applied first, in order."""
+    """Return when each step was applied first, in order, until the nodes were told to leave."""
+    until = _told_at(run)
     first: dict[int, float] = {}
     for line in run.of("step"):
         step, t = whole(line, "step"), number(line, "t")
         first[step] = min(t, first.get(step, t))
-    return sorted(first.values())
+    return sorted(t for t in first.values() if t <= until)
+
+
+def _told_at(run: Evidence) -> float:
+    """Return when the first node was told to leave."""
+    return min(number(fault, "t") for fault in run.of("fault") if fault["kind"] == LEAVE)
 
 
 def _rate(times: list[float]) -> float:
