@@ -62,8 +62,8 @@ def train(model: nn.Module, batch: torch.Tensor) -> Training:
     return training
 
 
-Waits = tuple[Callable[[], None], Callable[[], None]]
-"""What waits until the state may change, and what waits for the end of the save."""
+Waits = tuple[Callable[[], None], Callable[[], None] | None]
+"""What waits until the state may change, and what waits for the end of the save; None if that is over already."""
 Side = Callable[[Path], Callable[[], Waits]]
 """Prepares a folder for a save, and returns what begins it."""
 
@@ -89,14 +89,14 @@ def all_sides(training: Training, *, can_stage_twice: bool) -> Iterator[tuple[st
 
         def begin() -> Waits:
             torch.save(training.state.tensors(), target / "state.pt")
-            return _nothing, _nothing
+            return _nothing, None
 
         return begin
 
     def dcp_save(target: Path) -> Callable[[], Waits]:
         def begin() -> Waits:
             saver.save(training.state.tensors(), checkpoint_id=target)
-            return _nothing, _nothing
+            return _nothing, None
 
         return begin
 
