@@ -71,7 +71,7 @@ class Mirror:
         while not self._closed.is_set():
             try:
                 self._stream()
-            except StoreError as error:
+            except (StoreError, grpc.RpcError, failures.Etcd3Exception) as error:  # nothing ends this thread
                 _log.debug("the watch of %s waits for etcd: %s", self._prefix, error)
             self._closed.wait(random.uniform(0.02, 0.2))
         self._connection.close()
