@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.jobs import TTL_S
@@ -40,7 +39,8 @@ def run_job(
 ) -> Evidence:
     """Run a live job through its faults, tell its nodes to leave so many seconds later, and return what it left.
 
-    They are told once all of them train again: who waits for a world has no result to leave.
+    Without a fault the seconds count from the first step. Nodes are told once all of them train again: who waits for a
+    world has no result to leave.
     The last node is put at the other end of a cable, if one is laid.
     """
     nodes = Nodes(count=num_nodes, ranks=ranks, min=1, max_restarts=1000, lease_ttl_s=TTL_S, recovery="live")
@@ -48,8 +48,9 @@ def run_job(
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    leaving = [Due(LEAVE, node, None, 0.0) for node in reversed(range(num_nodes))]
-    faults = [*due, replace(leaving[0], after_s=leave_after_s, is_healed=True), *leaving[1:]]
+    after_s, at_s = (leave_after_s, None) if due else (None, leave_after_s)
+    first = Due(LEAVE, num_nodes - 1, None, after_s, at_s=at_s, is_healed=True)
+    faults = [*due, first, *(Due(LEAVE, node, None, 0.0) for node in reversed(range(num_nodes - 1)))]
     around, told = Surroundings(cable=laid), ""
     with EtcdServer(host="0.0.0.0" if laid else "127.0.0.1") as server:
         endpoint = server.endpoint.replace("127.0.0.1", laid.address("etcd")) if laid else server.endpoint
