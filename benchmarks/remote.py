@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -81,7 +82,10 @@ def _serving(program: str, *arguments: str) -> Iterator[int]:
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as store:
         assert store.stdin is not None and store.stdout is not None
-        os.environ["AWS_ENDPOINT_URL"] = store.stdout.readline().strip()
+        url = store.stdout.readline().strip()
+        if not url:  # else clients would ask AWS itself
+            raise SystemExit(f"{program} did not start; `{shlex.join(command)}` says why")
+        os.environ["AWS_ENDPOINT_URL"] = url
         fsspec.get_filesystem_class("s3").clear_instance_cache()
         yield store.pid
         store.stdin.close()
