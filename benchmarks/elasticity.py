@@ -21,7 +21,6 @@ import re
 import signal
 import socket
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -31,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from torch._C._distributed_c10d import TCPStore
 
-from benchmarks.jobs import LIVE_LOGS, LOG, TTL_S, Steps, free_endpoint, plain_nodes, write_live_job
+from benchmarks.jobs import LIVE_LOGS, LOG, TTL_S, Steps, folder_for, free_endpoint, plain_nodes, write_live_job
 from chaos.launched import launch
 from chaos.node import Node
 from chaos.scenario import Nodes, Scenario
@@ -160,13 +159,12 @@ def main() -> None:
         "--stock-turns", type=int, default=4, help="tries of each case under c10d: failures take long"
     )
     arguments.add_argument("--only", default="stock,restart,live", help="modes to run")
-    arguments.add_argument("--keep", help="keep the files of all jobs in this folder")
+    arguments.add_argument("--keep", type=Path, help="keep the files of all jobs in this new folder")
     chosen = arguments.parse_args()
     console = Console(quiet=chosen.json, highlight=False)
     os.environ["OMP_NUM_THREADS"] = "1"
     figures: dict[str, dict[str, Tally]] = {}
-    with contextlib.nullcontext(chosen.keep) if chosen.keep else tempfile.TemporaryDirectory() as kept:
-        folder = Path(kept)
+    with folder_for(chosen.keep) as folder:
         for mode in [mode for mode in MODES if mode in chosen.only.split(",")]:
             is_fresh = mode.startswith("stock")
             turns = chosen.stock_turns if is_fresh else chosen.turns

@@ -5,10 +5,11 @@ Both log a line of JSON a step and rank, so that both are followed, and judged, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import yaml
 
 from chaos.node import Node, clean_environ
 from elastic_train.data.synthetic import synthesise
+from rendezvous.server import free_ports
 
 TTL_S = 3.0
 LOG = "steps.jsonl"
@@ -117,6 +119,18 @@ def write_live_job(folder: Path, ranks: int) -> str:
 
 def free_endpoint() -> str:
     """Return an endpoint of this machine at which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_ports(1)[0]}"
+
+
+@contextlib.contextmanager
+def folder_for(keep: Path | None) -> Iterator[Path]:
+    """Yield a folder for the files of a benchmark's jobs: the one to keep, which must be new, or a temporary one."""
+    if keep is None:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+        return
+    if keep.exists() and any(keep.iterdir()):
+        raise SystemExit(
+            f"--keep {keep}: an earlier run's files are there, and would count as this one's; name another"
+        )
+    yield keep

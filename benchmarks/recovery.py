@@ -31,11 +31,9 @@ The last line is JSON.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +42,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import storm, throughput
-from benchmarks.jobs import LOG, TTL_S, Steps, free_endpoint, plain_nodes, write_live_job
+from benchmarks.jobs import LOG, TTL_S, Steps, folder_for, free_endpoint, plain_nodes, write_live_job
 from benchmarks.live import LEAVE, repeat, run_job
 from chaos.injected import given_up
 from chaos.network import NoNamespacesError, cable
@@ -95,36 +93,35 @@ def main() -> None:
     )
     arguments.add_argument("--storm", type=int, default=0, help="also go through so many faults in quick succession")
     arguments.add_argument("--seed", type=int, default=1, help="draws the storm")
-    arguments.add_argument("--keep", help="keep the files of all runs in this folder")
+    arguments.add_argument("--keep", type=Path, help="keep the files of all runs in this new folder")
     arguments.add_argument("--minutes", type=float, default=0, help="also measure the throughput kept, for so long")
     chosen = arguments.parse_args()
     console = Console(quiet=chosen.json, highlight=False)
     figures = Figures()
     os.environ["OMP_NUM_THREADS"] = "1"
-    with contextlib.nullcontext(chosen.keep) if chosen.keep else tempfile.TemporaryDirectory() as folder:
+    with folder_for(chosen.keep) as folder:
         parts = chosen.only.split(",")
         if "stock" in parts:
             flags = ["--rdzv_backend=c10d"]
             figures.seconds["stock_c10d_s"] = [
-                _foreign(Path(folder) / f"stock-{turn}", flags, free_endpoint(), console)
-                for turn in range(chosen.faults)
+                _foreign(folder / f"stock-{turn}", flags, free_endpoint(), console) for turn in range(chosen.faults)
             ]
         if "restart" in parts:
             with EtcdServer() as server:
                 flags = ["--rdzv_backend=etcd", f"--rdzv_conf=ttl={TTL_S:g}"]
                 figures.seconds["restart_s"] = [
-                    _foreign(Path(folder) / f"restart-{turn}", flags, server.endpoint, console)
+                    _foreign(folder / f"restart-{turn}", flags, server.endpoint, console)
                     for turn in range(chosen.faults)
                 ]
         if "live" in parts:
-            _live(Path(folder) / "live", chosen.faults, figures, console)
+            _live(folder / "live", chosen.faults, figures, console)
         for part, kind in (("cut", "cut_node"), ("split", "cut_link")):
             if part in parts:
-                _cut(Path(folder) / part, chosen.faults, figures, console, f"live_{part}_s", kind)
+                _cut(folder / part, chosen.faults, figures, console, f"live_{part}_s", kind)
         if chosen.storm:
-            figures.facts |= storm.measure(Path(folder) / "storm", chosen.storm, chosen.seed)
+            figures.facts |= storm.measure(folder / "storm", chosen.storm, chosen.seed)
         if chosen.minutes:
-            figures.facts |= throughput.measure(Path(folder) / "throughput", chosen.minutes * 60)
+            figures.facts |= throughput.measure(folder / "throughput", chosen.minutes * 60)
     _show(figures, console)
     console.print(figures.facts)
     print(json.dumps(figures.as_json()))
