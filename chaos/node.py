@@ -90,10 +90,6 @@ class Node:
         signal_all(found, signal.SIGSTOP)
         return found
 
-    def thaw(self, pids: list[int]) -> None:
-        """Undo a freeze of these processes."""
-        signal_all(pids, signal.SIGCONT)
-
     def stop(self) -> list[int]:
         """SIGTERM the agent, as a scheduler does before it takes a machine away; return all that will end."""
         if self._process is None or not self.is_up:
