@@ -13,6 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import grpc  # type: ignore[import-untyped]
@@ -22,6 +23,7 @@ from pyetcd import exceptions as failures
 from pyetcd import utils
 
 from rendezvous.errors import StoreError, StoreRefusedError, StoreUnavailableError
+from rendezvous.lives import Lives
 from rendezvous.options import EtcdOptions, split_endpoint
 from rendezvous.store import Entry, Guards, Lease, Put, Snapshot, Watch, Writes
 
@@ -119,9 +121,10 @@ class EtcdStore:
     def __init__(self, options: EtcdOptions, *, give_up_after_s: float = GIVE_UP_AFTER_S) -> None:
         self._connection = Connection(options)
         self._give_up_after_s = give_up_after_s
+        self._lives = Lives()
 
     def get(self, prefix: str) -> Snapshot:
-        return list_prefix(self._connection, prefix, self._give_up_after_s)
+        return list_in_life(self._connection, prefix, self._lives, self._give_up_after_s)
 
     def swap(self, writes: Writes, guards: Guards) -> int | None:
         tries = 0
@@ -134,9 +137,12 @@ class EtcdStore:
             succeeded, responses = client.transaction(compare=compare, success=operations, failure=[])
             return _revision(responses) if succeeded else None
 
+        asked = self._lives.ask()
         revision = self._connection.call(transact, give_up_after_s=self._give_up_after_s)
         if revision is None and tries > 1:
             return self._written_before(writes)
+        if revision is not None:
+            self._lives.heard(asked, revision)
         return revision
 
     def lease(self, ttl_s: float, *, renew: bool = True) -> EtcdLease:
@@ -151,7 +157,7 @@ class EtcdStore:
     def watch(self, prefix: str) -> Watch:
         from rendezvous.mirror import Mirror
 
-        return Mirror(self._connection.options, prefix, first=self.get(prefix))
+        return Mirror(self._connection.options, prefix, first=self.get(prefix), lives=self._lives)
 
     def close(self) -> None:
         self._connection.close()
@@ -233,6 +239,15 @@ def list_prefix(connection: Connection, prefix: str, give_up_after_s: float = GI
     )
     entries = {kv.key.decode(): Entry(kv.value.decode(), kv.mod_revision, kv.create_revision) for kv in response.kvs}
     return Snapshot(response.header.revision, entries)
+
+
+def list_in_life(
+    connection: Connection, prefix: str, lives: Lives, give_up_after_s: float = GIVE_UP_AFTER_S
+) -> Snapshot:
+    """Read all keys below `prefix`, and tell in which of etcd's lives."""
+    asked = lives.ask()
+    listed = list_prefix(connection, prefix, give_up_after_s)
+    return replace(listed, life=lives.heard(asked, listed.revision))
 
 
 def _make_client(options: EtcdOptions, call_timeout_s: float) -> pyetcd.MultiEndpointEtcd3Client:

@@ -127,7 +127,7 @@ class MemoryWatch:
     def snapshot(self) -> Snapshot:
         return self._store.get(self._prefix)
 
-    def wait(self, after: int, timeout_s: float) -> Snapshot | None:
+    def wait(self, after: int, timeout_s: float, life: int = 0) -> Snapshot | None:
         with self._store.changed:
             arrived = self._store.changed.wait_for(lambda: self.snapshot.revision > after, timeout_s)
             return self.snapshot if arrived else None

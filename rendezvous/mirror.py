@@ -5,8 +5,8 @@ starts at a revision that was compacted away, it lists again, through another me
 After `PROBE_S` of silence that member has to answer once more, and after `RELIST_S` the whole list is read: so a stream
 that died without a sign is not believed for long.
 
-Invariant: every revision it shows is a state that etcd had, and none is older than the one before; but that an etcd
-which has lost its data begins at 1 again. Lists are linearizable, so a lower revision says that.
+Invariant: every revision it shows is a state that etcd had, and none is older than the one before, or of an earlier life
+of etcd, before it lost its data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from pyetcd import exceptions as failures
 from pyetcd import watch as streams
 
 from rendezvous.errors import StoreError
-from rendezvous.etcd import GIVE_UP_AFTER_S, Connection, list_prefix
+from rendezvous.etcd import GIVE_UP_AFTER_S, Connection, list_in_life
+from rendezvous.lives import Lives
 from rendezvous.options import EtcdOptions
 from rendezvous.store import Entry, Snapshot
 
@@ -40,12 +41,10 @@ _Said: TypeAlias = streams.WatchResponse | Exception | None
 class Mirror:
     """The Watch of EtcdStore: a thread that keeps the newest snapshot."""
 
-    def __init__(self, options: EtcdOptions, prefix: str, *, first: Snapshot) -> None:
+    def __init__(self, options: EtcdOptions, prefix: str, *, first: Snapshot, lives: Lives) -> None:
         self._connection = Connection(options)
         self._prefix = prefix
-        self._snapshot = first
-        self._is_anew = False
-        """Whether etcd has lost its data, and nobody has heard of it yet."""
+        self._snapshot, self._lives = first, lives
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._said: queue.SimpleQueue[_Said] = queue.SimpleQueue()
@@ -57,10 +56,10 @@ class Mirror:
         with self._changed:
             return self._snapshot
 
-    def wait(self, after: int, timeout_s: float) -> Snapshot | None:
+    def wait(self, after: int, timeout_s: float, life: int = 0) -> Snapshot | None:
+        seen = Snapshot(after, {}, life)
         with self._changed:
-            arrived = self._changed.wait_for(lambda: self._is_anew or self._snapshot.revision > after, timeout_s)
-            self._is_anew = False
+            arrived = self._changed.wait_for(lambda: self._snapshot.is_newer(seen), timeout_s)
             return self._snapshot if arrived else None
 
     def close(self) -> None:
@@ -105,10 +104,9 @@ class Mirror:
             self._publish(_applied(self._snapshot, answer))
 
     def _list(self) -> None:
-        listed = list_prefix(self._connection, self._prefix)
-        if listed.revision < self._snapshot.revision:
-            _log.warning("etcd has lost its data: revision %d behind %d", listed.revision, self._snapshot.revision)
-            self._begin_anew(listed)
+        listed = list_in_life(self._connection, self._prefix, self._lives)
+        if listed.life > self._snapshot.life:
+            _log.warning("etcd has lost its data: it is at revision %d again", listed.revision)
         self._publish(listed)
         self._listed_at = time.monotonic()
 
@@ -127,14 +125,9 @@ class Mirror:
 
     def _publish(self, snapshot: Snapshot) -> None:
         with self._changed:
-            if snapshot.revision > self._snapshot.revision:
+            if snapshot.is_newer(self._snapshot):
                 self._snapshot = snapshot
                 self._changed.notify_all()
-
-    def _begin_anew(self, snapshot: Snapshot) -> None:
-        with self._changed:
-            self._snapshot, self._is_anew = snapshot, True
-            self._changed.notify_all()
 
 
 def _applied(snapshot: Snapshot, response: streams.WatchResponse) -> Snapshot:
@@ -147,4 +140,4 @@ def _applied(snapshot: Snapshot, response: streams.WatchResponse) -> Snapshot:
         else:
             entries[key] = Entry(event.value.decode(), event.mod_revision, event.create_revision)
     revision = max([snapshot.revision, *(event.mod_revision for event in response.events)])
-    return Snapshot(revision, entries)
+    return Snapshot(revision, entries, snapshot.life)

@@ -254,14 +254,12 @@ class Node:
             return False
 
     def _follow(self) -> None:
-        revision = 0
+        revision, life = 0, 0
         while not self._left.is_set():
-            snapshot = self._watch.wait(revision, LOOK_S)
-            if snapshot is not None and snapshot.revision < revision:
-                self._seen.begin_anew(snapshot)
-            elif snapshot is not None:
+            snapshot = self._watch.wait(revision, LOOK_S, life)
+            if snapshot is not None:
+                revision, life = snapshot.revision, snapshot.life
                 self._seen.show(snapshot)
-            revision = revision if snapshot is None else snapshot.revision
             if not self._left.is_set():
                 self._show_life()
 

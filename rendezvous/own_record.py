@@ -80,10 +80,9 @@ class OwnRecord:
     def swap(self, change: Change, lease: Lease | None) -> bool:
         """Try a transaction whose keys hang on a lease, or on none, and see its result in the view before returning."""
         writes = {key: None if text is None else Put(text, lease) for key, text in change.writes.items()}
-        life = self._seen.life
         if self._store.swap(writes, change.guards) is None:
             return False
-        self._seen.show(self._store.get(self._keys.prefix), life)
+        self._seen.show(self._store.get(self._keys.prefix))
         return True
 
     def revoke(self) -> None:

@@ -1,6 +1,6 @@
 """What a member has seen of its job: the newest snapshot, as the watch or its own write brought it, and its view.
 
-Invariant: what is seen never goes back to an older revision of one etcd, nor to one that has lost its data; snapshot
+Invariant: what is seen never goes back, to an older revision or to a life of etcd before it lost its data, and snapshot
 and view of one `now` belong together.
 """
 
@@ -30,8 +30,6 @@ class Seen:
         self._changed = threading.Condition()
         self._snapshot, self._view = first, read_view(first, keys)
         self._same_since = time.monotonic()
-        self.life = 0
-        """How often etcd has begun anew: what was read in an earlier life is news no more."""
         self.newest_term = self._view.term
         """Of all worlds that were seen, in any life."""
 
@@ -39,28 +37,18 @@ class Seen:
         with self._changed:
             return Now(self._snapshot, self._view, time.monotonic() - self._same_since)
 
-    def show(self, snapshot: Snapshot, life: int | None = None) -> None:
-        """Take a snapshot in, if it is newer, and of this life if it was asked for in one."""
+    def show(self, snapshot: Snapshot) -> None:
+        """Take a snapshot in, if it is newer."""
         view = read_view(snapshot, self._keys)
         with self._changed:
-            if snapshot.revision > self._snapshot.revision and life in (None, self.life):
-                self._take(snapshot, view)
-
-    def begin_anew(self, snapshot: Snapshot) -> None:
-        """Take in what an etcd holds that has lost its data, and counts its revisions from 1 again."""
-        view = read_view(snapshot, self._keys)
-        with self._changed:
-            self.life += 1
-            self._take(snapshot, view)
-
-    def _take(self, snapshot: Snapshot, view: View) -> None:
-        if view.ready != self._view.ready:
-            self._same_since = time.monotonic()
-        self._snapshot, self._view = snapshot, view
-        self.newest_term = max(self.newest_term, view.term)
-        self._changed.notify_all()
+            if snapshot.is_newer(self._snapshot):
+                if view.ready != self._view.ready:
+                    self._same_since = time.monotonic()
+                self._snapshot, self._view = snapshot, view
+                self.newest_term = max(self.newest_term, view.term)
+                self._changed.notify_all()
 
     def await_change(self, seen: Snapshot, timeout_s: float) -> None:
-        """Return once there is another snapshot than this, or after the timeout."""
+        """Return once there is a newer snapshot than this, or after the timeout."""
         with self._changed:
-            self._changed.wait_for(lambda: self._snapshot.revision != seen.revision, timeout_s)
+            self._changed.wait_for(lambda: self._snapshot.is_newer(seen), timeout_s)

@@ -4,7 +4,8 @@ A store maps keys to short texts. Every write is one transaction on revisions (`
 snapshot of a prefix (`get`), every wait is a `watch` with a deadline, and a key may hang on a lease that ends with
 its holder. Nothing else is needed to elect, to seal and to fence.
 
-Invariant: revisions grow by at least one with every write, in one order for all who look.
+Invariant: revisions grow by at least one with every write, in one order for all who look; a store that loses its data
+begins another life.
 """
 
 from __future__ import annotations
@@ -35,6 +36,12 @@ class Snapshot:
 
     revision: int
     entries: Mapping[str, Entry]
+    life: int = 0
+    """How often, as far as its reader knows, the store had lost its data by then: its revisions begin at 1 again."""
+
+    def is_newer(self, other: Snapshot) -> bool:
+        """Say whether this is of a later life, or of the same and a later revision."""
+        return self.revision > other.revision if self.life == other.life else self.life > other.life
 
     def revision_of(self, key: str) -> int:
         entry = self.entries.get(key)
@@ -83,11 +90,8 @@ class Watch(Protocol):
     @property
     def snapshot(self) -> Snapshot: ...
 
-    def wait(self, after: int, timeout_s: float) -> Snapshot | None:
-        """Return the mirror as soon as its revision exceeds `after`, or None after `timeout_s`.
-
-        An etcd that has lost its data begins at 1 again: that is returned at once, and once, with its low revision.
-        """
+    def wait(self, after: int, timeout_s: float, life: int = 0) -> Snapshot | None:
+        """Return the mirror as soon as its revision exceeds `after`, or its life `life`; None after `timeout_s`."""
 
     def close(self) -> None: ...
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from chaos.sim.kernel import Kernel, Process
 from chaos.sim.virtual import Condition
 from rendezvous.errors import StoreRefusedError, StoreUnavailableError
 from rendezvous.etcd import CALL_TIMEOUT_S, GIVE_UP_AFTER_S, EtcdStore
+from rendezvous.lives import Lives
 from rendezvous.memory import MemoryLease, MemoryStore
 from rendezvous.mirror import RELIST_S
 from rendezvous.store import Guards, Lease, Put, Snapshot, Writes
@@ -105,9 +107,12 @@ class EtcdClient:
 
     def __init__(self, etcd: Etcd, process: Process, give_up_after_s: float = GIVE_UP_AFTER_S) -> None:
         self._etcd, self._process, self._give_up_after_s = etcd, process, give_up_after_s
+        self._lives = Lives()
 
     def get(self, prefix: str) -> Snapshot:
-        return self._call(lambda: self._etcd.show(prefix), self._give_up_after_s)
+        asked = self._lives.ask()
+        found = self._call(lambda: self._etcd.show(prefix), self._give_up_after_s)
+        return _in_life(found, self._lives.heard(asked, found.revision))
 
     def swap(self, writes: Writes, guards: Guards) -> int | None:
         tries, etcd = 0, self._etcd
@@ -123,7 +128,10 @@ class EtcdClient:
                 etcd.tell()
             return revision
 
+        asked = self._lives.ask()
         revision = self._call(transact, self._give_up_after_s)
+        if revision is not None:
+            self._lives.heard(asked, revision)
         if revision is None and tries > 1:
             return EtcdStore._written_before(self, writes)  # type: ignore[arg-type]  # the same rule over the same calls
         return revision
@@ -135,7 +143,7 @@ class EtcdClient:
         )
 
     def watch(self, prefix: str) -> SimWatch:
-        return SimWatch(self._etcd, self._process, prefix, self.get(prefix))
+        return SimWatch(self._etcd, self._process, prefix, self.get(prefix), self._lives)
 
     def close(self) -> None:
         """Connections are not modelled."""
@@ -215,21 +223,21 @@ class SimLease:
 class SimWatch:
     """A mirror that hears of changes late, and of none while its stream is broken."""
 
-    def __init__(self, etcd: Etcd, process: Process, prefix: str, first: Snapshot) -> None:
-        self.snapshot = first
+    def __init__(self, etcd: Etcd, process: Process, prefix: str, first: Snapshot, lives: Lives) -> None:
+        self.snapshot, self._lives = first, lives
         self.process = process
         self.silent_until = self._next_piece_at = 0.0
         self._etcd, self._prefix = etcd, prefix
         self._changed = Condition(etcd.kernel)
-        self._is_expecting = self._is_anew = False
+        self._is_expecting = False
         etcd.watches[self] = etcd.idle[self] = None
         process.at_death["watch"] = self.close
         self.expect()
 
-    def wait(self, after: int, timeout_s: float) -> Snapshot | None:
+    def wait(self, after: int, timeout_s: float, life: int = 0) -> Snapshot | None:
+        seen = Snapshot(after, {}, life)
         with self._changed:
-            arrived = self._changed.wait_for(lambda: self._is_anew or self.snapshot.revision > after, timeout_s)
-            self._is_anew = False
+            arrived = self._changed.wait_for(lambda: self.snapshot.is_newer(seen), timeout_s)
             return self.snapshot if arrived else None
 
     def close(self) -> None:
@@ -265,14 +273,19 @@ class SimWatch:
             self._is_expecting = False
             if self in etcd.watches:
                 etcd.idle[self] = None
-            fresh = etcd.show(self._prefix)
-            if fresh.revision != self.snapshot.revision:
-                self._is_anew = self._is_anew or fresh.revision < self.snapshot.revision
+            found = etcd.show(self._prefix)
+            fresh = _in_life(found, self._lives.heard(self._lives.ask(), found.revision))
+            if fresh.is_newer(self.snapshot):
                 self.snapshot = fresh
                 self._next_piece_at = kernel.now + etcd.piece_s
                 self._changed.notify_all()
                 if process.listening is not None:
                     kernel.wake(process.listening)  # behind the thread that follows the watch
+
+
+def _in_life(snapshot: Snapshot, life: int) -> Snapshot:
+    """Return a snapshot of a life; the same object where it is of that, since what is worked out of it is kept."""
+    return snapshot if snapshot.life == life else replace(snapshot, life=life)
 
 
 def _core_of(lease: Lease | None) -> MemoryLease | None:

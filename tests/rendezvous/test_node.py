@@ -12,6 +12,7 @@ from rendezvous_sides import eventually
 
 from rendezvous import EtcdServer, EtcdStore, MemoryStore, TooFewNodesError, etcd_options
 from rendezvous.errors import StoreRefusedError, StoreUnavailableError
+from rendezvous.lives import Lives
 from rendezvous.lookout import is_looking
 from rendezvous.membership import Policy
 from rendezvous.node import Node
@@ -250,15 +251,16 @@ def test_an_etcd_that_comes_back_without_its_data_is_joined_anew() -> None:
 
 def test_what_was_read_before_the_loss_is_not_shown_behind_it() -> None:
     """An answer of the etcd that was may arrive late, and has the higher revision."""
-    keys = Keys("job")
-    seen = Seen(keys, Snapshot(70, {}))
-    life = seen.life
-    late = Snapshot(80, {"/elsewhere": Entry("late", 80, 80)})
-    seen.begin_anew(Snapshot(3, {}))
-    seen.show(late, life)
-    assert seen.now().snapshot.revision == 3
-    seen.show(Snapshot(4, {}), seen.life)
-    assert seen.now().snapshot.revision == 4
+    seen, lives = Seen(Keys("job"), Snapshot(70, {})), Lives()
+    assert lives.heard(lives.ask(), 70) == 0
+    late, other = lives.ask(), lives.ask()
+    assert lives.heard(lives.ask(), 3) == 1
+    seen.show(Snapshot(3, {}, life=1))
+    seen.show(Snapshot(80, {"/elsewhere": Entry("late", 80, 80)}, life=lives.heard(late, 80)))
+    assert seen.now().snapshot == Snapshot(3, {}, life=1)
+    seen.show(Snapshot(4, {}, life=lives.heard(other, 4)))  # asked in the old life, answered in the new one
+    assert seen.now().snapshot == Snapshot(4, {}, life=1)
+    assert lives.heard(lives.ask(), 5) == 1 and lives.heard(lives.ask(), 4) == 2
 
 
 def test_a_leader_seals_what_it_has_seen(store: MemoryStore) -> None:
