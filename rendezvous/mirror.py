@@ -5,7 +5,7 @@ starts at a revision that was compacted away, it lists again, through another me
 After `PROBE_S` of silence that member has to answer once more, and after `RELIST_S` the whole list is read: so a stream
 that died without a sign is not believed for long.
 
-Invariant: every revision it shows is a state that etcd had, and none is older than the one before, or of an earlier life
+Invariant: each revision it shows is a state that etcd had, and none is older than the one before, or of an earlier life
 of etcd, before it lost its data.
 """
 
