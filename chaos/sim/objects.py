@@ -42,7 +42,7 @@ class Storage:
     def delay(self, *, is_write: bool = False) -> float:
         slowness = SLOWNESS if self.kernel.now < self.slow_until else 1.0
         if is_write and self.kernel.now < self.slow_sync_until:
-            slowness *= SYNC_SLOWNESS
+            slowness = SYNC_SLOWNESS  # not of what is slow already: a call of hours is what the product's store ends
         return slowness * self.draws.expovariate(1 / self.delay_s)
 
     def has_bad_luck(self, until: float, share: float = 0.5) -> bool:
