@@ -24,6 +24,7 @@ from typing import Protocol
 
 from elastic_train.checkpoint.reader import commit_keys
 from elastic_train.checkpoint.stores import Store, create_once, read
+from elastic_train.checkpoint.writer import Unheard
 from elastic_train.errors import FencedError, StorageError
 from elastic_train.lineage import COMMITS, place_of
 from rendezvous import errors as rendezvous_errors
@@ -50,7 +51,7 @@ class Fence(Protocol):
         """Claim a term above every term claimed before, and not below `at_least`."""
 
     def publish(self, term: int, commit: str) -> None:
-        """Make a commit the head if its term still is the newest; an error that says 'fenced' otherwise."""
+        """Make a commit the head if its term still is the newest; FencedError otherwise, Unheard by etcd alone."""
 
     def head(self) -> HeadLike | None:
         """Return the newest claim, None before the first."""
@@ -109,8 +110,11 @@ class JoinedFence:
 
     def publish(self, term: int, commit: str) -> None:
         self._claims.publish(term, commit)
-        with _translated():
-            self._control.publish(term, commit)
+        try:
+            with _translated():
+                self._control.publish(term, commit)
+        except StorageError as error:
+            raise Unheard(str(error)) from error
 
     def head(self) -> HeadLike | None:
         with _translated():

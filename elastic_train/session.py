@@ -10,7 +10,7 @@ from torch import Tensor
 
 from elastic_train.account import Hole
 from elastic_train.cadence import Cadence
-from elastic_train.checkpoint import CommitRecord, Ended, SaveMemory, Saves
+from elastic_train.checkpoint import CommitRecord, Ended, SaveMemory, Saves, Unheard
 from elastic_train.data.loader import LaneBatch
 from elastic_train.errors import SavesFailedError, StorageError
 from elastic_train.evaluation import evaluate
@@ -219,6 +219,9 @@ class Session:
     def _tell(self, ended: Ended) -> None:
         if ended.commit is not None:
             self._note_commit(ended, ended.commit)
+        elif isinstance(ended.error, Unheard):
+            self.num_failed_in_a_row = 0  # the store has taken it
+            self.world.tell(f"commit at step {ended.step} exists, which etcd has not heard of yet: {ended.error}")
         elif isinstance(ended.error, StorageError):
             self.num_failed_saves += 1
             self.num_failed_in_a_row += 1
@@ -257,7 +260,10 @@ class Session:
         )
 
     def commit_or_fail(self) -> None:
-        """Commit what a job ends with: tries again for a while, and raises StorageError on every rank if it fails."""
+        """Commit what a job ends with: tries again for a while, and raises StorageError on every rank if it fails.
+
+        Where etcd is away for longer the store's word is enough: behind the last commit none makes up for it.
+        """
         for num_left in range(LAST_COMMIT_TRIES, -1, -1):
             with self.watchdog.resting():
                 ended = self.saves.wait(self.world.group.check)
@@ -270,6 +276,9 @@ class Session:
     def _is_committed(self, ended: Ended | None, num_left: int) -> bool:
         self._note(ended)
         if self.head is not None and self.head.step == self.state.step:
+            return True
+        if num_left == 0 and ended is not None and isinstance(ended.error, Unheard):
+            self._note_commit(ended, ended.error.commit)
             return True
         if num_left == 0:
             raise StorageError(

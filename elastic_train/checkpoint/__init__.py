@@ -9,7 +9,7 @@ from elastic_train.checkpoint.retention import prune
 from elastic_train.checkpoint.saves import Role, SaveMemory, Saves
 from elastic_train.checkpoint.stores import Entry, Store, open_store
 from elastic_train.checkpoint.sweeping import sweep
-from elastic_train.checkpoint.writer import CommitWriter
+from elastic_train.checkpoint.writer import CommitWriter, Unheard
 
 __all__ = [
     "CommitFacts",
@@ -23,6 +23,7 @@ __all__ = [
     "SaveMemory",
     "Saves",
     "Store",
+    "Unheard",
     "discover",
     "holding",
     "load",

@@ -5,7 +5,8 @@
 3. the fence is asked to make it the head, which fails if a newer world has claimed a term.
 
 A failure before 2 leaves nothing but, at worst, an abandoned attempt, which retention sweeps. A record that is fenced
-in 3 stays: a newer world may have read it. If it has not, the order of commits passes it over.
+in 3 stays: a newer world may have read it. If it has not, the order of commits passes it over. One that the fence has
+not heard of stays, too, and is an ancestor of the next, which makes up for it.
 """
 
 from __future__ import annotations
@@ -34,11 +35,17 @@ log = logging.getLogger(__name__)
 _MOST_COPIES = 2  # of tensors on a device, beside the one that is written
 
 
+class Unheard(StorageError):  # noqa: N818 - the commit exists
+    """By the store nobody newer claims, so `commit` is of the lineage; but the fence's other half does not answer."""
+
+    commit: CommitRecord
+
+
 class Publisher(Protocol):
     """What a writer needs of a fence (see `elastic_train.fencing`)."""
 
     def publish(self, term: int, commit: str) -> None:
-        """Make a commit the head; FencedError if a newer term has been claimed."""
+        """Make a commit the head; FencedError if a newer term has been claimed, Unheard if only the store knows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +101,9 @@ class CommitWriter:
         """Let all parts be written, then publish them from inside `gate`; return the record.
 
         Raises StorageError if nothing was published, FencedError if a newer world owns the lineage (stop then), and
-        what `write` and `gate` raise. Where only the fence did not answer, the commit exists already: publishing the
-        same step again asks the fence again, and the next step's commit is its child.
+        what `write` and `gate` raise. Where only the fence did not answer (Unheard, if the store's half did), the
+        commit exists already: publishing the same step again asks the fence again, and the next step's commit is its
+        child.
         """
         parent = record = self._parent
         if record is not None and (record.term, record.step) == (self._term, draft.facts.step):
@@ -149,7 +157,11 @@ class CommitWriter:
         reach("publish")
         if self._parent is not record:
             raise Uncertain(f"{record.key} is not made the head: a newer one was published meanwhile")
-        self._fence.publish(self._term, record.key)
+        try:
+            self._fence.publish(self._term, record.key)
+        except Unheard as error:
+            error.commit = record
+            raise
 
     def _describe(self, draft: Draft, written: Sequence[WrittenPart], parent: CommitRecord | None) -> CommitRecord:
         """Write the metadata, make sure that the store holds all files in full, and make the record."""

@@ -271,7 +271,7 @@ def test_survivors_below_the_minimum_commit_and_leave(tmp_path: Path, rows: Path
 
 @pytest.mark.long
 def test_training_goes_on_without_etcd(tmp_path: Path, rows: Path, undisturbed: Callable[[int], object]) -> None:
-    """While etcd is away for longer than a lease, members compute on in their world; it needs no new one afterwards."""
+    """While etcd is away for longer than a lease, members compute on and save in their world, and need no new one."""
     with EtcdServer() as server:
         config = write_config(tmp_path, rows, 240)
         job = launch(tmp_path, server, config, ranks=2)
@@ -283,8 +283,9 @@ def test_training_goes_on_without_etcd(tmp_path: Path, rows: Path, undisturbed: 
             "training for three leases without etcd",
         )
         server.start()
-        run, _ = finish(job, tmp_path)
+        run, log = finish(job, tmp_path)
     assert {line["term"] for line in run.of("form")} == {1}
+    assert "exists, which etcd has not heard of yet" in log and "FAILED" not in log
     assert weights(run) == undisturbed(240)
 
 

@@ -19,14 +19,16 @@ from elastic_train.checkpoint.interval import Faults
 from elastic_train.checkpoint.local import LocalStore
 from elastic_train.config import CheckpointConfig, OptimizerConfig
 from elastic_train.coverage import CoverageSums
-from elastic_train.errors import SavesFailedError, StorageError
+from elastic_train.errors import FencedError, SavesFailedError, StorageError
+from elastic_train.fencing import JoinedFence, StoreFence
 from elastic_train.group import Group
 from elastic_train.lineage import Interval
 from elastic_train.order import Cursor
-from elastic_train.session import Session
+from elastic_train.session import LAST_COMMIT_TRIES, Session
 from elastic_train.state import build_state
 from elastic_train.trainer import StepSums
 from elastic_train.watchdog import Watchdog
+from rendezvous import errors as rendezvous_errors
 
 
 class Ears:
@@ -44,9 +46,24 @@ class Ears:
         return [line["step"] for line in self.commits]
 
 
-def session(store: Store, *, is_live: bool = False, **checkpoint: object) -> tuple[Session, Ears]:
+class AwayEtcd:
+    """A fence's half in etcd, which is away at first."""
+
+    def __init__(self) -> None:
+        self.is_away = True
+        self.published: list[str] = []
+
+    def publish(self, term: int, commit: str) -> None:
+        if self.is_away:
+            raise rendezvous_errors.StoreUnavailableError("no etcd answers")
+        self.published.append(commit)
+
+
+def session(
+    store: Store, *, is_live: bool = False, etcd: AwayEtcd | None = None, **checkpoint: object
+) -> tuple[Session, Ears]:
     """Open a session of one rank, with a tiny model, whose commits go to a store."""
-    background, ears = open_saves(store), Ears()
+    background, ears = open_saves(store, fence=etcd and JoinedFence(store, etcd)), Ears()  # type: ignore[arg-type]
     config = SimpleNamespace(
         checkpoint=CheckpointConfig(**checkpoint), run=SimpleNamespace(seed=1), identity=lambda: "config"
     )
@@ -164,6 +181,47 @@ def test_saves_that_fail_in_a_row_end_training(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="could not be committed in 3 tries"):
         opened.commit_or_fail()
     assert [entry.key.split("/")[1] for entry in store.list("data/")] == ["step-000000000003"] * 2
+
+
+def test_commits_that_etcd_has_not_heard_of_are_no_failures(tmp_path: Path) -> None:
+    """The store has them; the first behind the outage is their child, and counts for all."""
+    etcd = AwayEtcd()
+    opened, ears = session(LocalStore(tmp_path), etcd=etcd, give_up_after=2)
+    for number in range(1, 5):
+        take_step(opened)
+        opened.commit(is_busy=False)
+        opened._note(opened.saves.wait())
+        assert ears.steps == [] and not opened.is_saving_hopeless() and opened.num_failed_saves == 0
+        assert f"commit at step {number} exists, which etcd has not heard of yet" in ears.told[-1]
+    etcd.is_away = False
+    take_step(opened)
+    opened.commit(is_busy=False)
+    opened._note(opened.saves.wait())
+    assert ears.steps == [5] and len(etcd.published) == 1 and len(ears.told) == 4
+    head = discover(LocalStore(tmp_path)).head
+    assert head is not None
+    assert (head.key, head.parent_key) == (etcd.published[0], head.key.replace("5.json", "4.json"))
+
+
+def test_a_job_ends_without_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody comes behind the last commit who could make up for it, so the store's word is enough, after some tries."""
+    monkeypatch.setattr("elastic_train.session.LAST_COMMIT_PAUSE_S", 0.01)
+    opened, ears = session(LocalStore(tmp_path), etcd=AwayEtcd())
+    take_step(opened)
+    opened.commit_or_fail()
+    assert ears.steps == [1] and opened.head == discover(LocalStore(tmp_path)).head
+    assert len(ears.told) == LAST_COMMIT_TRIES
+
+
+def test_who_is_fenced_in_the_store_does_not_end_well_without_etcd(tmp_path: Path) -> None:
+    """The store alone tells that a newer world is there."""
+    store = LocalStore(tmp_path)
+    opened, ears = session(store, etcd=AwayEtcd())
+    take_step(opened)
+    StoreFence(store).claim()
+    with pytest.raises(FencedError, match="term 2 was claimed"):
+        opened.commit_or_fail()
+    assert ears.steps == []
 
 
 @pytest.mark.parametrize("is_live", [True, False])

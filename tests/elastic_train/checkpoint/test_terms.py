@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from commit_samples import facts, small_state
 
-from elastic_train.checkpoint import CommitWriter, Store, discover
+from elastic_train.checkpoint import CommitWriter, Store, Unheard, discover
 from elastic_train.errors import FencedError, StorageError
 from elastic_train.fencing import JoinedFence, StoreFence
 from rendezvous import errors as rendezvous_errors
@@ -47,6 +47,8 @@ class ControlPlane:
         return self.term
 
     def publish(self, term: int, commit: str) -> None:
+        if self.error:
+            raise self.error
         if term != self.term:
             raise rendezvous_errors.FencedError(f"the head is held by term {self.term}")
         self.commit = commit
@@ -79,3 +81,6 @@ def test_etcds_errors_are_told_as_ours(local_store: Store) -> None:
     control.error = rendezvous_errors.StoreUnavailableError("no member answered")
     with pytest.raises(StorageError, match="no member answered"):
         fence.claim(1)
+    with pytest.raises(Unheard, match="no member answered") as unheard:
+        commits.save(small_state(1), facts(2))
+    assert unheard.value.commit == discover(local_store).head
