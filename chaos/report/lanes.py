@@ -79,7 +79,7 @@ def _nodes(reader: Reader) -> dict[int, int]:
 def _last_seen(reader: Reader) -> dict[tuple[int, int, int], float]:
     """Return the last time of each (term, rank, process): a history's lines after a `form` are of its process."""
     seen: dict[tuple[int, int, int], float] = {}
-    for process in reader.processes:
+    for process in reader.run.processes:
         pid = -1
         for line in process:
             if line["op"] == "form" and is_whole(line.get("pid")):

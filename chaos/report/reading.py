@@ -12,7 +12,7 @@ class Reader:
     """Gives out lines whose time is finite and whose `keys` hold whole numbers; `num_left_out` counts the rest."""
 
     def __init__(self, run: Evidence) -> None:
-        self.processes = run.processes
+        self.run = run
         self._by_op: dict[object, list[Line]] = defaultdict(list)
         self._left_out: set[int] = set()
         times = []

@@ -10,7 +10,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from chaos.evidence import Line, whole
+from chaos.applied import branch_of, furthest_of, restored_at
+from chaos.evidence import Evidence, Line, whole
+from chaos.findings import Unknown, Violated
 from chaos.recovery import Recovery
 from chaos.report.lanes import Lane, lanes_of
 from chaos.report.reading import Reader, is_number, time_of
@@ -103,6 +105,7 @@ def _branches(reader: Reader) -> list[Branch]:
         applied = Applied(reader.at(line), whole(line, "step"), _loss(line))
         steps[whole(line, "term")].setdefault(applied.step, applied)
     branches: list[Branch] = []
+    kept = _kept(reader.run)
     cut: float = math.inf
     for term in sorted({*restored, *steps}, reverse=True):
         own = sorted(steps[term].values(), key=lambda applied: applied.step)
@@ -111,9 +114,25 @@ def _branches(reader: Reader) -> list[Branch]:
         first = formed.get(term) or restored.get(term)
         formed_at, world = (reader.at(first) if first else own[0].at), formed.get(term, {}).get("world")
         size = world if isinstance(world, int) else 0
-        branches.append(Branch(term, size, formed_at, lo, int(min(hi, max(lo, cut))), hi, own))
+        until = cut if kept is None else kept.get(term, lo)
+        branches.append(Branch(term, size, formed_at, lo, int(min(hi, max(lo, until))), hi, own))
         cut = min(cut, lo)
     return branches[::-1]
+
+
+def _kept(run: Evidence) -> dict[int, int] | None:
+    """Return the last step of each term in the lineage that the last term continues, as the judge follows it.
+
+    None if the histories are too torn for that: then each term is taken to cut off what lies behind its first step.
+    """
+    try:
+        last = max(restored_at(run), default=None)
+        if last is None:
+            return None
+        until = furthest_of(run).get(last, whole(restored_at(run)[last], "step"))
+        return {term: hi for term, _, hi in branch_of(run, last, until)}
+    except (Violated, Unknown, LookupError, TypeError, ValueError, AttributeError):
+        return None
 
 
 def _first(lines: list[Line]) -> dict[int, Line]:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import chaos
-from chaos.evidence import Line, collect
+from chaos.evidence import Evidence, Line, collect
 from chaos.planted import PLANTED
 from chaos.recovery import Recovery
 from chaos.report import render
@@ -167,6 +167,29 @@ def test_torn_evidence_has_a_page(healthy: Path, tmp_path: Path) -> None:
             for process in evidence.processes
         ]
         assert Page(render(weigh(replace(evidence, processes=lines), None))).find("lanes", "p")
+
+
+def test_a_dead_branch_that_others_passed_over_cuts_nothing_off() -> None:
+    """Term 2 went on from step 2 with a process of an older world; term 3 from step 5, with one that had gone on."""
+
+    def told(term: int, pid: int, step: int, applied_by: int | None, applied: range) -> list[Line]:
+        at = 10.0 * term
+        return [
+            {"op": "form", "t": at, "term": term, "rank": 0, "pid": pid, "world": 1},
+            {"op": "restore", "t": at, "term": term, "rank": 0, "step": step, "commit": None, "applied_by": applied_by},
+            *(
+                {"op": "step", "t": at + 0.1 * one, "term": term, "rank": 0, "step": one, "loss": 1.0}
+                for one in applied
+            ),
+        ]
+
+    lines = [*told(1, 7, 0, None, range(1, 6)), *told(2, 8, 2, 1, range(3, 5)), *told(3, 7, 5, 1, range(6, 9))]
+    story = tell(Reader(Evidence(Path("drawn"), [lines], [], {}, None, None)))
+    assert [(branch.term, branch.lo, branch.cut, branch.hi) for branch in story.branches] == [
+        (1, 0, 5, 5),
+        (2, 2, 2, 4),
+        (3, 5, 8, 8),
+    ]
 
 
 def test_text_from_a_run_cannot_become_markup(healthy: Path, tmp_path: Path) -> None:
