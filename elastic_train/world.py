@@ -7,6 +7,7 @@ ranks go on alike or stop alike. Rank 0 alone speaks to etcd.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import zlib
@@ -169,17 +170,19 @@ def _load(store: Store, head: CommitRecord, state: AppliedState) -> None:
 
 
 def _published(world: World) -> tuple[int, list[tuple[int, int, int]]]:
-    """Return term and intervals of the commit that the fence names as head; 0 and none if there is none, or no more.
+    """Return term and intervals of the newest commit that can be read; 0 and none if there is none.
 
-    A state of a newer term counts whatever it goes on from: its world was fenced off from that head, and so knew it. It
-    goes on from it, or has passed over it because it was damaged.
+    The fence may not have heard of it, and a listing may lack the one that the fence names. A state of a newer term
+    counts whatever it goes on from: its world was fenced off from that commit, and so knew it. It goes on from it, or
+    has passed over it because it was damaged.
     """
     claimed = world.fence.head()
-    try:
-        record = read_record(world.store, claimed.commit) if claimed and claimed.commit else None
-    except DAMAGE:
-        record = None
-    return (record.term, [(i.term, i.lo, i.hi) for i in record.intervals]) if record else (0, [])
+    newest = _newest(world.store)
+    if claimed and claimed.commit:
+        with contextlib.suppress(*DAMAGE):
+            named = read_record(world.store, claimed.commit)
+            newest = max(named, newest or named, key=lambda record: (record.term, record.step))
+    return (newest.term, [(i.term, i.lo, i.hi) for i in newest.intervals]) if newest else (0, [])
 
 
 def _is_of(published: Sequence[Interval], state: AppliedState) -> bool:
@@ -237,12 +240,17 @@ def has_equal_kernels(group: Group, device: torch.device) -> bool:
 def _find_head(world: World, furthest: int) -> tuple[str | None, list[tuple[str, str]]]:
     """Return the newest commit's key, and what was passed over; a commit that nobody will load is not read in full."""
     if furthest > 0:
-        newest = next((record for _, record, _ in records(world.store) if record), None)
+        newest = _newest(world.store)
         if newest is None or newest.step <= furthest:
             return (newest.key if newest else None), []
     claimed = world.fence.head()
     found = discover(world.store, published=claimed.commit if claimed else None)
     return (found.head.key if found.head else None), list(found.skipped)
+
+
+def _newest(store: Store) -> CommitRecord | None:
+    """Return the newest record that can be read."""
+    return next((record for _, record, _ in records(store) if record), None)
 
 
 @dataclass(frozen=True, slots=True)
