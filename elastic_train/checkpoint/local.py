@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from elastic_train.checkpoint.disk import Disk, RealDisk
-from elastic_train.checkpoint.stores import Entry, KeyMissing, KeyTaken, Sink, Uncertain, Unreadable
+from elastic_train.checkpoint.stores import Entry, KeyMissing, KeyTaken, ReadFile, Sink, Uncertain, Unreadable
 from elastic_train.errors import StorageError
 
 _UNFINISHED = ".unfinished"  # the suffix of a record that is being created; no key ends so
@@ -53,18 +54,27 @@ class LocalStore:
 
     def open(self, key: str) -> BinaryIO:
         with self._telling("read", key):
-            return (self._root / key).open("rb")
+            return cast(BinaryIO, ReadFile((self._root / key).open("rb"), lambda: self._telling("read", key)))
 
     def list(self, prefix: str) -> list[Entry]:
-        entries = []
         with self._telling("list", prefix):
-            for path in sorted((self._root / prefix).rglob("*")):
-                with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
-                    if path.is_file() and not path.name.endswith(_UNFINISHED):
-                        status = path.stat()
-                        key = path.relative_to(self._root).as_posix()
-                        entries.append(Entry(key, status.st_size, status.st_mtime))
-        return entries
+            return sorted(self._entries_in(self._root / prefix), key=lambda entry: entry.key)
+
+    def _entries_in(self, folder: Path) -> Iterator[Entry]:
+        """Yield the files below a folder; what goes while it is looked at is left out, and nothing else is."""
+        try:
+            with os.scandir(folder) as found:
+                names = list(found)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for name in names:
+            if name.is_dir(follow_symlinks=False):
+                yield from self._entries_in(Path(name.path))
+            elif name.is_file() and not name.name.endswith(_UNFINISHED):
+                with contextlib.suppress(FileNotFoundError):
+                    status = name.stat()
+                    key = Path(name.path).relative_to(self._root).as_posix()
+                    yield Entry(key, status.st_size, status.st_mtime)
 
     def delete(self, key: str) -> None:
         """Remove the file, and the folders that it leaves empty."""

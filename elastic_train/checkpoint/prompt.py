@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import BinaryIO, TypeVar, cast
 
 from elastic_train.checkpoint.checksums import FileRecord
 from elastic_train.checkpoint.near import NearStore
-from elastic_train.checkpoint.stores import Entry, Sink, Store, Uncertain
+from elastic_train.checkpoint.stores import Entry, ReadFile, Sink, Store, Uncertain
 from elastic_train.checkpoint.threads import begin
 from elastic_train.errors import StorageError
 
@@ -86,32 +85,12 @@ class _HeardSink:
         return num_bytes
 
 
-class _HeardFile:
-    """What readers of a store's files use of a file."""
-
+class _HeardFile(ReadFile):
     def __init__(self, file: BinaryIO, heard: Callable[[], None]) -> None:
-        self._file, self._heard = file, heard
+        super().__init__(file, lambda: _hearing(heard))
 
-    def read(self, size: int = -1) -> bytes:
-        content = self._file.read(size)
-        self._heard()
-        return content
 
-    def readinto(self, buffer: memoryview) -> int | None:
-        num_bytes: int | None = self._file.readinto(buffer)  # type: ignore[attr-defined]
-        self._heard()
-        return num_bytes
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self._file.seek(offset, whence)
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> _HeardFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+@contextlib.contextmanager
+def _hearing(heard: Callable[[], None]) -> Iterator[None]:
+    yield
+    heard()

@@ -16,11 +16,11 @@ import uuid
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from fsspec.core import url_to_fs
 
-from elastic_train.checkpoint.stores import Entry, KeyMissing, KeyTaken, Sink, Uncertain
+from elastic_train.checkpoint.stores import Entry, KeyMissing, KeyTaken, ReadFile, Sink, Uncertain
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.sdk_errors import sdk_errors
 
@@ -102,7 +102,7 @@ class FsspecStore:
         with self._telling("read", key):
             self._fs.invalidate_cache()
             file: BinaryIO = self._fs.open(self._path(key), "rb")
-            return file
+        return cast(BinaryIO, ReadFile(file, lambda: self._telling("read", key)))
 
     def list(self, prefix: str) -> list[Entry]:
         with self._telling("list", prefix):

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import BinaryIO, Protocol
+from types import TracebackType
+from typing import BinaryIO, Protocol, Self
 
 from elastic_train.errors import StorageError
 
@@ -52,6 +53,37 @@ class Sink(Protocol):
         """Take all of the bytes; return how many they are."""
 
 
+class ReadFile:
+    """What readers of a store's files use of a file; `telling` turns what is raised beneath into errors of our tree."""
+
+    def __init__(self, file: BinaryIO, telling: Callable[[], AbstractContextManager[None]]) -> None:
+        self._file, self._telling = file, telling
+
+    def read(self, size: int = -1) -> bytes:
+        with self._telling():
+            return self._file.read(size)
+
+    def readinto(self, buffer: memoryview) -> int | None:
+        with self._telling():
+            num_bytes: int | None = self._file.readinto(buffer)  # type: ignore[attr-defined]
+        return num_bytes
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        with self._telling():
+            return self._file.seek(offset, whence)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
 class Store(Protocol):
     """Keys are relative, with slashes; every method raises StorageError where the medium fails."""
 
@@ -66,7 +98,7 @@ class Store(Protocol):
         """Write a file of a fresh key; durable when the context ends, removed if it ends with an error."""
 
     def open(self, key: str) -> BinaryIO:
-        """Open a key for reading, seekable; KeyMissing if there is none."""
+        """Open a key for reading, seekable; KeyMissing if there is none. Reading raises StorageError, too."""
 
     def list(self, prefix: str) -> list[Entry]:
         """Return every key below a folder (a prefix that ends with a slash), sorted; sees every finished create."""
@@ -102,10 +134,7 @@ def _open(url: str) -> Store:
 def read(store: Store, key: str) -> bytes:
     """Return the whole content of a small key."""
     with store.open(key) as file:
-        try:
-            return file.read()
-        except OSError as error:
-            raise Unreadable(f"{store.url}/{key}: cannot be read: {error}") from error
+        return file.read()
 
 
 def create_once(store: Store, key: str, content: bytes) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -85,6 +87,36 @@ def test_a_listing_names_what_is_below_a_folder(store: Store) -> None:
     assert [(entry.key, entry.size) for entry in store.list("data/")] == [("data/a/1", 8), ("data/b/2", 8)]
     assert all(entry.modified_at for entry in store.list("data/"))
     assert store.list("nothing/") == []
+
+
+def test_a_folder_that_goes_while_it_is_listed_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retention deletes, and readers let go of what they hold, while others look."""
+    store, scan = LocalStore(tmp_path), os.scandir
+    for key in ("data/a/1", "data/b/2"):
+        store.create(key, b"x")
+
+    def scan_late(path: str | os.PathLike[str]) -> object:
+        if Path(path).name == "a":
+            store.delete("data/a/1")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_late)
+    assert [entry.key for entry in store.list("data/")] == ["data/b/2"]
+
+
+def test_a_folder_that_may_not_be_listed_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody may look there is no way to tell that there is nothing."""
+    store, scan = LocalStore(tmp_path), os.scandir
+    store.create("commits/a.json", b"x")
+
+    def scan_denied(path: str | os.PathLike[str]) -> object:
+        if Path(path).name == "commits":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_denied)
+    with pytest.raises(StorageError, match="commits: cannot list: Permission denied"):
+        store.list("commits/")
 
 
 def test_deleting_is_repeatable(store: Store) -> None:
