@@ -33,13 +33,14 @@ def prune(
 ) -> Pruned:
     """Delete the commits that no policy wants, but none that is pinned or held, nor the newest one that verifies.
 
-    `newest` is a commit that the caller knows to be whole; without it the newest are read until one is, and if none is,
-    nothing is deleted. A rehearsal deletes nothing and says what it would have deleted.
+    `newest` is a commit that the caller knows to be whole; without it, or if others have published meanwhile, the
+    newest are read until one is, and if none is, nothing is deleted. A rehearsal deletes nothing and says what it would
+    have deleted.
     """
     keys, sure = commit_keys(store), pinned(store) | held(store)
     doomed = retention.unwanted([_candidate(store, key) for key in keys], sure)
     if doomed:
-        whole = newest if newest is not None and newest.key in keys else _newest_whole(store, keys)
+        whole = newest if newest is not None and newest.key == keys[0] else _newest_whole(store, keys)
         commits = [_candidate(store, key, whole) for key in keys]
         doomed = retention.unwanted(commits, sure | {whole.key}) if whole else []
     delete = _measure_commit if is_rehearsal else _delete_commit

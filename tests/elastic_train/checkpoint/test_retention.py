@@ -199,3 +199,12 @@ def test_a_record_goes_before_its_files(local_store: Store, monkeypatch: pytest.
     assert deleted[0] == commits[0].key
     assert all(key.startswith(commits[0].attempt) for key in deleted[1:])
     assert len(deleted) == 3
+
+
+def test_who_was_overtaken_does_not_delete_the_newest_commit(local_store: Store) -> None:
+    """A process frozen behind its commit tidies up when others have long published: what is newest is theirs."""
+    (mine,) = commit_steps(local_store, 5)
+    theirs = commit_steps(local_store, 6, 7, parent=mine)
+    prune(local_store, Retention.of(last=1, budget=theirs[-1].num_bytes * 3 // 2), newest=mine)
+    assert discover(local_store).head == theirs[-1]
+    assert steps_of(local_store) == [7]
