@@ -262,30 +262,35 @@ class Session:
     def commit_or_fail(self) -> None:
         """Commit what a job ends with: tries again for a while, and raises StorageError on every rank if it fails.
 
-        Where etcd is away for longer the store's word is enough: behind the last commit none makes up for it.
+        Where etcd is away for longer the store's word is enough: behind the last commit none makes up for it. Until
+        then rank 0 alone tries again, for what exists need not be written again.
         """
         for num_left in range(LAST_COMMIT_TRIES, -1, -1):
             with self.watchdog.resting():
                 ended = self.saves.wait(self.world.group.check)
-                if agree(self.world.group, lambda: self._is_committed(ended, num_left)):  # noqa: B023 - called at once
+                is_through, is_there = agree(self.world.group, lambda: self._look(ended, num_left))  # noqa: B023 - called at once
+                if is_through:
                     return
                 if num_left < LAST_COMMIT_TRIES:
                     time.sleep(LAST_COMMIT_PAUSE_S)
-            self._begin_save()
+            if self.world.is_leader or not is_there:
+                self._begin_save()
 
-    def _is_committed(self, ended: Ended | None, num_left: int) -> bool:
+    def _look(self, ended: Ended | None, num_left: int) -> tuple[bool, bool]:
+        """Say whether the applied state is committed, and whether its commit exists, if only by the store."""
         self._note(ended)
         if self.head is not None and self.head.step == self.state.step:
-            return True
-        if num_left == 0 and ended is not None and isinstance(ended.error, Unheard):
-            self._note_commit(ended, ended.error.commit)
-            return True
+            return True, True
+        if ended is not None and isinstance(ended.error, Unheard) and ended.error.commit.step == self.state.step:
+            if num_left == 0:
+                self._note_commit(ended, ended.error.commit)
+            return num_left == 0, True
         if num_left == 0:
             raise StorageError(
                 f"step {self.state.step} could not be committed in {LAST_COMMIT_TRIES} tries: make room in "
                 f"{self.world.store.url} and start again, to go on from step {self.head.step if self.head else 0}"
             )
-        return False
+        return False, False
 
     def _abandon_save(self) -> None:
         """Give up the save in flight; where the job goes on from commits, give it some time first."""

@@ -213,6 +213,20 @@ def test_a_job_ends_without_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(ears.told) == LAST_COMMIT_TRIES
 
 
+def test_what_exists_is_not_written_again(tmp_path: Path) -> None:
+    """Told to leave while etcd is away: rank 0 asks it again, and nobody uploads the state once more for that."""
+    opened, _ = session(LocalStore(tmp_path))
+    take_step(opened)
+    opened.commit(is_busy=False)
+    opened._note(opened.saves.wait())
+    answers = iter([[False, False], [False, True], [False, True], [True, True]])
+    group = SimpleNamespace(rank=1, size=2, check=None, broadcast_object=lambda *_: {"value": next(answers)})
+    opened.world.group, opened.world.is_leader = group, False  # type: ignore[assignment,misc]
+    opened.saves = MagicMock(wait=lambda check: None)
+    opened.commit_or_fail()
+    assert opened.saves.begin.call_count == 1 and not list(answers)
+
+
 def test_who_is_fenced_in_the_store_does_not_end_well_without_etcd(tmp_path: Path) -> None:
     """The store alone tells that a newer world is there."""
     store = LocalStore(tmp_path)
