@@ -67,14 +67,14 @@ def holding(store: Store, key: str, ttl_s: float = HOLD_TTL_S) -> Iterator[None]
 
 
 def held(store: Store, now: float | None = None) -> set[str]:
-    """Return the keys of the commits that readers hold, deleting the holds that have ended."""
+    """Return the keys of the commits that readers hold, deleting the holds that have ended where that may be done."""
     moment, keys = time.time() if now is None else now, set()
     for entry in store.list(HOLDS):
         match = _HOLD.fullmatch(entry.key)
         if match and int(match["until"]) >= moment:
             keys.add(_key(match["name"]))
         elif match:
-            store.delete(entry.key)
+            _let_go(store, entry.key)
     return keys
 
 
@@ -82,7 +82,7 @@ def _let_go(store: Store, marker: str) -> None:
     try:
         store.delete(marker)
     except StorageError as error:
-        log.warning("a hold ends only by its time: %s", error)
+        log.warning("a hold stays, and counts until its time is over: %s", error)
 
 
 def _name(key: str) -> str:

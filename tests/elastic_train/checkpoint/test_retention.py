@@ -10,8 +10,10 @@ import pytest
 from commit_samples import commit_steps, facts, small_state, writer
 
 from elastic_train.checkpoint import CommitRecord, Retention, Store, discover, holding, prune, sweep, verify
+from elastic_train.checkpoint.listing import survey_store
 from elastic_train.checkpoint.local import LocalStore
 from elastic_train.checkpoint.markers import held, pin, pinned, unpin
+from elastic_train.checkpoint.policies import Best
 from elastic_train.checkpoint.reader import commit_keys
 from elastic_train.checkpoint.stores import KeyMissing
 from elastic_train.errors import StorageError
@@ -137,6 +139,20 @@ def test_a_hold_ends_by_itself(local_store: Store) -> None:
     assert held(local_store, now=time.time() + 90) == {commit.key}
     assert held(local_store, now=time.time() + 110) == set()
     assert local_store.list("holds/") == []
+
+
+def test_who_may_only_read_sees_that_a_hold_has_ended(local_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hold that is over is over, also where its object cannot be deleted: `ckpt ls` of another's run works."""
+    (commit,) = commit_steps(local_store, 1)
+    hold = holding(local_store, commit.key, ttl_s=-10)
+    hold.__enter__()
+
+    def refuse(store: LocalStore, key: str) -> None:
+        raise StorageError(f"{key}: cannot delete: Read-only file system")
+
+    monkeypatch.setattr(LocalStore, "delete", refuse)
+    assert held(local_store) == set()
+    assert [row.marks for row in survey_store(local_store, Best.parse("min loss")).rows] == [("head", "best")]
 
 
 def test_a_hold_that_comes_while_the_record_goes_keeps_the_files(
