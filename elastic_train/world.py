@@ -170,14 +170,18 @@ def _load(store: Store, head: CommitRecord, state: AppliedState) -> None:
 
 
 def _published(world: World) -> tuple[int, list[tuple[int, int, int]]]:
-    """Return term and intervals of the newest commit that can be read; 0 and none if there is none.
+    """Return term and intervals of the newest commit of a world that can be read; 0 and none if there is none.
 
     The fence may not have heard of it, and a listing may lack the one that the fence names. A state of a newer term
     counts whatever it goes on from: its world was fenced off from that commit, and so knew it. It goes on from it, or
-    has passed over it because it was damaged.
+    has passed over it because it was damaged. What a process has committed alone takes nobody's state away: it applied
+    no step in the term that it claimed for it.
     """
     claimed = world.fence.head()
-    newest = _newest(world.store)
+    readable = (record for _, record, _ in records(world.store) if record)
+    newest = next(
+        (record for record in readable if record.intervals and record.intervals[-1].term == record.term), None
+    )
     if claimed and claimed.commit:
         with contextlib.suppress(*DAMAGE):
             named = read_record(world.store, claimed.commit)
@@ -240,17 +244,12 @@ def has_equal_kernels(group: Group, device: torch.device) -> bool:
 def _find_head(world: World, furthest: int) -> tuple[str | None, list[tuple[str, str]]]:
     """Return the newest commit's key, and what was passed over; a commit that nobody will load is not read in full."""
     if furthest > 0:
-        newest = _newest(world.store)
+        newest = next((record for _, record, _ in records(world.store) if record), None)
         if newest is None or newest.step <= furthest:
             return (newest.key if newest else None), []
     claimed = world.fence.head()
     found = discover(world.store, published=claimed.commit if claimed else None)
     return (found.head.key if found.head else None), list(found.skipped)
-
-
-def _newest(store: Store) -> CommitRecord | None:
-    """Return the newest record that can be read."""
-    return next((record for _, record, _ in records(store) if record), None)
 
 
 @dataclass(frozen=True, slots=True)

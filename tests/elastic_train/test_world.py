@@ -7,7 +7,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from elastic_train.checkpoint import CommitRecord, CommitWriter, Store, Unheard, open_store
+from elastic_train.assembly import commit_alone
+from elastic_train.checkpoint import CommitRecord, CommitWriter, SaveMemory, Store, Unheard, open_store
 from elastic_train.facts import describe_commit
 from elastic_train.fencing import JoinedFence
 from elastic_train.group import Group
@@ -74,6 +75,18 @@ def test_who_was_frozen_does_not_take_a_commit_back(tmp_path: Path, is_heard: bo
     frozen = state_of((1, 0, 12))
     assert restore(job.plan, job.world(), frozen) == newest  # type: ignore[arg-type]
     assert frozen.reached.intervals == newest.intervals
+
+
+def test_who_commits_alone_takes_nobodys_steps_away(tmp_path: Path) -> None:
+    """A process of an older world that is told to leave commits what it has; who trains on keeps what was applied."""
+    job = Job(tmp_path)
+    first = job.commit(None, (1, 0, 5))
+    job.commit(first, (1, 0, 5), (2, 5, 6))
+    commit_alone(job.plan, state_of((1, 0, 12)), SaveMemory())  # type: ignore[arg-type]
+    assert [entry.key for entry in job.store.list("commits/")][-1] == "commits/00000003-000000000012.json"
+    state = state_of((1, 0, 5), (2, 5, 13))
+    restore(job.plan, job.world(), state)  # type: ignore[arg-type]
+    assert state.reached.intervals == state_of((1, 0, 5), (2, 5, 13)).reached.intervals
 
 
 @pytest.mark.parametrize("is_heard", [True, False])
