@@ -132,7 +132,7 @@ class LiveWorlds:
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
                 continue
             except rendezvous_errors.StoppedWaiting as error:
-                raise Preempted("told to leave while waiting for a world") from error
+                raise Preempted(str(error)) from error
             except rendezvous_errors.TooFewNodesError as error:
                 raise TooFewNodesError(str(error)) from error
             except rendezvous_errors.StoreError as error:

@@ -74,7 +74,7 @@ class LiveMember:
         Raises TooFewNodesError if fewer nodes than the minimum come in time, StoppedWaiting when `is_stopped()`.
         """
         while True:
-            self._node.join(self._told.timeout_s)
+            self._node.join(self._told.timeout_s, is_stopped)
             world = self._node.next_world(self._meeting.host, self._told.timeout_s, is_stopped)
             if world is None:
                 return None

@@ -69,8 +69,12 @@ class Node:
     def view(self) -> View:
         return self._seen.now().view
 
-    def join(self, timeout_s: float) -> None:
-        """Be ready for the next world: register, or leave the world that this node was in."""
+    def join(self, timeout_s: float, is_stopped: Callable[[], bool] = lambda: False) -> None:
+        """Be ready for the next world: register, or leave the world that this node was in.
+
+        An etcd that does not answer is waited for; raises StoreUnavailableError after `timeout_s`, StoppedWaiting when
+        `is_stopped()`.
+        """
         self.joined_at = time.time()
         deadline = time.monotonic() + timeout_s
         while True:
@@ -78,6 +82,8 @@ class Node:
                 if self._own.is_gone or not self._own.update(membership.leaving_world):
                     self._own.register()
             except StoreUnavailableError as error:
+                if is_stopped():
+                    raise StoppedWaiting("told to leave while etcd was away") from error
                 if time.monotonic() > deadline:
                     raise
                 _log.warning("waiting for etcd: %s", error)
