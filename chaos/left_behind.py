@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos.surroundings import Surroundings
+from rendezvous.connection import Connection, list_prefix
 from rendezvous.errors import RendezvousError
-from rendezvous.etcd import Connection, list_prefix
 from rendezvous.options import etcd_options
 from rendezvous.records import Keys
 

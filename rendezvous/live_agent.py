@@ -32,9 +32,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from rendezvous.addresses import address_towards, machine_name
 from rendezvous.agent import BoundAgent
 from rendezvous.conf import BACKEND, Conf
+from rendezvous.connection import Connection, list_prefix
 from rendezvous.context import LIVE_VARIABLE, LiveContext
 from rendezvous.errors import StoreError
-from rendezvous.etcd import Connection, EtcdStore, list_prefix
+from rendezvous.etcd import EtcdStore
 from rendezvous.live import member_prefix
 from rendezvous.records import Keys
 from rendezvous.standby import Program, Standby

@@ -26,8 +26,8 @@ from pyetcd import events as kinds
 from pyetcd import exceptions as failures
 from pyetcd import watch as streams
 
+from rendezvous.connection import GIVE_UP_AFTER_S, Connection, list_in_life
 from rendezvous.errors import StoreError
-from rendezvous.etcd import GIVE_UP_AFTER_S, Connection, list_in_life
 from rendezvous.lives import Lives
 from rendezvous.options import EtcdOptions
 from rendezvous.store import Entry, Snapshot

@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
+from rendezvous.connection import Connection, list_prefix
 from rendezvous.errors import ServerError, StoreRefusedError, StoreUnavailableError
-from rendezvous.etcd import Connection, list_prefix
 from rendezvous.options import etcd_options
 from rendezvous.orphans import bound_command
 

@@ -16,8 +16,9 @@ from typing import TypeVar
 
 from chaos.sim.kernel import Kernel, Process
 from chaos.sim.virtual import Condition
+from rendezvous.connection import CALL_TIMEOUT_S, GIVE_UP_AFTER_S
 from rendezvous.errors import StoreRefusedError, StoreUnavailableError
-from rendezvous.etcd import CALL_TIMEOUT_S, GIVE_UP_AFTER_S, EtcdStore
+from rendezvous.etcd import EtcdStore
 from rendezvous.lives import Lives
 from rendezvous.memory import MemoryLease, MemoryStore
 from rendezvous.mirror import RELIST_S

@@ -29,6 +29,7 @@ from rendezvous import (
     etcd_options,
     mirror,
 )
+from rendezvous.connection import Connection
 from rendezvous.etcd import EtcdLease
 from rendezvous.store import Put
 
@@ -152,6 +153,30 @@ def test_every_endpoint_is_tried(etcd: EtcdServer) -> None:
         store = EtcdStore(etcd_options(endpoints))
         assert store.get("/nothing/").entries == {}
         store.close()
+
+
+def test_a_client_is_closed_by_nobody_while_another_thread_uses_it(etcd: EtcdServer) -> None:
+    """One thread's answer may say that a new client is needed while another is about to ask; gRPC would crash."""
+
+    class NobodyLeadsError(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.UNKNOWN
+
+    connection, clients, failures = Connection(etcd_options(etcd.endpoint)), [], [NobodyLeadsError()]
+
+    def fail_first(client: pyetcd.MultiEndpointEtcd3Client) -> None:
+        clients.append(client)
+        if failures:
+            raise failures.pop()
+
+    def ask_behind(client: pyetcd.MultiEndpointEtcd3Client) -> int:
+        connection.call(fail_first, give_up_after_s=1.0)
+        return int(client.get_response("/nothing").header.revision)
+
+    assert connection.call(ask_behind, give_up_after_s=1.0) > 0
+    assert clients[0] is not clients[1], "the first is not asked again"
+    assert connection.client() is clients[1], "who used the first to its end leaves the second alone"
+    connection.close()
 
 
 def test_no_etcd_is_said_in_time() -> None:

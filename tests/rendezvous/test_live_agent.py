@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from rendezvous import EtcdServer
-from rendezvous.etcd import GIVE_UP_AFTER_S
+from rendezvous.connection import GIVE_UP_AFTER_S
 from rendezvous.live_agent import STOPPED_FOR_GOOD_S, LiveAgent
 from rendezvous.torchrun import create_handler
 
