@@ -1,14 +1,16 @@
 """A connection to etcd over pyetcd, with what that client leaves out.
 
 Every call has a deadline and a bounded number of retries with jitter; a member of etcd that failed is skipped for a
-moment, not for five minutes; an expired token is renewed.
+moment, not for five minutes, by a clock that nobody sets; an expired token is renewed.
 
 Invariant: a client is closed once nobody has it on loan. gRPC ends the *process* that uses a channel that is closed.
 """
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -163,12 +165,25 @@ def list_in_life(
     return replace(listed, life=lives.heard(asked, listed.revision))
 
 
+class _Endpoint(pyetcd.Endpoint):  # type: ignore[misc]
+    """A member of etcd; pyetcd's own skips one that failed by the wall clock, which may be set back by an hour."""
+
+    _failed_at = -math.inf
+
+    def fail(self) -> None:
+        super().fail()
+        self._failed_at = time.monotonic()
+
+    def is_failed(self) -> bool:
+        return time.monotonic() - self._failed_at < float(self.time_retry)
+
+
 def _make_client(options: EtcdOptions, call_timeout_s: float) -> pyetcd.MultiEndpointEtcd3Client:
     credentials = None
     if options.ca_cert is not None:
         credentials = pyetcd.MultiEndpointEtcd3Client.get_secure_creds(options.ca_cert, options.key, options.cert)
     endpoints = [
-        pyetcd.Endpoint(
+        _Endpoint(
             *split_endpoint(endpoint),
             secure=credentials is not None,
             creds=credentials,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import ipaddress
 import logging
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pyetcd
@@ -29,7 +31,7 @@ from rendezvous import (
     etcd_options,
     mirror,
 )
-from rendezvous.connection import Connection
+from rendezvous.connection import Connection, list_prefix
 from rendezvous.etcd import EtcdLease
 from rendezvous.store import Put
 
@@ -176,6 +178,16 @@ def test_a_client_is_closed_by_nobody_while_another_thread_uses_it(etcd: EtcdSer
     assert connection.call(ask_behind, give_up_after_s=1.0) > 0
     assert clients[0] is not clients[1], "the first is not asked again"
     assert connection.client() is clients[1], "who used the first to its end leaves the second alone"
+    connection.close()
+
+
+def test_a_clock_that_is_set_back_hides_no_endpoint(etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has just failed is skipped for a moment, by whatever clock."""
+    connection = Connection(etcd_options(etcd.endpoint))
+    connection.client().endpoint_in_use.fail()
+    clock = SimpleNamespace(time=lambda: time.time() - 3600.0)
+    monkeypatch.setattr(importlib.import_module("pyetcd.client"), "time", clock)
+    assert list_prefix(connection, "/nothing", give_up_after_s=3.0).revision > 0
     connection.close()
 
 
