@@ -129,8 +129,14 @@ def launch(plan: Launch) -> int:
         raise ElasticTrainError(str(error)) from error
 
 
-def exit_code(codes: Sequence[int], *, has_failed: bool) -> int:
-    """Return what the workers' codes amount to: the most telling one; preempted if all left well, and some early."""
+def exit_code(codes: Sequence[int], *, has_failed: bool, is_told: bool = False) -> int:
+    """Return what the workers' codes amount to: the most telling one; preempted if all left well, and some early.
+
+    `is_told`: this node was told to leave. A worker that SIGTERM itself has ended did not listen yet, and held nothing;
+    nor does a node without workers.
+    """
+    if is_told:
+        codes = [Preempted.exit_code if code == -signal.SIGTERM else code for code in codes] or [Preempted.exit_code]
     telling = next((code for code in TELLING_CODES if code in codes), None)
     if telling is not None:
         return telling
@@ -223,12 +229,12 @@ def _run_agent(plan: Launch, endpoint: str) -> int:
     )
     agent = make_agent(spec, logs_specs=DefaultLogsSpecs(), start_method="spawn", shutdown_timeout=int(plan.grace_s))
     assert isinstance(agent, BoundAgent), "our handlers have our agents"
-    has_failed = False
+    has_failed = is_told = False
     with _signals(SignalException):
         try:
             has_failed = agent.run().is_failed()
         except SignalException:
-            has_failed = not agent.worker_codes()  # told to leave before there was anything to leave
+            is_told = True
         except RendezvousTimeoutError as error:
             raise TooFewNodesError(str(error)) from error
         except RendezvousError as error:
@@ -236,7 +242,7 @@ def _run_agent(plan: Launch, endpoint: str) -> int:
             has_failed = True
         finally:
             handler.shutdown()
-    return exit_code(agent.worker_codes(), has_failed=has_failed)
+    return exit_code(agent.worker_codes(), has_failed=has_failed, is_told=is_told)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import math
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from rendezvous import EtcdStore, TooFewNodesError, live_agent
 from rendezvous.node import Node
 from tests.conftest import ROOT, start
 from tests.elastic_train.test_live import history, until_whole, write_config
+from tests.processes import command_lines_below
 
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "gpu[07-10]", "SLURM_NODEID": "2"}
 KUBERNETES = {"PET_NNODES": "2:8", "PET_NPROC_PER_NODE": "4", "PET_RDZV_ENDPOINT": "etcd:2379", "PET_RDZV_ID": "k1"}
@@ -144,6 +146,15 @@ def test_codes_that_say_more_win(codes: list[int], has_failed: bool, expected: i
     assert exit_code(codes, has_failed=has_failed) == expected
 
 
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [([-15], 75), ([75, -15], 75), ([0, -15], 75), ([], 75), ([-9], 1), ([65, -15], 65), ([0], 0)],
+)
+def test_who_is_told_before_its_workers_listen_has_lost_nothing(codes: list[int], expected: int) -> None:
+    """A worker that SIGTERM itself ends was still importing; told at any other time it leaves by a code of its own."""
+    assert exit_code(codes, has_failed=False, is_told=True) == expected
+
+
 def command(config: str, *flags: str) -> list[str]:
     return [sys.executable, "-m", "elastic_train.cli", "launch", config, *flags]
 
@@ -158,6 +169,17 @@ def test_sigterm_ends_with_75_and_the_same_line_goes_on(tmp_path: Path, rows: Pa
     assert subprocess.run(command(config, "--ranks", "1"), cwd=ROOT, timeout=240, check=False).returncode == 0
     restores = [line for line in history(tmp_path / "run") if line["op"] == "restore"]
     assert max(line["step"] for line in restores) > 0
+
+
+def test_sigterm_before_a_worker_listens_ends_with_75(tmp_path: Path, rows: Path) -> None:
+    """A scheduler that takes a node back right after the start starts it again, and does not call it failed."""
+    config = write_config(tmp_path, rows, 300)
+    job = subprocess.Popen(command(config, "--ranks", "1"), cwd=ROOT)
+    while not any("-m elastic_train " in line for line in command_lines_below(job.pid)):
+        assert job.poll() is None
+        time.sleep(0.02)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(60) == 75
 
 
 def test_a_done_job_without_its_result_ends_with_74_and_is_not_started_over(tmp_path: Path, rows: Path) -> None:
