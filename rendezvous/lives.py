@@ -23,6 +23,12 @@ class Lives:
         with self._lock:
             return self._life, self._newest
 
+    def shown(self, life: int, revision: int) -> None:
+        """Note what a stream of a life has brought: who asks from now on is answered with no less."""
+        with self._lock:
+            if life == self._life:
+                self._newest = max(self._newest, revision)
+
     def heard(self, asked: tuple[int, int], revision: int) -> int:
         """Return the life that the answer to a request is of."""
         life, newest = asked

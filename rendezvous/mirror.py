@@ -101,7 +101,9 @@ class Mirror:
                 continue
             if not isinstance(answer, streams.WatchResponse):
                 return
-            self._publish(_applied(self._snapshot, answer))
+            shown = _applied(self._snapshot, answer)
+            self._lives.shown(shown.life, shown.revision)
+            self._publish(shown)
 
     def _list(self) -> None:
         listed = list_in_life(self._connection, self._prefix, self._lives)

@@ -6,6 +6,7 @@ import datetime
 import importlib
 import ipaddress
 import logging
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -51,6 +52,26 @@ def test_watch_and_lease_survive_a_killed_etcd() -> None:
         lease.revoke()
         watch.close()
         store.close()
+
+
+def test_a_loss_of_data_is_noticed_by_what_a_watch_has_shown() -> None:
+    """Nothing else had told of the revisions that are missing: an etcd that is young again is not taken for late."""
+    with EtcdServer() as server:
+        store, other = (EtcdStore(etcd_options(server.endpoint)) for _ in range(2))
+        watch = store.watch("/a/")
+        for number in range(10):
+            written = other.swap({f"/a/{number}": Put("")}, {})
+        assert watch.wait((written or 0) - 1, timeout_s=10) is not None
+        server.kill()
+        shutil.rmtree(server.data_dir / "member")
+        server.start()
+        younger = other.swap({"/a/new": Put("")}, {})
+        assert younger is not None and written is not None and younger < written
+        seen = watch.wait(younger - 1, timeout_s=10, life=1)
+        assert seen is not None and (sorted(seen.entries), store.get("/a/").life) == (["/a/new"], 1)
+        watch.close()
+        for each in (store, other):
+            each.close()
 
 
 def test_watch_survives_a_compaction_it_slept_through(etcd_store: EtcdStore) -> None:
