@@ -14,9 +14,10 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -35,6 +36,7 @@ SLACK = 16
 _FORMAT = b"rows 1\0\0"
 _TRAILER = struct.Struct("<QQ16s8s")  # bytes before it, their CRC-32, boot, format
 _COUNT, _LOCKS, _NAME, _PARTIAL = "bytes", "locks", ".rows", ".partial"
+_ENTRY = re.compile(rf"[0-9a-f]{{32}}/[0-9]+({re.escape(_NAME)}|{re.escape(_PARTIAL)})")
 _LOG = logging.getLogger(__name__)
 
 
@@ -144,7 +146,7 @@ class RowCache:
         """Delete what is needed last until there is room; return the bytes that are left."""
         needs = self._needs() if self._needs else None
         ranked, total = [], 0
-        for path in self._root.glob("*/*.*"):
+        for path in self._entries():
             with contextlib.suppress(FileNotFoundError):
                 stat = path.stat()
                 ranked.append((self._rank(path, stat.st_mtime, needs), stat.st_size, path))
@@ -159,6 +161,12 @@ class RowCache:
             path.unlink(missing_ok=True)
             total -= num_bytes
         return total
+
+    def _entries(self) -> Iterator[Path]:
+        """Yield the entries of all datasets, also those that are being written."""
+        for path in self._root.glob("*/*.*"):
+            if _ENTRY.fullmatch(path.relative_to(self._root).as_posix()):
+                yield path
 
     def _rank(self, path: Path, written_s: float, needs: Int64s | None) -> tuple[float, float]:
         """Return what is larger the later an entry is needed; where that is unknown, the longer it has been there."""

@@ -129,6 +129,21 @@ def test_another_dataset_goes_before_the_future(tmp_path: Path, manifest: Manife
     assert len({path.parent for path in tmp_path.glob("*/*.rows")}) == 1
 
 
+def test_other_things_in_the_folder_are_let_be(tmp_path: Path, manifest: Manifest) -> None:
+    """A folder that is a node's scratch space holds other people's files: they are neither counted nor deleted."""
+    others = [tmp_path / "work" / "draft.tex", tmp_path / ("0" * 32) / "7.json", tmp_path / "work" / "5.partial"]
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes(1 << 20))
+    cache, decode = RowCache(tmp_path, manifest, COLUMNS, max_bytes=1 << 15), Decoder()
+    cache.expect(lambda: np.arange(9))
+    for group in range(9):
+        cache.get(group, decode)
+    assert all(path.stat().st_size == 1 << 20 for path in others)
+    assert len(list(tmp_path.glob("*/*.rows"))) > 1
+    assert not (tmp_path / "work" / "locks").exists()
+
+
 def test_a_folder_that_cannot_be_used_is_done_without(
     tmp_path: Path, manifest: Manifest, caplog: pytest.LogCaptureFixture
 ) -> None:
