@@ -6,7 +6,7 @@ Weights, optimizer, scheduler, scaler, cursor, coverage sums and step are saved,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,8 +125,14 @@ class AppliedState:
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         return lambda path: path[0] == "optimizer" or (path[0] == "model" and path[1] in parameters)
 
-    def restore(self, fill: Callable[[State], None], reached: Reached) -> None:
-        """Take over what `tensors` saved and `fill` reads back; gradients must be bound to buffers anew afterwards."""
+    def restore(self, fill: Callable[[State], None], reached: Reached, *, keeps_rates: bool = False) -> None:
+        """Take over what `tensors` saved and `fill` reads back; gradients must be bound to buffers anew afterwards.
+
+        With `keeps_rates` learning rate, betas and decay stay those that the state was built with: a configuration may
+        have changed since what it takes over was saved.
+        """
+        own = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
+        bases = [float(base) for base in self.scheduler.base_lrs]
         for parameter in self.model.parameters():
             parameter.grad = None  # torch does not prepare an optimizer's state while there are gradients
         tensors: State = {"model": get_model_state_dict(self.model), "optimizer": {}, "scheduler": {}, "scaler": {}}
@@ -136,7 +142,17 @@ class AppliedState:
         self.scheduler.load_state_dict(tensors["scheduler"])  # type: ignore[arg-type]
         if tensors["scaler"]:
             self.scaler.load_state_dict(tensors["scaler"])  # type: ignore[arg-type]
+        if keeps_rates:
+            self._set_rates(own, bases)
         self.reached, self._named = reached, None
+
+    def _set_rates(self, settings: Sequence[Mapping[str, Any]], bases: Sequence[float]) -> None:
+        """Give the parameter groups their settings, and the rates that follow from `bases` at the scheduler's step."""
+        step, factors = self.scheduler.last_epoch, self.scheduler.lr_lambdas
+        rates = [base * factor(step) for base, factor in zip(bases, factors, strict=True)]
+        for group, own, rate in zip(self.optimizer.param_groups, settings, rates, strict=True):
+            group.update({**own, "lr": rate})
+        self.scheduler.load_state_dict({**self.scheduler.state_dict(), "base_lrs": list(bases), "_last_lr": rates})
 
 
 def build_state(

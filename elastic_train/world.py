@@ -163,7 +163,8 @@ def _load(store: Store, head: CommitRecord, state: AppliedState) -> None:
     account = head.account or Account()
     reached = Reached(head.step, head.cursor, head.coverage, head.intervals, head.metrics, account)
     try:
-        state.restore(lambda tensors: load(store, head, tensors), reached)
+        # Every rank reads the commit, and all of them have one configuration; a member's state brings its rates along.
+        state.restore(lambda tensors: load(store, head, tensors), reached, keeps_rates=True)
     except StorageError as error:
         # The state is neither the old nor the new one: nothing but a new process may go on from here.
         raise ElasticTrainError(f"{head.key} could not be read to its end: {error}") from error

@@ -107,7 +107,7 @@ class ModelledState:
         """Only `apply` changes anything."""
         return lambda path: True
 
-    def restore(self, fill: Callable[[State], None], reached: Reached) -> None:
+    def restore(self, fill: Callable[[State], None], reached: Reached, *, keeps_rates: bool = False) -> None:
         tree = self.tensors()
         fill(tree)
         model = tree["model"]
