@@ -152,9 +152,10 @@ class RowGroups:
 def _column_ranges(metadata: pq.FileMetaData, columns: Sequence[str]) -> list[Range]:
     """Return where the chunks of the columns lie in the file, of metadata with one row group."""
     group, ranges = metadata.row_group(0), []
+    names = tuple(f"{name}." for name in columns)  # a chunk's path goes on below a nested column; a name may have dots
     for place in range(group.num_columns):
         chunk = group.column(place)
-        if chunk.path_in_schema.split(".", 1)[0] in columns:
+        if f"{chunk.path_in_schema}.".startswith(names):
             lo = min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)))
             ranges.append((lo, lo + chunk.total_compressed_size))
     return ranges

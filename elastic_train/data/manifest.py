@@ -136,7 +136,8 @@ def build_manifest(url: str, *, label_column: str | None = None, **facts: Any) -
     All files must have one schema. `facts` are the other fields of Manifest that the data itself does not tell.
     """
     fs, root = fsspec.core.url_to_fs(url)
-    paths = sorted(path for path in fs.glob(f"{root}/**/*.parquet"))
+    # Of files only, in a folder of any name: a glob would read that as a pattern.
+    paths = sorted(path for path in fs.find(root) if path.endswith(".parquet") and path != root)
     if not paths:
         raise DataError(f"{url}: no Parquet file there")
     entries, footers, schema, counts = [], [], None, np.zeros(0, dtype=np.int64)

@@ -71,6 +71,15 @@ def test_ids_number_the_rows_in_the_order_of_file_names(tmp_path: Path) -> None:
     assert manifest.coverage == CoverageSums.of_all(27)
 
 
+def test_folders_may_have_any_name(tmp_path: Path) -> None:
+    """A pattern's characters, or the suffix of a file, as Spark names what it writes."""
+    folder = tmp_path / "set[1] *?"
+    write_ids(folder / "days.parquet" / "part-0.parquet", [0, 1])
+    write_ids(folder / "days.parquet" / "part-1.parquet", [2])
+    manifest = build_manifest(str(folder))
+    assert [file.path for file in manifest.files] == ["days.parquet/part-0.parquet", "days.parquet/part-1.parquet"]
+
+
 @pytest.mark.parametrize("ids", [[0, 1, 5], [0, 1], [0, 2, 1]], ids=["a value", "a row", "the order"])
 def test_the_digest_changes_with_the_data(tmp_path: Path, ids: list[int]) -> None:
     """Another value, a row less, or another order of rows is another dataset."""

@@ -103,6 +103,20 @@ def test_rows_of_any_ids(dataset: Manifest, whole: list[dict[str, object]], ids:
     assert read_ids.tolist() == ids
 
 
+@pytest.mark.parametrize("protocol", ["file", "watched"])
+@pytest.mark.parametrize("columns", [["meta.lang"], ["meta"], ["id", "meta.lang"], ["place"]])
+def test_a_columns_name_may_have_dots(
+    tmp_path: Path, watched: type[WatchedFileSystem], protocol: str, columns: list[str]
+) -> None:
+    """It is told from a nested column's path, near and far."""
+    places = pa.StructArray.from_arrays([pa.array([7, 8, 9]), pa.array(["x", None, "z"])], ["x", "y"])
+    table = pa.table({"id": [0, 1, 2], "meta.lang": ["a", "b", "c"], "place": places, "metadata": [1, 2, 3]})
+    table = table.append_column("meta", pa.array([4, 5, 6])) if columns == ["meta"] else table
+    url = f"file://{tmp_path}" if protocol == "file" else "watched://dots"
+    rows, _ = Reader(put(url, table, group_rows=2), columns).read(ids_of(2, 0))
+    assert rows.select(columns).to_pylist() == table.select(columns).take([2, 0]).to_pylist()
+
+
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, NUM_ROWS - 1), min_size=1, max_size=6), min_size=1, max_size=6))
 def test_what_was_read_before_changes_nothing(
