@@ -17,7 +17,7 @@ from elastic_train.data.reader import Reader
 from elastic_train.data.unfit import Rules
 from elastic_train.mixing import Int64s
 from elastic_train.order import Cursor, Order
-from elastic_train.tasks.task import Limited, Task
+from elastic_train.tasks.task import Limited, Matching, Task
 
 
 class Feed:
@@ -31,6 +31,8 @@ class Feed:
             return
         self._held_out = held_out = load_manifest(config.data.validation)
         check_columns(held_out, task.columns())
+        if isinstance(task, Matching):
+            task.check_held_out(held_out)
         self._held_out_order = Order(
             _first_rows(held_out, config.validation.max_samples),
             num_lanes=config.batch.num_lanes,

@@ -85,6 +85,14 @@ class Limited(Protocol):
         """Return how many values of such a column a row may have; `data.too_long` says what becomes of longer ones."""
 
 
+@runtime_checkable
+class Matching(Protocol):
+    """A task that knows what makes a validation set one of the same kind as the training set."""
+
+    def check_held_out(self, manifest: Manifest) -> None:
+        """Raise ConfigError or DataError if what was prepared cannot be judged by this set; called before training."""
+
+
 def load_task(config: TaskConfig) -> Task:
     """Import and build the configured task; raise ConfigError naming the path, the parameter, and the nearest one."""
     module_name, _, class_name = config.path.partition(":")
@@ -112,4 +120,4 @@ def load_task(config: TaskConfig) -> Task:
     return task
 
 
-__all__ = ["Batch", "Finishing", "LaneLoss", "Limited", "Task", "load_task"]
+__all__ = ["Batch", "Finishing", "LaneLoss", "Limited", "Matching", "Task", "load_task"]

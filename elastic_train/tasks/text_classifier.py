@@ -7,6 +7,7 @@ rounded up, so a lane has the same shapes whatever rank computes it.
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic_train.data.manifest import Manifest
-from elastic_train.data.numbers import numbers_of
+from elastic_train.data.numbers import numbers_of, whole
 from elastic_train.data.padding import pad_lists
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.tasks.encoder import EncoderShape, TextEncoder
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 _WIDTH_MULTIPLE = 8
+_INTEGERS = re.compile(r"u?int(8|16|32|64)")
+_INTEGER_LISTS = re.compile(rf"(large_)?list<.*: {_INTEGERS.pattern}( not null)?>")
 
 
 class TextClassifier:
@@ -55,9 +58,13 @@ class TextClassifier:
         category_buckets: int = 64,
         vocabulary: int | None = None,
     ) -> None:
-        for name, value, least in (("heads", heads, 1), ("category_buckets", category_buckets, 2)):
+        sizes = {"max_tokens": (max_tokens, 1), "dim": (dim, 1), "depth": (depth, 0), "heads": (heads, 1)}
+        sizes |= {"category_buckets": (category_buckets, 2), "vocabulary": (1 if vocabulary is None else vocabulary, 1)}
+        for name, (value, least) in sizes.items():
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and less than 1, not {dropout}")
         if dim % heads:
             raise ValueError(f"dim {dim} is no multiple of heads {heads}")
         if class_weights not in (None, "balanced"):
@@ -67,6 +74,7 @@ class TextClassifier:
         self._label, self._tokens, self._numeric, self._categorical = label, tokens, numeric, categorical
         self.vocabulary = vocabulary
         self._weights: Tensor | None = None
+        self._known: Manifest | None = None
 
     def prepare(self, manifest: Manifest) -> None:
         self._label = self._label or manifest.label_column
@@ -75,17 +83,41 @@ class TextClassifier:
         self._numeric = manifest.numeric_columns if self._numeric is None else self._numeric
         self._categorical = manifest.categorical_columns if self._categorical is None else self._categorical
         _check_columns(manifest, self._tokens, self._label, [*self._numeric, *self._categorical])
-        if not manifest.label_counts:
+        if not manifest.label_counts or manifest.label_column != self._label:
             raise DataError(
-                f"{manifest.url}: no labels were counted; build the manifest with label_column={self._label!r}"
+                f"{manifest.url}: no labels were counted in column '{self._label}'; build the manifest with "
+                f"label_column={self._label!r}"
             )
+        self._known = manifest
         self.num_classes = max(2, len(manifest.label_counts))
         self.vocabulary = self.vocabulary or manifest.vocabulary_size
         if self.vocabulary is None:
             raise ConfigError(f"task.params.vocabulary: {manifest.url} has no tokenizer; say how many token ids it has")
         if self.class_weights == "balanced":
-            counts = torch.tensor(manifest.label_counts, dtype=torch.float32).clamp(min=1)
+            counts = torch.zeros(self.num_classes)
+            counts[: len(manifest.label_counts)] = torch.tensor(manifest.label_counts, dtype=torch.float32)
+            counts.clamp_(min=1)
             self._weights = counts.sum() / (len(counts) * counts)
+
+    def check_held_out(self, manifest: Manifest) -> None:
+        known = self._known
+        assert known is not None and self._label is not None, "prepare comes first"
+        _check_columns(manifest, self._tokens, self._label, [*(self._numeric or ()), *(self._categorical or ())])
+        is_counted = manifest.label_column == self._label and manifest.label_counts is not None
+        if is_counted and len(manifest.label_counts or ()) > self.num_classes:
+            raise DataError(
+                f"{manifest.url}: has labels up to {len(manifest.label_counts or ()) - 1}, but {known.url} only "
+                f"{self.num_classes} classes; describe both with the same `labels`"
+            )
+        for what, mine, theirs in (
+            ("its labels", known.labels, manifest.labels if is_counted else None),
+            ("its token ids", known.tokenizer_sha256, manifest.tokenizer_sha256),
+        ):
+            if mine is not None and theirs is not None and mine != theirs:
+                raise DataError(
+                    f"{manifest.url}: {what} differ from those of {known.url}, so what was learned there means "
+                    "something else here; import both as one dataset, of which a part is kept for validation"
+                )
 
     def columns(self) -> Sequence[str]:
         assert self._label is not None, "prepare comes first"
@@ -112,6 +144,7 @@ class TextClassifier:
         )
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
+        _check_whole(rows, self._tokens, str(self._label), ids)
         tokens, lengths = pad_lists(rows.column(self._tokens), max_width=self.max_tokens, multiple=_WIDTH_MULTIPLE)
         numeric, is_missing = _numeric(rows, self._numeric or ())
         label = numbers_of(rows.column(self._label)).astype(np.int64)
@@ -147,18 +180,31 @@ def _check_columns(manifest: Manifest, tokens: str, label: str, others: Sequence
         raise DataError(
             f"{manifest.url}: no column {', '.join(map(repr, missing))}; it has {', '.join(manifest.columns)}"
         )
-    if "list" not in manifest.columns[tokens] or "int" not in manifest.columns[tokens]:
+    if not _INTEGER_LISTS.fullmatch(manifest.columns[tokens]):
         raise DataError(f"{manifest.url}: column '{tokens}' is {manifest.columns[tokens]}, not a list of integers")
-    if "int" not in manifest.columns[label]:
+    if not _INTEGERS.fullmatch(manifest.columns[label]):
         raise DataError(f"{manifest.url}: label column '{label}' is {manifest.columns[label]}, not an integer")
 
 
+def _check_whole(rows: pa.Table, tokens: str, label: str, ids: npt.NDArray[np.int64]) -> None:
+    """Refuse a missing label, and a missing token among others; a row without tokens is an empty one."""
+    for name, column in ((tokens, whole(rows.column(tokens)).values), (label, rows.column(label))):
+        if column.null_count:
+            raise DataError(
+                f"column '{name}': a value is missing in one of the rows around sample {ids[0]}; write the data again "
+                "without missing tokens and labels"
+            )
+
+
 def _numeric(rows: pa.Table, names: Sequence[str]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
-    """Return (rows, columns) log-compressed values, 0 where missing, and where they are missing."""
+    """Return (rows, columns) log-compressed values, 0 where missing, and where they are missing.
+
+    What is not finite counts as missing: one such value would spoil all weights.
+    """
     values = np.zeros((len(rows), len(names)), dtype=np.float64)
     for place, name in enumerate(names):
-        values[:, place] = numbers_of(rows.column(name).cast(pa.float64()), missing=math.nan)
-    is_missing = np.isnan(values)
+        values[:, place] = numbers_of(rows.column(name).cast(pa.float64(), safe=False), missing=math.nan)
+    is_missing = ~np.isfinite(values)
     values[is_missing] = 0.0
     return (np.sign(values) * np.log1p(np.abs(values))).astype(np.float32), is_missing
 

@@ -1,0 +1,156 @@
+"""The text classifier: what it refuses before training, and what it makes of values that are missing or huge."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from elastic_train.config import Config
+from elastic_train.data.manifest import Manifest, build_manifest
+from elastic_train.errors import ConfigError, DataError
+from elastic_train.plan import make_plan
+from elastic_train.tasks.text_classifier import TextClassifier
+
+TOKENS = pa.array([[1, 2], [3], None, []], pa.list_(pa.int32()))
+LABELS = pa.array([0, 1, 1, 0])
+
+
+def described(folder: Path, columns: dict[str, pa.Array], **facts: Any) -> Manifest:
+    folder.mkdir()
+    pq.write_table(pa.table(columns), folder / "a.parquet")
+    return build_manifest(str(folder), **{"label_column": "label", **facts})
+
+
+def prepared(manifest: Manifest, **params: Any) -> TextClassifier:
+    task = TextClassifier(**{"vocabulary": 8, **params})
+    task.prepare(manifest)
+    return task
+
+
+@pytest.mark.parametrize(
+    ("tokens", "label", "told"),
+    [
+        (pa.array([[1, 2], [3, 4]], pa.list_(pa.int32(), 2)), pa.array([0, 1]), "not a list of integers"),
+        (pa.array([[{"int": 1}], []]), pa.array([0, 1]), "not a list of integers"),
+        (pa.array([["a"], []]), pa.array([0, 1]), "not a list of integers"),
+        (pa.array([[1], []]), pa.array(["a", "b"]).dictionary_encode(), "not an integer"),
+    ],
+)
+def test_types_that_cannot_be_collated_are_refused(
+    tmp_path: Path, tokens: pa.Array, label: pa.Array, told: str
+) -> None:
+    """Also those whose names hold that of an integer."""
+    with pytest.raises(DataError, match=told):
+        prepared(described(tmp_path / "rows", {"input_ids": tokens, "label": label}, label_column=None), label="label")
+
+
+def test_classes_are_those_of_the_label_that_is_trained(tmp_path: Path) -> None:
+    """A manifest that counted another column knows neither how many there are nor how they weigh."""
+    columns = {"input_ids": TOKENS, "label": LABELS, "topic": pa.array([0, 4, 2, 2])}
+    manifest = described(tmp_path / "rows", columns)
+    with pytest.raises(DataError, match="label_column='topic'"):
+        prepared(manifest, label="topic", class_weights="balanced")
+    assert prepared(build_manifest(manifest.url, label_column="topic"), label="topic").num_classes == 5
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"dim": 0}, "dim must be at least 1"),
+        ({"depth": -1}, "depth must be at least 0"),
+        ({"dropout": 1.5}, "dropout must be"),
+        ({"vocabulary": 0}, "vocabulary must be at least 1"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(params: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        TextClassifier(**params)
+
+
+def test_numbers_of_any_size_are_taken(tmp_path: Path) -> None:
+    """Integers that no float holds exactly are rounded; what is not finite is as good as missing."""
+    columns = {
+        "input_ids": TOKENS,
+        "label": LABELS,
+        "ns": pa.array([1735689600000000001, None, -5, 0]),
+        "ratio": pa.array([math.inf, 0.5, math.nan, -math.inf]),
+    }
+    task = prepared(described(tmp_path / "rows", columns), numeric=["ns", "ratio"])
+    batch = task.collate(pa.table(columns), np.arange(4))
+    assert batch["is_missing"].tolist() == [[False, True], [True, False], [False, True], [False, True]]
+    assert batch["numeric"].isfinite().all()
+    assert batch["numeric"][0, 0].item() == pytest.approx(math.log1p(1735689600000000001))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "label", "named"),
+    [
+        (pa.array([[1, None], [3], [], []], pa.list_(pa.int32())), LABELS, "'input_ids'"),
+        (TOKENS, pa.array([0, None, 1, 1]), "'label'"),
+    ],
+)
+def test_what_must_not_be_missing_is_named(tmp_path: Path, tokens: pa.Array, label: pa.Array, named: str) -> None:
+    """A token among others, and a label; a row without tokens is an empty one."""
+    task = prepared(described(tmp_path / "rows", {"input_ids": TOKENS, "label": LABELS}))
+    assert task.collate(pa.table({"input_ids": TOKENS, "label": LABELS}), np.arange(4))["lengths"].tolist() == [
+        2,
+        1,
+        1,
+        1,
+    ]
+    with pytest.raises(DataError, match=f"column {named}: a value is missing in one of the rows around sample 70"):
+        task.collate(pa.table({"input_ids": tokens, "label": label}), np.arange(70, 74))
+
+
+def test_one_class_of_two_has_weights_for_both(tmp_path: Path) -> None:
+    task = prepared(
+        described(tmp_path / "rows", {"input_ids": TOKENS, "label": pa.array([0] * 4)}), class_weights="balanced"
+    )
+    batch = task.collate(pa.table({"input_ids": TOKENS, "label": LABELS}), np.arange(4))
+    assert task.loss(task.build_model(), batch).total.isfinite()
+
+
+@pytest.mark.parametrize(
+    ("facts", "labels", "told"),
+    [
+        ({"labels": ("good", "bad")}, [0, 1, 1, 0], None),
+        ({}, [0, 0, 0, 0], None),
+        ({"label_column": None}, [0, 1, 1, 0], None),
+        ({"labels": ("bad", "good")}, [0, 1, 1, 0], "its labels differ from those of"),
+        ({}, [0, 2, 1, 0], "labels up to 2, but .* only 2 classes"),
+        ({"tokenizer_sha256": "b" * 64}, [0, 1, 1, 0], "its token ids differ from those of"),
+    ],
+)
+def test_a_validation_set_of_another_kind_is_refused(
+    tmp_path: Path, facts: dict[str, Any], labels: list[int], told: str | None
+) -> None:
+    """Classes numbered otherwise, or tokens, would give metrics that mean nothing."""
+    known = {"labels": ("good", "bad"), "tokenizer_sha256": "a" * 64}
+    described(tmp_path / "train", {"input_ids": TOKENS, "label": LABELS}, **known)
+    described(tmp_path / "validation", {"input_ids": TOKENS, "label": pa.array(labels)}, **facts)
+    config = Config.model_validate(
+        {
+            "task": {"params": {"vocabulary": 8}},
+            "data": {"train": str(tmp_path / "train"), "validation": str(tmp_path / "validation")},
+        }
+    )
+    if told is None:
+        make_plan(config)
+        return
+    with pytest.raises(DataError, match=told):
+        make_plan(config)
+
+
+def test_text_in_place_of_a_number_is_the_users_mistake() -> None:
+    from elastic_train.config import TaskConfig
+    from elastic_train.tasks import load_task
+
+    with pytest.raises(ConfigError, match="refuses them"):
+        load_task(TaskConfig(params={"dropout": "a tenth"}))
