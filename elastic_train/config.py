@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from pydantic import (
     BaseModel,
     ByteSize,
@@ -25,10 +24,18 @@ from pydantic import (
     model_validator,
 )
 
+from elastic_train import yaml_text
 from elastic_train.best import parse_best
 from elastic_train.errors import ConfigError
 
 Value = object
+
+
+def _folder(value: str | None) -> str | None:
+    """Refuse an address where a folder is meant."""
+    if value is not None and "://" in value:
+        raise ValueError("is an address, not a folder; only data and commits (checkpoint.url) may be far away")
+    return value
 
 
 class _Section(BaseModel):
@@ -44,6 +51,8 @@ class RunConfig(_Section):
     """The one seed of order, initial weights, dropout and augmentation."""
     forensic: bool = False
     """Keep every step's sample ids in the history, so that `elastic-train audit --forensic` can name the wrong ones."""
+
+    _is_folder = field_validator("dir")(_folder)
 
 
 class TaskConfig(_Section):
@@ -72,6 +81,8 @@ class DataConfig(_Section):
     """Folder of every node for decoded row groups: a restart, another epoch, and all its ranks read them there."""
     cache_bytes: PositiveInt = 64 << 30
     """Bytes that the cache may take; row groups needed last go first."""
+
+    _is_folder = field_validator("cache_dir")(_folder)
 
 
 class BatchConfig(_Section):
@@ -154,6 +165,8 @@ class CheckpointConfig(_Section):
     storage_budget: ByteSize | None = Field(default=None, gt=0)
     """In place of keep_last, as many of the newest commits as fit into 200GB, say, beside what else is kept."""
 
+    _is_folder = field_validator("near_dir")(_folder)
+
     @field_validator("keep_best")
     @classmethod
     def _names_a_best(cls, text: str | None) -> str | None:
@@ -219,7 +232,7 @@ class Config(_Section):
 
     def to_yaml(self) -> str:
         """Return the resolved configuration as YAML, which `load` reads back to the same values."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return yaml_text.write(self.model_dump(mode="json"))
 
 
 def keys() -> Iterator[tuple[str, str, str, str]]:

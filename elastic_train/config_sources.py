@@ -12,13 +12,13 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from elastic_train import yaml_text
 from elastic_train.config import Config, Value, keys, nearest
 from elastic_train.errors import ConfigError
+from elastic_train.yaml_text import NOT_YAML
 
 Tree = dict[str, Value]
 ENV_PREFIX = "ELASTIC_TRAIN__"
-# Of what looks like a date or a number, and is none, the parser raises the ValueError of Python's own.
-_NOT_YAML = (yaml.YAMLError, ValueError)
 
 
 def load(path: str | Path, *, environ: Mapping[str, str], arguments: Sequence[str] = ()) -> Config:
@@ -41,29 +41,31 @@ def load(path: str | Path, *, environ: Mapping[str, str], arguments: Sequence[st
 def _read_yaml(path: Path, problems: list[str]) -> tuple[Tree, dict[str, int]]:
     try:
         text = path.read_text(encoding="utf-8")
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        tree = yaml.safe_load(text)
+        node, tree = yaml_text.compose(text), yaml_text.parse(text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{path}:{line}: is no UTF-8 ({error.reason}): save the file as UTF-8") from error
-    except _NOT_YAML as error:
+    except NOT_YAML as error:
         raise ConfigError(f"{path}: is no YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a mapping of keys, such as 'run:', 'data:' and 'batch:'")
     lines: dict[str, int] = {}
-    _note_lines(node, "", lines)
+    _note_lines(node, "", lines, str(path), problems)
     return tree, lines
 
 
-def _note_lines(node: yaml.Node | None, prefix: str, lines: dict[str, int]) -> None:
+def _note_lines(node: yaml.Node | None, prefix: str, lines: dict[str, int], path: str, problems: list[str]) -> None:
+    """Note the line of every key; one that is there twice is a mistake, since YAML's parser would drop the first."""
     if not isinstance(node, yaml.MappingNode):
         return
     for key, value in node.value:
-        name = f"{prefix}{key.value}"
-        lines[name] = key.start_mark.line + 1
-        _note_lines(value, f"{name}.", lines)
+        name, line = f"{prefix}{key.value}", key.start_mark.line + 1
+        if name in lines:
+            problems.append(f"{path}:{line}: '{name}' is there already, in line {lines[name]}: put both together")
+        lines[name] = line
+        _note_lines(value, f"{name}.", lines, path, problems)
 
 
 def _from_environment(environ: Mapping[str, str], problems: list[str]) -> Iterator[tuple[str, str, Value]]:
@@ -71,8 +73,8 @@ def _from_environment(environ: Mapping[str, str], problems: list[str]) -> Iterat
         if name.startswith(ENV_PREFIX):
             key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
             try:
-                value = yaml.safe_load(environ[name])
-            except _NOT_YAML as error:
+                value = yaml_text.parse(environ[name])
+            except NOT_YAML as error:
                 problems.append(_not_yaml(f"environment {name}", environ[name], error))
             else:
                 yield f"environment {name}", key, value
@@ -93,8 +95,8 @@ def _from_arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[t
                 continue
             text = rest.pop(0)
         try:
-            value = _parse(text)
-        except _NOT_YAML as error:
+            value = yaml_text.parse(text)
+        except NOT_YAML as error:
             problems.append(_not_yaml(f"command line {name}", text, error))
         else:
             yield f"command line {name}", name[2:].replace("-", "_"), value
@@ -103,16 +105,6 @@ def _from_arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[t
 def _not_yaml(source: str, text: str, error: Exception) -> str:
     why = getattr(error, "problem", None) or str(error)
     return f"{source}: {text!r} is no YAML ({why}); to mean the text itself, quote it for YAML, too: \"'{text}'\""
-
-
-def _parse(text: str) -> Value:
-    value: Value = yaml.safe_load(text)
-    if isinstance(value, str):
-        try:
-            return float(value)  # YAML 1.1 reads 1e-3 as a string
-        except ValueError:
-            return value
-    return value
 
 
 def _put(tree: Tree, key: str, value: Value) -> None:

@@ -58,6 +58,9 @@ def test_lanes_follow_from_the_batch_keys(tmp_path):
         (GOOD, {"ELASTIC_TRAIN__RUN__NAME": "@x"}, (), ["environment ELASTIC_TRAIN__RUN__NAME", "'@x' is no YAML"]),
         (GOOD, {}, ("--optimizer.betas", "[1.0, 0.9]"), ["command line --optimizer.betas", "less than 1", "given"]),
         (GOOD, {}, ("--optimizer.betas", "[0.9, -.1]"), ["'optimizer.betas'", "at least 0"]),
+        (GOOD, {}, ("--run.dir", "s3://bucket/run"), ["'run.dir'", "is an address", "checkpoint.url"]),
+        (GOOD, {}, ("--data.cache-dir", "file:///x"), ["'data.cache_dir'", "is an address"]),
+        (GOOD, {}, ("--checkpoint.near-dir", "s3://x"), ["'checkpoint.near_dir'", "is an address"]),
     ],
 )
 def test_a_mistake_names_its_place_and_its_key(tmp_path, tree, environ, arguments, expected):
@@ -82,6 +85,35 @@ def test_the_resolved_configuration_reads_back_the_same(tmp_path):
     config = load(tmp_path, {**GOOD, "task": {"params": {"dim": 8}}, "optimizer": {"lr": 1e-5}})
     (tmp_path / "again.yaml").write_text(config.to_yaml())
     assert config_sources.load(tmp_path / "again.yaml", environ={}) == config
+
+
+@pytest.mark.parametrize("text", ["1e-3", "-1E5", "2.5e7", ".5e+1", "7.e0"])
+def test_numbers_are_numbers_wherever_they_stand(tmp_path: Path, text: str) -> None:
+    """In a task's parameters, too, whose types nobody but the task knows; text is what is quoted."""
+    path, key = tmp_path / "written.yaml", "ELASTIC_TRAIN__TASK__PARAMS__B"
+    path.write_text(f"data: {{train: x}}\ntask: {{params: {{a: {text}, text: '{text}'}}}}\nrun: {{name: '{text}'}}\n")
+    config = config_sources.load(path, environ={key: text}, arguments=["--task.params.c", text])
+    number = float(text)
+    assert config.task.params == {"a": number, "b": number, "c": number, "text": text}
+    assert config.run.name == text
+    path.write_text(config.to_yaml())
+    assert config_sources.load(path, environ={}) == config
+    assert yaml.safe_load(config.to_yaml())["run"]["name"] == text
+
+
+def test_words_stay_words(tmp_path: Path) -> None:
+    """What Python takes for a number need not be one."""
+    assert load(tmp_path, GOOD, arguments=("--run.name", "nan")).run.name == "nan"
+    assert load(tmp_path, GOOD, arguments=("--run.name", "1e5-b")).run.name == "1e5-b"
+    assert load(tmp_path, GOOD, arguments=("--run.name", "infinity")).run.name == "infinity"
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    """All that stands below the first would be dropped without a word."""
+    path = tmp_path / "config.yaml"
+    path.write_text("data:\n  train: a\noptimizer:\n  lr: 0.1\nepochs: 2\noptimizer:\n  name: sgd\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml:6: 'optimizer' is there already, in line 3"):
+        config_sources.load(path, environ={})
 
 
 def test_identity_fixes_the_order_and_leaves_the_rest_free(tmp_path):
