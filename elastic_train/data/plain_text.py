@@ -1,6 +1,7 @@
 """A user's own text: JSON lines and CSV with a text and a label in each row, or text files whose name is the label.
 
-Every row becomes a sample: a row without text or label is an error that names its file and line, never skipped.
+Every row becomes a sample: a row without text or label is an error that names its file and line, never skipped. Files
+are UTF-8, also with the mark at the beginning that spreadsheets write.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from pathlib import Path
 
 from elastic_train.data.sample import Sample, measure
 from elastic_train.errors import ConfigError
+
+_ENCODING = "utf-8-sig"
+_MOST_CHARS = (1 << 31) - 1
 
 
 def read_files(files: Sequence[Path], text_key: str, label_key: str) -> list[Sample]:
@@ -36,7 +40,7 @@ def _read(path: Path, text_key: str, label_key: str) -> Iterator[tuple[str, str]
 
 def _paragraphs(path: Path) -> Iterator[tuple[str, str]]:
     """Yield each block of lines between blank lines, labelled with the file's stem."""
-    blocks = "\n".join(line.rstrip() for line in path.read_text(encoding="utf-8").splitlines()).split("\n\n")
+    blocks = "\n".join(line.rstrip() for line in path.read_text(encoding=_ENCODING).splitlines()).split("\n\n")
     texts = [block.strip("\n") for block in blocks if block.strip()]
     if not texts:
         raise ConfigError(f"{path}: holds no text")
@@ -44,7 +48,7 @@ def _paragraphs(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding=_ENCODING) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -58,7 +62,8 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding=_ENCODING, newline="") as file:
+        csv.field_size_limit(_MOST_CHARS)  # as it is, texts of 128 kB are refused
         reader = csv.DictReader(file)
         for row in reader:
             yield reader.line_num, {str(name): value for name, value in row.items()}

@@ -25,7 +25,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Token
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(map(_whole, texts), trainer)
     assert tokenizer.token_to_id(PADDING) == 0, "padding is id 0"
     return tokenizer
 
@@ -33,6 +33,10 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Token
 def encode(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
     """Return the ids of each text, cut off at `max_tokens`; a text that spells the padding is text like any other."""
     tokenizer.encode_special_tokens = True
-    return [
-        encoding.ids[:max_tokens] for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-    ]
+    encodings = tokenizer.encode_batch_fast(list(map(_whole, texts)), add_special_tokens=False)
+    return [encoding.ids[:max_tokens] for encoding in encodings]
+
+
+def _whole(text: str) -> str:
+    """Return a text with ? for halves of characters, which JSON and Python can write and UTF-8 cannot."""
+    return text.encode(errors="replace").decode()

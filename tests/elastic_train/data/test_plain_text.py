@@ -30,6 +30,14 @@ def test_json_lines_keep_every_row(tmp_path_factory: pytest.TempPathFactory, row
     assert read(path, content) == rows
 
 
+def test_files_of_spreadsheets_and_long_texts_are_read(tmp_path: Path) -> None:
+    """The mark that says UTF-8 is no part of the first key or text; a field may be as long as a book."""
+    mark, long = "\ufeff", "word " * 40_000
+    assert read(tmp_path / "a.csv", f"{mark}text,label\n{long},x\n") == [(long, "x")]
+    assert read(tmp_path / "a.jsonl", f'{mark}{{"text": "t", "label": "x"}}\n') == [("t", "x")]
+    assert read(tmp_path / "a.txt", f"{mark}one\n\ntwo\n") == [("one", "a"), ("two", "a")]
+
+
 def test_formats(tmp_path: Path) -> None:
     """JSON lines with blank ones, CSV with quotes and numbers as labels, paragraphs named after their file."""
     assert read(tmp_path / "a.jsonl", '{"text": "x", "label": 1}\n\n{"text": "y", "label": "b"}\n') == [

@@ -27,6 +27,12 @@ def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     assert [id_ for id_ in ids if not 0 < id_ < 275] == []
 
 
+def test_half_a_character_costs_no_more_than_itself(tokenizer: Tokenizer) -> None:
+    """JSON may hold the first of an emoji's two codes without the second: UTF-8 cannot."""
+    (ids,) = encode(train_tokenizer([*TEXTS, "cut \ud83d"], 275), ["the cat \ud83d"], 10**6)
+    assert tokenizer.decode(ids) == "the cat ?"
+
+
 def test_a_text_that_spells_the_padding_is_text(tokenizer: Tokenizer) -> None:
     """Id 0 occurs in no text, also where a text is about padding."""
     text = f"pad with {PADDING}, then cut"
