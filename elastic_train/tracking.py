@@ -182,6 +182,9 @@ class _Sending:
 
     def _deliver_in_spite_of_failures(self) -> None:
         while self._failures_in_a_row < MAX_FAILURES_IN_A_ROW:
+            if self._is_superseded():  # asked before every try: worlds may come and go while a tracker is down
+                self._is_complete = True
+                return
             try:
                 self._deliver()
                 return
@@ -227,7 +230,7 @@ class _Sending:
         return is_described
 
     def _is_superseded(self) -> bool:
-        return terms(self._job.run_dir)[-1] > self._term
+        return any(term > self._term for term in terms(self._job.run_dir))
 
     def _pause(self) -> None:
         if self._is_awaited.is_set():

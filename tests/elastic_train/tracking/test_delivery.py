@@ -150,6 +150,39 @@ def test_an_older_term_neither_sends_nor_ends_the_run_of_a_newer_one(
     assert new.wait_run_id(0) == run_id
 
 
+def test_terms_that_come_and_go_while_the_tracker_is_down_leave_one_sender_and_one_run(
+    tmp_path: Path, uri: str, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the newest goes on asking; were all of them to wait, each would make a run once the tracker is back."""
+    opened, is_back, asking = delivery.Delivery.open, threading.Event(), Counter[int]()
+
+    def open_later(self: delivery.Delivery) -> str:
+        asking[threading.get_ident()] += 1
+        if not is_back.is_set():
+            raise ConnectionError("down")
+        return opened(self)
+
+    monkeypatch.setattr(delivery.Delivery, "open", open_later)
+    monkeypatch.setattr(tracking, "SEND_EVERY_S", 0.05)
+    monkeypatch.setattr(tracking, "_LONGEST_PAUSE_S", 0.1)
+    before = set(threading.enumerate())
+    for term in range(1, 7):
+        tracker = start(tmp_path, uri, term=term)
+        tracker.log(1, {"loss": 1.0})
+        if term < 6:
+            tracker.pause()
+    senders = [thread for thread in threading.enumerate() if thread not in before]
+    wait_until(lambda: sum(thread.is_alive() for thread in senders) == 1)
+    is_back.set()
+    tracker.finish("FINISHED")
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    link = read_link(tmp_path)
+    assert link is not None
+    (run,) = client.search_runs([experiment.experiment_id], f"tags.`{mlflow_run.JOB_TAG}` = '{link.job}'")
+    assert run.info.status == "FINISHED"
+    assert steps(client, run.info.run_id) == Counter([1])
+
+
 def test_a_process_killed_between_naming_and_making_the_run_makes_no_second(
     tmp_path: Path, uri: str, client: MlflowClient
 ) -> None:
