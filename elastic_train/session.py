@@ -231,7 +231,8 @@ class Session:
         if self.tracker is not None:
             counts = {"failed": self.num_failed_saves, "skipped": self.num_skipped_saves}
             times = {"seconds": ended.seconds, "stall_s": ended.stall_s}
-            self.tracker.log(self.state.step, {f"commit/{name}": value for name, value in {**counts, **times}.items()})
+            # At the step that was saved: two saves may be noted at one, and MLflow is sent one value a step.
+            self.tracker.log(ended.step, {f"commit/{name}": value for name, value in {**counts, **times}.items()})
 
     def _note_commit(self, ended: Ended, commit: CommitRecord) -> None:
         self.head, self.num_failed_in_a_row = commit, 0

@@ -155,9 +155,11 @@ def test_a_job_ends_behind_the_save_in_flight(tmp_path: Path) -> None:
     take_step(opened)
     opened.commit(is_busy=False)
     take_step(opened)
+    opened.tracker = MagicMock()
     let_through(store, after_s=0.1)
     opened.commit_or_fail()
     assert ears.steps == [1, 2] and ears.commits[1]["parent"] == ears.commits[0]["digest"]
+    assert [call.args[0] for call in opened.tracker.log.call_args_list] == [1, 2], "both are noted at step 2"
     assert discover(store).head == opened.head
 
 
