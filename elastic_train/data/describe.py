@@ -52,6 +52,7 @@ def describe(manifest: Manifest, *, track: Track = silent) -> Description:
     """Count missing values of every column and lengths of `input_ids`, row group by row group, in constant memory."""
     missing = dict.fromkeys(manifest.columns, 0)
     lengths, num_tokens = np.zeros(len(LENGTH_BOUNDS), dtype=np.int64), 0
+    has_tokens = manifest.columns.get(TOKENS.name, "").startswith(("list<", "large_list<", "fixed_size_list<"))
     for entry in track(manifest.files, "reading files", len(manifest.files)):
         path = f"{manifest.url.rstrip('/')}/{entry.path}"
         try:
@@ -61,13 +62,12 @@ def describe(manifest: Manifest, *, track: Track = silent) -> Description:
                     table = read_row_group(file, number)
                     for name in table.column_names:
                         missing[name] += table.column(name).null_count
-                    if TOKENS.name in table.column_names:
+                    if has_tokens:
                         of_group = _lengths(table.column(TOKENS.name))
                         lengths += _histogram(of_group)
                         num_tokens += int(of_group.sum())
         except sdk_errors(OSError, pa.ArrowInvalid, KeyError) as error:
             raise DataError(f"{path}: cannot be read ({error}); check with `elastic-train data verify`") from error
-    has_tokens = TOKENS.name in manifest.columns
     return Description(
         url=manifest.url,
         digest=manifest.digest,
@@ -103,7 +103,9 @@ def render(facts: Description, console: Console) -> None:
 
 
 def _labels(manifest: Manifest) -> dict[str, int]:
-    counts = manifest.label_counts or ()
+    if manifest.label_counts is None:  # it may name labels, and not the column that holds them
+        return {}
+    counts = manifest.label_counts
     names = manifest.labels or tuple(str(number) for number in range(len(counts)))
     return dict(zip(names, counts, strict=True))
 

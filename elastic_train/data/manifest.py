@@ -146,6 +146,8 @@ def build_manifest(url: str, *, label_column: str | None = None, **facts: Any) -
         file_schema = metadata.schema.to_arrow_schema()
         if schema is not None and not file_schema.equals(schema):
             raise DataError(f"{path}: its schema differs from {paths[0]}'s: {file_schema} against {schema}")
+        if len(set(file_schema.names)) < len(file_schema.names):
+            raise DataError(f"{path}: has several columns of one name: {', '.join(file_schema.names)}; rename them")
         schema = file_schema
         entries.append(entry)
         footers.append(footer)

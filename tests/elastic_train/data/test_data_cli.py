@@ -159,6 +159,13 @@ def test_describe_counts(tmp_path: Path) -> None:
     assert facts.size_bytes == sum(path.stat().st_size for path in tmp_path.glob("*.parquet"))
 
 
+def test_describe_takes_any_dataset(tmp_path: Path) -> None:
+    """Labels may be named and not counted, and what is called `input_ids` may be text."""
+    pq.write_table(pa.table({"input_ids": ["a", None]}), tmp_path / "a.parquet")
+    facts = describe(build_manifest(str(tmp_path), labels=("x", "y")))
+    assert (facts.labels, facts.missing, facts.mean_length) == ({}, {"input_ids": 0.5}, None)
+
+
 def test_describe_prints_tables_and_json(tmp_path: Path, call: Call) -> None:
     """The tables name labels and columns; --json is one object, or a list where there are two parts."""
     write_rows(tmp_path / "both" / "train", 30)

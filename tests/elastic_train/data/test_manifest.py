@@ -138,6 +138,10 @@ BROKEN: dict[str, tuple[Break, str]] = {
         lambda path: pq.write_table(pa.table({"label": pa.array([0, 10**12], pa.int64())}), path),
         "a.parquet: label column 'label' runs from 0 to 1000000000000 in row group 0; labels number the classes",
     ),
+    "two columns of one name": (
+        lambda path: pq.write_table(pa.table([pa.array([0]), pa.array([1])], names=["label", "label"]), path),
+        "a.parquet: has several columns of one name: label, label; rename them",
+    ),
     "a footer of noise": (
         lambda path: path.write_bytes(b"PAR1" + b"x" * 64 + (60).to_bytes(4, "little") + b"PAR1"),
         "a.parquet: its footer cannot be read",
