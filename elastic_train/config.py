@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -35,7 +36,12 @@ def _folder(value: str | None) -> str | None:
     """Refuse an address where a folder is meant."""
     if value is not None and "://" in value:
         raise ValueError("is an address, not a folder; only data and commits (checkpoint.url) may be far away")
-    return value
+    return _home(value)
+
+
+def _home(value: str | None) -> str | None:
+    """Read ~ as a shell does, which does not see what is written in a file."""
+    return None if value is None else os.path.expanduser(value)  # noqa: PTH111 - a Path would change the rest of it
 
 
 class _Section(BaseModel):
@@ -166,6 +172,7 @@ class CheckpointConfig(_Section):
     """In place of keep_last, as many of the newest commits as fit into 200GB, say, beside what else is kept."""
 
     _is_folder = field_validator("near_dir")(_folder)
+    _expands = field_validator("url")(_home)
 
     @field_validator("keep_best")
     @classmethod

@@ -116,6 +116,16 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
         config_sources.load(path, environ={})
 
 
+def test_home_is_where_the_shell_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all folders alike: a dataset's was found at home, and the run was put into a folder named ~."""
+    monkeypatch.setenv("HOME", "/home/me")
+    places = {"run": {"dir": "~/runs/./a"}, "checkpoint": {"url": "~/commits", "near_dir": "~/near"}}
+    config = load(tmp_path, {**places, "data": {"train": "x", "cache_dir": "~/cache"}})
+    assert (config.run.dir, config.checkpoint_url) == ("/home/me/runs/./a", "/home/me/commits")
+    assert (config.checkpoint.near_dir, config.data.cache_dir) == ("/home/me/near", "/home/me/cache")
+    assert load(tmp_path, GOOD, arguments=["--checkpoint.url", "s3://~/x"]).checkpoint_url == "s3://~/x"
+
+
 def test_identity_fixes_the_order_and_leaves_the_rest_free(tmp_path):
     """Another seed is another run; another folder, rate or horizon is not."""
     base = load(tmp_path, GOOD).identity()
