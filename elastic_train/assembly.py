@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from elastic_train.alike import check_alike
 from elastic_train.cadence import Cadence
 from elastic_train.checkpoint import (
     CommitRecord,
@@ -59,6 +60,7 @@ def open_session(process: Process, formed: Formed) -> Session:
 
 def _open_in(process: Process, world: World) -> Session:
     plan, state = process.plan, process.state
+    check_alike(world.group, plan)
     head = restore(plan, world, state)
     kind = plan.config.reduction
     if kind == "canonical" and not has_equal_kernels(world.group, plan.device):

@@ -269,6 +269,20 @@ def test_survivors_below_the_minimum_commit_and_leave(tmp_path: Path, rows: Path
     assert "exitcode  : 77" in (tmp_path / "node.log").read_text()
 
 
+def test_a_node_with_another_configuration_is_not_let_in(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+    """It leaves at once, and says which keys differ; the others form another world without it, in their processes."""
+    config = write_config(tmp_path, rows, 100_000)
+    launch(tmp_path, etcd, config, ranks=2)
+    term, pids = until_whole(tmp_path / "run", 2)
+    other = launch(tmp_path, etcd, config, ranks=1, ELASTIC_TRAIN__OPTIMIZER__CLIP_NORM="0.5")
+    assert other.wait(280) == 1  # torchrun's
+    log = (tmp_path / "node.log").read_text()
+    assert "optimizer.clip_norm is 0.5 here and 1.0 on rank 0" in log and "exitcode  : 2" in log
+    _, left = until_whole(tmp_path / "run", 2, above=term)
+    assert sorted(left.values()) == sorted(pids.values())
+    assert {line["world"] for line in collect(tmp_path / "run").of("step")} == {2}
+
+
 @pytest.mark.long
 def test_training_goes_on_without_etcd(tmp_path: Path, rows: Path, undisturbed: Callable[[int], object]) -> None:
     """While etcd is away for longer than a lease, members compute on and save in their world, and need no new one."""
