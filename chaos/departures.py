@@ -45,19 +45,25 @@ def _check_worlds(run: Evidence) -> None:
     """No process outlives a world of the `restart` mode: it ends because a fault hit it, or because somebody came.
 
     A fault hits a world if it came, lasted or was undone after that was sealed, or had hit one of its processes before;
-    and the world has to end in the fault's spell.
+    and the world has to end in the fault's spell. An agent that was kept from etcd is a member of the next world, too:
+    a renewal that was lost is missed later, and ends one world.
     """
     formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
-    spell, until, hit = 0.0, 0.0, set[object]()
+    node_of = {pid: line["node"] for line in run.of("node") for pid in _pids(line)}
+    spell, until, hit, cut_off = 0.0, 0.0, set[object](), set[object]()
     for before, after, hits, since in _changes(run):
         if since != spell:
-            spell, until, hit = since, 0.0, set()
+            spell, until, hit, cut_off = since, 0.0, set(), set()
         until = max(until, *(_until(line) for line in hits), 0.0)
         hit.update(pid for line in hits for pid in _pids(line))
+        cut_off.update(node for line in hits if cuts_off(line["kind"]) for node in _nodes(line))
         began = sealed.get(before, formed[before])
-        is_hit = until >= began or not hit.isdisjoint(pids[before])
-        if not is_hit and seats[after] <= seats[before]:
+        if until >= began or not hit.isdisjoint(pids[before]) or seats[after] > seats[before]:
+            continue
+        members = cut_off & {node_of[pid] for pid in pids[before] if pid in node_of}
+        if not members:
             raise Unknown(f"term {after} was formed, but no fault since term {before} explains it")
+        cut_off -= members
 
 
 def _check_changes(run: Evidence) -> None:

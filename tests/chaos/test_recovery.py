@@ -317,6 +317,33 @@ def test_a_world_of_restarted_processes_is_explained_by_what_hit_the_one_before(
             told(*hits)
 
 
+def test_an_agent_that_was_kept_from_etcd_ends_one_world_that_was_sealed_behind_that() -> None:
+    """The renewal that was lost is missed when the next world is there; then it is another member (seed 8961)."""
+
+    def told(*worlds: tuple[float, int], kind: str = "lose_requests", node: int = 1) -> str:
+        lines: list[Line] = [
+            {"op": "scenario", "t": 0.0, "recovery": "restart"},
+            {"op": "fault", "t": 5.0, "kind": kind, "node": node, "pids": [900], "for_s": 2.0},
+        ]
+        for term, (at, pid) in enumerate(worlds, 1):
+            lines += [
+                {"op": "node", "t": at - 3.0, "node": 1, "pids": [pid]},
+                {"op": "form", "t": at, "sealed_at": at - 2, "term": term, "rank": 0, "pid": pid, "world": 1},
+            ]
+        lines.append({"op": "end", "t": 90.0, "term": len(worlds), "rank": 0, "status": "done"})
+        return deaths(Evidence(Path("drawn"), [lines], [], {}, None, None))
+
+    assert told((9.2, 7), (14.0, 8)).startswith("1 changes")
+    for kind, node, worlds in (
+        ("lose_requests", 1, [(9.2, 7), (14.0, 8), (19.0, 9)]),
+        ("lose_requests", 0, [(9.2, 7), (14.0, 8)]),
+        ("slow_worker", 1, [(9.2, 7), (14.0, 8)]),
+        ("lose_requests", 1, [(1009.2, 7), (1014.0, 8)]),
+    ):
+        with pytest.raises(Unknown, match=f"term {len(worlds)} was formed, but no fault since term {len(worlds) - 1}"):
+            told(*worlds, kind=kind, node=node)
+
+
 def test_who_was_told_to_leave_ends_worlds_until_it_has_left() -> None:
     """A world may end with one that leaves before all have heard of its last step: it leaves the next one.
 
