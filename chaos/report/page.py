@@ -165,7 +165,8 @@ def _shown(value: object, pattern: str = "{}") -> str:
 
 def _lanes_note(story: Story) -> str:
     slots = sum(lane.node is None for lane in story.lanes)
-    unplaced = f" {slots} lanes are slots of processes whose node nobody told." if slots else ""
+    are_slots = "1 lane is a slot" if slots == 1 else f"{slots} lanes are slots"
+    unplaced = f" {are_slots} of processes whose node nobody told." if slots else ""
     if is_strip(story):
         return f"{len(story.lanes)} lanes, which may share rows: the paler, the fewer of a row train.{unplaced}"
     return f"A lane a node, a bar for each of its ranks, coloured by term.{unplaced}"
