@@ -22,8 +22,9 @@ from chaos.sim.long import Draw, nodes_of
 from chaos.sim.shape import Shape
 from chaos.sim.simulate import Case, Outcome, case_of, simulate
 from chaos.sim.swarm import AT_PLACES, DAMAGE
+from tests.conftest import ROOT
 
-RECORD = Path(__file__).parent / "recorded_long.jsonl"
+RECORD = ROOT / "tests" / "chaos" / "recorded_long.jsonl"
 """Made anew by: rm tests/chaos/recorded_long.jsonl && elastic-chaos sim --nodes 16..64 --hours 0.1 --seeds 2
 --ledger tests/chaos/recorded_long.jsonl"""
 DRAWN = Draw((16, 64), 0.1)
@@ -44,7 +45,7 @@ def test_a_recorded_long_run_happens_again() -> None:
 def _is_unchanged_since(commit: str) -> bool:
     if not commit or commit.endswith("+"):
         return False
-    command = ["git", "-C", str(RECORD.parents[2]), "diff", "--quiet", commit, "--", *SIMULATED]
+    command = ["git", "-C", str(ROOT), "diff", "--quiet", commit, "--", *SIMULATED]
     return subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode == 0
 
 

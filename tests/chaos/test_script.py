@@ -35,8 +35,9 @@ from chaos.script.watch import worker_of
 from chaos.surroundings import Surroundings
 from chaos.verdict import examine
 from tests.chaos import fake_torchrun
+from tests.conftest import ROOT
 
-STOCK = Path(__file__).parents[2] / "examples" / "stock_ddp.py"
+STOCK = ROOT / "examples" / "stock_ddp.py"
 ENDS = fake_torchrun.HELD_AT - 1
 
 

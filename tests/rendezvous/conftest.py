@@ -7,11 +7,11 @@ import uuid
 from collections.abc import Callable, Iterator
 
 import pytest
-from rendezvous_sides import Side, beside
 
 from chaos.sim.etcd import Etcd, EtcdClient
 from chaos.sim.kernel import Kernel, Process
 from rendezvous import EtcdServer, EtcdStore, MemoryStore, etcd_options
+from tests.rendezvous.rendezvous_sides import Side, beside
 
 
 @pytest.fixture(scope="session")

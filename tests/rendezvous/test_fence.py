@@ -22,7 +22,7 @@ from rendezvous.records import Keys, Seat, World, encode
 from rendezvous.store import Put
 
 if TYPE_CHECKING:
-    from rendezvous_sides import Side
+    from tests.rendezvous.rendezvous_sides import Side
 
 
 def test_claims_grow(side: Side, run_id: str) -> None:

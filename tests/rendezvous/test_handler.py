@@ -8,7 +8,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from rendezvous_sides import eventually
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler, handler_registry
 
@@ -16,6 +15,7 @@ from rendezvous import EtcdServer, OptionError, context
 from rendezvous.conf import SECONDS
 from rendezvous.torchrun import EtcdRendezvousHandler, create_handler, load
 from tests.processes import is_running
+from tests.rendezvous.rendezvous_sides import eventually
 
 
 def make(etcd: EtcdServer, run_id: str, **conf: str) -> EtcdRendezvousHandler:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from rendezvous_sides import eventually
 
 from rendezvous import EtcdServer, EtcdStore, MemoryStore, TooFewNodesError, etcd_options
 from rendezvous.errors import StoreRefusedError, StoreUnavailableError
@@ -20,6 +19,7 @@ from rendezvous.own_record import Place
 from rendezvous.records import Keys, World
 from rendezvous.seen import Seen
 from rendezvous.store import Entry, Guards, Lease, Put, Snapshot, Writes
+from tests.rendezvous.rendezvous_sides import eventually
 
 TTL_S = 3.0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from rendezvous_sides import eventually
 
 from rendezvous import MemoryStore, reach
 from rendezvous.addresses import is_reachable
@@ -14,6 +13,7 @@ from rendezvous.node import Node
 from rendezvous.own_record import Place
 from rendezvous.reach import Reach
 from rendezvous.records import World
+from tests.rendezvous.rendezvous_sides import eventually
 
 
 def make_node(store: MemoryStore, name: str) -> Node:

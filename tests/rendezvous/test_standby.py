@@ -14,10 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rendezvous_sides import eventually
 
 from rendezvous.live_agent import LiveAgent
 from rendezvous.standby import ForkedWorker, Program, Standby
+from tests.rendezvous.rendezvous_sides import eventually
 
 PROGRAM = """
 import json, multiprocessing, os, signal, sys

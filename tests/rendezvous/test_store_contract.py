@@ -10,7 +10,7 @@ from rendezvous.errors import StoreRefusedError
 from rendezvous.store import ABSENT, MOST_GUARDS, Put
 
 if TYPE_CHECKING:
-    from rendezvous_sides import Side
+    from tests.rendezvous.rendezvous_sides import Side
 
 
 def texts(side: Side) -> dict[str, str]:

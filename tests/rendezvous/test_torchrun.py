@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rendezvous_sides import eventually
 
 from rendezvous import EtcdServer
+from tests.conftest import ROOT
 from tests.processes import is_running, parent_of
+from tests.rendezvous.rendezvous_sides import eventually
 
-SCRIPT = Path(__file__).parent / "foreign_ddp.py"
+SCRIPT = ROOT / "tests" / "rendezvous" / "foreign_ddp.py"
 PATIENCE_S = 120.0
 """A world comes in seconds; on a machine that is busy with other things a process may start for long."""
 

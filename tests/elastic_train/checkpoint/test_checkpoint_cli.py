@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import safetensors
 import torch
-from commit_samples import commit_steps, trained, writer
-from commit_samples import facts as some_facts
 
 from elastic_train.checkpoint import Store, open_store
 from elastic_train.checkpoint.cli import app
 from elastic_train.checkpoint.reader import commit_keys
 from elastic_train.errors import CommitError, ConfigError
 from elastic_train.history import History
+from tests.elastic_train.checkpoint.commit_samples import commit_steps, trained, writer
+from tests.elastic_train.checkpoint.commit_samples import facts as some_facts
 
 
 def run(*arguments: str) -> int:

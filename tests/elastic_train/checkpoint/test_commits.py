@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from commit_samples import State, aged, commit_steps, facts, small_state, take_steps, trained, writer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +23,17 @@ from elastic_train.checkpoint.frames import bytes_of
 from elastic_train.checkpoint.layout import Planner, leaves_by_path
 from elastic_train.checkpoint.tree import fill, leaves_of, survey
 from elastic_train.errors import ConfigError
+from tests.conftest import ROOT
+from tests.elastic_train.checkpoint.commit_samples import (
+    State,
+    aged,
+    commit_steps,
+    facts,
+    small_state,
+    take_steps,
+    trained,
+    writer,
+)
 
 
 def assert_equal_trees(actual: object, expected: object) -> None:
@@ -192,7 +202,7 @@ def test_a_reader_of_fifty_lines_reads_a_commit(
     local_store: Store, is_older: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page about the format is enough to write one, and the example that follows it gets the same bits."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "examples")
+    monkeypatch.syspath_prepend(ROOT / "examples")
     read_commit = importlib.import_module("read_a_commit").read_commit
     commit_steps(local_store, 1)
     state = odd_state()

@@ -16,8 +16,6 @@ from typing import BinaryIO
 
 import fsspec
 import pytest
-from commit_samples import commit_steps, facts, small_state
-from simulated_disk import Image, MirroredDisk, SimulatedDisk
 
 from elastic_train.checkpoint import (
     CommitRecord,
@@ -36,6 +34,8 @@ from elastic_train.checkpoint.reader import commit_keys, damage_of
 from elastic_train.checkpoint.stores import create_once
 from elastic_train.errors import CommitError, StorageError
 from elastic_train.fencing import StoreFence
+from tests.elastic_train.checkpoint.commit_samples import commit_steps, facts, small_state
+from tests.elastic_train.checkpoint.simulated_disk import Image, MirroredDisk, SimulatedDisk
 
 
 class Machine:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 import pytest
-from commit_samples import commit_steps, facts, small_state, writer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from elastic_train.checkpoint.hashing import HashingSink
 from elastic_train.checkpoint.local import LocalStore
 from elastic_train.checkpoint.record import decode
 from elastic_train.errors import CommitError, StorageError
+from tests.elastic_train.checkpoint.commit_samples import commit_steps, facts, small_state, writer
 
 
 def files_of(store: Store, record: CommitRecord) -> list[Path]:

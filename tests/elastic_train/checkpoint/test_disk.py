@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from simulated_disk import Image, SimulatedDisk
 
 from elastic_train.checkpoint.disk import Disk, RealDisk
+from tests.elastic_train.checkpoint.simulated_disk import Image, SimulatedDisk
 
 Read = Callable[[Path], bytes]
 

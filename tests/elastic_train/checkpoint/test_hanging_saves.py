@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from commit_samples import facts, small_state
-from save_samples import DEADLINE_S, Heads, HeldStore, open_saves, quick_retries
 
 from elastic_train.checkpoint import (
     Discovery,
@@ -23,6 +21,8 @@ from elastic_train.checkpoint import (
 from elastic_train.checkpoint.local import LocalStore
 from elastic_train.checkpoint.stores import Uncertain
 from elastic_train.errors import StorageError
+from tests.elastic_train.checkpoint.commit_samples import facts, small_state
+from tests.elastic_train.checkpoint.save_samples import DEADLINE_S, Heads, HeldStore, open_saves, quick_retries
 
 __all__ = ["quick_retries"]
 

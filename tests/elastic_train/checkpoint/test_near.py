@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from commit_samples import facts, small_state, writer
 
 from elastic_train.checkpoint import CommitRecord, Retention, Store, discover, open_store, prune, read_state
 from elastic_train.checkpoint.prompt import PromptStore
 from elastic_train.checkpoint.stores import KeyMissing
+from tests.elastic_train.checkpoint.commit_samples import facts, small_state, writer
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from commit_samples import aged, commit_steps
 
 from elastic_train.checkpoint import Store, discover, open_store, read_state, verify
 from elastic_train.checkpoint.record import decode
 from elastic_train.errors import CommitError
+from tests.elastic_train.checkpoint.commit_samples import aged, commit_steps
 
 RECORD = (  # as the version before BLAKE3 wrote it
     b'{"attempt":"data/step-000000000002/00000001-a","config_digest":"config","coverage":{"count":2,"sum_a":1844674407'

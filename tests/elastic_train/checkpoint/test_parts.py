@@ -9,8 +9,6 @@ from typing import BinaryIO
 
 import pytest
 import torch
-from commit_samples import State, facts, small_state, trained
-from save_samples import DEADLINE_S, FullStore, HeldStore, open_saves, quick_retries
 from test_commits import assert_equal_trees, odd_state
 
 from elastic_train.checkpoint import SaveMemory, Saves, Store, discover, giving_up, layout, read_state
@@ -18,6 +16,8 @@ from elastic_train.checkpoint.local import LocalStore
 from elastic_train.errors import PeerLostError, StorageError
 from elastic_train.fencing import StoreFence
 from elastic_train.weights import weights_digest
+from tests.elastic_train.checkpoint.commit_samples import State, facts, small_state, trained
+from tests.elastic_train.checkpoint.save_samples import DEADLINE_S, FullStore, HeldStore, open_saves, quick_retries
 
 __all__ = ["quick_retries"]
 

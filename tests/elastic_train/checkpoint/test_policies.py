@@ -6,7 +6,6 @@ import dataclasses
 import functools
 
 import pytest
-from commit_samples import commit_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from elastic_train.checkpoint import CommitRecord, open_store
 from elastic_train.checkpoint.checksums import FileRecord
 from elastic_train.checkpoint.policies import Best, Candidate, EverySeconds, EverySteps, Last, Retention
 from elastic_train.errors import ConfigError
+from tests.elastic_train.checkpoint.commit_samples import commit_steps
 
 
 @functools.cache

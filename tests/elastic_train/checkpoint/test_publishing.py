@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import BinaryIO, cast
 
 import pytest
-from commit_samples import facts, small_state, writer
 from torch import nn
 
 from elastic_train.assembly import commit_alone
@@ -26,6 +25,8 @@ from elastic_train.fencing import StoreFence
 from elastic_train.lineage import Interval
 from elastic_train.plan import Plan
 from elastic_train.state import Reached, build_state
+from tests.conftest import ROOT
+from tests.elastic_train.checkpoint.commit_samples import facts, small_state, writer
 
 
 def test_two_writers_of_one_key_have_one_winner(store: Store) -> None:
@@ -145,7 +146,7 @@ FULL_DISK = """
 import resource, signal, sys
 sys.path.insert(0, sys.argv[2])
 import torch
-from commit_samples import facts, writer
+from tests.elastic_train.checkpoint.commit_samples import facts, writer
 from elastic_train.checkpoint import discover, open_store
 from elastic_train.errors import StorageError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -164,7 +165,7 @@ except StorageError as error:
 
 def test_the_kernel_refusing_to_write_is_a_storage_error(tmp_path: Path) -> None:
     """A real failed write, in the middle of a tensor, leaves the head alone and the process alive."""
-    command = [sys.executable, "-c", FULL_DISK, str(tmp_path), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path), str(ROOT)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr
     assert "refused:" in result.stdout

@@ -9,12 +9,12 @@ import os
 from pathlib import Path
 
 import pytest
-from commit_samples import commit_steps, small_state
 from fsspec.implementations.memory import MemoryFile
 from test_damage import files_of
 
 from elastic_train.checkpoint import Store, discover, load, open_store
 from elastic_train.errors import StorageError
+from tests.elastic_train.checkpoint.commit_samples import commit_steps, small_state
 
 
 class Failing(io.FileIO):

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from commit_samples import facts, small_state, writer
-from faulty_network import FaultyNetwork
 from s3fs import S3FileSystem
 
 from elastic_train.checkpoint import discover, read_state
 from elastic_train.checkpoint.remote import FsspecStore
 from elastic_train.checkpoint.stores import Store, Uncertain
 from elastic_train.errors import StorageError
+from tests.elastic_train.checkpoint.commit_samples import facts, small_state, writer
+from tests.elastic_train.checkpoint.faulty_network import FaultyNetwork
 
 
 @pytest.fixture

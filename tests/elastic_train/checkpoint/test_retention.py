@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-from commit_samples import commit_steps, facts, small_state, writer
 
 from elastic_train.checkpoint import CommitRecord, Retention, Store, discover, holding, prune, sweep, verify
 from elastic_train.checkpoint.listing import survey_store
@@ -18,6 +17,7 @@ from elastic_train.checkpoint.reader import commit_keys
 from elastic_train.checkpoint.stores import KeyMissing
 from elastic_train.errors import StorageError
 from elastic_train.lineage import Interval
+from tests.elastic_train.checkpoint.commit_samples import commit_steps, facts, small_state, writer
 
 
 def damage(store: Store, record: CommitRecord) -> None:

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from commit_samples import State, facts, small_state, take_steps, trained
-from save_samples import DEADLINE_S, FullStore, HeldStore, all_still, open_saves, quick_retries
 
 from elastic_train.checkpoint import (
     SaveMemory,
@@ -25,6 +23,15 @@ from elastic_train.checkpoint.stores import Sink
 from elastic_train.errors import CommitError, FencedError, StorageError
 from elastic_train.fencing import StoreFence
 from elastic_train.weights import weights_digest
+from tests.elastic_train.checkpoint.commit_samples import State, facts, small_state, take_steps, trained
+from tests.elastic_train.checkpoint.save_samples import (
+    DEADLINE_S,
+    FullStore,
+    HeldStore,
+    all_still,
+    open_saves,
+    quick_retries,
+)
 
 __all__ = ["quick_retries"]
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from commit_samples import State, facts
 from test_commits import assert_equal_trees
 from test_saves import DEADLINE_S, all_still, open_saves
 
@@ -18,6 +17,7 @@ from elastic_train.checkpoint.local import LocalStore
 from elastic_train.checkpoint.staging import Snapshot, Staged
 from elastic_train.checkpoint.stores import Sink
 from elastic_train.errors import StorageError
+from tests.elastic_train.checkpoint.commit_samples import State, facts
 
 CONTENTS = [memoryview(bytes([number])) for number in range(3)]
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
-from commit_samples import commit_steps, facts, small_state
 
 from elastic_train.checkpoint import (
     CommitRecord,
@@ -32,6 +31,7 @@ from elastic_train.checkpoint.stores import Entry, KeyMissing, Sink, read
 from elastic_train.errors import ElasticTrainError, FencedError, StorageError
 from elastic_train.fencing import StoreFence
 from elastic_train.lineage import COMMITS, commit_key
+from tests.elastic_train.checkpoint.commit_samples import commit_steps, facts, small_state
 
 DEADLINE_S = 20.0
 

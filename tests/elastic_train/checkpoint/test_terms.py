@@ -5,12 +5,12 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from commit_samples import facts, small_state
 
 from elastic_train.checkpoint import CommitWriter, Store, Unheard, discover
 from elastic_train.errors import FencedError, StorageError
 from elastic_train.fencing import JoinedFence, StoreFence
 from rendezvous import errors as rendezvous_errors
+from tests.elastic_train.checkpoint.commit_samples import facts, small_state
 
 
 def test_claimed_terms_only_grow(store: Store) -> None:
