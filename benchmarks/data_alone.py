@@ -22,11 +22,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from torch import Tensor
 
+from elastic_train.core.order import Cursor, Order
 from elastic_train.data.footers import load_footers
 from elastic_train.data.loader import LaneLoader
 from elastic_train.data.manifest import load_manifest
 from elastic_train.data.reader import Reader
-from elastic_train.order import Cursor, Order
 
 COLUMNS = ["input_ids", "label"]
 NUM_LANES, ROUNDS = 64, 7

@@ -24,11 +24,11 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from elastic_train.coverage import CoverageSums
-from elastic_train.lanes import owned_lanes
-from elastic_train.order import Order
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.lanes import owned_lanes
+from elastic_train.core.length_buckets import LengthBuckets
+from elastic_train.core.order import Order
 from elastic_train.tasks.encoder import EncoderShape, TextEncoder
-from elastic_train.windows import LengthBuckets
 
 NUM_ROWS, ROWS_PER_GROUP, NUM_LANES, MICRO_BATCH, NUM_RANKS = 400_000, 2000, 64, 8, 8
 WINDOWS = (16, 64, 256)

@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_saver as saver
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from elastic_train.account import Account
 from elastic_train.checkpoint import CommitFacts, CommitRecord, CommitWriter, Role, SaveMemory, Saves, open_store
 from elastic_train.checkpoint.stores import Store
-from elastic_train.config import OptimizerConfig
-from elastic_train.coverage import CoverageSums
+from elastic_train.config.schema import OptimizerConfig
+from elastic_train.core.accounting import Account
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.order import Cursor
 from elastic_train.fencing import StoreFence
-from elastic_train.order import Cursor
 from elastic_train.state import AppliedState, build_state
 
 OURS = "elastic_train"

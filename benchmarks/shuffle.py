@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from elastic_train.order import Order
+from elastic_train.core.order import Order
 
 NUM_ROWS, BATCH = 32_768, 64
 NUM_LABELS, NUM_SOURCES, NUM_FEATURES, NUM_HELD_OUT = 16, 64, 32, 4096

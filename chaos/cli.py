@@ -31,7 +31,7 @@ from chaos.scenario import Scenario
 from chaos.schedule import schedule
 from chaos.script import run as scripts
 from chaos.verdict import FAULTED, REFERENCE, VERDICT, Verdict, examine, render
-from elastic_train.config_sources import load as load_config
+from elastic_train.config.sources import load as load_config
 from elastic_train.errors import ElasticTrainError, explain
 from rendezvous.errors import RendezvousError
 

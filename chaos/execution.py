@@ -26,10 +26,10 @@ from chaos.schedule import Due
 from chaos.soak import Drawn, kinds_of, land
 from chaos.surroundings import Surroundings, surroundings
 from chaos.verdict import FAULTED, REFERENCE, REPORT, VERDICT, Verdict, examine
-from elastic_train.config import Config
+from elastic_train.config.schema import Config
+from elastic_train.core.order import Order
 from elastic_train.data.manifest import load_manifest
 from elastic_train.data.synthetic import synthesise
-from elastic_train.order import Order
 from elastic_train.progress import Progress, ResumeBanner, Status
 from elastic_train.sync import sync
 

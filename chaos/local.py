@@ -26,8 +26,8 @@ from chaos.scenario import Scenario
 from chaos.schedule import Due
 from chaos.stopping import Enough, told_once
 from chaos.surroundings import Surroundings
-from elastic_train.failpoints import KINDS as POINT_KINDS
-from elastic_train.failpoints import POINTS
+from elastic_train.system.failpoints import KINDS as POINT_KINDS
+from elastic_train.system.failpoints import POINTS
 
 _LOOK_EVERY_S = 0.01
 _AGAIN_S = 0.05

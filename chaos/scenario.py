@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 
 from chaos.errors import ScenarioError
 from chaos.kinds import KINDS, LOCAL, ON_DISK
-from elastic_train.failpoints import POINTS
+from elastic_train.system.failpoints import POINTS
 
 FOLDER = Path(__file__).parent / "scenarios"
 Role = Literal["leader", "other", "lost", "one", "minority", "majority", "writer", "all"]
@@ -31,7 +31,7 @@ class Point(_Section):
     """The n-th time that a process of the target comes to a failpoint, counted from when all before it is done."""
 
     name: str
-    """One of `elastic_train.failpoints.POINTS`."""
+    """One of `elastic_train.system.failpoints.POINTS`."""
     nth: PositiveInt = 1
     """Counted from 1."""
 

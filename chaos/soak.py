@@ -24,7 +24,7 @@ from chaos.evidence import record_files
 from chaos.kinds import KINDS, LOCAL, ON_DISK, Need
 from chaos.scenario import Point, Scenario
 from chaos.schedule import Due
-from elastic_train.failpoints import POINTS
+from elastic_train.system.failpoints import POINTS
 
 if TYPE_CHECKING:
     from chaos.local import Job

@@ -22,7 +22,7 @@ from chaos.proxy import Proxies, Way
 from chaos.s3 import S3
 from chaos.scenario import Scenario
 from chaos.tracker import TrackerServer
-from elastic_train.failpoints import VARIABLE
+from elastic_train.system.failpoints import VARIABLE
 
 DISK_MB = 64
 

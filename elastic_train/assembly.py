@@ -30,19 +30,19 @@ from elastic_train.checkpoint.interval import Faults
 from elastic_train.checkpoint.layout import leaves_by_path
 from elastic_train.checkpoint.prompt import PromptStore
 from elastic_train.checkpoint.reader import read_record
-from elastic_train.config import Config
+from elastic_train.config.schema import Config
+from elastic_train.core.lanes import owned_lanes
 from elastic_train.errors import StorageError
 from elastic_train.facts import describe_commit
 from elastic_train.fencing import StoreFence, claim_of
-from elastic_train.files import write_atomically
 from elastic_train.history import faults_before
-from elastic_train.lanes import owned_lanes
 from elastic_train.mlflow_run import COMMIT_TAG, HOSTS_TAG, IDENTITY_TAG, WORLD_TAG
 from elastic_train.plan import Plan
 from elastic_train.quarantine import known_holes
 from elastic_train.reduction import make_gradient_sum
 from elastic_train.session import Process, Session
 from elastic_train.state import AppliedState
+from elastic_train.system.atomic_files import write_atomically
 from elastic_train.tracking import Tracker
 from elastic_train.world import World, enter_world, has_equal_kernels, parent_of, restore
 from elastic_train.worlds import Formed

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from elastic_train.account import Account, Hole, expected_sums
 from elastic_train.checkpoint import CommitRecord, Store, discover
 from elastic_train.checkpoint.reader import DAMAGE, read_record, records
-from elastic_train.coverage import CoverageSums
+from elastic_train.core.accounting import Account, Hole, expected_sums
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.length_buckets import LengthBuckets
+from elastic_train.core.lineage import cut, tiling_problems
+from elastic_train.core.order import VERSION, Order
 from elastic_train.data.lengths import NAME, load_lengths
 from elastic_train.data.manifest import Manifest
 from elastic_train.errors import ConfigError, CorruptError, DataError
-from elastic_train.lineage import cut, tiling_problems
-from elastic_train.mixing import Int64s
-from elastic_train.order import VERSION, Order
-from elastic_train.windows import LengthBuckets
 
 Numbers = Mapping[str, int]
 _CHUNK = 1 << 20

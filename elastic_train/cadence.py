@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from elastic_train.checkpoint.interval import NUM_MEASURED, Choice, Faults, SaveCost, choose, typical
-from elastic_train.config import CheckpointConfig
+from elastic_train.config.schema import CheckpointConfig
 
 FIRST_S = 60.0
 """Before the first save nothing is known of its cost: it comes early, and tells."""

@@ -12,8 +12,8 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from elastic_train import config as configuration
-from elastic_train import config_sources
+from elastic_train.config import schema as configuration
+from elastic_train.config import sources
 from elastic_train.errors import ConfigError, ElasticTrainError, explain
 
 app = App(
@@ -62,7 +62,7 @@ def launch(
     """
     from elastic_train import launch as launching
 
-    config_sources.load(config, environ=os.environ, arguments=overrides)  # a mistake is told once, not by every rank
+    sources.load(config, environ=os.environ, arguments=overrides)  # a mistake is told once, not by every rank
     flags = launching.Flags(nodes, ranks, endpoint, run_id, recovery, max_restarts, ttl_s, grace_s)
     return launching.launch(launching.resolve(config, overrides, flags, os.environ, launching.count_gpus()))
 
@@ -72,7 +72,7 @@ def validate(config: Path, *overrides: Overrides) -> int:
     """Check CONFIG, its task and its data without training; print all keys as resolved, and what follows from them."""
     from elastic_train.plan import make_plan
 
-    resolved = config_sources.load(config, environ=os.environ, arguments=overrides)
+    resolved = sources.load(config, environ=os.environ, arguments=overrides)
     facts = make_plan(resolved).describe()
     print_text(resolved.to_yaml())
     print_text("\n".join(f"# {name}: {value}" for name, value in facts.items()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic_train.checkpoint import CommitFacts
-from elastic_train.order import VERSION
+from elastic_train.core.order import VERSION
 from elastic_train.plan import Plan, fingerprint_of
 from elastic_train.state import AppliedState
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import numpy as np
 
-from elastic_train.account import Hole
-from elastic_train.config import Config
+from elastic_train.config.schema import Config
+from elastic_train.core.accounting import Hole
+from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.order import Cursor, Order
 from elastic_train.data.cache import RowCache
 from elastic_train.data.groups import check_columns
 from elastic_train.data.loader import LaneBatch, LaneLoader
 from elastic_train.data.manifest import Manifest, load_manifest
 from elastic_train.data.reader import Reader
 from elastic_train.data.unfit import Rules
-from elastic_train.mixing import Int64s
-from elastic_train.order import Cursor, Order
 from elastic_train.tasks.task import Limited, Matching, Task
 
 

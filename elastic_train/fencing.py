@@ -25,8 +25,8 @@ from typing import Protocol
 from elastic_train.checkpoint.reader import commit_keys
 from elastic_train.checkpoint.stores import Store, create_once, read
 from elastic_train.checkpoint.writer import Unheard
+from elastic_train.core.lineage import COMMITS, place_of
 from elastic_train.errors import FencedError, StorageError
-from elastic_train.lineage import COMMITS, place_of
 from rendezvous import errors as rendezvous_errors
 
 TERMS = "terms/"

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_train.errors import ConfigError, ElasticTrainError, Preempted, TooFewNodesError
-from elastic_train.preemption import EXIT_AT_ONCE, SAME_REQUEST_S
+from elastic_train.system.preemption import EXIT_AT_ONCE, SAME_REQUEST_S
 
 RECOVERIES = ("live", "restart")
 ETCD_PORT = 23790

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from elastic_train.lineage import Interval, cut
+from elastic_train.core.lineage import Interval, cut
 
 FOLDER = "metrics"
 BEST = "best/"

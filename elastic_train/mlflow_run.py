@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
-from elastic_train.files import write_atomically
 from elastic_train.metrics import Values
+from elastic_train.system.atomic_files import write_atomically
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 LINK = "mlflow.json"
 JOB_TAG = "elastic_train.job"
-CONFIG_TAG = "elastic_train.config"
+CONFIG_TAG = "elastic_train.config.schema"
 WEIGHTS_TAG = "elastic_train.weights_sha256"
 COMMIT_TAG = "elastic_train.commit"
 WORLD_TAG = "elastic_train.world"

@@ -14,18 +14,18 @@ import torch
 
 from elastic_train.best import parse_best
 from elastic_train.checkpoint import CommitRecord, Retention
-from elastic_train.config import Config, nearest
+from elastic_train.config.schema import Config, nearest
+from elastic_train.core.keyed_random import derive
+from elastic_train.core.length_buckets import Arrangement, LengthBuckets
+from elastic_train.core.order import VERSION, Order
 from elastic_train.data.lengths import NAME as LENGTHS
 from elastic_train.data.lengths import load_lengths
 from elastic_train.data.manifest import Manifest, load_manifest
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.evaluation import OWN_VALUES
 from elastic_train.feed import Feed
-from elastic_train.mixing import derive
-from elastic_train.order import VERSION, Order
 from elastic_train.state import AppliedState, build_state
 from elastic_train.tasks.task import Task, load_task
-from elastic_train.windows import Arrangement, LengthBuckets
 
 _INITIAL_WEIGHTS = 4  # separates the initial weights' random numbers from order and dropout
 

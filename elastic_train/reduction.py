@@ -18,8 +18,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from elastic_train.core.lanes import (
+    Part,
+    lane_additions,
+    merge_plan,
+    owned_lanes,
+    parts_of,
+    settle,
+)
 from elastic_train.group import Group
-from elastic_train.lanes import Part, lane_additions, merge_plan, owned_lanes, parts_of, settle
 
 
 class GradientSum(Protocol):

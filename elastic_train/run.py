@@ -13,9 +13,9 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from elastic_train import config_sources
 from elastic_train.assembly import commit_alone, make_repeatable, open_session
-from elastic_train.config import Config
+from elastic_train.config import sources
+from elastic_train.config.schema import Config
 from elastic_train.errors import (
     ElasticTrainError,
     FencedError,
@@ -26,14 +26,14 @@ from elastic_train.errors import (
     explain,
 )
 from elastic_train.plan import Plan, make_plan
-from elastic_train.preemption import LeaveRequest
 from elastic_train.progress import flush_streams
 from elastic_train.result import write_result
 from elastic_train.session import Process, Session
 from elastic_train.state import AppliedState
+from elastic_train.system.preemption import LeaveRequest
+from elastic_train.system.watchdog import Watchdog
 from elastic_train.trainer import Outcome, train
 from elastic_train.warm_up import warm_up
-from elastic_train.watchdog import Watchdog
 from elastic_train.worlds import Formed, open_worlds
 from rendezvous.errors import RendezvousError
 from rendezvous.orphans import die_with_parent
@@ -52,7 +52,7 @@ def run(path: Path, overrides: Sequence[str]) -> int:
         die_with_parent()
     leave = LeaveRequest()
     try:
-        config = config_sources.load(path, environ=os.environ, arguments=overrides)
+        config = sources.load(path, environ=os.environ, arguments=overrides)
         code = _train(config, leave, started_at)
     except ElasticTrainError as error:
         sys.stderr.write(explain(error) + "\n")

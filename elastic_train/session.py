@@ -8,22 +8,22 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from elastic_train.account import Hole
 from elastic_train.cadence import Cadence
 from elastic_train.checkpoint import CommitRecord, Ended, SaveMemory, Saves, Unheard
+from elastic_train.core.accounting import Hole
 from elastic_train.data.loader import LaneBatch
 from elastic_train.errors import SavesFailedError, StorageError
 from elastic_train.evaluation import evaluate
 from elastic_train.facts import describe_commit
-from elastic_train.failpoints import reach
 from elastic_train.plan import Plan
-from elastic_train.preemption import LeaveRequest
 from elastic_train.progress import Status
 from elastic_train.quarantine import find_holes
 from elastic_train.reduction import GradientSum
 from elastic_train.state import AppliedState
+from elastic_train.system.failpoints import reach
+from elastic_train.system.preemption import LeaveRequest
+from elastic_train.system.watchdog import Watchdog
 from elastic_train.tracking import Tracker
-from elastic_train.watchdog import Watchdog
 from elastic_train.world import World, agree
 from elastic_train.worlds import Worlds
 

@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from elastic_train.account import Account
 from elastic_train.checkpoint.layout import State
 from elastic_train.checkpoint.record import Path
-from elastic_train.config import OptimizerConfig
-from elastic_train.coverage import CoverageSums
-from elastic_train.lineage import Interval, extend
-from elastic_train.order import Cursor
+from elastic_train.config.schema import OptimizerConfig
+from elastic_train.core.accounting import Account
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.lineage import Interval, extend
+from elastic_train.core.order import Cursor
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from elastic_train.core.lineage import Interval
 from elastic_train.delivery import LOCK, SEND_EVERY_S, Delivery, Job, attempt, code_tags
 from elastic_train.errors import StorageError
-from elastic_train.lineage import Interval
 from elastic_train.metrics import LineageReader, MetricsWriter, Settled, Values, terms
 from elastic_train.mlflow_run import (
     COMMIT_TAG,

@@ -17,13 +17,13 @@ from operator import and_, or_
 import numpy as np
 import torch
 
-from elastic_train.account import ranges_of
-from elastic_train.coverage import CoverageSums
+from elastic_train.core.accounting import ranges_of
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.lanes import lane_seed
 from elastic_train.data.loader import LaneBatch
-from elastic_train.failpoints import reach
-from elastic_train.lanes import lane_seed
 from elastic_train.reduction import gather_lane_table, tree_sum
 from elastic_train.session import Session
+from elastic_train.system.failpoints import reach
 
 _WORD = 1 << 64
 _LEAVE, _COMMIT, _GROW, _BUSY, _GIVE_UP, _UNREADABLE = 1, 2, 4, 8, 16, 32  # flags that ride on the lane table

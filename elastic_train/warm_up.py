@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from elastic_train.core.lanes import lane_seed
+from elastic_train.core.order import Cursor
 from elastic_train.errors import DataError, StorageError
-from elastic_train.lanes import lane_seed
-from elastic_train.order import Cursor
 from elastic_train.plan import Plan
 from elastic_train.state import AppliedState
 

@@ -18,20 +18,20 @@ from typing import TypeVar
 import torch
 
 from elastic_train import errors
-from elastic_train.account import Account
 from elastic_train.checkpoint import CommitRecord, Store, discover, load, open_store, sweep
 from elastic_train.checkpoint.reader import DAMAGE, read_record, records
-from elastic_train.config import Config
+from elastic_train.config.schema import Config
+from elastic_train.core.accounting import Account
+from elastic_train.core.lineage import Interval, cut, parted_at
 from elastic_train.errors import ElasticTrainError, StorageError
-from elastic_train.failpoints import reach
 from elastic_train.fencing import Fence, JoinedFence, StoreFence
 from elastic_train.group import Group
 from elastic_train.handover import gather_places, hand_over
 from elastic_train.history import History, last_applied
-from elastic_train.lineage import Interval, cut, parted_at
 from elastic_train.plan import Plan
 from elastic_train.progress import Progress, ResumeBanner
 from elastic_train.state import AppliedState, Reached
+from elastic_train.system.failpoints import reach
 from elastic_train.worlds import Formed
 from rendezvous.context import RendezvousContext, open_fence
 

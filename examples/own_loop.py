@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
+from elastic_train.core.lanes import owned_lanes
+from elastic_train.core.order import Cursor, Order
 from elastic_train.data.loader import LaneLoader
 from elastic_train.data.manifest import load_manifest
 from elastic_train.data.reader import Reader
-from elastic_train.lanes import owned_lanes
-from elastic_train.order import Cursor, Order
 
 NUM_LANES, MICRO_BATCH = 12, 2  # a step is 24 rows, whatever the number of ranks
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers.peer import SEED, Batch, World
+from elastic_train.core.lanes import owned_lanes
+from elastic_train.core.order import Cursor, Order
 from elastic_train.data.cache import RowCache
 from elastic_train.data.loader import LaneLoader
 from elastic_train.data.manifest import load_manifest
 from elastic_train.data.numbers import numbers_of
 from elastic_train.data.padding import pad_lists
 from elastic_train.data.reader import Reader
-from elastic_train.lanes import owned_lanes
-from elastic_train.order import Cursor, Order
 
 COLUMNS = ["input_ids", "label"]
 

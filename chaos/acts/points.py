@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from chaos.acts.done import Done, targets
 from chaos.node import signal_all
-from elastic_train.failpoints import arm, disarm
+from elastic_train.system.failpoints import arm, disarm
 
 if TYPE_CHECKING:
     from chaos.local import Job

@@ -11,17 +11,17 @@ from typing import Any
 
 from chaos.sim.kernel import EPOCH_S
 from chaos.sim.objects import StorageClient
-from elastic_train import lanes
-from elastic_train.account import Hole
 from elastic_train.checkpoint import reader, saves, writer
 from elastic_train.checkpoint.checksums import CheckedFile, FileRecord
 from elastic_train.checkpoint.record import VOID
 from elastic_train.checkpoint.stores import Entry, Store
+from elastic_train.core import lanes
+from elastic_train.core.accounting import Hole
+from elastic_train.core.lineage import COMMITS, Interval, place_of
+from elastic_train.core.order import Cursor, Order
 from elastic_train.data.loader import LaneBatch
 from elastic_train.delivery import Delivery
-from elastic_train.lineage import COMMITS, Interval, place_of
 from elastic_train.metrics import LineageReader, MetricsWriter, Settled, Values
-from elastic_train.order import Cursor, Order
 from elastic_train.quarantine import find_holes
 from elastic_train.session import Session
 from rendezvous.membership import Change

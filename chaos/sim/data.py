@@ -13,15 +13,15 @@ import numpy as np
 import pyarrow as pa
 
 from chaos.sim.kernel import Kernel
-from elastic_train.account import Hole
+from elastic_train.core.accounting import Hole
+from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.order import Cursor, Order
 from elastic_train.data.carrier import LaneSampler, LaneSlice
 from elastic_train.data.lane_batch import LaneBatch
 from elastic_train.data.rows import Rows
 from elastic_train.data.unfit import Rules, Sifter
 from elastic_train.errors import UnreadableError
-from elastic_train.failpoints import reach
-from elastic_train.mixing import Int64s
-from elastic_train.order import Cursor, Order
+from elastic_train.system.failpoints import reach
 
 EVERYWHERE = -1
 MOST_HELD = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_train import failpoints
+from elastic_train.system import failpoints
 
 POINTS = tuple(point for point in failpoints.POINTS if point != "sync")
 """The failpoints that a simulated process comes to; its disk has no file system under it."""

@@ -31,11 +31,11 @@ from chaos.sim.tracker import TrackedRun
 from elastic_train import handover, reduction, trainer
 from elastic_train.checkpoint import record
 from elastic_train.checkpoint.interval import Faults
-from elastic_train.coverage import CoverageSums
+from elastic_train.core.coverage import CoverageSums
 from elastic_train.data.loader import LaneBatch
-from elastic_train.failpoints import reach
 from elastic_train.history import History
 from elastic_train.session import Session
+from elastic_train.system.failpoints import reach
 from rendezvous.context import RendezvousContext
 from rendezvous.fence import EtcdFence
 from rendezvous.reach import SELDOM_S, Reach
@@ -68,7 +68,7 @@ PRODUCT = (
     "elastic_train.fencing",
     "elastic_train.history",
     "elastic_train.result",
-    "elastic_train.failpoints",
+    "elastic_train.system.failpoints",
     "elastic_train.metrics",
     "elastic_train.tracking",
     "elastic_train.mlflow_run",
@@ -166,7 +166,7 @@ def _world(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
     yield from _in("elastic_train.run", warm_up=lambda plan, state: None)  # there is nothing to open or to load
     yield from _in("elastic_train.run", sys=SimpleNamespace(stderr=SimpleNamespace(write=lambda _: None)))
     yield from _in("elastic_train.result", write_atomically=job.take_file)
-    yield from _in("elastic_train.failpoints", _folder="simulated", _look=lambda _, name: job.reach(name))
+    yield from _in("elastic_train.system.failpoints", _folder="simulated", _look=lambda _, name: job.reach(name))
 
 
 def _launch(job: Job, client: Callable[..., EtcdClient]) -> Iterable[tuple[ModuleType, str, object]]:

@@ -18,15 +18,15 @@ import torch
 
 from chaos.sim.data import ModelledFeed
 from chaos.sim.group import SimGroup
-from elastic_train.account import Account
 from elastic_train.checkpoint import Retention
 from elastic_train.checkpoint.layout import State
 from elastic_train.checkpoint.record import CommitRecord
 from elastic_train.checkpoint.record import Path as LeafPath
-from elastic_train.config import Config
-from elastic_train.coverage import CoverageSums
-from elastic_train.mixing import Int64s, derive, mix64
-from elastic_train.order import Cursor, Order
+from elastic_train.config.schema import Config
+from elastic_train.core.accounting import Account
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.keyed_random import Int64s, derive, mix64
+from elastic_train.core.order import Cursor, Order
 from elastic_train.state import Reached
 
 _MASK = (1 << 64) - 1

@@ -18,7 +18,7 @@ from chaos.sim.net import agent_port
 from chaos.sim.virtual import host_of
 from elastic_train import run as product
 from elastic_train.errors import ElasticTrainError
-from elastic_train.preemption import LeaveRequest
+from elastic_train.system.preemption import LeaveRequest
 from rendezvous.context import LiveContext
 from rendezvous.errors import RendezvousError
 from rendezvous.live_agent import FINAL_CODES, LEAVING_CODES, LiveRendezvousHandler

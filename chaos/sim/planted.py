@@ -209,7 +209,7 @@ PLANTED = (
     SimBug(
         "dropped-tail",
         "the last short step of an epoch is left out",
-        lambda: {"elastic_train.order:Order.num_steps": bugs.without_tail},
+        lambda: {"elastic_train.core.order:Order.num_steps": bugs.without_tail},
         ("coverage", "witness"),
         _kills,
     ),

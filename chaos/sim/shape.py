@@ -12,8 +12,8 @@ import torch
 from chaos.sim.data import Dataset, ModelledFeed, order_of
 from chaos.sim.model import ModelledManifest, ModelledPlan, ModelledTask
 from chaos.sim.tracker import URI
-from elastic_train.config import Config
-from elastic_train.mixing import Int64s
+from elastic_train.config.schema import Config
+from elastic_train.core.keyed_random import Int64s
 
 Recovery = Literal["live", "restart"]
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from elastic_train.checkpoint.threads import InTurn
+from elastic_train.system.threads import InTurn
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer

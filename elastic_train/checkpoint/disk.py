@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, cast
 
 from elastic_train.checkpoint.direct import DirectFile, Runs
-from elastic_train.checkpoint.threads import begin
-from elastic_train.failpoints import reach
+from elastic_train.system.failpoints import reach
+from elastic_train.system.threads import begin
 
 
 class Disk(Protocol):

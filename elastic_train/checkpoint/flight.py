@@ -21,7 +21,7 @@ from elastic_train.checkpoint.staging import Buffer, Snapshot, Staged, Staging
 from elastic_train.checkpoint.stores import Store
 from elastic_train.checkpoint.writer import CommitWriter, Draft
 from elastic_train.errors import StorageError
-from elastic_train.failpoints import reach
+from elastic_train.system.failpoints import reach
 
 RETRY_PAUSES_S = (0.2, 1.0)
 PUBLISH_PATIENCE_S = 1.0

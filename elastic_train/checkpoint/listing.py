@@ -15,8 +15,8 @@ from elastic_train.checkpoint.reader import damage_of, discover, records, wrong_
 from elastic_train.checkpoint.record import CommitRecord
 from elastic_train.checkpoint.stores import Store
 from elastic_train.checkpoint.sweeping import place_of_attempt
+from elastic_train.core.lineage import ATTEMPTS, place_of, tiling_problems
 from elastic_train.errors import CommitError
-from elastic_train.lineage import ATTEMPTS, place_of, tiling_problems
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from collections.abc import Iterator
 
 from elastic_train.checkpoint.record import VOID
 from elastic_train.checkpoint.stores import KeyMissing, KeyTaken, Store, read
+from elastic_train.core.lineage import COMMITS, place_of
 from elastic_train.errors import StorageError
-from elastic_train.lineage import COMMITS, place_of
 
 log = logging.getLogger(__name__)
 

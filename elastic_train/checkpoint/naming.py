@@ -10,8 +10,8 @@ import yaml
 from elastic_train.checkpoint.reader import commit_keys, discover, read_record
 from elastic_train.checkpoint.record import CommitRecord
 from elastic_train.checkpoint.stores import Store, open_store
+from elastic_train.core.lineage import COMMITS, place_of
 from elastic_train.errors import ConfigError
-from elastic_train.lineage import COMMITS, place_of
 
 
 def open_run(run: str) -> Store:

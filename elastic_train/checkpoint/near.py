@@ -17,8 +17,8 @@ from typing import BinaryIO
 from elastic_train.checkpoint.checksums import FileRecord, find_damage
 from elastic_train.checkpoint.local import LocalStore
 from elastic_train.checkpoint.stores import Entry, Sink, Store
+from elastic_train.core.lineage import ATTEMPTS
 from elastic_train.errors import StorageError
-from elastic_train.lineage import ATTEMPTS
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from elastic_train.best import parse_best
 from elastic_train.checkpoint.record import CommitRecord
+from elastic_train.core.lineage import cut, place_of
 from elastic_train.errors import ConfigError
-from elastic_train.lineage import cut, place_of
 
 
 class Candidate:

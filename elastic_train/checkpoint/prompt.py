@@ -14,8 +14,8 @@ from typing import BinaryIO, TypeVar, cast
 from elastic_train.checkpoint.checksums import FileRecord
 from elastic_train.checkpoint.near import NearStore
 from elastic_train.checkpoint.stores import Entry, ReadFile, Sink, Store, Uncertain
-from elastic_train.checkpoint.threads import begin
 from elastic_train.errors import StorageError
+from elastic_train.system.threads import begin
 
 T = TypeVar("T")
 ANSWER_S = 20.0

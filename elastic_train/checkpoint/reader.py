@@ -20,8 +20,8 @@ from elastic_train.checkpoint.prompt import PromptStore
 from elastic_train.checkpoint.record import VOID, CommitRecord, decode
 from elastic_train.checkpoint.stores import KeyMissing, Store, Unreadable, read
 from elastic_train.checkpoint.tree import fill, leaves_of
+from elastic_train.core.lineage import COMMITS, place_of
 from elastic_train.errors import CommitError
-from elastic_train.lineage import COMMITS, place_of
 
 DAMAGE = (CommitError, KeyMissing, Unreadable)
 """What makes a commit be passed over, in place of ending the search."""

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from elastic_train.account import Account
 from elastic_train.checkpoint.checksums import FileRecord
-from elastic_train.coverage import CoverageSums
+from elastic_train.core.accounting import Account
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.lineage import Interval, commit_key
+from elastic_train.core.order import Cursor
 from elastic_train.errors import CommitError
-from elastic_train.lineage import Interval, commit_key
-from elastic_train.order import Cursor
 
 FORMAT = 2
 _FORMATS = (1, FORMAT)  # in format 1 files have SHA-256 in place of BLAKE3

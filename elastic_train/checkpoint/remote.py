@@ -22,7 +22,7 @@ from fsspec.core import url_to_fs
 
 from elastic_train.checkpoint.stores import Entry, KeyMissing, KeyTaken, ReadFile, Sink, Uncertain
 from elastic_train.errors import ConfigError, StorageError
-from elastic_train.sdk_errors import sdk_errors
+from elastic_train.system.sdk_errors import sdk_errors
 
 log = logging.getLogger(__name__)
 

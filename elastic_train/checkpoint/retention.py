@@ -16,7 +16,7 @@ from elastic_train.checkpoint.policies import Candidate, Retention
 from elastic_train.checkpoint.reader import DAMAGE, commit_keys, damage_of, read_record
 from elastic_train.checkpoint.record import CommitRecord
 from elastic_train.checkpoint.stores import Entry, Store
-from elastic_train.lineage import place_of
+from elastic_train.core.lineage import place_of
 
 
 @dataclass(frozen=True, slots=True)

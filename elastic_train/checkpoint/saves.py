@@ -25,8 +25,8 @@ from elastic_train.checkpoint.record import CommitFacts, CommitRecord, Path
 from elastic_train.checkpoint.staging import Snapshot, Staging
 from elastic_train.checkpoint.stores import Store
 from elastic_train.checkpoint.writer import CommitWriter, Draft, attempt_folder
+from elastic_train.core.lineage import Interval
 from elastic_train.errors import StorageError
-from elastic_train.lineage import Interval
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from elastic_train.checkpoint.reader import commit_keys
 from elastic_train.checkpoint.record import VOID
 from elastic_train.checkpoint.retention import Pruned, delete_all
 from elastic_train.checkpoint.stores import Entry, Store, create_once
-from elastic_train.lineage import ATTEMPTS, commit_key, place_of
+from elastic_train.core.lineage import ATTEMPTS, commit_key, place_of
 
 SAFE_AGE_S = 6 * 3600.0
 Place = tuple[int, int]

@@ -25,9 +25,14 @@ from elastic_train.checkpoint.format import WrittenPart, finish_attempt, live_co
 from elastic_train.checkpoint.layout import AttemptPlan, Planner, State, leaves_by_path
 from elastic_train.checkpoint.record import VOID, CommitFacts, CommitRecord, library_versions
 from elastic_train.checkpoint.stores import Store, Uncertain, create_once, read
+from elastic_train.core.lineage import (
+    ATTEMPTS,
+    Interval,
+    extend,
+    tiling_problems,
+)
 from elastic_train.errors import FencedError, StorageError
-from elastic_train.failpoints import reach
-from elastic_train.lineage import ATTEMPTS, Interval, extend, tiling_problems
+from elastic_train.system.failpoints import reach
 from elastic_train.weights import join_digests
 
 log = logging.getLogger(__name__)

@@ -14,14 +14,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
+from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.order import Cursor, EpochOrder, Order
 from elastic_train.data.blocks import BlockSchedule, DecodedBlock
 from elastic_train.data.groups import num_decoders
 from elastic_train.data.lane_batch import Collate, LaneBatch
 from elastic_train.data.needs import Needs
 from elastic_train.data.reader import Reader
 from elastic_train.data.unfit import AS_THEY_ARE, Beyond, Rules, Sifter
-from elastic_train.mixing import Int64s
-from elastic_train.order import Cursor, EpochOrder, Order
 
 PREFETCH_BYTES = 128 << 20
 CHUNK_BYTES, CHUNK_ROWS, CHUNKS_AHEAD = 4 << 20, 512, 4

@@ -10,10 +10,10 @@ import heapq
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 
+from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.order import Block, Cursor, Order
 from elastic_train.data.rows import Joined, Rows
 from elastic_train.data.unfit import Decoder
-from elastic_train.mixing import Int64s
-from elastic_train.order import Block, Cursor, Order
 
 BLOCKS_AHEAD = 4
 

@@ -24,10 +24,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from elastic_train.data.locks import is_locked, locked
+from elastic_train.core.keyed_random import Int64s
 from elastic_train.data.manifest import Manifest
-from elastic_train.data.mapping import Mapping
-from elastic_train.mixing import Int64s
+from elastic_train.system.file_locks import is_locked, locked
+from elastic_train.system.mapped_file import Mapping
 
 MAX_BYTES = 64 << 30
 SLACK = 16

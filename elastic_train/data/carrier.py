@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from elastic_train.core.order import Cursor, Order
 from elastic_train.data.lane_batch import Collate, LaneBatch
 from elastic_train.data.needs import Needs
 from elastic_train.data.reader import Reader
 from elastic_train.data.unfit import Rules, Sifter
-from elastic_train.order import Cursor, Order
 
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)  # torchdata's own call
 

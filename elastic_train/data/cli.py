@@ -23,8 +23,8 @@ from elastic_train.data import corpora, describe, lengths, origin, synthetic, ve
 from elastic_train.data.corpora import Imported, Options
 from elastic_train.data.manifest import NAME, Manifest, load_manifest
 from elastic_train.data.source import reaching
-from elastic_train.data.terminal import shown
 from elastic_train.errors import ConfigError, DataError
+from elastic_train.system.progress_bar import shown
 
 app = App(name="data", help="Make datasets, look into them, check them.")
 imports = App(name="import", help="Make a dataset of text: OUT/train and OUT/validation, with a tokeniser of its own.")

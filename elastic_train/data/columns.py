@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from elastic_train.core.keyed_random import Int64s
 from elastic_train.data.numbers import column_of, numbers_of
 from elastic_train.data.views import MAX_BYTES, copy_strings, views_of
-from elastic_train.mixing import Int64s
 
 SMALL_ROW = 64
 """Strings of fewer bytes on average are cheaper to join, and to take from one piece of memory."""

@@ -23,8 +23,8 @@ from elastic_train.data import debian, docstrings, origin, plain_text, tokenise
 from elastic_train.data.manifest import Manifest, build_manifest, load_manifest
 from elastic_train.data.sample import Sample
 from elastic_train.data.schemas import PLAIN, POLICY, Schema
-from elastic_train.data.terminal import Track, silent
 from elastic_train.errors import ConfigError
+from elastic_train.system.progress_bar import Track, silent
 
 ROWS_PER_GROUP = 512
 ROWS_PER_FILE = 8192

@@ -13,13 +13,13 @@ import pyarrow.compute as pc
 from rich.console import Console
 from rich.table import Table
 
+from elastic_train.core.keyed_random import Int64s
 from elastic_train.data.manifest import Manifest
 from elastic_train.data.parquet import open_parquet, read_row_group
 from elastic_train.data.schemas import TOKENS
-from elastic_train.data.terminal import Track, silent
 from elastic_train.errors import DataError
-from elastic_train.mixing import Int64s
-from elastic_train.sdk_errors import sdk_errors
+from elastic_train.system.progress_bar import Track, silent
+from elastic_train.system.sdk_errors import sdk_errors
 
 LENGTH_BOUNDS = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _BAR_CELLS = 32

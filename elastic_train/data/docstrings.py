@@ -19,8 +19,8 @@ from pathlib import Path
 
 from elastic_train.data.sample import Sample, measure
 from elastic_train.data.schemas import LONG_TAIL
-from elastic_train.data.terminal import Track, silent
 from elastic_train.errors import DataError
+from elastic_train.system.progress_bar import Track, silent
 
 # Folder in site-packages -> distribution, the largest share first.
 LIBRARIES = {

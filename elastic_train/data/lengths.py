@@ -20,14 +20,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from elastic_train.core.keyed_random import Int64s
 from elastic_train.data.groups import RowGroups
 from elastic_train.data.manifest import Manifest
 from elastic_train.data.numbers import numbers_of
 from elastic_train.data.source import NUM_FETCHERS, LocalSource, open_source
-from elastic_train.data.terminal import Track, silent
 from elastic_train.data.unfit import lengths_of
 from elastic_train.errors import ConfigError, DataError
-from elastic_train.mixing import Int64s
+from elastic_train.system.progress_bar import Track, silent
 
 NAME = "manifest.lengths"
 FORMAT = 1

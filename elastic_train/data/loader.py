@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from elastic_train.core.order import Cursor, Order
 from elastic_train.data.ahead import PREFETCH_BYTES, ReadAhead
 from elastic_train.data.lane_batch import Collate, LaneBatch
 from elastic_train.data.reader import Reader
 from elastic_train.data.unfit import AS_THEY_ARE, Rules
-from elastic_train.failpoints import reach
-from elastic_train.order import Cursor, Order
+from elastic_train.system.failpoints import reach
 
 __all__ = ["Collate", "LaneBatch", "LaneLoader", "Rules"]
 

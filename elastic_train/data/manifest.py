@@ -19,14 +19,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from elastic_train.coverage import CoverageSums
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.order import first_ids
 from elastic_train.data.footer import Footer, cut_footer
 from elastic_train.data.footers import write_footers
 from elastic_train.data.parquet import footer_sha256, open_parquet, parse_footer, read_footer, read_row_group
 from elastic_train.data.source import reaching
 from elastic_train.errors import DataError
-from elastic_train.mixing import Int64s
-from elastic_train.order import first_ids
 
 NAME = "manifest.json"
 FORMAT = 1

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from elastic_train.mixing import Int64s
-from elastic_train.order import EpochOrder, Order
+from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.order import EpochOrder, Order
 
 Uses = tuple[Int64s, Int64s, Int64s]
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from elastic_train.core.keyed_random import Int64s
 from elastic_train.data.numbers import numbers_of, whole
-from elastic_train.mixing import Int64s
 
 
 def pad_lists(column: pa.ChunkedArray, *, max_width: int, multiple: int = 1) -> tuple[Int64s, Int64s]:

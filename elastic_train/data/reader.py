@@ -13,13 +13,13 @@ from functools import partial
 import pyarrow as pa
 import tenacity
 
+from elastic_train.core.keyed_random import Int64s
 from elastic_train.data.cache import RowCache
 from elastic_train.data.groups import RowGroups
 from elastic_train.data.manifest import Manifest
 from elastic_train.data.needs import Needs
 from elastic_train.data.rows import Rows, gather
 from elastic_train.errors import UnreadableError
-from elastic_train.mixing import Int64s
 
 TRIES, FIRST_PAUSE_S = 3, 0.05
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pyarrow as pa
 
+from elastic_train.core.keyed_random import Int64s
 from elastic_train.data.columns import join, piece_of
 from elastic_train.data.numbers import whole
-from elastic_train.mixing import Int64s
 
 
 class Rows:

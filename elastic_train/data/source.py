@@ -27,7 +27,7 @@ import tenacity
 
 from elastic_train.data.signed import SignedRanges
 from elastic_train.errors import DataError
-from elastic_train.sdk_errors import sdk_errors
+from elastic_train.system.sdk_errors import sdk_errors
 
 Range = tuple[int, int]
 Content = memoryview

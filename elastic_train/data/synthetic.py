@@ -17,12 +17,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from elastic_train.core.keyed_random import Int64s
 from elastic_train.data.manifest import Manifest, build_manifest
 from elastic_train.data.repeated import repeated_file
 from elastic_train.data.schemas import LONG_TAIL, POLICY, QUALITY, QUALITY_CLASSES, SCHEMAS, Schema
-from elastic_train.data.terminal import Track, silent
 from elastic_train.errors import ConfigError
-from elastic_train.mixing import Int64s
+from elastic_train.system.progress_bar import Track, silent
 
 VOCABULARY = 4096
 POSITIVE_SHARE = 0.18

@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.order import Cursor
 from elastic_train.data.lane_batch import Collate, LaneBatch
 from elastic_train.data.numbers import numbers_of, whole
 from elastic_train.data.rows import Joined, Rows, groups_of
 from elastic_train.errors import DataError, UnreadableError
-from elastic_train.mixing import Int64s
-from elastic_train.order import Cursor
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import fsspec
 
-from elastic_train.coverage import CoverageSums
+from elastic_train.core.coverage import CoverageSums
 from elastic_train.data.manifest import FileEntry, Manifest
 from elastic_train.data.parquet import footer_sha256, parse_footer, read_footer
-from elastic_train.data.terminal import Track, silent
 from elastic_train.errors import DataError
-from elastic_train.sdk_errors import sdk_errors
+from elastic_train.system.progress_bar import Track, silent
+from elastic_train.system.sdk_errors import sdk_errors
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from torch import Tensor, nn
 
-from elastic_train.config import TaskConfig, nearest
+from elastic_train.config.schema import TaskConfig, nearest
 from elastic_train.data.manifest import Manifest
 from elastic_train.errors import ConfigError
 

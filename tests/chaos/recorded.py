@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from elastic_train.coverage import CoverageSums
+from elastic_train.core.coverage import CoverageSums
 
 ROWS, LANES, MICRO_BATCH, EPOCHS, EVERY, KEPT = 101, 6, 4, 6, 5, 3
 STEPS_PER_EPOCH = 5

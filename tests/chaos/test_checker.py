@@ -23,8 +23,8 @@ from chaos.planted import PLANTED, Planted
 from chaos.recovery import recoveries
 from chaos.tracking import tracking
 from chaos.verdict import examine
-from elastic_train.coverage import CoverageSums
-from elastic_train.order import Order
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.order import Order
 from tests.chaos.recorded import record, samples_until
 
 JUDGE = (

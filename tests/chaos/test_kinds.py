@@ -5,7 +5,7 @@ from __future__ import annotations
 from chaos.acts import ACTS
 from chaos.kinds import KINDS, ends_world
 from chaos.sim import faults, kinds
-from elastic_train import failpoints
+from elastic_train.system import failpoints
 
 
 def test_acts_are_the_local_kinds() -> None:

@@ -16,9 +16,9 @@ from chaos.kinds import KINDS
 from chaos.scenario import FOLDER, load
 from chaos.schedule import Due
 from chaos.soak import Drawn, can_be_at
-from elastic_train import config_sources
-from elastic_train.failpoints import KINDS as POINT_KINDS
-from elastic_train.failpoints import POINTS
+from elastic_train.config import sources
+from elastic_train.system.failpoints import KINDS as POINT_KINDS
+from elastic_train.system.failpoints import POINTS
 
 SOAK = load(FOLDER / "soak.yaml")
 
@@ -79,7 +79,7 @@ def test_a_soak_that_can_do_nothing_is_refused() -> None:
 )
 def test_only_a_task_that_waits_is_hurried(params: str, expected: dict[str, int] | None) -> None:
     """For the run without faults a task loses its waits, and no other parameter; one without waits is left alone."""
-    config = config_sources.load("configs/soak.yaml", environ={}, arguments=[f"--task.params={params}"])
+    config = sources.load("configs/soak.yaml", environ={}, arguments=[f"--task.params={params}"])
     told = [yaml.safe_load(text.partition("=")[2]) for text in _unslowed(config)]
     assert told == ([expected] if expected else [])
 

@@ -14,16 +14,16 @@ from elastic_train.assembly import commit_alone
 from elastic_train.checkpoint import CommitRecord, CommitWriter, SaveMemory, discover, giving_up, open_store, reader
 from elastic_train.checkpoint.disk import RealDisk
 from elastic_train.checkpoint.local import LocalStore
-from elastic_train.config import OptimizerConfig
+from elastic_train.config.schema import OptimizerConfig
+from elastic_train.core.lineage import Interval
 from elastic_train.errors import ElasticTrainError, Preempted, StorageError, TooFewNodesError
 from elastic_train.facts import describe_commit
 from elastic_train.fencing import StoreFence
-from elastic_train.lineage import Interval
-from elastic_train.preemption import LeaveRequest
 from elastic_train.run import _next_world
 from elastic_train.session import Process
 from elastic_train.state import AppliedState, Reached, build_state
-from elastic_train.watchdog import Watchdog
+from elastic_train.system.preemption import LeaveRequest
+from elastic_train.system.watchdog import Watchdog
 
 
 def plan_of(folder: Path) -> SimpleNamespace:

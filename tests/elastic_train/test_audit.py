@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 import yaml
 
-from elastic_train.account import Account, Hole, ranges_of
 from elastic_train.audit import audit
 from elastic_train.audit_cli import audit as audit_run
 from elastic_train.checkpoint import CommitRecord, open_store
-from elastic_train.coverage import CoverageSums
+from elastic_train.core.accounting import Account, Hole, ranges_of
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.length_buckets import LengthBuckets
+from elastic_train.core.lineage import Interval
+from elastic_train.core.order import VERSION, Order
 from elastic_train.data.lengths import load_lengths, make_lengths
 from elastic_train.data.manifest import Manifest, load_manifest
 from elastic_train.errors import ConfigError
 from elastic_train.history import History
-from elastic_train.lineage import Interval
-from elastic_train.mixing import Int64s
-from elastic_train.order import VERSION, Order
 from elastic_train.plan import fingerprint_of
 from elastic_train.quarantine import make_hole
-from elastic_train.windows import LengthBuckets
 from tests.conftest import write_rows
 
 LANES, MICRO_BATCH, SEED = 3, 4, 5

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from elastic_train import assembly
 from elastic_train.cadence import FIRST_S, Cadence
 from elastic_train.checkpoint.interval import Faults, SaveCost, choose
-from elastic_train.config import CheckpointConfig
+from elastic_train.config.schema import CheckpointConfig
 
 
 class Clock:

@@ -11,7 +11,7 @@ from rich.console import Console
 from elastic_train import cli, mlflow_run, tracking
 from elastic_train.compare import Comparison, compare
 from elastic_train.errors import ConfigError
-from elastic_train.files import write_atomically
+from elastic_train.system.atomic_files import write_atomically
 from elastic_train.tracking import Tracker
 
 

@@ -15,13 +15,13 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
 from elastic_train import handover
-from elastic_train.account import Account
-from elastic_train.config import OptimizerConfig
-from elastic_train.coverage import CoverageSums
+from elastic_train.config.schema import OptimizerConfig
+from elastic_train.core.accounting import Account
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.order import Cursor
 from elastic_train.errors import PeerLostError
 from elastic_train.group import Group
 from elastic_train.handover import Place, gather_places, hand_over, pairs
-from elastic_train.order import Cursor
 from elastic_train.reduction import bind_gradients
 from elastic_train.state import AppliedState, build_state
 from elastic_train.weights import weights_digest

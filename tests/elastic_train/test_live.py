@@ -18,7 +18,7 @@ import yaml
 
 from chaos.evidence import Evidence, collect
 from chaos.injected import check_kept
-from elastic_train.failpoints import POINTS, VARIABLE, arm
+from elastic_train.system.failpoints import POINTS, VARIABLE, arm
 from rendezvous import EtcdServer
 from tests.conftest import ROOT, start
 from tests.processes import is_running, parent_of

@@ -9,9 +9,9 @@ import pytest
 
 from elastic_train.checkpoint import CommitRecord
 from elastic_train.checkpoint.policies import Best
-from elastic_train.config import Config, TaskConfig
+from elastic_train.config.schema import Config, TaskConfig
+from elastic_train.core.order import VERSION
 from elastic_train.errors import ConfigError, DataError, ElasticTrainError
-from elastic_train.order import VERSION
 from elastic_train.plan import Plan, make_plan
 from elastic_train.tasks.task import load_task
 

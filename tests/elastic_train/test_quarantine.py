@@ -14,14 +14,14 @@ import yaml
 
 from chaos.checker import judge
 from chaos.evidence import collect
-from elastic_train.account import Hole
 from elastic_train.audit_cli import audit
 from elastic_train.checkpoint import open_store
+from elastic_train.core.accounting import Hole
+from elastic_train.core.order import Order
 from elastic_train.data.lengths import load_lengths, make_lengths
 from elastic_train.data.manifest import load_manifest
 from elastic_train.errors import DataError
 from elastic_train.group import Group
-from elastic_train.order import Order
 from elastic_train.quarantine import known_holes, make_hole
 from tests.conftest import Finished, start, write_rows
 from tests.elastic_train.data.test_unfit import damage

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
+from elastic_train.core.lanes import lane_seed, owned_lanes
 from elastic_train.errors import PeerLostError
 from elastic_train.group import Group
-from elastic_train.lanes import lane_seed, owned_lanes
 from elastic_train.reduction import gather_lane_table, halving_turns, make_gradient_sum, tree_sum
 from elastic_train.weights import weights_digest
 

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from elastic_train import files
-from elastic_train.account import Account
-from elastic_train.coverage import CoverageSums
+from elastic_train.core.accounting import Account
+from elastic_train.core.coverage import CoverageSums
 from elastic_train.errors import ElasticTrainError, Preempted, ResultError
-from elastic_train.files import write_atomically
 from elastic_train.result import write_result
 from elastic_train.run import _finish
+from elastic_train.system import atomic_files
+from elastic_train.system.atomic_files import write_atomically
 from elastic_train.trainer import Outcome
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -136,7 +136,7 @@ def test_a_draft_that_cannot_be_finished_is_removed(tmp_path: Path, monkeypatch:
         path.write_bytes(text[:1].encode())
         raise FULL
 
-    monkeypatch.setattr(files.Path, "write_text", cut_short)
+    monkeypatch.setattr(atomic_files.Path, "write_text", cut_short)
     with pytest.raises(OSError, match="No space left"):
         write_atomically(tmp_path / "a", "new")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "old")]

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_train.account import Account
 from elastic_train.checkpoint.layout import State
-from elastic_train.config import OptimizerConfig
-from elastic_train.coverage import CoverageSums
-from elastic_train.order import Cursor
+from elastic_train.config.schema import OptimizerConfig
+from elastic_train.core.accounting import Account
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.order import Cursor
 from elastic_train.state import AppliedState, build_state
 from elastic_train.weights import weights_digest
 

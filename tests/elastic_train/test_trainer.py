@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from elastic_train import trainer
-from elastic_train.coverage import CoverageSums
+from elastic_train.core.coverage import CoverageSums
 
 
 def test_who_is_told_to_leave_in_the_midst_of_a_step_leaves_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:

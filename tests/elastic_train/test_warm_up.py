@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_train import config_sources
+from elastic_train.config import sources
+from elastic_train.core.order import Cursor
 from elastic_train.errors import DataError
-from elastic_train.order import Cursor
 from elastic_train.plan import Plan, make_plan
 from elastic_train.state import AppliedState
 from elastic_train.warm_up import warm_up
@@ -21,7 +21,7 @@ from tests.elastic_train.test_training import CLASSIFIER, config
 
 
 def planned(path: str) -> tuple[Plan, AppliedState]:
-    plan = make_plan(config_sources.load(Path(path), environ={}, arguments=[]))
+    plan = make_plan(sources.load(Path(path), environ={}, arguments=[]))
     return plan, plan.build_state()
 
 

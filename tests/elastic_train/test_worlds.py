@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from elastic_train import worlds
-from elastic_train.config import Config
+from elastic_train.config.schema import Config
 from elastic_train.errors import Preempted, StorageError
-from elastic_train.watchdog import Watchdog
+from elastic_train.system.watchdog import Watchdog
 from elastic_train.worlds import LiveWorlds
 from rendezvous.context import LiveContext
 from rendezvous.errors import StoreUnavailableError

@@ -10,9 +10,9 @@ from torch import nn
 
 from elastic_train.checkpoint import CommitFacts, CommitRecord, CommitWriter, Store
 from elastic_train.checkpoint.stores import read
-from elastic_train.coverage import CoverageSums
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.order import Cursor
 from elastic_train.fencing import StoreFence
-from elastic_train.order import Cursor
 
 State = dict[str, object]
 

@@ -9,7 +9,6 @@ from typing import BinaryIO
 
 import pytest
 import torch
-from test_commits import assert_equal_trees, odd_state
 
 from elastic_train.checkpoint import SaveMemory, Saves, Store, discover, giving_up, layout, read_state
 from elastic_train.checkpoint.local import LocalStore
@@ -18,6 +17,7 @@ from elastic_train.fencing import StoreFence
 from elastic_train.weights import weights_digest
 from tests.elastic_train.checkpoint.commit_samples import State, facts, small_state, trained
 from tests.elastic_train.checkpoint.save_samples import DEADLINE_S, FullStore, HeldStore, open_saves, quick_retries
+from tests.elastic_train.checkpoint.test_commits import assert_equal_trees, odd_state
 
 __all__ = ["quick_retries"]
 

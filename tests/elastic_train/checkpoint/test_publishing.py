@@ -19,10 +19,10 @@ from elastic_train.checkpoint import CommitWriter, SaveMemory, Store, discover, 
 from elastic_train.checkpoint.disk import RealDisk
 from elastic_train.checkpoint.local import LocalStore
 from elastic_train.checkpoint.stores import Uncertain
-from elastic_train.config import Config, OptimizerConfig
+from elastic_train.config.schema import Config, OptimizerConfig
+from elastic_train.core.lineage import Interval
 from elastic_train.errors import FencedError, StorageError
 from elastic_train.fencing import StoreFence
-from elastic_train.lineage import Interval
 from elastic_train.plan import Plan
 from elastic_train.state import Reached, build_state
 from tests.conftest import ROOT

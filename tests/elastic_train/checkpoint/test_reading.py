@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFile
-from test_damage import files_of
 
 from elastic_train.checkpoint import Store, discover, load, open_store
 from elastic_train.errors import StorageError
 from tests.elastic_train.checkpoint.commit_samples import commit_steps, small_state
+from tests.elastic_train.checkpoint.test_damage import files_of
 
 
 class Failing(io.FileIO):

@@ -15,8 +15,8 @@ from elastic_train.checkpoint.markers import held, pin, pinned, unpin
 from elastic_train.checkpoint.policies import Best
 from elastic_train.checkpoint.reader import commit_keys
 from elastic_train.checkpoint.stores import KeyMissing
+from elastic_train.core.lineage import Interval
 from elastic_train.errors import StorageError
-from elastic_train.lineage import Interval
 from tests.elastic_train.checkpoint.commit_samples import commit_steps, facts, small_state, writer
 
 

@@ -9,26 +9,26 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from test_saves import FullStore, HeldStore, open_saves
 
 from elastic_train import trainer
-from elastic_train.account import Account
 from elastic_train.cadence import Cadence
 from elastic_train.checkpoint import Store, discover
 from elastic_train.checkpoint.interval import Faults
 from elastic_train.checkpoint.local import LocalStore
-from elastic_train.config import CheckpointConfig, OptimizerConfig
-from elastic_train.coverage import CoverageSums
+from elastic_train.config.schema import CheckpointConfig, OptimizerConfig
+from elastic_train.core.accounting import Account
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.lineage import Interval
+from elastic_train.core.order import Cursor
 from elastic_train.errors import FencedError, SavesFailedError, StorageError
 from elastic_train.fencing import JoinedFence, StoreFence
 from elastic_train.group import Group
-from elastic_train.lineage import Interval
-from elastic_train.order import Cursor
 from elastic_train.session import LAST_COMMIT_TRIES, Session
 from elastic_train.state import build_state
+from elastic_train.system.watchdog import Watchdog
 from elastic_train.trainer import StepSums
-from elastic_train.watchdog import Watchdog
 from rendezvous import errors as rendezvous_errors
+from tests.elastic_train.checkpoint.test_saves import FullStore, HeldStore, open_saves
 
 
 class Ears:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_commits import assert_equal_trees
-from test_saves import DEADLINE_S, all_still, open_saves
 
 from elastic_train.checkpoint import discover, read_state
 from elastic_train.checkpoint.local import LocalStore
@@ -18,6 +16,8 @@ from elastic_train.checkpoint.staging import Snapshot, Staged
 from elastic_train.checkpoint.stores import Sink
 from elastic_train.errors import StorageError
 from tests.elastic_train.checkpoint.commit_samples import State, facts
+from tests.elastic_train.checkpoint.test_commits import assert_equal_trees
+from tests.elastic_train.checkpoint.test_saves import DEADLINE_S, all_still, open_saves
 
 CONTENTS = [memoryview(bytes([number])) for number in range(3)]
 

@@ -28,9 +28,9 @@ from elastic_train.checkpoint.local import LocalStore
 from elastic_train.checkpoint.reader import commit_keys
 from elastic_train.checkpoint.record import VOID
 from elastic_train.checkpoint.stores import Entry, KeyMissing, Sink, read
+from elastic_train.core.lineage import COMMITS, commit_key
 from elastic_train.errors import ElasticTrainError, FencedError, StorageError
 from elastic_train.fencing import StoreFence
-from elastic_train.lineage import COMMITS, commit_key
 from tests.elastic_train.checkpoint.commit_samples import commit_steps, facts, small_state
 
 DEADLINE_S = 20.0

@@ -19,6 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from elastic_train.core.lanes import owned_lanes
+from elastic_train.core.order import Cursor, Order
 from elastic_train.data import ahead
 from elastic_train.data.blocks import BLOCKS_AHEAD, BlockSchedule
 from elastic_train.data.carrier import LaneDataset, LaneSampler
@@ -29,8 +31,6 @@ from elastic_train.data.rows import Rows
 from elastic_train.data.synthetic import synthesise
 from elastic_train.data.unfit import AS_THEY_ARE
 from elastic_train.errors import DataError
-from elastic_train.lanes import owned_lanes
-from elastic_train.order import Cursor, Order
 from tests.conftest import ROOT, write_rows
 
 Ids = npt.NDArray[np.int64]
@@ -292,7 +292,7 @@ from elastic_train.data.loader import LaneLoader
 from elastic_train.data.manifest import load_manifest
 from elastic_train.data.padding import pad_lists
 from elastic_train.data.reader import Reader
-from elastic_train.order import Cursor, Order
+from elastic_train.core.order import Cursor, Order
 
 manifest = load_manifest(sys.argv[1])
 order = Order(manifest.group_rows, num_lanes=2, seed=1)

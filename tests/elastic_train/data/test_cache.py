@@ -18,13 +18,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_train.core.lanes import owned_lanes
+from elastic_train.core.order import Cursor, Order
 from elastic_train.data import cache as cache_module
 from elastic_train.data.cache import RowCache
 from elastic_train.data.loader import LaneLoader
 from elastic_train.data.manifest import Manifest, load_manifest
 from elastic_train.data.reader import Reader
-from elastic_train.lanes import owned_lanes
-from elastic_train.order import Cursor, Order
 from tests.conftest import ROOT, write_rows
 
 COLUMNS = ["input_ids", "label"]

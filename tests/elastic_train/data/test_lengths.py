@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_train.core.keyed_random import Int64s, mix64_array
+from elastic_train.core.lanes import owned_lanes
+from elastic_train.core.length_buckets import LengthBuckets
+from elastic_train.core.order import Order
 from elastic_train.data.cli import lengths_
 from elastic_train.data.lengths import NAME, load_lengths, make_lengths, write_lengths
 from elastic_train.data.loader import LaneLoader
 from elastic_train.data.manifest import build_manifest, load_manifest
 from elastic_train.data.reader import Reader
 from elastic_train.errors import ConfigError, DataError
-from elastic_train.lanes import owned_lanes
-from elastic_train.mixing import Int64s, mix64_array
-from elastic_train.order import Order
-from elastic_train.windows import LengthBuckets
 from tests.conftest import write_rows
 
 

@@ -17,13 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from elastic_train.core.lanes import owned_lanes
+from elastic_train.core.order import Cursor, Order
 from elastic_train.data.cache import RowCache
 from elastic_train.data.carrier import LaneSampler, LaneSlice
 from elastic_train.data.loader import LaneBatch, LaneLoader
 from elastic_train.data.manifest import Manifest, load_manifest
 from elastic_train.data.reader import Reader
-from elastic_train.lanes import owned_lanes
-from elastic_train.order import Cursor, Order
 from tests.conftest import ROOT, write_rows
 
 MICRO_BATCH = 3
@@ -225,7 +225,7 @@ import sys
 from elastic_train.data.loader import LaneLoader
 from elastic_train.data.manifest import load_manifest
 from elastic_train.data.reader import Reader
-from elastic_train.order import Cursor, Order
+from elastic_train.core.order import Cursor, Order
 from tests.elastic_train.data.test_loader import collate
 
 if __name__ == "__main__":

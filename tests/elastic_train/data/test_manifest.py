@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from elastic_train.coverage import CoverageSums
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.order import Order
 from elastic_train.data.manifest import NAME, Manifest, build_manifest, load_manifest
 from elastic_train.errors import DataError
-from elastic_train.order import Order
 from tests.conftest import write_rows
 
 Break = Callable[[Path], object]

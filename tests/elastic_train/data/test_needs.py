@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_train.core.length_buckets import LengthBuckets
+from elastic_train.core.order import Order
 from elastic_train.data.needs import Needs
-from elastic_train.order import Order
-from elastic_train.windows import LengthBuckets
 
 
 @settings(deadline=None, max_examples=60)

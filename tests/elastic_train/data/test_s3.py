@@ -16,13 +16,13 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from benchmarks.slow_network import SlowNetwork, Trouble
+from elastic_train.core.order import Cursor, Order
 from elastic_train.data import source
 from elastic_train.data.loader import LaneLoader
 from elastic_train.data.manifest import load_manifest
 from elastic_train.data.reader import Reader
 from elastic_train.data.source import RemoteSource, open_source
 from elastic_train.errors import DataError
-from elastic_train.order import Cursor, Order
 from tests.conftest import write_rows
 
 URL = "s3://rows/rows"

@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_train.account import Hole, expected_sums
-from elastic_train.coverage import CoverageSums
+from elastic_train.core.accounting import Hole, expected_sums
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.lanes import owned_lanes
+from elastic_train.core.order import Order
 from elastic_train.data.carrier import LaneDataset, LaneSlice
 from elastic_train.data.lane_batch import LaneBatch
 from elastic_train.data.loader import LaneLoader
@@ -23,8 +25,6 @@ from elastic_train.data.reader import Reader
 from elastic_train.data.rows import Rows
 from elastic_train.data.unfit import Rules
 from elastic_train.errors import DataError, UnreadableError
-from elastic_train.lanes import owned_lanes
-from elastic_train.order import Order
 from elastic_train.quarantine import make_hole
 from tests.conftest import write_rows
 

@@ -14,6 +14,7 @@ from botocore.exceptions import EndpointConnectionError, NoCredentialsError
 from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic_train.cli import main
+from elastic_train.core.order import Cursor, Order
 from elastic_train.data import reader, source
 from elastic_train.data.describe import describe
 from elastic_train.data.footers import NAME as FOOTERS
@@ -23,7 +24,6 @@ from elastic_train.data.source import RemoteSource, open_source
 from elastic_train.data.unfit import Rules, Sifter
 from elastic_train.data.verify import verify
 from elastic_train.errors import DataError, UnreadableError
-from elastic_train.order import Cursor, Order
 
 URL = "silent://rows"
 ERRORS = [NoCredentialsError(), EndpointConnectionError(endpoint_url="http://127.0.0.1:9")]

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from elastic_train.config import Config
+from elastic_train.config.schema import Config
 from elastic_train.data.manifest import Manifest, build_manifest
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.plan import make_plan
@@ -149,7 +149,7 @@ def test_a_validation_set_of_another_kind_is_refused(
 
 
 def test_text_in_place_of_a_number_is_the_users_mistake() -> None:
-    from elastic_train.config import TaskConfig
+    from elastic_train.config.schema import TaskConfig
     from elastic_train.tasks import load_task
 
     with pytest.raises(ConfigError, match="refuses them"):

@@ -11,8 +11,8 @@ from pathlib import Path
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from elastic_train.files import write_atomically
-from elastic_train.lineage import Interval
+from elastic_train.core.lineage import Interval
+from elastic_train.system.atomic_files import write_atomically
 from elastic_train.tracking import Tracker
 
 DOWN = "http://127.0.0.1:1"

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_train.lineage import Interval, cut, extend
+from elastic_train.core.lineage import Interval, cut, extend
 from elastic_train.metrics import LineageReader, MetricsWriter, Values, metrics_path, read_metrics
 
 Branch = tuple[Interval, ...]

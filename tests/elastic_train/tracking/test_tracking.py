@@ -18,10 +18,10 @@ import pytest
 from mlflow import MlflowClient
 
 from elastic_train import delivery, mlflow_run
-from elastic_train.files import write_atomically
 from elastic_train.metrics import Values, final_metrics, metrics_path, read_metrics
 from elastic_train.mlflow_run import read_link
 from elastic_train.sync import sync
+from elastic_train.system.atomic_files import write_atomically
 from tests.elastic_train.tracking.jobs import CONFIG, DOWN, EXPERIMENT, run_of, start, steps, values, wait_until
 
 

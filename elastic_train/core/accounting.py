@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from elastic_train.coverage import CoverageSums
-from elastic_train.mixing import Int64s
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.keyed_random import Int64s
 
 Ranges = tuple[tuple[int, int], ...]
 

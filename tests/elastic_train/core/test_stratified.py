@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_train.spread import spread
+from elastic_train.core.stratified import spread
 
 keys = st.integers(0, 2**64 - 1)
 

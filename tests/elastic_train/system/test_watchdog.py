@@ -9,10 +9,17 @@ from unittest.mock import Mock
 
 import pytest
 
-from elastic_train import run, watchdog
+from elastic_train import run
 from elastic_train.errors import PeerLostError
 from elastic_train.session import Session
-from elastic_train.watchdog import ENTERING_S, LEAST_S, MOST_S, TIMES_LONGEST, Watchdog
+from elastic_train.system import watchdog
+from elastic_train.system.watchdog import (
+    ENTERING_S,
+    LEAST_S,
+    MOST_S,
+    TIMES_LONGEST,
+    Watchdog,
+)
 
 
 @pytest.fixture

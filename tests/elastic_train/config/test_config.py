@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from elastic_train import config as configuration
-from elastic_train import config_sources
+from elastic_train.config import schema as configuration
+from elastic_train.config import sources
 from elastic_train.errors import ConfigError
 
 GOOD = {"data": {"train": "somewhere"}}
@@ -19,7 +19,7 @@ def write(folder: Path, tree: object) -> Path:
 
 
 def load(folder: Path, tree: object, *, environ: dict[str, str] | None = None, arguments: tuple[str, ...] = ()):
-    return config_sources.load(write(folder, tree), environ=environ or {}, arguments=arguments)
+    return sources.load(write(folder, tree), environ=environ or {}, arguments=arguments)
 
 
 def test_later_sources_win(tmp_path):
@@ -84,7 +84,7 @@ def test_the_resolved_configuration_reads_back_the_same(tmp_path):
     """to_yaml and load are inverse."""
     config = load(tmp_path, {**GOOD, "task": {"params": {"dim": 8}}, "optimizer": {"lr": 1e-5}})
     (tmp_path / "again.yaml").write_text(config.to_yaml())
-    assert config_sources.load(tmp_path / "again.yaml", environ={}) == config
+    assert sources.load(tmp_path / "again.yaml", environ={}) == config
 
 
 @pytest.mark.parametrize("text", ["1e-3", "-1E5", "2.5e7", ".5e+1", "7.e0"])
@@ -92,12 +92,12 @@ def test_numbers_are_numbers_wherever_they_stand(tmp_path: Path, text: str) -> N
     """In a task's parameters, too, whose types nobody but the task knows; text is what is quoted."""
     path, key = tmp_path / "written.yaml", "ELASTIC_TRAIN__TASK__PARAMS__B"
     path.write_text(f"data: {{train: x}}\ntask: {{params: {{a: {text}, text: '{text}'}}}}\nrun: {{name: '{text}'}}\n")
-    config = config_sources.load(path, environ={key: text}, arguments=["--task.params.c", text])
+    config = sources.load(path, environ={key: text}, arguments=["--task.params.c", text])
     number = float(text)
     assert config.task.params == {"a": number, "b": number, "c": number, "text": text}
     assert config.run.name == text
     path.write_text(config.to_yaml())
-    assert config_sources.load(path, environ={}) == config
+    assert sources.load(path, environ={}) == config
     assert yaml.safe_load(config.to_yaml())["run"]["name"] == text
 
 
@@ -113,7 +113,7 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("data:\n  train: a\noptimizer:\n  lr: 0.1\nepochs: 2\noptimizer:\n  name: sgd\n")
     with pytest.raises(ConfigError, match=r"config\.yaml:6: 'optimizer' is there already, in line 3"):
-        config_sources.load(path, environ={})
+        sources.load(path, environ={})
 
 
 def test_home_is_where_the_shell_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,13 +146,13 @@ def test_every_key_is_explained():
 def test_an_unreadable_file_is_said_so(tmp_path):
     """No file, no YAML, and no UTF-8 are configuration errors."""
     with pytest.raises(ConfigError, match="cannot be read"):
-        config_sources.load(tmp_path / "none.yaml", environ={})
+        sources.load(tmp_path / "none.yaml", environ={})
     (tmp_path / "bad.yaml").write_text("a: [1")
     with pytest.raises(ConfigError, match="no YAML"):
-        config_sources.load(tmp_path / "bad.yaml", environ={})
+        sources.load(tmp_path / "bad.yaml", environ={})
     (tmp_path / "latin.yaml").write_bytes("run:\n  name: naïve\n".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"latin\.yaml:2: is no UTF-8"):
-        config_sources.load(tmp_path / "latin.yaml", environ={})
+        sources.load(tmp_path / "latin.yaml", environ={})
 
 
 def test_what_to_keep_is_read_and_checked(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train import failpoints
-from elastic_train.failpoints import arm, disarm, reach
+from elastic_train.system import failpoints
+from elastic_train.system.failpoints import arm, disarm, reach
 
 
 @pytest.fixture(autouse=True)

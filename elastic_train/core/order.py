@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elastic_train.mixing import Int64s, derive, permute
-from elastic_train.spread import spread
-from elastic_train.windows import Arrangement
+from elastic_train.core.keyed_random import Int64s, derive, permute
+from elastic_train.core.length_buckets import Arrangement
+from elastic_train.core.stratified import spread
 
 VERSION = 2
 """Counts the orders that the same numbers have meant; a run goes on only in the one that it began with."""

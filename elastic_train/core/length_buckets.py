@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from elastic_train.mixing import Int64s, permute
+from elastic_train.core.keyed_random import Int64s, permute
 
 WINDOW_STEPS = 64
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_train.coverage import CoverageSums
+from elastic_train.core.coverage import CoverageSums
 
 ids = st.lists(st.integers(0, 2**40), max_size=40)
 

@@ -1,6 +1,6 @@
 """The configuration of a run: one tree of typed keys, each with a good default.
 
-`elastic_train.config_sources` says where values come from. The lanes of a run are not a key: they follow from
+`elastic_train.config.sources` says where values come from. The lanes of a run are not a key: they follow from
 `batch.global_batch / batch.micro_batch`.
 """
 
@@ -25,8 +25,8 @@ from pydantic import (
     model_validator,
 )
 
-from elastic_train import yaml_text
 from elastic_train.best import parse_best
+from elastic_train.config import yaml12
 from elastic_train.errors import ConfigError
 
 Value = object
@@ -239,7 +239,7 @@ class Config(_Section):
 
     def to_yaml(self) -> str:
         """Return the resolved configuration as YAML, which `load` reads back to the same values."""
-        return yaml_text.write(self.model_dump(mode="json"))
+        return yaml12.write(self.model_dump(mode="json"))
 
 
 def keys() -> Iterator[tuple[str, str, str, str]]:

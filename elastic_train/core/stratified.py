@@ -11,7 +11,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from elastic_train.mixing import Int64s, derive, mix64_array, permute
+from elastic_train.core.keyed_random import (
+    Int64s,
+    derive,
+    mix64_array,
+    permute,
+)
 
 _SHORT, _DEAL, _PLACE = 1, 2, 3  # separate the keys
 

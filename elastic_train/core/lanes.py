@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from elastic_train.mixing import derive
+from elastic_train.core.keyed_random import derive
 
 _RANDOMNESS = 3
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_train.order import Cursor, Order
+from elastic_train.core.order import Cursor, Order
 
 NUM_SAMPLES = [1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 31, 32, 33, 97, 127, 128, 129, 255, 256, 257, 997]
 NUM_LANES = [1, 2, 3, 4, 7, 8, 12, 16, 64]

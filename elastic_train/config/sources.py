@@ -12,10 +12,15 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from elastic_train import yaml_text
-from elastic_train.config import Config, Value, keys, nearest
+from elastic_train.config import yaml12
+from elastic_train.config.schema import (
+    Config,
+    Value,
+    keys,
+    nearest,
+)
+from elastic_train.config.yaml12 import NOT_YAML
 from elastic_train.errors import ConfigError
-from elastic_train.yaml_text import NOT_YAML
 
 Tree = dict[str, Value]
 ENV_PREFIX = "ELASTIC_TRAIN__"
@@ -41,7 +46,7 @@ def load(path: str | Path, *, environ: Mapping[str, str], arguments: Sequence[st
 def _read_yaml(path: Path, problems: list[str]) -> tuple[Tree, dict[str, int]]:
     try:
         text = path.read_text(encoding="utf-8")
-        node, tree = yaml_text.compose(text), yaml_text.parse(text)
+        node, tree = yaml12.compose(text), yaml12.parse(text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -73,7 +78,7 @@ def _from_environment(environ: Mapping[str, str], problems: list[str]) -> Iterat
         if name.startswith(ENV_PREFIX):
             key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
             try:
-                value = yaml_text.parse(environ[name])
+                value = yaml12.parse(environ[name])
             except NOT_YAML as error:
                 problems.append(_not_yaml(f"environment {name}", environ[name], error))
             else:
@@ -95,7 +100,7 @@ def _from_arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[t
                 continue
             text = rest.pop(0)
         try:
-            value = yaml_text.parse(text)
+            value = yaml12.parse(text)
         except NOT_YAML as error:
             problems.append(_not_yaml(f"command line {name}", text, error))
         else:

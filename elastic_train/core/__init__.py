@@ -1,0 +1,1 @@
+"""The pure core: sample order, lanes, coverage and lineage. No torch, no I/O, no clock."""
