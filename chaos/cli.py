@@ -25,7 +25,6 @@ from chaos.errors import ChaosError, RunError, ScenarioError
 from chaos.execution import clear, count_steps, make_data, run_once, run_soak, tell_holes
 from chaos.feasible import undoable
 from chaos.kinds import KINDS
-from chaos.mesh.command import command as emit
 from chaos.report import write as write_report
 from chaos.scenario import Scenario
 from chaos.schedule import schedule
@@ -40,7 +39,6 @@ app = App(
     suppress_keyboard_interrupt=False,
     help="Break a training job on purpose, then prove from its files that nothing was lost, repeated or changed.",
 )
-app.command(emit, name="emit")
 console = Console(soft_wrap=True)
 Json = Annotated[bool, Parameter(name="--json")]
 
