@@ -86,7 +86,7 @@ class DataConfig(_Section):
     cache_dir: str | None = None
     """Folder of every node for decoded row groups: a restart, another epoch, and all its ranks read them there."""
     cache_bytes: PositiveInt = 64 << 30
-    """Bytes that the cache may take; row groups needed last go first."""
+    """Bytes that the cache may take; the least recently used row groups are deleted first."""
 
     _is_folder = field_validator("cache_dir")(_folder)
 

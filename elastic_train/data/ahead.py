@@ -19,7 +19,6 @@ from elastic_train.core.order import Cursor, EpochOrder, Order
 from elastic_train.data.blocks import BlockSchedule, DecodedBlock
 from elastic_train.data.groups import num_decoders
 from elastic_train.data.lane_batch import Collate, LaneBatch
-from elastic_train.data.needs import Needs
 from elastic_train.data.reader import Reader
 from elastic_train.data.unfit import AS_THEY_ARE, Beyond, Rules, Sifter
 
@@ -60,19 +59,16 @@ class ReadAhead:
         end = first + num_steps
         decoder = Beyond(self._reader, self._rules, first)
         schedule = BlockSchedule(decoder, self._order, self._lanes, self._micro_batch, range(first, end))
-        needs = Needs(self._order, self._micro_batch)
         decoders = ThreadPoolExecutor(_num_decoders(self._reader), "decode")
         assembler = ThreadPoolExecutor(1, "assemble")
         chunks: deque[tuple[int, Future[list[Step]]]] = deque()
         try:
             if next_ < end:  # whoever waits for the first step makes it: no other thread has to wake up
-                self._reader.expect(needs, next_)
                 yield from self._assemble(next_, next_ + 1, schedule.require(next_, next_ + 1, decoders))
                 next_ += 1
             if next_ < end:
                 schedule.read_on(decoders)
             while next_ < end or chunks:
-                self._reader.expect(needs, next_ if not chunks else chunks[0][0])
                 while next_ < end and len(chunks) <= CHUNKS_AHEAD:
                     hi = min(end, self._chunk_end(next_, schedule.row_bytes))
                     blocks = schedule.require(next_, hi, decoders)

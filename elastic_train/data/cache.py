@@ -4,8 +4,9 @@ An entry is an Arrow stream and a trailer, written under another name and rename
 one. A machine that goes down can: an entry of an earlier boot is compared with its checksum before it is used. What is
 not whole is as good as not there. One process at a time decodes a row group, and the others wait and find it.
 
-Invariant: the entries of all datasets together take at most `max_bytes`; those go first that are needed last. The bytes
-are counted in a file before an entry is written, never too low, and counted anew whenever they are too many.
+Invariant: the entries of all datasets together take at most `max_bytes`; the least recently used are deleted first. An
+entry's modification time is the time of its last use. The bytes are counted in a file before an entry is written, never
+too low, and counted again whenever they are too many.
 """
 
 from __future__ import annotations
@@ -21,10 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 
-from elastic_train.core.keyed_random import Int64s
 from elastic_train.data.manifest import Manifest
 from elastic_train.system.file_locks import is_locked, locked
 from elastic_train.system.mapped_file import Mapping
@@ -46,12 +45,7 @@ class RowCache:
     def __init__(self, folder: Path, manifest: Manifest, columns: Sequence[str], max_bytes: int = MAX_BYTES) -> None:
         key = hashlib.sha256("\0".join((manifest.digest, *columns)).encode()).hexdigest()[:32]
         self._root, self._folder, self._max_bytes = folder, folder / key, max_bytes
-        self._needs: Callable[[], Int64s] | None = None
         self._is_broken = False
-
-    def expect(self, needs: Callable[[], Int64s]) -> None:
-        """Be told the future: a function that returns when each row group is needed next, in steps."""
-        self._needs = needs
 
     def at_hand(self, group: int) -> pa.Table | None:
         """Return a row group that is there, and was written since the machine started; None without."""
@@ -94,6 +88,7 @@ class RowCache:
             if (num_bytes, kind) != (size, _FORMAT):
                 return None
             mapping = Mapping(file, size)
+            _mark_used(file)
         except (OSError, struct.error):
             return None
         finally:
@@ -143,17 +138,16 @@ class RowCache:
             return True
 
     def _evict(self, size: int) -> int:
-        """Delete what is needed last until there is room; return the bytes that are left."""
-        needs = self._needs() if self._needs else None
-        ranked, total = [], 0
+        """Delete litter, then the least recently used entries, until there is room; return the bytes that are left."""
+        found, total = [], 0
         for path in self._entries():
             with contextlib.suppress(FileNotFoundError):
                 stat = path.stat()
-                ranked.append((self._rank(path, stat.st_mtime, needs), stat.st_size, path))
+                found.append((path.suffix != _PARTIAL, stat.st_mtime_ns, stat.st_size, path))
                 total += stat.st_size
         if total + size <= self._max_bytes:
             return total
-        for _, num_bytes, path in sorted(ranked, reverse=True):
+        for _, _, num_bytes, path in sorted(found):
             if total + size <= self._max_bytes - self._max_bytes // SLACK:
                 break
             if path.suffix == _PARTIAL and is_locked(path.with_name(_LOCKS), int(path.stem)):
@@ -168,13 +162,6 @@ class RowCache:
             if _ENTRY.fullmatch(path.relative_to(self._root).as_posix()):
                 yield path
 
-    def _rank(self, path: Path, written_s: float, needs: Int64s | None) -> tuple[float, float]:
-        """Return what is larger the later an entry is needed; where that is unknown, the longer it has been there."""
-        if needs is None:
-            return 0.0, -written_s
-        is_ours = path.parent == self._folder and int(path.stem) < len(needs)
-        return float(needs[int(path.stem)]) if is_ours else np.inf, -written_s
-
     def _do_without(self, error: OSError) -> None:
         """Say once that the folder is of no use; rows are read from their files as ever."""
         if not self._is_broken:
@@ -185,6 +172,12 @@ class RowCache:
 def _write(table: pa.Table, sink: pa.NativeFile) -> None:
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
+
+
+def _mark_used(file: int) -> None:
+    """Set an open entry's modification time to now; another user's entry keeps its own."""
+    with contextlib.suppress(OSError):
+        os.utime(file)
 
 
 @cache

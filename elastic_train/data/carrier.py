@@ -20,7 +20,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from elastic_train.core.order import Cursor, Order
 from elastic_train.data.lane_batch import Collate, LaneBatch
-from elastic_train.data.needs import Needs
 from elastic_train.data.reader import Reader
 from elastic_train.data.unfit import Rules, Sifter
 
@@ -47,13 +46,11 @@ class LaneDataset:
     def __init__(self, reader: Reader, order: Order, collate: Collate, micro_batch: int, rules: Rules) -> None:
         self._reader, self._order, self._micro_batch = reader, order, micro_batch
         self._sifter = Sifter(reader.first_id, micro_batch, collate, rules)
-        self._needs = Needs(order, micro_batch)
 
     def __getitem__(self, slice_: LaneSlice) -> LaneBatch:
         ids = self._order.epoch(slice_.epoch).ids(slice_.lane, slice_.lo, slice_.hi)
         cursor = Cursor(slice_.epoch, slice_.lo)
         step = self._order.step_of(cursor, self._micro_batch)
-        self._reader.expect(self._needs, step)
         return self._sifter.batch(self._sifter.take(slice_.lane, cursor, step, ids, self._reader.rows_of), 0)
 
     def __getitems__(self, slices: list[LaneSlice]) -> list[LaneBatch]:

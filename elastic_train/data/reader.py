@@ -17,7 +17,6 @@ from elastic_train.core.keyed_random import Int64s
 from elastic_train.data.cache import RowCache
 from elastic_train.data.groups import RowGroups
 from elastic_train.data.manifest import Manifest
-from elastic_train.data.needs import Needs
 from elastic_train.data.rows import Rows, gather
 from elastic_train.errors import UnreadableError
 
@@ -56,11 +55,6 @@ class Reader:
         """Return a row group that need not be decoded; None without."""
         table = self._cache.at_hand(group) if self._cache else None
         return None if table is None else Rows(table)
-
-    def expect(self, needs: Needs, step: int) -> None:
-        """Tell the cache where its future begins."""
-        if self._cache:
-            self._cache.expect(partial(needs.after, step))
 
     def rows_of(self, group: int) -> Rows:
         """Return the rows of a row group, kept for the next call; from one thread."""

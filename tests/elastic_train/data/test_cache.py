@@ -1,7 +1,8 @@
-"""The cache of decoded row groups: shared, bounded, needed-last-first-out, and whole or not there after any crash."""
+"""The cache of decoded row groups: shared, bounded, least recently used out first, whole or absent after any crash."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -87,46 +88,98 @@ def test_columns_and_datasets_do_not_mix(tmp_path: Path, manifest: Manifest) -> 
 
 
 @settings(deadline=None, max_examples=40)
-@given(
-    st.lists(st.integers(0, 19), min_size=1, max_size=40),
-    st.permutations(range(20)),
-    st.integers(0, 12),
-    st.booleans(),
-)
-def test_what_is_needed_last_goes_first(
-    manifest: Manifest, gets: list[int], needs: list[int], num_entries: int, is_told: bool
-) -> None:
-    """The bound is kept at all times, and nothing goes that is needed sooner than something that stays."""
+@given(st.lists(st.integers(0, 19), min_size=1, max_size=40), st.integers(0, 12))
+def test_the_least_recently_used_goes_first(manifest: Manifest, gets: list[int], num_entries: int) -> None:
+    """The bound is kept at all times, and nothing is deleted that was used later than something that stays."""
     with tempfile.TemporaryDirectory() as temporary:
         folder, decode = Path(temporary), Decoder()
         RowCache(folder / "one", manifest, COLUMNS).get(0, decode)
         size = sum(entries(folder / "one").values())
         cache = RowCache(folder / "all", manifest, COLUMNS, max_bytes=num_entries * size + size // 2)
-        if is_told:
-            cache.expect(lambda: np.array(needs, dtype=np.int64))
-        for group in gets:
+        last_use: dict[int, int] = {}
+        for now, group in enumerate(gets):
             before = entries(folder / "all")
             assert cache.get(group, decode).equals(table_of(group))
+            last_use[group] = now
             after = entries(folder / "all")
             assert sum(after.values()) <= num_entries * size + size // 2
             assert (group in after) == (num_entries > 0)
             gone, stayed = before.keys() - after.keys(), before.keys() & after.keys()
-            if is_told and gone and stayed:
-                assert min(needs[each] for each in gone) > max(needs[each] for each in stayed)
+            if gone and stayed:
+                assert max(last_use[each] for each in gone) < min(last_use[each] for each in stayed)
             assert not gone or len(before) + 1 > num_entries, "nothing goes while there is room"
+            check_and_set_last_use(folder / "all", last_use, group)
 
 
-def test_another_dataset_goes_before_the_future(tmp_path: Path, manifest: Manifest) -> None:
-    """Entries of a dataset that this run does not read make room first."""
+def check_and_set_last_use(folder: Path, last_use: dict[int, int], used: int) -> None:
+    """Check that a use marks the used entry alone, then set its time, which a coarse clock may give to several."""
+    for path in folder.glob("*/*.rows"):
+        group = int(path.stem)
+        if group == used:
+            assert path.stat().st_mtime > len(last_use) + 1000, "used just now"
+            set_last_use(path, last_use[group])
+        assert path.stat().st_mtime == last_use[group]
+
+
+def set_last_use(path: Path, second: int) -> None:
+    os.utime(path, (second, second))
+
+
+def test_datasets_share_the_bound(tmp_path: Path, manifest: Manifest) -> None:
+    """An entry of another dataset is deleted when it is the least recently used one, and not before."""
     decode = Decoder()
-    RowCache(tmp_path, manifest, ["label"]).get(0, decode)
-    size = sum(path.stat().st_size for path in tmp_path.glob("*/*.rows"))
-    cache = RowCache(tmp_path, manifest, COLUMNS, max_bytes=size * 7 // 2)
-    cache.expect(lambda: np.arange(9))
-    for group in range(3):
+    other = RowCache(tmp_path, manifest, ["label"])
+    other.get(0, decode)
+    (of_other,) = tmp_path.glob("*/*.rows")
+    cache = RowCache(tmp_path, manifest, COLUMNS, max_bytes=of_other.stat().st_size * 7 // 2)
+    for group in range(2):
         cache.get(group, decode)
+        (path,) = set(tmp_path.glob(f"*/{group}.rows")) - {of_other}
+        set_last_use(path, 1 + group)
+    set_last_use(of_other, 0)
+    other.get(0, decode)
+    cache.get(2, decode)
     assert sorted(path.name for path in tmp_path.glob("*/*.rows")) == ["0.rows", "1.rows", "2.rows"]
-    assert len({path.parent for path in tmp_path.glob("*/*.rows")}) == 1
+    assert of_other.exists(), "it was used later than row group 0 of this dataset"
+    set_last_use(of_other, 0)
+    cache.get(3, decode)
+    assert sorted(path.name for path in tmp_path.glob("*/*.rows")) == ["1.rows", "2.rows", "3.rows"]
+    assert not of_other.exists()
+
+
+def test_what_a_killed_process_left_goes_before_any_entry(tmp_path: Path, manifest: Manifest) -> None:
+    """A half-written file is of no use to anybody, however new it is."""
+    cache, decode = RowCache(tmp_path, manifest, COLUMNS), Decoder()
+    cache.get(0, decode)
+    (path,) = tmp_path.glob("*/*.rows")
+    set_last_use(path, 0)
+    litter = path.with_name("9.partial")
+    litter.write_bytes(path.read_bytes())
+    cache = RowCache(tmp_path, manifest, COLUMNS, max_bytes=path.stat().st_size * 7 // 2)
+    for group in range(1, 4):
+        cache.get(group, decode)
+    assert not litter.exists()
+    assert sorted(entries(tmp_path)) == [1, 2, 3]
+
+
+def test_steps_do_not_touch_the_cache(tmp_path: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry is marked as used when it is opened; how many steps read its rows makes no difference."""
+    marks = Counter[str]()
+    utime = os.utime
+
+    def count(file: int | Path, *rest: object, **options: object) -> None:
+        marks["used"] += isinstance(file, int)
+        utime(file, *rest, **options)  # type: ignore[arg-type]
+
+    order = Order(manifest.group_rows, num_lanes=2, seed=1, block_row_groups=2)
+    place = {"lanes": range(2), "micro_batch": 1, "cursor": Cursor(), "num_steps": 30}
+    for _ in range(2):
+        reader = Reader(manifest, COLUMNS, cache=RowCache(tmp_path, manifest, COLUMNS))
+        loader = LaneLoader(reader, order, lambda rows, ids: {}, **place)  # type: ignore[arg-type]
+        assert len(list(loader)) == 30
+        monkeypatch.setattr(os, "utime", count)
+    shared, looked_up = 1, 4  # a row group across the lanes' boundary; those of the blocks of the first step
+    assert 0 < marks["used"] <= len(manifest.group_rows) + shared + looked_up
 
 
 def test_other_things_in_the_folder_are_let_be(tmp_path: Path, manifest: Manifest) -> None:
@@ -136,7 +189,6 @@ def test_other_things_in_the_folder_are_let_be(tmp_path: Path, manifest: Manifes
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(bytes(1 << 20))
     cache, decode = RowCache(tmp_path, manifest, COLUMNS, max_bytes=1 << 15), Decoder()
-    cache.expect(lambda: np.arange(9))
     for group in range(9):
         cache.get(group, decode)
     assert all(path.stat().st_size == 1 << 20 for path in others)
@@ -160,7 +212,6 @@ CRASHES = """
 import os, signal, sys
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 
 from elastic_train.data.cache import RowCache
@@ -175,9 +226,7 @@ def decode(group):
     return table
 
 def open_cache(place, max_bytes=3500):
-    cache = RowCache(folder / str(place), manifest, ["label"], max_bytes)
-    cache.expect(lambda: np.arange(10))
-    return cache
+    return RowCache(folder / str(place), manifest, ["label"], max_bytes)
 
 def die_after(num_lines):
     def trace(frame, event, argument):

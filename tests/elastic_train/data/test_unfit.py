@@ -20,7 +20,6 @@ from elastic_train.data.carrier import LaneDataset, LaneSlice
 from elastic_train.data.lane_batch import LaneBatch
 from elastic_train.data.loader import LaneLoader
 from elastic_train.data.manifest import FileEntry, Manifest, load_manifest
-from elastic_train.data.needs import Needs
 from elastic_train.data.reader import Reader
 from elastic_train.data.rows import Rows
 from elastic_train.data.unfit import Rules
@@ -36,9 +35,6 @@ class Storage:
 
     def __init__(self, order: Order, broken: dict[int, int]) -> None:
         self.first_id, self._rows, self.broken, self.step = order.group_first_id, order.group_rows, broken, 0
-
-    def expect(self, needs: Needs, step: int) -> None:
-        """Keep nothing for the future."""
 
     def rows_of(self, group: int) -> Rows:
         if self.step >= self.broken.get(group, 1 << 30):
