@@ -68,12 +68,6 @@ def import_docstrings(out: Path, *, chosen: Chosen | None = None, site_packages:
     return _report(out, corpora.import_docstrings(out, options, site_packages=site_packages, track=shown))
 
 
-@imports.command(name="debian")
-def import_debian(out: Path, *, chosen: Chosen | None = None) -> int:
-    """Import the package descriptions of `apt-cache dumpavail`; the label is the section."""
-    return _report(out, corpora.import_debian(out, (chosen or Chosen()).options(), track=shown))
-
-
 @imports.command(name="text")
 def import_text(
     out: Path, files: list[Path], *, chosen: Chosen | None = None, text_key: str = "text", label_key: str = "label"

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tokenizers
 
-from elastic_train.data import debian, docstrings, origin, plain_text, tokenise
+from elastic_train.data import docstrings, origin, plain_text, tokenise
 from elastic_train.data.manifest import Manifest, build_manifest, load_manifest
 from elastic_train.data.sample import Sample
 from elastic_train.data.schemas import PLAIN, POLICY, Schema
@@ -66,16 +66,6 @@ def import_docstrings(
     if origin.is_finished(out, made_from, replace=options.replace):
         return _load(out)
     samples = docstrings.read_docstrings(folder, options.num_samples, options.seed, track=track)
-    return _write(out, samples, POLICY, made_from, options, track)
-
-
-def import_debian(out: Path, options: Options = DEFAULTS, *, track: Track = silent) -> Imported:
-    """Make a dataset of the package descriptions that apt knows; the label is the section."""
-    listing = debian.read_listing()
-    made_from = _origin("debian", options, listing_sha256=hashlib.sha256(listing.encode()).hexdigest())
-    if origin.is_finished(out, made_from, replace=options.replace):
-        return _load(out)
-    samples = debian.read_packages(listing, options.num_samples, options.seed)
     return _write(out, samples, POLICY, made_from, options, track)
 
 

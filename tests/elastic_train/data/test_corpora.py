@@ -22,7 +22,6 @@ from elastic_train.data.sample import Sample, measure
 from elastic_train.data.schemas import PLAIN, POLICY, Schema
 from elastic_train.data.verify import verify
 from elastic_train.errors import ConfigError
-from tests.elastic_train.data.test_debian import put_apt_cache
 from tests.elastic_train.data.test_docstrings import write_functions
 
 OPTIONS = Options(num_samples=200, seed=3, vocabulary=600, max_tokens=16)
@@ -113,19 +112,6 @@ def test_docstrings_become_policy_rows(tmp_path: Path) -> None:
     made_from = origin.read_origin(tmp_path / "out") or {}
     assert made_from["libraries"] == {"torch": "", "sympy": "", "joblib": ""}
     assert made_from["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
-
-
-def test_packages_become_policy_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Labels are apt's sections; fields that no package has stay columns, all of them missing."""
-    paragraphs = [f"Section: {'net' if i % 3 else 'libs'}\nDescription: package {i}\n" for i in range(40)]
-    (tmp_path / "listing").write_text("\n".join(paragraphs))
-    put_apt_cache(tmp_path, monkeypatch, f"while IFS= read -r line; do echo \"$line\"; done < '{tmp_path}/listing'")
-    imported = corpora.import_debian(tmp_path / "out", OPTIONS)
-    for manifest in (imported.train, imported.validation):
-        check_part(manifest, POLICY)
-        assert manifest.labels == ("net", "libs")
-        assert table_of(manifest).column("source_bytes").null_count == manifest.num_rows
-    assert imported.train.num_rows + imported.validation.num_rows == 40
 
 
 def test_metadata_goes_missing_as_in_practice(tmp_path: Path) -> None:
