@@ -26,8 +26,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.full_size import write_full_size
 from benchmarks.rows import write_numbered_rows, write_rows
-from elastic_train.data.synthetic import synthesise
 
 OURS, CACHED = "ours", "ours_cached"
 PEERS = {
@@ -122,8 +122,7 @@ def _make_rows(folder: Path, num_rows: int) -> None:
     if not (folder / "numbered").exists():
         write_numbered_rows(folder / "numbered", NUM_NUMBERED)
     if not (folder / "full").exists():
-        url = str(folder / "full")
-        synthesise(url, NUM_FULL, rows_per_group=FULL_ROWS_PER_GROUP, metadata_only=True)
+        write_full_size(folder / "full", NUM_FULL, FULL_ROWS_PER_GROUP)
 
 
 def _make_environment(folder: Path) -> str:

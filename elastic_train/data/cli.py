@@ -86,31 +86,21 @@ def synth(
     schema: Literal["quality", "policy"] = "quality",
     seed: int = 0,
     rows_per_group: int = 2048,
-    metadata_only: Annotated[bool, Parameter(negative="")] = False,
     replace: bool = False,
 ) -> int:
     """Write any number of synthetic rows to OUT, in constant memory; their labels can be learned.
 
     OUT may be an fsspec URL; only a local folder appears at once when it is whole.
-
-    Parameters
-    ----------
-    metadata_only
-        Let the row groups of a file share the bytes of its first: 42 million rows take some 80 MB, footers and all.
     """
 
     def write(url: str) -> Manifest:
-        return synthetic.synthesise(
-            url, rows, schema, seed, rows_per_group=rows_per_group, metadata_only=metadata_only, track=shown
-        )
+        return synthetic.synthesise(url, rows, schema, seed, rows_per_group=rows_per_group, track=shown)
 
     if "://" in out:
         _refuse_existing(out, replace=replace)
         return _say_written(write(out))
     folder = Path(out)
     made_from = {"source": "synth", "rows": rows, "schema": schema, "seed": seed, "rows_per_group": rows_per_group}
-    if metadata_only:
-        made_from["metadata_only"] = True
     if origin.is_finished(folder, made_from, replace=replace):
         return _say(f"{out}: is there already, made of the same {rows:,} rows, schema and seed; nothing to do")
     with origin.filled(folder, made_from) as partial:

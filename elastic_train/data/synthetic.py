@@ -19,7 +19,6 @@ import pyarrow.parquet as pq
 
 from elastic_train.core.keyed_random import Int64s
 from elastic_train.data.manifest import Manifest, build_manifest
-from elastic_train.data.repeated import repeated_file
 from elastic_train.data.schemas import LONG_TAIL, POLICY, QUALITY, QUALITY_CLASSES, SCHEMAS, Schema
 from elastic_train.errors import ConfigError
 from elastic_train.system.progress_bar import Track, silent
@@ -61,13 +60,11 @@ def synthesise(
     *,
     rows_per_group: int = 2048,
     rows_per_file: int | None = None,
-    metadata_only: bool = False,
     track: Track = silent,
 ) -> Manifest:
     """Write `rows` rows of the *quality* or *policy* schema below `url`, and their manifest last.
 
-    Without `rows_per_file` there are at least four files where the rows suffice. With `metadata_only` the full row
-    groups of a file share the bytes of its first. ConfigError on impossible numbers.
+    Without `rows_per_file` there are at least four files where the rows suffice. ConfigError on impossible numbers.
     """
     if schema not in SCHEMAS:
         raise ConfigError(f"schema must be one of {', '.join(SCHEMAS)}, not '{schema}'")
@@ -83,13 +80,12 @@ def synthesise(
     num_groups = sum(-(-(hi - lo) // rows_per_group) for lo, hi in _cut(0, rows, rows_per_file))
     groups = track(_groups(rows, rows_per_group, rows_per_file), "writing row groups", num_groups)
     for number, of_file in itertools.groupby(groups, key=lambda group: group.file):
-        with fs.open(f"{root}/part-{number:05d}.parquet", "wb") as file:
-            if metadata_only:
-                file.write(_repeated(layout, list(of_file), seed))
-                continue
-            with pq.ParquetWriter(file, layout.columns, compression="zstd") as writer:
-                for group in of_file:
-                    writer.write_table(_table(layout, group, seed), row_group_size=rows_per_group)
+        with (
+            fs.open(f"{root}/part-{number:05d}.parquet", "wb") as file,
+            pq.ParquetWriter(file, layout.columns, compression="zstd") as writer,
+        ):
+            for group in of_file:
+                writer.write_table(_table(layout, group, seed), row_group_size=rows_per_group)
     labels = QUALITY_CLASSES if layout is QUALITY else tuple(f"class-{kind}" for kind in range(len(LONG_TAIL)))
     return build_manifest(
         url,
@@ -111,14 +107,6 @@ def _groups(rows: int, rows_per_group: int, rows_per_file: int) -> Iterator[_Gro
     for number, (first, end) in enumerate(_cut(0, rows, rows_per_file)):
         for lo, hi in _cut(first, end, rows_per_group):
             yield _Group(number, lo, hi)
-
-
-def _repeated(schema: Schema, groups: list[_Group], seed: int) -> bytes:
-    """Return a file whose row groups share the first one's bytes, but for a shorter last one."""
-    first, last = groups[0], groups[-1]
-    if last.hi - last.lo == first.hi - first.lo:
-        return repeated_file(_table(schema, first, seed), len(groups), None)
-    return repeated_file(_table(schema, first, seed), len(groups) - 1, _table(schema, last, seed))
 
 
 def _table(schema: Schema, group: _Group, seed: int) -> pa.Table:

@@ -28,7 +28,6 @@ from elastic_train.data.loader import LaneLoader
 from elastic_train.data.manifest import Manifest, build_manifest, load_manifest
 from elastic_train.data.reader import Reader
 from elastic_train.data.rows import Rows
-from elastic_train.data.synthetic import synthesise
 from elastic_train.data.unfit import AS_THEY_ARE
 from elastic_train.errors import DataError
 from tests.conftest import ROOT, write_rows
@@ -256,22 +255,6 @@ def test_a_loader_that_is_given_up_leaves_no_work_behind(tmp_path: Path) -> None
     next(steps)
     steps.close()  # type: ignore[attr-defined]
     assert list(steps) == []
-
-
-def test_metadata_only_has_the_size_and_every_row(tmp_path: Path) -> None:
-    """Row groups share bytes, yet rows, footers and manifest are those of the whole; 1.3 million rows take 2 MB."""
-    manifest = synthesise(str(tmp_path / "a"), 1_310_000, rows_per_group=2000, metadata_only=True)
-    whole = synthesise(str(tmp_path / "b"), 4500, rows_per_file=4500, rows_per_group=2000)
-    short = synthesise(str(tmp_path / "c"), 4500, rows_per_file=4500, rows_per_group=2000, metadata_only=True)
-    assert manifest.num_rows == int(manifest.group_rows.sum()) == 1_310_000
-    assert sum(file.size for file in manifest.files) < 5_000_000
-    assert short.group_rows.tolist() == whole.group_rows.tolist() == [2000, 2000, 500]
-    rows, expected = (Reader(each, ["input_ids", "label"]).read(np.arange(4500))[0] for each in (short, whole))
-    assert rows.slice(0, 2000).equals(expected.slice(0, 2000))
-    assert rows.slice(2000, 2000).equals(rows.slice(0, 2000))
-    assert rows.slice(4000).equals(expected.slice(4000))
-    places = np.random.default_rng(0).integers(0, 1_310_000, 20)
-    assert Reader(manifest, ["label"]).read(places)[1].tolist() == places.tolist()
 
 
 def test_the_example_goes_on_at_another_world_size(tmp_path: Path) -> None:
