@@ -23,10 +23,10 @@ import pyarrow.parquet as pq
 from torch import Tensor
 
 from elastic_train.core.order import Cursor, Order
-from elastic_train.data.footers import load_footers
-from elastic_train.data.loader import LaneLoader
-from elastic_train.data.manifest import load_manifest
-from elastic_train.data.reader import Reader
+from elastic_train.data.dataset.manifest import load_manifest
+from elastic_train.data.loading.loader import LaneLoader
+from elastic_train.data.loading.reader import Reader
+from elastic_train.data.parquet.footer_index import load_footers
 
 COLUMNS = ["input_ids", "label"]
 NUM_LANES, ROUNDS = 64, 7

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 
-from elastic_train.data.ahead import REMOTE_READERS
-from elastic_train.data.source import open_source
+from elastic_train.data.loading.read_ahead import REMOTE_READERS
+from elastic_train.data.parquet.sources import open_source
 
 ROUNDS = 3
 Place = tuple[str, int, int]

@@ -13,9 +13,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from elastic_train.data.manifest import Manifest, build_manifest
-from elastic_train.data.parquet import MAGIC
-from elastic_train.data.synthetic import synthesise
+from elastic_train.data.corpora.synthetic import synthesise
+from elastic_train.data.dataset.manifest import Manifest, build_manifest
+from elastic_train.data.parquet.files import MAGIC
 
 ROWS_PER_FILE = 1 << 17
 

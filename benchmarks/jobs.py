@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 from chaos.node import Node, clean_environ
-from elastic_train.data.synthetic import synthesise
+from elastic_train.data.corpora.synthetic import synthesise
 from rendezvous.server import free_ports
 
 TTL_S = 3.0

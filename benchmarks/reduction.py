@@ -36,8 +36,14 @@ from elastic_train.core.accounting import Account
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import lane_seed, owned_lanes, parts_of
 from elastic_train.core.order import Cursor
-from elastic_train.group import Group
-from elastic_train.reduction import Scratch, exchange, gather_lane_table, make_gradient_sum, tree_sum
+from elastic_train.parallel.gradient_sum import (
+    Scratch,
+    exchange,
+    gather_lane_table,
+    make_gradient_sum,
+    tree_sum,
+)
+from elastic_train.parallel.group import Group
 from elastic_train.state import build_state
 from elastic_train.tasks.encoder import EncoderShape, TextEncoder
 

@@ -34,10 +34,10 @@ from benchmarks.fetchers import compare
 from benchmarks.peers.ours import COLUMNS, collate
 from benchmarks.rows import write_rows
 from elastic_train.core.order import Order
-from elastic_train.data.cache import RowCache
-from elastic_train.data.loader import LaneLoader
-from elastic_train.data.manifest import load_manifest
-from elastic_train.data.reader import Reader
+from elastic_train.data.dataset.manifest import load_manifest
+from elastic_train.data.loading.loader import LaneLoader
+from elastic_train.data.loading.reader import Reader
+from elastic_train.data.loading.row_cache import RowCache
 
 BATCH, BLOCK, ROUNDS, EPOCHS = 32, 2, 3, 3
 TROUBLE = ["--delay-s=0.05", "--refused=0.005", "--broken=0.005", "--late=0.01", "--late-s=1"]

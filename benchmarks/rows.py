@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from elastic_train.data.manifest import build_manifest
+from elastic_train.data.dataset.manifest import build_manifest
 
 SCHEMA = pa.schema(
     [pa.field("input_ids", pa.list_(pa.int32()), nullable=False), pa.field("label", pa.int32(), nullable=False)]

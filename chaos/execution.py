@@ -28,8 +28,8 @@ from chaos.surroundings import Surroundings, surroundings
 from chaos.verdict import FAULTED, REFERENCE, REPORT, VERDICT, Verdict, examine
 from elastic_train.config.schema import Config
 from elastic_train.core.order import Order
-from elastic_train.data.manifest import load_manifest
-from elastic_train.data.synthetic import synthesise
+from elastic_train.data.corpora.synthetic import synthesise
+from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.progress import Progress, ResumeBanner, Status
 from elastic_train.sync import sync
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from elastic_train.data.manifest import load_manifest
+from elastic_train.data.dataset.manifest import load_manifest
 
 
 class OwnData:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from elastic_train.errors import ConfigError
-from elastic_train.group import Group
+from elastic_train.parallel.group import Group
 from elastic_train.plan import Plan
 
 _SECTIONS = ("task", "batch", "optimizer", "validation")

@@ -37,9 +37,9 @@ from elastic_train.facts import describe_commit
 from elastic_train.fencing import StoreFence, claim_of
 from elastic_train.history import faults_before
 from elastic_train.mlflow_run import COMMIT_TAG, HOSTS_TAG, IDENTITY_TAG, WORLD_TAG
+from elastic_train.parallel.gradient_sum import make_gradient_sum
 from elastic_train.plan import Plan
 from elastic_train.quarantine import known_holes
-from elastic_train.reduction import make_gradient_sum
 from elastic_train.session import Process, Session
 from elastic_train.state import AppliedState
 from elastic_train.system.atomic_files import write_atomically

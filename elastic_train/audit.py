@@ -20,8 +20,8 @@ from elastic_train.core.keyed_random import Int64s
 from elastic_train.core.length_buckets import LengthBuckets
 from elastic_train.core.lineage import cut, tiling_problems
 from elastic_train.core.order import VERSION, Order
-from elastic_train.data.lengths import NAME, load_lengths
-from elastic_train.data.manifest import Manifest
+from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.data.dataset.row_lengths import NAME, load_lengths
 from elastic_train.errors import ConfigError, CorruptError, DataError
 
 Numbers = Mapping[str, int]

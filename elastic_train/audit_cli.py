@@ -13,7 +13,7 @@ from elastic_train.audit import Audit
 from elastic_train.audit import audit as examine
 from elastic_train.checkpoint.naming import open_run
 from elastic_train.checkpoint.reader import read_record
-from elastic_train.data.manifest import Manifest, load_manifest
+from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.forensics import look_closely
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from elastic_train.data.loader import LaneBatch
+from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import ConfigError
-from elastic_train.group import Group
-from elastic_train.reduction import gather_lane_table, tree_sum
+from elastic_train.parallel.gradient_sum import gather_lane_table, tree_sum
+from elastic_train.parallel.group import Group
 from elastic_train.tasks.task import Task
 
 if TYPE_CHECKING:

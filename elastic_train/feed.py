@@ -11,12 +11,12 @@ from elastic_train.config.schema import Config
 from elastic_train.core.accounting import Hole
 from elastic_train.core.keyed_random import Int64s
 from elastic_train.core.order import Cursor, Order
-from elastic_train.data.cache import RowCache
-from elastic_train.data.groups import check_columns
-from elastic_train.data.loader import LaneBatch, LaneLoader
-from elastic_train.data.manifest import Manifest, load_manifest
-from elastic_train.data.reader import Reader
-from elastic_train.data.unfit import Rules
+from elastic_train.data.dataset.manifest import Manifest, load_manifest
+from elastic_train.data.dataset.row_groups import check_columns
+from elastic_train.data.loading.batch_builder import Rules
+from elastic_train.data.loading.loader import LaneBatch, LaneLoader
+from elastic_train.data.loading.reader import Reader
+from elastic_train.data.loading.row_cache import RowCache
 from elastic_train.tasks.task import Limited, Matching, Task
 
 

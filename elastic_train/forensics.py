@@ -16,7 +16,7 @@ import numpy as np
 from elastic_train.audit import Audit, Numbers, applied_ids, order_of
 from elastic_train.checkpoint import CommitRecord
 from elastic_train.core.accounting import Account, Ranges, ranges_of
-from elastic_train.data.manifest import Manifest
+from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
 from elastic_train.history import FOLDER
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from elastic_train.checkpoint.layout import State
 from elastic_train.checkpoint.tree import fill, leaves_of, survey
 from elastic_train.errors import PeerLostError
-from elastic_train.group import Group
+from elastic_train.parallel.group import Group
 from elastic_train.state import AppliedState
 from elastic_train.system.failpoints import reach
 

@@ -18,9 +18,9 @@ from elastic_train.config.schema import Config, nearest
 from elastic_train.core.keyed_random import derive
 from elastic_train.core.length_buckets import Arrangement, LengthBuckets
 from elastic_train.core.order import VERSION, Order
-from elastic_train.data.lengths import NAME as LENGTHS
-from elastic_train.data.lengths import load_lengths
-from elastic_train.data.manifest import Manifest, load_manifest
+from elastic_train.data.dataset.manifest import Manifest, load_manifest
+from elastic_train.data.dataset.row_lengths import NAME as LENGTHS
+from elastic_train.data.dataset.row_lengths import load_lengths
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.evaluation import OWN_VALUES
 from elastic_train.feed import Feed

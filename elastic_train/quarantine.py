@@ -21,10 +21,10 @@ from pydantic import TypeAdapter, ValidationError
 from elastic_train.checkpoint.stores import Store, create_once, read
 from elastic_train.core.accounting import Hole, ranges_of
 from elastic_train.core.order import Order
-from elastic_train.data.lane_batch import LaneBatch
-from elastic_train.data.manifest import Manifest
+from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.errors import DataError, StorageError
-from elastic_train.group import Group
+from elastic_train.parallel.group import Group
 from elastic_train.plan import Plan
 from elastic_train.state import AppliedState
 from elastic_train.world import World, agree

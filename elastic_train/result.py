@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from elastic_train.errors import ElasticTrainError, ResultError
-from elastic_train.group import Group
+from elastic_train.parallel.group import Group
 from elastic_train.session import Session
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.tasks.task import Finishing

@@ -11,14 +11,14 @@ from torch import Tensor
 from elastic_train.cadence import Cadence
 from elastic_train.checkpoint import CommitRecord, Ended, SaveMemory, Saves, Unheard
 from elastic_train.core.accounting import Hole
-from elastic_train.data.loader import LaneBatch
+from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import SavesFailedError, StorageError
 from elastic_train.evaluation import evaluate
 from elastic_train.facts import describe_commit
+from elastic_train.parallel.gradient_sum import GradientSum
 from elastic_train.plan import Plan
 from elastic_train.progress import Status
 from elastic_train.quarantine import find_holes
-from elastic_train.reduction import GradientSum
 from elastic_train.state import AppliedState
 from elastic_train.system.failpoints import reach
 from elastic_train.system.preemption import LeaveRequest

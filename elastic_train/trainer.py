@@ -20,8 +20,8 @@ import torch
 from elastic_train.core.accounting import ranges_of
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import lane_seed
-from elastic_train.data.loader import LaneBatch
-from elastic_train.reduction import gather_lane_table, tree_sum
+from elastic_train.data.loading.loader import LaneBatch
+from elastic_train.parallel.gradient_sum import gather_lane_table, tree_sum
 from elastic_train.session import Session
 from elastic_train.system.failpoints import reach
 

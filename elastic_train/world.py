@@ -25,9 +25,9 @@ from elastic_train.core.accounting import Account
 from elastic_train.core.lineage import Interval, cut, parted_at
 from elastic_train.errors import ElasticTrainError, StorageError
 from elastic_train.fencing import Fence, JoinedFence, StoreFence
-from elastic_train.group import Group
 from elastic_train.handover import gather_places, hand_over
 from elastic_train.history import History, last_applied
+from elastic_train.parallel.group import Group
 from elastic_train.plan import Plan
 from elastic_train.progress import Progress, ResumeBanner
 from elastic_train.state import AppliedState, Reached

@@ -17,7 +17,7 @@ import torch
 
 from elastic_train.config.schema import Config
 from elastic_train.errors import PeerLostError, Preempted, StorageError, TooFewNodesError
-from elastic_train.group import Group, connect
+from elastic_train.parallel.group import Group, connect
 from elastic_train.system.watchdog import Watchdog
 from rendezvous import errors as rendezvous_errors
 from rendezvous.context import LiveContext, RendezvousContext, context, live_context

@@ -12,9 +12,9 @@ import torch
 
 from elastic_train.core.lanes import owned_lanes
 from elastic_train.core.order import Cursor, Order
-from elastic_train.data.loader import LaneLoader
-from elastic_train.data.manifest import load_manifest
-from elastic_train.data.reader import Reader
+from elastic_train.data.dataset.manifest import load_manifest
+from elastic_train.data.loading.loader import LaneLoader
+from elastic_train.data.loading.reader import Reader
 
 NUM_LANES, MICRO_BATCH = 12, 2  # a step is 24 rows, whatever the number of ranks
 

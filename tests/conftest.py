@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import settings
 
-from elastic_train.data.manifest import build_manifest
+from elastic_train.data.dataset.manifest import build_manifest
 
 ROOT = Path(__file__).parent.parent
 CLASSES = 4

@@ -15,12 +15,12 @@ from torch import Tensor
 from benchmarks.peers.peer import SEED, Batch, World
 from elastic_train.core.lanes import owned_lanes
 from elastic_train.core.order import Cursor, Order
-from elastic_train.data.cache import RowCache
-from elastic_train.data.loader import LaneLoader
-from elastic_train.data.manifest import load_manifest
-from elastic_train.data.numbers import numbers_of
-from elastic_train.data.padding import pad_lists
-from elastic_train.data.reader import Reader
+from elastic_train.data.arrow.lists import pad_lists
+from elastic_train.data.arrow.numbers import numbers_of
+from elastic_train.data.dataset.manifest import load_manifest
+from elastic_train.data.loading.loader import LaneLoader
+from elastic_train.data.loading.reader import Reader
+from elastic_train.data.loading.row_cache import RowCache
 
 COLUMNS = ["input_ids", "label"]
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from elastic_train.data.padding import pad_lists
+from elastic_train.data.arrow.lists import pad_lists
 
 BATCH, SEED = 32, 1
 Batch = tuple[Tensor, Tensor]

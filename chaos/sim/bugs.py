@@ -19,7 +19,7 @@ from elastic_train.core import lanes
 from elastic_train.core.accounting import Hole
 from elastic_train.core.lineage import COMMITS, Interval, place_of
 from elastic_train.core.order import Cursor, Order
-from elastic_train.data.loader import LaneBatch
+from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.delivery import Delivery
 from elastic_train.metrics import LineageReader, MetricsWriter, Settled, Values
 from elastic_train.quarantine import find_holes

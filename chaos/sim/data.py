@@ -16,10 +16,10 @@ from chaos.sim.kernel import Kernel
 from elastic_train.core.accounting import Hole
 from elastic_train.core.keyed_random import Int64s
 from elastic_train.core.order import Cursor, Order
-from elastic_train.data.carrier import LaneSampler, LaneSlice
-from elastic_train.data.lane_batch import LaneBatch
-from elastic_train.data.rows import Rows
-from elastic_train.data.unfit import Rules, Sifter
+from elastic_train.data.arrow.rows import Rows
+from elastic_train.data.loading.batch_builder import Rules, Sifter
+from elastic_train.data.loading.lane_batch import LaneBatch
+from elastic_train.data.loading.worker_processes import LaneSampler, LaneSlice
 from elastic_train.errors import UnreadableError
 from elastic_train.system.failpoints import reach
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from chaos.sim.kernel import Process, Task
-from elastic_train.group import Group
+from elastic_train.parallel.group import Group
 
 if TYPE_CHECKING:
     from chaos.sim.net import MeetingStore, Net

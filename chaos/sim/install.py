@@ -28,12 +28,13 @@ from chaos.sim.net import MeetingStore, agent_store
 from chaos.sim.objects import StorageClient
 from chaos.sim.rounds import start_processes
 from chaos.sim.tracker import TrackedRun
-from elastic_train import handover, reduction, trainer
+from elastic_train import handover, trainer
 from elastic_train.checkpoint import record
 from elastic_train.checkpoint.interval import Faults
 from elastic_train.core.coverage import CoverageSums
-from elastic_train.data.loader import LaneBatch
+from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.history import History
+from elastic_train.parallel import gradient_sum as reduction
 from elastic_train.session import Session
 from elastic_train.system.failpoints import reach
 from rendezvous.context import RendezvousContext
@@ -181,7 +182,7 @@ def _launch(job: Job, client: Callable[..., EtcdClient]) -> Iterable[tuple[Modul
     yield from _in("rendezvous.context", os=_Launcher(job))
     stores = {"TCPStore": functools.partial(agent_store, job.net), "PrefixStore": lambda _, store: store}
     yield from _in(
-        "elastic_train.group",
+        "elastic_train.parallel.group",
         os=_Launcher(job),
         Group=functools.partial(SimGroup, look_s=job.shape.look_s),
         **stores,
@@ -230,7 +231,7 @@ def _tensors(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
     yield from _in(
         "elastic_train.trainer", _run_lane=run_lane, _coverage_of=coverage_of, _fold=_memory_of(trainer._fold)
     )
-    yield from _in("elastic_train.reduction", _read_table=_memory_of(reduction._read_table))
+    yield from _in("elastic_train.parallel.gradient_sum", _read_table=_memory_of(reduction._read_table))
     yield from _in("elastic_train.handover", _read_places=_memory_of(handover._read_places))
     yield from _in(
         "elastic_train.checkpoint.layout", LEAST_PART_BYTES=job.shape.least_part_bytes, plan_attempt=files.plan_attempt

@@ -117,7 +117,7 @@ class ModelledState:
 
 
 class ModelledSum:
-    """What `elastic_train.reduction.GradientSum` is: the lanes' samples, and the commutative sum of their hashes."""
+    """What `GradientSum` is: the lanes' samples, and the commutative sum of their hashes."""
 
     def __init__(self, weights: Weights, group: SimGroup) -> None:
         self._weights, self._group = weights, group

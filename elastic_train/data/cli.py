@@ -19,10 +19,12 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from elastic_train.data import corpora, describe, lengths, origin, synthetic, verify
-from elastic_train.data.corpora import Imported, Options
-from elastic_train.data.manifest import NAME, Manifest, load_manifest
-from elastic_train.data.source import reaching
+from elastic_train.data.corpora import origin, synthetic
+from elastic_train.data.corpora import text as corpora
+from elastic_train.data.corpora.text import Imported, Options
+from elastic_train.data.dataset import describe, row_lengths, verify
+from elastic_train.data.dataset.manifest import NAME, Manifest, load_manifest
+from elastic_train.data.parquet.sources import reaching
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.progress_bar import shown
 
@@ -118,8 +120,8 @@ def lengths_(data: str, *, column: str = "input_ids") -> int:
         A column of lists, or one that holds lengths.
     """
     for manifest in _manifests(data):
-        made = lengths.make_lengths(manifest, column, track=shown)
-        _say(f"{manifest.url}/{lengths.NAME}: lengths of {manifest.num_rows:,} rows by '{made.column}'")
+        made = row_lengths.make_lengths(manifest, column, track=shown)
+        _say(f"{manifest.url}/{row_lengths.NAME}: lengths of {manifest.num_rows:,} rows by '{made.column}'")
     return 0
 
 

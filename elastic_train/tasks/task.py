@@ -20,7 +20,7 @@ import pyarrow as pa
 from torch import Tensor, nn
 
 from elastic_train.config.schema import TaskConfig, nearest
-from elastic_train.data.manifest import Manifest
+from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
 
 if TYPE_CHECKING:  # torchmetrics takes over a second to import, which every recovery would wait for

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastic_train.data.manifest import Manifest
-from elastic_train.data.numbers import numbers_of, whole
-from elastic_train.data.padding import pad_lists
+from elastic_train.data.arrow.lists import pad_lists
+from elastic_train.data.arrow.numbers import numbers_of, whole
+from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.tasks.encoder import EncoderShape, TextEncoder
 from elastic_train.tasks.task import Batch, LaneLoss

@@ -17,7 +17,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
-from elastic_train.data.manifest import Manifest
+from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.tasks.task import Batch, LaneLoss
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from elastic_train.data.manifest import build_manifest
+from elastic_train.data.dataset.manifest import build_manifest
 
 
 def main(folder: Path, num_rows: int = 2000, num_files: int = 2) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from elastic_train.data.manifest import Manifest
+from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import DataError
 from elastic_train.tasks import LaneLoss
 

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.full_size import write_full_size
-from elastic_train.data.reader import Reader
-from elastic_train.data.verify import verify
+from elastic_train.data.dataset.verify import verify
+from elastic_train.data.loading.reader import Reader
 
 
 def test_every_row_can_be_read(tmp_path: Path) -> None:

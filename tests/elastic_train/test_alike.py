@@ -12,7 +12,7 @@ from torch.multiprocessing.spawn import spawn
 from elastic_train.alike import check_alike, deciding
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError
-from elastic_train.group import Group
+from elastic_train.parallel.group import Group
 from elastic_train.plan import Plan
 
 

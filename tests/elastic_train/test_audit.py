@@ -20,8 +20,8 @@ from elastic_train.core.keyed_random import Int64s
 from elastic_train.core.length_buckets import LengthBuckets
 from elastic_train.core.lineage import Interval
 from elastic_train.core.order import VERSION, Order
-from elastic_train.data.lengths import load_lengths, make_lengths
-from elastic_train.data.manifest import Manifest, load_manifest
+from elastic_train.data.dataset.manifest import Manifest, load_manifest
+from elastic_train.data.dataset.row_lengths import load_lengths, make_lengths
 from elastic_train.errors import ConfigError
 from elastic_train.history import History
 from elastic_train.plan import fingerprint_of

@@ -20,9 +20,9 @@ from elastic_train.core.accounting import Account
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.errors import PeerLostError
-from elastic_train.group import Group
 from elastic_train.handover import Place, gather_places, hand_over, pairs
-from elastic_train.reduction import bind_gradients
+from elastic_train.parallel.gradient_sum import bind_gradients
+from elastic_train.parallel.group import Group
 from elastic_train.state import AppliedState, build_state
 from elastic_train.weights import weights_digest
 

@@ -18,13 +18,13 @@ from elastic_train.audit_cli import audit
 from elastic_train.checkpoint import open_store
 from elastic_train.core.accounting import Hole
 from elastic_train.core.order import Order
-from elastic_train.data.lengths import load_lengths, make_lengths
-from elastic_train.data.manifest import load_manifest
+from elastic_train.data.dataset.manifest import load_manifest
+from elastic_train.data.dataset.row_lengths import load_lengths, make_lengths
 from elastic_train.errors import DataError
-from elastic_train.group import Group
+from elastic_train.parallel.group import Group
 from elastic_train.quarantine import known_holes, make_hole
 from tests.conftest import Finished, start, write_rows
-from tests.elastic_train.data.test_unfit import damage
+from tests.elastic_train.data.loading.test_batch_builder import damage
 from tests.elastic_train.test_training import CLASSIFIER, PARAMS, WITNESS, history, result, succeed
 
 QUARANTINE = {"unreadable": "quarantine", "too_long": "truncate"}

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 import yaml
 
 from elastic_train.checkpoint.frames import bytes_of
-from elastic_train.data.synthetic import synthesise
+from elastic_train.data.corpora.synthetic import synthesise
 from elastic_train.weights import join_digests, tensor_digest
 from tests.conftest import ROOT, Finished, start, write_rows
 

@@ -11,7 +11,7 @@ from elastic_train.assembly import commit_alone
 from elastic_train.checkpoint import CommitRecord, CommitWriter, SaveMemory, Store, Unheard, open_store
 from elastic_train.facts import describe_commit
 from elastic_train.fencing import JoinedFence
-from elastic_train.group import Group
+from elastic_train.parallel.group import Group
 from elastic_train.world import World, restore
 from rendezvous import errors as rendezvous_errors
 from tests.elastic_train.test_assembly import plan_of, state_of

@@ -22,7 +22,7 @@ from elastic_train.core.lineage import Interval
 from elastic_train.core.order import Cursor
 from elastic_train.errors import FencedError, SavesFailedError, StorageError
 from elastic_train.fencing import JoinedFence, StoreFence
-from elastic_train.group import Group
+from elastic_train.parallel.group import Group
 from elastic_train.session import LAST_COMMIT_TRIES, Session
 from elastic_train.state import build_state
 from elastic_train.system.watchdog import Watchdog

@@ -13,14 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_train.cli import main
-from elastic_train.data.describe import LENGTH_BOUNDS, describe
-from elastic_train.data.footers import NAME as FOOTERS
-from elastic_train.data.manifest import NAME, build_manifest, load_manifest
-from elastic_train.data.verify import verify
+from elastic_train.data.dataset.describe import LENGTH_BOUNDS, describe
+from elastic_train.data.dataset.manifest import NAME, build_manifest, load_manifest
+from elastic_train.data.dataset.verify import verify
+from elastic_train.data.parquet.footer_index import NAME as FOOTERS
 from elastic_train.system.progress_bar import shown, silent
 from tests.conftest import ROOT, Finished, write_rows
-from tests.elastic_train.data.test_corpora import write_texts
-from tests.elastic_train.data.test_docstrings import write_functions
+from tests.elastic_train.data.corpora.test_docstrings import write_functions
+from tests.elastic_train.data.corpora.test_text import write_texts
 
 Call = Callable[..., Finished]
 

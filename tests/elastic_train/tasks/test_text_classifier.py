@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_train.config.schema import Config
-from elastic_train.data.manifest import Manifest, build_manifest
+from elastic_train.data.dataset.manifest import Manifest, build_manifest
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.plan import make_plan
 from elastic_train.tasks.text_classifier import TextClassifier

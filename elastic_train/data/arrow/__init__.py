@@ -1,0 +1,1 @@
+"""Arrow's columns as arrays: gathering rows by views, numbers, lists cut and padded."""

@@ -1,0 +1,192 @@
+"""A column of some row groups, of which rows are taken in any order, and copied once where their type allows it.
+
+Rows of lists of numbers, of text and of bytes are strings of bytes (see `views`); rows of numbers, times and the like
+have one size. Of both only offsets and numbers are put side by side, what the rows hold stays where it was decoded.
+Arrow takes lists element by element, and only from one row group at a time; it takes what is so small that it may be
+joined first, and columns of any other type, nested ones say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from elastic_train.core.keyed_random import Int64s
+from elastic_train.data.arrow.binary_views import MAX_BYTES, copy_strings, views_of
+from elastic_train.data.arrow.numbers import column_of, numbers_of
+
+SMALL_ROW = 64
+"""Strings of fewer bytes on average are cheaper to join, and to take from one piece of memory."""
+
+_BOUNDS = {pa.string(): np.int32, pa.binary(): np.int32, pa.large_string(): np.int64, pa.large_binary(): np.int64}
+_NOTHING = pa.py_buffer(b"")
+
+Mask = npt.NDArray[np.bool_]
+
+
+class Column(Protocol):
+    """A column of row groups that stand side by side."""
+
+    def take(self, numbers: Int64s, slots: Int64s) -> pa.Array:
+        """Take rows: `slots` count through all row groups, `numbers` say in which of them each lies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A row group's column, and where it allows it, as strings of bytes or as numbers."""
+
+    array: pa.Array
+    strings: Strings | None = None
+    numbers: npt.NDArray[Any] | None = None
+
+
+def piece_of(array: pa.Array) -> Piece:
+    """Look at a column of a row group."""
+    kind = array.type
+    if kind in _BOUNDS or (pa.types.is_list(kind) and _is_plain(array.values)):
+        return Piece(array, strings=Strings.of(array))
+    if pa.types.is_primitive(kind) and kind.bit_width % 8 == 0:
+        return Piece(array, numbers=_octets_of(array))
+    return Piece(array)
+
+
+def join(pieces: Sequence[Piece]) -> Column:
+    """Put a column's pieces, one of each row group, side by side."""
+    arrays, kind = [piece.array for piece in pieces], pieces[0].array.type
+    strings = [piece.strings for piece in pieces if piece.strings is not None]
+    numbers = [piece.numbers for piece in pieces if piece.numbers is not None]
+    if len(strings) == len(pieces):
+        if sum(each.size for each in strings) <= SMALL_ROW * sum(map(len, arrays)):
+            return _Small(pa.concat_arrays(arrays))
+        if all(each.content.size <= MAX_BYTES for each in strings):
+            return _Strings(kind, strings, _validity_of(arrays))
+    if len(numbers) == len(pieces):
+        return _Numbers(kind, np.concatenate(numbers), _validity_of(arrays))
+    return _Others(arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class Strings:
+    """An array as strings: row i is [offsets[i] + shift, offsets[i + 1] + shift), times `width`, of `content`."""
+
+    offsets: npt.NDArray[Any]
+    shift: int
+    width: int
+    content: pa.Buffer
+
+    @classmethod
+    def of(cls, array: pa.Array) -> Strings:
+        dtype = _BOUNDS.get(array.type)
+        if dtype is None:
+            values = array.values
+            content, width = values.buffers()[1] or _NOTHING, values.type.bit_width // 8
+            return cls(numbers_of(array.offsets), values.offset, width, content)
+        _, bounds, content = array.buffers()
+        at = array.offset * np.dtype(dtype).itemsize
+        return cls(np.frombuffer(bounds, dtype, len(array) + 1, at), 0, 1, content or _NOTHING)
+
+    @property
+    def size(self) -> int:
+        """How many bytes all rows have."""
+        return int(self.offsets[-1] - self.offsets[0]) * self.width
+
+
+class _Strings:
+    """Rows that are strings of bytes."""
+
+    def __init__(self, kind: pa.DataType, strings: Sequence[Strings], is_valid: Mask | None) -> None:
+        self._kind, self._is_valid, self._width = kind, is_valid, strings[0].width
+        self._offsets = np.concatenate([each.offsets for each in strings])
+        self._shifts = np.array([each.shift for each in strings], dtype=self._offsets.dtype)
+        self._contents = [each.content for each in strings]
+
+    def take(self, numbers: Int64s, slots: Int64s) -> pa.Array:
+        places = slots + numbers  # every row group has an offset more than rows
+        begins, ends = self._offsets.take(places), self._offsets.take(places + 1)
+        at = begins + self._shifts.take(numbers) if self._shifts.any() else begins
+        views = views_of(self._contents, numbers, at * self._width, (ends - begins) * self._width)
+        return _named(self._kind, copy_strings(views, self._contents, _bits_of(self._is_valid, slots)))
+
+
+class _Numbers:
+    """Rows of one size."""
+
+    def __init__(self, kind: pa.DataType, values: npt.NDArray[Any], is_valid: Mask | None) -> None:
+        self._kind, self._values, self._is_valid = kind, values, is_valid
+
+    def take(self, numbers: Int64s, slots: Int64s) -> pa.Array:
+        found = pa.py_buffer(self._values.take(slots))
+        return pa.Array.from_buffers(self._kind, len(slots), [_bits_of(self._is_valid, slots), found])
+
+
+class _Small:
+    """Rows of few bytes, joined."""
+
+    def __init__(self, array: pa.Array) -> None:
+        self._array = array
+
+    def take(self, numbers: Int64s, slots: Int64s) -> pa.Array:
+        return self._array.take(column_of(slots))
+
+
+class _Others:
+    """Rows of any type, taken from each row group by Arrow, and then put in order."""
+
+    def __init__(self, arrays: Sequence[pa.Array]) -> None:
+        self._arrays, self._starts = arrays, np.cumsum([0, *map(len, arrays)])
+
+    def take(self, numbers: Int64s, slots: Int64s) -> pa.Array:
+        by_number = np.argsort(numbers, kind="stable")
+        places, bounds = slots.take(by_number), np.searchsorted(numbers.take(by_number), range(len(self._arrays) + 1))
+        taken = [
+            array.take(column_of(places[lo:hi] - start))
+            for array, start, lo, hi in zip(self._arrays, self._starts, bounds, bounds[1:], strict=False)
+        ]
+        order = np.empty_like(by_number)
+        order[by_number] = np.arange(len(by_number))
+        return pa.concat_arrays(taken).take(column_of(order))
+
+
+def _is_plain(values: pa.Array) -> bool:
+    """Say whether values are numbers of whole bytes, none missing."""
+    kind = values.type
+    return (pa.types.is_integer(kind) or pa.types.is_floating(kind)) and not values.null_count
+
+
+def _octets_of(array: pa.Array) -> npt.NDArray[Any]:
+    """Return values of one size as plain bytes."""
+    size = array.type.bit_width // 8
+    dtype = np.dtype(f"u{size}") if size in (1, 2, 4, 8) else np.dtype((np.void, size))
+    return np.frombuffer(array.buffers()[1], dtype, count=len(array), offset=array.offset * size)
+
+
+def _named(kind: pa.DataType, strings: pa.Array) -> pa.Array:
+    """Describe large binary as the text, or list of numbers, that it is."""
+    validity, offsets, content = strings.buffers()
+    bounds, content = np.frombuffer(offsets, np.int64, count=len(strings) + 1), content or _NOTHING
+    assert bounds[-1] <= MAX_BYTES, "rows that are taken together are few"
+    width = 1 if kind in _BOUNDS else kind.value_type.bit_width // 8
+    narrow = (bounds // width if width > 1 else bounds).astype(_BOUNDS.get(kind, np.int32))
+    if kind in _BOUNDS:
+        return pa.Array.from_buffers(kind, len(strings), [validity, pa.py_buffer(narrow), content], strings.null_count)
+    values = pa.Array.from_buffers(kind.value_type, int(narrow[-1]), [None, content], 0)
+    return pa.Array.from_buffers(kind, len(strings), [validity, pa.py_buffer(narrow)], strings.null_count, 0, [values])
+
+
+def _validity_of(arrays: Sequence[pa.Array]) -> Mask | None:
+    """Return which rows are there; None if all are."""
+    if not any(array.null_count for array in arrays):
+        return None
+    bits = [np.frombuffer(array.is_valid().buffers()[1], dtype=np.uint8) for array in arrays]
+    masks = [np.unpackbits(each, count=len(array), bitorder="little") for each, array in zip(bits, arrays, strict=True)]
+    return np.concatenate(masks).astype(bool)
+
+
+def _bits_of(is_valid: Mask | None, slots: Int64s) -> pa.Buffer | None:
+    """Return a bit for each row that is taken; None if all are there."""
+    return None if is_valid is None else pa.py_buffer(np.packbits(is_valid.take(slots), bitorder="little"))

@@ -1,0 +1,52 @@
+"""Late padding: lists of numbers become one tensor-shaped array per micro-batch, as wide as its longest row.
+
+A row is a string of bytes to Arrow, and Arrow pads strings: a copy and a fill for each row, without the interpreter's
+lock. Only then are the numbers widened, into memory of Arrow's pool, which the next micro-batch uses again: to fault
+fresh pages in costs more than to fill them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from elastic_train.core.keyed_random import Int64s
+from elastic_train.data.arrow.numbers import numbers_of, whole
+
+
+def pad_lists(column: pa.ChunkedArray, *, max_width: int, multiple: int = 1) -> tuple[Int64s, Int64s]:
+    """Return (rows, width) numbers padded with 0, and (rows,) lengths; rows longer than `max_width` are cut there.
+
+    The width is the longest row's, rounded up to a `multiple`, at least that and at most `max_width`.
+    """
+    lists = whole(column)
+    offsets, values = numbers_of(lists.offsets).astype(np.int64), numbers_of(lists.values)
+    lengths = offsets[1:] - offsets[:-1]
+    longest = int(lengths.max(initial=1))
+    if longest > max_width:
+        lengths = np.minimum(lengths, max_width)
+        offsets, values = _cut(offsets, values, lengths)
+    width = min(-(-longest // multiple) * multiple, max_width)
+    if not len(lengths):
+        return np.zeros((0, width), dtype=np.int64), lengths
+    padded = np.frombuffer(pa.allocate_buffer(len(lengths) * width * 8), dtype=np.int64).reshape(len(lengths), width)
+    padded[...] = _pad(offsets, values, width)
+    return padded, lengths
+
+
+def _cut(offsets: Int64s, values: npt.NDArray[Any], lengths: Int64s) -> tuple[Int64s, npt.NDArray[Any]]:
+    """Return offsets and values of rows that are no longer than the given lengths."""
+    cut = np.concatenate(([0], np.cumsum(lengths)))
+    return cut, values[np.arange(cut[-1]) + np.repeat(offsets[:-1] - cut[:-1], lengths)]
+
+
+def _pad(offsets: Int64s, values: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
+    """Return (rows, width) numbers, of rows that are no longer."""
+    bounds = pa.py_buffer(offsets * values.itemsize)
+    rows = pa.LargeStringArray.from_buffers(len(offsets) - 1, bounds, pa.py_buffer(values))
+    padded = pc.ascii_rpad(rows, width=width * values.itemsize, padding="\0").buffers()[2]
+    return np.frombuffer(padded, dtype=values.dtype, count=len(rows) * width).reshape(len(rows), width)

@@ -1,0 +1,77 @@
+"""A user's own text: JSON lines and CSV with a text and a label in each row, or text files whose name is the label.
+
+Every row becomes a sample: a row without text or label is an error that names its file and line, never skipped. Files
+are UTF-8, also with the mark at the beginning that spreadsheets write.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from elastic_train.data.corpora.sample import Sample, measure
+from elastic_train.errors import ConfigError
+
+_ENCODING = "utf-8-sig"
+_MOST_CHARS = (1 << 31) - 1
+
+
+def read_files(files: Sequence[Path], text_key: str, label_key: str) -> list[Sample]:
+    """Read samples in the order of the files; ConfigError names the file and line that cannot be used."""
+    if not files:
+        raise ConfigError("name at least one file to import: .jsonl, .csv or .txt")
+    return [Sample(text, label, measure(text)) for path in files for text, label in _read(path, text_key, label_key)]
+
+
+def _read(path: Path, text_key: str, label_key: str) -> Iterator[tuple[str, str]]:
+    if path.suffix not in (".jsonl", ".csv", ".txt"):
+        raise ConfigError(f"{path}: must be .jsonl, .csv or .txt")
+    try:
+        if path.suffix == ".txt":
+            yield from _paragraphs(path)
+            return
+        for line, row in _json_rows(path) if path.suffix == ".jsonl" else _csv_rows(path):
+            yield _field(row, text_key, "--text-key", path, line), _field(row, label_key, "--label-key", path, line)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+
+
+def _paragraphs(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield each block of lines between blank lines, labelled with the file's stem."""
+    blocks = "\n".join(line.rstrip() for line in path.read_text(encoding=_ENCODING).splitlines()).split("\n\n")
+    texts = [block.strip("\n") for block in blocks if block.strip()]
+    if not texts:
+        raise ConfigError(f"{path}: holds no text")
+    yield from ((text, path.stem) for text in texts)
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
+    with path.open(encoding=_ENCODING) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{path}:{number}: is no JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ConfigError(f"{path}:{number}: is no JSON object")
+            yield number, row
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
+    with path.open(encoding=_ENCODING, newline="") as file:
+        csv.field_size_limit(_MOST_CHARS)  # as it is, texts of 128 kB are refused
+        reader = csv.DictReader(file)
+        for row in reader:
+            yield reader.line_num, {str(name): value for name, value in row.items()}
+
+
+def _field(row: dict[str, object], key: str, option: str, path: Path, line: int) -> str:
+    value = row.get(key)
+    if value is None or isinstance(value, list | dict) or not str(value).strip():
+        known = ", ".join(row) or "none"
+        raise ConfigError(f"{path}:{line}: no value under '{key}'; keys there: {known} (choose with {option})")
+    return str(value)

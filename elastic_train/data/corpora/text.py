@@ -1,0 +1,209 @@
+"""From samples to a dataset: split, train the tokeniser, shuffle, write both parts with their manifests.
+
+A text's hash decides its part, so equal texts never stand on both sides, also under two labels; every label with at
+least two texts of its own is on both. Rows are permuted before they are written: every file is a mix of all labels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tokenizers
+
+from elastic_train.data.corpora import (
+    docstrings,
+    origin,
+    plain_text,
+)
+from elastic_train.data.corpora import (
+    tokenizer as tokenise,
+)
+from elastic_train.data.corpora.sample import Sample
+from elastic_train.data.dataset.manifest import Manifest, build_manifest, load_manifest
+from elastic_train.data.dataset.schemas import PLAIN, POLICY, Schema
+from elastic_train.errors import ConfigError
+from elastic_train.system.progress_bar import Track, silent
+
+ROWS_PER_GROUP = 512
+ROWS_PER_FILE = 8192
+MIN_FILES = 4
+VALIDATION_SHARE = 0.1
+MISSING_SHARE = 0.07
+_CHUNK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """Both parts of an imported dataset; `is_new` is False where it was there already."""
+
+    train: Manifest
+    validation: Manifest
+    is_new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What every import can be told: samples to take, seed, ids of the tokeniser, tokens kept of a text."""
+
+    num_samples: int = 28_000
+    seed: int = 7
+    vocabulary: int = tokenise.VOCABULARY
+    max_tokens: int = 512
+    replace: bool = False
+
+
+DEFAULTS = Options()
+
+
+def import_docstrings(
+    out: Path, options: Options = DEFAULTS, *, site_packages: Path | None = None, track: Track = silent
+) -> Imported:
+    """Make a dataset of the docstrings in `site_packages` (default: the running interpreter's)."""
+    folder = site_packages or docstrings.site_packages()
+    made_from = _origin("docstrings", options, libraries=docstrings.versions(folder))
+    if origin.is_finished(out, made_from, replace=options.replace):
+        return _load(out)
+    samples = docstrings.read_docstrings(folder, options.num_samples, options.seed, track=track)
+    return _write(out, samples, POLICY, made_from, options, track)
+
+
+def import_text(
+    out: Path,
+    files: Sequence[Path],
+    options: Options = DEFAULTS,
+    *,
+    text_key: str = "text",
+    label_key: str = "label",
+    track: Track = silent,
+) -> Imported:
+    """Make a dataset of a user's own files: every row of them, whatever `options.num_samples` says."""
+    samples = plain_text.read_files(files, text_key, label_key)
+    content = [(sample.text, sample.label) for sample in samples]
+    made_from = _origin("text", options, content_sha256=hashlib.sha256(repr(content).encode()).hexdigest())
+    if origin.is_finished(out, made_from, replace=options.replace):
+        return _load(out)
+    return _write(out, samples, PLAIN, made_from, options, track)
+
+
+def _origin(source: str, options: Options, **facts: object) -> dict[str, object]:
+    """Name all that the bytes of a dataset depend on."""
+    return {
+        "source": source,
+        "num_samples": options.num_samples,
+        "seed": options.seed,
+        "vocabulary": options.vocabulary,
+        "max_tokens": options.max_tokens,
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "tokenizers": tokenizers.__version__,
+        "pyarrow": pa.__version__,
+        **facts,
+    }
+
+
+def _load(out: Path) -> Imported:
+    return Imported(load_manifest(str(out / "train")), load_manifest(str(out / "validation")), is_new=False)
+
+
+def _write(
+    out: Path, samples: Sequence[Sample], schema: Schema, made_from: origin.Origin, options: Options, track: Track
+) -> Imported:
+    labels = tuple(label for label, _ in sorted(Counter(s.label for s in samples).items(), key=lambda i: (-i[1], i[0])))
+    if len(labels) < 2:
+        raise ConfigError(f"the texts have {len(labels)} labels ({', '.join(labels)}); a classifier needs at least 2")
+    train, validation = split(samples, options.seed)
+    if not train or not validation:
+        raise ConfigError(f"{len(samples)} texts are too few to keep {VALIDATION_SHARE:.0%} of them for validation")
+    stages = iter(track(("tokeniser", "train", "validation"), "tokenising and writing, stages", 3))
+    next(stages)
+    tokenizer = tokenise.train_tokenizer((sample.text for sample in train), options.vocabulary)
+    with origin.filled(out, made_from) as folder:
+        for name, part in (("train", train), ("validation", validation)):
+            next(stages)
+            _write_part(folder / name, part, labels, schema, tokenizer, options)
+    next(stages, None)
+    loaded = _load(out)
+    return Imported(loaded.train, loaded.validation, is_new=True)
+
+
+def split(samples: Sequence[Sample], seed: int) -> tuple[list[Sample], list[Sample]]:
+    """Cut samples into training and validation: of each label the tenth with the smallest hashes validates."""
+    by_label: dict[str, dict[bytes, list[Sample]]] = defaultdict(lambda: defaultdict(list))
+    owner: dict[bytes, str] = {}  # a text under several labels goes where the first of them puts it
+    for sample in samples:
+        key = hashlib.sha256(f"{seed}/{sample.text}".encode(errors="replace")).digest()
+        by_label[owner.setdefault(key, sample.label)][key].append(sample)
+    train: list[Sample] = []
+    validation: list[Sample] = []
+    for texts in by_label.values():
+        num_validation = max(1, round(len(texts) * VALIDATION_SHARE)) if len(texts) > 1 else 0
+        for place, key in enumerate(sorted(texts)):
+            (validation if place < num_validation else train).extend(texts[key])
+    return train, validation
+
+
+def _write_part(
+    folder: Path,
+    samples: Sequence[Sample],
+    labels: Sequence[str],
+    schema: Schema,
+    tokenizer: tokenizers.Tokenizer,
+    options: Options,
+) -> Manifest:
+    """Write one part: its files, tokenizer.json, and the manifest."""
+    folder.mkdir()
+    rng = np.random.default_rng([options.seed, len(samples)])
+    table = _table([samples[place] for place in rng.permutation(len(samples))], labels, schema, tokenizer, options, rng)
+    num_files = min(len(samples), max(MIN_FILES, -(-len(samples) // ROWS_PER_FILE)))
+    bounds = [len(samples) * number // num_files for number in range(num_files + 1)]
+    for number, (lo, hi) in enumerate(pairwise(bounds)):
+        path = folder / f"part-{number:05d}.parquet"
+        pq.write_table(table.slice(lo, hi - lo), path, row_group_size=ROWS_PER_GROUP, compression="zstd")
+    content = tokenizer.to_str().encode()
+    (folder / tokenise.FILE_NAME).write_bytes(content)
+    return build_manifest(
+        str(folder),
+        label_column=schema.label,
+        labels=tuple(labels),
+        schema_name=schema.name,
+        numeric_columns=schema.numeric,
+        categorical_columns=schema.categorical,
+        tokenizer=tokenise.FILE_NAME,
+        tokenizer_sha256=hashlib.sha256(content).hexdigest(),
+        vocabulary_size=tokenizer.get_vocab_size(),
+    )
+
+
+def _table(
+    samples: Sequence[Sample],
+    labels: Sequence[str],
+    schema: Schema,
+    tokenizer: tokenizers.Tokenizer,
+    options: Options,
+    rng: np.random.Generator,
+) -> pa.Table:
+    """Return the rows in the order of the samples; values of metadata go missing here as they do in practice."""
+    number_of = {label: number for number, label in enumerate(labels)}
+    chunks = [samples[first : first + _CHUNK] for first in range(0, len(samples), _CHUNK)]
+    ids = [tokenise.encode(tokenizer, [sample.text for sample in chunk], options.max_tokens) for chunk in chunks]
+    columns: dict[str, list[object]] = {
+        "input_ids": [row for chunk in ids for row in chunk],
+        schema.label: [number_of[sample.label] for sample in samples],
+    }
+    metadata = zip(*((*sample.numeric, *sample.categorical) for sample in samples), strict=True)
+    for name, values in zip((*schema.numeric, *schema.categorical), metadata, strict=True):
+        known = sum(value is not None for value in values) / len(values)
+        # Where many values are unknown anyway, fewer are dropped: the share missing is at least MISSING_SHARE.
+        drop = max(0.0, 1 - (1 - MISSING_SHARE) / known) if known else 0.0
+        columns[name] = [
+            None if missing else value for value, missing in zip(values, rng.random(len(values)) < drop, strict=True)
+        ]
+    return pa.table(columns, schema=schema.columns)

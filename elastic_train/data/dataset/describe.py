@@ -1,0 +1,135 @@
+"""What is in a dataset: rows, files, labels, missing values, lengths; from its manifest and one pass over its files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from rich.console import Console
+from rich.table import Table
+
+from elastic_train.core.keyed_random import Int64s
+from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.data.dataset.schemas import TOKENS
+from elastic_train.data.parquet.files import open_parquet, read_row_group
+from elastic_train.errors import DataError
+from elastic_train.system.progress_bar import Track, silent
+from elastic_train.system.sdk_errors import sdk_errors
+
+LENGTH_BOUNDS = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+_BAR_CELLS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """Facts of one dataset; `lengths[i]` counts the rows of at least LENGTH_BOUNDS[i] tokens, below the next bound."""
+
+    url: str
+    digest: str
+    schema_name: str
+    rows: int
+    files: int
+    row_groups: int
+    size_bytes: int
+    vocabulary_size: int | None
+    label_column: str | None
+    labels: dict[str, int]
+    missing: dict[str, float]
+    lengths: tuple[int, ...]
+    mean_length: float | None
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the facts for --json; lengths under the bounds that they are counted between."""
+        return {**asdict(self), "lengths": dict(zip(_length_names(), self.lengths, strict=True))}
+
+
+def describe(manifest: Manifest, *, track: Track = silent) -> Description:
+    """Count missing values of every column and lengths of `input_ids`, row group by row group, in constant memory."""
+    missing = dict.fromkeys(manifest.columns, 0)
+    lengths, num_tokens = np.zeros(len(LENGTH_BOUNDS), dtype=np.int64), 0
+    has_tokens = manifest.columns.get(TOKENS.name, "").startswith(("list<", "large_list<", "fixed_size_list<"))
+    for entry in track(manifest.files, "reading files", len(manifest.files)):
+        path = f"{manifest.url.rstrip('/')}/{entry.path}"
+        try:
+            with fsspec.open(path, "rb") as raw:
+                file = open_parquet(raw)
+                for number in range(file.num_row_groups):
+                    table = read_row_group(file, number)
+                    for name in table.column_names:
+                        missing[name] += table.column(name).null_count
+                    if has_tokens:
+                        of_group = _lengths(table.column(TOKENS.name))
+                        lengths += _histogram(of_group)
+                        num_tokens += int(of_group.sum())
+        except sdk_errors(OSError, pa.ArrowInvalid, KeyError) as error:
+            raise DataError(f"{path}: cannot be read ({error}); check with `elastic-train data verify`") from error
+    return Description(
+        url=manifest.url,
+        digest=manifest.digest,
+        schema_name=manifest.schema_name,
+        rows=manifest.num_rows,
+        files=len(manifest.files),
+        row_groups=len(manifest.group_rows),
+        size_bytes=sum(entry.size for entry in manifest.files),
+        vocabulary_size=manifest.vocabulary_size,
+        label_column=manifest.label_column,
+        labels=_labels(manifest),
+        missing={name: count / manifest.num_rows for name, count in missing.items()},
+        lengths=tuple(int(count) for count in lengths),
+        mean_length=num_tokens / manifest.num_rows if has_tokens else None,
+    )
+
+
+def render(facts: Description, console: Console) -> None:
+    """Print a description as tables, with shares as bars."""
+    head = Table(show_header=False, box=None)
+    for name in ("url", "digest", "schema_name", "rows", "files", "row_groups", "size_bytes", "vocabulary_size"):
+        value = getattr(facts, name)
+        head.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value))
+    console.print(head)
+    if facts.labels:
+        _print_bars(console, str(facts.label_column), list(facts.labels), list(facts.labels.values()))
+    if facts.mean_length is not None:
+        _print_bars(console, f"tokens (mean {facts.mean_length:.1f})", _length_names(), facts.lengths)
+    table = Table("column", "missing")
+    for name, share in facts.missing.items():
+        table.add_row(name, f"{share:.1%}" if share else "none")
+    console.print(table)
+
+
+def _labels(manifest: Manifest) -> dict[str, int]:
+    if manifest.label_counts is None:  # it may name labels, and not the column that holds them
+        return {}
+    counts = manifest.label_counts
+    names = manifest.labels or tuple(str(number) for number in range(len(counts)))
+    return dict(zip(names, counts, strict=True))
+
+
+def _lengths(column: pa.ChunkedArray) -> Int64s:
+    lengths: Int64s = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
+    return lengths
+
+
+def _histogram(lengths: Int64s) -> Int64s:
+    places = np.searchsorted(LENGTH_BOUNDS, lengths, side="right") - 1
+    return np.bincount(places, minlength=len(LENGTH_BOUNDS)).astype(np.int64)
+
+
+def _length_names() -> list[str]:
+    names = [f"{lo}-{hi - 1}" for lo, hi in pairwise(LENGTH_BOUNDS)]
+    return [*names, f"{LENGTH_BOUNDS[-1]}+"]
+
+
+def _print_bars(console: Console, title: str, names: Sequence[str], counts: Sequence[int]) -> None:
+    """Print a bar for each count, up to the last that is not zero."""
+    used = max((place + 1 for place, count in enumerate(counts) if count), default=0)
+    table = Table(title, "rows", "share", "")
+    total, largest = max(1, sum(counts)), max(counts, default=0) or 1
+    for name, count in list(zip(names, counts, strict=True))[:used]:
+        table.add_row(name, f"{count:,}", f"{count / total:.1%}", "█" * round(_BAR_CELLS * count / largest))
+    console.print(table)

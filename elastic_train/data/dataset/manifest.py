@@ -1,0 +1,236 @@
+"""The manifest: an immutable description of a dataset, made once, that every sample id refers to.
+
+It lists the Parquet files in an order that never changes, with the rows of each row group; sample ids number those
+rows. Each file carries a fingerprint (size and SHA-256 of its footer) that is compared whenever it is opened, and the
+SHA-256 of all its bytes for `data verify`. `coverage` is what one whole epoch must add to the coverage sums.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.order import first_ids
+from elastic_train.data.parquet.files import (
+    footer_sha256,
+    open_parquet,
+    parse_footer,
+    read_footer,
+    read_row_group,
+)
+from elastic_train.data.parquet.footer import Footer, cut_footer
+from elastic_train.data.parquet.footer_index import write_footers
+from elastic_train.data.parquet.sources import reaching
+from elastic_train.errors import DataError
+
+NAME = "manifest.json"
+FORMAT = 1
+MAX_LABELS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One Parquet file: its path below the dataset, its size in bytes, and the rows of each row group."""
+
+    path: str
+    size: int
+    footer_sha256: str
+    sha256: str
+    row_groups: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A dataset; `url` says where it was loaded from and is no part of its identity."""
+
+    url: str = field(compare=False)
+    files: tuple[FileEntry, ...]
+    columns: Mapping[str, str]
+    num_rows: int
+    coverage: CoverageSums
+    schema_name: str = "custom"
+    label_column: str | None = None
+    labels: tuple[str, ...] | None = None
+    label_counts: tuple[int, ...] | None = None
+    numeric_columns: tuple[str, ...] = ()
+    categorical_columns: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    tokenizer_sha256: str | None = None
+    vocabulary_size: int | None = None
+
+    @cached_property
+    def group_rows(self) -> Int64s:
+        """Rows of every row group, in file order; shape (row groups,)."""
+        return np.array([rows for file in self.files for rows in file.row_groups], dtype=np.int64)
+
+    @cached_property
+    def group_first_id(self) -> Int64s:
+        """The id of each row group's first sample; shape (row groups,)."""
+        return first_ids(self.group_rows)
+
+    @cached_property
+    def _first_group(self) -> Int64s:
+        """The number of each file's first row group; shape (files,)."""
+        return np.cumsum([0, *(len(file.row_groups) for file in self.files[:-1])], dtype=np.int64)
+
+    def place_of_group(self, group: int) -> tuple[int, int]:
+        """Return the number of the file that holds a row group, and the row group's own number within the file."""
+        number = int(np.searchsorted(self._first_group, group, side="right")) - 1
+        return number, group - int(self._first_group[number])
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON: equal digests mean equal data under equal sample ids."""
+        return hashlib.sha256(self._json().encode()).hexdigest()
+
+    def _json(self) -> str:
+        named = {name: value for name, value in _fields_of(self).items() if name != "url"}
+        return json.dumps({"format": FORMAT, **named}, sort_keys=True, separators=(",", ":"), default=_fields_of)
+
+
+def _fields_of(entry: Manifest | FileEntry | CoverageSums) -> dict[str, Any]:
+    """Return what there is, without a copy: `asdict` took most of a resume's time."""
+    return {each.name: getattr(entry, each.name) for each in fields(entry)}
+
+
+def load_manifest(url: str) -> Manifest:
+    """Read a dataset's manifest; DataError if there is none, or it cannot be read."""
+    path = f"{url.rstrip('/')}/{NAME}"
+    with reaching(path):
+        content = _content(url, path)
+    try:
+        found = json.loads(content)
+    except ValueError as error:
+        raise DataError(f"{path}: cannot be read as a manifest: {error}") from error
+    if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+        raise DataError(f"{path}: is no manifest of format {FORMAT}")
+    try:
+        files = tuple(FileEntry(**{**entry, "row_groups": tuple(entry["row_groups"])}) for entry in found.pop("files"))
+        coverage = CoverageSums(**found.pop("coverage"))
+        lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
+        return Manifest(url=url, files=files, coverage=coverage, **{**found, **lists})
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{path}: lacks or has unknown fields: {error}") from error
+
+
+def _content(url: str, path: str) -> bytes:
+    try:
+        with fsspec.open(path, "rb") as file:
+            content: bytes = file.read()
+    except FileNotFoundError as error:
+        raise DataError(
+            f"{url}: no {NAME} there; make the dataset with `elastic-train data import|synth`, or describe Parquet "
+            "files of your own with elastic_train.data.build_manifest"
+        ) from error
+    return content
+
+
+def build_manifest(url: str, *, label_column: str | None = None, **facts: Any) -> Manifest:
+    """Describe the Parquet files below `url`, in the order of their names, and write the manifest beside them.
+
+    All files must have one schema. `facts` are the other fields of Manifest that the data itself does not tell.
+    """
+    fs, root = fsspec.core.url_to_fs(url)
+    # Of files only, in a folder of any name: a glob would read that as a pattern.
+    paths = sorted(path for path in fs.find(root) if path.endswith(".parquet") and path != root)
+    if not paths:
+        raise DataError(f"{url}: no Parquet file there")
+    entries, footers, schema, counts = [], [], None, np.zeros(0, dtype=np.int64)
+    for path in paths:
+        entry, footer, metadata = _describe(fs, path, root)
+        file_schema = metadata.schema.to_arrow_schema()
+        if schema is not None and not file_schema.equals(schema):
+            raise DataError(f"{path}: its schema differs from {paths[0]}'s: {file_schema} against {schema}")
+        if len(set(file_schema.names)) < len(file_schema.names):
+            raise DataError(f"{path}: has several columns of one name: {', '.join(file_schema.names)}; rename them")
+        schema = file_schema
+        entries.append(entry)
+        footers.append(footer)
+        if label_column is not None:
+            counts = _add(counts, _count_labels(fs, path, label_column, metadata))
+    assert schema is not None, "there is at least one file"
+    counts = _checked_counts(url, counts, facts.get("labels"))
+    num_rows = sum(rows for entry in entries for rows in entry.row_groups)
+    manifest = Manifest(
+        url=url,
+        files=tuple(entries),
+        columns={name: str(schema.field(name).type) for name in schema.names},
+        num_rows=num_rows,
+        coverage=CoverageSums.of_all(num_rows),
+        label_column=label_column,
+        label_counts=tuple(int(count) for count in counts) if label_column else None,
+        **facts,
+    )
+    write_footers(url, footers)
+    with fs.open(f"{root}/{NAME}", "wt") as file:
+        file.write(manifest._json() + "\n")
+    return manifest
+
+
+def _checked_counts(url: str, counts: Int64s, labels: Sequence[str] | None) -> Int64s:
+    """Return a count for every named label, also those that no row has; DataError if there are more than named."""
+    if labels is None:
+        return counts
+    if len(counts) > len(labels):
+        raise DataError(f"{url}: holds label {len(counts) - 1}, but only {len(labels)} labels are named")
+    return _add(counts, np.zeros(len(labels), dtype=np.int64))
+
+
+def _describe(fs: fsspec.AbstractFileSystem, path: str, root: str) -> tuple[FileEntry, Footer, pq.FileMetaData]:
+    """Read one file once, in constant memory."""
+    size = fs.size(path)
+    with fs.open(path, "rb") as file:
+        footer = read_footer(file, size, path)
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    metadata = parse_footer(footer, path)
+    groups = tuple(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
+    relative = path.removeprefix(root).lstrip("/")
+    if not groups or 0 in groups:
+        raise DataError(f"{path}: has an empty row group, or none; write it again without")
+    entry = FileEntry(relative, size, footer_sha256(footer), digest, groups)
+    return entry, cut_footer(footer, relative), metadata
+
+
+def _count_labels(fs: fsspec.AbstractFileSystem, path: str, column: str, metadata: pq.FileMetaData) -> Int64s:
+    """Count the labels 0, 1, ... of a file, row group by row group."""
+    counts = np.zeros(0, dtype=np.int64)
+    with fs.open(path, "rb") as raw:
+        file = open_parquet(raw, metadata)
+        if column not in file.schema_arrow.names:
+            raise DataError(f"{path}: no label column '{column}'; it has {', '.join(file.schema_arrow.names)}")
+        if not pa.types.is_integer(file.schema_arrow.field(column).type):
+            raise DataError(
+                f"{path}: label column '{column}' is {file.schema_arrow.field(column).type}, not an integer"
+            )
+        for number in range(file.num_row_groups):
+            labels = read_row_group(file, number, [column]).column(0)
+            if labels.null_count:
+                raise DataError(f"{path}: label column '{column}' has missing values in row group {number}")
+            numbers = labels.to_numpy()
+            if numbers.min() < 0 or numbers.max() >= MAX_LABELS:
+                raise DataError(
+                    f"{path}: label column '{column}' runs from {numbers.min()} to {numbers.max()} in row group "
+                    f"{number}; labels number the classes 0, 1, ... below {MAX_LABELS}"
+                )
+            counts = _add(counts, np.bincount(numbers))
+    return counts
+
+
+def _add(a: Int64s, b: Int64s) -> Int64s:
+    """Add two counts of different lengths."""
+    total = np.zeros(max(len(a), len(b)), dtype=np.int64)
+    total[: len(a)] += a
+    total[: len(b)] += b
+    return total

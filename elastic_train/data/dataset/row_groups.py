@@ -1,0 +1,166 @@
+"""Decoding row groups: only the columns in use, from any thread, each file compared with its fingerprint first.
+
+The bytes around a file's footer are read together with its first row group, so a dataset that changed under its
+manifest is refused by name before a row of it is used, and no request waits for another. Two threads that come to a
+new file at once may both compare it; nothing else is shared between threads.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from elastic_train.data.dataset.manifest import FileEntry, Manifest
+from elastic_train.data.parquet.files import (
+    footer_sha256,
+    keep_memory,
+    open_parquet,
+    read_row_group,
+)
+from elastic_train.data.parquet.footer import Footer, cut_footer
+from elastic_train.data.parquet.footer_index import Footers, load_footers
+from elastic_train.data.parquet.sources import LocalSource, Range, open_source
+from elastic_train.errors import DataError, UnreadableError
+
+_TAIL_BYTES = 64 << 10
+_LOADING = threading.Lock()
+MAX_DECODERS = 8
+
+
+def num_decoders() -> int:
+    """Return how many threads decode at once: as many as cores, up to a bound."""
+    return min(MAX_DECODERS, len(os.sched_getaffinity(0)))
+
+
+def check_columns(manifest: Manifest, columns: Sequence[str]) -> None:
+    """Refuse columns that the dataset does not have."""
+    missing = [name for name in columns if name not in manifest.columns]
+    if missing:
+        raise DataError(
+            f"{manifest.url}: no column {', '.join(map(repr, missing))}; it has {', '.join(manifest.columns)}"
+        )
+
+
+class RowGroups:
+    """The row groups of a dataset, numbered through all its files; picklable, and opens nothing before it is used."""
+
+    def __init__(self, manifest: Manifest, columns: Sequence[str]) -> None:
+        check_columns(manifest, columns)
+        keep_memory()
+        self._manifest, self._columns = manifest, list(columns)
+        self._source = open_source(manifest.url)
+        self._decoders: ThreadPoolExecutor | None = None
+        self._loaded: tuple[Footers | None] | None = None
+        self._cut: dict[int, Footer] = {}
+        self._compared: set[int] = set()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_decoders": None, "_loaded": None, "_cut": {}, "_compared": set()}
+
+    @property
+    def is_remote(self) -> bool:
+        """Say whether threads that call `decode` mostly wait for a network."""
+        return not isinstance(self._source, LocalSource)
+
+    def decode(self, group: int) -> pa.Table:
+        """Return the rows of a row group; UnreadableError names the file, plain DataError one that was changed."""
+        number, within = self._manifest.place_of_group(group)
+        entry = self._manifest.files[number]
+        try:
+            table = self._decode(number, entry, within)
+        except FileNotFoundError as error:
+            raise UnreadableError(f"{self._path(entry)}: cannot be opened: {error}") from error
+        except (pa.ArrowInvalid, OSError) as error:
+            raise UnreadableError(
+                f"{self._path(entry)}: row group {within} cannot be read ({error}); "
+                "check with `elastic-train data verify`, and restore the file if it is damaged"
+            ) from error
+        if len(table) != entry.row_groups[within]:
+            raise UnreadableError(f"{self._path(entry)}: row group {within} has {len(table)} rows")
+        return table
+
+    def _decode(self, number: int, entry: FileEntry, within: int) -> pa.Table:
+        footer = self._footer(number, entry)
+        metadata = footer.metadata_of(within, entry.row_groups[within])
+        ranges = _column_ranges(metadata, self._columns)
+        if number in self._compared:
+            return self._read(self._source.open(entry.path, ranges), metadata)
+        tail = (entry.size - footer.size, entry.size + 1)  # a byte more, to see whether there is one
+        file = self._source.open(entry.path, [*ranges, tail])
+        file.seek(tail[0])
+        self._compare(entry, file.read(tail[1] - tail[0]))
+        self._compared.add(number)
+        return self._read(file, metadata)
+
+    def _read(self, file: pa.NativeFile | io.RawIOBase, metadata: pq.FileMetaData) -> pa.Table:
+        """Decode a row group, where many threads wait for a network in one of a few that do nothing else.
+
+        Each thread decodes into memory that it keeps, and as many at once as there are cores is enough.
+        """
+        if not self.is_remote:
+            return self._read_here(file, metadata)
+        with _LOADING:
+            self._decoders = self._decoders or ThreadPoolExecutor(num_decoders(), "decode-fetched")
+        return self._decoders.submit(self._read_here, file, metadata).result()
+
+    def _read_here(self, file: pa.NativeFile | io.RawIOBase, metadata: pq.FileMetaData) -> pa.Table:
+        with file:
+            return read_row_group(open_parquet(file, metadata), 0, self._columns)
+
+    def _footer(self, number: int, entry: FileEntry) -> Footer:
+        """Return a file's footer: from beside the manifest, else from the file itself."""
+        if number in self._cut:
+            return self._cut[number]
+        with _LOADING:  # all threads that decode come here first at the same time
+            if self._loaded is None:
+                self._loaded = (load_footers(self._manifest.url),)
+        (footers,) = self._loaded
+        if footers is not None and number < len(footers):
+            footer = footers[number]
+            if number in self._compared or footer.sha256 == entry.footer_sha256:
+                return footer
+        footer = self._cut[number] = cut_footer(self._read_footer(entry), entry.path)
+        return footer
+
+    def _read_footer(self, entry: FileEntry) -> bytes:
+        """Read a file's own footer, in one request if it is not very long."""
+        end = entry.size
+        tail = self._source.read(entry.path, max(0, end - _TAIL_BYTES), end)
+        length = int.from_bytes(tail[-8:-4], "little") + 8
+        if length > len(tail) and length < end:
+            tail = self._source.read(entry.path, end - length, end)
+        self._compare(entry, tail[-length:])
+        return tail[-length:]
+
+    def _compare(self, entry: FileEntry, footer: bytes) -> None:
+        """Refuse a file whose last bytes are not the footer that the manifest knows."""
+        if footer_sha256(footer) == entry.footer_sha256:
+            return
+        size = self._source.size(entry.path)
+        if size < entry.size:
+            raise UnreadableError(f"{self._path(entry)}: is truncated: {size} bytes of {entry.size}; copy it again")
+        raise DataError(
+            f"{self._path(entry)}: the file changed since the manifest was made; "
+            "restore it, or build the manifest anew and start another run"
+        )
+
+    def _path(self, entry: FileEntry) -> str:
+        return f"{self._manifest.url.rstrip('/')}/{entry.path}"
+
+
+def _column_ranges(metadata: pq.FileMetaData, columns: Sequence[str]) -> list[Range]:
+    """Return where the chunks of the columns lie in the file, of metadata with one row group."""
+    group, ranges = metadata.row_group(0), []
+    names = tuple(f"{name}." for name in columns)  # a chunk's path goes on below a nested column; a name may have dots
+    for place in range(group.num_columns):
+        chunk = group.column(place)
+        if f"{chunk.path_in_schema}.".startswith(names):
+            lo = min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)))
+            ranges.append((lo, lo + chunk.total_compressed_size))
+    return ranges

@@ -1,0 +1,148 @@
+"""The length of every row, in a file beside the manifest, so that an order can depend on lengths without reading rows.
+
+`manifest.lengths` is a line of JSON, a CRC-32 for each row group, and all lengths in the order of sample ids, two or
+four bytes each: where a row group's lie is arithmetic. What is used is read a row group at a time, and compared.
+It is made once, by `elastic-train data lengths`, from a list column, or from a column that holds lengths.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import fsspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from elastic_train.core.keyed_random import Int64s
+from elastic_train.data.arrow.numbers import numbers_of
+from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.data.dataset.row_groups import RowGroups
+from elastic_train.data.loading.batch_builder import lengths_of
+from elastic_train.data.parquet.sources import NUM_FETCHERS, LocalSource, open_source
+from elastic_train.errors import ConfigError, DataError
+from elastic_train.system.progress_bar import Track, silent
+
+NAME = "manifest.lengths"
+FORMAT = 1
+_MOST_HEADER_BYTES = 4096
+_MOST_GROUPS = 4096
+"""How many row groups' lengths are kept: of 2,000 rows each they take 16 MB."""
+
+
+class Lengths:
+    """Returns the lengths of ids; picklable, callable from any thread."""
+
+    def __init__(
+        self, manifest: Manifest, header: bytes, sums: npt.NDArray[np.uint32], width: int, column: str
+    ) -> None:
+        self.column = column
+        self.fingerprint = int(hashlib.sha256(header + sums.tobytes()).hexdigest()[:15], 16) or 1
+        self._url, self._source = manifest.url, open_source(manifest.url)
+        self._rows, self._sums = manifest.group_rows, sums
+        self._first_id = manifest.group_first_id
+        self._begins_at, self._dtype = len(header) + sums.nbytes, np.dtype(f"<u{width}")
+        self._groups: OrderedDict[int, npt.NDArray[np.unsignedinteger]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_groups": OrderedDict(), "_lock": None}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
+    def __call__(self, ids: Int64s) -> Int64s:
+        """Return how long the rows of the ids are; DataError if the file is damaged."""
+        groups = np.searchsorted(self._first_id, ids, side="right") - 1
+        lengths = np.empty(len(ids), dtype=np.int64)
+        with self._lock:
+            wanted = np.unique(groups).tolist()
+            self._fetch([group for group in wanted if group not in self._groups])
+            for group in wanted:
+                self._groups.move_to_end(group)
+                is_of = groups == group
+                lengths[is_of] = self._groups[group][ids[is_of] - self._first_id[group]]
+            while len(self._groups) > max(_MOST_GROUPS, len(wanted)):
+                self._groups.popitem(last=False)
+        return lengths
+
+    def _fetch(self, groups: list[int]) -> None:
+        """Read row groups' lengths, side by side where each read waits for a network."""
+        if isinstance(self._source, LocalSource) or len(groups) < 2:
+            self._groups.update((group, self._read(group)) for group in groups)
+            return
+        with ThreadPoolExecutor(min(NUM_FETCHERS, len(groups)), "lengths") as pool:
+            self._groups.update(zip(groups, pool.map(self._read, groups), strict=True))
+
+    def _read(self, group: int) -> npt.NDArray[np.unsignedinteger]:
+        lo = self._begins_at + int(self._first_id[group]) * self._dtype.itemsize
+        try:
+            content = self._source.read(NAME, lo, lo + int(self._rows[group]) * self._dtype.itemsize)
+        except OSError as error:
+            raise DataError(f"{self._url}/{NAME}: cannot be read: {error}") from error
+        if zlib.crc32(content) != self._sums[group]:
+            raise DataError(f"{self._url}/{NAME}: is damaged; make it again with `elastic-train data lengths`")
+        return np.frombuffer(content, dtype=self._dtype)
+
+
+def load_lengths(manifest: Manifest) -> Lengths:
+    """Open a dataset's lengths; DataError if there are none, or if they are another dataset's."""
+    how = f"make it with `elastic-train data lengths {manifest.url} --column COLUMN`"
+    num_groups = len(manifest.group_rows)
+    try:
+        content = open_source(manifest.url).read(NAME, 0, _MOST_HEADER_BYTES + 4 * num_groups)
+        header = content[: content.index(b"\n") + 1]
+        fields = json.loads(header)
+        sums = np.frombuffer(content[len(header) : len(header) + 4 * num_groups], dtype="<u4")
+        digest, width, column = str(fields["manifest"]), int(fields["width"]), str(fields["column"])
+    except FileNotFoundError as error:
+        raise DataError(f"{manifest.url}: no {NAME} there, which data.length_bucketing needs; {how}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{manifest.url}/{NAME}: cannot be read: {error}; {how}") from error
+    if digest != manifest.digest or len(sums) != num_groups or fields.get("format") != FORMAT:
+        raise DataError(f"{manifest.url}/{NAME}: is not of this manifest ({manifest.digest[:12]}); {how}")
+    return Lengths(manifest, header, sums, width, column)
+
+
+def make_lengths(manifest: Manifest, column: str, *, track: Track = silent) -> Lengths:
+    """Read one column of a dataset, and write how long its rows are beside the manifest.
+
+    A list's length is the number of its values; of a column of whole numbers, each is taken as a length.
+    """
+    groups = RowGroups(manifest, [column])
+    numbers = track(range(len(manifest.group_rows)), "reading lengths", len(manifest.group_rows))
+    return write_lengths(manifest, column, (_lengths_in(groups.decode(group), column) for group in numbers))
+
+
+def write_lengths(manifest: Manifest, column: str, parts: Iterable[Int64s]) -> Lengths:
+    """Write lengths, given a row group at a time, beside the manifest."""
+    lengths = [part.astype(np.uint32) for part in parts]
+    width = 2 if max(int(part.max()) for part in lengths) < 1 << 16 else 4
+    contents = [part.astype(f"<u{width}").tobytes() for part in lengths]
+    fields = {"format": FORMAT, "manifest": manifest.digest, "column": column, "width": width}
+    with fsspec.open(f"{manifest.url.rstrip('/')}/{NAME}", "wb") as file:
+        file.write(json.dumps(fields).encode() + b"\n")
+        file.write(np.array([zlib.crc32(content) for content in contents], dtype="<u4").tobytes())
+        for content in contents:
+            file.write(content)
+    return load_lengths(manifest)
+
+
+def _lengths_in(rows: pa.Table, name: str) -> Int64s:
+    column = rows.column(name)
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        return lengths_of(column)
+    if not pa.types.is_integer(column.type) or column.null_count:
+        raise ConfigError(
+            f"column '{name}' is {column.type}, with {column.null_count} missing: name one of lists, or of lengths"
+        )
+    lengths: Int64s = numbers_of(column).astype(np.int64)
+    if lengths.min() < 0:
+        raise ConfigError(f"column '{name}' holds {lengths.min()}, which is no length")
+    return lengths

@@ -1,0 +1,133 @@
+"""The blocks that a loader's lanes need, in the order in which steps need them, decoded by a pool of threads.
+
+A block is in use from the first step that needs a row of it to the last; what is decoded before its first step is
+bounded in bytes. The schedule belongs to the thread that asks for steps.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future
+
+from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.order import Block, Cursor, Order
+from elastic_train.data.arrow.rows import Joined, Rows
+from elastic_train.data.loading.batch_builder import Decoder
+
+BLOCKS_AHEAD = 4
+
+
+class DecodedBlock:
+    """A lane's block: the steps [first, end) that need it, and its row groups, on their way or here."""
+
+    def __init__(self, epoch: int, block: Block, first: int, end: int, num_rows: int) -> None:
+        self.epoch, self.block, self.first, self.end, self.num_rows = epoch, block, first, end, num_rows
+        self.rows: dict[int, Future[Rows]] = {}
+        self._row_bytes: float | None = None
+        self._joined: Joined | None = None
+        self._looked_up: list[int] = []
+
+    def decode(self, decoder: Decoder, pool: Executor, *, looks_first: bool) -> None:
+        """Have the row groups decoded; with `looks_first` those are taken as they are that are at hand."""
+        for group in self.block.groups.tolist():
+            rows = decoder.at_hand(group) if looks_first else None
+            if rows is None:
+                self.rows[group] = pool.submit(decoder.decode, group)
+            else:
+                self.rows[group] = Future()
+                self.rows[group].set_result(rows)
+                self._looked_up.append(group)
+
+    def read_on(self, decoder: Decoder, pool: Executor) -> None:
+        """Have the row groups read that were at hand, and of which nothing was read but what a first step took."""
+        for group in self._looked_up:
+            self.rows[group] = pool.submit(decoder.decode, group)
+        self._joined = None if self._looked_up else self._joined
+        self._looked_up = []
+
+    @property
+    def row_bytes(self) -> float | None:
+        """Bytes of a decoded row, on average; None before they are here."""
+        if self._row_bytes is None and self.rows and all(rows.done() for rows in self.rows.values()):
+            num_bytes = sum(rows.result().nbytes for rows in self.rows.values() if not rows.exception())
+            self._row_bytes = num_bytes / self.num_rows if num_bytes else None
+        return self._row_bytes
+
+    def joined(self, first_id: Int64s) -> Joined | None:
+        """Return the row groups side by side, the same every time; None unless all of them are here, and whole."""
+        if self._joined is None and all(rows.done() and not rows.exception() for rows in self.rows.values()):
+            self._joined = Joined(first_id, {group: rows.result() for group, rows in self.rows.items()})
+        return self._joined
+
+
+class BlockSchedule:
+    """Decodes blocks for the steps [first, end) of some lanes, from any cursor on."""
+
+    def __init__(self, decoder: Decoder, order: Order, lanes: range, micro_batch: int, steps: range) -> None:
+        self._decoder, self._order, self._micro_batch, self._steps = decoder, order, micro_batch, steps
+        self._held: dict[int, list[DecodedBlock]] = {lane: [] for lane in lanes}
+        self._next: list[tuple[int, int, DecodedBlock]] = []
+        for lane in lanes:
+            cursor = order.cursor_at(steps.start, micro_batch)
+            self._plan(lane, Cursor(cursor.epoch, order.reach(cursor.offset, cursor.offset)[0]))
+
+    @property
+    def row_bytes(self) -> float | None:
+        """Bytes of a decoded row in the blocks that are here; None while none is."""
+        known = [block.row_bytes for blocks in self._held.values() for block in blocks]
+        return max((row_bytes for row_bytes in known if row_bytes is not None), default=None)
+
+    def require(self, lo: int, hi: int, pool: Executor) -> list[Sequence[DecodedBlock]]:
+        """Return each lane's blocks of the steps [lo, hi), having those decoded that are not on their way yet."""
+        while self._next and self._next[0][0] < hi:
+            self._admit(pool)
+        return [[block for block in blocks if block.first < hi and block.end > lo] for blocks in self._held.values()]
+
+    def read_on(self, pool: Executor) -> None:
+        """Have everything read behind the first step, for which row groups were only looked up."""
+        for blocks in self._held.values():
+            for block in blocks:
+                block.read_on(self._decoder, pool)
+
+    def prefetch(self, step: int, max_bytes: int, max_groups: int, pool: Executor) -> None:
+        """Have blocks decoded that steps behind `step` need first, and that take up to `max_bytes`.
+
+        They are a few of each lane, or `max_groups` row groups in all: small rows never fill the bytes.
+        """
+        row_bytes = self.row_bytes
+        if row_bytes is None:
+            return
+        ahead = [block.num_rows for blocks in self._held.values() for block in blocks if block.first > step]
+        most = max(BLOCKS_AHEAD * len(self._held), max_groups // self._order.block_row_groups)
+        rows, num_left = sum(ahead), most - len(ahead)
+        while self._next and num_left > 0 and (rows + self._next[0][2].num_rows) * row_bytes <= max_bytes:
+            rows, num_left = rows + self._next[0][2].num_rows, num_left - 1
+            self._admit(pool)
+
+    def release(self, step: int) -> None:
+        """Drop the blocks that no step from `step` on needs."""
+        for lane, blocks in self._held.items():
+            self._held[lane] = [block for block in blocks if block.end > step]
+
+    def _admit(self, pool: Executor) -> None:
+        """Have the next block decoded, and plan its lane's next."""
+        _, lane, block = heapq.heappop(self._next)
+        block.decode(self._decoder, pool, looks_first=block.first <= self._steps.start)
+        self._held[lane].append(block)
+        self._plan(lane, Cursor(block.epoch, block.block.hi))
+
+    def _plan(self, lane: int, cursor: Cursor) -> None:
+        """Put the block at a cursor, or the next epoch's first, into the queue, if the steps reach it."""
+        order, micro_batch = self._order, self._micro_batch
+        lo, hi = order.lane_bounds(lane)
+        if cursor.offset >= hi - lo:
+            cursor = Cursor(cursor.epoch + 1, 0)
+        first_of_epoch = order.step_of(Cursor(cursor.epoch, 0), micro_batch)
+        earliest, _ = order.steps_of(lane, cursor.offset, hi - lo, micro_batch)
+        if lo == hi or first_of_epoch + earliest >= self._steps.stop:
+            return
+        block = order.epoch(cursor.epoch).block_at(lane, cursor.offset)
+        first, end = (first_of_epoch + step for step in order.steps_of(lane, block.lo, block.hi, micro_batch))
+        num_rows = int(order.group_rows[block.groups].sum())
+        heapq.heappush(self._next, (first, lane, DecodedBlock(cursor.epoch, block, first, end, num_rows)))

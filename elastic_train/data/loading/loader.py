@@ -1,0 +1,87 @@
+"""Feeding lanes from any cursor on; the cursor is the only truth.
+
+Rows are read by threads of this process, since decoding leaves the interpreter's lock alone and nothing has to be
+copied between processes, or by worker processes, where collating is what takes the time. Either way the steps are the
+same, and their number, the workers and the lanes may change at every resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from elastic_train.core.order import Cursor, Order
+from elastic_train.data.loading.batch_builder import AS_THEY_ARE, Rules
+from elastic_train.data.loading.lane_batch import Collate, LaneBatch
+from elastic_train.data.loading.read_ahead import PREFETCH_BYTES, ReadAhead
+from elastic_train.data.loading.reader import Reader
+from elastic_train.system.failpoints import reach
+
+__all__ = ["Collate", "LaneBatch", "LaneLoader", "Rules"]
+
+
+class LaneLoader:
+    """Yields one list a step: a `LaneBatch` for every owned lane, in lane order.
+
+    With `num_workers=0` rows are read ahead by threads, which hold up to about `prefetch_bytes` of decoded row groups
+    (more where one block of every lane takes more), and `collate` is called by one of them (for the first step by the
+    caller): it must not touch torch's global random numbers. Otherwise `num_workers` processes read. `rules` say what
+    becomes of samples that cannot be used as they are; without them a row group that cannot be read raises, and rows
+    are as long as they are.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        order: Order,
+        collate: Collate,
+        *,
+        lanes: range,
+        micro_batch: int,
+        cursor: Cursor,
+        num_steps: int,
+        num_workers: int = 0,
+        prefetch_bytes: int = PREFETCH_BYTES,
+        rules: Rules = AS_THEY_ARE,
+    ) -> None:
+        self._reader, self._order, self._collate = reader, order, collate
+        self._lanes, self._micro_batch = lanes, micro_batch
+        self._cursor, self._num_steps = cursor, num_steps
+        self._num_workers, self._prefetch_bytes = num_workers, prefetch_bytes
+        self._rules = rules
+
+    def __iter__(self) -> Iterator[list[LaneBatch]]:
+        for step in self._steps():
+            reach("data")
+            self._cursor = self._order.advance(self._cursor, self._micro_batch)
+            self._num_steps -= 1
+            yield step
+
+    def _steps(self) -> Iterator[list[LaneBatch]]:
+        if self._num_workers == 0:
+            ahead = ReadAhead(
+                self._reader,
+                self._order,
+                self._collate,
+                lanes=self._lanes,
+                micro_batch=self._micro_batch,
+                prefetch_bytes=self._prefetch_bytes,
+                rules=self._rules,
+            )
+            return ahead.steps(self._cursor, self._num_steps)
+        from elastic_train.data.loading.worker_processes import (  # torchdata takes long to import
+            LaneDataset,
+            LaneSampler,
+            read_in_workers,
+        )
+
+        sampler = LaneSampler(self._order, self._lanes, self._micro_batch, self._cursor, self._num_steps)
+        dataset = LaneDataset(self._reader, self._order, self._collate, self._micro_batch, self._rules)
+        return read_in_workers(dataset, sampler, num_lanes=len(self._lanes), num_workers=self._num_workers)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the cursor behind the last step that was yielded: two integers, whatever the lanes and workers."""
+        return {"epoch": self._cursor.epoch, "offset": self._cursor.offset}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from a cursor; the number of steps left stays as it is."""
+        self._cursor = Cursor(state["epoch"], state["offset"])

@@ -1,0 +1,75 @@
+"""Reading rows by sample id, through any fsspec URL: the few row groups decoded last are kept.
+
+`read` returns the ids of the places it took rows from, rebuilt from row group and row, so that the coverage sums
+testify to what was read and not to what was asked.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+
+import pyarrow as pa
+import tenacity
+
+from elastic_train.core.keyed_random import Int64s
+from elastic_train.data.arrow.rows import Rows, gather
+from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.data.dataset.row_groups import RowGroups
+from elastic_train.data.loading.row_cache import RowCache
+from elastic_train.errors import UnreadableError
+
+TRIES, FIRST_PAUSE_S = 3, 0.05
+
+
+class Reader:
+    """Reads rows of one dataset; picklable, and opens its files where it is used first.
+
+    `max_row_groups` bounds the decoded row groups that `read` keeps; `cache`, of the same manifest and columns, keeps
+    them for all processes of the node.
+    """
+
+    def __init__(
+        self, manifest: Manifest, columns: Sequence[str], *, max_row_groups: int = 64, cache: RowCache | None = None
+    ) -> None:
+        self.groups = RowGroups(manifest, columns)
+        self._cache = cache
+        self.first_id = manifest.group_first_id
+        self._max_row_groups = max_row_groups
+        self._rows: OrderedDict[int, Rows] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_rows": OrderedDict()}
+
+    def read(self, ids: Int64s) -> tuple[pa.Table, Int64s]:
+        """Return the rows of the given ids, in their order, and the ids of the places that were read."""
+        return gather(self.rows_of, self.first_id, ids)
+
+    def decode(self, group: int) -> Rows:
+        """Return the rows of a row group; from any thread. What cannot be read is tried again, a few times."""
+        decode = partial(_again, self.groups.decode)
+        return Rows(self._cache.get(group, decode) if self._cache else decode(group))
+
+    def at_hand(self, group: int) -> Rows | None:
+        """Return a row group that need not be decoded; None without."""
+        table = self._cache.at_hand(group) if self._cache else None
+        return None if table is None else Rows(table)
+
+    def rows_of(self, group: int) -> Rows:
+        """Return the rows of a row group, kept for the next call; from one thread."""
+        rows = self._rows.pop(group, None)
+        if rows is None:
+            rows = self.decode(group)
+            while len(self._rows) >= self._max_row_groups:
+                self._rows.popitem(last=False)
+        self._rows[group] = rows
+        return rows
+
+
+_again = tenacity.Retrying(
+    retry=tenacity.retry_if_exception_type(UnreadableError),
+    stop=tenacity.stop_after_attempt(TRIES),
+    wait=tenacity.wait_random_exponential(multiplier=FIRST_PAUSE_S),
+    reraise=True,
+)

@@ -1,0 +1,186 @@
+"""Decoded row groups in a folder of the node, memory-mapped by all of its processes, and there after a restart.
+
+An entry is an Arrow stream and a trailer, written under another name and renamed, so a killed process leaves no torn
+one. A machine that goes down can: an entry of an earlier boot is compared with its checksum before it is used. What is
+not whole is as good as not there. One process at a time decodes a row group, and the others wait and find it.
+
+Invariant: the entries of all datasets together take at most `max_bytes`; the least recently used are deleted first. An
+entry's modification time is the time of its last use. The bytes are counted in a file before an entry is written, never
+too low, and counted again whenever they are too many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import pyarrow as pa
+
+from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.system.file_locks import is_locked, locked
+from elastic_train.system.mapped_file import Mapping
+
+MAX_BYTES = 64 << 30
+SLACK = 16
+"""With too many bytes a 1/SLACK more goes than must, since to look through the folder takes long."""
+
+_FORMAT = b"rows 1\0\0"
+_TRAILER = struct.Struct("<QQ16s8s")  # bytes before it, their CRC-32, boot, format
+_COUNT, _LOCKS, _NAME, _PARTIAL = "bytes", "locks", ".rows", ".partial"
+_ENTRY = re.compile(rf"[0-9a-f]{{32}}/[0-9]+({re.escape(_NAME)}|{re.escape(_PARTIAL)})")
+_LOG = logging.getLogger(__name__)
+
+
+class RowCache:
+    """The decoded row groups of one dataset and some of its columns; picklable, may be used from any thread."""
+
+    def __init__(self, folder: Path, manifest: Manifest, columns: Sequence[str], max_bytes: int = MAX_BYTES) -> None:
+        key = hashlib.sha256("\0".join((manifest.digest, *columns)).encode()).hexdigest()[:32]
+        self._root, self._folder, self._max_bytes = folder, folder / key, max_bytes
+        self._is_broken = False
+
+    def at_hand(self, group: int) -> pa.Table | None:
+        """Return a row group that is there, and was written since the machine started; None without."""
+        return self._map(group, is_read=False)
+
+    def get(self, group: int, decode: Callable[[int], pa.Table]) -> pa.Table:
+        """Return a row group, from the folder or decoded and put there; what the folder cannot do is done without."""
+        if (table := self._map(group)) is not None:
+            return table
+        with contextlib.ExitStack() as stack:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(self._folder / _LOCKS, group))
+            except OSError as error:
+                self._do_without(error)
+                return decode(group)
+            if (table := self._map(group)) is None:
+                table = decode(group)
+                try:
+                    self._put(group, table)
+                except OSError as error:
+                    self._do_without(error)
+            return table
+
+    def _path(self, group: int) -> Path:
+        return self._folder / f"{group}{_NAME}"
+
+    def _map(self, group: int, *, is_read: bool = True) -> pa.Table | None:
+        """Return a whole entry; None without. If it is not to be read, no byte of it is before it is used.
+
+        An entry of an earlier boot is not whole before all of it was read, and compared with its checksum.
+        """
+        try:
+            file = os.open(self._path(group), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            size = os.fstat(file).st_size - _TRAILER.size
+            num_bytes, checksum, boot, kind = _TRAILER.unpack(os.pread(file, _TRAILER.size, max(0, size)))
+            if (num_bytes, kind) != (size, _FORMAT):
+                return None
+            mapping = Mapping(file, size)
+            _mark_used(file)
+        except (OSError, struct.error):
+            return None
+        finally:
+            os.close(file)
+        if is_read:
+            mapping.populate()
+        if boot != _boot() and not (is_read and zlib.crc32(mapping.buffer) == checksum):
+            return None
+        try:
+            return pa.ipc.open_stream(mapping.buffer).read_all()
+        except pa.ArrowInvalid:
+            return None
+
+    def _put(self, group: int, table: pa.Table) -> None:
+        """Write an entry, once there is room for it."""
+        measure = pa.MockOutputStream()
+        _write(table, measure)
+        size = measure.size()
+        content = pa.allocate_buffer(size)
+        _write(table, pa.FixedSizeBufferWriter(content))
+        trailer = _TRAILER.pack(size, zlib.crc32(content), _boot(), _FORMAT)
+        path = self._path(group)
+        partial = path.with_suffix(_PARTIAL)
+        try:
+            with partial.open("wb") as file:
+                if not self._reserve(size + len(trailer), lambda: os.truncate(partial, size + len(trailer))):
+                    return
+                file.write(content)
+                file.write(trailer)
+            partial.rename(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _reserve(self, size: int, claim: Callable[[], None]) -> bool:
+        """Count bytes that are about to be written, and make room for them; False if there cannot be any."""
+        if size > self._max_bytes:
+            return False
+        with locked(self._root / _COUNT, 0) as file:
+            counted = os.pread(file, 8, 0)
+            total = int.from_bytes(counted, "little")
+            if len(counted) < 8 or total + size > self._max_bytes:
+                total = self._evict(size)
+            if total + size > self._max_bytes:
+                return False
+            os.pwrite(file, (total + size).to_bytes(8, "little"), 0)
+            claim()  # from now on the bytes are seen in the folder as well
+            return True
+
+    def _evict(self, size: int) -> int:
+        """Delete litter, then the least recently used entries, until there is room; return the bytes that are left."""
+        found, total = [], 0
+        for path in self._entries():
+            with contextlib.suppress(FileNotFoundError):
+                stat = path.stat()
+                found.append((path.suffix != _PARTIAL, stat.st_mtime_ns, stat.st_size, path))
+                total += stat.st_size
+        if total + size <= self._max_bytes:
+            return total
+        for _, _, num_bytes, path in sorted(found):
+            if total + size <= self._max_bytes - self._max_bytes // SLACK:
+                break
+            if path.suffix == _PARTIAL and is_locked(path.with_name(_LOCKS), int(path.stem)):
+                continue  # being written
+            path.unlink(missing_ok=True)
+            total -= num_bytes
+        return total
+
+    def _entries(self) -> Iterator[Path]:
+        """Yield the entries of all datasets, also those that are being written."""
+        for path in self._root.glob("*/*.*"):
+            if _ENTRY.fullmatch(path.relative_to(self._root).as_posix()):
+                yield path
+
+    def _do_without(self, error: OSError) -> None:
+        """Say once that the folder is of no use; rows are read from their files as ever."""
+        if not self._is_broken:
+            self._is_broken = True
+            _LOG.warning("%s: decoded rows cannot be kept: %s; they are decoded again", self._root, error)
+
+
+def _write(table: pa.Table, sink: pa.NativeFile) -> None:
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+
+
+def _mark_used(file: int) -> None:
+    """Set an open entry's modification time to now; another user's entry keeps its own."""
+    with contextlib.suppress(OSError):
+        os.utime(file)
+
+
+@cache
+def _boot() -> bytes:
+    """Return what tells this boot of the machine from others."""
+    return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))

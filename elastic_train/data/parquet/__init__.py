@@ -1,0 +1,1 @@
+"""Parquet files as stored: footers, sources, and presigned requests to S3."""

@@ -1,0 +1,161 @@
+"""Cutting a Parquet footer into one small footer for each row group.
+
+Reading a row group needs its own entry and the schema, yet a footer comes whole: parsing one of 64 row groups takes
+longer than decoding a small row group, and the parsed form of all of a large dataset's footers does not fit the memory
+that a manifest may take. So the bytes are kept as they are, cut at the row groups, and only the one in use is parsed.
+
+The footer is Thrift's compact protocol (https://github.com/apache/thrift/blob/master/doc/specs/
+thrift-compact-protocol.md); of Parquet's FileMetaData only the fields 3 (num_rows) and 4 (row_groups) matter here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pyarrow.parquet as pq
+
+from elastic_train.data.parquet.files import MAGIC, footer_sha256, parse_footer
+from elastic_train.errors import DataError
+
+_NUM_ROWS, _ROW_GROUPS = 3, 4
+_BOOLS, _BYTE, _VARINTS, _DOUBLE, _BINARY, _LISTS, _MAP, _STRUCT = (1, 2), 3, (4, 5, 6), 7, 8, (9, 10), 11, 12
+
+
+@dataclass(frozen=True, slots=True)
+class Footer:
+    """A footer cut at its row groups: `bounds[i]:bounds[i + 1]` of `content` is row group i's entry."""
+
+    path: str
+    content: bytes
+    num_rows_at: tuple[int, int]
+    list_at: int
+    bounds: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the footer with its length and magic."""
+        return len(self.content) + 8
+
+    @property
+    def sha256(self) -> str:
+        """The fingerprint that the manifest keeps."""
+        return footer_sha256(_closed(self.content))
+
+    def metadata_of(self, group: int, num_rows: int) -> pq.FileMetaData:
+        """Parse the footer as that of a file with this one row group, which has `num_rows` rows."""
+        lo, hi = self.num_rows_at
+        thrift = b"".join(
+            (
+                self.content[:lo],
+                _varint(num_rows << 1),  # zigzag
+                self.content[hi : self.list_at],
+                bytes([1 << 4 | _STRUCT]),
+                self.content[self.bounds[group] : self.bounds[group + 1]],
+                self.content[self.bounds[-1] :],
+            )
+        )
+        return parse_footer(_closed(thrift), self.path)
+
+
+def cut_footer(footer: bytes, path: str) -> Footer:
+    """Cut a footer, given with its length and magic; DataError if it is none."""
+    content = footer[:-8]
+    num_rows_at, list_at = (0, 0), 0
+    bounds: tuple[int, ...] = (0,)
+    try:
+        at = field = 0
+        while content[at]:
+            kind, field, start = _field(content, at, field)
+            if field == _NUM_ROWS:
+                num_rows_at = (start, _skip(content, start, kind))
+            if field == _ROW_GROUPS:
+                list_at = start
+                bounds = _elements(content, start)
+                at = bounds[-1]
+            else:
+                at = _skip(content, start, kind)
+    except IndexError as error:
+        raise DataError(f"{path}: its footer cannot be read: it ends too early; copy the file again") from error
+    return Footer(path, content, num_rows_at, list_at, bounds)
+
+
+def _closed(content: bytes) -> bytes:
+    """Return a footer with its length and magic."""
+    return content + len(content).to_bytes(4, "little") + MAGIC
+
+
+def _field(content: bytes, at: int, last: int) -> tuple[int, int, int]:
+    """Read a field's header: return its type, its id, and where its value begins."""
+    header = content[at]
+    if header >> 4:
+        return header & 15, last + (header >> 4), at + 1
+    zigzag, at = _read_varint(content, at + 1)
+    return header & 15, (zigzag >> 1) ^ -(zigzag & 1), at
+
+
+def _elements(content: bytes, at: int) -> tuple[int, ...]:
+    """Return where the structs of a list begin, and where the last ends."""
+    _, size, at = _list_header(content, at)
+    bounds = [at]
+    for _ in range(size):
+        at = _skip(content, at, _STRUCT)
+        bounds.append(at)
+    return tuple(bounds)
+
+
+def _list_header(content: bytes, at: int) -> tuple[int, int, int]:
+    """Return the elements' type, their count, and where the first begins."""
+    header = content[at]
+    if header >> 4 < 15:
+        return header & 15, header >> 4, at + 1
+    size, at = _read_varint(content, at + 1)
+    return header & 15, size, at
+
+
+def _skip(content: bytes, at: int, kind: int) -> int:
+    """Return where a value ends that begins at `at`; a bool inside a struct has no bytes of its own."""
+    if kind in _VARINTS:
+        while content[at] & 0x80:
+            at += 1
+        return at + 1
+    if kind == _BINARY:
+        size, at = _read_varint(content, at)
+        return at + size
+    if kind == _STRUCT:
+        while header := content[at]:
+            at = at + 1 if header >> 4 else _read_varint(content, at + 1)[1]
+            at = _skip(content, at, header & 15)
+        return at + 1
+    if kind in _LISTS:
+        kind, size, at = _list_header(content, at)
+        return _skip_many(content, at, (kind,), size)
+    if kind == _MAP:
+        size, at = _read_varint(content, at)
+        return _skip_many(content, at + 1, (content[at] >> 4, content[at] & 15), size) if size else at
+    return at + {_BYTE: 1, _DOUBLE: 8}.get(kind, 0)
+
+
+def _skip_many(content: bytes, at: int, kinds: tuple[int, ...], times: int) -> int:
+    """Skip the elements of a list or map, where a bool takes a byte."""
+    for _ in range(times):
+        for kind in kinds:
+            at = at + 1 if kind in _BOOLS else _skip(content, at, kind)
+    return at
+
+
+def _read_varint(content: bytes, at: int) -> tuple[int, int]:
+    """Return a variable-length number and where it ends."""
+    number = shift = 0
+    while content[at] & 0x80:
+        number |= (content[at] & 0x7F) << shift
+        shift += 7
+        at += 1
+    return number | content[at] << shift, at + 1
+
+
+def _varint(number: int) -> bytes:
+    written = bytearray()
+    while number > 0x7F:
+        written.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*written, number])

@@ -1,0 +1,235 @@
+"""Where a dataset's bytes come from: local files, or any fsspec URL by ranges, retried, and asked for twice if slow.
+
+A remote range is read by a thread of a pool (S3's by plain HTTP, see `signed`), again after a failure, and once more
+beside itself when it takes longer than all but a few others did (Dean, Barroso: The Tail at Scale, 2013). Only then
+does pyarrow see it, as a file whose bytes are here already, so that decoding never waits for a network. Local files are
+read by pyarrow itself, without the interpreter's lock. No range is read that a row group does not need, but near ones
+are read as one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Protocol
+
+import fsspec
+import fsspec.implementations.chained  # else these are imported with the first URL, while somebody waits
+import fsspec.implementations.local
+import pyarrow as pa
+import tenacity
+
+from elastic_train.data.parquet.presigned_s3 import SignedRanges
+from elastic_train.errors import DataError
+from elastic_train.system.sdk_errors import sdk_errors
+
+Range = tuple[int, int]
+Content = memoryview
+
+MAX_GAP = 64 << 10
+NUM_FETCHERS = 32
+TRIES, FIRST_PAUSE_S, LONGEST_PAUSE_S = 5, 0.1, 5.0
+HEDGED_SHARE, SOONEST_HEDGE_S, NUM_REMEMBERED = 0.05, 0.1, 128
+MOST_HEDGES_SAVED = 8.0
+"""What late ranges may be asked for again at once; where all are late, second requests would only make it later."""
+
+_LOCK = threading.Lock()
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError)
+
+
+class Source(Protocol):
+    """The files below one URL; OSError of what cannot be read. All methods may be called from any thread."""
+
+    def size(self, path: str) -> int:
+        """Return a file's size in bytes."""
+
+    def read(self, path: str, lo: int, hi: int) -> bytes:
+        """Return the bytes [lo, hi) of a file; fewer where it ends before."""
+
+    def open(self, path: str, ranges: Sequence[Range]) -> pa.NativeFile | io.RawIOBase:
+        """Return a file for pyarrow, of which only the given ranges can be read."""
+
+
+def open_source(url: str) -> Source:
+    """Return the source of a folder or fsspec URL."""
+    filesystem, root = fsspec.core.url_to_fs(url)
+    if "file" in filesystem.protocol:
+        return LocalSource(root)
+    return RemoteSource(filesystem, str(root).rstrip("/"))
+
+
+@contextlib.contextmanager
+def reaching(url: str) -> Iterator[None]:
+    """Raise DataError where a location cannot be used: an unknown protocol, no package for it, no answer, no access."""
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        raise DataError(f"{url}: cannot be opened: {error}; a folder or an fsspec URL is needed") from error
+    except sdk_errors() as error:
+        raise DataError(
+            f"{url}: cannot be reached: {error}; check the address, and the store's credentials and endpoint"
+        ) from error
+    except OSError as error:
+        raise DataError(f"{url}: cannot be read: {error}") from error
+
+
+def join_near(ranges: Sequence[Range], max_gap: int = MAX_GAP) -> list[Range]:
+    """Join half-open ranges that touch, overlap, or lie at most `max_gap` bytes apart; the result is in order."""
+    joined: list[Range] = []
+    for lo, hi in sorted(ranges):
+        if joined and lo - joined[-1][1] <= max_gap:
+            joined[-1] = (joined[-1][0], max(hi, joined[-1][1]))
+        else:
+            joined.append((lo, hi))
+    return joined
+
+
+class LocalSource:
+    """Files of a local folder, read by pyarrow where it needs them."""
+
+    def __init__(self, root: str) -> None:
+        self._root = Path(root)
+
+    def size(self, path: str) -> int:
+        return (self._root / path).stat().st_size
+
+    def read(self, path: str, lo: int, hi: int) -> bytes:
+        with (self._root / path).open("rb") as file:
+            file.seek(lo)
+            return file.read(hi - lo)
+
+    def open(self, path: str, ranges: Sequence[Range]) -> pa.NativeFile:
+        return pa.OSFile(str(self._root / path))
+
+
+class RemoteSource:
+    """Files of an fsspec file system, read range by range."""
+
+    def __init__(self, filesystem: fsspec.AbstractFileSystem, root: str) -> None:
+        self._filesystem, self._root = filesystem, root
+        self._signed = _signed(filesystem)
+        self._pool: ThreadPoolExecutor | None = None
+        self._took_s: deque[float] = deque(maxlen=NUM_REMEMBERED)
+        self._hedges_left = MOST_HEDGES_SAVED
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_pool": None, "_signed": None}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._signed = _signed(self._filesystem)
+
+    def size(self, path: str) -> int:
+        with _as_os_errors():
+            return int(_again(self._filesystem.size, f"{self._root}/{path}"))
+
+    def read(self, path: str, lo: int, hi: int) -> bytes:
+        return bytes(self._content(path, lo, hi))
+
+    def _content(self, path: str, lo: int, hi: int) -> Content:
+        """Read a range: by a signed address if that works at once, else through fsspec, again and again."""
+        whole = f"{self._root}/{path}"
+        if self._signed is not None and (content := self._signed.read(whole, lo, hi)) is not None:
+            return content
+        with _as_os_errors():
+            return memoryview(_again(self._filesystem.cat_file, whole, start=lo, end=hi))
+
+    def open(self, path: str, ranges: Sequence[Range]) -> Fetched:
+        joined = join_near(ranges)
+        first = [self._submit(path, range_) for range_ in joined]
+        with _LOCK:
+            self._hedges_left = min(MOST_HEDGES_SAVED, self._hedges_left + HEDGED_SHARE * len(first))
+        return Fetched(dict(zip(joined, map(self._hedge, [path] * len(joined), joined, first), strict=True)))
+
+    def _submit(self, path: str, range_: Range) -> Future[Content]:
+        with _LOCK:
+            self._pool = self._pool or ThreadPoolExecutor(NUM_FETCHERS, "fetch")
+        return self._pool.submit(self._timed, path, range_)
+
+    def _timed(self, path: str, range_: Range) -> Content:
+        started_s = time.monotonic()
+        content = self._content(path, *range_)
+        self._took_s.append(time.monotonic() - started_s)
+        return content
+
+    def _hedge(self, path: str, range_: Range, first: Future[Content]) -> Content:
+        """Wait for a range; ask a second time if it is late and few others were, and take what comes first."""
+        started_s = time.monotonic()
+        while not wait([first], SOONEST_HEDGE_S).done:
+            if time.monotonic() - started_s >= self._late_after_s() and self._may_hedge():
+                break
+        else:
+            return first.result()
+        second = self._submit(path, range_)
+        done, late = wait([first, second], return_when=FIRST_COMPLETED)
+        if all(future.exception() for future in done):
+            return next(iter(late or done)).result()
+        return next(future for future in done if not future.exception()).result()
+
+    def _may_hedge(self) -> bool:
+        """Take one of the second requests that the first ones, a share each, have earned."""
+        with _LOCK:
+            is_earned = self._hedges_left >= 1
+            self._hedges_left -= is_earned
+        return is_earned
+
+    def _late_after_s(self) -> float:
+        """Return how long all but a few of the last ranges took; so few are asked for twice."""
+        took_s = sorted(self._took_s)
+        return max(SOONEST_HEDGE_S, took_s[int((1 - HEDGED_SHARE) * len(took_s))] if took_s else LONGEST_PAUSE_S)
+
+
+def _signed(filesystem: fsspec.AbstractFileSystem) -> SignedRanges | None:
+    return SignedRanges(filesystem) if "s3" in filesystem.protocol else None
+
+
+@contextlib.contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Raise OSError in place of what a file system's SDK raises."""
+    try:
+        yield
+    except sdk_errors() as error:
+        raise OSError(str(error)) from error
+
+
+class Fetched(io.RawIOBase):
+    """A file of which some ranges are here; pyarrow reads each column chunk with one call."""
+
+    def __init__(self, parts: dict[Range, Content]) -> None:
+        super().__init__()
+        self._parts, self._at = parts, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        assert whence != io.SEEK_CUR, "pyarrow seeks from the start, or to the end for the size"
+        self._at = offset + (max(hi for _, hi in self._parts) if whence == io.SEEK_END else 0)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> Content:
+        lo, self._at = self._at, self._at + size
+        for (first, end), content in self._parts.items():
+            if first <= lo and self._at <= end:
+                return content[lo - first : self._at - first]
+        raise OSError(f"bytes [{lo}, {self._at}) were not fetched")
+
+
+_again = tenacity.Retrying(
+    retry=tenacity.retry_if_exception(lambda error: isinstance(error, Exception) and not isinstance(error, _FINAL)),
+    stop=tenacity.stop_after_attempt(TRIES),
+    wait=tenacity.wait_random_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
+    reraise=True,
+)

@@ -1,0 +1,96 @@
+"""A user's own text: every row is a sample, or an error that names its file and line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_train.data.corpora.plain_text import read_files
+from elastic_train.data.corpora.sample import measure
+from elastic_train.errors import ConfigError
+
+filled_text = st.text(st.characters(codec="utf-8"), min_size=1).filter(lambda text: bool(text.strip()))
+
+
+def read(path: Path, content: str, *, text_key: str = "text", label_key: str = "label") -> list[tuple[str, str]]:
+    """Write a file and read its samples."""
+    path.write_text(content, encoding="utf-8", newline="")
+    return [(sample.text, sample.label) for sample in read_files([path], text_key, label_key)]
+
+
+@given(st.lists(st.tuples(filled_text, filled_text), min_size=1, max_size=8))
+def test_json_lines_keep_every_row(tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]]) -> None:
+    """Any text and label come back in their order, repeats included."""
+    path = tmp_path_factory.getbasetemp() / "any.jsonl"
+    content = "".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in rows)
+    assert read(path, content) == rows
+
+
+def test_files_of_spreadsheets_and_long_texts_are_read(tmp_path: Path) -> None:
+    """The mark that says UTF-8 is no part of the first key or text; a field may be as long as a book."""
+    mark, long = "\ufeff", "word " * 40_000
+    assert read(tmp_path / "a.csv", f"{mark}text,label\n{long},x\n") == [(long, "x")]
+    assert read(tmp_path / "a.jsonl", f'{mark}{{"text": "t", "label": "x"}}\n') == [("t", "x")]
+    assert read(tmp_path / "a.txt", f"{mark}one\n\ntwo\n") == [("one", "a"), ("two", "a")]
+
+
+def test_formats(tmp_path: Path) -> None:
+    """JSON lines with blank ones, CSV with quotes and numbers as labels, paragraphs named after their file."""
+    assert read(tmp_path / "a.jsonl", '{"text": "x", "label": 1}\n\n{"text": "y", "label": "b"}\n') == [
+        ("x", "1"),
+        ("y", "b"),
+    ]
+    assert read(tmp_path / "a.csv", 'body,kind\n"x, ""y""\nz",1\nw,2\n', text_key="body", label_key="kind") == [
+        ('x, "y"\nz', "1"),
+        ("w", "2"),
+    ]
+    assert read(tmp_path / "poem.txt", "one\ntwo\n \n\n\nthree\n") == [("one\ntwo", "poem"), ("three", "poem")]
+
+
+def test_files_are_read_in_their_order_and_measured(tmp_path: Path) -> None:
+    """Samples follow the order in which files are named, and carry the measures of their text."""
+    for name in ("b", "a"):
+        (tmp_path / f"{name}.txt").write_text(f"text of {name}")
+    samples = read_files([tmp_path / "b.txt", tmp_path / "a.txt"], "text", "label")
+    assert [(sample.label, sample.numeric) for sample in samples] == [
+        (name, measure(f"text of {name}")) for name in ("b", "a")
+    ]
+
+
+BAD: dict[str, tuple[str, str]] = {
+    "no JSON": ("a.jsonl", '{"text": "x", "label": 1}\n{\n'),
+    "no object": ("a.jsonl", '{"text": "x", "label": 1}\n[1]\n'),
+    "no label": ("a.jsonl", '{"text": "x", "label": 1}\n{"text": "x"}\n'),
+    "no text": ("a.csv", "text,label\n ,1\n"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_row_is_named(tmp_path: Path, case: str) -> None:
+    """A row that is no JSON object, or lacks a text or a label, is an error with file and line: line 2 here."""
+    name, content = BAD[case]
+    with pytest.raises(ConfigError, match=rf"{name}:2: (is no JSON|no value under '(text|label)'; keys there: text)"):
+        read(tmp_path / name, content)
+
+
+def test_wrong_keys_are_explained(tmp_path: Path) -> None:
+    """The message names the keys that the row has and the option that chooses."""
+    with pytest.raises(ConfigError, match=r"no value under 'text'; keys there: body, label \(choose with --text-key\)"):
+        read(tmp_path / "a.jsonl", '{"body": "x", "label": 1}\n')
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    """A missing file, one of another encoding, one without text, one of another kind, and no file at all."""
+    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "\xe9"}')
+    (tmp_path / "blank.txt").write_text("\n \n")
+    for name, message in (("none.csv", "cannot be read"), ("latin.jsonl", "cannot be read"), ("blank.txt", "no text")):
+        with pytest.raises(ConfigError, match=f"{name}: .*{message}"):
+            read_files([tmp_path / name], "text", "label")
+    with pytest.raises(ConfigError, match=r"a\.pdf: must be \.jsonl, \.csv or \.txt"):
+        read_files([tmp_path / "a.pdf"], "text", "label")
+    with pytest.raises(ConfigError, match="name at least one file"):
+        read_files([], "text", "label")

@@ -1,0 +1,260 @@
+"""The loader: the pure order carried by a StatefulDataLoader, resumed anywhere, with any number of workers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pytest
+import torch
+from torch import Tensor
+
+from elastic_train.core.lanes import owned_lanes
+from elastic_train.core.order import Cursor, Order
+from elastic_train.data.dataset.manifest import Manifest, load_manifest
+from elastic_train.data.loading.loader import LaneBatch, LaneLoader
+from elastic_train.data.loading.reader import Reader
+from elastic_train.data.loading.row_cache import RowCache
+from elastic_train.data.loading.worker_processes import LaneSampler, LaneSlice
+from tests.conftest import ROOT, write_rows
+
+MICRO_BATCH = 3
+NUM_LANES = 5
+Micro = tuple[int, int, int, int, list[int]]
+
+
+def collate(rows: pa.Table, ids: npt.NDArray[np.int64]) -> dict[str, Tensor]:
+    """Carry the label and the id; worker processes import this module to find it."""
+    return {"label": torch.from_numpy(rows.column("label").to_numpy().copy()), "id": torch.from_numpy(ids.copy())}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    """A prime number of rows, in row groups of 7 and shorter."""
+    return load_manifest(str(write_rows(tmp_path_factory.mktemp("loader") / "rows", 101, group_rows=7)))
+
+
+def order_of(manifest: Manifest, *, num_lanes: int = NUM_LANES) -> Order:
+    return Order(manifest.group_rows, num_lanes=num_lanes, seed=3, block_row_groups=2)
+
+
+def loader_of(
+    manifest: Manifest,
+    order: Order,
+    lanes: range,
+    *,
+    cursor: Cursor = Cursor(),  # noqa: B008 - frozen
+    num_steps: int | None = None,
+    num_workers: int = 0,
+    micro_batch: int = MICRO_BATCH,
+) -> LaneLoader:
+    return LaneLoader(
+        Reader(manifest, ["label"]),
+        order,
+        collate,
+        lanes=lanes,
+        micro_batch=micro_batch,
+        cursor=cursor,
+        num_steps=order.num_steps(micro_batch) if num_steps is None else num_steps,
+        num_workers=num_workers,
+    )
+
+
+def micro_batches(step: list[LaneBatch]) -> list[Micro]:
+    """Return what identifies a step's micro-batches."""
+    return [(batch.lane, batch.epoch, batch.lo, batch.hi, batch.ids.tolist()) for batch in step]
+
+
+def expected_step(order: Order, lanes: range, cursor: Cursor, micro_batch: int = MICRO_BATCH) -> list[Micro]:
+    """Return a step straight from the order."""
+    step = []
+    for lane in lanes:
+        ids = order.epoch(cursor.epoch).ids(lane, cursor.offset, cursor.offset + micro_batch).tolist()
+        step.append((lane, cursor.epoch, cursor.offset, cursor.offset + len(ids), ids))
+    return step
+
+
+def expected_steps(order: Order, lanes: range, first: int, num_steps: int) -> list[list[Micro]]:
+    steps = range(first, first + num_steps)
+    return [expected_step(order, lanes, order.cursor_at(step, MICRO_BATCH)) for step in steps]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 16, 17, 63])
+def test_every_world_reads_the_order_once(tmp_path: Path, num_rows: int, world_size: int) -> None:
+    """Over all ranks of a world, an epoch is the pure order step by step, and every sample exactly once."""
+    manifest = load_manifest(str(write_rows(tmp_path / "rows", num_rows, num_files=1, group_rows=4)))
+    order = order_of(manifest)
+    seen: Counter[int] = Counter()
+    for rank in range(world_size):
+        lanes = owned_lanes(rank, world_size, NUM_LANES)
+        steps = [micro_batches(step) for step in loader_of(manifest, order, lanes)]
+        assert steps == expected_steps(order, lanes, 0, order.num_steps(MICRO_BATCH))
+        seen.update(id_ for step in steps for *_, ids in step for id_ in ids)
+    assert seen == Counter(range(num_rows))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4, 200])
+def test_any_micro_batch_reads_the_order_once(dataset: Manifest, micro_batch: int) -> None:
+    """One sample at a time, or all of a lane at once: every sample once."""
+    order = order_of(dataset)
+    steps = loader_of(dataset, order, range(NUM_LANES), micro_batch=micro_batch)
+    assert Counter(id_ for step in steps for batch in step for id_ in batch.ids.tolist()) == Counter(range(101))
+
+
+def test_tensors_are_those_of_the_ids(dataset: Manifest) -> None:
+    """A micro-batch's tensors hold the rows that its ids name."""
+    labels = Reader(dataset, ["label"]).read(np.arange(101))[0].column("label").to_pylist()
+    for step in loader_of(dataset, order_of(dataset), range(NUM_LANES)):
+        for batch in step:
+            assert batch.tensors is not None
+            assert batch.tensors["label"].tolist() == [labels[id_] for id_ in batch.ids]
+            assert batch.tensors["id"].tolist() == batch.ids.tolist()
+
+
+def test_a_lane_without_samples_has_no_tensors(tmp_path: Path) -> None:
+    """With fewer samples than lanes the empty lanes still give a micro-batch each, of no ids."""
+    manifest = load_manifest(str(write_rows(tmp_path / "rows", 2, num_files=1)))
+    (step,) = loader_of(manifest, order_of(manifest), range(NUM_LANES))
+    assert [(batch.lane, len(batch.ids), batch.tensors is None) for batch in step] == [
+        (0, 0, True),
+        (1, 0, True),
+        (2, 1, False),
+        (3, 0, True),
+        (4, 1, False),
+    ]
+
+
+def test_epochs_follow_each_other(dataset: Manifest) -> None:
+    """A loader of two epochs' steps gives every sample twice, in two orders."""
+    order = order_of(dataset)
+    num_steps = order.num_steps(MICRO_BATCH)
+    steps = list(loader_of(dataset, order, range(NUM_LANES), num_steps=2 * num_steps))
+    ids = [
+        [id_ for step in part for batch in step for id_ in batch.ids] for part in (steps[:num_steps], steps[num_steps:])
+    ]
+    assert [Counter(part) for part in ids] == [Counter(range(101))] * 2
+    assert ids[0] != ids[1]
+
+
+@pytest.mark.parametrize("taken", [0, 1, 4, 6])
+def test_state_goes_on_with_exactly_the_rest(dataset: Manifest, taken: int) -> None:
+    """The state behind any step, loaded into a new loader, gives the steps that were left and no other."""
+    order, lanes = order_of(dataset), range(1, 4)
+    num_steps = order.num_steps(MICRO_BATCH)
+    first = loader_of(dataset, order, lanes)
+    steps = iter(first)
+    done = [micro_batches(next(steps)) for _ in range(taken)]
+    state = first.state_dict()
+    assert state == {"epoch": 0, "offset": taken * MICRO_BATCH}
+    second = loader_of(dataset, order, lanes, num_steps=num_steps - taken)
+    second.load_state_dict(state)
+    assert done + [micro_batches(step) for step in second] == expected_steps(order, lanes, 0, num_steps)
+    assert second.state_dict() == {"epoch": 1, "offset": 0}
+
+
+def test_state_is_of_steps_yielded_not_of_those_prefetched(dataset: Manifest) -> None:
+    """Two workers prefetch, their loader's state does not: it goes on in a loader without workers, in another world."""
+    order = order_of(dataset)
+    first = loader_of(dataset, order, range(NUM_LANES), num_steps=6, num_workers=2)
+    steps = iter(first)
+    done = [micro_batches(next(steps)) for _ in range(2)]
+    state = first.state_dict()
+    rest = [micro_batches(step) for step in steps]
+    assert state == {"epoch": 0, "offset": 2 * MICRO_BATCH}
+    assert done + rest == expected_steps(order, range(NUM_LANES), 0, 6)
+    for world_size in (1, 2):
+        lanes = owned_lanes(0, world_size, NUM_LANES)
+        resumed = loader_of(dataset, order, lanes, num_steps=4)
+        resumed.load_state_dict(state)
+        assert [micro_batches(step) for step in resumed] == expected_steps(order, lanes, 2, 4)
+
+
+def test_one_worker_goes_on_from_a_cursor(dataset: Manifest) -> None:
+    """A loader with one worker crosses from one epoch into the next; its worker ends when it is given up."""
+    order = order_of(dataset)
+    last = order.num_steps(MICRO_BATCH) - 1
+    loader = loader_of(dataset, order, range(2), cursor=order.cursor_at(last, MICRO_BATCH), num_steps=9, num_workers=1)
+    steps = iter(loader)
+    assert [micro_batches(next(steps)) for _ in range(3)] == expected_steps(order, range(2), last, 3)
+    assert len(multiprocessing.active_children()) == 1
+    steps.close()  # type: ignore[attr-defined]
+    assert not multiprocessing.active_children()
+    assert loader.state_dict() == {"epoch": 1, "offset": 2 * MICRO_BATCH}
+
+
+@pytest.mark.long
+def test_the_number_of_workers_changes_at_every_resume(dataset: Manifest, tmp_path: Path) -> None:
+    """Four, one, two, no workers in worlds of other sizes, over one cache: the pure order; signals change nothing."""
+    order, state, done = order_of(dataset), {"epoch": 0, "offset": 0}, 0
+    reader = Reader(dataset, ["label"], cache=RowCache(tmp_path, dataset, ["label"]))
+    for num_workers, lanes, num_steps in ((4, range(5), 3), (1, range(2, 4), 2), (2, range(5), 2), (0, range(1, 5), 3)):
+        loader = LaneLoader(
+            reader,
+            order,
+            collate,
+            lanes=lanes,
+            micro_batch=MICRO_BATCH,
+            cursor=Cursor(**state),
+            num_steps=num_steps,
+            num_workers=num_workers,
+        )
+        steps = iter(loader)
+        read = [micro_batches(next(steps))]
+        workers = multiprocessing.active_children()
+        assert len(workers) == num_workers, "those of the loader before have ended"
+        for worker in workers:
+            assert worker.pid is not None
+            os.kill(worker.pid, signal.SIGTERM)
+            os.kill(worker.pid, signal.SIGUSR1)
+        read += [micro_batches(step) for step in steps]
+        assert read == expected_steps(order, lanes, done, num_steps)
+        done, state = done + num_steps, loader.state_dict()
+
+
+UNFINISHED = """
+import sys
+from elastic_train.data.loading.loader import LaneLoader
+from elastic_train.data.dataset.manifest import load_manifest
+from elastic_train.data.loading.reader import Reader
+from elastic_train.core.order import Cursor, Order
+from tests.elastic_train.data.loading.test_loader import collate
+
+if __name__ == "__main__":
+    manifest = load_manifest(sys.argv[1])
+    order = Order(manifest.group_rows, num_lanes=1, seed=1)
+    place = {"lanes": range(1), "micro_batch": 4, "cursor": Cursor(), "num_steps": 9, "num_workers": 1}
+    steps = iter(LaneLoader(Reader(manifest, ["label"]), order, collate, **place))
+    next(steps)
+"""
+
+
+@pytest.mark.long
+def test_a_process_ends_in_the_middle_of_a_loader(dataset: Manifest, tmp_path: Path) -> None:
+    """Workers are deaf to the signal by which multiprocessing ends them, and waits for them: they end all the same."""
+    script = tmp_path / "unfinished.py"
+    script.write_text(UNFINISHED)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, script, dataset.url], env=environ, timeout=120, check=False).returncode == 0
+
+
+def test_the_sampler_yields_a_slice_for_every_lane(dataset: Manifest) -> None:
+    """Batches of one slice, lane after lane, step after step, from the cursor on."""
+    sampler = LaneSampler(order_of(dataset), range(1, 3), MICRO_BATCH, Cursor(2, 18), 3)
+    assert list(sampler) == [
+        [LaneSlice(2, 1, 18, 21)],
+        [LaneSlice(2, 2, 18, 21)],
+        [LaneSlice(3, 1, 0, 3)],
+        [LaneSlice(3, 2, 0, 3)],
+        [LaneSlice(3, 1, 3, 6)],
+        [LaneSlice(3, 2, 3, 6)],
+    ]
+    assert len(sampler) == 6

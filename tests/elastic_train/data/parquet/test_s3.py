@@ -1,0 +1,130 @@
+"""S3 over a network that refuses, breaks off and delays: no row is lost, repeated, or wrong."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import fsspec
+import pyarrow as pa
+import pytest
+from moto.server import ThreadedMotoServer
+
+from benchmarks.slow_network import SlowNetwork, Trouble
+from elastic_train.core.order import Cursor, Order
+from elastic_train.data.dataset.manifest import load_manifest
+from elastic_train.data.loading.loader import LaneLoader
+from elastic_train.data.loading.reader import Reader
+from elastic_train.data.parquet import sources
+from elastic_train.data.parquet.sources import RemoteSource, open_source
+from elastic_train.errors import DataError
+from tests.conftest import write_rows
+
+URL = "s3://rows/rows"
+NUM_ROWS = 120
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlowNetwork]:
+    """A bucket with a dataset, at the other end of a network that works for now."""
+    store = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    store.start()
+    host, port = store.get_host_and_port()
+    rows = write_rows(tmp_path_factory.mktemp("s3") / "rows", NUM_ROWS, group_rows=7)
+    with (
+        SlowNetwork(f"http://{host}:{port}", Trouble(0, 0, 0)).serving() as network,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("AWS_ENDPOINT_URL", network.url)
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        boto3.client("s3").create_bucket(Bucket="rows")
+        fsspec.filesystem("s3").put(f"{rows}/", f"{URL}/", recursive=True)
+        yield network
+    store.stop()
+
+
+def test_over_a_bad_network_every_row_comes_once(network: SlowNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two of five requests refused or broken off, and some far too late: each id once, with its own row."""
+    monkeypatch.setattr(sources._again, "wait", lambda _: 0.0)
+    monkeypatch.setattr(sources._again, "stop", lambda state: state.attempt_number >= 20)
+    monkeypatch.setattr(sources, "SOONEST_HEDGE_S", 0.01)
+    manifest = load_manifest(URL)
+    seen: dict[int, int] = {}
+    order = Order(manifest.group_rows, num_lanes=3, seed=1, block_row_groups=2)
+    num_steps = order.num_steps(4)
+    counted: Counter[int] = Counter()
+
+    def collate(rows: pa.Table, ids: object) -> dict[str, object]:
+        seen.update(zip(ids.tolist(), rows.column("label").to_pylist(), strict=True))  # type: ignore[attr-defined]
+        return {}
+
+    monkeypatch.setattr(network, "trouble", Trouble(0.002, refused=0.2, broken=0.2, late=0.05, late_s=0.3))
+    network.counts.clear()
+    loader = LaneLoader(
+        Reader(manifest, ["label"]),
+        order,
+        collate,  # type: ignore[arg-type]
+        lanes=range(3),
+        micro_batch=4,
+        cursor=Cursor(),
+        num_steps=num_steps,
+    )
+    counted.update(id_ for step in loader for batch in step for id_ in batch.ids.tolist())
+    assert network.counts["refused"] + network.counts["broken"] > 0
+    monkeypatch.setattr(network, "trouble", Trouble(0, 0, 0))
+    assert counted == Counter(range(NUM_ROWS))
+    rows, ids = Reader(manifest, ["label"]).read(order.epoch(0).ids(0, 0, NUM_ROWS))
+    assert [seen[id_] for id_ in ids.tolist()] == rows.column("label").to_pylist()
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_ranges_come_by_signed_addresses(network: SlowNetwork, monkeypatch: pytest.MonkeyPatch, pickled: bool) -> None:
+    """fsspec signs, and is not asked for a single range; in a process that is handed the source neither."""
+    made = open_source(URL)
+    source_ = pickle.loads(pickle.dumps(made)) if pickled else made
+    assert isinstance(source_, RemoteSource)
+    whole = fsspec.filesystem("s3").cat_file(f"{URL}/part-0.parquet")
+    monkeypatch.setattr(source_._filesystem, "cat_file", None)
+    assert source_.read("part-0.parquet", 4, 1000) == whole[4:1000]
+    file = source_.open("part-0.parquet", [(0, 10), (20, len(whole) + 1)])
+    file.seek(20)
+    assert file.read(len(whole) - 20) == whole[20:]
+
+
+def test_what_is_missing_on_s3_is_named(network: SlowNetwork, tmp_path: Path) -> None:
+    """An object that went away ends reading with its name, and is not asked for again and again."""
+    rows = write_rows(tmp_path / "rows", 40, group_rows=7)
+    fsspec.filesystem("s3").put(f"{rows}/", "s3://rows/missing/", recursive=True)
+    manifest = load_manifest("s3://rows/missing")
+    boto3.client("s3").delete_object(Bucket="rows", Key="missing/part-0.parquet")
+    with pytest.raises(DataError, match=r"s3://rows/missing/part-0\.parquet: cannot be opened"):
+        Reader(manifest, ["label"]).groups.decode(0)
+
+
+def test_the_light_store_gives_what_is_in_the_files(
+    network: SlowNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store of the benchmark, with one of five requests refused or broken off: each range is the file's own."""
+    monkeypatch.setattr(sources._again, "wait", lambda _: 0.0)
+    rows = write_rows(tmp_path / "some rows", 40, group_rows=7)
+    command = [sys.executable, "-m", "benchmarks.light_store", str(tmp_path)]
+    trouble = ["--delay-s=0", "--refused=0.1", "--broken=0.1"]
+    with subprocess.Popen([*command, *trouble], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as store:
+        assert store.stdout is not None
+        remote = RemoteSource(fsspec.filesystem("s3", endpoint_url=store.stdout.readline().strip()), "rows/some rows")
+        for path in rows.glob("*.parquet"):
+            whole = path.read_bytes()
+            assert remote.size(path.name) == len(whole)
+            for lo, hi in ((0, 4), (5, len(whole) - 9), (len(whole) - 8, len(whole) + 1)):
+                assert remote.read(path.name, lo, hi) == whole[lo:hi]
+        with pytest.raises(FileNotFoundError):
+            remote.read("not there", 0, 1)
+        assert store.stdin is not None
+        store.stdin.close()

@@ -1,0 +1,145 @@
+"""The gradient sum and the group under it: equal bits for every world, and what a dead peer does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import spawn
+
+from elastic_train.core.lanes import lane_seed, owned_lanes
+from elastic_train.errors import PeerLostError
+from elastic_train.parallel.gradient_sum import (
+    gather_lane_table,
+    halving_turns,
+    make_gradient_sum,
+    tree_sum,
+)
+from elastic_train.parallel.group import Group
+from elastic_train.weights import weights_digest
+
+LANES = (4, 5, 7, 8, 12, 13, 16)
+EMPTY = 2  # a lane that has no sample in some steps
+
+
+class Net(nn.Module):
+    """Odd sizes, dropout, two dtypes, and a parameter that no lane uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(7, 13), nn.Dropout(0.3), nn.GELU(), nn.Linear(13, 3))
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        self.unused = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) * self.scale  # type: ignore[no-any-return]
+
+
+def train(group: Group, num_lanes: int, steps: int = 6) -> str:
+    """Train a few steps on data that depends on step and lane alone; return the weights' digest."""
+    torch.manual_seed(3)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    lanes = owned_lanes(group.rank, group.size, num_lanes)
+    gradients = make_gradient_sum("canonical", list(net.parameters()), group, num_lanes)
+    for step in range(steps):
+        gradients.begin(lanes)
+        for lane in lanes:
+            with gradients.lane(lane):
+                if lane == EMPTY and step % 2:
+                    continue
+                torch.manual_seed(lane_seed(1, step, lane))
+                net(torch.randn(5, 7) * 10 ** (lane % 5)).square().sum().backward()
+        gradients.finish(5.0 * num_lanes)
+        optimizer.step()
+    return weights_digest(net)
+
+
+def ranks(rank: int, size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
+    digests = {str(num_lanes): train(group, num_lanes) for num_lanes in LANES}
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(digests))
+    group.barrier()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_no_world_changes_a_bit(tmp_path: Path, size: int) -> None:
+    """For every number of lanes, W ranks end with the weights of one, empty lanes and unused parameters included."""
+    torch.set_num_threads(1)
+    expected = {str(num_lanes): train(Group(0, 1, None, 60), num_lanes) for num_lanes in LANES}
+    spawn(ranks, args=(size, str(tmp_path)), nprocs=size)
+    for rank in range(size):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == expected
+
+
+def test_lanes_must_be_run_by_their_owner() -> None:
+    """A rank that skips one of its lanes is caught before anything is exchanged."""
+    net = nn.Linear(2, 2)
+    gradients = make_gradient_sum("canonical", list(net.parameters()), Group(0, 1, None, 60), 4)
+    gradients.begin(range(4))
+    for lane in (0, 1, 3):
+        with gradients.lane(lane):
+            net(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(AssertionError, match="not all of this rank's lanes"):
+        gradients.finish(1.0)
+
+
+def lonely(rank: int, size: int, folder: str) -> None:
+    group = Group(rank, size, FileStore(f"{folder}/store", size), 600)
+    group.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    told = "nothing"
+    try:
+        train(group, 4, steps=1000)
+    except PeerLostError as error:
+        told = str(error)
+    (Path(folder) / "told").write_text(told)
+    os._exit(0)
+
+
+def test_a_dead_peer_is_told_as_such(tmp_path: Path) -> None:
+    """A rank whose peer was killed gets PeerLostError, long before the group's timeout."""
+    context = spawn(lonely, args=(2, str(tmp_path)), nprocs=2, join=False)
+    assert context is not None
+    for process in context.processes:
+        process.join(300)
+    assert "rank 0 of 2: a collective failed" in (tmp_path / "told").read_text()
+
+
+def test_the_lane_table_keeps_every_bit() -> None:
+    """Floats travel as their bits, integers modulo 2^64, in the order of lanes."""
+    rows = {1: [0.1 + 0.2, -0.0, 2**64 - 1], 0: [float("inf"), 1e-310, 3]}
+    table = gather_lane_table(Group(0, 1, None, 60), 2, rows)
+    assert [[float(row[0]).hex(), float(row[1]).hex(), row[2]] for row in table] == [
+        [float("inf").hex(), (1e-310).hex(), 3],
+        [(0.1 + 0.2).hex(), (-0.0).hex(), 2**64 - 1],
+    ]
+
+
+def test_tree_sum_adds_along_the_tree() -> None:
+    """The sum of lanes is ((0+1)+(2+3))+4, not the running sum."""
+    values = [1e16, 1.0, -1e16, 1.0, 0.25]
+    assert tree_sum(values) == ((values[0] + values[1]) + (values[2] + values[3])) + values[4]
+    assert tree_sum(values) != sum(values)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+@pytest.mark.parametrize("length", [1, 7, 64, 1000])
+def test_halving_keeps_every_element_once(size: int, length: int) -> None:
+    """The slices that the ranks keep at the end tile the vector, and partners mirror one another."""
+    turns = [halving_turns(rank, size, length) for rank in range(size)]
+    kept = sorted(rank_turns[-1][1] for rank_turns in turns)
+    assert [lo for lo, _ in kept] == [0, *[hi for _, hi in kept[:-1]]]
+    assert kept[-1][1] == length
+    for rank_turns in turns:
+        for number, (partner, keep, give) in enumerate(rank_turns):
+            assert turns[partner][number][1:] == (give, keep)

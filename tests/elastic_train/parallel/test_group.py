@@ -1,0 +1,70 @@
+"""The group of ranks: what its collectives return, how it ends, and what it says when it cannot form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import spawn
+
+from elastic_train.errors import ConfigError
+from elastic_train.parallel.group import Group, connect
+
+
+def ranks(rank: int, size: int, folder: str) -> None:
+    """Do each collective once, close the group, and let the interpreter end as it ends for everybody."""
+    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
+    mine = torch.tensor([float(rank), 10.0 * rank])
+    total, copied = mine.clone(), mine.clone()
+    group.all_reduce(total)
+    group.broadcast(copied, source=1)
+    arrived = torch.empty(size, 2)
+    others = [other for other in range(size) if other != rank]
+    group.exchange([(other, mine) for other in others], [(other, arrived[other]) for other in others])
+    arrived[rank] = mine
+    told = {
+        "all_gather": group.all_gather(mine).tolist(),
+        "all_reduce": total.tolist(),
+        "broadcast": copied.tolist(),
+        "object": group.broadcast_object({"rank": rank, "text": "ä" * rank}, source=2),
+        "exchange": arrived.tolist(),
+    }
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(told))
+    group.close()
+
+
+def test_collectives_and_a_quiet_end(tmp_path: Path) -> None:
+    """Every rank gets the same from each collective; processes whose group was closed end with exit code 0."""
+    spawn(ranks, args=(3, str(tmp_path)), nprocs=3)
+    everything = [[0.0, 0.0], [1.0, 10.0], [2.0, 20.0]]
+    expected = {
+        "all_gather": everything,
+        "all_reduce": [3.0, 30.0],
+        "broadcast": [1.0, 10.0],
+        "object": {"rank": 2, "text": "ää"},
+        "exchange": everything,
+    }
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)] == [expected] * 3
+
+
+def test_a_world_of_one_needs_nobody() -> None:
+    """Alone, every collective returns what was given, and closing does nothing."""
+    group = Group(0, 1, None, 60)
+    value = torch.ones(2)
+    group.all_reduce(value)
+    group.broadcast(value)
+    assert group.all_gather(value).tolist() == [[1.0, 1.0]]
+    assert group.broadcast_object([1]) == [1]
+    group.close()
+
+
+def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """WORLD_SIZE without the rest names what is missing and how to start."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="RANK, MASTER_ADDR, MASTER_PORT is not set: start all ranks with torchrun"):
+        connect("term-1", 5)
