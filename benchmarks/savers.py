@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import state_dict_saver as saver
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from elastic_train.checkpoint import CommitFacts, CommitRecord, CommitWriter, Role, SaveMemory, Saves, open_store
-from elastic_train.checkpoint.stores import Store
+from elastic_train.checkpoint.stores.store import Store
 from elastic_train.config.schema import OptimizerConfig
 from elastic_train.core.accounting import Account
 from elastic_train.core.coverage import CoverageSums

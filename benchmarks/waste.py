@@ -1,6 +1,6 @@
 """Draw docs/waste.svg: what share of the time is no progress, against the interval between saves.
 
-python -m benchmarks.waste. Nothing is measured here: the curves are those of `elastic_train.checkpoint.interval`, whose
+python -m benchmarks.waste. Nothing is measured here: the curves are those of `young_daly`, whose
 model a test compares with a simulation.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from elastic_train.checkpoint.interval import SaveCost, optimum, waste
+from elastic_train.checkpoint.interval.young_daly import SaveCost, optimum, waste
 
 TARGET = Path(__file__).parent.parent / "docs" / "waste.svg"
 COST = SaveCost(stall_s=1.3, publish_s=24.0)

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from elastic_train.alike import check_alike
-from elastic_train.cadence import Cadence
 from elastic_train.checkpoint import (
     CommitRecord,
     CommitWriter,
@@ -25,11 +24,12 @@ from elastic_train.checkpoint import (
     open_store,
     prune,
 )
-from elastic_train.checkpoint.giving_up import Attended
-from elastic_train.checkpoint.interval import Faults
-from elastic_train.checkpoint.layout import leaves_by_path
-from elastic_train.checkpoint.prompt import PromptStore
-from elastic_train.checkpoint.reader import read_record
+from elastic_train.checkpoint.commits.reader import read_record
+from elastic_train.checkpoint.format.layout import leaves_by_path
+from elastic_train.checkpoint.interval.cadence import Cadence
+from elastic_train.checkpoint.interval.young_daly import Faults
+from elastic_train.checkpoint.saving.abandonment import Attended
+from elastic_train.checkpoint.stores.deadline import PromptStore
 from elastic_train.config.schema import Config
 from elastic_train.core.lanes import owned_lanes
 from elastic_train.errors import StorageError

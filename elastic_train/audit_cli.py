@@ -9,13 +9,13 @@ from pathlib import Path
 
 import yaml
 
-from elastic_train.audit import Audit
-from elastic_train.audit import audit as examine
-from elastic_train.checkpoint.naming import open_run
-from elastic_train.checkpoint.reader import read_record
+from elastic_train.checkpoint.audit.coverage_proof import Audit
+from elastic_train.checkpoint.audit.coverage_proof import audit as examine
+from elastic_train.checkpoint.audit.sample_forensics import look_closely
+from elastic_train.checkpoint.commits.lookup import open_run
+from elastic_train.checkpoint.commits.reader import read_record
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.errors import ConfigError, DataError
-from elastic_train.forensics import look_closely
 
 
 def audit(run: str, *, data: str | None, is_forensic: bool, is_json: bool) -> int:

@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from elastic_train.checkpoint.reader import commit_keys
-from elastic_train.checkpoint.stores import Store, create_once, read
-from elastic_train.checkpoint.writer import Unheard
+from elastic_train.checkpoint.commits.reader import commit_keys
+from elastic_train.checkpoint.commits.writer import Unheard
+from elastic_train.checkpoint.stores.store import Store, create_once, read
 from elastic_train.core.lineage import COMMITS, place_of
 from elastic_train.errors import FencedError, StorageError
 from rendezvous import errors as rendezvous_errors

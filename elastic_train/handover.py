@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from elastic_train.checkpoint.layout import State
-from elastic_train.checkpoint.tree import fill, leaves_of, survey
+from elastic_train.checkpoint.format.layout import State
+from elastic_train.checkpoint.format.state_tree import fill, leaves_of, survey
 from elastic_train.errors import PeerLostError
 from elastic_train.parallel.group import Group
 from elastic_train.state import AppliedState

@@ -18,7 +18,7 @@ from dataclasses import asdict
 
 from pydantic import TypeAdapter, ValidationError
 
-from elastic_train.checkpoint.stores import Store, create_once, read
+from elastic_train.checkpoint.stores.store import Store, create_once, read
 from elastic_train.core.accounting import Hole, ranges_of
 from elastic_train.core.order import Order
 from elastic_train.data.dataset.manifest import Manifest

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
+from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.errors import ElasticTrainError, ResultError
 from elastic_train.parallel.group import Group
 from elastic_train.session import Session
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.tasks.task import Finishing
-from elastic_train.weights import weights_digest
 
 TRACKER_TIMEOUT_S = 20.0
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from elastic_train.cadence import Cadence
 from elastic_train.checkpoint import CommitRecord, Ended, SaveMemory, Saves, Unheard
+from elastic_train.checkpoint.interval.cadence import Cadence
 from elastic_train.core.accounting import Hole
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import SavesFailedError, StorageError

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from elastic_train.checkpoint.layout import State
-from elastic_train.checkpoint.record import Path
+from elastic_train.checkpoint.commits.record import Path
+from elastic_train.checkpoint.format.layout import State
 from elastic_train.config.schema import OptimizerConfig
 from elastic_train.core.accounting import Account
 from elastic_train.core.coverage import CoverageSums

@@ -19,7 +19,7 @@ import torch
 
 from elastic_train import errors
 from elastic_train.checkpoint import CommitRecord, Store, discover, load, open_store, sweep
-from elastic_train.checkpoint.reader import DAMAGE, read_record, records
+from elastic_train.checkpoint.commits.reader import DAMAGE, read_record, records
 from elastic_train.config.schema import Config
 from elastic_train.core.accounting import Account
 from elastic_train.core.lineage import Interval, cut, parted_at

@@ -11,10 +11,11 @@ from typing import Any
 
 from chaos.sim.kernel import EPOCH_S
 from chaos.sim.objects import StorageClient
-from elastic_train.checkpoint import reader, saves, writer
-from elastic_train.checkpoint.checksums import CheckedFile, FileRecord
-from elastic_train.checkpoint.record import VOID
-from elastic_train.checkpoint.stores import Entry, Store
+from elastic_train.checkpoint.commits import reader, writer
+from elastic_train.checkpoint.commits.record import VOID
+from elastic_train.checkpoint.saving import background_saves
+from elastic_train.checkpoint.stores.checksums import CheckedFile, FileRecord
+from elastic_train.checkpoint.stores.store import Entry, Store
 from elastic_train.core import lanes
 from elastic_train.core.accounting import Hole
 from elastic_train.core.lineage import COMMITS, Interval, place_of
@@ -173,11 +174,11 @@ def without_tail(order: Order, micro_batch: int) -> int:
     return order.num_samples // order.num_lanes // micro_batch
 
 
-def wait_for_ever(self: saves.Saves, check: Any = None) -> Any:
+def wait_for_ever(self: background_saves.Saves, check: Any = None) -> Any:
     return _WAIT(self)
 
 
-_WAIT = saves.Saves.wait
+_WAIT = background_saves.Saves.wait
 
 
 def list_late(self: StorageClient, prefix: str) -> list[Entry]:

@@ -9,15 +9,20 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from elastic_train.checkpoint import layout
-from elastic_train.checkpoint.checksums import FileRecord, open_checked
-from elastic_train.checkpoint.format import WrittenPart
-from elastic_train.checkpoint.hashing import HashingSink
-from elastic_train.checkpoint.layout import AttemptPlan, Leaves, Part, State
-from elastic_train.checkpoint.record import Path as LeafPath
-from elastic_train.checkpoint.staging import Buffer, Snapshot
-from elastic_train.checkpoint.stores import Store
-from elastic_train.weights import tensor_digest
+from elastic_train.checkpoint.commits.record import Path as LeafPath
+from elastic_train.checkpoint.format import layout
+from elastic_train.checkpoint.format.dcp import WrittenPart
+from elastic_train.checkpoint.format.layout import (
+    AttemptPlan,
+    Leaves,
+    Part,
+    State,
+)
+from elastic_train.checkpoint.format.weights_digest import tensor_digest
+from elastic_train.checkpoint.saving.staging import Buffer, Snapshot
+from elastic_train.checkpoint.stores.checksums import FileRecord, open_checked
+from elastic_train.checkpoint.stores.hashing_sink import HashingSink
+from elastic_train.checkpoint.stores.store import Store
 
 
 class SlowSnapshot(Snapshot):

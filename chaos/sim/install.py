@@ -29,8 +29,8 @@ from chaos.sim.objects import StorageClient
 from chaos.sim.rounds import start_processes
 from chaos.sim.tracker import TrackedRun
 from elastic_train import handover, trainer
-from elastic_train.checkpoint import record
-from elastic_train.checkpoint.interval import Faults
+from elastic_train.checkpoint.commits import record
+from elastic_train.checkpoint.interval.young_daly import Faults
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.history import History
@@ -73,18 +73,18 @@ PRODUCT = (
     "elastic_train.metrics",
     "elastic_train.tracking",
     "elastic_train.mlflow_run",
-    "elastic_train.checkpoint.writer",
-    "elastic_train.checkpoint.reader",
-    "elastic_train.checkpoint.record",
-    "elastic_train.checkpoint.retention",
-    "elastic_train.checkpoint.sweeping",
-    "elastic_train.checkpoint.stores",
-    "elastic_train.checkpoint.saves",
-    "elastic_train.checkpoint.flight",
-    "elastic_train.checkpoint.giving_up",
-    "elastic_train.checkpoint.staging",
-    "elastic_train.checkpoint.done",
-    "elastic_train.checkpoint.markers",
+    "elastic_train.checkpoint.commits.writer",
+    "elastic_train.checkpoint.commits.reader",
+    "elastic_train.checkpoint.commits.record",
+    "elastic_train.checkpoint.commits.pruning",
+    "elastic_train.checkpoint.commits.sweeping",
+    "elastic_train.checkpoint.stores.store",
+    "elastic_train.checkpoint.saving.background_saves",
+    "elastic_train.checkpoint.saving.save_thread",
+    "elastic_train.checkpoint.saving.abandonment",
+    "elastic_train.checkpoint.saving.staging",
+    "elastic_train.checkpoint.saving.part_receipts",
+    "elastic_train.checkpoint.commits.pins_and_holds",
 )
 MACHINE: Mapping[str, ModuleType] = {
     "time": time,
@@ -131,7 +131,7 @@ def _machine(job: Job) -> Iterator[tuple[ModuleType, str, object]]:
     for path in ("elastic_train.fencing", "elastic_train.history"):
         yield importlib.import_module(path), "os", here
     # The judge compares when commits were made, so their records carry the watch of whoever looks on.
-    yield importlib.import_module("elastic_train.checkpoint.writer"), "time", virtual.TrueTime(job.kernel)
+    yield importlib.import_module("elastic_train.checkpoint.commits.writer"), "time", virtual.TrueTime(job.kernel)
 
 
 def _world(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
@@ -234,15 +234,19 @@ def _tensors(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
     yield from _in("elastic_train.parallel.gradient_sum", _read_table=_memory_of(reduction._read_table))
     yield from _in("elastic_train.handover", _read_places=_memory_of(handover._read_places))
     yield from _in(
-        "elastic_train.checkpoint.layout", LEAST_PART_BYTES=job.shape.least_part_bytes, plan_attempt=files.plan_attempt
+        "elastic_train.checkpoint.format.layout",
+        LEAST_PART_BYTES=job.shape.least_part_bytes,
+        plan_attempt=files.plan_attempt,
     )
     written = {"write_part": files.write_part, "finish_attempt": files.finish_attempt}
-    yield from _in("elastic_train.checkpoint.writer", **written, library_versions=dict)
+    yield from _in("elastic_train.checkpoint.commits.writer", **written, library_versions=dict)
     snapshot = functools.partial(files.SlowSnapshot, job.copy)
-    yield from _in("elastic_train.checkpoint.saves", Snapshot=snapshot)
-    yield from _in("elastic_train.checkpoint.flight", write_part=files.write_part)
+    yield from _in("elastic_train.checkpoint.saving.background_saves", Snapshot=snapshot)
+    yield from _in("elastic_train.checkpoint.saving.save_thread", write_part=files.write_part)
     yield from _in(
-        "elastic_train.checkpoint.reader", read_leaves=files.read_leaves, decode=functools.lru_cache(64)(record.decode)
+        "elastic_train.checkpoint.commits.reader",
+        read_leaves=files.read_leaves,
+        decode=functools.lru_cache(64)(record.decode),
     )
 
 

@@ -24,7 +24,7 @@ from chaos.sim.objects import Storage
 from chaos.sim.rounds import RestartNode
 from chaos.sim.shape import Shape, make_plan
 from chaos.sim.tracker import Tracking
-from elastic_train.checkpoint.giving_up import LEAST_S
+from elastic_train.checkpoint.saving.abandonment import LEAST_S
 from elastic_train.config.schema import Config
 from elastic_train.core.keyed_random import Int64s
 from rendezvous.context import LiveContext

@@ -19,9 +19,9 @@ import torch
 from chaos.sim.data import ModelledFeed
 from chaos.sim.group import SimGroup
 from elastic_train.checkpoint import Retention
-from elastic_train.checkpoint.layout import State
-from elastic_train.checkpoint.record import CommitRecord
-from elastic_train.checkpoint.record import Path as LeafPath
+from elastic_train.checkpoint.commits.record import CommitRecord
+from elastic_train.checkpoint.commits.record import Path as LeafPath
+from elastic_train.checkpoint.format.layout import State
 from elastic_train.config.schema import Config
 from elastic_train.core.accounting import Account
 from elastic_train.core.coverage import CoverageSums

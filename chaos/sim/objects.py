@@ -14,7 +14,13 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from chaos.sim.kernel import EPOCH_S, Kernel, Process
-from elastic_train.checkpoint.stores import Entry, KeyMissing, KeyTaken, Sink, Uncertain
+from elastic_train.checkpoint.stores.store import (
+    Entry,
+    KeyMissing,
+    KeyTaken,
+    Sink,
+    Uncertain,
+)
 from elastic_train.errors import StorageError
 
 ANSWER_TIMEOUT_S = 5.0
@@ -51,7 +57,7 @@ class Storage:
 
 
 class StorageClient:
-    """One process's `elastic_train.checkpoint.stores.Store`."""
+    """One process's `elastic_train.checkpoint.stores.store.Store`."""
 
     url = "sim://run"
 

@@ -154,7 +154,7 @@ PLANTED = (
     SimBug(
         "head-before-shards",
         "the record is there before the files that it promises",
-        lambda: {"elastic_train.checkpoint.writer:CommitWriter.publish": bugs.record_first},
+        lambda: {"elastic_train.checkpoint.commits.writer:CommitWriter.publish": bugs.record_first},
         ("atomicity",),
         _torn,
     ),
@@ -162,7 +162,7 @@ PLANTED = (
         "no-digest",
         "nobody compares a commit's bytes with its checksums",
         lambda: {
-            "elastic_train.checkpoint.reader:damage_of": lambda store, key: None,
+            "elastic_train.checkpoint.commits.reader:damage_of": lambda store, key: None,
             "chaos.sim.files:open_checked": bugs.unchecked,
         },
         ("hash", "witness"),
@@ -171,7 +171,7 @@ PLANTED = (
     SimBug(
         "newest-instead-of-head",
         "the commit made last is taken for the head",
-        lambda: {"elastic_train.checkpoint.reader:commit_keys": bugs.newest_by_time},
+        lambda: {"elastic_train.checkpoint.commits.reader:commit_keys": bugs.newest_by_time},
         ("durability",),
         _late_record,
         replace(_SHAPE, lane_s=1.0, least_part_bytes=1 << 20),
@@ -256,8 +256,8 @@ PLANTED = (
         "waits-for-the-dead",
         "who waits for a save looks neither whether its world is broken nor whether it gets on",
         lambda: {
-            "elastic_train.checkpoint.saves:Saves.wait": bugs.wait_for_ever,
-            "elastic_train.checkpoint.saves:Saves._is_stuck": lambda self, flight: False,
+            "elastic_train.checkpoint.saving.background_saves:Saves.wait": bugs.wait_for_ever,
+            "elastic_train.checkpoint.saving.background_saves:Saves._is_stuck": lambda self, flight: False,
         },
         ("finished",),
         _dies_saving,
@@ -265,7 +265,7 @@ PLANTED = (
     SimBug(
         "sweeps-without-the-name",
         "a sweep deletes an attempt's files without taking its record's name first",
-        lambda: {"elastic_train.checkpoint.sweeping:create_once": lambda store, key, content: True},
+        lambda: {"elastic_train.checkpoint.commits.sweeping:create_once": lambda store, key, content: True},
         ("atomicity", "finished"),
         _frozen_at_its_record,
         replace(_SHAPE, lane_s=1.0),
@@ -273,7 +273,7 @@ PLANTED = (
     SimBug(
         "keeps-the-damaged",
         "retention counts commits that were passed over as damaged among those that it keeps",
-        lambda: {"elastic_train.checkpoint.policies:Candidate.is_of_lineage": True},
+        lambda: {"elastic_train.checkpoint.commits.retention_policies:Candidate.is_of_lineage": True},
         ("finished",),
         _rot_again,
         replace(_SHAPE, keep_last=2, epochs=8),

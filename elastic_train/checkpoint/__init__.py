@@ -1,15 +1,21 @@
 """Commits: published checkpoints, their stores, and how they are written, found, read and kept."""
 
-from elastic_train.checkpoint.flight import Ended
-from elastic_train.checkpoint.markers import holding
-from elastic_train.checkpoint.policies import Retention
-from elastic_train.checkpoint.reader import Discovery, discover, load, read_state, verify
-from elastic_train.checkpoint.record import CommitFacts, CommitRecord
-from elastic_train.checkpoint.retention import prune
-from elastic_train.checkpoint.saves import Role, SaveMemory, Saves
-from elastic_train.checkpoint.stores import Entry, Store, open_store
-from elastic_train.checkpoint.sweeping import sweep
-from elastic_train.checkpoint.writer import CommitWriter, Unheard
+from elastic_train.checkpoint.commits.pins_and_holds import holding
+from elastic_train.checkpoint.commits.pruning import prune
+from elastic_train.checkpoint.commits.reader import (
+    Discovery,
+    discover,
+    load,
+    read_state,
+    verify,
+)
+from elastic_train.checkpoint.commits.record import CommitFacts, CommitRecord
+from elastic_train.checkpoint.commits.retention_policies import Retention
+from elastic_train.checkpoint.commits.sweeping import sweep
+from elastic_train.checkpoint.commits.writer import CommitWriter, Unheard
+from elastic_train.checkpoint.saving.background_saves import Role, SaveMemory, Saves
+from elastic_train.checkpoint.saving.save_thread import Ended
+from elastic_train.checkpoint.stores.store import Entry, Store, open_store
 
 __all__ = [
     "CommitFacts",

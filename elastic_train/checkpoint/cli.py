@@ -14,17 +14,22 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from elastic_train.checkpoint import listing, markers
-from elastic_train.checkpoint.export import Format, export
-from elastic_train.checkpoint.forecast import Outlook, forecast
-from elastic_train.checkpoint.interval import SaveCost, shown
-from elastic_train.checkpoint.measured import Measured, measure
-from elastic_train.checkpoint.naming import find, name_to_key, open_run
-from elastic_train.checkpoint.policies import Best, Retention
-from elastic_train.checkpoint.reader import DAMAGE, commit_keys, read_record, records
-from elastic_train.checkpoint.retention import prune
-from elastic_train.checkpoint.stores import Store
-from elastic_train.checkpoint.sweeping import sweep
+from elastic_train.checkpoint.commits import listing, pins_and_holds
+from elastic_train.checkpoint.commits.export import Format, export
+from elastic_train.checkpoint.commits.lookup import find, name_to_key, open_run
+from elastic_train.checkpoint.commits.pruning import prune
+from elastic_train.checkpoint.commits.reader import (
+    DAMAGE,
+    commit_keys,
+    read_record,
+    records,
+)
+from elastic_train.checkpoint.commits.retention_policies import Best, Retention
+from elastic_train.checkpoint.commits.sweeping import sweep
+from elastic_train.checkpoint.interval.forecast import Outlook, forecast
+from elastic_train.checkpoint.interval.measured import Measured, measure
+from elastic_train.checkpoint.interval.young_daly import SaveCost, shown
+from elastic_train.checkpoint.stores.store import Store
 from elastic_train.errors import CommitError, ConfigError
 from elastic_train.fencing import newest_term
 
@@ -158,7 +163,7 @@ def pin(run: str, commit: str, *, json_: Json = False) -> int:
     """Keep COMMIT of RUN, whatever retention says, until `ckpt unpin`."""
     store = open_run(run)
     record = find(store, commit)
-    markers.pin(store, record.key)
+    pins_and_holds.pin(store, record.key)
     return _print_json({"pinned": record.key}) if json_ else _print(f"{record.key} is pinned")
 
 
@@ -167,7 +172,7 @@ def unpin(run: str, commit: str, *, json_: Json = False) -> int:
     """Let retention delete COMMIT of RUN again."""
     store = open_run(run)
     key = name_to_key(store, commit)
-    markers.unpin(store, key)
+    pins_and_holds.unpin(store, key)
     return _print_json({"unpinned": key}) if json_ else _print(f"{key} is not pinned any more")
 
 
@@ -181,7 +186,7 @@ def export_(
     """
     store = open_run(run)
     record = find(store, commit)
-    with markers.holding(store, record.key):
+    with pins_and_holds.holding(store, record.key):
         num_tensors = export(store, record, target, format_)
     if json_:
         return _print_json({"commit": record.key, "target": str(target), "tensors": num_tensors})

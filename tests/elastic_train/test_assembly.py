@@ -11,9 +11,17 @@ import pytest
 from torch import nn
 
 from elastic_train.assembly import commit_alone
-from elastic_train.checkpoint import CommitRecord, CommitWriter, SaveMemory, discover, giving_up, open_store, reader
-from elastic_train.checkpoint.disk import RealDisk
-from elastic_train.checkpoint.local import LocalStore
+from elastic_train.checkpoint import (
+    CommitRecord,
+    CommitWriter,
+    SaveMemory,
+    discover,
+    open_store,
+)
+from elastic_train.checkpoint.commits import reader
+from elastic_train.checkpoint.saving import abandonment
+from elastic_train.checkpoint.stores.disk import RealDisk
+from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.config.schema import OptimizerConfig
 from elastic_train.core.lineage import Interval
 from elastic_train.errors import ElasticTrainError, Preempted, StorageError, TooFewNodesError
@@ -96,7 +104,7 @@ def test_storage_that_hangs_holds_up_nobody_who_leaves(
 
     where = {"write": (LocalStore, "write"), "sync": (RealDisk, "sync"), "read": (reader, "find_damage")}
     monkeypatch.setattr(*where[hung], hang)
-    monkeypatch.setattr(giving_up, "LEAST_S", 0.3)
+    monkeypatch.setattr(abandonment, "LEAST_S", 0.3)
     left: list[bool] = []
     worlds = SimpleNamespace(form=few, leave=lambda *, is_job_done: left.append(is_job_done))
     with pytest.raises(TooFewNodesError):

@@ -15,6 +15,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
 from elastic_train import handover
+from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.config.schema import OptimizerConfig
 from elastic_train.core.accounting import Account
 from elastic_train.core.coverage import CoverageSums
@@ -24,7 +25,6 @@ from elastic_train.handover import Place, gather_places, hand_over, pairs
 from elastic_train.parallel.gradient_sum import bind_gradients
 from elastic_train.parallel.group import Group
 from elastic_train.state import AppliedState, build_state
-from elastic_train.weights import weights_digest
 
 TERM = 3
 

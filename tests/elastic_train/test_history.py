@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.checkpoint.interval import Faults
+from elastic_train.checkpoint.interval.young_daly import Faults
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.errors import StorageError
 from elastic_train.history import History, LastApplied, faults_before, last_applied

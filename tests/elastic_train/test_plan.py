@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from elastic_train.checkpoint import CommitRecord
-from elastic_train.checkpoint.policies import Best
+from elastic_train.checkpoint.commits.retention_policies import Best
 from elastic_train.config.schema import Config, TaskConfig
 from elastic_train.core.order import VERSION
 from elastic_train.errors import ConfigError, DataError, ElasticTrainError

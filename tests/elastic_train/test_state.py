@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_train.checkpoint.layout import State
+from elastic_train.checkpoint.format.layout import State
+from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.config.schema import OptimizerConfig
 from elastic_train.core.accounting import Account
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.state import AppliedState, build_state
-from elastic_train.weights import weights_digest
 
 
 def built(config: OptimizerConfig, total_steps: int = 20) -> AppliedState:

@@ -15,9 +15,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 import yaml
 
-from elastic_train.checkpoint.frames import bytes_of
+from elastic_train.checkpoint.format.torch_frame import bytes_of
+from elastic_train.checkpoint.format.weights_digest import join_digests, tensor_digest
 from elastic_train.data.corpora.synthetic import synthesise
-from elastic_train.weights import join_digests, tensor_digest
 from tests.conftest import ROOT, Finished, start, write_rows
 
 PARAMS = {

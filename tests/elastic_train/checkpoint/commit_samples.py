@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from elastic_train.checkpoint import CommitFacts, CommitRecord, CommitWriter, Store
-from elastic_train.checkpoint.stores import read
+from elastic_train.checkpoint.stores.store import read
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.fencing import StoreFence

@@ -12,7 +12,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from moto.server import ThreadedMotoServer
 
-from elastic_train.checkpoint.stores import Store, open_store
+from elastic_train.checkpoint.stores.store import Store, open_store
 
 
 class PlainFileSystem(MemoryFileSystem):

@@ -18,8 +18,8 @@ from elastic_train.checkpoint import (
     Store,
     discover,
 )
-from elastic_train.checkpoint.local import LocalStore
-from elastic_train.checkpoint.stores import Sink
+from elastic_train.checkpoint.stores.local import LocalStore
+from elastic_train.checkpoint.stores.store import Sink
 from elastic_train.fencing import StoreFence
 
 DEADLINE_S = 30.0
@@ -97,4 +97,4 @@ def all_still(path: object) -> bool:
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_train.checkpoint.flight.RETRY_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("elastic_train.checkpoint.saving.save_thread.RETRY_PAUSES_S", (0.0, 0.0))

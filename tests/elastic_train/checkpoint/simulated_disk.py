@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from elastic_train.checkpoint.disk import Disk, RealDisk
+from elastic_train.checkpoint.stores.disk import Disk, RealDisk
 
 _MOST_LOST_WRITES = 3  # the states grow by a factor of four with every write
 Image = dict[str, bytes]

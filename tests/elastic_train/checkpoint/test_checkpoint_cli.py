@@ -12,7 +12,7 @@ import torch
 
 from elastic_train.checkpoint import Store, open_store
 from elastic_train.checkpoint.cli import app
-from elastic_train.checkpoint.reader import commit_keys
+from elastic_train.checkpoint.commits.reader import commit_keys
 from elastic_train.errors import CommitError, ConfigError
 from elastic_train.history import History
 from tests.elastic_train.checkpoint.commit_samples import commit_steps, trained, writer

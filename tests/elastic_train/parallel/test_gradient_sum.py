@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
+from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.lanes import lane_seed, owned_lanes
 from elastic_train.errors import PeerLostError
 from elastic_train.parallel.gradient_sum import (
@@ -22,7 +23,6 @@ from elastic_train.parallel.gradient_sum import (
     tree_sum,
 )
 from elastic_train.parallel.group import Group
-from elastic_train.weights import weights_digest
 
 LANES = (4, 5, 7, 8, 12, 13, 16)
 EMPTY = 2  # a lane that has no sample in some steps

@@ -59,7 +59,7 @@ def test_what_was_taken_back_does_not_come(folder: Path) -> None:
 @pytest.mark.parametrize(("kind", "number"), [("full", errno.ENOSPC), ("eio", errno.EIO)])
 def test_the_systems_errors_come_where_it_reports_them(folder: Path, kind: str, number: int) -> None:
     """A sync of the real disk fails as a full or a broken one does."""
-    from elastic_train.checkpoint.disk import RealDisk
+    from elastic_train.checkpoint.stores.disk import RealDisk
 
     arm(folder, "sync", kind)
     disk = RealDisk()

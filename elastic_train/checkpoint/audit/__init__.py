@@ -1,0 +1,1 @@
+"""Proofs from commits: coverage of every sample, and which samples break it."""

@@ -1,0 +1,193 @@
+"""The audit: what a run's commits prove of its samples, in words; it needs neither histories nor trust in the trainer.
+
+A commit's intervals prove that every step was applied once, by one term. Its sums at the end of every epoch prove, by
+their closed form, that each sample counted once in that epoch, but for those of listed holes. For an epoch that is not
+finished, the ids of its places follow from the order, for which the dataset's manifest is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from elastic_train.checkpoint import CommitRecord, Store, discover
+from elastic_train.checkpoint.commits.reader import DAMAGE, read_record, records
+from elastic_train.core.accounting import Account, Hole, expected_sums
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.length_buckets import LengthBuckets
+from elastic_train.core.lineage import cut, tiling_problems
+from elastic_train.core.order import VERSION, Order
+from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.data.dataset.row_lengths import NAME, load_lengths
+from elastic_train.errors import ConfigError, CorruptError, DataError
+
+Numbers = Mapping[str, int]
+_CHUNK = 1 << 20
+
+
+@dataclass(slots=True)
+class Audit:
+    """What was found: sentences that are proven, that could not be, and that are false."""
+
+    commit: str
+    step: int
+    num_epochs: int
+    holes: tuple[Hole, ...]
+    num_truncated: int
+    proven: list[str] = field(default_factory=list)
+    unproven: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """0 if all that was looked at is proven, 65 if something is wrong, 1 if something could not be proven."""
+        return CorruptError.exit_code if self.wrong else 1 if self.unproven else 0
+
+
+def audit(store: Store, manifest: Manifest | None) -> Audit:
+    """Examine the newest commit of a store and those before it; CommitError if there are only damaged ones.
+
+    `manifest` is the dataset's, which only the unfinished epoch needs. ConfigError if there is no commit.
+    """
+    head = discover(store, damage=_wrong_with_record).head
+    if head is None:
+        raise ConfigError(f"{store.url}: no commits yet; is this the run's folder, or the URL of its commits?")
+    account = head.account or Account()
+    found = Audit(head.key, head.step, head.cursor.epoch, account.holes, account.truncated)
+    _check_steps(found, store, head)
+    if head.account is None or head.order is None:
+        found.unproven.append("the samples: the commit is of a version that did not yet keep what proves them")
+        return found
+    _check_epochs(found, head, head.account, head.order)
+    if head.cursor.offset:
+        _check_unfinished(found, head, head.account, head.order, manifest)
+    return found
+
+
+def _wrong_with_record(store: Store, key: str) -> str | None:
+    """Say why a record cannot be read; the files of a commit do not matter here."""
+    try:
+        read_record(store, key)
+    except DAMAGE as error:
+        return str(error)
+    return None
+
+
+def _check_steps(found: Audit, store: Store, head: CommitRecord) -> None:
+    problems = tiling_problems(head.intervals, head.step)
+    found.wrong += [f"steps: {problem}" for problem in problems]
+    num_terms = len({interval.term for interval in head.intervals})
+    if not problems:
+        found.proven.append(f"steps [0, {head.step}) were applied once each, by {num_terms} terms in turn")
+    ancestors = 0
+    for key, record, why in records(store):
+        if record is None:
+            found.unproven.append(f"{key}: {why}")
+        elif record.key != head.key and record.intervals == cut(head.intervals, record.step):
+            ancestors += 1
+            mine, theirs = (head.account or Account()).epochs, (record.account or Account()).epochs
+            if theirs != mine[: len(theirs)]:
+                found.wrong.append(f"{key}: its sums at the end of an epoch are not those of {head.key}")
+    found.proven.append(f"{ancestors} earlier commits that are still there are part of the same lineage")
+
+
+def _check_epochs(found: Audit, head: CommitRecord, account: Account, order: Numbers) -> None:
+    """Hold the sums at the end of every epoch against their closed form."""
+    num_samples, num_finished = order["num_samples"], head.cursor.epoch
+    longest = -(-num_samples // order["num_lanes"])
+    steps_per_epoch = -(-longest // order["micro_batch"])
+    place = divmod(head.step, steps_per_epoch)
+    if (num_finished, head.cursor.offset) != (place[0], place[1] * order["micro_batch"]):
+        found.wrong.append(f"step {head.step} is not at {head.cursor}: an epoch has {steps_per_epoch} steps")
+        return
+    if len(account.epochs) != num_finished:
+        found.wrong.append(f"{num_finished} epochs are finished, but the commit has sums of {len(account.epochs)}")
+        return
+    whole = CoverageSums.of_all(num_samples) if num_finished else CoverageSums()
+    before = expected_sums(whole, account.holes, 0)
+    for number, sums in enumerate(account.epochs):
+        after = expected_sums(whole, account.holes, number + 1)
+        if sums != after:
+            found.wrong.append(
+                f"epoch {number}: the sums over the samples applied are not those of {_all(num_samples, account.holes)}"
+                f" ({sums.count - before.count} samples, it should be {after.count - before.count})"
+            )
+        before = after
+    if num_finished and account.epochs[-1] == before:
+        named = "epoch 0" if num_finished == 1 else f"each of the epochs 0 to {num_finished - 1}"
+        found.proven.append(
+            f"in {named}, {_all(num_samples, account.holes)} counted exactly once: the sums are the closed form's"
+        )
+    for hole in account.holes:
+        found.proven.append(f"{hole}, are left out, and no other sample is")
+
+
+def _check_unfinished(
+    found: Audit, head: CommitRecord, account: Account, order: Numbers, manifest: Manifest | None
+) -> None:
+    """Hold the sums of the epoch that is not finished against the ids at its applied places."""
+    epoch, offset = head.cursor.epoch, head.cursor.offset
+    sums = head.coverage - (account.epochs[-1] if account.epochs else CoverageSums())
+    where = f"epoch {epoch}, the first {offset} places of each of {order['num_lanes']} lanes"
+    if manifest is None:
+        found.unproven.append(f"{where}: the dataset's manifest was not found; name its folder or URL with --data")
+        return
+    if manifest.digest != head.manifest_digest:
+        found.unproven.append(f"{where}: {manifest.url} is not the dataset that {head.key} was trained on")
+        return
+    try:
+        run_order = order_of(head, order, manifest)
+    except DataError as error:
+        found.unproven.append(f"{where}: {error}")
+        return
+    ids = applied_ids(run_order, epoch, offset, order["micro_batch"], account.holes)
+    expected = CoverageSums()
+    for part in ids:
+        expected += CoverageSums.of_ids(part)
+    if sums == expected:
+        found.proven.append(f"{where}: their {expected.count} samples counted exactly once, and no other did")
+    else:
+        found.wrong.append(
+            f"{where}: {sums.count} samples counted, and they are not the {expected.count} that lie there"
+        )
+
+
+def order_of(record: CommitRecord, numbers: Numbers, manifest: Manifest) -> Order:
+    """Return the order that a commit's run has; DataError if the lengths that it follows from are not there."""
+    if numbers.get("version") != VERSION:
+        raise DataError(f"{record.key} has the order of another version: audit it with the version that began the run")
+    arrangement = None
+    if numbers["lengths"]:
+        lengths = load_lengths(manifest)
+        if lengths.fingerprint != numbers["lengths"]:
+            raise DataError(f"{manifest.url}/{NAME}: is not what {record.key} was trained with")
+        arrangement = LengthBuckets(lengths, numbers["micro_batch"], fingerprint=lengths.fingerprint)
+    return Order(
+        manifest.group_rows,
+        num_lanes=numbers["num_lanes"],
+        seed=int(record.rng["seed"]),
+        block_row_groups=numbers["block_row_groups"],
+        arrangement=arrangement,
+    )
+
+
+def applied_ids(order: Order, epoch: int, offset: int, micro_batch: int, holes: Sequence[Hole]) -> list[Int64s]:
+    """Return the ids at the first places of every lane of an epoch, without those that the holes left out."""
+    parts = []
+    for lane in range(order.num_lanes):
+        lo, end = order.lane_bounds(lane)
+        for first in range(0, min(offset, end - lo), _CHUNK):
+            ids = order.epoch(epoch).ids(lane, first, min(offset, first + _CHUNK))
+            steps = epoch * order.num_steps(micro_batch) + (first + np.arange(len(ids))) // micro_batch
+            for hole in holes:
+                kept = (ids < hole.lo) | (ids >= hole.hi) | (steps < hole.since)
+                ids, steps = ids[kept], steps[kept]
+            parts.append(ids)
+    return parts
+
+
+def _all(num_samples: int, holes: Sequence[Hole]) -> str:
+    return f"each of {num_samples:,} samples" + (", those of holes aside," if holes else "")

@@ -1,0 +1,1 @@
+"""Commits: records, their writer and reader, lookup, retention, sweeping and export."""

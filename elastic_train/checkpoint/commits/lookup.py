@@ -1,0 +1,63 @@
+"""How people name things: a run by its folder or by the URL of its commits, a commit by its step, term-step, or key."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+import yaml
+
+from elastic_train.checkpoint.commits.reader import commit_keys, discover, read_record
+from elastic_train.checkpoint.commits.record import CommitRecord
+from elastic_train.checkpoint.stores.store import Store, open_store
+from elastic_train.core.lineage import COMMITS, place_of
+from elastic_train.errors import ConfigError
+
+
+def open_run(run: str) -> Store:
+    """Open the store of a run's commits; ConfigError if a folder is not there."""
+    if "://" in run:
+        return open_store(run)
+    folder = Path(run)
+    if not folder.is_dir():
+        beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+        close = difflib.get_close_matches(folder.name, beside, n=1)
+        hint = f"did you mean '{folder.parent / close[0]}'?" if close else "name a run's folder, or a URL"
+        raise ConfigError(f"{run}: there is no such folder; {hint}")
+    return open_store((not (folder / COMMITS).is_dir() and _url_of(folder)) or run)
+
+
+def _url_of(folder: Path) -> str | None:
+    """Return where a run's resolved configuration says that its commits are, if not in its folder."""
+    try:
+        tree = yaml.safe_load((folder / "config.yaml").read_text())
+    except (OSError, yaml.YAMLError):
+        return None
+    checkpoint = tree.get("checkpoint") if isinstance(tree, dict) else None
+    url = checkpoint.get("url") if isinstance(checkpoint, dict) else None
+    return str(url) if url else None
+
+
+def find(store: Store, name: str | None) -> CommitRecord:
+    """Return the commit that a person names, or the newest whole one; ConfigError if there is none such."""
+    if name is not None:
+        return read_record(store, name_to_key(store, name))
+    head = discover(store).head
+    if head is None:
+        raise ConfigError(f"{store.url}: no commits; is this the run's folder, or the URL of its commits?")
+    return head
+
+
+def name_to_key(store: Store, name: str) -> str:
+    """Return the key of the commit that a person names; of several at one step it is the newest term's."""
+    keys = commit_keys(store)
+    matches = [key for key in keys if name in _names(key)]
+    if not matches:
+        known = ", ".join(_names(key)[1] for key in keys[:5]) or "none"
+        raise ConfigError(f"{store.url}: no commit is called '{name}'; the newest, as term-step: {known}")
+    return matches[0]
+
+
+def _names(key: str) -> tuple[str, str, str, str]:
+    term, step = place_of(key) or (0, 0)
+    return key, f"{term}-{step}", str(step), key.removeprefix(COMMITS).removesuffix(".json")

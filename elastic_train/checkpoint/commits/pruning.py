@@ -1,0 +1,92 @@
+"""Retention: the deletion of commits that no policy wants.
+
+A record is deleted before its files, so that what is left at any moment is either a whole commit or an abandoned
+attempt. Never deleted: the newest commit that verifies, pinned ones, and those that a reader holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elastic_train.checkpoint.commits.pins_and_holds import held, pinned
+from elastic_train.checkpoint.commits.reader import (
+    DAMAGE,
+    commit_keys,
+    damage_of,
+    read_record,
+)
+from elastic_train.checkpoint.commits.record import CommitRecord
+from elastic_train.checkpoint.commits.retention_policies import Candidate, Retention
+from elastic_train.checkpoint.stores.store import Entry, Store
+from elastic_train.core.lineage import place_of
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What was deleted, and how many bytes of files that freed."""
+
+    commits: tuple[str, ...]
+    attempts: tuple[str, ...]
+    num_bytes: int
+
+
+def prune(
+    store: Store, retention: Retention, *, newest: CommitRecord | None = None, is_rehearsal: bool = False
+) -> Pruned:
+    """Delete the commits that no policy wants, but none that is pinned or held, nor the newest one that verifies.
+
+    `newest` is a commit that the caller knows to be whole; without it, or if others have published meanwhile, the
+    newest are read until one is, and if none is, nothing is deleted. A rehearsal deletes nothing and says what it would
+    have deleted.
+    """
+    keys, sure = commit_keys(store), pinned(store) | held(store)
+    doomed = retention.unwanted([_candidate(store, key) for key in keys], sure)
+    if doomed:
+        whole = newest if newest is not None and newest.key == keys[0] else _newest_whole(store, keys)
+        commits = [_candidate(store, key, whole) for key in keys]
+        doomed = retention.unwanted(commits, sure | {whole.key}) if whole else []
+    delete = _measure_commit if is_rehearsal else _delete_commit
+    return Pruned(tuple(doomed), (), sum(delete(store, key) for key in doomed))
+
+
+def _newest_whole(store: Store, keys: Sequence[str]) -> CommitRecord | None:
+    return next((_readable(store, key) for key in keys if damage_of(store, key) is None), None)
+
+
+def _candidate(store: Store, key: str, newest: CommitRecord | None = None) -> Candidate:
+    place = place_of(key)
+    assert place, f"{key} is no commit's key"
+    return Candidate(key, place[1], functools.partial(_readable, store, key), newest)
+
+
+def _readable(store: Store, key: str) -> CommitRecord | None:
+    with contextlib.suppress(*DAMAGE):
+        return read_record(store, key)
+    return None
+
+
+def _measure_commit(store: Store, key: str) -> int:
+    record = _readable(store, key)
+    return record.num_bytes if record else 0
+
+
+def _delete_commit(store: Store, key: str) -> int:
+    """Delete a record, then its files; those of an unreadable record stay, for nobody knows which they are.
+
+    So do those of a commit that a reader has taken hold of meanwhile: they are swept later.
+    """
+    record = _readable(store, key)
+    store.delete(key)
+    if record is None or key in held(store):
+        return 0
+    return delete_all(store, store.list(f"{record.attempt}/"))
+
+
+def delete_all(store: Store, entries: list[Entry]) -> int:
+    """Delete keys; return how many bytes that frees."""
+    for entry in entries:
+        store.delete(entry.key)
+    return sum(entry.size for entry in entries)

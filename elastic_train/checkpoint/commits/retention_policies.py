@@ -1,0 +1,177 @@
+"""Which commits stay: policies that each name those worth keeping, and a rule that joins them. No I/O.
+
+A policy looks at all commits, newest first, and says which it wants; a commit stays if any policy wants it. A policy
+that looks back over time wants the first commit of every period, so that what it once wanted it wants for ever, however
+many others have been deleted since.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from elastic_train.best import parse_best
+from elastic_train.checkpoint.commits.record import CommitRecord
+from elastic_train.core.lineage import cut, place_of
+from elastic_train.errors import ConfigError
+
+
+class Candidate:
+    """A commit, of which the record is read only if somebody asks for it; None if it cannot be read."""
+
+    def __init__(
+        self, key: str, step: int, read: Callable[[], CommitRecord | None], newest: CommitRecord | None = None
+    ) -> None:
+        self.key = key
+        self.step = step
+        self._read = read
+        self._newest = newest
+
+    @functools.cached_property
+    def record(self) -> CommitRecord | None:
+        return self._read()
+
+    @functools.cached_property
+    def is_of_lineage(self) -> bool:
+        """Whether the newest commit's state had this one's; nobody falls back to others, which were given up.
+
+        A commit of a term that applied nothing, made by a process that was alone, tells by its record.
+        """
+        newest, place = self._newest, place_of(self.key)
+        if newest is None or self.key == newest.key or place is None:
+            return True
+        term = next((i.term for i in newest.intervals if i.lo < self.step <= i.hi), None)
+        if term is None or term >= place[0]:
+            return term == place[0]
+        return self.record is not None and self.record.intervals == cut(newest.intervals, self.step)
+
+
+class Policy(Protocol):
+    """A reason to keep commits."""
+
+    def wanted(self, commits: Sequence[Candidate]) -> Iterable[str]:
+        """Return the keys of those commits, newest first, that should stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Last:
+    """Keep the newest `num` commits of the lineage, and what is newer than the last of them.
+
+    Others are no reason to keep fewer of those: were they counted, the only whole commit could be deleted.
+    """
+
+    num: int
+
+    def __post_init__(self) -> None:
+        if self.num < 1:
+            raise ConfigError(f"the number of last commits to keep must be at least 1, not {self.num}")
+
+    def wanted(self, commits: Sequence[Candidate]) -> Iterator[str]:
+        num_left = self.num
+        for commit in commits:
+            if num_left == 0:
+                return
+            yield commit.key
+            num_left -= commit.is_of_lineage
+
+
+@dataclass(frozen=True, slots=True)
+class EverySteps:
+    """Keep the first commit at or behind every multiple of `num` steps."""
+
+    num: int
+
+    def wanted(self, commits: Sequence[Candidate]) -> Iterator[str]:
+        return _firsts(commits, lambda commit: commit.step // self.num or None)
+
+
+@dataclass(frozen=True, slots=True)
+class EverySeconds:
+    """Keep the first commit of every period of so many seconds, by the time in its record."""
+
+    seconds: float
+
+    def wanted(self, commits: Sequence[Candidate]) -> Iterator[str]:
+        return _firsts(commits, lambda commit: int(commit.record.created_at // self.seconds) if commit.record else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Keep the commit with the best value of a metric; of equal ones the first. Written `min loss`, `max macro_f1`."""
+
+    metric: str
+    is_higher_better: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Best:
+        metric, is_higher_better = parse_best(text)
+        return cls(metric, is_higher_better)
+
+    def wanted(self, commits: Sequence[Candidate]) -> list[str]:
+        best: tuple[float, str] | None = None
+        for commit in reversed(commits):
+            value = commit.record.metrics.get(self.metric) if commit.record else None
+            rank = None if value is None else -value if self.is_higher_better else value
+            if rank is not None and (best is None or rank < best[0]):
+                best = rank, commit.key
+        return [best[1]] if best else []
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What stays: all that a policy wants or, with a budget in bytes, as much of it, and of the newest, as fits."""
+
+    policies: tuple[Policy, ...]
+    budget: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        last: int,
+        every_steps: int | None = None,
+        every_s: float | None = None,
+        best: str | None = None,
+        budget: int | None = None,
+    ) -> Retention:
+        """Join the policies asked for, a budget in place of `last`; raise ConfigError if one makes no sense."""
+        policies: list[Policy] = [] if budget else [Last(last)]
+        policies += [EverySteps(every_steps)] if every_steps else []
+        policies += [EverySeconds(every_s)] if every_s else []
+        policies += [Best.parse(best)] if best else []
+        return cls(tuple(policies), budget)
+
+    def unwanted(self, commits: Sequence[Candidate], sure: Collection[str]) -> list[str]:
+        """Return the keys to delete, oldest first; those in `sure` stay, and count towards the budget."""
+        wanted = {*sure, *(key for policy in self.policies for key in policy.wanted(commits))}
+        if self.budget is not None:
+            wanted = self._fitting(commits, sure, wanted, self.budget)
+        return [commit.key for commit in reversed(commits) if commit.key not in wanted]
+
+    def _fitting(
+        self, commits: Sequence[Candidate], sure: Collection[str], wanted: Collection[str], budget: int
+    ) -> set[str]:
+        fitting = set(sure)
+        left = budget - sum(_size(commit) for commit in commits if commit.key in fitting)
+        # stable: newest first in each
+        for commit in sorted(commits, key=lambda commit: (commit.key not in wanted, not commit.is_of_lineage)):
+            if commit.key not in fitting and _size(commit) <= left:
+                fitting.add(commit.key)
+                left -= _size(commit)
+        return fitting
+
+
+def _firsts(commits: Sequence[Candidate], period_of: Callable[[Candidate], int | None]) -> Iterator[str]:
+    """Yield the first commit of the lineage in every period; None is no period."""
+    seen: set[int] = set()
+    for commit in reversed(commits):
+        period = period_of(commit)
+        if period is not None and period not in seen and commit.is_of_lineage:
+            seen.add(period)
+            yield commit.key
+
+
+def _size(commit: Candidate) -> int:
+    return commit.record.num_bytes if commit.record else 0

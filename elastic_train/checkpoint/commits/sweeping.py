@@ -1,0 +1,70 @@
+"""Sweeping: the deletion of attempts that never became a commit, and from then on cannot.
+
+Whoever began such an attempt may be frozen, and publish it when it wakes. So may whoever sweeps be frozen, between any
+look and the deletion behind it. So a sweep first takes the name of the attempt's record, by the same conditional create
+by which its writer would publish: one of them wins, and only what has lost goes. The name stays taken, by a few bytes
+that are no commit.
+"""
+
+from __future__ import annotations
+
+import time
+
+from elastic_train.checkpoint.commits.pins_and_holds import held
+from elastic_train.checkpoint.commits.pruning import Pruned, delete_all
+from elastic_train.checkpoint.commits.reader import commit_keys
+from elastic_train.checkpoint.commits.record import VOID
+from elastic_train.checkpoint.stores.store import Entry, Store, create_once
+from elastic_train.core.lineage import ATTEMPTS, commit_key, place_of
+
+SAFE_AGE_S = 6 * 3600.0
+Place = tuple[int, int]
+
+
+def sweep(
+    store: Store, term: int, *, now: float | None = None, safe_age_s: float = SAFE_AGE_S, is_rehearsal: bool = False
+) -> Pruned:
+    """Delete attempts that have no record, once nobody should finish them: of a term below `term`, or long untouched.
+
+    A writer that is still at one is fenced when it comes to publish. A rehearsal deletes nothing.
+    """
+    attempts = _attempts(store)
+    recorded = {place_of(key) for key in commit_keys(store)}  # an unreadable record's files stay: nobody knows which
+    moment = time.time() if now is None else now
+    lost: dict[str, list[Entry]] = {}
+    for attempt, entries in attempts.items():
+        place = place_of_attempt(attempt)
+        if place is None or place in recorded or not _is_over(place, entries, term, moment - safe_age_s):
+            continue
+        if is_rehearsal or create_once(store, commit_key(*place), VOID):
+            lost[attempt] = entries
+    # Whoever holds a commit has seen its record behind its hold: none can begin to, now that the names are taken.
+    spared = {place_of(key) for key in held(store, now)}
+    swept = [attempt for attempt in lost if place_of_attempt(attempt) not in spared]
+    measure = _size if is_rehearsal else delete_all
+    return Pruned((), tuple(swept), sum(measure(store, lost[attempt]) for attempt in swept))
+
+
+def _is_over(place: Place, entries: list[Entry], term: int, safe_until: float) -> bool:
+    touched = [entry.modified_at for entry in entries if entry.modified_at is not None]
+    return place[0] < term or bool(touched and max(touched) < safe_until)
+
+
+def _size(store: Store, entries: list[Entry]) -> int:
+    return sum(entry.size for entry in entries)
+
+
+def _attempts(store: Store) -> dict[str, list[Entry]]:
+    """Return the entries of every attempt's folder, data/step-<step>/<term>-<unique>."""
+    attempts: dict[str, list[Entry]] = {}
+    for entry in store.list(ATTEMPTS):
+        attempts.setdefault("/".join(entry.key.split("/")[:3]), []).append(entry)
+    return attempts
+
+
+def place_of_attempt(attempt: str) -> Place | None:
+    """Return the (term, step) of an attempt's folder, None if it is not one of ours."""
+    _, step, name = attempt.split("/") if attempt.count("/") == 2 else ("", "", "")
+    term = name.partition("-")[0]
+    number = step.removeprefix("step-")
+    return (int(term), int(number)) if term.isdecimal() and number.isdecimal() else None

@@ -1,0 +1,230 @@
+"""Writing a commit: files, record, fence, in this order, so that a checkpoint exists if and only if its record does.
+
+1. every file goes into a fresh attempt's folder, durable and with its checksums;
+2. the record is created conditionally, durable: from here on the commit exists;
+3. the fence is asked to make it the head, which fails if a newer world has claimed a term.
+
+A failure before 2 leaves nothing but, at worst, an abandoned attempt, which retention sweeps. A record that is fenced
+in 3 stays: a newer world may have read it. If it has not, the order of commits passes it over. One that the fence has
+not heard of stays, too, and is an ancestor of the next, which makes up for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from elastic_train.checkpoint.commits.record import (
+    VOID,
+    CommitFacts,
+    CommitRecord,
+    library_versions,
+)
+from elastic_train.checkpoint.format.dcp import (
+    WrittenPart,
+    finish_attempt,
+    live_contents,
+    write_part,
+)
+from elastic_train.checkpoint.format.layout import (
+    AttemptPlan,
+    Planner,
+    State,
+    leaves_by_path,
+)
+from elastic_train.checkpoint.format.weights_digest import join_digests
+from elastic_train.checkpoint.stores.checksums import FileRecord
+from elastic_train.checkpoint.stores.store import (
+    Store,
+    Uncertain,
+    create_once,
+    read,
+)
+from elastic_train.core.lineage import (
+    ATTEMPTS,
+    Interval,
+    extend,
+    tiling_problems,
+)
+from elastic_train.errors import FencedError, StorageError
+from elastic_train.system.failpoints import reach
+
+log = logging.getLogger(__name__)
+
+_MOST_COPIES = 2  # of tensors on a device, beside the one that is written
+
+
+class Unheard(StorageError):  # noqa: N818 - the commit exists
+    """By the store nobody newer claims, so `commit` is of the lineage; but the fence's other half does not answer."""
+
+    commit: CommitRecord
+
+
+class Publisher(Protocol):
+    """What a writer needs of a fence (see `elastic_train.fencing`)."""
+
+    def publish(self, term: int, commit: str) -> None:
+        """Make a commit the head; FencedError if a newer term has been claimed, Unheard if only the store knows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a save is of, fixed at a step boundary: the same on every rank that takes part.
+
+    `intervals` name the terms that applied the steps up to here; without them, this term did since the parent.
+    """
+
+    attempt: str
+    plan: AttemptPlan
+    plain: Mapping[str, bytes]
+    facts: CommitFacts
+    intervals: tuple[Interval, ...] | None
+
+
+def attempt_folder(step: int, term: int, unique: str) -> str:
+    """Return the folder of a save's files, which is never used again."""
+    return f"{ATTEMPTS}step-{step:012d}/{term:08d}-{unique}"
+
+
+class CommitWriter:
+    """Publishes the commits of one term, each the child of the one before; used by rank 0 alone."""
+
+    def __init__(self, store: Store, fence: Publisher, term: int, parent: CommitRecord | None) -> None:
+        self._store = store
+        self._fence = fence
+        self._term = term
+        self._parent = parent
+        self._sent: list[CommitRecord] = []
+        self._lock = threading.Lock()
+
+    def save(self, state: State, facts: CommitFacts, intervals: tuple[Interval, ...] | None = None) -> CommitRecord:
+        """Write and publish a state of tensors and plain values, alone and at once; return its record."""
+        planner, leaves = Planner(), leaves_by_path(state)
+        plan = planner.plan(state, leaves, num_writers=1)
+        attempt = attempt_folder(facts.step, self._term, uuid.uuid4().hex[:12])
+        draft = Draft(attempt, plan, planner.encode(plan, leaves), facts, intervals)
+        part = plan.parts[0]
+
+        def write() -> Sequence[WrittenPart]:
+            contents = live_contents(part, leaves)
+            return [write_part(self._store, attempt, part, contents, draft.plain, most_behind=_MOST_COPIES)]
+
+        return self.publish(draft, write)
+
+    def publish(
+        self,
+        draft: Draft,
+        write: Callable[[], Sequence[WrittenPart]],
+        gate: contextlib.AbstractContextManager[object] | None = None,
+    ) -> CommitRecord:
+        """Let all parts be written, then publish them from inside `gate`; return the record.
+
+        Raises StorageError if nothing was published, FencedError if a newer world owns the lineage (stop then), and
+        what `write` and `gate` raise. Where only the fence did not answer (Unheard, if the store's half did), the
+        commit exists already: publishing the same step again asks the fence again, and the next step's commit is its
+        child.
+        """
+        parent = record = self._parent
+        if record is not None and (record.term, record.step) == (self._term, draft.facts.step):
+            with gate or contextlib.nullcontext():
+                self._make_head(record)
+            return record
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._abandon, draft.attempt)
+            record = self._describe(draft, write(), parent)
+            reach("record")
+            with gate or contextlib.nullcontext():
+                self._note_sent(record)
+                try:
+                    is_ours = create_once(self._store, record.key, record.encode())
+                except Uncertain:
+                    undo.pop_all()  # the record may still come to exist, so its files must stay
+                    raise
+                if is_ours:
+                    undo.pop_all()
+                else:
+                    record = self._sent_before(record.key)
+                self._continue_from(record)
+                self._make_head(record)
+        return record
+
+    def _note_sent(self, record: CommitRecord) -> None:
+        with self._lock:
+            self._sent = [*(sent for sent in self._sent if sent.step == record.step), record]
+
+    def _sent_before(self, key: str) -> CommitRecord:
+        """Return the record that has taken a name, if an earlier save of this step sent it, unanswered then.
+
+        Raises FencedError if it is another's.
+        """
+        content, where = read(self._store, key), f"{self._store.url}/{key}"
+        for sent in self._sent:
+            if sent.encode() == content:
+                return sent
+        if content == VOID:
+            raise FencedError(f"{where}: a newer world has swept this save of term {self._term}")
+        raise FencedError(f"{where}: another writer of term {self._term} has created it")
+
+    def _continue_from(self, record: CommitRecord) -> None:
+        """Let later commits continue this one, unless one was published while the store kept this one waiting."""
+        with self._lock:
+            if self._parent is not None and self._parent.step > record.step:
+                raise Uncertain(f"{self._store.url}/{record.key}: came to exist when the save was given up already")
+            self._parent = record
+
+    def _make_head(self, record: CommitRecord) -> None:
+        reach("publish")
+        if self._parent is not record:
+            raise Uncertain(f"{record.key} is not made the head: a newer one was published meanwhile")
+        try:
+            self._fence.publish(self._term, record.key)
+        except Unheard as error:
+            error.commit = record
+            raise
+
+    def _describe(self, draft: Draft, written: Sequence[WrittenPart], parent: CommitRecord | None) -> CommitRecord:
+        """Write the metadata, make sure that the store holds all files in full, and make the record."""
+        files = finish_attempt(self._store, draft.attempt, draft.plan, written)
+        self._check_sizes(draft.attempt, files)
+        facts, intervals = draft.facts, draft.intervals
+        lo = parent.step if parent else 0
+        assert facts.step >= lo, f"step {facts.step} does not continue {lo}"
+        if intervals is None:
+            before = parent.intervals if parent else ()
+            intervals = extend(before, self._term, lo, facts.step) if facts.step > lo else before
+        assert not tiling_problems(intervals, facts.step), f"{intervals} do not tile the steps before {facts.step}"
+        return CommitRecord(
+            **{name: getattr(facts, name) for name in CommitFacts.__dataclass_fields__},
+            weights_sha256=join_digests({name: digest for part in written for name, digest in part.digests.items()}),
+            term=self._term,
+            parent=parent.digest if parent else None,
+            parent_key=parent.key if parent else None,
+            intervals=intervals,
+            attempt=draft.attempt,
+            int_keyed=draft.plan.int_keyed,
+            empty=draft.plan.empty,
+            versions=library_versions(),
+            created_at=time.time(),
+            files=files,
+        )
+
+    def _check_sizes(self, attempt: str, files: Mapping[str, FileRecord]) -> None:
+        sizes = {entry.key: entry.size for entry in self._store.list(f"{attempt}/")}
+        for name, file in files.items():
+            size = sizes.get(f"{attempt}/{name}")
+            if size != file.size:
+                raise StorageError(f"{self._store.url}/{attempt}/{name}: the store has {size} bytes of {file.size}")
+
+    def _abandon(self, attempt: str) -> None:
+        """Remove what a failed save has written; what cannot be removed now is swept later."""
+        try:
+            for entry in self._store.list(f"{attempt}/"):
+                self._store.delete(entry.key)
+        except StorageError as error:
+            log.warning("an abandoned attempt stays for now: %s", error)

@@ -1,0 +1,1 @@
+"""How often to save: measured costs, Young's and Daly's optimum, and the cadence that follows."""

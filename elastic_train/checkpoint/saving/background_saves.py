@@ -1,0 +1,170 @@
+"""Saves in the background: one in flight for each rank, on a thread without collectives that can be walked away from.
+
+At a step boundary `begin` fixes what is saved. The thread copies it (`await_staging` returns when it has, and must be
+called before the state changes), writes this rank's part and says that it is done; on rank 0 it waits for the others'
+parts and publishes. What became of it is picked up at a later boundary, by `collect`.
+
+A world that ends abandons its save: nothing of it is published from then on, except by a publish that has begun, which
+is the fence's to judge. So the next world, which may be in this process, reads a lineage that nobody here extends.
+
+A save that gets no further is given up in the same way, within its world: the thread is left where it is stuck, the
+save counts as failed, and the next one begins. When that is, is learned from saves that ended well, as with steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from elastic_train.checkpoint.commits.record import CommitFacts, CommitRecord, Path
+from elastic_train.checkpoint.commits.writer import CommitWriter, Draft, attempt_folder
+from elastic_train.checkpoint.format.layout import Planner, State, leaves_by_path
+from elastic_train.checkpoint.saving.abandonment import LOOK_EVERY_S, Patience
+from elastic_train.checkpoint.saving.save_thread import Ended, Flight
+from elastic_train.checkpoint.saving.staging import Snapshot, Staging
+from elastic_train.checkpoint.stores.store import Store
+from elastic_train.core.lineage import Interval
+from elastic_train.errors import StorageError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A rank's part in its world's saves: it writes as `place` of `num_writers`, place 0 being rank 0; None: nothing.
+
+    `unique` is a word that this world shares and no other has.
+    """
+
+    place: int | None
+    num_writers: int
+    unique: str
+
+
+class SaveMemory:
+    """What saves keep over all worlds of a process: plan, staging memory, patience, and whether one was given up."""
+
+    def __init__(self) -> None:
+        self.planner = Planner()
+        self.staging = Staging()
+        self.patience = Patience()
+        self.is_owed = False
+
+
+class Saves:
+    """One rank's saves in one world; `tidy` is called, on the thread, behind every commit."""
+
+    def __init__(
+        self,
+        store: Store,
+        commits: CommitWriter,
+        term: int,
+        role: Role,
+        memory: SaveMemory,
+        tidy: Callable[[CommitRecord], None] = lambda commit: None,
+    ) -> None:
+        self._store, self._commits, self._term, self._role = store, commits, term, role
+        self._memory, self._tidy = memory, tidy
+        self._flight: Flight | None = None
+        self._num_begun = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Say whether a save is in flight."""
+        return self._flight is not None and not self._flight.ended.is_set()
+
+    @property
+    def is_staging(self) -> bool:
+        """Say whether the state may not change yet."""
+        return self._flight is not None and not self._flight.staged.is_set()
+
+    @property
+    def is_owed(self) -> bool:
+        """Say whether the last save was given up, and none has begun since."""
+        return self._memory.is_owed
+
+    def begin(
+        self,
+        state: State,
+        facts: CommitFacts,
+        intervals: tuple[Interval, ...] | None = None,
+        is_still: Callable[[Path], bool] = lambda path: False,
+    ) -> None:
+        """Begin to save a state; the last save must have been collected, and no other rank may skip this one.
+
+        Tensors at paths that `is_still` may be read until `await_staging` has returned. Raises ConfigError if the
+        state holds what cannot be saved.
+        """
+        assert self._flight is None, "a save is in flight"
+        started = time.perf_counter()
+        self._num_begun += 1
+        self._memory.is_owed = False
+        role, planner, leaves = self._role, self._memory.planner, leaves_by_path(state)
+        plan = planner.plan(state, leaves, role.num_writers)
+        attempt = attempt_folder(facts.step, self._term, f"{role.unique}-{self._num_begun:04d}")
+        if role.place is None or role.place >= len(plan.parts):
+            return
+        draft = Draft(attempt, plan, planner.encode(plan, leaves), facts, intervals)
+        snapshot = Snapshot(plan.parts[role.place], leaves, is_still)
+        self._flight = Flight(self._store, self._commits, self._tidy, self._memory.staging, role.place, draft, snapshot)
+        self._flight.stall_s = time.perf_counter() - started
+
+    def await_staging(self) -> None:
+        """Return when nothing reads the state any more."""
+        if self._flight is not None:
+            self._flight.await_staging()
+
+    def collect(self) -> Ended | None:
+        """Return how a save ended that has ended, once; one that gets no further on this rank ends here, failed."""
+        flight = self._flight
+        if flight is None or not (flight.ended.is_set() or self._is_stuck(flight)):
+            return None
+        self._flight = None
+        if not flight.ended.is_set() and flight.commit is None:
+            return self._give_up(flight)
+        ended = flight.outcome()
+        if ended.error is None:
+            self._memory.patience.learn(ended.seconds)
+        return ended
+
+    def wait(self, check: Callable[[float], None] = lambda waited_s: None) -> Ended | None:
+        """Wait for the save in flight; return how it ended.
+
+        `check`, asked now and then with the seconds waited, may raise: a rank that is lost never writes its part.
+        """
+        started = time.monotonic()
+        while (flight := self._flight) is not None and not flight.ended.wait(LOOK_EVERY_S):
+            if self._is_stuck(flight):
+                break
+            check(time.monotonic() - started)
+        return self.collect()
+
+    def abandon(self, patience_s: float = 0.0) -> Ended | None:
+        """Give the save in flight up, after some patience; return how it ended if it has."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return None
+        flight.ended.wait(patience_s)
+        flight.abandon()
+        ended = flight.outcome() if flight.ended.is_set() or flight.commit is not None else None
+        self._memory.is_owed = ended is None or ended.error is not None
+        return ended
+
+    def _is_stuck(self, flight: Flight) -> bool:
+        return time.monotonic() - flight.moved_at_s > self._memory.patience.limit_s(flight.num_bytes)
+
+    def _give_up(self, flight: Flight) -> Ended:
+        limit_s = self._memory.patience.limit_s(flight.num_bytes)
+        flight.abandon()
+        if flight.commit is not None:  # a publish had begun, and was waited for
+            return flight.outcome()
+        self._memory.patience.lengthen()
+        self._memory.is_owed = True
+        where = f"part {flight.place}" if flight.place else "rank 0"
+        why = f"{self._store.url}: the save got no further for {limit_s:.0f} s ({where}) and was given up"
+        log.warning("%s; does the storage answer?", why)
+        if flight.place:  # rank 0 may have more patience, and all wait for it at a job's end
+            flight.tell(why)
+        return replace(flight.outcome(), error=StorageError(why))

@@ -1,0 +1,196 @@
+"""One save on a thread of its own: it copies the state, writes this rank's part, and on rank 0 publishes all parts.
+
+No collective is on the way, so it can be walked away from at any moment. Its gate says whether it is still wanted: once
+that is closed nothing is published that was not being published already, and nothing is read of the state any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from elastic_train.checkpoint.commits.record import CommitRecord
+from elastic_train.checkpoint.commits.writer import CommitWriter, Draft
+from elastic_train.checkpoint.format.dcp import WrittenPart, write_part
+from elastic_train.checkpoint.saving import part_receipts
+from elastic_train.checkpoint.saving.abandonment import Gate
+from elastic_train.checkpoint.saving.staging import (
+    Buffer,
+    Snapshot,
+    Staged,
+    Staging,
+)
+from elastic_train.checkpoint.stores.deadline import PromptStore
+from elastic_train.checkpoint.stores.store import Store
+from elastic_train.errors import StorageError
+from elastic_train.system.failpoints import reach
+
+RETRY_PAUSES_S = (0.2, 1.0)
+PUBLISH_PATIENCE_S = 1.0
+"""How long a world that ends waits for a publish that has begun; after that the fence alone decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a save ended: rank 0 has a commit, or whoever failed an error; `stall_s` is what training waited for it."""
+
+    step: int
+    commit: CommitRecord | None
+    error: BaseException | None
+    tidying_error: StorageError | None
+    seconds: float
+    stall_s: float
+
+
+class Flight:
+    """One save, which begins at once."""
+
+    def __init__(
+        self,
+        store: Store,
+        commits: CommitWriter,
+        tidy: Callable[[CommitRecord], None],
+        staging: Staging,
+        place: int,
+        draft: Draft,
+        snapshot: Snapshot,
+    ) -> None:
+        self._store, self._commits, self._tidy = store, commits, tidy
+        self._staging, self.place, self._draft, self._snapshot = staging, place, draft, snapshot
+        self.num_bytes = snapshot.num_bytes
+        self._began_at, self._seconds = time.perf_counter(), 0.0
+        self.moved_at_s = time.monotonic()
+        self.gate, self.ended = Gate(), threading.Event()
+        self.staged, self.awaited = threading.Event(), threading.Event()
+        self.stall_s = 0.0
+        self.commit: CommitRecord | None = None
+        self._error: BaseException | None = None
+        self._tidying_error: StorageError | None = None
+        threading.Thread(target=self._supervise, name=f"save of step {draft.facts.step}", daemon=True).start()
+
+    def await_staging(self) -> None:
+        """Return when nothing reads the state any more; the time counts as a stall."""
+        if not self.staged.is_set():
+            started = time.perf_counter()
+            self.awaited.set()
+            self.staged.wait()
+            self.stall_s += time.perf_counter() - started
+
+    def abandon(self) -> None:
+        """Let nothing of it be published from here on, nor read of the state; its memory is the next save's then."""
+        self.gate.close(PUBLISH_PATIENCE_S)
+        self.staged.wait()
+
+    def tell(self, why: str) -> None:
+        """Tell rank 0 that this part will not be written, as soon as the storage takes it."""
+        threading.Thread(target=self._post, args=(why,), name="telling rank 0", daemon=True).start()
+
+    def _post(self, why: str) -> None:
+        with contextlib.suppress(StorageError):
+            part_receipts.post(self._store, self._draft.attempt, self.place, part_receipts.Done(None, why))
+
+    def outcome(self) -> Ended:
+        """Return what is known of its end."""
+        step = self._draft.facts.step
+        return Ended(step, self.commit, self._error, self._tidying_error, self._seconds, self.stall_s)
+
+    def _supervise(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:  # noqa: BLE001 - raised, or told, where it is collected
+            self._error = error
+        finally:
+            self._seconds = self._seconds or time.perf_counter() - self._began_at
+            self.staged.set()
+            self.ended.set()
+
+    def _run(self) -> None:
+        if self.place == 0:
+            self.commit = self._commits.publish(self._draft, self._write_all, self._publishing())
+            self._seconds = time.perf_counter() - self._began_at
+            self._move()
+            try:
+                self._tidy(self.commit)
+            except StorageError as error:
+                self._tidying_error = error
+            return
+        try:
+            written = part_receipts.Done(self._write_mine(), None)
+        except StorageError as error:
+            part_receipts.post(self._store, self._draft.attempt, self.place, part_receipts.Done(None, str(error)))
+            raise
+        self.gate.check()  # else its memory may have been another save's already
+        part_receipts.post(self._store, self._draft.attempt, self.place, written)
+
+    @contextlib.contextmanager
+    def _publishing(self) -> Iterator[None]:
+        """Pass the gate; from here on the state is not read any more, nor was it if the commit exists already."""
+        self.staged.set()
+        with self.gate.passing():
+            yield
+
+    def _write_all(self) -> Sequence[WrittenPart]:
+        """Write this rank's part, and wait for those of the others."""
+        mine = self._write_mine()
+        others = range(1, len(self._draft.plan.parts))
+        return [mine, *(self._await_part(part) for part in others)]
+
+    def _await_part(self, part: int) -> WrittenPart:
+        written = part_receipts.wait_for(self._store, self._draft.attempt, part, self.gate.pause)
+        self._move()
+        return written
+
+    def _write_mine(self) -> WrittenPart:
+        snapshot = self._snapshot
+        buffer = self._staging.buffer(snapshot.num_bytes, is_pinned=snapshot.is_on_device)
+        with self._copying(buffer) as contents:
+            reach("write")
+            return self._write_stubbornly(contents)
+
+    @contextlib.contextmanager
+    def _copying(self, buffer: Buffer) -> Iterator[Staged]:
+        """Copy the state on a thread of its own, and wait for it at the end; give what is written."""
+        contents = Staged(buffer.contents_of(self._snapshot.part), self.awaited.is_set)
+        name = f"copy of step {self._draft.facts.step}"
+        threading.Thread(target=self._copy, args=(buffer, contents), name=name, daemon=True).start()
+        try:
+            yield contents
+        finally:
+            self.staged.wait()
+
+    def _copy(self, buffer: Buffer, contents: Staged) -> None:
+        try:
+            self._snapshot.copy(buffer, self.gate.check, contents.tell)
+        except BaseException as error:  # noqa: BLE001 - raised to who writes
+            contents.fail(error)
+        finally:
+            self._move()
+            self.staged.set()
+
+    def _write_stubbornly(self, contents: Staged) -> WrittenPart:
+        for pause_s in RETRY_PAUSES_S:
+            try:
+                return self._write(contents)
+            except StorageError:
+                contents.wait()  # what cannot be copied will not be written by trying again
+                self.gate.pause(pause_s)
+        return self._write(contents)
+
+    def _write(self, contents: Iterable[memoryview]) -> WrittenPart:
+        part = self._draft.plan.parts[self.place]
+        plain = self._draft.plain if self.place == 0 else {}
+        return write_part(
+            PromptStore(self._store, self._move), self._draft.attempt, part, self._checking(contents), plain
+        )
+
+    def _move(self) -> None:
+        self.moved_at_s = time.monotonic()
+
+    def _checking(self, contents: Iterable[memoryview]) -> Iterator[memoryview]:
+        """Yield the bytes as long as the save is wanted."""
+        for content in contents:
+            self.gate.check()
+            yield content

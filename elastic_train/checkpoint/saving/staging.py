@@ -1,0 +1,194 @@
+"""Staging: a rank's part of the applied state is copied to host memory, so that training goes on while it is written.
+
+The memory is kept from save to save: fresh memory costs several times the copy. There is one buffer, also while the
+writer of a save that was given up is stuck in a store: what that one reads of it from then on it cannot publish.
+
+What has been copied may be written while the rest is: `Staged` hands it out as it comes. Where training waits for the
+copy, that waits for nobody, and the writing stands back.
+
+Only what an optimizer step alone changes may be copied beside the next step's forward and backward. The rest (buffers
+that a forward pass may change) is cloned at once, at the step boundary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from elastic_train.checkpoint.commits.record import Path
+from elastic_train.checkpoint.format.layout import Leaves, Part
+from elastic_train.checkpoint.format.torch_frame import bytes_of
+from elastic_train.errors import StorageError
+
+_ALIGNMENT = 64
+_RUN_BYTES = 8 << 20
+
+
+class Buffer:
+    """Host memory for one part's tensors, and the views of it that they are copied into, kept with it."""
+
+    def __init__(self, num_bytes: int, *, is_pinned: bool) -> None:
+        try:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+            raise StorageError(f"no {num_bytes} bytes of host memory to stage a save: {why}") from error
+        self._part: Part | None = None
+        self._views: list[Tensor] = []
+        self._contents: list[memoryview] = []
+
+    def fits(self, num_bytes: int, *, is_pinned: bool) -> bool:
+        return self._memory.numel() >= num_bytes and self._memory.is_pinned() == is_pinned
+
+    def views_of(self, part: Part) -> list[Tensor]:
+        """Return where every tensor of a part goes, typed and shaped."""
+        if part is not self._part:
+            self._part, self._views, end = part, [], 0
+            for slot in part.slots:
+                place = self._memory[end : end + slot.frame.size]
+                self._views.append(place.view(slot.dtype).view(slot.shape))
+                end += _aligned(slot.frame.size)
+            self._contents = [bytes_of(view) for view in self._views]
+        return self._views
+
+    def contents_of(self, part: Part) -> list[memoryview]:
+        """Return the bytes of every tensor of a part."""
+        self.views_of(part)
+        return self._contents
+
+
+class Staging:
+    """A process's staging memory, over all of its worlds."""
+
+    def __init__(self) -> None:
+        self._buffer: Buffer | None = None
+
+    def buffer(self, num_bytes: int, *, is_pinned: bool) -> Buffer:
+        """Return the buffer, made anew if it is too small; whoever had it must be through, or unable to publish.
+
+        Raises StorageError if the host's memory is short.
+        """
+        if self._buffer is None or not self._buffer.fits(num_bytes, is_pinned=is_pinned):
+            self._buffer = None  # let go of it before the new one is there
+            self._buffer = Buffer(num_bytes, is_pinned=is_pinned)
+        return self._buffer
+
+
+class Staged:
+    """The bytes of a part's tensors, in order, while they come to be: whoever goes through them waits for each.
+
+    Once training waits (`is_awaited`), nothing more is given out before all is there: what copies gets the machine.
+    """
+
+    def __init__(self, contents: Sequence[memoryview], is_awaited: Callable[[], bool]) -> None:
+        self._contents, self._is_awaited = contents, is_awaited
+        self._num_there = 0
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def __iter__(self) -> Iterator[memoryview]:
+        """Yield each as soon as it is there; raise what `fail` was told."""
+        for place, content in enumerate(self._contents):
+            self._wait_for(place + 1)
+            yield content
+
+    def tell(self, num_there: int) -> None:
+        """Say that the first so many have been copied."""
+        with self._changed:
+            self._num_there = num_there
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Wait for all; raise what `fail` was told."""
+        self._wait_for(len(self._contents))
+
+    def _wait_for(self, num_wanted: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or self._num_there >= self._least(num_wanted))
+            if self._error is not None:
+                raise self._error
+
+    def _least(self, num_wanted: int) -> int:
+        return len(self._contents) if self._is_awaited() else num_wanted
+
+
+class Snapshot:
+    """A part's tensors as they are at a step boundary; created there, and copied by `copy` before the next update."""
+
+    def __init__(self, part: Part, leaves: Leaves, is_still: Callable[[Path], bool]) -> None:
+        self.part = part
+        self._tensors = [_at_boundary(leaves[slot.path], is_still(slot.path)) for slot in part.slots]
+        self._versions = [tensor._version for tensor in self._tensors]
+        self._device = next((tensor.device for tensor in self._tensors if tensor.is_cuda), None)
+        self._event = torch.cuda.Event() if self._device is not None else None  # type: ignore[no-untyped-call]
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(self._device))
+        self.num_bytes = sum(_aligned(slot.frame.size) for slot in part.slots)
+
+    @property
+    def is_on_device(self) -> bool:
+        return self._device is not None
+
+    def copy(self, buffer: Buffer, check: Callable[[], None], tell: Callable[[int], None]) -> None:
+        """Copy the tensors and let go of them; `tell` is called with how many are there, `check` may raise.
+
+        Raises StorageError if a tensor has changed since the boundary.
+        """
+        views = buffer.views_of(self.part)
+        with self._stream() as await_copy:
+            for lo, hi in self._runs():
+                check()
+                torch._foreach_copy_(views[lo:hi], self._tensors[lo:hi], non_blocking=True)
+                await_copy()
+                self._check_unchanged(lo, hi)
+                tell(hi)
+        self._tensors = []
+
+    def _check_unchanged(self, lo: int, hi: int) -> None:
+        for place in range(lo, hi):
+            if self._tensors[place]._version != self._versions[place]:
+                name = self.part.slots[place].index.fqn
+                raise StorageError(f"state '{name}' changed while it was copied; only an update may change it")
+
+    def _runs(self) -> Iterator[tuple[int, int]]:
+        """Cut the slots into half-open runs [lo, hi) of some megabytes."""
+        lo = num_bytes = 0
+        for place, slot in enumerate(self.part.slots):
+            num_bytes += slot.frame.size
+            if num_bytes >= _RUN_BYTES:
+                yield lo, place + 1
+                lo, num_bytes = place + 1, 0
+        if lo < len(self.part.slots):
+            yield lo, len(self.part.slots)
+
+    @contextlib.contextmanager
+    def _stream(self) -> Iterator[Callable[[], None]]:
+        """Copy on a stream of its own, behind all that was launched before the boundary; give what waits for it."""
+        if self._event is None:
+            yield lambda: None
+            return
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_event(self._event)
+        try:
+            with torch.cuda.stream(stream):
+                yield stream.synchronize
+        finally:
+            stream.synchronize()
+
+
+def _at_boundary(leaf: object, is_still: bool) -> Tensor:
+    assert isinstance(leaf, Tensor), "the plan is of this state"
+    return leaf.detach() if is_still else leaf.detach().clone()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,78 @@
+"""The disk under a local store: five operations, so that a simulated disk can stand in and lose what was not synced.
+
+What POSIX promises, and what the store builds on: bytes are durable after `sync` of their file, a name after `sync` of
+its directory, and `link` gives a name to a whole file or fails because the name is taken. What is synced in one call
+is synced at once: a file system's journal takes all of it in about the time of one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import wait
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, Protocol, cast
+
+from elastic_train.checkpoint.stores.direct_io import DirectFile, Runs
+from elastic_train.system.failpoints import reach
+from elastic_train.system.threads import begin
+
+
+class Disk(Protocol):
+    """What a local store does to a file system; every method may raise OSError."""
+
+    def create(self, path: Path) -> BinaryIO:
+        """Open a new file for writing; FileExistsError if the name is taken."""
+
+    def sync(self, files: Sequence[BinaryIO], directories: Sequence[Path]) -> None:
+        """Make the bytes written so far to the files, and the names in the directories, durable; in any order."""
+
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name; FileExistsError if that name is taken."""
+
+    def unlink(self, path: Path) -> None:
+        """Remove a name; FileNotFoundError if there is none."""
+
+    def make_directory(self, path: Path) -> None:
+        """Make one directory below an existing one; FileExistsError if there is one."""
+
+
+class RealDisk:
+    """The machine's own file system."""
+
+    def __init__(self) -> None:
+        self._runs = Runs()
+
+    def create(self, path: Path) -> BinaryIO:
+        return cast(BinaryIO, DirectFile(path, self._runs))
+
+    def sync(self, files: Sequence[BinaryIO], directories: Sequence[Path]) -> None:
+        reach("sync")
+        acts = [*(partial(_sync_file, file) for file in files), *(partial(_sync_directory, at) for at in directories)]
+        syncing = [begin("syncing", act) for act in acts]
+        wait(syncing)  # for all, even if one fails: behind this call they are closed, or removed
+        for each in syncing:
+            each.result()
+
+    def link(self, source: Path, target: Path) -> None:
+        target.hardlink_to(source)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink()
+
+    def make_directory(self, path: Path) -> None:
+        path.mkdir()
+
+
+def _sync_file(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,169 @@
+"""A store at any fsspec URL: files are staged on local disk, uploaded whole, and looked at before they count.
+
+S3 (and `memory://`) create conditionally, S3 by `If-None-Match: *`. Of other file systems nothing is known to do so;
+there a create first claims its key: it writes a marker of its own, and goes on only if it then sees no other marker
+and no key. Whoever sees another gives up, so at most one wins (perhaps none), given that a listing sees what was
+written before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from fsspec.core import url_to_fs
+
+from elastic_train.checkpoint.stores.store import (
+    Entry,
+    KeyMissing,
+    KeyTaken,
+    ReadFile,
+    Sink,
+    Uncertain,
+)
+from elastic_train.errors import ConfigError, StorageError
+from elastic_train.system.sdk_errors import sdk_errors
+
+log = logging.getLogger(__name__)
+
+_CONDITIONAL = {"memory", "s3", "s3a"}
+_CONFLICT, _PRECONDITION_FAILED = 409, 412
+_CONFLICT_TRIES = 5
+_MEMORY_LOCK = threading.Lock()  # fsspec's memory file system looks and then writes
+_TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
+
+
+class FsspecStore:
+    """Keys are paths below the URL; `options` go to the file system's constructor (endpoint, credentials)."""
+
+    def __init__(self, url: str, options: Mapping[str, object] | None = None) -> None:
+        self._url = url.rstrip("/")
+        try:
+            self._fs, root = url_to_fs(self._url, use_listings_cache=False, skip_instance_cache=True, **(options or {}))
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"{url}: cannot be opened: {error}; a folder or an fsspec URL is needed") from error
+        self._root = str(root).rstrip("/")
+        protocol = self._fs.protocol if isinstance(self._fs.protocol, str) else self._fs.protocol[0]
+        self._is_conditional = protocol in _CONDITIONAL
+        self._guard = _MEMORY_LOCK if protocol == "memory" else contextlib.nullcontext()
+        self._errors = sdk_errors(OSError)
+        if not self._is_conditional:
+            log.warning("%s: %s has no conditional create; keys are claimed by markers instead", self._url, protocol)
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def create(self, key: str, content: bytes) -> None:
+        if not self._is_conditional:
+            return self._create_claimed(key, content)
+        for _ in range(_CONFLICT_TRIES):
+            try:
+                with self._guard:
+                    self._fs.pipe_file(self._path(key), content, mode="create")
+                return None
+            except FileExistsError as error:
+                raise KeyTaken(f"{self._url}/{key}: exists already") from error
+            except self._errors as error:
+                status = _http_status(error)
+                if status == _PRECONDITION_FAILED:
+                    raise KeyTaken(f"{self._url}/{key}: exists already") from error
+                if status != _CONFLICT:
+                    raise Uncertain(f"{self._url}/{key}: create was not confirmed: {error}") from error
+        raise Uncertain(f"{self._url}/{key}: create met a conflict {_CONFLICT_TRIES} times")
+
+    def _create_claimed(self, key: str, content: bytes) -> None:
+        """Create without the store's help; see the module's docstring for why at most one caller can win."""
+        marker = f"claims/{key}/{uuid.uuid4().hex}"
+        with self._telling("create", key):
+            self._fs.pipe_file(self._path(marker), b"")
+        try:
+            rivals = [entry.key for entry in self.list(f"claims/{key}/") if entry.key != marker]
+            if rivals or self._exists(key):
+                raise KeyTaken(f"{self._url}/{key}: exists already, or another writer claims it")
+            with self._telling("create", key):
+                self._fs.pipe_file(self._path(key), content)
+        finally:
+            self.delete(marker)
+
+    @contextlib.contextmanager
+    def write(self, key: str) -> Iterator[Sink]:
+        """Stage the file, upload it only if it is whole, then compare its size: a stream would publish a torn one."""
+        with self._telling("write", key), tempfile.NamedTemporaryFile(prefix="elastic-train-") as staged:
+            yield staged
+            staged.flush()
+            self._fs.put_file(staged.name, self._path(key))
+            size, expected = self._fs.info(self._path(key))["size"], Path(staged.name).stat().st_size
+            if size != expected:
+                self.delete(key)
+                raise StorageError(f"{self._url}/{key}: {size} bytes arrived of {expected}")
+
+    def open(self, key: str) -> BinaryIO:
+        with self._telling("read", key):
+            self._fs.invalidate_cache()
+            file: BinaryIO = self._fs.open(self._path(key), "rb")
+        return cast(BinaryIO, ReadFile(file, lambda: self._telling("read", key)))
+
+    def list(self, prefix: str) -> list[Entry]:
+        with self._telling("list", prefix):
+            self._fs.invalidate_cache()
+            found: dict[str, Mapping[str, object]] = self._fs.find(self._path(prefix), detail=True)
+        start = len(self._path(""))
+        entries = (self._entry(path[start:], details) for path, details in found.items())
+        return sorted(entries, key=lambda entry: entry.key)
+
+    def delete(self, key: str) -> None:
+        with self._telling("delete", key), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(key))
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+    def _exists(self, key: str) -> bool:
+        with self._telling("read", key):
+            self._fs.invalidate_cache()
+            return bool(self._fs.exists(self._path(key)))
+
+    def _entry(self, key: str, details: Mapping[str, object]) -> Entry:
+        size = details["size"]
+        assert isinstance(size, int), f"{self._url}/{key}: the listing gives no size"
+        return Entry(key, size, _modified_at(details))
+
+    @contextlib.contextmanager
+    def _telling(self, act: str, key: str) -> Iterator[None]:
+        """Turn whatever the file system's SDK raises into an error of our tree."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise KeyMissing(f"{self._url}/{key}: does not exist") from error
+        except self._errors as error:
+            raise StorageError(f"{self._url}/{key}: cannot {act}: {error}") from error
+
+
+def _modified_at(details: Mapping[str, object]) -> float | None:
+    """Return unix seconds from a listing's entry; every file system has a name and a type of its own for them."""
+    moment = next((details[name] for name in _TIMES if details.get(name)), None)
+    if isinstance(moment, str):
+        moment = datetime.fromisoformat(moment)
+    if isinstance(moment, datetime):
+        return moment.timestamp()
+    return float(moment) if isinstance(moment, int | float) else None
+
+
+def _http_status(error: BaseException) -> int | None:
+    """Return the HTTP status under an error that came from botocore, if there is one."""
+    response = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
+    if not isinstance(response, dict):
+        return None
+    status: object = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return status if isinstance(status, int) else None
+
+
+__all__ = ["FsspecStore"]

@@ -1,0 +1,172 @@
+"""A store in a local or shared folder: whole files by link, durable by syncing them and the folders down to them.
+
+All folders from the root down are synced with every file, whoever made them: the maker may have died before its sync.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from elastic_train.checkpoint.stores.disk import Disk, RealDisk
+from elastic_train.checkpoint.stores.store import (
+    Entry,
+    KeyMissing,
+    KeyTaken,
+    ReadFile,
+    Sink,
+    Uncertain,
+    Unreadable,
+)
+from elastic_train.errors import StorageError
+
+_UNFINISHED = ".unfinished"  # the suffix of a record that is being created; no key ends so
+
+
+class LocalStore:
+    """Keys are paths below `root`, which is made on the first write."""
+
+    def __init__(self, root: str | Path, disk: Disk | None = None) -> None:
+        self._root = Path(root).absolute()
+        self._disk: Disk = disk or RealDisk()
+
+    @property
+    def url(self) -> str:
+        return str(self._root)
+
+    def create(self, key: str, content: bytes) -> None:
+        """Write a nameless neighbour, then link it to its key: the link is the moment of creation."""
+        path = self._root / key
+        unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}{_UNFINISHED}")
+        with self._telling("create", key), contextlib.ExitStack() as undo:
+            made = self._make_directory(path.parent)
+            undo.callback(self._forget, unfinished)
+            with self._disk.create(unfinished) as file:
+                file.write(content)
+                self._disk.sync([file], self._folders_above(path.parent, made))
+            self._name(unfinished, path)
+
+    @contextlib.contextmanager
+    def write(self, key: str) -> Iterator[Sink]:
+        path = self._root / key
+        with self._telling("write", key):
+            made = self._make_directory(path.parent)
+            with self._disk.create(path) as file, self._removing_on_error(path):
+                yield file
+                self._disk.sync([file], [path.parent, *self._folders_above(path.parent, made)])
+
+    def open(self, key: str) -> BinaryIO:
+        with self._telling("read", key):
+            return cast(BinaryIO, ReadFile((self._root / key).open("rb"), lambda: self._telling("read", key)))
+
+    def list(self, prefix: str) -> list[Entry]:
+        with self._telling("list", prefix):
+            return sorted(self._entries_in(self._root / prefix), key=lambda entry: entry.key)
+
+    def _entries_in(self, folder: Path) -> Iterator[Entry]:
+        """Yield the files below a folder; what goes while it is looked at is left out, and nothing else is."""
+        try:
+            with os.scandir(folder) as found:
+                names = list(found)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for name in names:
+            if name.is_dir(follow_symlinks=False):
+                yield from self._entries_in(Path(name.path))
+            elif name.is_file() and not name.name.endswith(_UNFINISHED):
+                with contextlib.suppress(FileNotFoundError):
+                    status = name.stat()
+                    key = Path(name.path).relative_to(self._root).as_posix()
+                    yield Entry(key, status.st_size, status.st_mtime)
+
+    def delete(self, key: str) -> None:
+        """Remove the file, and the folders that it leaves empty."""
+        path = self._root / key
+        with self._telling("delete", key), contextlib.suppress(FileNotFoundError):
+            self._disk.unlink(path)
+            self._disk.sync([], [path.parent])
+            for folder in path.relative_to(self._root).parents[:-1]:
+                try:
+                    (self._root / folder).rmdir()
+                except OSError:
+                    break  # not empty, or another writer's by now
+
+    def _name(self, unfinished: Path, path: Path) -> None:
+        """Link a file to its name, durably; behind an error the name is durably not ours, or it is Uncertain."""
+        try:
+            try:
+                self._disk.link(unfinished, path)
+            finally:
+                self._disk.sync([], [path.parent])  # that a name is taken is as durable an answer as that it is not
+        except FileExistsError:
+            raise
+        except OSError as error:
+            if not self._is_taken_back(unfinished, path):
+                raise Uncertain(f"{path}: nobody knows whether it was created: {error.strerror or error}") from error
+            raise
+
+    def _is_taken_back(self, unfinished: Path, path: Path) -> bool:
+        """Remove a name that may have been given, unless it is another's, and say whether it will stay away."""
+        try:
+            if path.exists():
+                if not path.samefile(unfinished):
+                    return False
+                self._disk.unlink(path)
+            self._disk.sync([], [path.parent])
+        except OSError:
+            return False
+        return True
+
+    def _make_directory(self, path: Path) -> Sequence[Path]:
+        """Make a directory and those above it; return what was made."""
+        if path.is_dir():
+            return []
+        made = self._make_directory(path.parent)
+        with contextlib.suppress(FileExistsError):
+            self._disk.make_directory(path)
+        return [*made, path]
+
+    def _folders_above(self, path: Path, made: Sequence[Path]) -> Sequence[Path]:
+        """Return the folders whose sync makes a folder durable: all above it, to the root, or as far as was made."""
+        within = [above for above in path.parents if above.is_relative_to(self._root)]
+        return within + [folder.parent for folder in made if not folder.parent.is_relative_to(self._root)]
+
+    def _forget(self, path: Path) -> None:
+        with contextlib.suppress(OSError):
+            self._disk.unlink(path)
+
+    @contextlib.contextmanager
+    def _removing_on_error(self, path: Path) -> Iterator[None]:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._forget, path)
+            yield
+            undo.pop_all()
+
+    @contextlib.contextmanager
+    def _telling(self, act: str, key: str) -> Iterator[None]:
+        """Turn an OSError into one of our tree, with the place and what to do."""
+        where = f"{self._root / key}"
+        try:
+            yield
+        except FileExistsError as error:
+            raise KeyTaken(f"{where}: exists already") from error
+        except FileNotFoundError as error:
+            raise KeyMissing(f"{where}: does not exist") from error
+        except OSError as error:
+            message = f"{where}: cannot {act}: {error.strerror or error}{_ADVICE.get(error.errno or 0, '')}"
+            is_medium = act == "read" and error.errno == errno.EIO
+            raise (Unreadable if is_medium else StorageError)(message) from error
+
+
+_ADVICE = {
+    errno.ENOSPC: "; free some space, or set checkpoint.storage_budget",
+    errno.EDQUOT: "; raise the quota, or set checkpoint.storage_budget",
+    errno.EACCES: "; check who owns the folder",
+    errno.EPERM: "; the file system must know hard links",
+    errno.ENOTSUP: "; the file system must know hard links",
+}

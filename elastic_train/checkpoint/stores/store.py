@@ -1,0 +1,169 @@
+"""Stores: where commits live, a local folder or any fsspec URL, behind five methods.
+
+StorageError
+├── KeyTaken         a conditional create lost: the key exists
+├── KeyMissing       there is no such key
+├── Unreadable       the medium does not give the bytes back (a bad sector)
+└── Uncertain        a create was sent and not answered: the key may exist or come to exist
+
+Invariant: a key is whole or absent. `create` is durable when it returns and succeeds for one caller only; a file of
+`write` appears, durable, when its context ends without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import BinaryIO, Protocol, Self
+
+from elastic_train.errors import StorageError
+
+
+class KeyTaken(StorageError):  # noqa: N818 - a state of the store, which the caller expects
+    """The key exists already."""
+
+
+class KeyMissing(StorageError):  # noqa: N818 - as above
+    """There is no such key."""
+
+
+class Unreadable(StorageError):  # noqa: N818 - as above
+    """The medium fails to read a key that exists."""
+
+
+class Uncertain(StorageError):  # noqa: N818 - as above
+    """Nobody knows whether the key was created."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A key, its size in bytes, and its age's origin in unix seconds if the store keeps one (for clean-up only)."""
+
+    key: str
+    size: int
+    modified_at: float | None
+
+
+class Sink(Protocol):
+    """Where the bytes of one file go."""
+
+    def write(self, content: bytes | memoryview, /) -> int:
+        """Take all of the bytes; return how many they are."""
+
+
+class ReadFile:
+    """What readers of a store's files use of a file; `telling` turns what is raised beneath into errors of our tree."""
+
+    def __init__(self, file: BinaryIO, telling: Callable[[], AbstractContextManager[None]]) -> None:
+        self._file, self._telling = file, telling
+
+    def read(self, size: int = -1) -> bytes:
+        with self._telling():
+            return self._file.read(size)
+
+    def readinto(self, buffer: memoryview) -> int | None:
+        with self._telling():
+            num_bytes: int | None = self._file.readinto(buffer)  # type: ignore[attr-defined]
+        return num_bytes
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        with self._telling():
+            return self._file.seek(offset, whence)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Store(Protocol):
+    """Keys are relative, with slashes; every method raises StorageError where the medium fails."""
+
+    @property
+    def url(self) -> str:
+        """Where the store is, for messages and for `open_store`."""
+
+    def create(self, key: str, content: bytes) -> None:
+        """Create a key durably and all at once; KeyTaken if it exists."""
+
+    def write(self, key: str) -> AbstractContextManager[Sink]:
+        """Write a file of a fresh key; durable when the context ends, removed if it ends with an error."""
+
+    def open(self, key: str) -> BinaryIO:
+        """Open a key for reading, seekable; KeyMissing if there is none. Reading raises StorageError, too."""
+
+    def list(self, prefix: str) -> list[Entry]:
+        """Return every key below a folder (a prefix that ends with a slash), sorted; sees every finished create."""
+
+    def delete(self, key: str) -> None:
+        """Remove a key, durably; nothing happens if there is none."""
+
+
+def open_store(url: str, near_dir: str | None = None, *, heard: Callable[[], None] | None = None) -> Store:
+    """Open the store at a folder or an fsspec URL; ConfigError if nothing here can speak its protocol.
+
+    With `near_dir`, a folder on this node, what is written is also kept there, and read from there if it matches. With
+    `heard`, no short call is waited for without end (StorageError), and all that the store does is heard.
+    """
+    from elastic_train.checkpoint.stores.deadline import PromptStore
+    from elastic_train.checkpoint.stores.node_copy import NearStore
+
+    store = _open(url)
+    store = NearStore(store, near_dir) if near_dir else store
+    return PromptStore(store, heard) if heard else store
+
+
+def _open(url: str) -> Store:
+    from elastic_train.checkpoint.stores.fsspec_store import FsspecStore
+    from elastic_train.checkpoint.stores.local import LocalStore
+
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return LocalStore(url)
+    return LocalStore(rest) if scheme in ("file", "local") else FsspecStore(url)
+
+
+def read(store: Store, key: str) -> bytes:
+    """Return the whole content of a small key."""
+    with store.open(key) as file:
+        return file.read()
+
+
+def create_once(store: Store, key: str, content: bytes) -> bool:
+    """Create a key whose content is unique to this call; return False if someone else holds it.
+
+    A store that retries by itself may refuse the retry because its own first try got through, and an unanswered
+    create may have: it is asked a second time, and the content tells. To look alone would not do: what can be seen
+    need not be durable.
+    """
+    unknown: Uncertain | None = None
+    for _ in range(2):
+        try:
+            store.create(key, content)
+        except KeyTaken:
+            return _is_content(store, key, content)
+        except Uncertain as error:
+            unknown = unknown or error
+        except StorageError:
+            if unknown is None:
+                raise
+            break  # a second failure does not undo the first try
+        else:
+            return True
+    assert unknown is not None
+    raise unknown
+
+
+def _is_content(store: Store, key: str, content: bytes) -> bool:
+    try:
+        return read(store, key) == content
+    except StorageError as error:
+        raise Uncertain(f"{store.url}/{key}: is taken, and cannot be read to see by whom: {error}") from error

@@ -1,0 +1,231 @@
+"""Retention deletes what is not needed, in an order in which a crash leaves nothing half."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic_train.checkpoint import CommitRecord, Retention, Store, discover, holding, prune, sweep, verify
+from elastic_train.checkpoint.commits.listing import survey_store
+from elastic_train.checkpoint.commits.pins_and_holds import (
+    held,
+    pin,
+    pinned,
+    unpin,
+)
+from elastic_train.checkpoint.commits.reader import commit_keys
+from elastic_train.checkpoint.commits.retention_policies import Best
+from elastic_train.checkpoint.stores.local import LocalStore
+from elastic_train.checkpoint.stores.store import KeyMissing
+from elastic_train.core.lineage import Interval
+from elastic_train.errors import StorageError
+from tests.elastic_train.checkpoint.commit_samples import commit_steps, facts, small_state, writer
+
+
+def damage(store: Store, record: CommitRecord) -> None:
+    """Truncate a commit's data."""
+    os.truncate(Path(store.url) / record.attempt / "__0_0.distcp", 3)
+
+
+def steps_of(store: Store) -> list[int]:
+    """Return the steps of the commits in a store, the newest first."""
+    return [int(key[-17:-5]) for key in commit_keys(store)]
+
+
+def test_the_last_commits_stay(store: Store) -> None:
+    """keep_last commits stay whole; of the others nothing is left."""
+    commits = commit_steps(store, 1, 2, 3, 4)
+    pruned = prune(store, Retention.of(last=2))
+    assert steps_of(store) == [4, 3]
+    assert set(pruned.commits) == {commits[0].key, commits[1].key}
+    assert {"/".join(entry.key.split("/")[:3]) for entry in store.list("data/")} == {
+        commits[2].attempt,
+        commits[3].attempt,
+    }
+    assert discover(store).head == commits[3]
+
+
+def test_the_newest_whole_commit_stays_whatever_its_age(local_store: Store) -> None:
+    """If all newer ones are damaged, the last good commit is not counted away, nor one that it could be lost for."""
+    commits = commit_steps(local_store, 1, 2, 3, 4, 5)
+    for commit in commits[3:]:
+        damage(local_store, commit)
+    prune(local_store, Retention.of(last=2))
+    assert steps_of(local_store) == [5, 4, 3, 2]
+    assert discover(local_store).head == commits[2]
+
+
+def test_a_branch_that_was_given_up_takes_nobodys_place(local_store: Store) -> None:
+    """Damage may strike right behind a commit: so the one it continues stays, however many dead ones lie between.
+
+    They go with the first of the lineage that are older than what is asked for.
+    """
+    (whole,) = commit_steps(local_store, 1)
+    for _ in range(3):
+        (dead,) = commit_steps(local_store, 2, parent=whole)
+        damage(local_store, dead)
+    commits = writer(local_store, whole)
+    next_one = commits.save(small_state(2), facts(2))
+    prune(local_store, Retention.of(last=2), newest=next_one)
+    assert steps_of(local_store) == [2, 2, 2, 2, 1]
+    damage(local_store, next_one)
+    assert discover(local_store).head == whole
+    prune(local_store, Retention.of(last=2), newest=commits.save(small_state(3), facts(3)))
+    assert steps_of(local_store) == [3, 2]
+
+
+@pytest.mark.parametrize("how", [{"last": 2}, {"last": 9, "budget": 2}])
+def test_a_commit_of_a_term_that_applied_nothing_is_of_the_lineage(local_store: Store, how: dict[str, int]) -> None:
+    """A process that is alone commits what others have applied, under a term of its own."""
+    (first,) = commit_steps(local_store, 1)
+    alone = writer(local_store, first).save(small_state(2), facts(2), (Interval(1, 0, 2),))
+    (before,) = commit_steps(local_store, 2, parent=first)
+    intervals = (Interval(1, 0, 2), Interval(4, 2, 3))
+    newest = writer(local_store, alone).save(small_state(3), facts(3), intervals)
+    budget = how["budget"] * newest.num_bytes + 3 if "budget" in how else None
+    prune(local_store, Retention.of(last=how["last"], budget=budget), newest=newest)
+    kept = [newest.key, *([before.key] if budget is None else []), alone.key]
+    assert commit_keys(local_store) == kept
+
+
+def test_a_dead_branch_takes_no_period(local_store: Store) -> None:
+    """The first commit of a period is one that somebody may want to go back to."""
+    (whole,) = commit_steps(local_store, 1)
+    commit_steps(local_store, 2, parent=whole)
+    commits = writer(local_store, whole)
+    for step in (2, 3, 4):
+        newest = commits.save(small_state(step), facts(step))
+    prune(local_store, Retention.of(last=1, every_steps=2), newest=newest)
+    assert [key[8:16] + key[-7:-5] for key in commit_keys(local_store)] == ["0000000304", "0000000302"]
+
+
+def test_nothing_is_deleted_while_nothing_is_whole(local_store: Store) -> None:
+    """With every commit damaged, what a person may still rescue stays."""
+    for commit in commit_steps(local_store, 1, 2, 3):
+        damage(local_store, commit)
+    assert prune(local_store, Retention.of(last=1)).commits == ()
+    assert steps_of(local_store) == [3, 2, 1]
+
+
+def test_pinned_commits_stay(store: Store) -> None:
+    """A pin keeps a commit until it is taken off, and is put on and taken off any number of times."""
+    commits = commit_steps(store, 1, 2, 3)
+    for _ in range(2):
+        pin(store, commits[0].key)
+    assert pinned(store) == {commits[0].key}
+    prune(store, Retention.of(last=1))
+    assert steps_of(store) == [3, 1]
+    for _ in range(2):
+        unpin(store, commits[0].key)
+    prune(store, Retention.of(last=1))
+    assert steps_of(store) == [3]
+
+
+def test_a_commit_that_a_reader_holds_stays(store: Store) -> None:
+    """From the hold's creation to its end nothing of the commit goes; afterwards it does."""
+    commits = commit_steps(store, 1, 2)
+    with holding(store, commits[0].key):
+        assert prune(store, Retention.of(last=1)).commits == ()
+    assert store.list("holds/") == []
+    assert prune(store, Retention.of(last=1)).commits == (commits[0].key,)
+    with pytest.raises(KeyMissing), holding(store, commits[0].key):
+        pass
+    assert store.list("holds/") == []
+
+
+def test_a_hold_ends_by_itself(local_store: Store) -> None:
+    """A reader that died keeps a commit until the time that its hold names."""
+    (commit,) = commit_steps(local_store, 1)
+    hold = holding(local_store, commit.key, ttl_s=100)
+    hold.__enter__()
+    assert held(local_store, now=time.time() + 90) == {commit.key}
+    assert held(local_store, now=time.time() + 110) == set()
+    assert local_store.list("holds/") == []
+
+
+def test_who_may_only_read_sees_that_a_hold_has_ended(local_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hold that is over is over, also where its object cannot be deleted: `ckpt ls` of another's run works."""
+    (commit,) = commit_steps(local_store, 1)
+    hold = holding(local_store, commit.key, ttl_s=-10)
+    hold.__enter__()
+
+    def refuse(store: LocalStore, key: str) -> None:
+        raise StorageError(f"{key}: cannot delete: Read-only file system")
+
+    monkeypatch.setattr(LocalStore, "delete", refuse)
+    assert held(local_store) == set()
+    assert [row.marks for row in survey_store(local_store, Best.parse("min loss")).rows] == [("head", "best")]
+
+
+def test_a_hold_that_comes_while_the_record_goes_keeps_the_files(
+    local_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that still saw the record has its files until it is done, whatever happens in between."""
+    old, _ = commit_steps(local_store, 1, 2)
+    hold, delete = holding(local_store, old.key), LocalStore.delete
+
+    def delete_after_a_reader_came(store: LocalStore, key: str) -> None:
+        if key == old.key:
+            hold.__enter__()
+        delete(store, key)
+
+    monkeypatch.setattr(LocalStore, "delete", delete_after_a_reader_came)
+    assert prune(local_store, Retention.of(last=1)).num_bytes == 0
+    assert sweep(local_store, term=9).attempts == ()
+    verify(local_store, old)
+    hold.__exit__(None, None, None)
+    assert sweep(local_store, term=9).attempts == (old.attempt,)
+
+
+def test_a_store_that_cannot_be_written_to_is_read_without_a_hold(
+    local_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Read-only credentials are enough for a reader, who is told what that means."""
+    (commit,) = commit_steps(local_store, 1)
+
+    def refuse(store: LocalStore, key: str, content: bytes) -> None:
+        raise StorageError(f"{key}: read-only")
+
+    monkeypatch.setattr(LocalStore, "create", refuse)
+    with holding(local_store, commit.key):
+        assert "without a hold" in caplog.text
+
+
+def test_a_rehearsal_deletes_nothing(local_store: Store) -> None:
+    """It tells what would go, and how much that is."""
+    commits = commit_steps(local_store, 1, 2)
+    told = prune(local_store, Retention.of(last=1), is_rehearsal=True)
+    assert told.commits == (commits[0].key,)
+    assert told.num_bytes == commits[0].num_bytes
+    assert steps_of(local_store) == [2, 1]
+
+
+def test_a_commit_known_to_be_whole_is_not_read_again(local_store: Store) -> None:
+    """The caller's word saves reading the newest commit."""
+    commits = commit_steps(local_store, 1, 2)
+    damage(local_store, commits[1])
+    prune(local_store, Retention.of(last=1), newest=commits[1])
+    assert steps_of(local_store) == [2]
+
+
+def test_a_record_goes_before_its_files(local_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At no moment is there a record without its files."""
+    commits = commit_steps(local_store, 1, 2)
+    deleted: list[str] = []
+    monkeypatch.setattr(local_store, "delete", deleted.append)
+    prune(local_store, Retention.of(last=1))
+    assert deleted[0] == commits[0].key
+    assert all(key.startswith(commits[0].attempt) for key in deleted[1:])
+    assert len(deleted) == 3
+
+
+def test_who_was_overtaken_does_not_delete_the_newest_commit(local_store: Store) -> None:
+    """A process frozen behind its commit tidies up when others have long published: what is newest is theirs."""
+    (mine,) = commit_steps(local_store, 5)
+    theirs = commit_steps(local_store, 6, 7, parent=mine)
+    prune(local_store, Retention.of(last=1, budget=theirs[-1].num_bytes * 3 // 2), newest=mine)
+    assert discover(local_store).head == theirs[-1]
+    assert steps_of(local_store) == [7]

@@ -1,0 +1,128 @@
+"""Policies: what each keeps, and that deleting as commits come keeps what deleting at the end would have kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_train.checkpoint import CommitRecord, open_store
+from elastic_train.checkpoint.commits.retention_policies import (
+    Best,
+    Candidate,
+    EverySeconds,
+    EverySteps,
+    Last,
+    Retention,
+)
+from elastic_train.checkpoint.stores.checksums import FileRecord
+from elastic_train.errors import ConfigError
+from tests.elastic_train.checkpoint.commit_samples import commit_steps
+
+
+@functools.cache
+def some_record() -> CommitRecord:
+    """Return the record of some commit."""
+    return commit_steps(open_store("memory://policies/run"), 1)[0]
+
+
+def candidate(step: int, *, at: float = 0.0, loss: float | None = None, size: int = 10) -> Candidate:
+    """Return a commit called by its step."""
+    files = {"file": FileRecord(size, (0,), "")}
+    record = dataclasses.replace(some_record(), step=step, created_at=at, metrics={"loss": loss}, files=files)
+    return Candidate(str(step), step, lambda: record)
+
+
+def unreadable(step: int) -> Candidate:
+    """Return a commit whose record is damaged."""
+    return Candidate(str(step), step, lambda: None)
+
+
+def test_each_policy_keeps_what_it_says() -> None:
+    """By number, by steps, by time, by metric."""
+    commits = [
+        unreadable(70),
+        candidate(65, at=650, loss=3.0),
+        candidate(50, at=500, loss=1.0),
+        candidate(40, at=400, loss=1.0),
+        candidate(25, at=250, loss=None),
+        candidate(10, at=100, loss=2.0),
+    ]
+    assert list(Last(2).wanted(commits)) == ["70", "65"]
+    assert sorted(EverySteps(20).wanted(commits)) == ["25", "40", "65"]
+    assert sorted(EverySeconds(300).wanted(commits)) == ["10", "40", "65"]
+    assert Best.parse("min loss").wanted(commits) == ["40"]
+    assert Best.parse("max loss").wanted(commits) == ["65"]
+    assert Best.parse("max f1").wanted(commits) == []
+
+
+def test_a_budget_takes_what_is_wanted_and_then_the_newest() -> None:
+    """Whatever is sure to stay comes first, then what a policy wants, then the newest, as far as it goes."""
+    commits = [candidate(step, loss=float(step), size=10) for step in (6, 5, 4, 3, 2, 1)]
+    retention = Retention.of(last=99, best="min loss", budget=45)
+    assert retention.unwanted(commits, sure={"3"}) == ["2", "4"]
+    assert Retention.of(last=99, budget=5).unwanted(commits, sure={"6", "1"}) == ["2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize("text", ["loss", "best loss", "min", "max ", "min a b"])
+def test_a_best_that_is_not_understood_is_refused(text: str) -> None:
+    """The message shows how to write it."""
+    with pytest.raises(ConfigError, match="write 'min loss'"):
+        Best.parse(text)
+
+
+def test_keeping_nothing_is_refused() -> None:
+    """At least one commit stays."""
+    with pytest.raises(ConfigError, match="at least 1"):
+        Retention.of(last=0)
+
+
+losses = st.one_of(st.none(), st.integers(0, 5).map(float))
+runs = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 40), losses, st.integers(1, 20)), max_size=20)
+policies = st.one_of(
+    st.integers(1, 4).map(Last),
+    st.integers(1, 60).map(EverySteps),
+    st.integers(1, 90).map(EverySeconds),
+    st.sampled_from([Best("loss", False), Best("loss", True)]),
+)
+
+
+def commits_of(run: list[tuple[int, int, float | None, int]]) -> list[Candidate]:
+    """Return the commits, oldest first, of a list of (steps, seconds, loss, size) from one to the next."""
+    commits, step, at = [], 0, 0
+    for num_steps, seconds, loss, size in run:
+        step, at = step + num_steps, at + seconds
+        commits.append(candidate(step, at=at, loss=loss, size=size))
+    return commits
+
+
+@settings(deadline=None)
+@given(runs, st.lists(policies, max_size=3))
+def test_deleting_early_keeps_what_deleting_late_keeps(run: list, chosen: list) -> None:
+    """What a policy wants at the end is never deleted before, so how often one deletes does not matter."""
+    retention = Retention((Last(1), *chosen))
+    commits, left = commits_of(run), []
+    for commit in commits:
+        left.insert(0, commit)
+        doomed = retention.unwanted(left, sure=())
+        left = [other for other in left if other.key not in doomed]
+    doomed = retention.unwanted(commits[::-1], sure=())
+    assert {commit.key for commit in left} == {commit.key for commit in commits} - set(doomed)
+
+
+@settings(deadline=None)
+@given(runs, st.lists(policies, max_size=2), st.integers(1, 200), st.sets(st.integers(0, 19), max_size=2))
+def test_a_budget_is_kept(run: list, chosen: list, budget: int, numbers: set) -> None:
+    """What stays fits, unless what is sure to stay alone does not; and nothing more would have fitted."""
+    commits = commits_of(run)[::-1]
+    sure = {commit.key for number, commit in enumerate(commits) if number in numbers}
+    sizes = {commit.key: commit.record.num_bytes for commit in commits if commit.record}
+    doomed = set(Retention(tuple(chosen), budget).unwanted(commits, sure))
+    stays = set(sizes) - doomed
+    num_bytes = sum(sizes[key] for key in stays)
+    assert sure <= stays
+    assert num_bytes <= budget or stays == sure
+    assert all(num_bytes + sizes[key] > budget for key in doomed)

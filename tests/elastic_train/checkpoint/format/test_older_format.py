@@ -1,0 +1,83 @@
+"""Commits of format 1, whose files have SHA-256 digests, are as good as new ones, and the lineage goes on from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from elastic_train.checkpoint import Store, discover, open_store, read_state, verify
+from elastic_train.checkpoint.commits.record import decode
+from elastic_train.errors import CommitError
+from tests.elastic_train.checkpoint.commit_samples import aged, commit_steps
+
+RECORD = (  # as the version before BLAKE3 wrote it
+    b'{"attempt":"data/step-000000000002/00000001-a","config_digest":"config","coverage":{"count":2,"sum_a":1844674407'
+    b'3709551615,"sum_b":2},"created_at":1.5,"cursor":{"epoch":0,"offset":16},"empty":[],"files":{".metadata":{"blocks'
+    b'":[1],"sha256":"cdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcd","size":7},"__0_0.distcp":{"blo'
+    b'cks":[2,3],"sha256":"efefefefefefefefefefefefefefefefefefefefefefefefefefefefefefefef","size":1048577}},"format"'
+    b':1,"int_keyed":[["optimizer","state"]],"intervals":[{"hi":2,"lo":0,"term":1}],"manifest_digest":"manifest","metr'
+    b'ics":{"diverged":null,"loss":0.5},"parent":null,"parent_key":null,"rng":{"seed":1},"seal":"e40d3cf3fde934c7177e4'
+    b'7686172aa7f4903814b2cafd925fe512b658f8a3f00","step":2,"term":1,"versions":{"python":"3.11","torch":"2.13.0"},"we'
+    b'ights_sha256":"abababababababababababababababababababababababababababababababab","world_size":2}'
+)
+KEY = "commits/00000001-000000000002.json"
+
+
+def test_a_record_of_the_version_before_reads_and_writes_the_same_bytes() -> None:
+    """Its digest is what its children name as their parent."""
+    record = decode(RECORD, KEY)
+    assert record.encode() == RECORD
+    assert {(file.algorithm, file.digest[:2]) for file in record.files.values()} == {("sha256", "cd"), ("sha256", "ef")}
+
+
+def test_a_record_of_a_format_to_come_is_refused() -> None:
+    """What it means is not guessed."""
+    with pytest.raises(CommitError, match="has format 3"):
+        decode(RECORD.replace(b'"format":1', b'"format":3'), KEY)
+
+
+@pytest.mark.parametrize("digests", [{}, {"blake3": "a", "sha256": "b"}], ids=["none", "two"])
+def test_a_file_has_one_digest(digests: dict[str, str]) -> None:
+    """A record that leaves its files to nobody, or to two, is refused."""
+    (file, *_) = decode(RECORD, KEY).files.values()
+    with pytest.raises(ValueError, match="one digest"):
+        dataclasses.replace(file, **{"blake3": None, "sha256": None, **digests})
+
+
+def test_the_lineage_goes_on_from_an_older_commit(local_store: Store) -> None:
+    """It is found, verified, loaded, and continued by a commit of today."""
+    (record,) = commit_steps(local_store, 1)
+    old = aged(local_store, record)
+    assert discover(local_store).head == old
+    assert read_state(local_store, old)["scheduler"] == {"last_epoch": 1}
+    (new,) = commit_steps(local_store, 2, parent=old)
+    assert discover(local_store).head == new
+    assert (new.parent, new.format, old.format) == (old.digest, 2, 1)
+    verify(local_store, old)
+
+
+def test_a_near_copy_of_an_older_commit_is_read(tmp_path: Path) -> None:
+    """Its digest clears it there, too."""
+    store, far = open_store("memory://older/run", str(tmp_path)), open_store("memory://older/run")
+    (record,) = commit_steps(store, 1)
+    old = aged(store, record)
+    for name in old.files:
+        far.delete(f"{old.attempt}/{name}")
+    assert read_state(store, old)["scheduler"] == {"last_epoch": 1}
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_a_damaged_file_of_an_older_commit_is_seen(local_store: Store, name: str) -> None:
+    """SHA-256 still stands between a flipped bit and its use, and before the pickle of the metadata is opened."""
+    first, second = (aged(local_store, record) for record in commit_steps(local_store, 1, 2))
+    path = Path(local_store.url) / second.attempt / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    found = discover(local_store)
+    assert found.head is not None and found.head.step == first.step == 1
+    assert "does not match its digest (sha256)" in found.skipped[0][1]
+    with pytest.raises(CommitError, match=r"do(es)? not match"):
+        read_state(local_store, second)

@@ -1,0 +1,120 @@
+"""The interval between saves: least waste, within the budget, and reasons that say which of the two decided."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_train.checkpoint.interval.young_daly import (
+    PRIOR_S,
+    SHORTEST_S,
+    Faults,
+    SaveCost,
+    choose,
+    optimum,
+    waste,
+)
+
+stalls = st.floats(1e-3, 100)
+mtbfs = st.floats(60, 1e8)
+
+
+@settings(deadline=None)
+@given(stalls, mtbfs, st.floats(1.001, 100))
+def test_no_other_interval_wastes_less(stall_s: float, mtbf_s: float, factor: float) -> None:
+    """The optimum is one: longer and shorter ones waste more, up to rounding."""
+    best, cost = optimum(stall_s, mtbf_s), SaveCost(stall_s, stall_s)
+    least = waste(best, cost, mtbf_s)
+    assert least <= waste(best * factor, cost, mtbf_s) + 1e-9
+    assert least <= waste(best / factor, cost, mtbf_s) + 1e-9
+
+
+@settings(deadline=None)
+@given(stalls, mtbfs)
+def test_young_and_daly_are_its_approximations(stall_s: float, mtbf_s: float) -> None:
+    """Daly's series (2006, equation 20) is within its error; Young's first term, without the stall, beyond it."""
+    ratio = stall_s / mtbf_s
+    young = math.sqrt(2 * stall_s * mtbf_s)
+    daly = young * (1 + math.sqrt(ratio / 2) / 3 + ratio / 18) - stall_s
+    exact = optimum(stall_s, mtbf_s)
+    assert exact <= young * (1 + 1e-6)
+    if ratio < 0.1:
+        assert daly == pytest.approx(exact, rel=1e-2)
+    if ratio < 1e-5:
+        assert young == pytest.approx(exact, rel=1e-2)
+
+
+@settings(deadline=None)
+@given(stalls, st.floats(0, 1000), mtbfs, st.floats(1, 7200))
+def test_the_budget_is_kept_where_it_can_be(stall_s: float, rest_s: float, mtbf_s: float, rpo_s: float) -> None:
+    """Interval and publication together stay within it, saves never overlap, and a breach is told."""
+    cost = SaveCost(stall_s, stall_s + rest_s)
+    choice = choose(cost, mtbf_s, rpo_s)
+    assert choice.interval_s >= max(cost.publish_s, SHORTEST_S)
+    is_kept = choice.interval_s + cost.publish_s <= rpo_s * (1 + 1e-9)
+    assert is_kept != ("cannot be kept" in choice.reason)
+    assert is_kept or choice.interval_s == max(cost.publish_s, SHORTEST_S)
+
+
+@settings(deadline=None)
+@given(stalls, mtbfs, st.floats(1, 10), st.floats(1, 10))
+def test_dearer_saves_come_less_often_and_more_faults_more_often(
+    stall_s: float, mtbf_s: float, dearer: float, rarer: float
+) -> None:
+    """The interval grows with the stall and with the time between faults."""
+    assert optimum(stall_s * dearer, mtbf_s) >= optimum(stall_s, mtbf_s) * (1 - 1e-9)
+    assert optimum(stall_s, mtbf_s * rarer) >= optimum(stall_s, mtbf_s) * (1 - 1e-9)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1000), st.floats(0, 1e8))
+def test_the_fault_rate_begins_at_the_prior_and_ends_at_what_was_seen(num: int, trained_s: float) -> None:
+    """Each fault lowers the expected time to the next, each quiet second raises it."""
+    mtbf_s = Faults(num, trained_s).mtbf_s
+    assert Faults(0, 0).mtbf_s == PRIOR_S
+    assert Faults(num + 1, trained_s).mtbf_s < mtbf_s
+    assert Faults(num, trained_s + 1e6).mtbf_s > mtbf_s
+    many = Faults(num * 10**6 + 10**6, (num + 1) * 3600 * 10.0**6)
+    assert many.mtbf_s == pytest.approx(3600, rel=1e-3)
+
+
+def simulated_waste(interval_s: float, cost: SaveCost, mtbf_s: float, restart_s: float, seed: int) -> float:
+    """Train in virtual time, save in the background, fault at random; return the share of time that was no progress."""
+    chance = random.Random(seed)
+    now, kept_s, fault_at = 0.0, 0.0, chance.expovariate(1 / mtbf_s)
+    done_s, saves = 0.0, list[tuple[float, float]]()  # a save is (published at, seconds of training in it)
+    for _ in range(400_000):
+        now, done_s = now + interval_s, done_s + interval_s
+        if now < fault_at:
+            saves.append((now + cost.publish_s, done_s))
+            now += cost.stall_s
+        if now >= fault_at:
+            kept_s = max([kept_s, *(held for published, held in saves if published <= fault_at)])
+            now, done_s, saves = fault_at + restart_s, kept_s, []
+            fault_at = now + chance.expovariate(1 / mtbf_s)
+        while len(saves) > 1 and saves[1][0] <= now:
+            kept_s = max(kept_s, saves.pop(0)[1])
+    return 1 - done_s / now
+
+
+@pytest.mark.parametrize("interval_s", [30.0, 90.0, 300.0])
+def test_the_model_wastes_what_a_simulation_wastes(interval_s: float) -> None:
+    """A save in the background costs what the model says: its stall, and its time to publication at every fault."""
+    cost, mtbf_s, restart_s = SaveCost(1.0, 20.0), 3600.0, 30.0
+    expected = waste(interval_s, cost, mtbf_s, restart_s)
+    assert simulated_waste(interval_s, cost, mtbf_s, restart_s, seed=1) == pytest.approx(expected, rel=0.05)
+
+
+def test_the_reason_says_what_decided() -> None:
+    """Waste, the budget, or the save itself."""
+    assert choose(SaveCost(0.5, 5), 3600, 900).reason == (
+        "commit every 60 s: a save stalls training for 0.5 s and is published after 5 s, a fault is expected every "
+        "60.0 min: least is wasted at 60 s; 1.79% of the time is wasted"
+    )
+    assert "RPO budget of 15.0 min allows 14.9 min" in choose(SaveCost(0.5, 5), 1e7, 900).reason
+    assert "one save is in flight" in choose(SaveCost(0.5, 300), 3600, 900).reason
+    assert "cannot be kept" in choose(SaveCost(0.5, 600), 3600, 900).reason

@@ -1,0 +1,239 @@
+"""Saves that hang, in a write or in what makes them a commit: given up, waited for, or found again."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_train.checkpoint import (
+    Discovery,
+    SaveMemory,
+    Store,
+    discover,
+    read_state,
+    verify,
+)
+from elastic_train.checkpoint.saving import abandonment
+from elastic_train.checkpoint.stores import store as stores
+from elastic_train.checkpoint.stores.local import LocalStore
+from elastic_train.checkpoint.stores.store import Uncertain
+from elastic_train.errors import StorageError
+from tests.elastic_train.checkpoint.commit_samples import facts, small_state
+from tests.elastic_train.checkpoint.save_samples import DEADLINE_S, Heads, HeldStore, open_saves, quick_retries
+
+__all__ = ["quick_retries"]
+
+
+def test_stuck_writers_take_no_memory_and_block_nobody(tmp_path: Path) -> None:
+    """Saves that world after world left in a store that hangs share one buffer, and when they wake publish nothing."""
+    stuck, memory = HeldStore(tmp_path), SaveMemory()
+    flights, buffers = [], set()
+    for number in range(1, 5):
+        world = open_saves(stuck, memory)
+        world.begin(small_state(number), facts(number))
+        flights.append(world._flight)
+        world.await_staging()
+        buffers.add(memory.staging._buffer)
+        world.abandon()
+    assert len(buffers) == 1
+    store = LocalStore(tmp_path)
+    last = open_saves(store, memory)
+    last.begin(small_state(7), facts(5))
+    ended = last.wait()
+    stuck.may_create.set()
+    stuck.may_write.set()
+    assert all(flight is not None and flight.ended.wait(DEADLINE_S) for flight in flights)
+    assert ended is not None and ended.commit is not None and {*buffers} == {memory.staging._buffer}
+    assert [entry.key for entry in store.list("commits/")] == [ended.commit.key]
+    assert read_state(store, ended.commit)["scheduler"] == {"last_epoch": 7}
+
+
+def test_a_save_that_hangs_is_given_up_and_the_next_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that never returns costs its save, not the later ones; each that is given up gives the next more time."""
+    monkeypatch.setattr(abandonment, "LEAST_S", 0.05)
+    store, memory = HeldStore(tmp_path), SaveMemory()
+    store.may_create.set()
+    background = open_saves(store, memory)
+    background.begin(small_state(1), facts(1))
+    hung = background._flight
+    assert store.is_writing.wait(DEADLINE_S)
+    ended = background.wait()
+    assert ended is not None and ended.step == 1 and isinstance(ended.error, StorageError)
+    assert "got no further" in str(ended.error) and str(tmp_path) in str(ended.error)
+    assert background.is_owed and not background.is_busy and memory.patience.limit_s(0) == pytest.approx(0.1)
+    monkeypatch.setattr(abandonment, "LEAST_S", DEADLINE_S)
+    healthy = threading.Event()
+    monkeypatch.setattr(store, "may_write", healthy)  # the first stays where it is
+    healthy.set()
+    background.begin(small_state(2), facts(2))
+    ended = background.wait()
+    assert ended is not None and ended.commit is not None and ended.commit.step == 2 and not background.is_owed
+    assert memory.patience.limit_s(0) == DEADLINE_S
+    assert hung is not None and not hung.ended.is_set()
+
+
+def test_a_large_part_may_be_silent_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload tells nothing before it is through: slow storage is given the time that so many bytes take."""
+    monkeypatch.setattr(abandonment, "LEAST_S", 0.05)
+    monkeypatch.setattr(abandonment, "SLOWEST_BYTES_S", 1.0)
+    store = HeldStore(tmp_path)
+    store.may_create.set()
+    background = open_saves(store)
+    background.begin({"model": {"w": torch.zeros(100_000)}}, facts(1))
+    threading.Timer(0.5, store.may_write.set).start()
+    ended = background.wait()
+    assert ended is not None and ended.commit is not None
+
+
+class MuteHeads(Heads):
+    """Lets the first publish fail, and does not answer the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked, self.may_answer = threading.Event(), threading.Event()
+
+    def publish(self, term: int, commit: str) -> None:
+        super().publish(term, commit)
+        if len(self.published) == 1:
+            raise StorageError("no answer")
+        self.is_asked.set()
+        assert self.may_answer.wait(DEADLINE_S), "never let through"
+
+
+def test_a_commit_that_exists_and_does_not_become_the_head_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same step is published again, and nothing is copied: who waits for the copy, or gives it up, goes on."""
+    monkeypatch.setattr("elastic_train.checkpoint.saving.save_thread.PUBLISH_PATIENCE_S", 0.0)
+    fence = MuteHeads()
+    background = open_saves(LocalStore(tmp_path), fence=fence)
+    background.begin(small_state(1), facts(1))
+    ended = background.wait()
+    assert ended is not None and isinstance(ended.error, StorageError)
+    background.begin(small_state(1), facts(1))
+    assert fence.is_asked.wait(DEADLINE_S)
+    abandoning = threading.Thread(target=background.abandon, daemon=True)
+    abandoning.start()
+    abandoning.join(DEADLINE_S / 2)
+    is_held_up = abandoning.is_alive()
+    fence.may_answer.set()
+    assert not is_held_up
+
+
+@pytest.mark.parametrize("wakes_first", [False, True])
+def test_a_publish_that_hangs_sets_no_later_commit_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wakes_first: bool
+) -> None:
+    """A record that its store creates late is no ancestor of what was published since, nor the head."""
+    monkeypatch.setattr("elastic_train.checkpoint.saving.save_thread.PUBLISH_PATIENCE_S", 0.0)
+    store, fence = HeldStore(tmp_path), Heads()
+    store.may_write.set()
+    background = open_saves(store, fence=fence)
+    background.begin(small_state(1), facts(1))
+    hung = background._flight
+    assert hung is not None and store.is_creating.wait(DEADLINE_S)
+    monkeypatch.setattr(abandonment, "LEAST_S", 0.05)
+    ended = background.wait()
+    assert ended is not None and ended.commit is None and isinstance(ended.error, StorageError)
+    monkeypatch.setattr(abandonment, "LEAST_S", DEADLINE_S)
+    late, store.may_create = store.may_create, threading.Event()
+    if wakes_first:
+        late.set()
+        assert hung.ended.wait(DEADLINE_S)
+    store.may_create.set()
+    for step in (2, 3):
+        background.begin(small_state(step), facts(step))
+        ended = background.wait()
+        assert ended is not None and ended.commit is not None
+    late.set()
+    assert hung.ended.wait(DEADLINE_S)
+    steps = [1, 2, 3] if wakes_first else [2, 3]
+    assert [int(commit[-17:-5]) for commit in fence.published] == steps
+    head = discover(LocalStore(tmp_path)).head
+    assert head is not None and head == ended.commit and len(store.list("commits/")) == 3
+
+
+class LateStore(HeldStore):
+    """Creates a record, and lets nobody know: it is silent until it may answer, or says that it does not know."""
+
+    def __init__(self, root: Path, num_unknown: int) -> None:
+        super().__init__(root)
+        self.may_write.set()
+        self._num_unknown = num_unknown
+
+    def create(self, key: str, content: bytes) -> None:
+        LocalStore.create(self, key, content)
+        if key.startswith("commits/") and self._num_unknown:
+            self._num_unknown -= 1
+            raise Uncertain("nobody knows")
+        if key.startswith("commits/"):
+            self.is_creating.set()
+            assert self.may_create.wait(DEADLINE_S), "never let through"
+
+
+@pytest.mark.parametrize("late", ["hangs", "wakes meanwhile", "is unknown"])
+def test_the_same_step_saved_again_finds_its_own_late_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    """What was given up and came to exist is the commit of its step, whoever waits for it: not another writer's."""
+    monkeypatch.setattr("elastic_train.checkpoint.saving.save_thread.PUBLISH_PATIENCE_S", 0.0)
+    store, fence = LateStore(tmp_path, num_unknown=int(late == "is unknown")), Heads()
+    if late == "is unknown":
+        store.may_create.set()
+        monkeypatch.setattr(stores, "_is_content", unknown)
+    background = open_saves(store, fence=fence)
+    background.begin(small_state(1), facts(1))
+    first = background._flight
+    if late != "is unknown":
+        assert store.is_creating.wait(DEADLINE_S)
+        monkeypatch.setattr(abandonment, "LEAST_S", 0.05)
+    ended = background.wait()
+    assert first is not None and ended is not None and ended.commit is None and isinstance(ended.error, StorageError)
+    assert len(store.list("commits/")) == 1
+    monkeypatch.undo()
+    if late == "wakes meanwhile":
+        store.may_write.clear()
+        store.is_writing.clear()
+    background.begin(small_state(1), facts(1))
+    if late == "wakes meanwhile":
+        assert store.is_writing.wait(DEADLINE_S)
+        store.may_create.set()
+        assert first.ended.wait(DEADLINE_S) and first.commit is not None
+        store.may_write.set()
+    again = background.wait()
+    assert again is not None and again.error is None and again.commit is not None
+    store.may_create.set()
+    assert first.ended.wait(DEADLINE_S)
+    background.begin(small_state(2), facts(2))
+    second = background.wait()
+    assert second is not None and second.commit is not None and second.commit.parent == again.commit.digest
+    assert discover(store) == Discovery(second.commit, ()) and {*fence.published} == {
+        again.commit.key,
+        second.commit.key,
+    }
+    verify(store, again.commit)
+    attempts = {"/".join(entry.key.split("/")[:3]) for entry in store.list("data/")}
+    assert attempts == {again.commit.attempt, second.commit.attempt}
+
+
+def unknown(store: Store, key: str, content: bytes) -> bool:
+    raise Uncertain("nobody knows")
+
+
+def test_a_publish_that_has_begun_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next world reads the lineage with the commit in it, not while it comes to exist."""
+    monkeypatch.setattr("elastic_train.checkpoint.saving.save_thread.PUBLISH_PATIENCE_S", DEADLINE_S)
+    store = HeldStore(tmp_path)
+    store.may_write.set()
+    background = open_saves(store)
+    background.begin(small_state(1), facts(1))
+    assert store.is_creating.wait(DEADLINE_S)
+    letting_through = threading.Timer(0.1, store.may_create.set)
+    letting_through.start()
+    background.abandon()
+    assert store.may_create.is_set()
+    head = discover(store).head
+    assert head is not None and head.step == 1

@@ -1,0 +1,150 @@
+"""Staging: what is copied is written while the rest is copied, unless training waits for the copy."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_train.checkpoint import discover, read_state
+from elastic_train.checkpoint.saving.staging import Snapshot, Staged
+from elastic_train.checkpoint.stores.local import LocalStore
+from elastic_train.checkpoint.stores.store import Sink
+from elastic_train.errors import StorageError
+from tests.elastic_train.checkpoint.commit_samples import State, facts
+from tests.elastic_train.checkpoint.commits.test_commits import assert_equal_trees
+from tests.elastic_train.checkpoint.saving.test_background_saves import DEADLINE_S, all_still, open_saves
+
+CONTENTS = [memoryview(bytes([number])) for number in range(3)]
+
+
+def test_what_is_there_is_given_out_and_no_more() -> None:
+    """Each waits until it was told of, whoever goes through them again need not wait."""
+    staged, given, is_given = Staged(CONTENTS, lambda: False), [], threading.Semaphore(0)
+
+    def go_through() -> None:
+        for content in staged:
+            given.append(content)
+            is_given.release()
+
+    thread = threading.Thread(target=go_through, daemon=True)
+    thread.start()
+    for num_there in (1, 3):
+        assert given == CONTENTS[: len(given)] and len(given) < num_there
+        staged.tell(num_there)
+        while len(given) < num_there:
+            assert is_given.acquire(timeout=DEADLINE_S)
+    thread.join(DEADLINE_S)
+    staged.wait()
+    assert list(staged) == given == CONTENTS
+
+
+def test_a_failed_copy_is_raised_to_whoever_goes_through() -> None:
+    """At the first that is not there, and again at the next try."""
+    staged = Staged(CONTENTS, lambda: False)
+    staged.fail(StorageError("changed"))
+    for _ in range(2):
+        with pytest.raises(StorageError, match="changed"):
+            list(staged)
+    with pytest.raises(StorageError, match="changed"):
+        staged.wait()
+
+
+def test_nothing_is_given_out_while_training_waits() -> None:
+    """Then the first comes when the last is there."""
+    is_asked, num_there_then = threading.Event(), []
+
+    def is_awaited() -> bool:
+        is_asked.set()
+        return True
+
+    staged = Staged(CONTENTS, is_awaited)
+    staged.tell(2)
+    thread = threading.Thread(target=lambda: num_there_then.extend(staged._num_there for _ in staged), daemon=True)
+    thread.start()
+    assert is_asked.wait(DEADLINE_S)
+    staged.tell(3)
+    thread.join(DEADLINE_S)
+    assert num_there_then == [3, 3, 3]
+
+
+class TellingStore(LocalStore):
+    """A local store that tells of every write of a part."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.told: list[str] = []
+        self.num_files, self.has_written = 0, threading.Event()
+
+    @contextlib.contextmanager
+    def write(self, key: str) -> Iterator[Sink]:
+        self.num_files += 1
+        with super().write(key) as file:
+            yield _Telling(file, self)
+
+
+class _Telling:
+    def __init__(self, file: Sink, store: TellingStore) -> None:
+        self._file, self._store = file, store
+
+    def write(self, content: bytes | memoryview, /) -> int:
+        self._store.told.append("written")
+        self._store.has_written.set()
+        return self._file.write(content)
+
+
+def two_tensors() -> State:
+    """Return a state of two tensors that are copied one behind the other."""
+    return {"model": {name: torch.arange(3_000_000) + place for place, name in enumerate("ab")}}
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_the_rest_is_copied_while_the_beginning_is_written(
+    tmp_path: Path, is_awaited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless training waits: then nothing is written until all is copied. The commit is the same."""
+    store, has_begun = TellingStore(tmp_path), threading.Event()
+    background = open_saves(store)
+
+    def copied(snapshot: Snapshot, lo: int, hi: int) -> None:
+        assert has_begun.wait(DEADLINE_S) and background._flight is not None
+        if is_awaited:
+            assert background._flight.awaited.wait(DEADLINE_S)
+        elif lo:
+            assert store.has_written.wait(DEADLINE_S), "nothing is written while the rest is copied"
+        store.told.append("copied")
+
+    monkeypatch.setattr(Snapshot, "_check_unchanged", copied)
+    background.begin(two_tensors(), facts(1))
+    has_begun.set()
+    if is_awaited:
+        background.await_staging()
+    ended = background.wait()
+    assert ended is not None and ended.commit is not None
+    assert store.told[:2] == ["copied", "copied" if is_awaited else "written"]
+    assert_equal_trees(read_state(store, ended.commit), two_tensors())
+
+
+def test_a_change_while_the_beginning_is_written_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has been written of it is removed, and it is not tried again: the state of the boundary is gone."""
+    store, state, check = TellingStore(tmp_path), two_tensors(), Snapshot._check_unchanged
+
+    def changing(snapshot: Snapshot, lo: int, hi: int) -> None:
+        if lo:
+            assert store.has_written.wait(DEADLINE_S)
+            state["model"]["b"].add_(1)  # type: ignore[index]
+        check(snapshot, lo, hi)
+
+    monkeypatch.setattr(Snapshot, "_check_unchanged", changing)
+    background = open_saves(store)
+    background.begin(state, facts(1), is_still=all_still)
+    ended = background.wait()
+    assert ended is not None and ended.commit is None and "'model.b' changed while it was copied" in str(ended.error)
+    assert store.num_files == 1
+    assert discover(store).head is None and store.list("data/") == []

@@ -1,0 +1,142 @@
+"""Files that are written past the page cache hold what was written, or say that they do not."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_train.checkpoint.stores import direct_io
+from elastic_train.checkpoint.stores.direct_io import DirectFile, Runs
+
+RUN_BYTES = 8192
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_io, "RUN_BYTES", RUN_BYTES)
+
+
+class Calls:
+    """Counts the calls of `os.pwrite`, and lets some fail."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, code: int, failing: range) -> None:
+        self._code, self._failing, self.num_made = code, failing, 0
+        self._write = os.pwrite
+        patch.setattr(os, "pwrite", self._count)
+
+    def _count(self, descriptor: int, content: memoryview, offset: int) -> int:
+        self.num_made += 1
+        if self.num_made in self._failing:
+            raise OSError(self._code, "injected")
+        return self._write(descriptor, content, offset)
+
+
+sizes = st.sampled_from([0, 1, 100, 4095, 4096, 4097, RUN_BYTES - 1, RUN_BYTES, RUN_BYTES + 1, 5 * RUN_BYTES + 7])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(sizes, st.booleans()), max_size=6), st.booleans())
+def test_bytes_arrive_in_order_however_they_come(pieces: list[tuple[int, bool]], is_known: bool) -> None:
+    """Whatever the pieces' sizes, with a flush behind any of them, and on file systems without direct writes."""
+    runs, whole, set_flags = Runs(), b"", fcntl.fcntl
+
+    def without_direct(descriptor: int, command: int, flags: int = 0) -> int:
+        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct writes")
+        return set_flags(descriptor, command, flags)
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        if not is_known:
+            patch.setattr(fcntl, "fcntl", without_direct)
+        for name in ("first", "second"):  # the second is written from the first one's memory
+            path = Path(folder) / name
+            with DirectFile(path, runs) as file:
+                whole = b""
+                for number, (size, is_flushed) in enumerate(pieces):
+                    content = bytes([number + 1]) * size
+                    assert file.write(content) == size
+                    whole += content
+                    if is_flushed:
+                        file.flush()
+                        assert path.read_bytes() == whole
+            assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("failing", range(1, 7))
+def test_a_disk_that_is_full_is_told(tmp_path: Path, failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever write fails, on the thread or off it, somebody hears of it before the file counts as written."""
+    calls = Calls(monkeypatch, errno.ENOSPC, range(failing, failing + 1))
+    with pytest.raises(OSError, match="injected"), DirectFile(tmp_path / "file", Runs()) as file:
+        for _ in range(5):
+            file.write(bytes(RUN_BYTES))
+        file.write(b"the end")
+        file.flush()
+    assert calls.num_made >= failing
+
+
+def test_what_cannot_be_written_directly_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that knows direct writes and refuses one of them gets it through the page cache."""
+    Calls(monkeypatch, errno.EINVAL, range(2, 3))
+    content = os.urandom(5 * RUN_BYTES + 5)
+    with DirectFile(tmp_path / "file", Runs()) as file:
+        file.write(content)
+    assert (tmp_path / "file").read_bytes() == content
+
+
+def test_a_file_that_is_given_up_writes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error goes through as it is, even where the disk would have another."""
+    calls = Calls(monkeypatch, errno.ENOSPC, range(1, 1000))
+    with pytest.raises(KeyError), DirectFile(tmp_path / "file", Runs()) as file:
+        file.write(b"not wanted")
+        raise KeyError
+    assert calls.num_made == 0
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file.fileno())
+
+
+def test_memory_is_kept_once_and_bounded(tmp_path: Path) -> None:
+    """Files written one behind the other, or at once, and closed twice, leave a few runs, no two of them the same."""
+    runs = Runs()
+    files = [DirectFile(tmp_path / str(number), runs) for number in range(4)]
+    for file in files:
+        file.write(bytes(7 * RUN_BYTES))
+        file.close()
+        file.close()
+    assert len(runs._kept) <= direct_io.MOST_RUNS
+    kept = [runs.take() for _ in range(direct_io.MOST_RUNS)]
+    assert len({run.ctypes.data for run in kept}) == direct_io.MOST_RUNS
+    assert [(tmp_path / str(number)).stat().st_size for number in range(4)] == [7 * RUN_BYTES] * 4
+
+
+def test_a_process_ends_without_a_disk_that_hangs(tmp_path: Path) -> None:
+    """Saves that hang in a write or in a sync have been given up: not even the interpreter's end waits for them."""
+    program = f"""
+import os, pathlib, threading
+from elastic_train.checkpoint import direct, disk
+direct.RUN_BYTES = {RUN_BYTES}
+hung = threading.Semaphore(0)
+def hang(*_):
+    hung.release()
+    threading.Event().wait()
+def save(num_runs):
+    real = disk.RealDisk()
+    with real.create(pathlib.Path({str(tmp_path)!r}) / str(num_runs)) as file:
+        file.write(bytes(num_runs * {RUN_BYTES}))
+        real.sync([file], [])
+os.pwrite = os.fsync = hang
+for num_runs in (0, 7):
+    threading.Thread(target=save, args=(num_runs,), daemon=True).start()
+    hung.acquire()
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=240, check=False).returncode == 0

@@ -1,0 +1,133 @@
+"""The near copy is read if it matches, and is never missed if it does not."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_train.checkpoint import CommitRecord, Retention, Store, discover, open_store, prune, read_state
+from elastic_train.checkpoint.stores.deadline import PromptStore
+from elastic_train.checkpoint.stores.store import KeyMissing
+from tests.elastic_train.checkpoint.commit_samples import facts, small_state, writer
+
+
+@pytest.fixture
+def far_url() -> str:
+    """Return a far store's URL."""
+    return f"memory://{uuid.uuid4().hex}/run"
+
+
+def value_of(store: Store, record: CommitRecord) -> float:
+    """Return what identifies a small state."""
+    model = read_state(store, record)["model"]
+    assert isinstance(model, dict)
+    return float(model["w"][0])
+
+
+def near_files(folder: Path) -> list[Path]:
+    """Return the files of the near copy."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_what_was_saved_here_is_read_from_here(far_url: str, tmp_path: Path) -> None:
+    """Without the far files the state still loads where it was saved, and nowhere else."""
+    store, far = open_store(far_url, str(tmp_path)), open_store(far_url)
+    record = writer(store).save(small_state(7), facts(1))
+    assert discover(far).head == record
+    assert value_of(far, record) == 7
+    for name in record.files:
+        far.delete(f"{record.attempt}/{name}")
+    assert value_of(store, record) == 7
+    with pytest.raises(KeyMissing):
+        read_state(far, record)
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "all"])
+def test_a_near_copy_that_does_not_match_is_not_read(far_url: str, tmp_path: Path, harm: str) -> None:
+    """Damaged, torn or gone: the far file is read in its place."""
+    store = open_store(far_url, str(tmp_path))
+    record = writer(store).save(small_state(7), facts(1))
+    files = near_files(tmp_path)
+    assert len(files) == 2
+    for path in files:
+        if harm == "flip":
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+        elif harm == "truncate":
+            os.truncate(path, 9)
+        elif harm == "all" or path.name != ".metadata":
+            path.unlink()
+    assert value_of(store, record) == 7
+
+
+def test_a_record_decides_and_not_the_near_copy(far_url: str, tmp_path: Path) -> None:
+    """What is near and has no far record is no commit."""
+    store = open_store(far_url, str(tmp_path))
+    with store.write("data/step-000000000009/00000001-dead/__0_0.distcp") as sink:
+        sink.write(b"whole")
+    assert len(near_files(tmp_path)) == 1
+    assert discover(store).head is None
+
+
+def test_the_newest_attempts_are_kept_near(far_url: str, tmp_path: Path) -> None:
+    """Memory is bounded: the newest commit's files stay, and those of the one before it."""
+    store = open_store(far_url, str(tmp_path))
+    commits = writer(store)
+    records = [commits.save(small_state(step), facts(step)) for step in range(1, 5)]
+    kept = {path.parent.relative_to(tmp_path).as_posix().partition("/")[2] for path in near_files(tmp_path)}
+    assert kept == {records[-1].attempt, records[-2].attempt}
+    assert [value_of(store, record) for record in records] == [1, 2, 3, 4]
+    prune(store, Retention.of(last=1))
+    assert {path.parent.name for path in near_files(tmp_path)} == {records[-1].attempt.rpartition("/")[2]}
+
+
+def test_a_near_folder_that_cannot_be_written_fails_no_save(
+    far_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told, and the far commit is as good as ever."""
+    (tmp_path / "file").write_text("")
+    store = open_store(far_url, str(tmp_path / "file"))
+    record = writer(store).save(small_state(7), facts(1))
+    assert "has no near copy" in caplog.text
+    assert value_of(store, record) == 7
+
+
+def test_a_near_disk_that_runs_full_fails_no_save(
+    far_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was begun is removed, and the far file is whole."""
+    store = open_store(far_url, str(tmp_path))
+    full, real_open = Path("/dev/full"), Path.open
+
+    def open_on_a_full_disk(path: Path, mode: str = "r") -> object:
+        return real_open(full if path.name.endswith("distcp.partial") else path, mode)
+
+    monkeypatch.setattr(Path, "open", open_on_a_full_disk)
+    record = writer(store).save({"w": torch.arange(1_000_000.0)}, facts(1))
+    assert "No space left" in caplog.text
+    assert [path.name for path in near_files(tmp_path)] == [".metadata"]
+    assert torch.equal(read_state(store, record)["w"], torch.arange(1_000_000.0))
+
+
+def test_a_failed_save_leaves_nothing_near(far_url: str, tmp_path: Path) -> None:
+    """A file whose writing ended with an error is in neither place."""
+    store = open_store(far_url, str(tmp_path))
+    with pytest.raises(ZeroDivisionError), store.write("data/x/y/file") as sink:
+        sink.write(b"half")
+        raise ZeroDivisionError
+    assert near_files(tmp_path) == []
+    assert store.list("data/") == []
+
+
+def test_a_near_copy_is_heard_to_be_checked(far_url: str, tmp_path: Path) -> None:
+    """To read it to its end takes long if it is large: whoever watches hears of every block."""
+    heard: list[None] = []
+    store = open_store(far_url, str(tmp_path), heard=lambda: heard.append(None))
+    record = writer(store).save({"w": torch.zeros(1_000_000)}, facts(1))
+    assert isinstance(store, PromptStore)
+    heard.clear()
+    store.preferring({f"{record.attempt}/{name}": file for name, file in record.files.items()})
+    assert len(heard) >= sum(len(file.blocks) for file in record.files.values()) >= 5

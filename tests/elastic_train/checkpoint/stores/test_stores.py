@@ -1,0 +1,268 @@
+"""What every store promises, checked on every kind of store."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from elastic_train.checkpoint.stores import deadline
+from elastic_train.checkpoint.stores import store as stores
+from elastic_train.checkpoint.stores.deadline import PromptStore
+from elastic_train.checkpoint.stores.fsspec_store import FsspecStore
+from elastic_train.checkpoint.stores.local import LocalStore
+from elastic_train.checkpoint.stores.store import (
+    KeyMissing,
+    KeyTaken,
+    Store,
+    Uncertain,
+    create_once,
+    open_store,
+)
+from elastic_train.errors import ConfigError, StorageError
+from elastic_train.fencing import StoreFence
+
+
+def test_a_created_key_reads_back(store: Store) -> None:
+    """What was created is what is read."""
+    store.create("commits/a.json", b"content")
+    assert stores.read(store, "commits/a.json") == b"content"
+
+
+def test_a_key_is_created_once(store: Store) -> None:
+    """A second create is refused and changes nothing."""
+    store.create("commits/a.json", b"first")
+    with pytest.raises(KeyTaken):
+        store.create("commits/a.json", b"second")
+    assert stores.read(store, "commits/a.json") == b"first"
+
+
+def test_a_race_has_at_most_one_winner(store: Store) -> None:
+    """Of many who create one key at once, one wins, and its content stays; a claimed create may have none."""
+    contents = [f"writer {number}".encode() for number in range(8)]
+
+    def create(content: bytes) -> bool:
+        try:
+            store.create("commits/a.json", content)
+        except KeyTaken:
+            return False
+        return True
+
+    with ThreadPoolExecutor(len(contents)) as pool:
+        is_winner = list(pool.map(create, contents))
+    least = 0 if store.url.startswith("plain") else 1
+    assert least <= is_winner.count(True) <= 1
+    if any(is_winner):
+        assert stores.read(store, "commits/a.json") == contents[is_winner.index(True)]
+
+
+def test_a_retried_create_recognises_itself(store: Store) -> None:
+    """A create that the store refuses because its own first try got through still counts as ours."""
+    assert create_once(store, "terms/1.json", b"mine")
+    assert create_once(store, "terms/1.json", b"mine")
+    assert not create_once(store, "terms/1.json", b"another's")
+
+
+def test_a_written_file_reads_back_in_parts(store: Store) -> None:
+    """A file can be read from any place."""
+    with store.write("data/x/file") as sink:
+        sink.write(b"0123")
+        sink.write(memoryview(b"456789"))
+    with store.open("data/x/file") as file:
+        file.seek(3)
+        assert file.read(4) == b"3456"
+
+
+def test_a_failed_write_leaves_nothing(store: Store) -> None:
+    """A file whose writing ended with an error is not there."""
+    with pytest.raises(ZeroDivisionError), store.write("data/x/file") as sink:
+        sink.write(b"half")
+        raise ZeroDivisionError
+    assert store.list("data/") == []
+
+
+def test_a_listing_names_what_is_below_a_folder(store: Store) -> None:
+    """A listing is sorted, has sizes and ages, and stops at the folder."""
+    for key in ("data/b/2", "data/a/1", "database/3", "commits/4"):
+        store.create(key, key.encode())
+    assert [(entry.key, entry.size) for entry in store.list("data/")] == [("data/a/1", 8), ("data/b/2", 8)]
+    assert all(entry.modified_at for entry in store.list("data/"))
+    assert store.list("nothing/") == []
+
+
+def test_a_folder_that_goes_while_it_is_listed_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retention deletes, and readers let go of what they hold, while others look."""
+    store, scan = LocalStore(tmp_path), os.scandir
+    for key in ("data/a/1", "data/b/2"):
+        store.create(key, b"x")
+
+    def scan_late(path: str | os.PathLike[str]) -> object:
+        if Path(path).name == "a":
+            store.delete("data/a/1")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_late)
+    assert [entry.key for entry in store.list("data/")] == ["data/b/2"]
+
+
+def test_a_folder_that_may_not_be_listed_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody may look there is no way to tell that there is nothing."""
+    store, scan = LocalStore(tmp_path), os.scandir
+    store.create("commits/a.json", b"x")
+
+    def scan_denied(path: str | os.PathLike[str]) -> object:
+        if Path(path).name == "commits":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_denied)
+    with pytest.raises(StorageError, match="commits: cannot list: Permission denied"):
+        store.list("commits/")
+
+
+def test_deleting_is_repeatable(store: Store) -> None:
+    """A deleted key is gone; deleting it again is no error."""
+    store.create("data/a/1", b"x")
+    store.delete("data/a/1")
+    store.delete("data/a/1")
+    assert store.list("data/") == []
+    with pytest.raises(KeyMissing):
+        stores.read(store, "data/a/1")
+
+
+def test_an_unknown_protocol_is_a_config_error() -> None:
+    """A URL that nothing can open is refused before training starts."""
+    with pytest.raises(ConfigError, match="nosuch"):
+        open_store("nosuch://bucket/run")
+
+
+def test_a_file_url_is_a_folder(tmp_path: Path) -> None:
+    """file:// and a plain path name the same store."""
+    assert open_store(f"file://{tmp_path}").url == open_store(str(tmp_path)).url
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    """A path through a file fails with a storage error that names it."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="file/run"):
+        open_store(str(tmp_path / "file" / "run")).create("commits/a.json", b"")
+
+
+def http_error(status: int) -> OSError:
+    """Return an error as s3fs raises it for an HTTP status."""
+    cause = OSError("from the SDK")
+    cause.response = {"ResponseMetadata": {"HTTPStatusCode": status}}  # type: ignore[attr-defined]
+    error = OSError("translated")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [([409, None], None), ([412], KeyTaken), ([409, 412], KeyTaken), ([409] * 9, Uncertain), ([500], Uncertain)],
+)
+def test_every_answer_to_a_conditional_create_is_understood(
+    monkeypatch: pytest.MonkeyPatch, answers: list[int | None], expected: type[StorageError] | None
+) -> None:
+    """409 is asked again, a bounded number of times; 412 is taken; anything else leaves it open."""
+    store = FsspecStore("memory://answers")
+    left = list(answers)
+
+    def answer(self: MemoryFileSystem, path: str, value: bytes, mode: str) -> None:
+        status = left.pop(0)
+        if status is not None:
+            raise http_error(status)
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", answer)
+    with pytest.raises(expected) if expected else contextlib.nullcontext():
+        store.create("commits/a.json", b"")
+
+
+@pytest.mark.parametrize(
+    ("act", "error"),
+    [
+        (lambda store: store.create("commits/a.json", b"x"), Uncertain),
+        (lambda store: store.open("commits/a.json"), StorageError),
+        (lambda store: store.list("commits/"), StorageError),
+        (lambda store: store.delete("commits/a.json"), StorageError),
+    ],
+)
+def test_storage_that_does_not_answer_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[[Store], object], error: type[StorageError]
+) -> None:
+    """Who waits is told after a while, and leaves the call where it hangs; a create may still come true."""
+    monkeypatch.setattr(deadline, "ANSWER_S", 0.05)
+    woken, heard = threading.Event(), list[None]()
+
+    class Away:
+        url = "somewhere"
+
+        def __getattr__(self, name: str) -> Callable[..., bool]:
+            return lambda *_: woken.wait(30)
+
+    try:
+        with pytest.raises(error, match=r"somewhere: cannot .* no answer in") as told:
+            act(PromptStore(Away(), lambda: heard.append(None)))  # type: ignore[arg-type]
+        assert type(told.value) is error and len(heard) == 1
+    finally:
+        woken.set()
+
+
+def test_a_claim_outlives_a_hung_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A term's create that hangs is asked again: the claim is made, and is found made by the one that wakes up."""
+    woken, is_through, is_hung = threading.Event(), threading.Event(), threading.Event()
+
+    class Hanging(LocalStore):
+        def create(self, key: str, content: bytes) -> None:
+            if is_hung.is_set():
+                return super().create(key, content)
+            is_hung.set()
+            assert woken.wait(30)
+            try:
+                super().create(key, content)
+            finally:
+                is_through.set()
+
+    class ImpatientAtFirst(PromptStore):
+        num_creates = 0
+
+        def create(self, key: str, content: bytes) -> None:
+            self.num_creates += 1
+            with monkeypatch.context() as patch:
+                if self.num_creates == 1:
+                    patch.setattr(deadline, "ANSWER_S", 0.5)
+                super().create(key, content)
+
+    store = ImpatientAtFirst(Hanging(tmp_path), lambda: None)
+    assert StoreFence(store).claim() == 1
+    claim = stores.read(store, "terms/00000001.json")
+    woken.set()
+    assert is_through.wait(30)
+    assert stores.read(store, "terms/00000001.json") == claim and StoreFence(store).claim() == 2
+
+
+def test_all_that_a_store_does_is_heard(tmp_path: Path) -> None:
+    """Every answer, and every piece of a file: a long load over slow storage is seen to get on."""
+    heard: list[None] = []
+    store = PromptStore(LocalStore(tmp_path), lambda: heard.append(None))
+
+    def grows(act: Callable[[], object]) -> None:
+        before = len(heard)
+        act()
+        assert len(heard) > before
+
+    with store.write("data/x/file") as sink:
+        for _ in range(3):
+            grows(lambda: sink.write(b"abc"))
+    with store.open("data/x/file") as file:
+        grows(lambda: file.read(2))
+        grows(lambda: file.readinto(memoryview(bytearray(4))))  # type: ignore[attr-defined]
+    grows(lambda: store.list("data/"))
+    grows(lambda: store.delete("data/x/file"))
