@@ -166,6 +166,18 @@ def test_a_killed_worker_is_restarted_and_one_node_pays(job: Job) -> None:
     assert job.finish(stayer) == [0], job.output()
 
 
+def test_a_command_line_for_torchs_own_backends_runs(job: Job) -> None:
+    """With the backend's name changed it trains, and says in one line of its output which keys have no effect."""
+    conf = (
+        "is_host=1,join_timeout=60,last_call_timeout=1,read_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=3"
+    )
+    node = job.node("--nnodes=1", f"--rdzv_conf={conf}")
+    job.await_world(1, above=0)
+    assert job.finish(node) == [0], job.output()
+    (warning,) = (line for line in job.output().splitlines() if "have no effect" in line)
+    assert "is_host (" in warning and "read_timeout (" in warning and "join_timeout" not in warning
+
+
 def test_no_etcd_is_an_error_that_helps(tmp_path: Path) -> None:
     """Without an etcd torchrun ends soon, not after its rendezvous' quarter of an hour, and not with 0: it names the
     endpoint and what to do."""
