@@ -36,6 +36,7 @@ from elastic_train.core.accounting import Account
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import lane_seed, owned_lanes, parts_of
 from elastic_train.core.order import Cursor
+from elastic_train.job.state import build_state
 from elastic_train.parallel.gradient_sum import (
     Scratch,
     exchange,
@@ -44,8 +45,7 @@ from elastic_train.parallel.gradient_sum import (
     tree_sum,
 )
 from elastic_train.parallel.group import Group
-from elastic_train.state import build_state
-from elastic_train.tasks.encoder import EncoderShape, TextEncoder
+from elastic_train.tasks.models.text_encoder import EncoderShape, TextEncoder
 
 SIZES = {"1M": 1_000_000, "25M": 25_000_000}
 EXCHANGES = [("1M", 2, 8), ("1M", 4, 8), ("25M", 2, 8), ("25M", 3, 12), ("25M", 4, 8)]

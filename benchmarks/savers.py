@@ -19,8 +19,8 @@ from elastic_train.config.schema import OptimizerConfig
 from elastic_train.core.accounting import Account
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
-from elastic_train.fencing import StoreFence
-from elastic_train.state import AppliedState, build_state
+from elastic_train.job.state import AppliedState, build_state
+from elastic_train.world.fencing import StoreFence
 
 OURS = "elastic_train"
 

@@ -24,7 +24,7 @@ def demo(*, seed: int | None = None, json_: Annotated[bool, Parameter(name="--js
     console = Console(soft_wrap=True, highlight=False, quiet=json_)
     console.print("1. the corpus: the docstrings of the libraries installed here; no download")
     subprocess.run(
-        [sys.executable, "-m", "elastic_train.cli", "data", "import", "docstrings", str(DATA)],
+        [sys.executable, "-m", "elastic_train.cli.main", "data", "import", "docstrings", str(DATA)],
         check=True,
         stdout=subprocess.DEVNULL if json_ else None,
     )

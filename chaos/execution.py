@@ -30,8 +30,8 @@ from elastic_train.config.schema import Config
 from elastic_train.core.order import Order
 from elastic_train.data.corpora.synthetic import synthesise
 from elastic_train.data.dataset.manifest import load_manifest
-from elastic_train.progress import Progress, ResumeBanner, Status
-from elastic_train.sync import sync
+from elastic_train.tracking.mlflow_sync import sync
+from elastic_train.tracking.progress import Progress, ResumeBanner, Status
 
 Say = Callable[[str], None]
 

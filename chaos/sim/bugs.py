@@ -21,10 +21,15 @@ from elastic_train.core.accounting import Hole
 from elastic_train.core.lineage import COMMITS, Interval, place_of
 from elastic_train.core.order import Cursor, Order
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.delivery import Delivery
-from elastic_train.metrics import LineageReader, MetricsWriter, Settled, Values
-from elastic_train.quarantine import find_holes
-from elastic_train.session import Session
+from elastic_train.tracking.delivery import Delivery
+from elastic_train.tracking.metric_log import (
+    LineageReader,
+    MetricsWriter,
+    Settled,
+    Values,
+)
+from elastic_train.train.session import Session
+from elastic_train.world.quarantine import find_holes
 from rendezvous.membership import Change
 from rendezvous.records import Head, Keys, encode
 from rendezvous.store import Snapshot

@@ -48,7 +48,7 @@ class Dataset:
 
 
 class ModelledFeed:
-    """What `elastic_train.feed.Feed` is to its users."""
+    """What `elastic_train.job.sample_streams.Feed` is to its users."""
 
     def __init__(self, data: Dataset, *, quarantines: bool) -> None:
         self._data, self._quarantines = data, quarantines

@@ -28,15 +28,16 @@ from chaos.sim.net import MeetingStore, agent_store
 from chaos.sim.objects import StorageClient
 from chaos.sim.rounds import start_processes
 from chaos.sim.tracker import TrackedRun
-from elastic_train import handover, trainer
 from elastic_train.checkpoint.commits import record
 from elastic_train.checkpoint.interval.young_daly import Faults
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.history import History
 from elastic_train.parallel import gradient_sum as reduction
-from elastic_train.session import Session
 from elastic_train.system.failpoints import reach
+from elastic_train.tracking.history import History
+from elastic_train.train import loop
+from elastic_train.train.session import Session
+from elastic_train.world import handover
 from rendezvous.context import RendezvousContext
 from rendezvous.fence import EtcdFence
 from rendezvous.reach import SELDOM_S, Reach
@@ -59,20 +60,20 @@ PRODUCT = (
     "rendezvous.own_record",
     "torch.distributed.elastic.agent.server.api",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
-    "elastic_train.run",
-    "elastic_train.trainer",
-    "elastic_train.session",
-    "elastic_train.assembly",
-    "elastic_train.world",
-    "elastic_train.worlds",
-    "elastic_train.handover",
-    "elastic_train.fencing",
-    "elastic_train.history",
-    "elastic_train.result",
+    "elastic_train.train.supervisor",
+    "elastic_train.train.loop",
+    "elastic_train.train.session",
+    "elastic_train.train.open_session",
+    "elastic_train.world.world",
+    "elastic_train.world.forming",
+    "elastic_train.world.handover",
+    "elastic_train.world.fencing",
+    "elastic_train.tracking.history",
+    "elastic_train.train.result",
     "elastic_train.system.failpoints",
-    "elastic_train.metrics",
-    "elastic_train.tracking",
-    "elastic_train.mlflow_run",
+    "elastic_train.tracking.metric_log",
+    "elastic_train.tracking.tracker",
+    "elastic_train.tracking.mlflow_run",
     "elastic_train.checkpoint.commits.writer",
     "elastic_train.checkpoint.commits.reader",
     "elastic_train.checkpoint.commits.record",
@@ -128,7 +129,7 @@ def _machine(job: Job) -> Iterator[tuple[ModuleType, str, object]]:
         for name, real in MACHINE.items():
             if getattr(module, name, None) is real:
                 yield module, name, stand_ins[name]
-    for path in ("elastic_train.fencing", "elastic_train.history"):
+    for path in ("elastic_train.world.fencing", "elastic_train.tracking.history"):
         yield importlib.import_module(path), "os", here
     # The judge compares when commits were made, so their records carry the watch of whoever looks on.
     yield importlib.import_module("elastic_train.checkpoint.commits.writer"), "time", virtual.TrueTime(job.kernel)
@@ -156,17 +157,22 @@ def _world(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
     yield from _in("rendezvous.node", LOOK_S=job.shape.look_s)
     yield from _in("rendezvous.seen", read_view=_memory_of(read_view, NUM_VIEWS))
     yield from _in("rendezvous.meeting", TCPStore=functools.partial(MeetingStore, job.net))
-    yield from _in("elastic_train.worlds", Group=functools.partial(SimGroup, look_s=job.shape.look_s))
-    yield from _in("elastic_train.worlds", live_context=lambda: job.told(job.kernel.process), os=_Launcher(job))
-    yield from _in("elastic_train.world", open_store=storage, open_fence=fence, last_applied=lambda *_, **__: None)
-    yield from _in("elastic_train.world", History=functools.partial(SimHistory, job), Progress=Silent)
-    yield from _in("elastic_train.assembly", open_store=storage)
+    yield from _in("elastic_train.world.forming", Group=functools.partial(SimGroup, look_s=job.shape.look_s))
+    yield from _in("elastic_train.world.forming", live_context=lambda: job.told(job.kernel.process), os=_Launcher(job))
+    yield from _in(
+        "elastic_train.world.world", open_store=storage, open_fence=fence, last_applied=lambda *_, **__: None
+    )
+    yield from _in("elastic_train.world.world", History=functools.partial(SimHistory, job), Progress=Silent)
+    yield from _in("elastic_train.train.open_session", open_store=storage)
     yield from _track(job)
-    yield from _in("elastic_train.assembly", faults_before=lambda *_: Faults(0, 0.0))
-    yield from _in("elastic_train.run", Watchdog=Unwatched, make_repeatable=lambda _: None, make_plan=job.plan_of)
-    yield from _in("elastic_train.run", warm_up=lambda plan, state: None)  # there is nothing to open or to load
-    yield from _in("elastic_train.run", sys=SimpleNamespace(stderr=SimpleNamespace(write=lambda _: None)))
-    yield from _in("elastic_train.result", write_atomically=job.take_file)
+    yield from _in("elastic_train.train.open_session", faults_before=lambda *_: Faults(0, 0.0))
+    yield from _in(
+        "elastic_train.train.supervisor", Watchdog=Unwatched, make_repeatable=lambda _: None, make_plan=job.plan_of
+    )
+    # There is nothing to open or to load.
+    yield from _in("elastic_train.train.supervisor", warm_up=lambda plan, state: None)
+    yield from _in("elastic_train.train.supervisor", sys=SimpleNamespace(stderr=SimpleNamespace(write=lambda _: None)))
+    yield from _in("elastic_train.train.result", write_atomically=job.take_file)
     yield from _in("elastic_train.system.failpoints", _folder="simulated", _look=lambda _, name: job.reach(name))
 
 
@@ -193,12 +199,14 @@ def _track(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
     """Replace the folder of metrics, and the run in the tracker; without one there is none of both."""
     tracking = job.tracking
     if tracking is None:
-        yield from _in("elastic_train.assembly", start_tracker=_nothing)
+        yield from _in("elastic_train.train.open_session", start_tracker=_nothing)
         return
-    yield from _in("elastic_train.assembly", Path=lambda _: tracking.folder)
-    yield from _in("elastic_train.delivery", MlflowRun=functools.partial(TrackedRun, tracking.server))
-    yield from _in("elastic_train.tracking", MetricsWriter=tracking.writer, code_tags=dict, bound_requests=_nothing)
-    yield from _in("elastic_train.sync", bound_requests=_nothing)
+    yield from _in("elastic_train.train.open_session", Path=lambda _: tracking.folder)
+    yield from _in("elastic_train.tracking.delivery", MlflowRun=functools.partial(TrackedRun, tracking.server))
+    yield from _in(
+        "elastic_train.tracking.tracker", MetricsWriter=tracking.writer, code_tags=dict, bound_requests=_nothing
+    )
+    yield from _in("elastic_train.tracking.mlflow_sync", bound_requests=_nothing)
 
 
 def _nothing(*_: object) -> None: ...
@@ -227,12 +235,14 @@ def _tensors(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
     def coverage_of(lanes: Sequence[LaneBatch]) -> CoverageSums:
         return sum((model.sums_of(tuple(batch.ids.tolist())) for batch in lanes), CoverageSums())
 
-    yield from _in("elastic_train.assembly", make_gradient_sum=gradient_sum, has_equal_kernels=lambda *_: True)
     yield from _in(
-        "elastic_train.trainer", _run_lane=run_lane, _coverage_of=coverage_of, _fold=_memory_of(trainer._fold)
+        "elastic_train.train.open_session", make_gradient_sum=gradient_sum, has_equal_kernels=lambda *_: True
+    )
+    yield from _in(
+        "elastic_train.train.loop", _run_lane=run_lane, _coverage_of=coverage_of, _fold=_memory_of(loop._fold)
     )
     yield from _in("elastic_train.parallel.gradient_sum", _read_table=_memory_of(reduction._read_table))
-    yield from _in("elastic_train.handover", _read_places=_memory_of(handover._read_places))
+    yield from _in("elastic_train.world.handover", _read_places=_memory_of(handover._read_places))
     yield from _in(
         "elastic_train.checkpoint.format.layout",
         LEAST_PART_BYTES=job.shape.least_part_bytes,

@@ -27,7 +27,7 @@ from elastic_train.core.accounting import Account
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.keyed_random import Int64s, derive, mix64
 from elastic_train.core.order import Cursor, Order
-from elastic_train.state import Reached
+from elastic_train.job.state import Reached
 
 _MASK = (1 << 64) - 1
 
@@ -72,7 +72,7 @@ class Rate:
 
 @dataclass
 class ModelledState:
-    """What `elastic_train.state.AppliedState` is to its users."""
+    """What `elastic_train.job.state.AppliedState` is to its users."""
 
     model: Weights
     reached: Reached = field(default_factory=Reached)
@@ -188,7 +188,7 @@ class ModelledTask:
 
 @dataclass(frozen=True)
 class ModelledPlan:
-    """What `elastic_train.plan.Plan` is to its users."""
+    """What `elastic_train.job.plan.Plan` is to its users."""
 
     config: Config
     task: ModelledTask

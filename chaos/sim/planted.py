@@ -131,7 +131,7 @@ PLANTED = (
         "a world that was left behind publishes",
         lambda: {
             "rendezvous.fence:carry": bugs.carry_unfenced,
-            "elastic_train.fencing:StoreFence.publish": lambda self, term, commit: None,
+            "elastic_train.world.fencing:StoreFence.publish": lambda self, term, commit: None,
         },
         ("fencing",),
         _zombie,
@@ -140,14 +140,14 @@ PLANTED = (
     SimBug(
         "fetched-cursor",
         "a world goes on from what was fetched instead of applied",
-        lambda: {"elastic_train.session:Session.steps": bugs.steps_from(1)},
+        lambda: {"elastic_train.train.session:Session.steps": bugs.steps_from(1)},
         ("coverage", "witness"),
         _kills,
     ),
     SimBug(
         "double-apply",
         "a world applies the last step's samples again",
-        lambda: {"elastic_train.session:Session.steps": bugs.steps_from(-1)},
+        lambda: {"elastic_train.train.session:Session.steps": bugs.steps_from(-1)},
         ("coverage", "witness"),
         _kills,
     ),
@@ -179,7 +179,7 @@ PLANTED = (
     SimBug(
         "commit-before",
         "who starts again goes on from the commit before the newest",
-        lambda: {"elastic_train.world:discover": bugs.one_before},
+        lambda: {"elastic_train.world.world:discover": bugs.one_before},
         ("durability",),
         _kills,
         replace(_SHAPE, recovery="restart"),
@@ -187,14 +187,14 @@ PLANTED = (
     SimBug(
         "stale-lanes",
         "a rank keeps another's lanes after the world has grown again",
-        lambda: {"elastic_train.assembly:owned_lanes": bugs.stale_lanes()},
+        lambda: {"elastic_train.train.open_session:owned_lanes": bugs.stale_lanes()},
         ("partition",),
         _kills,
     ),
     SimBug(
         "skipped-barrier",
         "a world begins without bringing its ranks to one step",
-        lambda: {"elastic_train.world:hand_over": lambda group, state, places: None},
+        lambda: {"elastic_train.world.world:hand_over": lambda group, state, places: None},
         ("agreement",),
         _half_applied,
         replace(_SHAPE, warm_s=100.0),
@@ -202,7 +202,7 @@ PLANTED = (
     SimBug(
         "stale-stride",
         "ranks keep the lanes of the first world, whatever the size of theirs",
-        lambda: {"elastic_train.assembly:owned_lanes": bugs.first_stride()},
+        lambda: {"elastic_train.train.open_session:owned_lanes": bugs.first_stride()},
         ("partition", "coverage"),
         _kills,
     ),
@@ -216,7 +216,7 @@ PLANTED = (
     SimBug(
         "forgotten-holes",
         "a world begins without the holes that its state has",
-        lambda: {"elastic_train.assembly:known_holes": bugs.forget_holes},
+        lambda: {"elastic_train.train.open_session:known_holes": bugs.forget_holes},
         ("coverage", "sums"),
         _bad_data,
         replace(_SHAPE, unreadable="quarantine"),
@@ -224,7 +224,7 @@ PLANTED = (
     SimBug(
         "sent-again",
         "what the tracker holds is sent to it once more",
-        lambda: {"elastic_train.delivery:Delivery.send": bugs.send_again},
+        lambda: {"elastic_train.tracking.delivery:Delivery.send": bugs.send_again},
         ("tracking",),
         _kills,
         replace(_SHAPE, tracked=True),
@@ -232,7 +232,7 @@ PLANTED = (
     SimBug(
         "sent-unsettled",
         "the tracker is sent what no commit holds, and what is computed again differs",
-        lambda: {"elastic_train.tracking:LineageReader": bugs.Unsettled},
+        lambda: {"elastic_train.tracking.tracker:LineageReader": bugs.Unsettled},
         ("tracking",),
         _kills,
         replace(_SHAPE, tracked=True, recovery="restart"),
@@ -241,14 +241,14 @@ PLANTED = (
     SimBug(
         "any-branch-counts",
         "who is further is followed, also behind a published commit's back",
-        lambda: {"elastic_train.world:_is_of": lambda published, state: True},
+        lambda: {"elastic_train.world.world:_is_of": lambda published, state: True},
         ("durability",),
         "published-and-left",
     ),
     SimBug(
         "untold-rollback",
         "who gives up steps of a branch that others have left does not tell so",
-        lambda: {"elastic_train.history:History.rollback": lambda self, **_: None},
+        lambda: {"elastic_train.tracking.history:History.rollback": lambda self, **_: None},
         ("rpo",),
         "published-and-left",
     ),
@@ -288,14 +288,14 @@ PLANTED = (
     SimBug(
         "hole-found-again",
         "a hole that begins earlier than it did before a restart is listed twice",
-        lambda: {"elastic_train.session:Session.quarantine": bugs.keep_both},
+        lambda: {"elastic_train.train.session:Session.quarantine": bugs.keep_both},
         ("coverage", "sums"),
         "hole-found-again",
     ),
     SimBug(
         "failed-is-the-end",
         "a process that fails sends what no commit holds, although another takes its place",
-        lambda: {"elastic_train.worlds:OneWorld.is_launched": False},
+        lambda: {"elastic_train.world.forming:OneWorld.is_launched": False},
         ("tracking",),
         "failed-is-the-end",
     ),
@@ -303,8 +303,8 @@ PLANTED = (
         "highest-term-wins",
         "a metrics file does not say which terms applied the steps before its own: a dead branch's values hold",
         lambda: {
-            "elastic_train.metrics:MetricsWriter.begin": bugs.begin_untold,
-            "elastic_train.tracking:LineageReader": bugs.read_files_alone,
+            "elastic_train.tracking.metric_log:MetricsWriter.begin": bugs.begin_untold,
+            "elastic_train.tracking.tracker:LineageReader": bugs.read_files_alone,
         },
         ("tracking",),
         "woken-with-more-steps",

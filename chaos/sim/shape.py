@@ -75,7 +75,7 @@ class Shape:
 
 
 def make_plan(shape: Shape, data: Dataset, take_witness: Callable[[Int64s], None]) -> ModelledPlan:
-    """Return what `elastic_train.plan.make_plan` would; `take_witness` gets the counts of a job that is done."""
+    """Return what `elastic_train.job.plan.make_plan` would; `take_witness` gets the counts of a job that is done."""
     config = Config.model_validate(
         {
             "run": {"dir": "sim", "seed": 1},

@@ -23,7 +23,7 @@ from chaos.sim.faults import SimFault
 from chaos.sim.job import Job
 from chaos.sim.shape import Shape
 from chaos.sim.swarm import draw, draw_bad_data, draw_outages, in_order
-from elastic_train.quarantine import FOLDER
+from elastic_train.world.quarantine import FOLDER
 
 MOST, MOST_IN_STORM, STORMS = 8, 30, 0.2
 """The most faults of a run, and of a storm, which one run in five is: a longer job, hit again while it recovers."""

@@ -1,4 +1,4 @@
-"""A tracker with its weather, and what stands for the job's run in it (`elastic_train.mlflow_run.MlflowRun`).
+"""A tracker with its weather, and what stands for the job's run in it (`elastic_train.tracking.mlflow_run.MlflowRun`).
 
 All above that is the product's: the local files, which lie in a folder of the machine, the thread that sends what is
 settled, the delivery, and `elastic-train sync`. A call may not arrive, may be done without an answer, or be done long
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from chaos.evidence import Line, metrics_of
 from chaos.sim.kernel import Kernel
-from elastic_train.metrics import MetricsWriter, Values
-from elastic_train.mlflow_run import metric_name
-from elastic_train.sync import sync
+from elastic_train.tracking.metric_log import MetricsWriter, Values
+from elastic_train.tracking.mlflow_run import metric_name
+from elastic_train.tracking.mlflow_sync import sync
 
 if TYPE_CHECKING:
     from chaos.sim.job import Job

@@ -24,7 +24,7 @@ from elastic_train.data.arrow.lists import pad_lists
 from elastic_train.data.arrow.numbers import numbers_of, whole
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError, DataError
-from elastic_train.tasks.encoder import EncoderShape, TextEncoder
+from elastic_train.tasks.models.text_encoder import EncoderShape, TextEncoder
 from elastic_train.tasks.task import Batch, LaneLoss
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from elastic_train.checkpoint.audit.coverage_proof import (
 from elastic_train.core.accounting import Account, Ranges, ranges_of
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
-from elastic_train.history import FOLDER
+from elastic_train.tracking.history import FOLDER
 
 _MOST_NAMED = 8
 

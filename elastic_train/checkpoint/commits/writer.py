@@ -67,7 +67,7 @@ class Unheard(StorageError):  # noqa: N818 - the commit exists
 
 
 class Publisher(Protocol):
-    """What a writer needs of a fence (see `elastic_train.fencing`)."""
+    """What a writer needs of a fence (see `elastic_train.world.fencing`)."""
 
     def publish(self, term: int, commit: str) -> None:
         """Make a commit the head; FencedError if a newer term has been claimed, Unheard if only the store knows it."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from elastic_train.checkpoint.commits.lookup import open_run
 from elastic_train.checkpoint.commits.reader import records
 from elastic_train.checkpoint.interval.young_daly import NUM_MEASURED, SaveCost, typical
-from elastic_train.history import faults_before, measured_saves
+from elastic_train.tracking.history import faults_before, measured_saves
 
 
 @dataclass(frozen=True, slots=True)

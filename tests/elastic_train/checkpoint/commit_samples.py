@@ -12,7 +12,7 @@ from elastic_train.checkpoint import CommitFacts, CommitRecord, CommitWriter, St
 from elastic_train.checkpoint.stores.store import read
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
-from elastic_train.fencing import StoreFence
+from elastic_train.world.fencing import StoreFence
 
 State = dict[str, object]
 

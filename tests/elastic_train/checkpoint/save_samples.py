@@ -20,7 +20,7 @@ from elastic_train.checkpoint import (
 )
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.checkpoint.stores.store import Sink
-from elastic_train.fencing import StoreFence
+from elastic_train.world.fencing import StoreFence
 
 DEADLINE_S = 30.0
 

@@ -9,9 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from elastic_train import run
 from elastic_train.errors import PeerLostError
-from elastic_train.session import Session
 from elastic_train.system import watchdog
 from elastic_train.system.watchdog import (
     ENTERING_S,
@@ -20,6 +18,8 @@ from elastic_train.system.watchdog import (
     TIMES_LONGEST,
     Watchdog,
 )
+from elastic_train.train import supervisor
+from elastic_train.train.session import Session
 
 
 @pytest.fixture
@@ -131,9 +131,9 @@ def test_who_hangs_while_it_warms_up_is_ended(
         clock[0] += 10 * MOST_S
         watched.look()
 
-    monkeypatch.setattr(run, "warm_up", hang)
-    monkeypatch.setattr(run, "open_worlds", lambda *_: SimpleNamespace(is_live=True, form=wait))
-    assert run._train_on(Mock(), Mock(), watched, Mock(), started_at=0.0) == 0
+    monkeypatch.setattr(supervisor, "warm_up", hang)
+    monkeypatch.setattr(supervisor, "open_worlds", lambda *_: SimpleNamespace(is_live=True, form=wait))
+    assert supervisor._train_on(Mock(), Mock(), watched, Mock(), started_at=0.0) == 0
     assert ends == [pytest.approx(1.1 * limit_s)]
     assert watched.limit_s == max(MOST_S, fixed_s or 0.0), "also for who is frozen while it waits"
 
@@ -203,8 +203,8 @@ def test_a_copy_and_a_failed_end_may_take_long(clock: list[float], monkeypatch: 
     Session.await_staging(session)  # type: ignore[arg-type]
     assert watched.limit_s == LEAST_S
     for error in (ZeroDivisionError(), PeerLostError("gone")):
-        monkeypatch.setattr(run, "train", Mock(side_effect=error))
+        monkeypatch.setattr(supervisor, "train", Mock(side_effect=error))
         watched.beat()
         with pytest.raises(type(error)):
-            run._train_in(session)  # type: ignore[arg-type]
+            supervisor._train_in(session)  # type: ignore[arg-type]
     assert limits == [MOST_S] * 3

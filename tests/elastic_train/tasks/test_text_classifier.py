@@ -14,7 +14,7 @@ import pytest
 from elastic_train.config.schema import Config
 from elastic_train.data.dataset.manifest import Manifest, build_manifest
 from elastic_train.errors import ConfigError, DataError
-from elastic_train.plan import make_plan
+from elastic_train.job.plan import make_plan
 from elastic_train.tasks.text_classifier import TextClassifier
 
 TOKENS = pa.array([[1, 2], [3], None, []], pa.list_(pa.int32()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from mlflow import MlflowClient
 
-from elastic_train import mlflow_run, tracking
+from elastic_train.tracking import mlflow_run, tracker
 
 
 @pytest.fixture(scope="session")
@@ -23,4 +23,4 @@ def client(uri: str) -> MlflowClient:
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread looks often, so that tests need not wait."""
-    monkeypatch.setattr(tracking, "SEND_EVERY_S", 0.02)
+    monkeypatch.setattr(tracker, "SEND_EVERY_S", 0.02)

@@ -13,7 +13,7 @@ from mlflow.entities import Run
 
 from elastic_train.core.lineage import Interval
 from elastic_train.system.atomic_files import write_atomically
-from elastic_train.tracking import Tracker
+from elastic_train.tracking.tracker import Tracker
 
 DOWN = "http://127.0.0.1:1"
 EXPERIMENT = "tests"

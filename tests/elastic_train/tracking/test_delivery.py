@@ -15,10 +15,17 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from elastic_train import delivery, mlflow_run, tracking
 from elastic_train.errors import StorageError
-from elastic_train.mlflow_run import Link, flatten, read_link, resolve, without_password
-from elastic_train.sync import sync
+from elastic_train.tracking import delivery, mlflow_run
+from elastic_train.tracking import tracker as tracking
+from elastic_train.tracking.mlflow_run import (
+    Link,
+    flatten,
+    read_link,
+    resolve,
+    without_password,
+)
+from elastic_train.tracking.mlflow_sync import sync
 from tests.elastic_train.tracking.jobs import DOWN, EXPERIMENT, run_of, start, steps, wait_until
 
 
@@ -129,7 +136,7 @@ def test_a_new_database_appears_as_a_whole(tmp_path: Path) -> None:
         "def kill(connection, cursor, statement, *_):\n"
         "    if statement.strip().startswith('ALTER TABLE'): os.kill(os.getpid(), signal.SIGKILL)\n"
         "sqlalchemy.event.listen(Engine, 'after_cursor_execute', kill)\n"
-        f"from elastic_train.mlflow_run import connect; connect({uri!r})\n"
+        f"from elastic_train.tracking.mlflow_run import connect; connect({uri!r})\n"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
     assert not (tmp_path / "mlflow.db").exists()

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import yaml
 
-from elastic_train.audit_cli import audit as audit_run
 from elastic_train.checkpoint import CommitRecord, open_store
 from elastic_train.checkpoint.audit.coverage_proof import audit
+from elastic_train.cli.audit import audit as audit_run
 from elastic_train.core.accounting import Account, Hole, ranges_of
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.keyed_random import Int64s
@@ -23,9 +23,9 @@ from elastic_train.core.order import VERSION, Order
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.data.dataset.row_lengths import load_lengths, make_lengths
 from elastic_train.errors import ConfigError
-from elastic_train.history import History
-from elastic_train.plan import fingerprint_of
-from elastic_train.quarantine import make_hole
+from elastic_train.job.plan import fingerprint_of
+from elastic_train.tracking.history import History
+from elastic_train.world.quarantine import make_hole
 from tests.conftest import write_rows
 
 LANES, MICRO_BATCH, SEED = 3, 4, 5

@@ -33,7 +33,7 @@ from elastic_train.checkpoint.commits.reader import commit_keys, damage_of
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.checkpoint.stores.store import create_once
 from elastic_train.errors import CommitError, StorageError
-from elastic_train.fencing import StoreFence
+from elastic_train.world.fencing import StoreFence
 from tests.elastic_train.checkpoint.commit_samples import commit_steps, facts, small_state
 from tests.elastic_train.checkpoint.simulated_disk import Image, MirroredDisk, SimulatedDisk
 

@@ -14,7 +14,6 @@ from typing import BinaryIO, cast
 import pytest
 from torch import nn
 
-from elastic_train.assembly import commit_alone
 from elastic_train.checkpoint import CommitWriter, SaveMemory, Store, discover, read_state
 from elastic_train.checkpoint.stores.disk import RealDisk
 from elastic_train.checkpoint.stores.local import LocalStore
@@ -22,9 +21,10 @@ from elastic_train.checkpoint.stores.store import Uncertain
 from elastic_train.config.schema import Config, OptimizerConfig
 from elastic_train.core.lineage import Interval
 from elastic_train.errors import FencedError, StorageError
-from elastic_train.fencing import StoreFence
-from elastic_train.plan import Plan
-from elastic_train.state import Reached, build_state
+from elastic_train.job.plan import Plan
+from elastic_train.job.state import Reached, build_state
+from elastic_train.train.open_session import commit_alone
+from elastic_train.world.fencing import StoreFence
 from tests.conftest import ROOT
 from tests.elastic_train.checkpoint.commit_samples import facts, small_state, writer
 

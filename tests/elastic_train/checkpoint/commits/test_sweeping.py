@@ -35,7 +35,7 @@ from elastic_train.checkpoint.stores.store import (
 )
 from elastic_train.core.lineage import COMMITS, commit_key
 from elastic_train.errors import ElasticTrainError, FencedError, StorageError
-from elastic_train.fencing import StoreFence
+from elastic_train.world.fencing import StoreFence
 from tests.elastic_train.checkpoint.commit_samples import commit_steps, facts, small_state
 
 DEADLINE_S = 20.0

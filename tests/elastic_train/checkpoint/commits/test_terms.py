@@ -8,7 +8,7 @@ import pytest
 
 from elastic_train.checkpoint import CommitWriter, Store, Unheard, discover
 from elastic_train.errors import FencedError, StorageError
-from elastic_train.fencing import JoinedFence, StoreFence
+from elastic_train.world.fencing import JoinedFence, StoreFence
 from rendezvous import errors as rendezvous_errors
 from tests.elastic_train.checkpoint.commit_samples import facts, small_state
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 
-from elastic_train import assembly
 from elastic_train.checkpoint.interval.cadence import FIRST_S, Cadence
 from elastic_train.checkpoint.interval.young_daly import Faults, SaveCost, choose
 from elastic_train.config.schema import CheckpointConfig
+from elastic_train.train import open_session
 
 
 class Clock:
@@ -59,7 +59,7 @@ def test_worlds_that_end_faster_than_commits_are_due_commit_all_the_same() -> No
 
     def is_overdue(head: tuple[int, float] | None) -> bool:
         record = head and SimpleNamespace(step=head[0], created_at=time.time() - head[1])
-        return assembly.open_cadence(process, world, record).is_overdue()  # type: ignore[arg-type]
+        return open_session.open_cadence(process, world, record).is_overdue()  # type: ignore[arg-type]
 
     assert is_overdue((5, 901))
     assert not is_overdue((5, 600))

@@ -18,7 +18,7 @@ from elastic_train.checkpoint.stores.checksums import BLOCK_BYTES
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.checkpoint.stores.store import Sink
 from elastic_train.errors import CommitError, FencedError, StorageError
-from elastic_train.fencing import StoreFence
+from elastic_train.world.fencing import StoreFence
 from tests.elastic_train.checkpoint.commit_samples import State, facts, small_state, take_steps, trained
 from tests.elastic_train.checkpoint.save_samples import (
     DEADLINE_S,

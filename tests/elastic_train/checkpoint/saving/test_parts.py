@@ -22,7 +22,7 @@ from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.checkpoint.saving import abandonment
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.errors import PeerLostError, StorageError
-from elastic_train.fencing import StoreFence
+from elastic_train.world.fencing import StoreFence
 from tests.elastic_train.checkpoint.commit_samples import State, facts, small_state, trained
 from tests.elastic_train.checkpoint.commits.test_commits import assert_equal_trees, odd_state
 from tests.elastic_train.checkpoint.save_samples import DEADLINE_S, FullStore, HeldStore, open_saves, quick_retries

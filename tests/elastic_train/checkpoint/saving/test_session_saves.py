@@ -10,7 +10,6 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from elastic_train import trainer
 from elastic_train.checkpoint import Store, discover
 from elastic_train.checkpoint.interval.cadence import Cadence
 from elastic_train.checkpoint.interval.young_daly import Faults
@@ -21,12 +20,13 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval
 from elastic_train.core.order import Cursor
 from elastic_train.errors import FencedError, SavesFailedError, StorageError
-from elastic_train.fencing import JoinedFence, StoreFence
+from elastic_train.job.state import build_state
 from elastic_train.parallel.group import Group
-from elastic_train.session import LAST_COMMIT_TRIES, Session
-from elastic_train.state import build_state
 from elastic_train.system.watchdog import Watchdog
-from elastic_train.trainer import StepSums
+from elastic_train.train import loop
+from elastic_train.train.loop import StepSums
+from elastic_train.train.session import LAST_COMMIT_TRIES, Session
+from elastic_train.world.fencing import JoinedFence, StoreFence
 from rendezvous import errors as rendezvous_errors
 from tests.elastic_train.checkpoint.saving.test_background_saves import FullStore, HeldStore, open_saves
 
@@ -115,7 +115,7 @@ def let_through(store: HeldStore, after_s: float = 0.0) -> None:
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_train.checkpoint.saving.save_thread.RETRY_PAUSES_S", (0.0, 0.0))
-    monkeypatch.setattr("elastic_train.session.LAST_COMMIT_PAUSE_S", 0.0)
+    monkeypatch.setattr("elastic_train.train.session.LAST_COMMIT_PAUSE_S", 0.0)
 
 
 def test_a_commit_due_while_one_is_written_is_skipped_and_counted(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_commits_that_etcd_has_not_heard_of_are_no_failures(tmp_path: Path) -> N
 
 def test_a_job_ends_without_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody comes behind the last commit who could make up for it, so the store's word is enough, after some tries."""
-    monkeypatch.setattr("elastic_train.session.LAST_COMMIT_PAUSE_S", 0.01)
+    monkeypatch.setattr("elastic_train.train.session.LAST_COMMIT_PAUSE_S", 0.01)
     opened, ears = session(LocalStore(tmp_path), etcd=AwayEtcd())
     take_step(opened)
     opened.commit_or_fail()
@@ -256,15 +256,15 @@ def test_a_world_that_ends_gives_its_save_up_or_time(tmp_path: Path, is_live: bo
     assert ears.steps == ([] if is_live else [1]) and (head is None) == is_live
 
 
-@pytest.mark.parametrize(("flags", "num_commits"), [(trainer._COMMIT, 3), (trainer._COMMIT | trainer._BUSY, 0)])
+@pytest.mark.parametrize(("flags", "num_commits"), [(loop._COMMIT, 3), (loop._COMMIT | loop._BUSY, 0)])
 def test_an_overdue_commit_waits_until_nobody_is_busy(
     monkeypatch: pytest.MonkeyPatch, flags: int, num_commits: int
 ) -> None:
     """A rank that gave its part up asks again with every step, and no step is a commit that was skipped."""
     sums = StepSums(0.0, 1.0, CoverageSums(), 0, 0, flags, 0)
-    monkeypatch.setattr(trainer, "compute_step", lambda *_: (sums, flags))
+    monkeypatch.setattr(loop, "compute_step", lambda *_: (sums, flags))
     opened = MagicMock()
     opened.steps.return_value = [()] * 3
     opened.is_validation_due.return_value = opened.is_commit_due.return_value = False
-    assert trainer.train(opened) is trainer.Outcome.DONE
+    assert loop.train(opened) is loop.Outcome.DONE
     assert opened.commit.call_count == num_commits

@@ -27,7 +27,7 @@ from elastic_train.checkpoint.stores.store import (
     open_store,
 )
 from elastic_train.errors import ConfigError, StorageError
-from elastic_train.fencing import StoreFence
+from elastic_train.world.fencing import StoreFence
 
 
 def test_a_created_key_reads_back(store: Store) -> None:

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_train.cli.datasets import lengths_
 from elastic_train.core.keyed_random import Int64s, mix64_array
 from elastic_train.core.lanes import owned_lanes
 from elastic_train.core.length_buckets import LengthBuckets
 from elastic_train.core.order import Order
-from elastic_train.data.cli import lengths_
 from elastic_train.data.dataset.manifest import build_manifest, load_manifest
 from elastic_train.data.dataset.row_lengths import (
     NAME,

@@ -24,7 +24,7 @@ from elastic_train.data.loading.loader import LaneLoader
 from elastic_train.data.loading.reader import Reader
 from elastic_train.data.loading.worker_processes import LaneDataset, LaneSlice
 from elastic_train.errors import DataError, UnreadableError
-from elastic_train.quarantine import make_hole
+from elastic_train.world.quarantine import make_hole
 from tests.conftest import write_rows
 
 NUM_EPOCHS = 3

@@ -1,0 +1,1 @@
+"""The command line: train and launch, checkpoints, datasets, audit."""

@@ -1,0 +1,36 @@
+"""What a commit says of the state that it holds, so that it can be judged without the run."""
+
+from __future__ import annotations
+
+from elastic_train.checkpoint import CommitFacts
+from elastic_train.core.order import VERSION
+from elastic_train.job.plan import Plan, fingerprint_of
+from elastic_train.job.state import AppliedState
+
+
+def describe_commit(plan: Plan, state: AppliedState, world_size: int) -> CommitFacts:
+    """Return what a commit of the state says of it."""
+    return CommitFacts(
+        step=state.step,
+        cursor=state.cursor,
+        coverage=state.coverage,
+        rng={"policy": "seed, step, lane", "seed": plan.config.run.seed},
+        metrics=state.reached.validation,
+        config_digest=plan.config.identity(),
+        manifest_digest=plan.manifest.digest,
+        world_size=world_size,
+        account=state.reached.account,
+        order=order_facts(plan),
+    )
+
+
+def order_facts(plan: Plan) -> dict[str, int]:
+    """Return the numbers, beside the seed, that the order of samples follows from."""
+    return {
+        "version": VERSION,
+        "num_samples": plan.manifest.num_rows,
+        "num_lanes": plan.num_lanes,
+        "micro_batch": plan.micro_batch,
+        "block_row_groups": plan.order.block_row_groups,
+        "lengths": fingerprint_of(plan.order),
+    }

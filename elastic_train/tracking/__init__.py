@@ -1,0 +1,1 @@
+"""What a run reports: history, metric log, progress, and MLflow."""

@@ -1,0 +1,137 @@
+"""Brings a run's metric lines to MLflow, each value once, and what describes the run."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+
+import yaml
+
+from elastic_train.tracking.metric_log import Settled, Values
+from elastic_train.tracking.mlflow_run import (
+    GIT_TAG,
+    TORCH_TAG,
+    VERSION_TAG,
+    MlflowRun,
+    metric_name,
+)
+
+SEND_EVERY_S = 1.0
+LOCK = "mlflow.lock"
+_GIT_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the tracker's run is made from."""
+
+    run_dir: Path
+    config: Mapping[str, object]
+    mlflow_uri: str
+    experiment: str
+    run_name: str
+
+    def config_text(self) -> str:
+        """Return the configuration as the run keeps it, without passwords."""
+        return re.sub(r"://[^/@\s]+@", "://***@", yaml.safe_dump(dict(self.config), sort_keys=False))
+
+
+class Delivery:
+    """Brings a job's lines to its run in MLflow, each value once. After a failure it is opened again, and goes on."""
+
+    def __init__(self, job: Job, *, goes_on: bool) -> None:
+        self._job, self._goes_on = job, goes_on
+        self._run: MlflowRun | None = None
+        self._undone: list[Callable[[], object]] | None = None
+        self._marks: dict[str, int] = {}
+        self._tags: dict[str, str] = {}
+        self._tags_set: dict[str, str] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Say whether the run was found or made."""
+        return self._run is not None
+
+    def open(self) -> str:
+        """Find or make the run, and return its id; ask it what it has, for a call that timed out may have arrived."""
+        self._run = MlflowRun(self._job.run_dir, self._job.mlflow_uri, self._job.experiment, self._job.run_name)
+        self._marks = self._run.marks()
+        return self._run.run_id
+
+    def describe(self) -> list[Exception]:
+        """Record the configuration, and that the run goes on; return what failed; the next call repeats it."""
+        if self._undone is None:
+            run = self._opened()
+            reopening = [run.reopen] if self._goes_on else []
+            self._undone = [*reopening, *run.description(self._job.config, self._job.config_text())]
+        failed = {part: errors[0] for part in self._undone if (errors := attempt(part))}
+        self._undone = list(failed)
+        return list(failed.values())
+
+    def send(self, lines: Sequence[Values | Settled]) -> int:
+        """Send the values that MLflow does not have, and return how many they were; remember the tags."""
+        missing, marks, tags = [], dict(self._marks), dict(self._tags)
+        for line in lines:
+            if isinstance(line, Settled):
+                tags |= line.tags
+                continue
+            by_name = {name: x for name, x in line.by_name.items() if line.step > marks.get(metric_name(name), -1)}
+            missing.append(replace(line, by_name=by_name))
+            marks |= {metric_name(name): line.step for name in by_name}
+        self._opened().append(missing)
+        self._marks, self._tags = marks, tags
+        return count_values(missing)
+
+    def tag(self) -> None:
+        """Set the newest tags, if they are not those that were set last."""
+        if self._tags != self._tags_set:
+            self._opened().tag(self._tags)
+            self._tags_set = self._tags
+
+    def end(self, status: str) -> None:
+        """Set how the run ended."""
+        self._opened().end(status, None if status == "FAILED" else _weights_sha256(self._job.run_dir))
+
+    def _opened(self) -> MlflowRun:
+        assert self._run is not None, "a run is opened before it is sent to"
+        return self._run
+
+
+def attempt(part: Callable[[], object]) -> list[Exception]:
+    """Do one of several things that do not need each other; return the error if it failed."""
+    try:
+        part()
+    except Exception as error:  # noqa: BLE001 - artifact stores raise what their libraries raise; the caller tells it
+        return [error]
+    return []
+
+
+def count_values(lines: Iterable[Values | Settled]) -> int:
+    """Return how many values the lines hold."""
+    return sum(len(line.by_name) for line in lines if isinstance(line, Values))
+
+
+def code_tags() -> dict[str, str]:
+    """Return which code runs: this package's version and torch's, and the commit that the working folder is at."""
+    tags = {}
+    for tag, package in ((VERSION_TAG, "elastic-train"), (TORCH_TAG, "torch")):
+        with suppress(metadata.PackageNotFoundError):  # a checkout that was not installed
+            tags[tag] = metadata.version(package)
+    with suppress(OSError, subprocess.SubprocessError):  # no git, or no answer from it
+        command = ["git", "rev-parse", "--verify", "HEAD"]
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)
+        tags[GIT_TAG] = asked.stdout.strip()
+    return tags
+
+
+def _weights_sha256(run_dir: Path) -> str | None:
+    try:
+        return str(json.loads((run_dir / "result.json").read_text())["weights_sha256"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,286 @@
+"""The one run that a job has in MLflow, over all its restarts; everything here may be repeated without harm.
+
+<run>/mlflow.json names the job before the run is made, and the run carries that name as a tag: a process killed in
+between leaves a run that the next one finds. What MLflow already holds is asked of MLflow, of all metrics the furthest
+steps in one call, so that no value is there twice whoever sent it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit, urlunsplit
+
+from elastic_train.system.atomic_files import write_atomically
+from elastic_train.tracking.metric_log import Values
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Run
+
+LINK = "mlflow.json"
+JOB_TAG = "elastic_train.job"
+CONFIG_TAG = "elastic_train.config"
+WEIGHTS_TAG = "elastic_train.weights_sha256"
+COMMIT_TAG = "elastic_train.commit"
+WORLD_TAG = "elastic_train.world"
+HOSTS_TAG = "elastic_train.hosts"
+IDENTITY_TAG = "elastic_train.config_digest"
+VERSION_TAG = "elastic_train.version"
+TORCH_TAG = "elastic_train.torch"
+GIT_TAG = "mlflow.source.git.commit"  # MLflow's own name, which its pages show as the run's version
+# MLflow's own limits: parameters and metrics a call, characters a parameter; tags were 5,000 in older servers.
+_PARAMS_A_BATCH, _METRICS_A_BATCH = 100, 1000
+_PARAM_CHARS, _TAG_CHARS, _NAME_CHARS = 6000, 5000, 250
+_OPEN_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What mlflow.json says: the job's own name, its run in MLflow, and where that is (without a password)."""
+
+    job: str
+    run_id: str | None = None
+    mlflow_uri: str | None = None
+
+
+def read_link(run_dir: Path) -> Link | None:
+    """Return the job's link to MLflow, None if it never had one."""
+    try:
+        return Link(**json.loads((run_dir / LINK).read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def tracker_errors() -> tuple[type[Exception], ...]:
+    """Return what MLflow and its stores raise."""
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    return MlflowException, SQLAlchemyError, OSError
+
+
+def is_no_tracker(error: Exception) -> bool:
+    """Say whether what was named as a tracker can never be one, such as a file that is no database."""
+    from sqlalchemy.exc import DatabaseError, OperationalError
+
+    return isinstance(error, DatabaseError) and not isinstance(error, OperationalError)
+
+
+def reason_of(error: Exception) -> str:
+    """Return an error's first line, as far as people read."""
+    return (str(error) or type(error).__name__).partition("\n")[0][:300]
+
+
+def bound_requests() -> None:
+    """Let a tracker that is down be noticed within seconds; what the user has set stays."""
+    for name, value in (("TIMEOUT", "5"), ("MAX_RETRIES", "1"), ("BACKOFF_FACTOR", "0")):
+        os.environ.setdefault(f"MLFLOW_HTTP_REQUEST_{name}", value)
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+
+
+def connect(mlflow_uri: str) -> MlflowClient:
+    """Return a client; a sqlite database is created and upgraded by one process at a time.
+
+    A new one appears as a whole: a process killed in the middle of MLflow's migrations would leave a file that no later
+    one can repair.
+    """
+    from mlflow import MlflowClient
+
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+    database = sqlite_path(mlflow_uri)
+    with _alone(database):
+        if database is not None and not database.exists():
+            draft = database.with_name(f".{database.name}.{os.getpid()}")
+            draft.unlink(missing_ok=True)
+            MlflowClient(tracking_uri=f"sqlite:///{draft}")
+            draft.replace(database)
+        return MlflowClient(tracking_uri=mlflow_uri)
+
+
+class MlflowRun:
+    """The job's run: found or made, described once, appended to, and ended."""
+
+    def __init__(self, run_dir: Path, mlflow_uri: str, experiment: str, run_name: str) -> None:
+        self._client = connect(mlflow_uri)
+        # A server's folder is not a folder here, whatever its artifacts' URI looks like.
+        self._is_local = sqlite_path(mlflow_uri) is not None
+        link = read_link(run_dir) or Link(uuid.uuid4().hex)
+        write_atomically(run_dir / LINK, json.dumps(asdict(link)) + "\n")
+        run = self._find(link, experiment) or self._make(link, mlflow_uri, experiment, run_name)
+        self.run_id: str = run.info.run_id
+        known = Link(link.job, self.run_id, without_password(mlflow_uri))
+        write_atomically(run_dir / LINK, json.dumps(asdict(known)) + "\n")
+
+    def description(self, config: Mapping[str, object], text: str) -> list[Callable[[], None]]:
+        """Return the parts of recording the configuration; none needs another: parameters, a tag, a file."""
+        flat = {metric_name(key): value[:_PARAM_CHARS] for key, value in flatten(config).items()}
+        return [lambda: self._set_params(flat), lambda: self.tag({CONFIG_TAG: text}), lambda: self._upload(text)]
+
+    def _set_params(self, params: Mapping[str, str]) -> None:
+        """Record parameters that are new; MLflow lets none change."""
+        from mlflow.entities import Param
+
+        known = self._client.get_run(self.run_id).data.params
+        new = [Param(key, value) for key, value in params.items() if key not in known]
+        for lo in range(0, len(new), _PARAMS_A_BATCH):
+            self._client.log_batch(self.run_id, params=new[lo : lo + _PARAMS_A_BATCH])
+
+    def _upload(self, config_text: str) -> None:
+        """Keep the configuration as a file where the artifacts are local."""
+        folder = self._client.get_run(self.run_id).info.artifact_uri
+        if self._is_local and urlsplit(folder).scheme in ("", "file"):
+            self._client.log_text(self.run_id, config_text, "config.yaml")
+
+    def marks(self) -> dict[str, int]:
+        """Return the furthest step that MLflow has of every metric.
+
+        MLflow keeps each metric's latest value, by step, beside the run; `RunData.metrics` leaves its step out, the
+        public `to_proto` does not. The history, which grows with the run, is never asked for.
+        """
+        latest = self._client.get_run(self.run_id).data.to_proto().metrics
+        return {metric.key: metric.step for metric in latest}
+
+    def tag(self, tags: Mapping[str, str]) -> None:
+        """Set tags; what they were before is replaced."""
+        from mlflow.entities import RunTag
+
+        self._client.log_batch(self.run_id, tags=[RunTag(key, text[:_TAG_CHARS]) for key, text in tags.items()])
+
+    def append(self, lines: Sequence[Values]) -> None:
+        """Send values; all of a call's thousand arrive, or none."""
+        metrics = list(_metrics(lines))
+        for lo in range(0, len(metrics), _METRICS_A_BATCH):
+            self._client.log_batch(self.run_id, metrics=metrics[lo : lo + _METRICS_A_BATCH])
+
+    def reopen(self) -> None:
+        """Set the run RUNNING."""
+        self._client.update_run(self.run_id, status="RUNNING")
+
+    def end(self, status: str, weights_sha256: str | None) -> None:
+        """Set how the run ended, and the hash of its weights where it is known."""
+        self._client.set_terminated(self.run_id, status)
+        if weights_sha256 is not None:
+            self.tag({WEIGHTS_TAG: weights_sha256})
+
+    def _find(self, link: Link, experiment: str) -> Run | None:
+        from mlflow.exceptions import MlflowException
+
+        if link.run_id is not None:
+            try:
+                run = self._client.get_run(link.run_id)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+            else:
+                return run if run.info.lifecycle_stage == "active" else None
+        found = self._client.get_experiment_by_name(experiment)
+        if found is None:
+            return None
+        runs = self._client.search_runs([found.experiment_id], f"tags.`{JOB_TAG}` = '{link.job}'", max_results=1)
+        return runs[0] if runs else None
+
+    def _make(self, link: Link, mlflow_uri: str, experiment: str, run_name: str) -> Run:
+        from mlflow.exceptions import MlflowException
+
+        if self._client.get_experiment_by_name(experiment) is None:
+            database = sqlite_path(mlflow_uri)
+            # MLflow's own default is a folder below whatever the current one happens to be.
+            artifacts = None if database is None else (database.parent / "mlruns").as_uri()
+            with suppress(MlflowException):  # another job made it first; if not, the next call says what is wrong
+                self._client.create_experiment(experiment, artifact_location=artifacts)
+        made = self._client.get_experiment_by_name(experiment)
+        return self._client.create_run(made.experiment_id, tags={JOB_TAG: link.job}, run_name=run_name)
+
+
+def flatten(config: Mapping[str, object], prefix: str = "") -> dict[str, str]:
+    """Return a nested mapping as `section.key` -> text; passwords in URLs are left out."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = without_password(value) if isinstance(value, str) else str(value)
+    return flat
+
+
+def without_password(text: str) -> str:
+    """Return a URL without its user and password; any other text as it is."""
+    try:
+        parts = urlsplit(text)
+        if "@" not in parts.netloc:
+            return text
+        return urlunsplit(parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]))
+    except ValueError:
+        return text
+
+
+def sqlite_path(mlflow_uri: str) -> Path | None:
+    """Return where a sqlite database lies; None for every other tracker."""
+    prefix, slashes, path = mlflow_uri.partition(":///")
+    return Path(path.partition("?")[0]).absolute() if slashes and prefix.startswith("sqlite") and path else None
+
+
+def resolve(mlflow_uri: str) -> str:
+    """Return the URI with a sqlite file's path made absolute, so that it means the same from every folder."""
+    database = sqlite_path(mlflow_uri)
+    if database is None:
+        return mlflow_uri
+    scheme, _, rest = mlflow_uri.partition(":///")
+    query = rest.partition("?")
+    return f"{scheme}:///{database}{query[1]}{query[2]}"
+
+
+def _metrics(lines: Sequence[Values]) -> Iterator[Metric]:
+    from mlflow.entities import Metric
+
+    for line in lines:
+        for name, value in line.by_name.items():
+            yield Metric(metric_name(name), value, int(line.t * 1000), line.step)
+
+
+def metric_name(text: str) -> str:
+    """Return a name with what MLflow refuses in names replaced."""
+    return re.sub(r"[^\w\-. :/]", "_", text, flags=re.ASCII)[:_NAME_CHARS]
+
+
+@contextmanager
+def _alone(database: Path | None) -> Iterator[None]:
+    """Hold the lock beside a sqlite database; without it after a minute, for its holder may be stopped."""
+    if database is None:
+        yield
+        return
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with database.with_name(f"{database.name}.lock").open("w") as file:
+        locked_by(file.fileno(), _OPEN_TIMEOUT_S)
+        yield
+
+
+def locked_by(file: int, timeout_s: float) -> bool:
+    """Lock an open file until it is closed or its process dies; False if another has it for `timeout_s`.
+
+    A file system without locks answers True: two senders at once are rare, and cost a repeated value at most.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.05)
+        except OSError:
+            return True
+        else:
+            return True

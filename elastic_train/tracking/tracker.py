@@ -1,0 +1,258 @@
+"""Tracking that training never waits for: values go to a local file, and a thread sends the file's lines to MLflow.
+
+The local file is the truth; MLflow may be down, slow or gone. MLflow forgets nothing that it was sent, so the thread
+sends what is settled: up to the newest commit, and all of a job that is over. It skips what is at or below the furthest
+step that MLflow has of the metric. So a value is there once, and is that of the lineage, after restarts, rollbacks and
+failed calls. A thread whose run has a newer term stops: the newer one sends in its stead. `sync` does the same
+afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from elastic_train.core.lineage import Interval
+from elastic_train.errors import StorageError
+from elastic_train.tracking.delivery import (
+    LOCK,
+    SEND_EVERY_S,
+    Delivery,
+    Job,
+    attempt,
+    code_tags,
+)
+from elastic_train.tracking.metric_log import (
+    LineageReader,
+    MetricsWriter,
+    Settled,
+    Values,
+    terms,
+)
+from elastic_train.tracking.mlflow_run import (
+    COMMIT_TAG,
+    bound_requests,
+    locked_by,
+    read_link,
+    reason_of,
+    resolve,
+    without_password,
+)
+
+log = logging.getLogger(__name__)
+
+STATUSES = ("FINISHED", "FAILED", "KILLED")
+FLUSH_TIMEOUT_S = {"FINISHED": 20.0, "FAILED": 20.0, "KILLED": 5.0}
+MAX_FAILURES_IN_A_ROW = 500
+MAX_FAILURES_AWAITED = 3
+_LONGEST_PAUSE_S = 60.0
+
+
+class Tracker:
+    """One term's values: `log` writes them down, a daemon thread sends them once they are settled."""
+
+    def __init__(self, writer: MetricsWriter, sending: _Sending | None) -> None:
+        self._writer: MetricsWriter | None = writer
+        self._sending = sending
+        self._num_lost = 0
+
+    @staticmethod
+    def start(
+        *,
+        run_dir: Path,
+        term: int,
+        config: Mapping[str, object],
+        mlflow_uri: str | None,
+        experiment: str,
+        run_name: str,
+        intervals: Sequence[Interval] = (),
+        settled: int = 0,
+        tags: Mapping[str, str] | None = None,
+    ) -> Tracker:
+        """Begin a term's file, and the thread that sends it if there is a tracker; raises StorageError.
+
+        The term goes on from the steps that the terms of `intervals` applied, of which `settled` are in a commit;
+        `tags` are what else is known of it.
+        """
+        try:
+            writer = MetricsWriter(run_dir, term)
+        except OSError as error:
+            raise StorageError(f"metrics cannot be written: {error}") from error
+        sending = None
+        if mlflow_uri is not None:
+            bound_requests()
+            sending = _Sending(Job(run_dir, config, resolve(mlflow_uri), experiment, run_name), term, intervals)
+        tracker = Tracker(writer, sending)
+        tracker._write(lambda writer: writer.begin(intervals))
+        tracker._settle(settled, code_tags() | dict(tags or {}))
+        return tracker
+
+    def log(self, step: int, values: Mapping[str, float], is_higher_better: Mapping[str, bool] | None = None) -> None:
+        """Write down a step's values; a best is kept of those of which it is known what is better.
+
+        A disk that is full costs values, never the training.
+        """
+        self._write(lambda writer: writer.values(step, values, is_higher_better or {}))
+
+    def commit(self, step: int, key: str) -> None:
+        """Write down that a commit was published: what was logged up to its step is settled, and is sent."""
+        self._settle(step, {COMMIT_TAG: key})
+
+    def wait_run_id(self, timeout_s: float) -> str | None:
+        """Return the run's id in MLflow; None if the tracker failed a few times from now on, or until the deadline."""
+        return None if self._sending is None else self._sending.wait_run_id(timeout_s)
+
+    def finish(self, status: str, *, goes_on: bool = False) -> None:
+        """Write down how the term ended, and give the thread a bounded time to send the rest and say so.
+
+        Of a job that `goes_on` in another process, what no commit holds is computed again: it is not sent.
+        """
+        if status not in STATUSES:
+            raise ValueError(f"status {status!r} is none of {', '.join(STATUSES)}")
+        if self._writer is None:
+            return
+        self._write(lambda writer: writer.end(status))
+        self._writer = None
+        if self._sending is not None and not self._sending.finish(status, FLUSH_TIMEOUT_S[status], goes_on):
+            log.warning("MLflow does not know all of this run yet; `elastic-train sync RUN` sends the rest")
+
+    def pause(self) -> None:
+        """End the term without an end of the run: another term's tracker goes on."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _settle(self, step: int, tags: Mapping[str, str]) -> None:
+        self._write(lambda writer: writer.settled(step, tags))
+        if self._sending is not None:
+            self._sending.settled = step
+
+    def _write(self, line: Callable[[MetricsWriter], None]) -> None:
+        if self._writer is None:
+            return
+        try:
+            line(self._writer)
+        except OSError as error:
+            self._num_lost += 1
+            if self._num_lost == 1:
+                log.warning("metrics are being lost, training goes on: %s; make room on the disk", error)
+
+
+class _Sending:
+    """The thread: opens the run, sends older terms' lines and then its own as they are settled, and ends the run."""
+
+    def __init__(self, job: Job, term: int, intervals: Sequence[Interval]) -> None:
+        self.num_failures = 0
+        self.settled: float = 0
+        self._job, self._term = job, term
+        self._delivery, self._lines = Delivery(job, goes_on=True), LineageReader(job.run_dir, (term, intervals))
+        self._piece: list[Values | Settled] = []
+        self._failures_in_a_row = 0
+        self._told: set[str] = set()
+        link = read_link(job.run_dir)
+        self._run_id = link.run_id if link and link.mlflow_uri == without_password(job.mlflow_uri) else None
+        self._has_answer = threading.Event()
+        self._is_awaited = threading.Event()
+        self._num_failures_before = 0
+        self._is_through = threading.Event()
+        self._status: str | None = None
+        self._is_complete = False
+        threading.Thread(target=self._supervise, name="elastic-train-mlflow", daemon=True).start()
+
+    def wait_run_id(self, timeout_s: float) -> str | None:
+        self._has_answer.clear()
+        if self._run_id is None and not self._is_through.is_set():
+            self._hurry()
+            self._has_answer.wait(timeout_s)
+            self._is_awaited.clear()
+        return self._run_id
+
+    def finish(self, status: str, timeout_s: float, goes_on: bool) -> bool:
+        if status != "KILLED" and not goes_on:  # told to leave, a job goes on later
+            self.settled = math.inf
+        self._status = status
+        self._hurry()
+        return self._is_through.wait(timeout_s) and self._is_complete
+
+    def _hurry(self) -> None:
+        self._num_failures_before = self.num_failures
+        self._is_awaited.set()
+
+    def _supervise(self) -> None:
+        try:
+            with (self._job.run_dir / LOCK).open("w") as lock:
+                locked_by(lock.fileno(), 10 * SEND_EVERY_S)  # held by a `sync`, or by an older term that is stopped
+                self._deliver_in_spite_of_failures()
+        except OSError as error:
+            self._show("cannot be reached", error)
+        finally:
+            self._is_through.set()
+            self._has_answer.set()
+
+    def _deliver_in_spite_of_failures(self) -> None:
+        while self._failures_in_a_row < MAX_FAILURES_IN_A_ROW:
+            if self._is_superseded():  # asked before every try: worlds may come and go while a tracker is down
+                self._is_complete = True
+                return
+            try:
+                self._deliver()
+                return
+            except Exception as error:  # noqa: BLE001 - the supervisor: no tracker's failure may end training
+                self._show("cannot be reached", error)
+                self._failures_in_a_row += 1
+            if self._is_awaited.is_set() and self.num_failures - self._num_failures_before >= MAX_FAILURES_AWAITED:
+                self._has_answer.set()
+                if self._status is not None:
+                    break
+            self._pause()
+        if self._status is not None and self._delivery.is_open and not self._is_superseded():
+            attempt(self._end)  # what cannot be sent does not hide how the run ended
+
+    def _deliver(self) -> None:
+        self._run_id = self._delivery.open()
+        self._has_answer.set()
+        if not self._is_superseded():
+            self._describe()
+        while not self._is_superseded():
+            is_ending = self._status is not None  # read first: what was logged before it was set is in the file
+            while piece := self._piece or self._lines.read(self.settled):
+                self._piece = piece
+                self._delivery.send(piece)
+                self._piece, self._failures_in_a_row = [], 0
+            self._delivery.tag()
+            if is_ending:
+                self._is_complete = self._end()
+                return
+            self._is_awaited.wait(SEND_EVERY_S)
+        self._is_complete = True
+
+    def _describe(self) -> bool:
+        failed = self._delivery.describe()
+        for error in failed:
+            self._show("did not take what describes the run", error)
+        return not failed
+
+    def _end(self) -> bool:
+        assert self._status is not None, "the status is set before the thread is told to end"
+        is_described = self._describe()
+        self._delivery.end(self._status)
+        return is_described
+
+    def _is_superseded(self) -> bool:
+        return any(term > self._term for term in terms(self._job.run_dir))
+
+    def _pause(self) -> None:
+        if self._is_awaited.is_set():
+            time.sleep(SEND_EVERY_S)
+        else:
+            self._is_awaited.wait(min(_LONGEST_PAUSE_S, SEND_EVERY_S * 2 ** min(self._failures_in_a_row, 10)))
+
+    def _show(self, what: str, error: Exception) -> None:
+        self.num_failures += 1
+        if what not in self._told:
+            self._told.add(what)
+            log.warning("MLflow %s, training goes on with local metrics: %s", what, reason_of(error))

@@ -1,0 +1,49 @@
+"""Warming up: what a process pays once in its first step, it pays before it enters a world: nobody waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from elastic_train.core.lanes import lane_seed
+from elastic_train.core.order import Cursor
+from elastic_train.errors import DataError, StorageError
+from elastic_train.job.plan import Plan
+from elastic_train.job.state import AppliedState
+
+
+def warm_up(plan: Plan, state: AppliedState) -> None:
+    """Run forward and backward of one micro-batch, and import the metrics; the state stays as it is, bit for bit.
+
+    Opens the data, loads kernels, and starts the autograd engine's threads. Data that cannot be read is left to the
+    step that needs it, which says what to do.
+    """
+    plan.task.metrics()
+    try:
+        [[batch]] = plan.feed.training(plan.order, range(1), Cursor(), num_steps=1)
+    except (DataError, StorageError):
+        return
+    if batch.tensors is None:
+        return
+    with torch.random.fork_rng([plan.device] if plan.device.type == "cuda" else []), _unchanged(state.model):
+        torch.manual_seed(lane_seed(plan.config.run.seed, 0, batch.lane))
+        tensors = {name: tensor.to(plan.device) for name, tensor in batch.tensors.items()}
+        with plan.autocast():
+            loss = plan.task.loss(state.model, tensors)
+        torch.autograd.backward(loss.total)
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Take back what a forward and a backward pass change: buffers and gradients."""
+    kept = [buffer.clone() for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in zip(model.buffers(), kept, strict=True):
+            buffer.copy_(value)
+        for parameter in model.parameters():
+            parameter.grad = None

@@ -1,0 +1,58 @@
+"""Ranks that train together compute one thing: what decides it must be the same in all of their configurations.
+
+Where data lie, commits go and metrics are shown is a node's own affair. A rate that one node has and another has not is
+not: weights would differ from rank to rank, and a rank that validates or commits at other steps would wait for ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+import torch
+
+from elastic_train.errors import ConfigError
+from elastic_train.job.plan import Plan
+from elastic_train.parallel.group import Group
+
+_SECTIONS = ("task", "batch", "optimizer", "validation")
+_KEYS = {
+    "run": ("seed",),
+    "data": ("block_row_groups", "length_bucketing", "unreadable", "too_long"),
+    "checkpoint": ("every_steps", "interval", "when_busy"),
+}
+_TOP = ("epochs", "max_steps", "precision", "reduction", "threads_per_rank")
+
+
+def check_alike(group: Group, plan: Plan) -> None:
+    """Raise ConfigError, with every key that differs, on each rank whose configuration or data are not rank 0's.
+
+    Rank 0 is the member that has been there for longest: who comes with something else is not let in.
+    """
+    mine = deciding(plan)
+    digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).digest()
+    seen = group.all_gather(torch.tensor(int.from_bytes(digest[:7], "big"))).flatten()
+    if bool((seen == seen[0]).all()):
+        return
+    theirs = group.broadcast_object(mine, 0)
+    assert isinstance(theirs, dict), "rank 0 sends what decides there"
+    if seen[group.rank] != seen[0]:
+        raise ConfigError(
+            *(
+                f"{key} is {mine.get(key)!r} here and {theirs.get(key)!r} on rank 0: all nodes must have the same"
+                for key in sorted({*mine, *theirs})
+                if mine.get(key) != theirs.get(key)
+            )
+        )
+
+
+def deciding(plan: Plan) -> Mapping[str, object]:
+    """Return all that decides what is computed, by the names of the keys; made of JSON's types."""
+    config = plan.config.model_dump(mode="json")
+    found = {key: config[key] for key in _TOP} | {"the training set's digest": plan.manifest.digest}
+    for section in _SECTIONS:
+        found |= {f"{section}.{key}": value for key, value in config[section].items()}
+    for section, keys in _KEYS.items():
+        found |= {f"{section}.{key}": config[section][key] for key in keys}
+    return found

@@ -1,0 +1,240 @@
+"""`elastic-train ckpt` says what is there, in tables and in JSON, with the right exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import safetensors
+import torch
+
+from elastic_train.checkpoint import Store, open_store
+from elastic_train.checkpoint.commits.reader import commit_keys
+from elastic_train.cli.checkpoints import app
+from elastic_train.errors import CommitError, ConfigError
+from elastic_train.tracking.history import History
+from tests.elastic_train.checkpoint.commit_samples import commit_steps, trained, writer
+from tests.elastic_train.checkpoint.commit_samples import facts as some_facts
+
+
+def run(*arguments: str) -> int:
+    """Run one command and return its code."""
+    code = app(list(arguments), result_action="return_value", exit_on_error=False)
+    assert isinstance(code, int)
+    return code
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> object:
+    """Run one command with --json and return what it printed."""
+    capsys.readouterr()
+    assert run(*arguments, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_ls_lists_the_newest_first(local_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row says step, term, epoch, age, size, world, metric, validity, and marks head and best."""
+    commits = commit_steps(local_store, 1, 2)
+    run("pin", local_store.url, "1")
+    rows = run_json(capsys, "ls", local_store.url, "--best", "max loss")
+    assert isinstance(rows, list)
+    assert [row["step"] for row in rows] == [2, 1]
+    assert (rows[0]["world"], rows[0]["bytes"], rows[0]["loss"]) == (2, commits[1].num_bytes, 1 / 3)
+    assert [row["marks"] for row in rows] == [["head"], ["best", "pinned"]]
+    assert all(row["is_valid"] for row in rows)
+    assert run("ls", local_store.url) == 0
+    printed = capsys.readouterr().out
+    assert "head, best" in printed
+    assert "in 2 commits" in printed
+
+
+def test_ls_sees_damage_and_marks_the_commit_to_go_on_from(
+    local_store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong size is seen at once, a flipped bit with --verify; the head is then the parent."""
+    first, second, third = commit_steps(local_store, 1, 2, 3)
+    os.truncate(Path(local_store.url) / third.attempt / "__0_0.distcp", 9)
+    data = Path(local_store.url) / second.attempt / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    local_store.create("data/step-000000000009/00000001-dead/__0_0.distcp", b"half")
+
+    def marks(*options: str) -> list[tuple[bool, list[str]]]:
+        rows = run_json(capsys, "ls", local_store.url, *options)
+        assert isinstance(rows, list)
+        return [(row["is_valid"], row["marks"]) for row in rows]
+
+    assert marks() == [(False, []), (True, ["head", "best"]), (True, [])]
+    assert marks("--verify") == [(False, []), (False, []), (True, ["head", "best"])]
+    (Path(local_store.url) / first.key).write_bytes(b"{}")
+    assert marks("--verify") == [(False, [])] * 3
+    assert run("ls", local_store.url) == 0
+    assert "4 B in 1" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_empty_run_is_said_to_be_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No commits is no error for ls, and is one for show; a folder that is not there is one for both."""
+    (tmp_path / "run-1").mkdir()
+    assert run("ls", str(tmp_path / "run-1")) == 0
+    assert "no commits" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no commits"):
+        run("show", str(tmp_path / "run-1"))
+    with pytest.raises(ConfigError, match=r"no such folder; did you mean '.*run-1'"):
+        run("ls", str(tmp_path / "run_1"))
+
+
+def test_a_runs_folder_leads_to_its_commits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the commits are elsewhere, the run's resolved configuration says where."""
+    (tmp_path / "run").mkdir()
+    url = f"memory://{tmp_path.name}"
+    (tmp_path / "run" / "config.yaml").write_text(f"checkpoint: {{url: {url}}}")
+    commit_steps(open_store(url), 7)
+    rows = run_json(capsys, "ls", str(tmp_path / "run"))
+    assert isinstance(rows, list)
+    assert rows[0]["step"] == 7
+
+
+@pytest.mark.parametrize("name", ["1", "1-1", "00000001-000000000001", "commits/00000001-000000000001.json"])
+def test_a_commit_has_several_names(local_store: Store, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """Step, term-step, file name and key all name it."""
+    first, _ = commit_steps(local_store, 1, 2)
+    shown = run_json(capsys, "show", local_store.url, name)
+    assert isinstance(shown, dict)
+    assert (shown["key"], shown["digest"]) == (first.key, first.digest)
+    assert run("show", local_store.url, name) == 0
+
+
+def test_an_unknown_name_tells_the_known_ones(local_store: Store) -> None:
+    """The message names commits that exist."""
+    commit_steps(local_store, 1, 2)
+    with pytest.raises(ConfigError, match="1-2, 1-1"):
+        run("show", local_store.url, "3")
+
+
+def test_verify_finds_damage(local_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    """One damaged commit is told; the code is 65 only when the one asked for, or all of them, are damaged."""
+    first, second = commit_steps(local_store, 1, 2)
+    os.truncate(Path(local_store.url) / second.attempt / "__0_0.distcp", 9)
+    found = run_json(capsys, "verify", local_store.url)
+    assert isinstance(found, list)
+    assert [bool(row["wrong"]) for row in found] == [True, False]
+    assert run("verify", local_store.url, "2") == CommitError.exit_code
+    assert run("verify", local_store.url, "1") == 0
+    os.truncate(Path(local_store.url) / first.attempt / "__0_0.distcp", 9)
+    assert run("verify", local_store.url) == CommitError.exit_code
+
+
+def test_prune_keeps_what_a_rule_keeps(local_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command deletes as retention does, says how much, and says it beforehand if asked to."""
+    first, second, third, _ = commit_steps(local_store, 1, 2, 3, 4)
+    run("pin", local_store.url, "1")
+    options = ("prune", local_store.url, "--keep-last", "1", "--keep-best", "max loss", "--keep-every-steps", "3")
+    rehearsed = run_json(capsys, *options, "--dry-run")
+    pruned = run_json(capsys, *options)
+    assert rehearsed == pruned
+    assert isinstance(pruned, dict)
+    assert pruned["commits"] == [second.key]
+    assert pruned["bytes"] == second.num_bytes
+    run("unpin", local_store.url, "1")
+    pruned = run_json(capsys, "prune", local_store.url, "--storage-budget", "4kB")
+    assert isinstance(pruned, dict)
+    assert pruned["commits"] == [first.key, third.key]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--keep-last", "0"), "at least 1"),
+        (("--keep-best", "loss"), "write 'min loss'"),
+        (("--keep-best", "max macrof1"), "no commit of .* has it; they have .*loss"),
+        (("--storage-budget", "much"), "write 200GB"),
+    ],
+)
+def test_a_rule_that_makes_no_sense_deletes_nothing(local_store: Store, options: tuple[str, str], message: str) -> None:
+    """It is refused with what to write instead."""
+    commit_steps(local_store, 1, 2)
+    with pytest.raises(ConfigError, match=message):
+        run("prune", local_store.url, *options)
+    assert len(commit_keys(local_store)) == 2
+
+
+def test_a_plan_shows_the_curve(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the intervals that the budget allows none wastes less than the chosen one, which is among the rows."""
+    options = ("plan", "--state-gb", "12", "--mtbf-h", "8")
+    told = run_json(capsys, *options)
+    assert isinstance(told, dict)
+    chosen = next(row for row in told["rows"] if row["interval_s"] == told["chosen_s"])
+    assert chosen["is_allowed"]
+    assert chosen["waste"] == min(row["waste"] for row in told["rows"] if row["is_allowed"])
+    assert [row["is_allowed"] for row in told["rows"]][-1] is False
+    assert run(*options) == 0
+    printed = capsys.readouterr().out
+    assert "chosen" in printed
+    assert "keep_last 5 holds 72 GB" in printed
+
+
+def test_a_plan_takes_what_a_run_has_measured(local_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    """Size, stall, publication and faults are the run's own, by the medians of its last saves; what is given wins."""
+    (commit,) = commit_steps(local_store, 9)
+    for term in (1, 2):
+        history = History(local_store.url, term=term, rank=0)
+        told: dict[str, object] = {"steps_lost": 3 if term == 2 else 0}
+        history.restore(
+            step=1,
+            epoch=0,
+            offset=1,
+            commit=None,
+            given_by=None,
+            applied_by=None,
+            seconds=0.1,
+            skipped=[],
+            resumed=told,
+        )
+        for number in range(6):
+            key = {"key": "k", "digest": "d", "parent": None, "created_at": 1.0}
+            history.commit(step=number, **key, seconds=40.0, stall_s=2.0 if term == 2 else 9.0)  # type: ignore[arg-type]
+        history.step(step=2, epoch=0, lo=1, hi=2, lanes=(0, 4), num_samples=4, world=1, loss=0.5)
+        history.close()
+    facts = run_json(capsys, "plan", local_store.url)
+    assert isinstance(facts, dict)
+    assert (facts["stall_s"], facts["publish_s"], facts["num_saves_measured"]) == (2.0, 40.0, 9)
+    assert facts["state_gb"] == commit.num_bytes / 1e9
+    assert facts["mtbf_s"] == pytest.approx(86400 / 2, rel=0.01)
+    assert run("plan", local_store.url) == 0
+    assert f"measured by the last 9 saves of {local_store.url}" in capsys.readouterr().out
+    facts = run_json(capsys, "plan", local_store.url, "--stall-s", "5", "--state-gb", "30", "--write-mb-s", "500")
+    assert isinstance(facts, dict)
+    assert (facts["stall_s"], facts["publish_s"]) == (5.0, 60.0)
+
+
+def test_a_plan_of_nothing_says_what_to_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a run, and of a run without commits, the numbers have to be given; the cost is then assumed."""
+    for run_dir in ([], [str(tmp_path)]):
+        with pytest.raises(ConfigError, match="--state-gb and --mtbf-h"):
+            run("plan", *run_dir)
+        assert run("plan", *run_dir, "--state-gb", "10", "--mtbf-h", "8") == 0
+        assert "assumed, not measured" in capsys.readouterr().out
+
+
+def test_export_writes_the_weights(local_store: Store, tmp_path: Path) -> None:
+    """A plain state dict loads into the model; an existing file is not overwritten."""
+    model, _ = trained(1)
+    writer(local_store).save({"model": model.state_dict()}, some_facts(1))
+    target = tmp_path / "weights.pt"
+    assert run("export", local_store.url, str(target), "--format", "torch") == 0
+    other, _ = trained(0, seed=9)
+    other.load_state_dict(torch.load(target, weights_only=True))
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
+    with pytest.raises(ConfigError, match="exists already"):
+        run("export", local_store.url, str(target), "--format", "torch")
+
+
+def test_export_writes_safetensors(local_store: Store, tmp_path: Path) -> None:
+    """The default format carries the commit's key in its header."""
+    model, _ = trained(1)
+    record = writer(local_store).save({"model": model.state_dict()}, some_facts(1))
+    target = tmp_path / "weights.safetensors"
+    assert run("export", local_store.url, str(target)) == 0
+    with safetensors.safe_open(target, framework="pt") as file:
+        assert file.metadata()["commit"] == record.key
+        assert torch.equal(file.get_tensor("0.weight"), model.state_dict()["0.weight"])

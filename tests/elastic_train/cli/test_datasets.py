@@ -1,0 +1,276 @@
+"""`elastic-train data`: what it says and how it ends, as users call it; describe and verify behind it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from elastic_train.cli.main import main
+from elastic_train.data.dataset.describe import LENGTH_BOUNDS, describe
+from elastic_train.data.dataset.manifest import NAME, build_manifest, load_manifest
+from elastic_train.data.dataset.verify import verify
+from elastic_train.data.parquet.footer_index import NAME as FOOTERS
+from elastic_train.system.progress_bar import shown, silent
+from tests.conftest import ROOT, Finished, write_rows
+from tests.elastic_train.data.corpora.test_docstrings import write_functions
+from tests.elastic_train.data.corpora.test_text import write_texts
+
+Call = Callable[..., Finished]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Call `elastic-train data ...` here; the output is standard output and error, as one text."""
+
+    def run(*arguments: object) -> Finished:
+        with pytest.raises(SystemExit) as ended:
+            main(["data", *map(str, arguments)])
+        out, err = capsys.readouterr()
+        return Finished(int(ended.value.code or 0), out + err)
+
+    return run
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Return every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_an_import_ends_as_it_says(tmp_path: Path) -> None:
+    """A process of its own imports docstrings, with worker processes, and ends with code 0 and an empty error."""
+    for library in ("torch", "sympy"):
+        write_functions(tmp_path / "packages", library, 40)
+    command = [sys.executable, "-m", "elastic_train.cli.main", "data", "import", "docstrings", str(tmp_path / "out")]
+    arguments = ["--site-packages", str(tmp_path / "packages"), "--samples", "60", "--vocabulary", "512"]
+    done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    train = load_manifest(str(tmp_path / "out" / "train"))
+    assert f"{train.num_rows} rows in 4 files, 2 labels, digest {train.digest[:12]}" in done.stdout
+    assert [
+        line for line in done.stderr.splitlines() if "reading source files" not in line and "stages" not in line
+    ] == []
+
+
+def test_text_is_imported_once(tmp_path: Path, call: Call) -> None:
+    """The first import writes both parts, the second finds them; other options are refused and change nothing."""
+    path, out = write_texts(tmp_path / "a.jsonl"), tmp_path / "out"
+    assert call("import", "text", out, path).code == 0
+    before = snapshot(out)
+    assert sorted(before) == sorted(
+        ["origin.json"]
+        + [f"{part}/{name}" for part in ("train", "validation") for name in (NAME, FOOTERS, "tokenizer.json")]
+        + [f"{part}/part-0000{number}.parquet" for part in ("train", "validation") for number in range(4)]
+    )
+    again = call("import", "text", out, path)
+    assert (again.code, "is there already" in again.output) == (0, True)
+    other = call("import", "text", out, path, "--seed", 8)
+    assert (other.code, "made differently (seed)" in other.output) == (2, True)
+    assert snapshot(out) == before
+
+
+def test_synth_is_written_once(tmp_path: Path, call: Call) -> None:
+    """Like an import: there already, refused if different, replaced when told."""
+    out = tmp_path / "out"
+    assert [call("synth", out, "--rows", 50).code for _ in range(2)] == [0, 0]
+    before = snapshot(out)
+    assert call("synth", out, "--rows", 51).code == 2
+    assert snapshot(out) == before
+    assert call("synth", out, "--rows", 51, "--schema", "policy", "--replace").code == 0
+    assert (load_manifest(str(out)).num_rows, load_manifest(str(out)).schema_name) == (51, "policy")
+
+
+def test_synth_writes_to_a_url(call: Call) -> None:
+    """An fsspec URL is filled; a second time it takes --replace."""
+    url = "memory://cli-synth"
+    assert [call("synth", url, "--rows", 9).code for _ in range(2)] == [0, 2]
+    assert call("synth", url, "--rows", 8, "--replace").code == 0
+    assert load_manifest(url).num_rows == 8
+
+
+BAD_INPUT: dict[str, tuple[list[str], int, str]] = {
+    "an unknown corpus": (["import", "wikipedia", "OUT"], 2, "wikipedia"),
+    "an unknown command": (["mine", "OUT"], 2, "mine"),
+    "no files": (["import", "text", "OUT"], 2, "requires an argument"),
+    "a file of another kind": (["import", "text", "OUT", "a.pdf"], 2, "a.pdf: must be .jsonl, .csv or .txt"),
+    "an empty text": (["import", "text", "OUT", "EMPTY"], 2, "empty.txt: holds no text"),
+    "a missing file": (["import", "text", "OUT", "none.csv"], 2, "none.csv: cannot be read"),
+    "too few samples": (["import", "docstrings", "OUT", "--samples", "1"], 2, "samples must be >= 2"),
+    "no libraries": (["import", "docstrings", "OUT", "--site-packages", "FOLDER"], 65, "at least 2 are needed"),
+    "no rows": (["synth", "OUT", "--rows", "0"], 2, "rows is 0"),
+    "rows of words": (["synth", "OUT", "--rows", "many"], 2, "many"),
+    "a negative seed": (["synth", "OUT", "--seed", "-1"], 2, "seed must be at least 0"),
+    "an unknown schema": (["synth", "OUT", "--schema", "prose"], 2, "prose"),
+    "nothing to describe": (["describe", "FOLDER"], 65, f"no {NAME} there; make the dataset with"),
+    "nothing to verify": (["verify", "FOLDER"], 65, f"no {NAME} there; make the dataset with"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_explained_and_harms_nothing(tmp_path: Path, call: Call, case: str) -> None:
+    """2 for what was typed or named for import, 65 for what is no dataset; nothing is written."""
+    arguments, code, message = BAD_INPUT[case]
+    (tmp_path / "empty.txt").touch()
+    places = {"OUT": tmp_path / "out", "EMPTY": tmp_path / "empty.txt", "FOLDER": tmp_path}
+    done = call(*(places.get(argument, argument) for argument in arguments))
+    assert done.code == code
+    assert message in done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["empty.txt"]
+
+
+def test_an_import_never_takes_a_folder_of_something_else(tmp_path: Path, call: Call) -> None:
+    """A folder that holds other work is refused and stays as it is."""
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("one")
+    path = write_texts(tmp_path / "a.jsonl")
+    for arguments in (["import", "text", tmp_path / "thesis", path], ["synth", tmp_path / "thesis"]):
+        done = call(*arguments)
+        assert (done.code, "is no imported dataset" in done.output) == (2, True)
+    assert snapshot(tmp_path / "thesis") == {"chapter.txt": b"one"}
+
+
+def test_describe_counts(tmp_path: Path) -> None:
+    """Rows, labels, missing values and lengths are those of the files."""
+    tokens = [[1] * length for length in (0, 15, 16, 31, 32, 5000)]
+    for number, part in enumerate((tokens[:4], tokens[4:])):
+        columns = {
+            "input_ids": pa.array(part, pa.list_(pa.int32())),
+            "size": pa.array([None, *range(len(part) - 1)], pa.float64()),
+            "label": pa.array([0] * len(part), pa.int32()),
+        }
+        pq.write_table(pa.table(columns), tmp_path / f"{number}.parquet", row_group_size=3)
+    facts = describe(build_manifest(str(tmp_path), label_column="label", labels=("x", "y")))
+    assert (facts.rows, facts.files, facts.row_groups, facts.labels) == (6, 2, 3, {"x": 6, "y": 0})
+    assert facts.missing == {"input_ids": 0, "size": 2 / 6, "label": 0}
+    assert dict(zip(LENGTH_BOUNDS, facts.lengths, strict=True)) == {
+        **dict.fromkeys(LENGTH_BOUNDS, 0),
+        0: 2,
+        16: 2,
+        32: 1,
+        4096: 1,
+    }
+    assert facts.mean_length == sum(map(len, tokens)) / 6
+    assert facts.size_bytes == sum(path.stat().st_size for path in tmp_path.glob("*.parquet"))
+
+
+def test_describe_takes_any_dataset(tmp_path: Path) -> None:
+    """Labels may be named and not counted, and what is called `input_ids` may be text."""
+    pq.write_table(pa.table({"input_ids": ["a", None]}), tmp_path / "a.parquet")
+    facts = describe(build_manifest(str(tmp_path), labels=("x", "y")))
+    assert (facts.labels, facts.missing, facts.mean_length) == ({}, {"input_ids": 0.5}, None)
+
+
+def test_describe_prints_tables_and_json(tmp_path: Path, call: Call) -> None:
+    """The tables name labels and columns; --json is one object, or a list where there are two parts."""
+    write_rows(tmp_path / "both" / "train", 30)
+    write_rows(tmp_path / "both" / "validation", 20)
+    printed = call("describe", tmp_path / "both" / "train")
+    assert (printed.code, [word for word in ("label", "size", "kind", "0-15") if word not in printed.output]) == (0, [])
+    one = json.loads(call("describe", tmp_path / "both" / "train", "--json").output.partition("reading")[0])
+    assert one["rows"] == sum(one["labels"].values()) == sum(one["lengths"].values()) == 30
+    both = json.loads(call("describe", tmp_path / "both", "--json").output.partition("reading")[0])
+    assert [facts["rows"] for facts in both] == [30, 20]
+
+
+def test_describe_names_a_damaged_file(tmp_path: Path, call: Call) -> None:
+    """A file that cannot be read ends it with 65, the file and the command that tells more."""
+    write_rows(tmp_path / "rows", 30)
+    (tmp_path / "rows" / "part-1.parquet").write_bytes(b"PAR1")
+    done = call("describe", tmp_path / "rows")
+    assert done.code == 65
+    assert "part-1.parquet: cannot be read" in done.output
+    assert "check with `elastic-train data verify`" in done.output
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def flip_the_footer(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-60] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def write_again(path: Path) -> None:
+    pq.write_table(pq.read_table(path).slice(1), path)
+
+
+HARM: dict[Callable[[Path], None], str] = {
+    flip_a_byte: "its content changed: bytes differ from those the manifest was made of",
+    flip_the_footer: "its footer changed: the file was written again",
+    write_again: "truncated or replaced",
+    Path.unlink: "is missing",
+}
+
+
+@pytest.mark.parametrize("harm", HARM, ids=lambda harm: harm.__name__)
+def test_verify_finds_damage(tmp_path: Path, call: Call, harm: Callable[[Path], None]) -> None:
+    """One flipped bit, a file written again, one that is gone: 65, that file named, the others whole."""
+    folder = write_rows(tmp_path / "rows", 60)
+    assert call("verify", folder).code == 0
+    harm(folder / "part-1.parquet")
+    done = call("verify", folder)
+    assert done.code == 65
+    assert "part-1.parquet" in done.output.splitlines()[-1]
+    assert HARM[harm] in done.output.splitlines()[-1]
+    verdicts = verify(load_manifest(str(folder)))
+    assert [verdict.path for verdict in verdicts if verdict.wrong is None] == ["part-0.parquet", "part-2.parquet", NAME]
+    assert HARM[harm] in str(verdicts[1].wrong)
+
+
+def test_verify_reports_all_damage_as_json(tmp_path: Path, call: Call) -> None:
+    """--json lists every file with what is wrong, null where nothing is, and still ends with 65."""
+    folder = write_rows(tmp_path / "rows", 60)
+    (folder / "part-0.parquet").unlink()
+    flip_a_byte(folder / "part-2.parquet")
+    done = call("verify", folder, "--json")
+    found = {Path(row["path"]).name: row["wrong"] for row in json.loads(done.output.partition("hashing")[0])}
+    assert done.code == 65
+    assert found == {
+        "part-0.parquet": "is missing",
+        "part-1.parquet": None,
+        "part-2.parquet": HARM[flip_a_byte],
+        NAME: None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "wrong"),
+    [
+        ("num_rows", 59, "names 59 rows, but its row groups hold 60"),
+        ("label_counts", [1, 2], "its label counts do not add up to its rows"),
+        ("coverage", {"count": 60, "sum_a": 1, "sum_b": 2}, "its coverage sums are not those of its rows"),
+    ],
+)
+def test_verify_finds_a_manifest_that_contradicts_itself(tmp_path: Path, field: str, value: object, wrong: str) -> None:
+    """Rows, label counts and coverage sums must follow from the row groups."""
+    path = write_rows(tmp_path / "rows", 60) / NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    assert verify(load_manifest(str(path.parent)))[-1].wrong == wrong
+
+
+def test_verify_finds_another_tokenizer(tmp_path: Path, call: Call) -> None:
+    """The tokeniser beside the data is part of it."""
+    call("import", "text", tmp_path / "out", write_texts(tmp_path / "a.jsonl"))
+    with (tmp_path / "out" / "train" / "tokenizer.json").open("a") as file:
+        file.write(" ")
+    done = call("verify", tmp_path / "out")
+    assert (done.code, "is not the tokeniser that the data was made with" in done.output) == (65, True)
+
+
+@pytest.mark.parametrize("track", [silent, shown])
+def test_progress_passes_items_through(track: Callable[..., object], capsys: pytest.CaptureFixture[str]) -> None:
+    """Work is not changed by being watched; off a terminal a watcher reads a few lines on standard error."""
+    assert list(track(iter(range(10)), "counting", 10)) == list(range(10))  # type: ignore[call-overload]
+    out, err = capsys.readouterr()
+    expected = "counting: 10\ncounting: 30%\ncounting: 60%\ncounting: 90%\n" if track is shown else ""
+    assert (out, err) == ("", expected)

@@ -1,0 +1,90 @@
+"""What a plan refuses before training: commits of another run, and what could never come true; each says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from elastic_train.checkpoint import CommitRecord
+from elastic_train.checkpoint.commits.retention_policies import Best
+from elastic_train.config.schema import Config, TaskConfig
+from elastic_train.core.order import VERSION
+from elastic_train.errors import ConfigError, DataError, ElasticTrainError
+from elastic_train.job.plan import Plan, make_plan
+from elastic_train.tasks.task import load_task
+
+
+def commit_of(**fields: object) -> CommitRecord:
+    """A commit with nothing but what a plan compares."""
+    record = object.__new__(CommitRecord)
+    told = {"config_digest": "one", "manifest_digest": "two", "order": {"version": VERSION, "lengths": 0}, **fields}
+    for name, value in {"term": 1, "step": 9, **told}.items():
+        object.__setattr__(record, name, value)
+    return record
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "told"),
+    [
+        ({"config_digest": "other"}, ConfigError, "another configuration"),
+        ({"manifest_digest": "other"}, DataError, "manifest changed"),
+        ({"order": {"version": VERSION, "lengths": 7}}, DataError, "another column"),
+        ({"order": {"version": VERSION - 1, "lengths": 0}}, ConfigError, "order of another version"),
+        ({"order": {"lengths": 0}}, ConfigError, "order of another version"),
+        ({"order": None}, ConfigError, "order of another version"),
+    ],
+)
+def test_a_commit_of_another_run_is_refused(
+    fields: dict[str, object], error: type[ElasticTrainError], told: str
+) -> None:
+    """To go on would repeat samples and leave others out."""
+    config = SimpleNamespace(run=SimpleNamespace(dir="run"), identity=lambda: "one")
+    manifest = SimpleNamespace(digest="two", url="rows")
+    plan = SimpleNamespace(config=config, manifest=manifest, order=SimpleNamespace(arrangement=None))
+    Plan.check_continues(plan, commit_of())  # type: ignore[arg-type]
+    with pytest.raises(error, match=told):
+        Plan.check_continues(plan, commit_of(**fields))  # type: ignore[arg-type]
+
+
+def planned(rows: Path, **changes: object) -> Plan:
+    """Plan a run of the built-in task over the small dataset."""
+    data = {"train": str(rows / "train"), "validation": str(rows / "validation")}
+    tree = {"data": data, "task": {"params": {"vocabulary": 64}}, "device": "cpu", **changes}
+    return make_plan(Config.model_validate(tree))
+
+
+@pytest.mark.parametrize("best", ["min loss", "max samples", "max macro_f1"])
+def test_a_best_by_what_a_validation_gives_is_planned(rows: Path, best: str) -> None:
+    """Those of every task, and those of this one."""
+    assert planned(rows, checkpoint={"keep_best": best}).retention.policies[-1] == Best.parse(best)
+
+
+@pytest.mark.parametrize(
+    ("best", "validation", "told"),
+    [
+        ("max macrof1", True, "has no 'macrof1'; did you mean 'macro_f1'"),
+        ("min zzzz", True, "has no 'zzzz'; it has loss, samples, "),
+        ("min loss", False, "no data.validation"),
+    ],
+)
+def test_a_best_that_no_commit_would_be_is_refused(rows: Path, best: str, validation: bool, told: str) -> None:
+    """It would keep nothing, and nobody would notice before the commit is gone."""
+    data = {"train": str(rows / "train"), "validation": str(rows / "validation") if validation else None}
+    with pytest.raises(ConfigError, match=rf"checkpoint\.keep_best '{best}'.*{told}"):
+        planned(rows, data=data, checkpoint={"keep_best": best})
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        ({"heads": 0}, "heads must be at least 1, not 0"),
+        ({"heads": -4}, "heads must be at least 1, not -4"),
+        ({"category_buckets": 1}, "category_buckets must be at least 2, not 1"),
+    ],
+)
+def test_a_task_that_cannot_be_built_is_refused(params: dict[str, object], told: str) -> None:
+    """A number that nothing can be divided by is told with its name, not found by the division."""
+    with pytest.raises(ConfigError, match=told):
+        load_task(TaskConfig(params=params))

@@ -1,0 +1,74 @@
+"""The applied state: what a restoration takes over, and what stays as the configuration says."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_train.checkpoint.format.layout import State
+from elastic_train.checkpoint.format.weights_digest import weights_digest
+from elastic_train.config.schema import OptimizerConfig
+from elastic_train.core.accounting import Account
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.order import Cursor
+from elastic_train.job.state import AppliedState, build_state
+
+
+def built(config: OptimizerConfig, total_steps: int = 20) -> AppliedState:
+    torch.manual_seed(3)
+    return build_state(nn.Linear(4, 2), config, total_steps, "cpu", is_fp16=False)
+
+
+def step(state: AppliedState) -> None:
+    for parameter in state.model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.25)
+    state.apply(Cursor(0, state.step + 1), CoverageSums(), 1, Account())
+
+
+def restored(state: AppliedState, config: OptimizerConfig, total_steps: int = 20) -> AppliedState:
+    """Return a state that another configuration built, and that took over this one as from a commit."""
+    saved, other = copy.deepcopy(state.tensors()), built(config, total_steps)
+
+    def fill(tensors: State) -> None:
+        tensors.update(saved)
+
+    other.restore(fill, state.reached, keeps_rates=True)
+    return other
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("num_steps", [1, 2, 7])
+def test_the_same_configuration_goes_on_with_the_same_bits(name: str, num_steps: int) -> None:
+    """Rates that are computed anew are those that were saved."""
+    config = OptimizerConfig(name=name, lr=0.0123, warmup_steps=3)  # type: ignore[arg-type]
+    through = built(config)
+    for _ in range(num_steps):
+        step(through)
+    again = restored(through, config)
+    for _ in range(4):
+        step(through)
+        step(again)
+        assert again.optimizer.param_groups[0]["lr"] == through.optimizer.param_groups[0]["lr"]
+    assert weights_digest(again.model) == weights_digest(through.model)
+
+
+def test_a_changed_rate_holds_from_the_next_step_on() -> None:
+    """Also a changed decay and a longer schedule; moments and the schedule's place are those that were saved."""
+    before = OptimizerConfig(lr=0.1, weight_decay=0.5, betas=(0.8, 0.9), warmup_steps=2)
+    state = built(before)
+    for _ in range(5):
+        step(state)
+    after = OptimizerConfig(lr=0.004, weight_decay=0.0, betas=(0.7, 0.95), warmup_steps=2)
+    again, never_stopped = restored(state, after, total_steps=50), built(after, total_steps=50)
+    for _ in range(5):
+        step(never_stopped)
+    for _ in range(3):
+        (group,), (expected,) = again.optimizer.param_groups, never_stopped.optimizer.param_groups
+        settings = ("lr", "initial_lr", "weight_decay", "betas")
+        assert {key: group[key] for key in settings} == {key: expected[key] for key in settings}
+        assert again.scheduler.get_last_lr() == never_stopped.scheduler.get_last_lr()
+        step(again)
+        step(never_stopped)

@@ -1,0 +1,149 @@
+"""Comparing runs by folder and by MLflow run id."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from elastic_train.cli import main
+from elastic_train.errors import ConfigError
+from elastic_train.system.atomic_files import write_atomically
+from elastic_train.tracking import mlflow_run
+from elastic_train.tracking import tracker as tracking
+from elastic_train.tracking.compare import Comparison, compare
+from elastic_train.tracking.tracker import Tracker
+
+
+def write_run(folder: Path, *, lr: float, accuracy: float, weights: str | None, uri: str | None = None) -> str | None:
+    config = {"optimizer": {"lr": lr}, "epochs": 1}
+    write_atomically(folder / "config.yaml", json.dumps(config))
+    tracker = Tracker.start(
+        run_dir=folder, term=1, config=config, mlflow_uri=uri, experiment="compare", run_name=folder.name
+    )
+    tracker.log(1, {"train/loss": 2.0})
+    tracker.log(2, {"train/loss": accuracy * 2, "validation/accuracy": accuracy})
+    if weights is not None:
+        result = {"weights_sha256": weights, "metrics": {"accuracy": accuracy}}
+        write_atomically(folder / "result.json", json.dumps(result))
+    tracker.finish("FINISHED")
+    return tracker.wait_run_id(0)
+
+
+def shown(comparison: Comparison) -> str:
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(comparison.render())
+    return capture.get()
+
+
+def test_folders_are_compared_by_config_metrics_and_weights(tmp_path: Path) -> None:
+    """Only keys that differ are listed; metrics stand beside each other; the weights are different."""
+    write_run(tmp_path / "a", lr=0.1, accuracy=0.5, weights="aa")
+    write_run(tmp_path / "b", lr=0.2, accuracy=0.75, weights="bb")
+    comparison = compare(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert comparison.config() == {"optimizer.lr": ("0.1", "0.2")}
+    assert comparison.metrics() == {"train/loss": (1.0, 1.5), "validation/accuracy": (0.5, 0.75)}
+    assert comparison.same_weights() is False
+    assert json.loads(comparison.to_json())["metrics"]["train/loss"] == {"a": 1.0, "b": 1.5, "difference": 0.5}
+    text = shown(comparison)
+    assert "weights: different" in text
+    assert "optimizer.lr" in text
+    assert "0.25" in text
+
+
+def test_equal_runs_say_so(tmp_path: Path) -> None:
+    """Two runs with one configuration and one hash differ in nothing."""
+    write_run(tmp_path / "a", lr=0.1, accuracy=0.5, weights="aa")
+    write_run(tmp_path / "b", lr=0.1, accuracy=float("nan"), weights="aa")
+    comparison = compare(tmp_path / "a", tmp_path / "b")
+    assert comparison.same_weights() is True
+    assert "no key differs" in shown(comparison)
+    assert json.loads(comparison.to_json())["metrics"]["validation/accuracy"]["b"] == "nan"
+
+
+def test_a_run_without_a_result_has_unknown_weights(tmp_path: Path) -> None:
+    """A run that has not ended is compared by its local metrics; its weights are unknown."""
+    write_run(tmp_path / "a", lr=0.1, accuracy=0.5, weights="aa")
+    write_run(tmp_path / "b", lr=0.1, accuracy=0.5, weights=None)
+    comparison = compare(tmp_path / "a", tmp_path / "b")
+    assert comparison.same_weights() is None
+    assert comparison.metrics()["validation/accuracy"] == (0.5, 0.5)
+    assert "unknown" in shown(comparison)
+
+
+def test_a_folder_and_its_mlflow_run_are_equal(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run read from MLflow by its id has the configuration, metrics and hash of its folder."""
+    uri = f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+    mlflow_run.connect(uri)  # a new database takes its time
+    monkeypatch.setitem(tracking.FLUSH_TIMEOUT_S, "FINISHED", 120.0)
+    run_id = write_run(tmp_path / "a", lr=0.1, accuracy=0.5, weights="aa", uri=uri)
+    assert run_id is not None
+    comparison = compare(str(tmp_path / "a"), run_id, mlflow_uri=uri)
+    assert comparison.config() == {}
+    assert comparison.metrics()["validation/accuracy"] == (0.5, 0.5)
+    assert comparison.same_weights() is True
+    with pytest.raises(ConfigError, match="neither a folder nor a run"):
+        compare(run_id, "0" * 32, mlflow_uri=uri)
+
+
+@pytest.mark.parametrize("name", ["no/such/folder", "0123abc"])
+def test_a_run_that_is_not_there_is_the_users_error(name: str, tmp_path: Path) -> None:
+    """Neither a missing folder nor an unknown id makes a database or a trace back."""
+    database = tmp_path / "none.db"
+    with pytest.raises(ConfigError, match="no such folder"):
+        compare(name, name, mlflow_uri=f"sqlite:///{database}")
+    assert not database.exists()
+
+
+def test_a_folder_that_is_no_run_is_the_users_error(tmp_path: Path) -> None:
+    """A folder without config.yaml is refused by name, and so is a damaged result."""
+    with pytest.raises(ConfigError, match=r"no config\.yaml"):
+        compare(tmp_path, tmp_path)
+    (tmp_path / "config.yaml").write_text("epochs: 1\n")
+    (tmp_path / "result.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        compare(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("config.yaml", ""), ("config.yaml", "- 1"), ("config.yaml", "a: ["), ("result.json", "[1]"), ("result.json", "")],
+)
+def test_a_damaged_file_ends_compare_with_one_line(
+    tmp_path: Path, name: str, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty, foreign or damaged file of a run is named in one line, and the exit code is 2."""
+    (tmp_path / "config.yaml").write_text("epochs: 1\n")
+    (tmp_path / name).write_text(content)
+    assert lines_of_failure([str(tmp_path), str(tmp_path)], capsys)[0].startswith(f"error: {tmp_path}/{name} ")
+
+
+def test_a_tracker_that_is_none_ends_compare_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A garbage database, a tracker that is down and one of no known kind are named in one line, and the code is 2."""
+    garbage = tmp_path / "garbage.db"
+    garbage.write_bytes(b"no database " * 1000)
+    for uri in (f"sqlite:///{garbage}", "http://127.0.0.1:1", "nonsense://x"):
+        (line,) = lines_of_failure(["0" * 32, "0" * 32, "--mlflow-uri", uri], capsys)
+        assert uri in line
+        assert "name a run.dir or a run id" in line
+
+
+def test_metrics_of_a_foreign_result_are_left_out(tmp_path: Path) -> None:
+    """A result whose metrics are no mapping is compared by what else is known."""
+    write_run(tmp_path / "a", lr=0.1, accuracy=0.5, weights="aa")
+    (tmp_path / "a" / "result.json").write_text('{"metrics": [1], "weights_sha256": "aa"}')
+    assert compare(tmp_path / "a", tmp_path / "a").same_weights() is True
+
+
+def lines_of_failure(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    with pytest.raises(SystemExit) as left:
+        main.main(["compare", *arguments])
+    assert left.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    return lines

@@ -1,0 +1,156 @@
+"""The history: whole lines, readable after any end of the writer."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from elastic_train.checkpoint.interval.young_daly import Faults
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.errors import StorageError
+from elastic_train.tracking.history import (
+    History,
+    LastApplied,
+    faults_before,
+    last_applied,
+)
+
+
+def read_history(run_dir: Path) -> list[dict[str, object]]:
+    """Read the lines of all processes, of which only whole ones count."""
+    lines = [line for path in sorted((run_dir / "history").iterdir()) for line in path.read_bytes().splitlines()]
+    return [json.loads(line) for line in lines if line.endswith(b"}")]
+
+
+def step(history: History, number: int, world: int = 2) -> None:
+    history.step(step=number, epoch=0, lo=number, hi=number + 1, lanes=(0, 4), num_samples=4, world=world, loss=0.5)
+
+
+def write_all(run_dir: Path) -> None:
+    history = History(run_dir, term=3, rank=1)
+    history.form(world=2, cause="lost", joined_at=None, sealed_at=1.0, started_at=2.0)
+    told: dict[str, object] = {"steps_lost": 1}
+    history.restore(
+        step=4,
+        epoch=0,
+        offset=4,
+        commit="c",
+        given_by=None,
+        applied_by=None,
+        seconds=0.1,
+        skipped=[("d", "torn")],
+        resumed=told,
+    )
+    step(history, 5)
+    history.commit(step=5, key="k", digest="d", parent=None, created_at=1.5, seconds=0.2, stall_s=0.01)
+    history.rollback(from_step=5, to_step=4)
+    history.end(status="done", step=5, weights_sha256="w", coverage=CoverageSums(4, 1, 2))
+    history.close()
+    history.close()
+
+
+def test_every_operation_is_one_line(tmp_path: Path) -> None:
+    """Each operation is read back in order, with its term and rank."""
+    write_all(tmp_path)
+    lines = read_history(tmp_path)
+    assert [line["op"] for line in lines] == ["form", "restore", "step", "commit", "rollback", "end"]
+    assert {(line["term"], line["rank"]) for line in lines} == {(3, 1)}
+    assert lines[2]["lanes"] == [0, 4]
+    assert lines[5]["coverage"] == {"count": 4, "sum_a": 1, "sum_b": 2}
+
+
+@pytest.mark.parametrize("torn", [b'{"op": "step", "t', b"12", b'"a"', b"\xff\xfe{", b"[]", b'{"t": 1}'])
+def test_a_torn_line_is_passed_over(tmp_path: Path, torn: bytes) -> None:
+    """What is no whole line of ours is not read, and hides no other line."""
+    write_all(tmp_path)
+    (path,) = (tmp_path / "history").iterdir()
+    path.write_bytes(torn + b"\n" + path.read_bytes() + torn)
+    found = last_applied(tmp_path, before_term=4)
+    assert found is not None
+    assert found.step == 5
+
+
+def test_the_last_applied_step_is_the_newest_earlier_terms_furthest(tmp_path: Path) -> None:
+    """Later and stepless terms do not count; of the ranks the furthest one does."""
+    for term, rank, number in [(1, 0, 90), (2, 0, 41), (2, 1, 42), (5, 0, 7)]:
+        history = History(tmp_path, term, rank)
+        step(history, number, world=term)
+        history.close()
+    History(tmp_path, 3, 0).close()
+    (tmp_path / "history" / "notes-of-mine-x.jsonl").write_text("mine\n")
+    found = last_applied(tmp_path, before_term=5)
+    assert isinstance(found, LastApplied)
+    assert (found.term, found.step, found.world) == (2, 42, 2)
+    assert last_applied(tmp_path, before_term=1) is None
+    assert last_applied(tmp_path / "none", before_term=1) is None
+
+
+@pytest.mark.parametrize("num_after", [0, 1, 3000])
+def test_a_step_is_found_however_many_lines_follow_it(tmp_path: Path, num_after: int) -> None:
+    """The ends of the files are read until a step is in them."""
+    history = History(tmp_path, 1, 0)
+    for number in range(1, 200):
+        step(history, number)
+    for _ in range(num_after):
+        history.commit(step=199, key="k" * 40, digest="d", parent=None, created_at=1.5, seconds=0.2, stall_s=0.01)
+    found = last_applied(tmp_path, before_term=2)
+    assert found is not None
+    assert found.step == 199
+
+
+def test_a_line_is_on_the_file_before_the_call_returns(tmp_path: Path) -> None:
+    """A reader sees a step at once: a SIGKILL of the writer loses none."""
+    history = History(tmp_path, 1, 0)
+    for number in range(1, 4):
+        step(history, number)
+        assert [line["step"] for line in read_history(tmp_path)] == list(range(1, number + 1))
+
+
+def test_a_full_disk_stops_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A line that cannot be written, or not wholly, is counted and told once; what comes later is whole again."""
+    history = History(tmp_path, 1, 0)
+
+    def full(file: int, content: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    write = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        step(history, 1)
+        patch.setattr(os, "write", lambda file, content: write(file, content[:3]))
+        step(history, 2)
+    step(history, 3)
+    assert history.num_failures == 2
+    assert [line["step"] for line in read_history(tmp_path)] == [3]
+    assert caplog.text.count("history has holes") == 1
+
+
+def test_a_history_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
+    """Where nothing can be written from the start, the user is told before training begins."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot be written"):
+        History(tmp_path / "file", 1, 0)
+
+
+def test_faults_are_the_terms_that_began_behind_an_applied_step(tmp_path: Path) -> None:
+    """Planned ends lose no step and are none; later terms, other ranks and unfinished histories do not count."""
+    for term, rank, lost in [(1, 0, None), (2, 0, 3), (2, 1, None), (3, 0, 0), (4, 0, 1), (7, 0, 5)]:
+        history = History(tmp_path, term, rank)
+        told: dict[str, object] | None = None if lost is None else {"steps_lost": lost}
+        history.restore(
+            step=4, epoch=0, offset=4, commit="c", given_by=None, applied_by=None, seconds=0.1, skipped=[], resumed=told
+        )
+        step(history, 5)
+        history.close()
+    History(tmp_path, 5, 0).close()
+    found = faults_before(tmp_path, before_term=7)
+    assert found.num == 2
+    lines = [line for line in read_history(tmp_path) if line["rank"] == 0 and int(str(line["term"])) < 7]
+    times = [float(str(line["t"])) for line in lines]
+    assert found.trained_s == pytest.approx(sum(b - a for a, b in zip(times[::2], times[1::2], strict=True)))
+    assert faults_before(tmp_path / "none", before_term=7) == Faults(0, 0.0)

@@ -1,0 +1,202 @@
+"""What people see: a line now and then, a panel on a terminal, the last status at the end."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from rich.console import Console
+
+from elastic_train.tracking.progress import (
+    LINE_EVERY_S,
+    Progress,
+    ResumeBanner,
+    Status,
+)
+
+
+@dataclass
+class Clock:
+    """Time that tests move."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def status(step: int, **changes: object) -> Status:
+    facts: dict[str, object] = {
+        "step": step,
+        "total_steps": 100,
+        "loss": 0.25,
+        "samples_per_s": 1000.0,
+        "world": 4,
+        "term": 7,
+        "last_commit_step": 50,
+        "epoch": 0,
+    }
+    return Status(**{**facts, **changes})  # type: ignore[arg-type]
+
+
+def console(*, is_terminal: bool) -> tuple[Console, Callable[[], str]]:
+    file = io.StringIO()
+    return Console(file=file, force_terminal=is_terminal, width=200, soft_wrap=True), file.getvalue
+
+
+BANNER = ResumeBanner(
+    commit="commits/00000012",
+    step=12,
+    age_s=3.0,
+    steps_lost=4,
+    world_before=4,
+    world_after=3,
+    term_before=6,
+    term_after=7,
+    detect_s=1.25,
+    form_s=None,
+    restore_s=0.5,
+    skipped=(("commits/[13]", "torn"),),
+)
+
+
+def test_plain_output_is_one_line_in_two_seconds_and_the_last_status() -> None:
+    """Statuses between are not shown, but the last one always is, once."""
+    clock, (out, text) = Clock(), console(is_terminal=False)
+    progress = Progress(out, clock)
+    for step in range(1, 51):
+        progress.update(status(step))
+        clock.now += LINE_EVERY_S / 20
+    progress.close()
+    progress.close()
+    assert [line.split(",")[0] for line in text().splitlines()] == [
+        "step 1/100",
+        "step 21/100",
+        "step 41/100",
+        "step 50/100",
+    ]
+    assert "loss 0.2500" in text()
+    assert "last commit 50" in text()
+
+
+def test_a_status_shown_last_is_not_repeated_at_the_end() -> None:
+    """Closing adds nothing when the newest status is on the screen."""
+    out, text = console(is_terminal=False)
+    progress = Progress(out, Clock())
+    progress.update(status(1, loss=None, last_commit_step=None))
+    progress.close()
+    assert text().count("step 1/100") == 1
+    assert "loss -" in text()
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "seconds", "expected"),
+    [(0, 50, 3661.0, "1:01:01"), (10, 20, 10.0, "0:01:20"), (50, 40, 10.0, "-"), (99, 100, 5.0, "0:00:00")],
+)
+def test_eta_follows_the_rate_and_is_unknown_after_a_rollback(
+    first: int, then: int, seconds: float, expected: str
+) -> None:
+    """The time left is what the last steps' rate gives; none when steps were given up."""
+    clock, (out, text) = Clock(), console(is_terminal=False)
+    progress = Progress(out, clock)
+    progress.update(status(first))
+    clock.now = seconds
+    progress.update(status(then))
+    assert text().splitlines()[-1].endswith(f"ETA {expected}")
+
+
+def test_a_terminal_has_a_panel_that_ends_with_the_last_status() -> None:
+    """On a terminal the status is drawn in place, and its last state stays."""
+    clock, (out, text) = Clock(), console(is_terminal=True)
+    progress = Progress(out, clock)
+    progress.update(status(1))
+    progress.update(status(2))
+    progress.event("saved [5]")
+    assert "2/100" not in text()
+    progress.close()
+    assert "2/100" in text()
+    assert "saved [5]" in text()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_banner_tells_what_the_interruption_cost(is_terminal: bool) -> None:
+    """Commit, steps lost, worlds, terms and times are said; what is not known is called unknown."""
+    out, text = console(is_terminal=is_terminal)
+    Progress(out).banner(BANNER)
+    for fact in ["commits/00000012", "steps lost: 4", "world 4 -> 3 ranks, term 6 -> 7", "detect 1.2 s"]:
+        assert fact in text()
+    assert "form unknown" in text()
+    assert "skipped commits/[13]: torn" in text()
+
+
+def test_a_banner_without_a_before_says_so() -> None:
+    """A first term after a copied folder has no world before."""
+    first = ResumeBanner("c", 1, None, None, None, 2, None, 1, None, None, 0.1)
+    assert first.lines()[1] == "world ? -> 2 ranks, term ? -> 1"
+    assert "steps lost: unknown" in first.lines()[0]
+
+
+class Failing(io.StringIO):
+    """A stream that cannot be written to while `error` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: Exception | None = OSError(28, "No space left on device")
+
+    def write(self, text: str) -> int:
+        if self.error is not None:
+            raise self.error
+        return super().write(text)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_stream_that_is_full_is_told_once_and_tried_again(
+    is_terminal: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is raised while a stream cannot be written to, and lines come again when it can."""
+    stream = Failing()
+    progress = Progress(Console(file=stream, force_terminal=is_terminal, width=200), Clock())
+    progress.update(status(1))
+    progress.banner(BANNER)
+    progress.event("lost")
+    stream.error = None
+    progress.event("seen")
+    stream.error = ValueError("I/O operation on closed file")
+    progress.update(status(2))
+    progress.close()
+    assert "seen" in stream.getvalue()
+    assert "lost" not in stream.getvalue()
+    told = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert len(told) == 1
+    assert "training goes on" in told[0]
+    assert "No space left" in told[0]
+
+
+PROGRAM = """
+import sys
+from elastic_train.tracking.progress import Progress, Status, flush_streams
+sys.stdin.readline()
+progress = Progress(clock=iter(range(0, 1000, 10)).__next__)
+for step in range(5):
+    progress.update(Status(step, 100, 0.5, 1.0, 1, 1, None, 0))
+    progress.event("event")
+progress.close()
+flush_streams()
+print("the end", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("stdout", ["closed pipe", "full disk", "none"])
+def test_a_process_outlives_its_stdout(stdout: str) -> None:
+    """With a closed pipe, a full disk or nothing as stdout a process goes on to its end, and exits with 0."""
+    redirection = {"closed pipe": "| true", "full disk": "> /dev/full", "none": ">&-"}[stdout]
+    command = f"set -o pipefail; sleep 0; {shlex.quote(sys.executable)} -c {shlex.quote(PROGRAM)} {redirection}"
+    done = subprocess.run(["bash", "-c", command], input="\n", capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("training goes on") == (0 if stdout == "none" else 1)
+    assert done.stderr.endswith("the end\n")

@@ -1,0 +1,115 @@
+"""Handing the applied state over: who gives to whom, equal bits afterwards, and nothing taken over that is damaged."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import spawn
+
+from elastic_train.checkpoint.format.weights_digest import weights_digest
+from elastic_train.config.schema import OptimizerConfig
+from elastic_train.core.accounting import Account
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.order import Cursor
+from elastic_train.errors import PeerLostError
+from elastic_train.job.state import AppliedState, build_state
+from elastic_train.parallel.gradient_sum import bind_gradients
+from elastic_train.parallel.group import Group
+from elastic_train.world import handover
+from elastic_train.world.handover import (
+    Place,
+    gather_places,
+    hand_over,
+    pairs,
+)
+
+TERM = 3
+
+
+@given(st.lists(st.builds(Place, st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=9))
+def test_everybody_behind_gets_the_state_once_from_somebody_furthest(places: list[Place]) -> None:
+    """Givers are at the furthest place, takers are all the others, and the work is shared out evenly."""
+    given_to = pairs(places)
+    assert sorted(taker for _, taker in given_to) == [r for r, place in enumerate(places) if place != max(places)]
+    assert all(places[giver] == max(places) for giver, _ in given_to)
+    work = Counter(giver for giver, _ in given_to)
+    assert not work or max(work.values()) - min(work.get(r, 0) for r, p in enumerate(places) if p == max(places)) <= 1
+
+
+def trained(num_steps: int, name: str = "adamw") -> AppliedState:
+    """A state after some steps that depend on nothing but their number, gradients bound as in training."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 700), nn.BatchNorm1d(700), nn.Linear(700, 3, dtype=torch.float32))
+    state = build_state(model, OptimizerConfig(name=name, lr=0.01, warmup_steps=2), 50, "cpu", is_fp16=False)  # type: ignore[arg-type]
+    bind_gradients(list(model.parameters()))
+    for step in range(num_steps):
+        state.optimizer.zero_grad(set_to_none=False)
+        model(torch.randn(8, 5, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        state.apply(Cursor(0, step + 1), CoverageSums(8, step, step), TERM, Account())
+    return state
+
+
+def ranks(rank: int, size: int, folder: str, optimizer: str) -> None:
+    """Begin at different steps, come together, take one more step, and tell what came of it."""
+    handover.CHUNK_BYTES = 1000  # many chunks, shared and cut
+    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
+    state = trained([0, 4, 3, 4][rank], optimizer)
+    given_by = hand_over(group, state, gather_places(group, state))
+    bind_gradients(list(state.model.parameters()))
+    state.model(torch.ones(8, 5)).square().sum().backward()
+    state.apply(Cursor(0, 9), CoverageSums(), TERM, Account())
+    told = {"given_by": given_by, "step": state.step, "term": state.reached.term, "digest": weights_digest(state.model)}
+    buffers = {name: value.tolist() for name, value in state.model.state_dict().items() if "running" in name}
+    rate = state.scheduler.get_last_lr()
+    (Path(folder) / f"{rank}.json").write_text(json.dumps({**told, "buffers": buffers, "rate": rate}))
+    group.close()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_all_ranks_go_on_from_the_furthest_state(tmp_path: Path, optimizer: str) -> None:
+    """A new rank and one that is a step behind take the next step with the bits of those that were furthest."""
+    spawn(ranks, args=(4, str(tmp_path), optimizer), nprocs=4)
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    assert [one.pop("given_by") for one in told] == [1, None, 3, None]
+    assert told[1:] == told[:1] * 3
+    assert (told[0]["step"], told[0]["term"]) == (5, TERM)
+
+
+def damaging(rank: int, size: int, folder: str) -> None:
+    """Rank 1's hand-over loses a bit on its way; rank 0 tells what it holds afterwards."""
+    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
+    state = trained(2 * rank)
+    before = weights_digest(state.model)
+    if rank == 0:
+        transfer = group.transfer
+
+        def flip(tensor: torch.Tensor, *, to: int | None = None, source: int | None = None) -> None:
+            transfer(tensor, to=to, source=source)
+            if tensor.numel() > 5000:
+                tensor[-1] ^= 1
+
+        group.transfer = flip  # type: ignore[method-assign]
+    told = "nothing"
+    try:
+        hand_over(group, state, gather_places(group, state))
+    except PeerLostError as error:
+        told = str(error)
+    kept = weights_digest(state.model) == before and state.step == 2 * rank
+    (Path(folder) / f"{rank}.json").write_text(json.dumps([told, kept]))
+    group.close()
+
+
+def test_a_damaged_state_is_not_taken_over(tmp_path: Path) -> None:
+    """One wrong bit: the taker says so and still holds what it had."""
+    spawn(damaging, args=(2, str(tmp_path)), nprocs=2)
+    told, kept = json.loads((tmp_path / "0.json").read_text())
+    assert told == "the state that rank 1 handed over arrived damaged"
+    assert kept

@@ -1,0 +1,173 @@
+"""Quarantine from the outside: the same hole, and the same bits, whoever finds it, whenever, and after any restart."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import yaml
+
+from chaos.checker import judge
+from chaos.evidence import collect
+from elastic_train.checkpoint import open_store
+from elastic_train.cli.audit import audit
+from elastic_train.core.accounting import Hole
+from elastic_train.core.order import Order
+from elastic_train.data.dataset.manifest import load_manifest
+from elastic_train.data.dataset.row_lengths import load_lengths, make_lengths
+from elastic_train.errors import DataError
+from elastic_train.parallel.group import Group
+from elastic_train.world.quarantine import known_holes, make_hole
+from tests.conftest import Finished, start, write_rows
+from tests.elastic_train.data.loading.test_batch_builder import damage
+from tests.elastic_train.train.test_training import (
+    CLASSIFIER,
+    PARAMS,
+    WITNESS,
+    history,
+    result,
+    succeed,
+)
+
+QUARANTINE = {"unreadable": "quarantine", "too_long": "truncate"}
+
+
+@pytest.fixture(scope="module")
+def torn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """331 rows whose lengths are known, of which row group 2 of the second file cannot be read."""
+    folder = write_rows(tmp_path_factory.mktemp("torn") / "train", 331, seed=1)
+    make_lengths(load_manifest(str(folder)), "input_ids")
+    damage(folder, "part-1.parquet", 2)
+    return folder
+
+
+def config(folder: Path, data: Path, tree: dict[str, object], **rules: object) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {
+        "run": {"dir": str(folder / "run"), "seed": 5, "forensic": True},
+        "data": {"train": str(data), **rules},
+        **tree,
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(whole))
+    return str(folder / "config.yaml")
+
+
+def newest_commit(folder: Path) -> dict[str, object]:
+    fields: dict[str, object] = json.loads(max((folder / "run" / "commits").iterdir()).read_text())
+    return fields
+
+
+def truths(folder: Path) -> dict[str, str]:
+    """Return what the chaos judge says of coverage."""
+    found = {finding.invariant: finding.truth for finding in judge(collect(folder / "run"))}
+    return {name: found[name] for name in ("agreement", "partition", "coverage", "sums", "witness") if name in found}
+
+
+def test_two_ranks_find_what_one_process_knew_from_the_beginning(
+    tmp_path: Path, torn: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights have the same bits; commits and result list the samples; the judge accepts these and no others.
+
+    And all that with rows of similar length put together, long ones cut and counted, and every step's ids kept.
+    """
+    rules = {**QUARANTINE, "length_bucketing": True}
+    found = tmp_path / "found"
+    done = succeed(start([config(found, torn, CLASSIFIER, **rules)], num_ranks=2))
+    (hole,) = newest_commit(found)["account"]["holes"]  # type: ignore[index]
+    assert (hole["file"], hole["row_group"], hole["hi"] - hole["lo"], hole["kept"]) == ("part-1.parquet", 2, 17, [])
+    assert f"QUARANTINED: row group 2 of part-1.parquet, samples [{hole['lo']}, {hole['hi']}), from step" in done.output
+    assert result(found)["holes"] == [hole] and result(found)["num_left_out"] == 34
+
+    assert audit(str(found / "run"), data=None, is_forensic=True, is_json=False) == 0
+    proven = capsys.readouterr().out
+    assert "in each of the epochs 0 to 1, each of 331 samples, those of holes aside, counted exactly once" in proven
+    assert "epoch 1: by the ids that 28 lines name, none is repeated and none missing" in proven
+    lengths = load_lengths(load_manifest(str(torn)))(np.array([*range(hole["lo"]), *range(hole["hi"], 331)]))
+    assert result(found)["num_truncated"] == 2 * int((lengths > PARAMS["max_tokens"]).sum()) > 0
+
+    known = tmp_path / "known"
+    path = config(known, torn, CLASSIFIER, **rules)
+    (known / "run" / "holes").mkdir(parents=True)
+    (known / "run" / "holes" / "known.json").write_text(json.dumps([{**hole, "since": 0, "why": "known"}]))
+    succeed(start([path]))
+    for key in ("weights_sha256", "coverage", "num_left_out", "num_truncated"):
+        assert result(known)[key] == result(found)[key], key
+    assert newest_commit(known)["account"]["epochs"] == newest_commit(found)["account"]["epochs"]  # type: ignore[index]
+    assert set(truths(found).values()) == set(truths(known).values()) == {"true"}
+
+    unlisted = tmp_path / "unlisted"
+    shutil.copytree(found, unlisted)
+    fields = json.loads((unlisted / "run" / "result.json").read_text())
+    (unlisted / "run" / "result.json").write_text(json.dumps({**fields, "holes": []}))
+    assert {truths(unlisted)["coverage"], truths(unlisted)["sums"]} == {"false"}
+
+
+def test_the_witness_counts_all_but_the_hole(tmp_path: Path, torn: Path) -> None:
+    """Weight i counts sample i in every epoch, and never those that are listed; the judge agrees."""
+    succeed(start([config(tmp_path, torn, WITNESS, unreadable="quarantine")]))
+    (hole,) = result(tmp_path)["holes"]  # type: ignore[misc]
+    counts = np.load(tmp_path / "run" / "witness.npy")
+    expected = np.full(331, 3)
+    expected[hole["lo"] : hole["hi"]] = 0  # type: ignore[index]
+    assert counts.tolist() == expected.tolist()
+    assert truths(tmp_path)["witness"] == "true"
+    np.save(tmp_path / "run" / "witness.npy", np.where(np.arange(331) == 5, 2, counts))
+    assert truths(tmp_path)["witness"] == "false"
+
+
+@pytest.mark.long
+def test_a_replay_leaves_out_what_was_left_out_before(tmp_path: Path) -> None:
+    """A run that crashed behind a hole goes on from before it, and keeps to it although the file is whole again."""
+    data = write_rows(tmp_path / "data", 331, seed=1)
+    whole = (data / "part-1.parquet").read_bytes()
+    damage(data, "part-1.parquet", 2)
+    reference = tmp_path / "reference"
+    succeed(start([config(reference, data, CLASSIFIER, **QUARANTINE)]))
+    since = result(reference)["holes"][0]["since"]  # type: ignore[index]
+
+    params = {**PARAMS, "marker": str(tmp_path / "failed"), "after": 4 * (since + 2)}
+    task = {"task": {"path": "tests.tasks:FailsOnce", "params": params}, "checkpoint": {"every_steps": 1000}}
+    path = config(tmp_path / "crashed", data, {**CLASSIFIER, **task}, **QUARANTINE)
+    first: Finished = start([path], num_ranks=1)
+    assert first.code != 0 and "planted failure" in first.output
+    (data / "part-1.parquet").write_bytes(whole)
+    succeed(start([path], num_ranks=3))
+    assert result(tmp_path / "crashed")["weights_sha256"] == result(reference)["weights_sha256"]
+    assert truths(tmp_path / "crashed")["coverage"] == "true"
+    assert {line["term"] for line in history(tmp_path / "crashed", "step") if line.get("num_left_out")} == {1, 2}
+
+
+def test_records_ahead_take_effect_and_those_behind_do_not(tmp_path: Path) -> None:
+    """A world begins with the holes in effect and those recorded for its steps, not with those of a dead branch."""
+    manifest = load_manifest(str(write_rows(tmp_path / "data", 101, group_rows=7)))
+    order = Order(manifest.group_rows, num_lanes=2, seed=1)
+    store = open_store(str(tmp_path / "run"))
+    plan = SimpleNamespace(config=SimpleNamespace(data=SimpleNamespace(unreadable="quarantine")))
+    world = SimpleNamespace(group=Group(0, 1, None, 1.0), store=store)
+
+    def hole(group: int, since: int) -> Hole:
+        return make_hole(order, manifest, 3, since, group, "gone")
+
+    def state(step: int, *holes: Hole) -> SimpleNamespace:
+        return SimpleNamespace(step=step, reached=SimpleNamespace(account=SimpleNamespace(holes=holes)))
+
+    def known(step: int, *holes: Hole) -> list[Hole]:
+        return list(known_holes(world, plan, state(step, *holes)))  # type: ignore[arg-type]
+
+    assert known(0) == []
+    for number, recorded in enumerate([hole(3, 9), hole(1, 4), hole(1, 7), hole(2, 2)]):
+        store.create(f"holes/{number}.json", json.dumps([asdict(recorded)]).encode())
+    assert known(4) == [hole(1, 4), hole(3, 9)]
+    assert known(5, hole(2, 2)) == [hole(2, 2), hole(1, 7), hole(3, 9)]
+    assert known(10, hole(1, 4)) == [hole(1, 4)]
+    plan.config.data.unreadable = "fail"
+    assert known(4, hole(2, 2)) == [hole(2, 2)]
+    plan.config.data.unreadable = "quarantine"
+    store.create("holes/x.json", b"{")
+    with pytest.raises(DataError, match=r"holes/x\.json is no record of holes"):
+        known(4)

@@ -1,0 +1,68 @@
+"""What decides what is computed is the same in all ranks, or whoever differs is told which keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import spawn
+
+from elastic_train.config.schema import Config
+from elastic_train.errors import ConfigError
+from elastic_train.job.plan import Plan
+from elastic_train.parallel.group import Group
+from elastic_train.world.uniformity import check_alike, deciding
+
+
+def plan_with(changes: dict[str, dict[str, object]], digest: str = "rows") -> Plan:
+    config = Config.model_validate({"data": {"train": "here"}, **changes})
+    return SimpleNamespace(config=config, manifest=SimpleNamespace(digest=digest))  # type: ignore[return-value]
+
+
+PLANS = [
+    plan_with({}),
+    plan_with(
+        {
+            "data": {"train": "/elsewhere", "cache_dir": "/scratch"},
+            "run": {"dir": "mine"},
+            "tracking": {"mlflow_uri": None},
+            "checkpoint": {"url": "s3://bucket/run"},
+        }
+    ),
+    plan_with({"optimizer": {"clip_norm": 0.5}, "validation": {"every_steps": 7}, "task": {"params": {"dim": 8}}}),
+    plan_with({}, digest="other rows"),
+]
+
+
+def compare(rank: int, size: int, folder: str) -> None:
+    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
+    try:
+        check_alike(group, PLANS[rank])
+        told: list[str] = []
+    except ConfigError as error:
+        told = list(error.problems)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(told))
+    group.close()
+
+
+def test_whoever_differs_from_rank_0_is_told_in_what(tmp_path: Path) -> None:
+    """Paths may differ from node to node; all else that decides is named with both values."""
+    spawn(compare, args=(len(PLANS), str(tmp_path)), nprocs=len(PLANS))
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(len(PLANS))]
+    assert told[:2] == [[], []]
+    assert [problem.partition(" is ")[0] for problem in told[2]] == [
+        "optimizer.clip_norm",
+        "task.params",
+        "validation.every_steps",
+    ]
+    assert told[2][0] == "optimizer.clip_norm is 0.5 here and 1.0 on rank 0: all nodes must have the same"
+    assert [problem.partition(" is ")[0] for problem in told[3]] == ["the training set's digest"]
+
+
+def test_every_key_that_is_named_exists() -> None:
+    """A key that was renamed would be looked for in vain."""
+    assert {"run.seed", "data.too_long", "checkpoint.every_steps", "max_steps", "batch.micro_batch"} <= set(
+        deciding(PLANS[0])
+    )

@@ -1,0 +1,105 @@
+"""What a world begins with: the furthest state that is of the lineage that was published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+
+from elastic_train.checkpoint import CommitRecord, CommitWriter, SaveMemory, Store, Unheard, open_store
+from elastic_train.job.commit_facts import describe_commit
+from elastic_train.parallel.group import Group
+from elastic_train.train.open_session import commit_alone
+from elastic_train.world.fencing import JoinedFence
+from elastic_train.world.world import World, restore
+from rendezvous import errors as rendezvous_errors
+from tests.elastic_train.train.test_open_session import plan_of, state_of
+
+
+class Etcd:
+    """A fence's half in etcd, which hears of nothing while it is away."""
+
+    def __init__(self) -> None:
+        self.term = 0
+        self.commit: str | None = None
+        self.is_away = False
+
+    def claim(self, at_least: int) -> int:
+        self.term = max(at_least, self.term + 1)
+        return self.term
+
+    def publish(self, term: int, commit: str) -> None:
+        if self.is_away:
+            raise rendezvous_errors.StoreUnavailableError("no etcd answers")
+        self.commit = commit
+
+    def head(self) -> Etcd:
+        return self
+
+
+class Job:
+    """A job's commits, by one world after another."""
+
+    def __init__(self, folder: Path) -> None:
+        self.plan = plan_of(folder)
+        self.plan.check_continues = lambda head: None
+        self.store: Store = open_store(str(folder))
+        self.etcd = Etcd()
+        self.fence = JoinedFence(self.store, self.etcd)  # type: ignore[arg-type]
+
+    def commit(self, parent: CommitRecord | None, *intervals: tuple[int, int, int]) -> CommitRecord:
+        """Publish a state under a new term, that of its last interval."""
+        state = state_of(*intervals)
+        commits = CommitWriter(self.store, self.fence, self.fence.claim(intervals[-1][0]), parent)
+        try:
+            return commits.save(state.tensors(), describe_commit(self.plan, state, 1), state.reached.intervals)  # type: ignore[arg-type]
+        except Unheard as error:
+            return error.commit
+
+    def world(self) -> World:
+        """Begin the next world, of one rank."""
+        term = self.fence.claim(1)
+        group, history = Group(0, 1, None, 1.0), MagicMock()
+        return World(group, term, self.store, self.fence, history, None, None, 0.0)
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_who_was_frozen_does_not_take_a_commit_back(tmp_path: Path, is_heard: bool) -> None:
+    """Others went on from an earlier commit and published, whether etcd has heard of it or was away just then."""
+    job = Job(tmp_path)
+    first = job.commit(None, (1, 0, 5))
+    job.etcd.is_away = not is_heard
+    newest = job.commit(first, (1, 0, 5), (2, 5, 10))
+    job.etcd.is_away = False
+    frozen = state_of((1, 0, 12))
+    assert restore(job.plan, job.world(), frozen) == newest  # type: ignore[arg-type]
+    assert frozen.reached.intervals == newest.intervals
+
+
+def test_who_commits_alone_takes_nobodys_steps_away(tmp_path: Path) -> None:
+    """A process of an older world that is told to leave commits what it has; who trains on keeps what was applied."""
+    job = Job(tmp_path)
+    first = job.commit(None, (1, 0, 5))
+    job.commit(first, (1, 0, 5), (2, 5, 6))
+    commit_alone(job.plan, state_of((1, 0, 12)), SaveMemory())  # type: ignore[arg-type]
+    assert [entry.key for entry in job.store.list("commits/")][-1] == "commits/00000003-000000000012.json"
+    state = state_of((1, 0, 5), (2, 5, 13))
+    restore(job.plan, job.world(), state)  # type: ignore[arg-type]
+    assert state.reached.intervals == state_of((1, 0, 5), (2, 5, 13)).reached.intervals
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+@pytest.mark.parametrize("damaged", ["record", "files"])
+def test_who_passed_over_a_damaged_commit_keeps_its_state(tmp_path: Path, is_heard: bool, damaged: str) -> None:
+    """Nobody goes back to what such a state goes on from, though the commit is newer than that."""
+    job = Job(tmp_path)
+    first = job.commit(None, (1, 0, 5))
+    job.etcd.is_away = not is_heard
+    newest = job.commit(first, (1, 0, 5), (2, 5, 10))
+    job.etcd.is_away = False
+    (tmp_path / (newest.key if damaged == "record" else f"{newest.attempt}/.metadata")).write_bytes(b"damaged")
+    job.fence.claim(3)
+    state = state_of((1, 0, 5), (3, 5, 12))
+    assert restore(job.plan, job.world(), state) == first  # type: ignore[arg-type]
+    assert state.reached.intervals == state_of((1, 0, 5), (3, 5, 12)).reached.intervals
