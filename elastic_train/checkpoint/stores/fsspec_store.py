@@ -29,6 +29,7 @@ from elastic_train.checkpoint.stores.store import (
     Uncertain,
 )
 from elastic_train.errors import ConfigError, StorageError
+from elastic_train.system.extras import install_command
 from elastic_train.system.sdk_errors import sdk_errors
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,8 @@ class FsspecStore:
         try:
             self._fs, root = url_to_fs(self._url, use_listings_cache=False, skip_instance_cache=True, **(options or {}))
         except (ValueError, ImportError) as error:
-            raise ConfigError(f"{url}: cannot be opened: {error}; a folder or an fsspec URL is needed") from error
+            remedy = install_command(error) or "a folder or an fsspec URL is needed"
+            raise ConfigError(f"{url}: cannot be opened: {error}; {remedy}") from error
         self._root = str(root).rstrip("/")
         protocol = self._fs.protocol if isinstance(self._fs.protocol, str) else self._fs.protocol[0]
         self._is_conditional = protocol in _CONDITIONAL

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import tokenizers
 
 from elastic_train.data.corpora import (
     docstrings,
@@ -32,6 +32,9 @@ from elastic_train.data.dataset.manifest import Manifest, build_manifest, load_m
 from elastic_train.data.dataset.schemas import PLAIN, POLICY, Schema
 from elastic_train.errors import ConfigError
 from elastic_train.system.progress_bar import Track, silent
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 ROWS_PER_GROUP = 512
 ROWS_PER_FILE = 8192
@@ -103,7 +106,7 @@ def _origin(source: str, options: Options, **facts: object) -> dict[str, object]
         "vocabulary": options.vocabulary,
         "max_tokens": options.max_tokens,
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
-        "tokenizers": tokenizers.__version__,
+        "tokenizers": tokenise.version(),
         "pyarrow": pa.__version__,
         **facts,
     }
@@ -155,7 +158,7 @@ def _write_part(
     samples: Sequence[Sample],
     labels: Sequence[str],
     schema: Schema,
-    tokenizer: tokenizers.Tokenizer,
+    tokenizer: Tokenizer,
     options: Options,
 ) -> Manifest:
     """Write one part: its files, tokenizer.json, and the manifest."""
@@ -186,7 +189,7 @@ def _table(
     samples: Sequence[Sample],
     labels: Sequence[str],
     schema: Schema,
-    tokenizer: tokenizers.Tokenizer,
+    tokenizer: Tokenizer,
     options: Options,
     rng: np.random.Generator,
 ) -> pa.Table:

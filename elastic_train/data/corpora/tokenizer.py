@@ -6,16 +6,29 @@ Id 0 is padding and never occurs in a text. The same texts in the same order giv
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from elastic_train.system.extras import needed_for
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 FILE_NAME = "tokenizer.json"
 VOCABULARY = 8192
 PADDING = "<pad>"
 
 
+def version() -> str:
+    """Return the version of the package `tokenizers`; ConfigError if it is not installed."""
+    with needed_for("importing text"):
+        import tokenizers
+    return str(tokenizers.__version__)
+
+
 def train_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Tokenizer:
-    """Train a byte-level BPE of at most `vocabulary` ids; small texts give fewer."""
+    """Train a byte-level BPE of at most `vocabulary` ids; small texts give fewer. ConfigError without `tokenizers`."""
+    with needed_for("importing text"):
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -27,6 +27,7 @@ import tenacity
 
 from elastic_train.data.parquet.presigned_s3 import SignedRanges
 from elastic_train.errors import DataError
+from elastic_train.system.extras import install_command
 from elastic_train.system.sdk_errors import sdk_errors
 
 Range = tuple[int, int]
@@ -70,7 +71,8 @@ def reaching(url: str) -> Iterator[None]:
     try:
         yield
     except (ImportError, ValueError) as error:
-        raise DataError(f"{url}: cannot be opened: {error}; a folder or an fsspec URL is needed") from error
+        remedy = install_command(error) or "a folder or an fsspec URL is needed"
+        raise DataError(f"{url}: cannot be opened: {error}; {remedy}") from error
     except sdk_errors() as error:
         raise DataError(
             f"{url}: cannot be reached: {error}; check the address, and the store's credentials and endpoint"

@@ -1,0 +1,43 @@
+"""Packages that only an extra of the installation brings, and what to do where one is missing.
+
+The base installation trains, reads data and sends metrics. What needs more imports it inside of `needed_for`, so that
+importing this project, and `--help`, need no extra.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from elastic_train.errors import ConfigError
+
+_EXTRA_OF = {
+    "greenlet": "chaos",
+    "jinja2": "chaos",
+    "markupsafe": "chaos",
+    "tokenizers": "corpora",
+    "s3fs": "s3",
+    "aiobotocore": "s3",
+    "botocore": "s3",
+}
+
+
+@contextmanager
+def needed_for(purpose: str) -> Iterator[None]:
+    """Import what `purpose` needs; ConfigError with the command that installs it if an extra's package is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (command := install_command(error)) is None:
+            raise
+        raise ConfigError(f"{purpose} needs '{error.name}', which is not installed: {command}") from error
+
+
+def install_command(error: BaseException | None) -> str | None:
+    """Return the command that installs what an import, or the import that caused it, did not find; None if unknown."""
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            extra = _EXTRA_OF.get(error.name.partition(".")[0])
+            return f"pip install 'elastic-train[{extra}]'" if extra else None
+        error = error.__cause__
+    return None

