@@ -34,7 +34,7 @@ from benchmarks.jobs import LIVE_LOGS, LOG, TTL_S, Steps, folder_for, free_endpo
 from chaos.launched import launch
 from chaos.node import Node
 from chaos.scenario import Nodes, Scenario
-from rendezvous.server import EtcdServer
+from rendezvous.etcd.server import EtcdServer
 
 BOUND_S = 90.0
 START_S = 120.0

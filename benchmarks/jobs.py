@@ -19,7 +19,7 @@ import yaml
 
 from chaos.node import Node, clean_environ
 from elastic_train.data.corpora.synthetic import synthesise
-from rendezvous.server import free_ports
+from rendezvous.etcd.server import free_ports
 
 TTL_S = 3.0
 LOG = "steps.jsonl"

@@ -21,7 +21,7 @@ from chaos.network import Cable
 from chaos.scenario import Nodes, Scenario
 from chaos.schedule import Due
 from chaos.surroundings import Surroundings
-from rendezvous.server import EtcdServer
+from rendezvous.etcd.server import EtcdServer
 
 LEAVE = "stop_node"
 

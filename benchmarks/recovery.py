@@ -48,7 +48,7 @@ from chaos.injected import given_up
 from chaos.network import NoNamespacesError, cable
 from chaos.recovery import recoveries
 from chaos.schedule import Due
-from rendezvous.server import EtcdServer
+from rendezvous.etcd.server import EtcdServer
 
 FROZEN_S = 6.0
 QUIET_S, CUT_EVERY_S = 20.0, 30.0

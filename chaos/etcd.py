@@ -17,7 +17,7 @@ import pyetcd
 
 from chaos.errors import RunError
 from rendezvous import EtcdServer
-from rendezvous.server import free_ports
+from rendezvous.etcd.server import free_ports
 
 RPC_TIMEOUT_S = 1.0
 _SHARED, _ROOM_BYTES, _PREFIX = Path("/dev/shm"), 2 << 30, "elastic-etcd-"

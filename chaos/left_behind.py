@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos.surroundings import Surroundings
-from rendezvous.connection import Connection, list_prefix
 from rendezvous.errors import RendezvousError
-from rendezvous.options import etcd_options
-from rendezvous.records import Keys
+from rendezvous.etcd.connection import Connection, list_prefix
+from rendezvous.etcd.options import etcd_options
+from rendezvous.membership.records import Keys
 
 _DRAFT = re.compile(r".*\.unfinished|\..+\.\d+")
 """Names under which the trainer writes what it then renames."""

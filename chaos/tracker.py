@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 
 from chaos.errors import RunError
+from rendezvous.etcd.server import free_ports
 from rendezvous.orphans import bound_command
-from rendezvous.server import free_ports
 
 _STARTING_S, _LOOK_EVERY_S, _ANSWER_S = 180.0, 0.1, 0.5
 _ENVIRON = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}

@@ -14,14 +14,14 @@ from rendezvous.errors import (
     StoreUnavailableError,
     TooFewNodesError,
 )
-from rendezvous.etcd import EtcdStore
-from rendezvous.fence import EtcdFence
-from rendezvous.memory import MemoryStore
-from rendezvous.options import EtcdOptions, etcd_options
+from rendezvous.etcd.options import EtcdOptions, etcd_options
+from rendezvous.etcd.server import EtcdServer
+from rendezvous.etcd.store import EtcdStore
+from rendezvous.membership.fence import EtcdFence
+from rendezvous.membership.memory_store import MemoryStore
+from rendezvous.membership.records import Head
+from rendezvous.membership.store import Store
 from rendezvous.orphans import die_with_parent
-from rendezvous.records import Head
-from rendezvous.server import EtcdServer
-from rendezvous.store import Store
 
 __all__ = [
     "EtcdFence",

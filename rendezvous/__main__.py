@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 
-from rendezvous.server import EtcdServer
+from rendezvous.etcd.server import EtcdServer
 
 
 def main() -> None:

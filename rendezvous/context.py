@@ -11,10 +11,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from rendezvous.etcd import EtcdStore
-from rendezvous.fence import EtcdFence
-from rendezvous.options import etcd_options
-from rendezvous.records import Cause
+from rendezvous.etcd.options import etcd_options
+from rendezvous.etcd.store import EtcdStore
+from rendezvous.membership.fence import EtcdFence
+from rendezvous.membership.records import Cause
 
 VARIABLE = "ELASTIC_RENDEZVOUS"
 LIVE_VARIABLE = "ELASTIC_LIVE"

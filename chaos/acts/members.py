@@ -12,8 +12,8 @@ import pyetcd
 
 from chaos.acts.done import Act, Done, targets
 from chaos.node import signal_all
-from rendezvous.records import Keys
-from rendezvous.server import EtcdServer
+from rendezvous.etcd.server import EtcdServer
+from rendezvous.membership.records import Keys
 
 if TYPE_CHECKING:
     from chaos.local import Job

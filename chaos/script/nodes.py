@@ -19,7 +19,7 @@ from chaos.hook import VARIABLE
 from chaos.node import Node, clean_environ
 from chaos.scenario import Nodes
 from chaos.surroundings import Surroundings
-from rendezvous.server import free_ports
+from rendezvous.etcd.server import free_ports
 
 SPOOL = "ids"
 """Where the hook of every process writes, below a run's folder."""

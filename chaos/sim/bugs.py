@@ -28,11 +28,11 @@ from elastic_train.tracking.metric_log import (
     Settled,
     Values,
 )
-from elastic_train.train.session import Session
+from elastic_train.training.session import Session
 from elastic_train.world.quarantine import find_holes
-from rendezvous.membership import Change
-from rendezvous.records import Head, Keys, encode
-from rendezvous.store import Snapshot
+from rendezvous.membership.decisions import Change
+from rendezvous.membership.records import Head, Keys, encode
+from rendezvous.membership.store import Snapshot
 
 
 def carry_unfenced(snapshot: Snapshot, keys: Keys, term: int, commit: str) -> Change:

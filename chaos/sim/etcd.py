@@ -1,9 +1,9 @@
 """Etcd with its weather: one store for all, and for every process a client whose calls take time and may fail.
 
-Keys, revisions, guards and leases are those of `rendezvous.memory`, the twin that passes the same contract tests as the
-real client. Added is what lies between a process and etcd: delays, one-way and two-way cuts, outages, answers that
-are lost after the write has happened, watches that lag or fall silent, leases that run out because nobody renewed them,
-and leases that etcd ends too early.
+Keys, revisions, guards and leases are those of `rendezvous.membership.memory_store`, the twin that passes the same
+contract tests as the real client. Added is what lies between a process and etcd: delays, one-way and two-way cuts,
+outages, answers that are lost after the write has happened, watches that lag or fall silent, leases that run out
+because nobody renewed them, and leases that etcd ends too early.
 """
 
 from __future__ import annotations
@@ -16,13 +16,19 @@ from typing import TypeVar
 
 from chaos.sim.kernel import Kernel, Process
 from chaos.sim.virtual import Condition
-from rendezvous.connection import CALL_TIMEOUT_S, GIVE_UP_AFTER_S
 from rendezvous.errors import StoreRefusedError, StoreUnavailableError
-from rendezvous.etcd import EtcdStore
-from rendezvous.lives import Lives
-from rendezvous.memory import MemoryLease, MemoryStore
-from rendezvous.mirror import RELIST_S
-from rendezvous.store import Guards, Lease, Put, Snapshot, Writes
+from rendezvous.etcd.connection import CALL_TIMEOUT_S, GIVE_UP_AFTER_S
+from rendezvous.etcd.data_loss import Lives
+from rendezvous.etcd.store import EtcdStore
+from rendezvous.etcd.watch import RELIST_S
+from rendezvous.membership.memory_store import MemoryLease, MemoryStore
+from rendezvous.membership.store import (
+    Guards,
+    Lease,
+    Put,
+    Snapshot,
+    Writes,
+)
 
 T = TypeVar("T")
 
@@ -104,7 +110,9 @@ class Etcd:
 
 
 class EtcdClient:
-    """One process's `rendezvous.store.Store`; the retry rules are those of `rendezvous.etcd.EtcdStore`."""
+    """One process's `rendezvous.membership.store.Store`; the retry rules are those of
+    `rendezvous.etcd.store.EtcdStore`.
+    """
 
     def __init__(self, etcd: Etcd, process: Process, give_up_after_s: float = GIVE_UP_AFTER_S) -> None:
         self._etcd, self._process, self._give_up_after_s = etcd, process, give_up_after_s

@@ -35,41 +35,41 @@ from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.parallel import gradient_sum as reduction
 from elastic_train.system.failpoints import reach
 from elastic_train.tracking.history import History
-from elastic_train.train import loop
-from elastic_train.train.session import Session
+from elastic_train.training import loop
+from elastic_train.training.session import Session
 from elastic_train.world import handover
 from rendezvous.context import RendezvousContext
-from rendezvous.fence import EtcdFence
-from rendezvous.reach import SELDOM_S, Reach
-from rendezvous.records import read_view
+from rendezvous.membership.fence import EtcdFence
+from rendezvous.membership.reachability import SELDOM_S, Reach
+from rendezvous.membership.records import read_view
 
 if TYPE_CHECKING:
     from chaos.sim.job import Job
 
 PRODUCT = (
-    "rendezvous.node",
-    "rendezvous.live",
-    "rendezvous.live_agent",
-    "rendezvous.meeting",
-    "rendezvous.fence",
-    "rendezvous.membership",
-    "rendezvous.records",
-    "rendezvous.reach",
+    "rendezvous.membership.participant",
+    "rendezvous.live_member",
+    "rendezvous.torchelastic.live_agent",
+    "rendezvous.meeting_point",
+    "rendezvous.membership.fence",
+    "rendezvous.membership.decisions",
+    "rendezvous.membership.records",
+    "rendezvous.membership.reachability",
     "rendezvous.waiting",
-    "rendezvous.seen",
-    "rendezvous.own_record",
+    "rendezvous.membership.latest_view",
+    "rendezvous.membership.own_record",
     "torch.distributed.elastic.agent.server.api",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
-    "elastic_train.train.supervisor",
-    "elastic_train.train.loop",
-    "elastic_train.train.session",
-    "elastic_train.train.open_session",
+    "elastic_train.training.supervisor",
+    "elastic_train.training.loop",
+    "elastic_train.training.session",
+    "elastic_train.training.open_session",
     "elastic_train.world.world",
     "elastic_train.world.forming",
     "elastic_train.world.handover",
     "elastic_train.world.fencing",
     "elastic_train.tracking.history",
-    "elastic_train.train.result",
+    "elastic_train.training.result",
     "elastic_train.system.failpoints",
     "elastic_train.tracking.metric_log",
     "elastic_train.tracking.tracker",
@@ -147,32 +147,34 @@ def _world(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
     def fence(told: RendezvousContext, *, give_up_after_s: float) -> EtcdFence:
         return EtcdFence(client(give_up_after_s=give_up_after_s), told.run_id, world_term=told.term)
 
-    yield from _in("rendezvous.live", EtcdStore=client, etcd_options=lambda *_: None, os=_Launcher(job))
-    yield from _in("rendezvous.live", Reach=functools.partial(Reach, probe=job.net.is_reachable))
+    yield from _in("rendezvous.live_member", EtcdStore=client, etcd_options=lambda *_: None, os=_Launcher(job))
+    yield from _in("rendezvous.live_member", Reach=functools.partial(Reach, probe=job.net.is_reachable))
     seldom_s = SELDOM_S * job.shape.look_s
-    yield from _in("rendezvous.reach", ThreadPoolExecutor=job.net.at_once, SELDOM_S=seldom_s)
+    yield from _in("rendezvous.membership.reachability", ThreadPoolExecutor=job.net.at_once, SELDOM_S=seldom_s)
     yield from _launch(job, client)
     yield from _in("rendezvous.waiting", SimpleQueue=functools.partial(virtual.Queue, job.kernel))
-    yield from _in("rendezvous.lookout", is_refused=job.net.is_refused, LOOK_S=job.shape.look_s)
-    yield from _in("rendezvous.node", LOOK_S=job.shape.look_s)
-    yield from _in("rendezvous.seen", read_view=_memory_of(read_view, NUM_VIEWS))
-    yield from _in("rendezvous.meeting", TCPStore=functools.partial(MeetingStore, job.net))
+    yield from _in("rendezvous.membership.dead_agents", is_refused=job.net.is_refused, LOOK_S=job.shape.look_s)
+    yield from _in("rendezvous.membership.participant", LOOK_S=job.shape.look_s)
+    yield from _in("rendezvous.membership.latest_view", read_view=_memory_of(read_view, NUM_VIEWS))
+    yield from _in("rendezvous.meeting_point", TCPStore=functools.partial(MeetingStore, job.net))
     yield from _in("elastic_train.world.forming", Group=functools.partial(SimGroup, look_s=job.shape.look_s))
     yield from _in("elastic_train.world.forming", live_context=lambda: job.told(job.kernel.process), os=_Launcher(job))
     yield from _in(
         "elastic_train.world.world", open_store=storage, open_fence=fence, last_applied=lambda *_, **__: None
     )
     yield from _in("elastic_train.world.world", History=functools.partial(SimHistory, job), Progress=Silent)
-    yield from _in("elastic_train.train.open_session", open_store=storage)
+    yield from _in("elastic_train.training.open_session", open_store=storage)
     yield from _track(job)
-    yield from _in("elastic_train.train.open_session", faults_before=lambda *_: Faults(0, 0.0))
+    yield from _in("elastic_train.training.open_session", faults_before=lambda *_: Faults(0, 0.0))
     yield from _in(
-        "elastic_train.train.supervisor", Watchdog=Unwatched, make_repeatable=lambda _: None, make_plan=job.plan_of
+        "elastic_train.training.supervisor", Watchdog=Unwatched, make_repeatable=lambda _: None, make_plan=job.plan_of
     )
     # There is nothing to open or to load.
-    yield from _in("elastic_train.train.supervisor", warm_up=lambda plan, state: None)
-    yield from _in("elastic_train.train.supervisor", sys=SimpleNamespace(stderr=SimpleNamespace(write=lambda _: None)))
-    yield from _in("elastic_train.train.result", write_atomically=job.take_file)
+    yield from _in("elastic_train.training.supervisor", warm_up=lambda plan, state: None)
+    yield from _in(
+        "elastic_train.training.supervisor", sys=SimpleNamespace(stderr=SimpleNamespace(write=lambda _: None))
+    )
+    yield from _in("elastic_train.training.result", write_atomically=job.take_file)
     yield from _in("elastic_train.system.failpoints", _folder="simulated", _look=lambda _, name: job.reach(name))
 
 
@@ -183,7 +185,10 @@ def _launch(job: Job, client: Callable[..., EtcdClient]) -> Iterable[tuple[Modul
     yield from _in(f"{agents}.local_elastic_agent", start_processes=functools.partial(start_processes, job))
     yield from _in(f"{agents}.api", record=_nothing, put_metric=_nothing, _get_fq_hostname=str)
     yield from _in(
-        "rendezvous.torchrun", EtcdStore=client, machine_name=lambda: virtual.host_of(job.kernel.process.node), **mine
+        "rendezvous.torchelastic.entry_point",
+        EtcdStore=client,
+        machine_name=lambda: virtual.host_of(job.kernel.process.node),
+        **mine,
     )
     yield from _in("rendezvous.context", os=_Launcher(job))
     stores = {"TCPStore": functools.partial(agent_store, job.net), "PrefixStore": lambda _, store: store}
@@ -199,9 +204,9 @@ def _track(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
     """Replace the folder of metrics, and the run in the tracker; without one there is none of both."""
     tracking = job.tracking
     if tracking is None:
-        yield from _in("elastic_train.train.open_session", start_tracker=_nothing)
+        yield from _in("elastic_train.training.open_session", start_tracker=_nothing)
         return
-    yield from _in("elastic_train.train.open_session", Path=lambda _: tracking.folder)
+    yield from _in("elastic_train.training.open_session", Path=lambda _: tracking.folder)
     yield from _in("elastic_train.tracking.delivery", MlflowRun=functools.partial(TrackedRun, tracking.server))
     yield from _in(
         "elastic_train.tracking.tracker", MetricsWriter=tracking.writer, code_tags=dict, bound_requests=_nothing
@@ -236,10 +241,10 @@ def _tensors(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
         return sum((model.sums_of(tuple(batch.ids.tolist())) for batch in lanes), CoverageSums())
 
     yield from _in(
-        "elastic_train.train.open_session", make_gradient_sum=gradient_sum, has_equal_kernels=lambda *_: True
+        "elastic_train.training.open_session", make_gradient_sum=gradient_sum, has_equal_kernels=lambda *_: True
     )
     yield from _in(
-        "elastic_train.train.loop", _run_lane=run_lane, _coverage_of=coverage_of, _fold=_memory_of(loop._fold)
+        "elastic_train.training.loop", _run_lane=run_lane, _coverage_of=coverage_of, _fold=_memory_of(loop._fold)
     )
     yield from _in("elastic_train.parallel.gradient_sum", _read_table=_memory_of(reduction._read_table))
     yield from _in("elastic_train.world.handover", _read_places=_memory_of(handover._read_places))

@@ -28,7 +28,7 @@ from elastic_train.checkpoint.saving.abandonment import LEAST_S
 from elastic_train.config.schema import Config
 from elastic_train.core.keyed_random import Int64s
 from rendezvous.context import LiveContext
-from rendezvous.records import Keys
+from rendezvous.membership.records import Keys
 
 PATIENCE_S = 1800.0
 """Virtual seconds from the last fault's end, beside those that the whole job takes, within which it must come to its

@@ -13,7 +13,7 @@ from typing import TypeVar
 from chaos.sim.group import Hub
 from chaos.sim.kernel import Kernel, Process
 from chaos.sim.virtual import host_of
-from rendezvous.meeting import CALL_TIMEOUT_S
+from rendezvous.meeting_point import CALL_TIMEOUT_S
 
 T = TypeVar("T")
 
@@ -90,7 +90,9 @@ class Net:
             self._waits = None
 
     def is_refused(self, endpoint: str) -> bool:
-        """Say what `rendezvous.addresses.is_refused` does: nobody listens there any more, and the machine says so."""
+        """Say what `rendezvous.torchelastic.addresses.is_refused` does: nobody listens there any more, and the machine
+        says so.
+        """
         address, _, port = endpoint.rpartition(":")
         try:
             self.connect(address, int(port))
@@ -101,7 +103,7 @@ class Net:
         return False
 
     def is_reachable(self, endpoint: str) -> bool:
-        """Say what `rendezvous.addresses.is_reachable` does: the machine answers, if only by a refusal."""
+        """Say what `rendezvous.torchelastic.addresses.is_reachable` does: the machine answers, if only by a refusal."""
         address, _, port = endpoint.rpartition(":")
         try:
             self.connect(address, int(port))

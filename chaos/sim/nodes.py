@@ -1,8 +1,8 @@
-"""A machine of the simulated world: an agent that watches over workers, as `rendezvous.live_agent` does.
+"""A machine of the simulated world: an agent that watches over workers, as `rendezvous.torchelastic.live_agent` does.
 
-A worker runs `elastic_train.train.supervisor._train`, the whole of the product's loop. The agent is modelled: it starts
-workers, has the product bury the dead, starts others in their place, and ends with the last of them; workers die with
-it. What it is in `restart` mode is in `chaos.sim.rounds`.
+A worker runs `elastic_train.training.supervisor._train`, the whole of the product's loop. The agent is modelled: it
+starts workers, has the product bury the dead, starts others in their place, and ends with the last of them; workers die
+with it. What it is in `restart` mode is in `chaos.sim.rounds`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from chaos.sim.net import agent_port
 from chaos.sim.virtual import host_of
 from elastic_train.errors import ElasticTrainError
 from elastic_train.system.preemption import LeaveRequest
-from elastic_train.train import supervisor as product
+from elastic_train.training import supervisor as product
 from rendezvous.context import LiveContext
 from rendezvous.errors import RendezvousError
-from rendezvous.live_agent import FINAL_CODES, LEAVING_CODES, LiveRendezvousHandler
-from rendezvous.records import Keys
+from rendezvous.membership.records import Keys
+from rendezvous.torchelastic.live_agent import FINAL_CODES, LEAVING_CODES, LiveRendezvousHandler
 
 if TYPE_CHECKING:
     from chaos.sim.job import Job
@@ -176,7 +176,7 @@ class Node:
             self._kernel.wake(self._watcher)
 
     def _work(self, process: Process, leave: Told) -> None:
-        """Be a worker: warm up, train, end with a code, as `elastic_train.train.supervisor.run` does."""
+        """Be a worker: warm up, train, end with a code, as `elastic_train.training.supervisor.run` does."""
         self._kernel.sleep(self._job.shape.warm_s * self._job.pace.uniform(0.7, 1.3))
         try:
             process.code = product._train(self._job.plan.config, leave, EPOCH_S + self._kernel.now)

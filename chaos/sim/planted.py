@@ -130,7 +130,7 @@ PLANTED = (
         "no-fence",
         "a world that was left behind publishes",
         lambda: {
-            "rendezvous.fence:carry": bugs.carry_unfenced,
+            "rendezvous.membership.fence:carry": bugs.carry_unfenced,
             "elastic_train.world.fencing:StoreFence.publish": lambda self, term, commit: None,
         },
         ("fencing",),
@@ -140,14 +140,14 @@ PLANTED = (
     SimBug(
         "fetched-cursor",
         "a world goes on from what was fetched instead of applied",
-        lambda: {"elastic_train.train.session:Session.steps": bugs.steps_from(1)},
+        lambda: {"elastic_train.training.session:Session.steps": bugs.steps_from(1)},
         ("coverage", "witness"),
         _kills,
     ),
     SimBug(
         "double-apply",
         "a world applies the last step's samples again",
-        lambda: {"elastic_train.train.session:Session.steps": bugs.steps_from(-1)},
+        lambda: {"elastic_train.training.session:Session.steps": bugs.steps_from(-1)},
         ("coverage", "witness"),
         _kills,
     ),
@@ -187,7 +187,7 @@ PLANTED = (
     SimBug(
         "stale-lanes",
         "a rank keeps another's lanes after the world has grown again",
-        lambda: {"elastic_train.train.open_session:owned_lanes": bugs.stale_lanes()},
+        lambda: {"elastic_train.training.open_session:owned_lanes": bugs.stale_lanes()},
         ("partition",),
         _kills,
     ),
@@ -202,7 +202,7 @@ PLANTED = (
     SimBug(
         "stale-stride",
         "ranks keep the lanes of the first world, whatever the size of theirs",
-        lambda: {"elastic_train.train.open_session:owned_lanes": bugs.first_stride()},
+        lambda: {"elastic_train.training.open_session:owned_lanes": bugs.first_stride()},
         ("partition", "coverage"),
         _kills,
     ),
@@ -216,7 +216,7 @@ PLANTED = (
     SimBug(
         "forgotten-holes",
         "a world begins without the holes that its state has",
-        lambda: {"elastic_train.train.open_session:known_holes": bugs.forget_holes},
+        lambda: {"elastic_train.training.open_session:known_holes": bugs.forget_holes},
         ("coverage", "sums"),
         _bad_data,
         replace(_SHAPE, unreadable="quarantine"),
@@ -281,14 +281,14 @@ PLANTED = (
     SimBug(
         "sealed-behind-the-end",
         "who waits seals a world when all others have finished, and one of them is about to close the job",
-        lambda: {"rendezvous.records:View.is_ending": False},
+        lambda: {"rendezvous.membership.records:View.is_ending": False},
         ("fencing",),
         "sealed-behind-the-end",
     ),
     SimBug(
         "hole-found-again",
         "a hole that begins earlier than it did before a restart is listed twice",
-        lambda: {"elastic_train.train.session:Session.quarantine": bugs.keep_both},
+        lambda: {"elastic_train.training.session:Session.quarantine": bugs.keep_both},
         ("coverage", "sums"),
         "hole-found-again",
     ),

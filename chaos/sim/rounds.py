@@ -1,8 +1,9 @@
 """A machine in `restart` mode: torchrun's agent and our handler, round by round; only processes are modelled.
 
-What runs is `rendezvous.torchrun.EtcdRendezvousHandler` under `rendezvous.agent.ElasticAgent`, and so TorchElastic's
-own loop: it joins a round, starts a generation of workers, looks at them ten times a second, and ends them all for the
-next round. A worker trains in the one world that its environment tells, and begins with the newest commit.
+What runs is `rendezvous.torchelastic.entry_point.EtcdRendezvousHandler` under
+`rendezvous.torchelastic.bound_agent.ElasticAgent`, and so TorchElastic's own loop: it joins a round, starts a
+generation of workers, looks at them ten times a second, and ends them all for the next round. A worker trains in the
+one world that its environment tells, and begins with the newest commit.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from chaos.sim.kernel import Process
 from chaos.sim.nodes import LOOK_S, RUN_ID, Node
 from chaos.sim.virtual import host_of
-from rendezvous.agent import make_agent
-from rendezvous.conf import BACKEND, Conf
 from rendezvous.errors import RendezvousError
-from rendezvous.torchrun import EtcdRendezvousHandler
+from rendezvous.torchelastic.bound_agent import make_agent
+from rendezvous.torchelastic.conf import BACKEND, Conf
+from rendezvous.torchelastic.entry_point import EtcdRendezvousHandler
 
 if TYPE_CHECKING:
     from chaos.sim.job import Job

@@ -25,7 +25,7 @@ from elastic_train.errors import ConfigError, DataError
 from elastic_train.job.sample_streams import Feed
 from elastic_train.job.state import AppliedState, build_state
 from elastic_train.tasks.task import Task, load_task
-from elastic_train.train.evaluation import OWN_VALUES
+from elastic_train.training.evaluation import OWN_VALUES
 
 _INITIAL_WEIGHTS = 4  # separates the initial weights' random numbers from order and dropout
 

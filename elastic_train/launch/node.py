@@ -188,7 +188,7 @@ def _etcd(plan: Launch) -> Iterator[str]:
     if plan.endpoint is not None:
         yield plan.endpoint
         return
-    from rendezvous.server import EtcdServer
+    from rendezvous.etcd.server import EtcdServer
 
     if plan.max_nodes == 1:
         with EtcdServer() as server:
@@ -205,8 +205,8 @@ def _run_agent(plan: Launch, endpoint: str) -> int:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, RendezvousTimeoutError
 
-    from rendezvous.agent import BoundAgent, make_agent
-    from rendezvous.torchrun import create_handler
+    from rendezvous.torchelastic.bound_agent import BoundAgent, make_agent
+    from rendezvous.torchelastic.entry_point import create_handler
 
     parameters = RendezvousParameters(
         backend="etcd",

@@ -21,7 +21,7 @@ from elastic_train.parallel.group import Group, connect
 from elastic_train.system.watchdog import Watchdog
 from rendezvous import errors as rendezvous_errors
 from rendezvous.context import LiveContext, RendezvousContext, context, live_context
-from rendezvous.live import LiveMember
+from rendezvous.live_member import LiveMember
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 5.0
 """How long a member waits after a world that did not form; twice as long after the next."""

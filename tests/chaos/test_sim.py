@@ -26,7 +26,7 @@ from chaos.sim.shape import Recovery, Shape
 from chaos.sim.shrink import shrink
 from chaos.sim.simulate import Case, case_of, digest_of, simulate
 from elastic_train.errors import ElasticTrainError
-from elastic_train.train.session import Session
+from elastic_train.training.session import Session
 
 SEEDS = range(40)
 KEPT = sorted(cases.FOLDER.glob("*.yaml"))
@@ -105,7 +105,7 @@ def test_who_dies_by_itself_is_no_valid_run() -> None:
     shape = Shape(epochs=60, lane_s=5.0)
     outcome = simulate(
         Case(1, shape, (SimFault("kill_worker", at_s=6.0, node=1),)),
-        {"elastic_train.train.session:Session.steps": steps},
+        {"elastic_train.training.session:Session.steps": steps},
     )
     assert [finding.invariant for finding in outcome.violations] == ["deaths"]
     assert any("by itself" in error for error in outcome.errors)

@@ -22,10 +22,11 @@ from elastic_train.launch.node import (
     first_host,
     resolve,
 )
-from rendezvous import EtcdStore, TooFewNodesError, live_agent
-from rendezvous.node import Node
+from rendezvous import EtcdStore, TooFewNodesError
+from rendezvous.membership.participant import Node
+from rendezvous.torchelastic import live_agent
 from tests.conftest import ROOT, start
-from tests.elastic_train.train.test_live import history, until_whole, write_config
+from tests.elastic_train.training.test_live import history, until_whole, write_config
 from tests.processes import command_lines_below
 
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "gpu[07-10]", "SLURM_NODEID": "2"}

@@ -110,7 +110,9 @@ def test_what_is_hidden_are_the_extras() -> None:
 
 
 def test_every_module_can_be_imported(run: Run) -> None:
-    assert {"elastic_train.data.corpora.tokenizer", "elastic_train.cli.main", "rendezvous.etcd"} <= set(run.modules)
+    assert {"elastic_train.data.corpora.tokenizer", "elastic_train.cli.main", "rendezvous.etcd.store"} <= set(
+        run.modules
+    )
 
 
 @pytest.mark.parametrize("line", WORKING)

@@ -18,8 +18,8 @@ from elastic_train.system.watchdog import (
     TIMES_LONGEST,
     Watchdog,
 )
-from elastic_train.train import supervisor
-from elastic_train.train.session import Session
+from elastic_train.training import supervisor
+from elastic_train.training.session import Session
 
 
 @pytest.fixture

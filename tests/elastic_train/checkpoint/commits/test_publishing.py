@@ -23,7 +23,7 @@ from elastic_train.core.lineage import Interval
 from elastic_train.errors import FencedError, StorageError
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import Reached, build_state
-from elastic_train.train.open_session import commit_alone
+from elastic_train.training.open_session import commit_alone
 from elastic_train.world.fencing import StoreFence
 from tests.conftest import ROOT
 from tests.elastic_train.checkpoint.commit_samples import facts, small_state, writer

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from elastic_train.checkpoint.interval.cadence import FIRST_S, Cadence
 from elastic_train.checkpoint.interval.young_daly import Faults, SaveCost, choose
 from elastic_train.config.schema import CheckpointConfig
-from elastic_train.train import open_session
+from elastic_train.training import open_session
 
 
 class Clock:

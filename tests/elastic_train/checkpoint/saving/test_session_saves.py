@@ -23,9 +23,9 @@ from elastic_train.errors import FencedError, SavesFailedError, StorageError
 from elastic_train.job.state import build_state
 from elastic_train.parallel.group import Group
 from elastic_train.system.watchdog import Watchdog
-from elastic_train.train import loop
-from elastic_train.train.loop import StepSums
-from elastic_train.train.session import LAST_COMMIT_TRIES, Session
+from elastic_train.training import loop
+from elastic_train.training.loop import StepSums
+from elastic_train.training.session import LAST_COMMIT_TRIES, Session
 from elastic_train.world.fencing import JoinedFence, StoreFence
 from rendezvous import errors as rendezvous_errors
 from tests.elastic_train.checkpoint.saving.test_background_saves import FullStore, HeldStore, open_saves
@@ -115,7 +115,7 @@ def let_through(store: HeldStore, after_s: float = 0.0) -> None:
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_train.checkpoint.saving.save_thread.RETRY_PAUSES_S", (0.0, 0.0))
-    monkeypatch.setattr("elastic_train.train.session.LAST_COMMIT_PAUSE_S", 0.0)
+    monkeypatch.setattr("elastic_train.training.session.LAST_COMMIT_PAUSE_S", 0.0)
 
 
 def test_a_commit_due_while_one_is_written_is_skipped_and_counted(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_commits_that_etcd_has_not_heard_of_are_no_failures(tmp_path: Path) -> N
 
 def test_a_job_ends_without_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody comes behind the last commit who could make up for it, so the store's word is enough, after some tries."""
-    monkeypatch.setattr("elastic_train.train.session.LAST_COMMIT_PAUSE_S", 0.01)
+    monkeypatch.setattr("elastic_train.training.session.LAST_COMMIT_PAUSE_S", 0.01)
     opened, ears = session(LocalStore(tmp_path), etcd=AwayEtcd())
     take_step(opened)
     opened.commit_or_fail()

@@ -1,0 +1,201 @@
+"""Opening a session: a world is entered, the state brought to its furthest step, the gradients bound; in this order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from elastic_train.checkpoint import (
+    CommitRecord,
+    CommitWriter,
+    Retention,
+    Role,
+    SaveMemory,
+    Saves,
+    Store,
+    discover,
+    open_store,
+    prune,
+)
+from elastic_train.checkpoint.commits.reader import read_record
+from elastic_train.checkpoint.format.layout import leaves_by_path
+from elastic_train.checkpoint.interval.cadence import Cadence
+from elastic_train.checkpoint.interval.young_daly import Faults
+from elastic_train.checkpoint.saving.abandonment import Attended
+from elastic_train.checkpoint.stores.deadline import PromptStore
+from elastic_train.config.schema import Config
+from elastic_train.core.lanes import owned_lanes
+from elastic_train.errors import StorageError
+from elastic_train.job.commit_facts import describe_commit
+from elastic_train.job.plan import Plan
+from elastic_train.job.state import AppliedState
+from elastic_train.parallel.gradient_sum import make_gradient_sum
+from elastic_train.system.atomic_files import write_atomically
+from elastic_train.tracking.history import faults_before
+from elastic_train.tracking.mlflow_run import (
+    COMMIT_TAG,
+    HOSTS_TAG,
+    IDENTITY_TAG,
+    WORLD_TAG,
+)
+from elastic_train.tracking.tracker import Tracker
+from elastic_train.training.session import Process, Session
+from elastic_train.world.fencing import StoreFence, claim_of
+from elastic_train.world.forming import Formed
+from elastic_train.world.quarantine import known_holes
+from elastic_train.world.uniformity import check_alike
+from elastic_train.world.world import (
+    World,
+    enter_world,
+    has_equal_kernels,
+    parent_of,
+    restore,
+)
+
+
+def open_session(process: Process, formed: Formed) -> Session:
+    """Enter a world that has formed, bring its state to the furthest applied step, and bind the gradients to it."""
+    world = enter_world(process.plan.config, formed, process.started_at, process.watchdog.moved)
+    with contextlib.ExitStack() as undo:
+        undo.callback(world.close)
+        session = _open_in(process, world)
+        undo.pop_all()
+    return session
+
+
+def _open_in(process: Process, world: World) -> Session:
+    plan, state = process.plan, process.state
+    check_alike(world.group, plan)
+    head = restore(plan, world, state)
+    kind = plan.config.reduction
+    if kind == "canonical" and not has_equal_kernels(world.group, plan.device):
+        kind = "fast"
+        world.tell("the ranks' devices differ, so bits cannot be equal: going on with `reduction: fast`")
+    session = Session(
+        plan=plan,
+        world=world,
+        state=state,
+        gradients=make_gradient_sum(kind, list(state.model.parameters()), world.group, plan.num_lanes),
+        lanes=owned_lanes(world.group.rank, world.group.size, plan.num_lanes),
+        leave=process.leave,
+        worlds=process.worlds,
+        watchdog=process.watchdog,
+        saves=open_saves(process, world, head),
+        tracker=start_tracker(plan, world, state, head),
+        head=head,
+        cadence=open_cadence(process, world, head),
+        holes=known_holes(world, plan, state),
+    )
+    world.tell(
+        f"term {world.term}: {world.group.size} ranks, {plan.num_lanes} lanes, {plan.total_steps} steps, {plan.device}"
+    )
+    return session
+
+
+def open_cadence(process: Process, world: World, head: CommitRecord | None) -> Cadence:
+    """Return the rule by which commits are due; rank 0 knows how often faults have cost steps.
+
+    Worlds may end faster than commits are due: what the state holds beyond the head counts from then on.
+    """
+    config = process.plan.config
+    past = faults_before(config.run.dir, world.term) if world.is_leader else Faults(0, 0.0)
+    last_at = process.started_at if head is None else head.created_at
+    owed_s = max(0.0, time.time() - last_at) if process.state.step > (0 if head is None else head.step) else 0.0
+    return Cadence(config.checkpoint, past, owed_s=owed_s)
+
+
+def open_saves(process: Process, world: World, head: CommitRecord | None) -> Saves:
+    """Open this rank's saves; every rank that sees the world's claim in its store writes a part, rank 0 always."""
+    claim = claim_of(world.store, world.term)
+    mine = int(claim[:12], 16) if claim else 0
+    seen = world.group.all_gather(torch.tensor(mine)).tolist()
+    writers = [0, *(rank for rank in range(1, world.group.size) if seen[rank] and seen[rank] == seen[0])]
+    place = writers.index(world.group.rank) if world.group.rank in writers else None
+    retention = process.plan.retention
+    # A save that hangs is given up as a whole.
+    store = world.store.patient if isinstance(world.store, PromptStore) else world.store
+    return Saves(
+        store,
+        CommitWriter(store, world.fence, world.term, head),
+        world.term,
+        Role(place, len(writers), claim[:12] if claim else uuid.uuid4().hex[:12]),
+        process.save_memory,
+        tidy=lambda commit: _prune(store, retention, commit),
+    )
+
+
+def _prune(store: Store, retention: Retention, newest: CommitRecord) -> None:
+    prune(store, retention, newest=newest)
+
+
+def commit_alone(plan: Plan, state: AppliedState, memory: SaveMemory) -> None:
+    """Commit a state that is further than the newest commit, without a world, under a term of its own.
+
+    Raises StorageError if the storage hangs; a commit that it makes later all the same is a good one.
+    """
+    tensors = state.tensors()
+    num_bytes = memory.planner.plan(tensors, leaves_by_path(tensors), num_writers=1).parts[0].num_bytes
+    attended = Attended(lambda heard: _commit_alone(plan, state, heard))
+    attended.wait(memory.patience.limit_s(num_bytes))
+
+
+def _commit_alone(plan: Plan, state: AppliedState, heard: Callable[[], None]) -> None:
+    store = open_store(plan.config.checkpoint_url, heard=heard)
+    head = discover(store).head
+    if state.step <= (head.step if head else 0):
+        return
+    fence = StoreFence(store)
+    # A record of this very step was passed over as damaged: this commit takes its place, and does not continue it.
+    term, key = fence.claim(), parent_of(store, state, state.step - 1)
+    writer = CommitWriter(store, fence, term, read_record(store, key) if key else None)
+    writer.save(state.tensors(), describe_commit(plan, state, world_size=1), state.reached.intervals)
+
+
+def make_repeatable(config: Config) -> None:
+    """Make kernels repeatable: one thread count in all worlds, deterministic algorithms unless rounding may vary."""
+    torch.set_num_threads(config.threads_per_rank)
+    if config.reduction == "canonical":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # The same switch as use_deterministic_algorithms(True), which imports the compiler: a second of every recovery.
+        torch.set_deterministic_debug_mode("error")
+        # Filling fresh memory costs time, and nothing here reads memory that it has not written.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = False
+
+
+def start_tracker(plan: Plan, world: World, state: AppliedState, head: CommitRecord | None) -> Tracker | None:
+    """Start the tracker on rank 0, and keep the resolved configuration beside the commits."""
+    if not world.is_leader:
+        return None
+    config, folder = plan.config, Path(plan.config.run.dir)
+    try:
+        write_atomically(folder / "config.yaml", config.to_yaml())
+    except OSError as error:
+        world.tell(f"{folder}/config.yaml cannot be written, training goes on: {error}; make room on the disk")
+    if config.checkpoint.url is not None:
+        try:
+            world.store.create(f"configs/{world.term:08d}.yaml", config.to_yaml().encode())
+        except StorageError as error:
+            world.tell(f"the configuration cannot be kept beside the commits, training goes on: {error}")
+    return Tracker.start(
+        run_dir=folder,
+        term=world.term,
+        config=config.model_dump(mode="json"),
+        mlflow_uri=config.tracking.mlflow_uri,
+        experiment=config.tracking.experiment,
+        run_name=config.run_name,
+        intervals=state.reached.intervals,
+        settled=head.step if head else 0,
+        tags={
+            WORLD_TAG: str(world.group.size),
+            HOSTS_TAG: str(world.launched.num_nodes) if world.launched else os.environ.get("GROUP_WORLD_SIZE", "1"),
+            IDENTITY_TAG: config.identity(),
+            **({COMMIT_TAG: head.key} if head else {}),
+        },
+    )

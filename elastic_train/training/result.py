@@ -1,0 +1,87 @@
+"""The end of a run on disk: result.json, written by rank 0 after every rank was found to hold the same weights.
+
+The last commit exists before: a disk that takes no result costs the result, and never the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from elastic_train.checkpoint.format.weights_digest import weights_digest
+from elastic_train.errors import ElasticTrainError, ResultError
+from elastic_train.parallel.group import Group
+from elastic_train.system.atomic_files import write_atomically
+from elastic_train.tasks.task import Finishing
+from elastic_train.training.session import Session
+
+TRACKER_TIMEOUT_S = 20.0
+
+
+def write_result(session: Session, status: str) -> ResultError | None:
+    """Compare the weights of all ranks, write result.json, and let the task leave its own results.
+
+    Returns what is wrong if some of it could not be written.
+    """
+    digest = weights_digest(session.state.model)
+    check_agreement(session.world.group, digest, session.state.step)
+    session.world.history.end(
+        status=status, step=session.state.step, weights_sha256=digest, coverage=session.state.coverage
+    )
+    if session.world.group.rank != 0:
+        return None
+    folder, unwritten = Path(session.plan.config.run.dir), list[str]()
+    if status == "done" and isinstance(session.plan.task, Finishing):
+        with _noting(unwritten, "what the task leaves"):
+            session.plan.task.finish(session.state.model, folder)
+    result = {
+        "status": status,
+        "step": session.state.step,
+        "term": session.world.term,
+        "weights_sha256": digest,
+        "metrics": dict(session.state.reached.validation),
+        "coverage": asdict(session.state.coverage),
+        "num_samples": session.plan.manifest.num_rows,
+        "epochs": session.state.cursor.epoch,
+        "holes": [asdict(hole) for hole in session.state.reached.account.holes],
+        "num_left_out": session.state.reached.account.left_out,
+        "num_truncated": session.state.reached.account.truncated,
+        "world": session.world.group.size,
+        "num_failed_saves": session.num_failed_saves,
+        "num_skipped_saves": session.num_skipped_saves,
+        "mlflow_run_id": session.tracker.wait_run_id(TRACKER_TIMEOUT_S) if session.tracker else None,
+    }
+    with _noting(unwritten, f"{folder}/result.json"):
+        write_atomically(folder / "result.json", json.dumps(result, indent=2) + "\n")
+    if not unwritten:
+        return None
+    return ResultError(
+        f"step {session.state.step} is committed, but the result could not be written: {'; '.join(unwritten)}; "
+        "make room there and start again: no step is trained twice"
+    )
+
+
+@contextlib.contextmanager
+def _noting(unwritten: list[str], what: str) -> Iterator[None]:
+    """Note what cannot be written, and why, and go on."""
+    try:
+        yield
+    except OSError as error:
+        unwritten.append(f"{what}: {error}")
+
+
+def check_agreement(group: Group, digest: str, step: int) -> None:
+    """Raise if a rank holds other weights than rank 0: a kernel that is not deterministic, or broken hardware."""
+    mine = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.int64)
+    rows = group.all_gather(mine)
+    differing = [rank for rank in range(group.size) if not torch.equal(rows[rank], rows[0])]
+    if differing:
+        raise ElasticTrainError(
+            f"step {step}: ranks {differing} hold other weights than rank 0; a kernel is not deterministic, "
+            "or a device computes wrongly. The last commit is intact; set `reduction: fast` to train without equal bits"
+        )

@@ -1,0 +1,171 @@
+"""One process of a job from start to exit: plan, train in one world after another, tell how it ended, leave.
+
+This is the one supervisor: every error ends here, in a message and an exit code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from elastic_train.config import sources
+from elastic_train.config.schema import Config
+from elastic_train.errors import (
+    ElasticTrainError,
+    FencedError,
+    PeerLostError,
+    Preempted,
+    StorageError,
+    TooFewNodesError,
+    explain,
+)
+from elastic_train.job.plan import Plan, make_plan
+from elastic_train.job.state import AppliedState
+from elastic_train.system.preemption import LeaveRequest
+from elastic_train.system.watchdog import Watchdog
+from elastic_train.tracking.progress import flush_streams
+from elastic_train.training.loop import Outcome, train
+from elastic_train.training.open_session import commit_alone, make_repeatable, open_session
+from elastic_train.training.result import write_result
+from elastic_train.training.session import Process, Session
+from elastic_train.training.warm_up import warm_up
+from elastic_train.world.forming import Formed, open_worlds
+from rendezvous.errors import RendezvousError
+from rendezvous.orphans import die_with_parent
+
+LEAVING_PATIENCE_S = 8.0
+MOST_FAILED_WORLDS, MOST_FIRST_WORLDS, FAILED_WORLD_PAUSE_S = 60, 10, 2.0
+"""How often, and how long, live ranks wait for storage that a new world needs: those that hold a state, and those that
+have none yet, since whoever has one may be in their world."""
+
+
+def run(path: Path, overrides: Sequence[str]) -> int:
+    """Train as the configuration says and return the process's exit code; under torchrun, one of its ranks."""
+    started_at = time.time()
+    is_launched = "WORLD_SIZE" in os.environ
+    if is_launched:
+        die_with_parent()
+    leave = LeaveRequest()
+    try:
+        config = sources.load(path, environ=os.environ, arguments=overrides)
+        code = _train(config, leave, started_at)
+    except ElasticTrainError as error:
+        sys.stderr.write(explain(error) + "\n")
+        code = error.exit_code
+    except RendezvousError as error:
+        sys.stderr.write(f"error: {error}\n")
+        code = 1
+    except Exception:  # noqa: BLE001 - the supervisor: an unforeseen error must still be told and end the process
+        traceback.print_exc()
+        code = 1
+    flush_streams()
+    if is_launched:
+        os._exit(code)  # a stuck collective's thread must not keep the process from leaving
+    return code
+
+
+def _train(config: Config, leave: LeaveRequest, started_at: float) -> int:
+    """Train to the end; whatever can be refused is refused before the first world."""
+    make_repeatable(config)
+    plan = make_plan(config)
+    state = plan.build_state()
+    with contextlib.closing(Watchdog(config.hang_timeout_s)) as watchdog:
+        return _train_on(plan, state, watchdog, leave, started_at)
+
+
+def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveRequest, started_at: float) -> int:
+    """Train through one world after another, watched."""
+    worlds = open_worlds(plan.config, plan.device, watchdog, lambda: _is_through(leave, state))
+    if worlds.is_live:
+        watchdog.warm_up()
+        warm_up(plan, state)
+    num_failed = 0
+    process = Process(plan, state, worlds, leave, watchdog, started_at)
+    while (formed := _next_world(process)) is not None:
+        try:
+            watchdog.enter()
+            code = _train_in(open_session(process, formed))
+        except (PeerLostError, FencedError):
+            if not worlds.is_live:
+                raise  # the job goes on in the next world, and with it the tracker's run
+            formed.group.abandon()
+            continue
+        except StorageError as error:
+            num_failed += 1
+            if not worlds.is_live or num_failed >= (MOST_FAILED_WORLDS if state.step else MOST_FIRST_WORLDS):
+                raise
+            sys.stderr.write(f"the world of step {state.step} could not begin, trying on: {error}\n")
+            formed.group.abandon()
+            time.sleep(FAILED_WORLD_PAUSE_S)
+            continue
+        if code is not None:
+            return code
+        num_failed = 0
+    return 0
+
+
+def _is_through(leave: LeaveRequest, state: AppliedState) -> bool:
+    """Say whether to stop waiting for a world: told to leave, with nothing to lose, or after some patience.
+
+    All nodes may be told to leave at slightly different times. So who holds a state enters one more world, in which all
+    find out together whether anybody goes on, and commit if nobody does.
+    """
+    return leave.is_set and (state.step == 0 or time.monotonic() - leave.since_s > LEAVING_PATIENCE_S)
+
+
+def _next_world(process: Process) -> Formed | None:
+    """Wait for the next world; a state that no world takes over any more is committed before it is given up."""
+    process.watchdog.rest()
+    try:
+        return process.worlds.form()
+    except (TooFewNodesError, Preempted, StorageError):
+        try:
+            commit_alone(process.plan, process.state, process.save_memory)
+        except ElasticTrainError as error:
+            sys.stderr.write(f"the state of step {process.state.step} could not be committed: {error}\n")
+        process.worlds.leave(is_job_done=False)
+        raise
+
+
+def _train_in(session: Session) -> int | None:
+    """Train in one world; return the exit code, None if another world is to follow."""
+    try:
+        outcome = train(session)
+        session.watchdog.leave()
+        if outcome is Outcome.REGROUP:
+            session.pause()
+            session.world.group.abandon()
+            return None
+        return _finish(session, outcome)
+    except (PeerLostError, FencedError):
+        session.watchdog.leave()
+        session.pause()
+        raise
+    except Exception:
+        session.watchdog.leave()
+        session.close(status="FAILED", goes_on=session.worlds.is_launched)
+        raise
+
+
+def _finish(session: Session, outcome: Outcome) -> int:
+    """Write the result, end the tracker's run truthfully, and leave the group in good order."""
+    if outcome is Outcome.LEFT:
+        session.pause()
+        session.world.group.abandon()
+        session.worlds.leave(is_job_done=False)
+        return Preempted.exit_code
+    if (error := write_result(session, outcome.value)) is not None:
+        sys.stderr.write(explain(error) + "\n")
+    session.close(status="FINISHED" if outcome is Outcome.DONE else "KILLED")
+    session.world.group.close()  # nobody leaves while another still waits for an answer
+    session.worlds.leave(is_job_done=outcome is Outcome.DONE)
+    if outcome is not Outcome.DONE:
+        return Preempted.exit_code
+    # A launcher that restarts whatever does not end with 0 would begin a job again that is done.
+    is_restarted = session.worlds.is_launched and not session.worlds.is_live
+    return 0 if error is None or is_restarted else error.exit_code

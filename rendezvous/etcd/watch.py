@@ -1,0 +1,145 @@
+"""A mirror of an etcd prefix that follows every change, whatever breaks on the way.
+
+It lists at revision R and streams from R+1, from the member of etcd that has just answered. When the stream breaks, or
+starts at a revision that was compacted away, it lists again, through another member if need be, and streams from there.
+After `PROBE_S` of silence that member has to answer once more, and after `RELIST_S` the whole list is read: so a stream
+that died without a sign is not believed for long.
+
+Invariant: each revision it shows is a state that etcd had, and none is older than the one before, or of an earlier life
+of etcd, before it lost its data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+import grpc  # type: ignore[import-untyped]
+from pyetcd import events as kinds
+from pyetcd import exceptions as failures
+from pyetcd import watch as streams
+
+from rendezvous.errors import StoreError
+from rendezvous.etcd.connection import GIVE_UP_AFTER_S, Connection, list_in_life
+from rendezvous.etcd.data_loss import Lives
+from rendezvous.etcd.options import EtcdOptions
+from rendezvous.membership.store import Entry, Snapshot
+
+PROBE_S = 3.0
+RELIST_S = 10.0
+_log = logging.getLogger(__name__)
+_Said: TypeAlias = streams.WatchResponse | Exception | None
+
+
+class Mirror:
+    """The Watch of EtcdStore: a thread that keeps the newest snapshot."""
+
+    def __init__(self, options: EtcdOptions, prefix: str, *, first: Snapshot, lives: Lives) -> None:
+        self._connection = Connection(options)
+        self._prefix = prefix
+        self._snapshot, self._lives = first, lives
+        self._changed = threading.Condition()
+        self._closed = threading.Event()
+        self._said: queue.SimpleQueue[_Said] = queue.SimpleQueue()
+        self._listed_at = 0.0
+        threading.Thread(target=self._follow, name=f"watch {prefix}", daemon=True).start()
+
+    @property
+    def snapshot(self) -> Snapshot:
+        with self._changed:
+            return self._snapshot
+
+    def wait(self, after: int, timeout_s: float, life: int = 0) -> Snapshot | None:
+        seen = Snapshot(after, {}, life)
+        with self._changed:
+            arrived = self._changed.wait_for(lambda: self._snapshot.is_newer(seen), timeout_s)
+            return self._snapshot if arrived else None
+
+    def close(self) -> None:
+        self._closed.set()
+        self._said.put(None)
+
+    def _follow(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._stream()
+            except (StoreError, grpc.RpcError, failures.Etcd3Exception) as error:  # nothing ends this thread
+                _log.debug("the watch of %s waits for etcd: %s", self._prefix, error)
+            self._closed.wait(random.uniform(0.02, 0.2))
+        self._connection.close()
+
+    def _stream(self) -> None:
+        """List, then apply what one stream says until it breaks, or its member of etcd does not answer any more."""
+        self._list()
+        said: queue.SimpleQueue[_Said] = queue.SimpleQueue()
+        self._said = said
+        watch_id = self._connection.call(functools.partial(self._open, said.put), give_up_after_s=2.0)
+        try:
+            self._apply(said)
+        finally:  # else its answers would be kept for nobody
+            # A member that was left has taken the watch along, and there may be no other to ask.
+            with contextlib.suppress(grpc.RpcError, failures.Etcd3Exception):
+                self._connection.client().cancel_watch(watch_id)
+
+    def _apply(self, said: queue.SimpleQueue[_Said]) -> None:
+        """Show what a stream says, until it breaks or its member is left."""
+        streaming_from = self._connection.client().endpoint_in_use
+        while not self._closed.is_set():
+            try:
+                answer = said.get(timeout=PROBE_S)
+            except queue.Empty:
+                self._probe()
+                if self._connection.client().endpoint_in_use is not streaming_from:
+                    return
+                continue
+            if not isinstance(answer, streams.WatchResponse):
+                return
+            shown = _applied(self._snapshot, answer)
+            self._lives.shown(shown.life, shown.revision)
+            self._publish(shown)
+
+    def _list(self) -> None:
+        listed = list_in_life(self._connection, self._prefix, self._lives)
+        if listed.life > self._snapshot.life:
+            _log.warning("etcd has lost its data: it is at revision %d again", listed.revision)
+        self._publish(listed)
+        self._listed_at = time.monotonic()
+
+    def _probe(self) -> None:
+        """Ask for something small; a member that does not answer is left for another."""
+        if time.monotonic() - self._listed_at >= RELIST_S:
+            self._list()
+        else:
+            self._connection.call(
+                lambda client: client.get_response(self._prefix, count_only=True), give_up_after_s=GIVE_UP_AFTER_S
+            )
+
+    def _open(self, tell: Callable[[_Said], None], client: object) -> int:
+        start = self._snapshot.revision + 1
+        return int(client.add_watch_prefix_callback(self._prefix, tell, start_revision=start))  # type: ignore[attr-defined]
+
+    def _publish(self, snapshot: Snapshot) -> None:
+        with self._changed:
+            if snapshot.is_newer(self._snapshot):
+                self._snapshot = snapshot
+                self._changed.notify_all()
+
+
+def _applied(snapshot: Snapshot, response: streams.WatchResponse) -> Snapshot:
+    """Return the snapshot after a response's events; a response holds all events of its revisions."""
+    entries = dict(snapshot.entries)
+    for event in response.events:
+        key = event.key.decode()
+        if isinstance(event, kinds.DeleteEvent):
+            entries.pop(key, None)
+        else:
+            entries[key] = Entry(event.value.decode(), event.mod_revision, event.create_revision)
+    revision = max([snapshot.revision, *(event.mod_revision for event in response.events)])
+    return Snapshot(revision, entries, snapshot.life)

@@ -1,0 +1,74 @@
+"""Where the members of a world meet: a TCPStore that its first seat hosts, a new one for every world.
+
+So nothing that an older world left behind can be met again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed import DistError
+
+from rendezvous.membership.decisions import Seal
+from rendezvous.membership.participant import Node
+from rendezvous.membership.records import World
+from rendezvous.waiting import Bystander, GivenUp
+
+CALL_TIMEOUT_S = 60
+RETRY_S = 0.05
+
+_log = logging.getLogger("rendezvous")
+
+
+class Meeting:
+    """One member's side of the meetings of its worlds."""
+
+    def __init__(self, node: Node, address: str, timeout_s: float, is_broken: Callable[[float], bool]) -> None:
+        """`is_broken(waited_s)` ends the waiting for others."""
+        self._node, self._address, self._timeout_s, self._is_broken = node, address, timeout_s, is_broken
+        self._hosted: TCPStore | None = None
+        self._hosted_for = 0
+
+    def host(self, seal: Seal) -> tuple[str, int]:
+        """Start the TCPStore of a world that this member is about to seal; return the address for all of its seats.
+
+        A term has one: the answer to a first try to seal it may have been lost.
+        """
+        if self._hosted is None or self._hosted_for != seal.term:
+            self._hosted = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+            self._hosted_for = seal.term
+        hosts = {member.host for member in self._node.view.members}
+        is_alone = hosts <= {self._node.place.host}
+        is_local = self._address.startswith("127.") or self._address == "localhost"
+        return (self._address if is_alone or not is_local else socket.getfqdn()), self._hosted.port
+
+    def connect(self, world: World) -> Store | None:
+        """Reach the TCPStore of a world, or return None as soon as the world has fallen apart."""
+        if self._hosted is not None and self._hosted.port == world.port and world.rank_of(self._node.id) == 0:
+            return self._hosted
+        started = time.monotonic()
+        while (waited_s := time.monotonic() - started) < self._timeout_s and not self._is_broken(waited_s):
+            with contextlib.suppress(OSError, DistError, GivenUp):
+                socket.create_connection((world.address, world.port), timeout=1.0).close()
+                return self._open(world, started)
+            time.sleep(RETRY_S)
+        _log.warning("the world of term %d fell apart before it began", world.term)
+        return None
+
+    def _open(self, world: World, started: float) -> TCPStore:
+        """Open the store; its host may have been frozen since its machine answered."""
+        timeout = timedelta(seconds=CALL_TIMEOUT_S)
+        bystander = Bystander(f"meeting of term {world.term}")
+        try:
+            return bystander.call(
+                lambda: TCPStore(world.address, world.port, is_master=False, timeout=timeout),
+                lambda: self._is_broken(time.monotonic() - started),
+            )
+        finally:
+            bystander.leave(lambda: None)

@@ -1,0 +1,1 @@
+"""Members, terms and worlds: pure decisions, the store protocol they run over, and its twin in memory."""

@@ -1,0 +1,96 @@
+"""The fence around a job's lineage: whoever has claimed the newest term may publish, nobody else.
+
+Two worlds may compute at once, and nothing can prevent that; two worlds may never both extend the lineage. A world
+claims a term before it reads anything, and publishes only while the head still carries that term.
+
+Invariant: the head's term only grows, and a world that is not the newest one cannot raise it.
+"""
+
+from __future__ import annotations
+
+import uuid
+
+from rendezvous.errors import FencedError, StoreUnavailableError
+from rendezvous.membership.decisions import Change
+from rendezvous.membership.records import (
+    Head,
+    Keys,
+    encode,
+    read_head,
+    read_view,
+)
+from rendezvous.membership.store import Put, Snapshot, Store
+
+MAX_TRIES = 100
+
+
+class EtcdFence:
+    """A fence over a store; with `world_term`, only the world of that term can claim."""
+
+    def __init__(self, store: Store, run_id: str, *, world_term: int | None = None) -> None:
+        self._store = store
+        self._keys = Keys(run_id)
+        self._world_term = world_term
+
+    def claim(self, at_least: int) -> int:
+        claim = uuid.uuid4().hex
+        for _ in range(MAX_TRIES):
+            snapshot = self._store.get(self._keys.prefix)
+            term, change = raise_head(snapshot, self._keys, at_least, claim, self._world_term)
+            if self._try(change):
+                return term
+        raise self._contended()
+
+    def publish(self, term: int, commit: str) -> None:
+        for _ in range(MAX_TRIES):
+            if self._try(carry(self._store.get(self._keys.head), self._keys, term, commit)):
+                return
+        raise self._contended()
+
+    def head(self) -> Head | None:
+        return _head(self._store.get(self._keys.head), self._keys)
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _try(self, change: Change) -> bool:
+        writes = {key: None if text is None else Put(text) for key, text in change.writes.items()}
+        return self._store.swap(writes, change.guards) is not None
+
+    def _contended(self) -> StoreUnavailableError:
+        return StoreUnavailableError(f"{self._keys.head} changed at each of {MAX_TRIES} tries; is the run id shared?")
+
+
+def raise_head(snapshot: Snapshot, keys: Keys, at_least: int, claim: str, world_term: int | None) -> tuple[int, Change]:
+    """Return the term that a claim would get, and the write that claims it.
+
+    A world that is sealed between the look and the write must win, so the guard covers the world, too.
+    """
+    view = read_view(snapshot, keys)
+    if world_term is not None and view.term != world_term:
+        raise FencedError(
+            f"the world of term {world_term} may not claim: etcd's newest is of term {view.term} "
+            f"({keys.world}). A newer world trains on, or etcd has lost its data; stop this one."
+        )
+    old = view.head
+    term = max(at_least, 1 if old is None else old.term + 1)
+    head = Head(term, None if old is None else old.commit, claim)
+    guards = {key: snapshot.revision_of(key) for key in (keys.head, keys.world)}
+    return term, Change({keys.head: encode(head)}, guards)
+
+
+def carry(snapshot: Snapshot, keys: Keys, term: int, commit: str) -> Change:
+    """Return the write that makes `commit` the head, which must still carry `term`."""
+    old = _head(snapshot, keys)
+    if old is None or old.term != term:
+        held = "nobody" if old is None else f"term {old.term}"
+        raise FencedError(
+            f"term {term} may not publish {commit}: the head is held by {held} ({keys.head}). "
+            "A newer world trains on; stop this one."
+        )
+    return Change({keys.head: encode(Head(term, commit, old.claim))}, {keys.head: snapshot.revision_of(keys.head)})
+
+
+def _head(snapshot: Snapshot, keys: Keys) -> Head | None:
+    entry = snapshot.entries.get(keys.head)
+    return None if entry is None else read_head(entry.value)

@@ -1,0 +1,119 @@
+"""A member's own record: what it says of itself to all others, under a lease that ends with the member.
+
+Every write of a member goes through `swap`, which shows what has come of it before it returns: so a decision is made on
+a view that contains the member's own last write. One thread rewrites the record at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rendezvous.errors import StoreRefusedError
+from rendezvous.membership import decisions
+from rendezvous.membership.decisions import Change
+from rendezvous.membership.latest_view import Seen
+from rendezvous.membership.records import Keys, Member, View
+from rendezvous.membership.store import (
+    ABSENT,
+    Lease,
+    Put,
+    Snapshot,
+    Store,
+)
+
+MOST_TRIES, PAUSE_S = 20, 0.1
+"""How often a rewriting is tried whose record has changed meanwhile, and the longest wait to hear of that change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a member is, and what it brings; see `Member` for what a worker of a node adds."""
+
+    host: str
+    address: str
+    num_workers: int
+    name: str = ""
+    node: str = ""
+    node_members: int = 1
+    agent: str = ""
+
+
+class OwnRecord:
+    """The record of the member at a place; it has none until it has registered, and another id whenever it does."""
+
+    def __init__(self, store: Store, keys: Keys, place: Place, seen: Seen, ttl_s: float) -> None:
+        self.id = ""
+        self.place = place
+        """What it says from its next registration on."""
+        self.ttl_s = ttl_s
+        """What the lease lasts: etcd may grant more than was asked for."""
+        self.lease: Lease | None = None
+        self._store, self._keys, self._seen = store, keys, seen
+        self._writing = threading.Lock()
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether there is no record, or its lease is known to be over."""
+        return self.lease is None or self.lease.is_lost
+
+    def register(self) -> None:
+        """Be a member under a new id; raises StoreUnavailableError if etcd does not answer."""
+        try:
+            self._register()
+        except StoreRefusedError:
+            self._register()  # the lease was over before its first use: this process was frozen meanwhile
+
+    def update(self, change: Callable[[Member, View], Member]) -> bool:
+        """Rewrite the record; False if its lease is over."""
+        for _ in range(MOST_TRIES):
+            with self._writing:
+                now = self._seen.now()
+                mine = now.view.member(self.id)
+                if mine is None:
+                    return False
+                wanted = change(mine, now.view)
+                try:
+                    if wanted == mine or self.swap(decisions.update(now.snapshot, self._keys, wanted), self.lease):
+                        return True
+                except StoreRefusedError:
+                    return False
+            self._seen.await_change(now.snapshot, PAUSE_S)
+        return False
+
+    def swap(self, change: Change, lease: Lease | None) -> bool:
+        """Try a transaction whose keys hang on a lease, or on none, and see its result in the view before returning."""
+        writes = {key: None if text is None else Put(text, lease) for key, text in change.writes.items()}
+        if self._store.swap(writes, change.guards) is None:
+            return False
+        self._seen.show(self._store.get(self._keys.prefix))
+        return True
+
+    def revoke(self) -> None:
+        """End the lease, and with it the record; raises StoreError if etcd does not answer."""
+        if self.lease is not None:
+            self.lease.revoke()
+
+    def _register(self) -> None:
+        if self.lease is not None:
+            self.lease.abandon()
+        self.lease = self._store.lease(self.ttl_s)
+        self.ttl_s = self.lease.ttl_s
+        place = self.place
+        self.id = f"{place.name or place.host}-{uuid.uuid4().hex[:12]}"
+        member = Member(
+            id=self.id,
+            host=place.host,
+            address=place.address,
+            num_workers=place.num_workers,
+            after=self._seen.newest_term,
+            node=place.node,
+            node_members=place.node_members,
+            agent=place.agent,
+        )
+        key = self._keys.member(self.id)
+        change = decisions.update(Snapshot(0, {}), self._keys, member)
+        assert change.guards == {key: ABSENT}
+        self.swap(change, self.lease)

@@ -1,0 +1,253 @@
+"""What the store holds about a job, as typed records, and the keys where they lie.
+
+/elastic/<run id>/members/<id>   Member   leased: it vanishes with the node
+                  world          World    the sealed world of the highest term
+                  failure        Failure  the first member whose workers failed by themselves in a term
+                  head           Head     the newest claimed term and the commit published under it
+                  closed         Closed   the job is done; late joiners leave
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+from urllib.parse import quote
+
+from rendezvous.membership.store import Snapshot
+
+Cause = Literal["start", "lost", "joined", "restart"]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of one job."""
+
+    run_id: str
+
+    @cached_property
+    def prefix(self) -> str:
+        return f"/elastic/{quote(self.run_id, safe='')}/"
+
+    @cached_property
+    def members(self) -> str:
+        return self.prefix + "members/"
+
+    def member(self, member_id: str) -> str:
+        return self.members + member_id
+
+    @property
+    def world(self) -> str:
+        return self.prefix + "world"
+
+    @property
+    def failure(self) -> str:
+        return self.prefix + "failure"
+
+    @property
+    def head(self) -> str:
+        return self.prefix + "head"
+
+    @property
+    def closed(self) -> str:
+        return self.prefix + "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A live node, or one of its workers in `live` mode.
+
+    `after`, `seen` and `done` are terms and only grow, so that an old record is never mistaken for a newer one.
+    """
+
+    id: str
+    host: str
+    address: str
+    num_workers: int
+    after: int
+    """It is ready for a world of a term above this one."""
+    seen: int = 0
+    """It was alive after somebody failed in this term."""
+    done: int = 0
+    """Its workers finished in this term."""
+    node: str = ""
+    """The node that it is a worker of; empty for a member that is a node by itself."""
+    node_members: int = 1
+    """How many members its node brings in all."""
+    agent: str = ""
+    """host:port where its node's agent listens as long as it lives; empty if nothing does."""
+    missed: tuple[str, ...] = ()
+    """The nodes that it cannot reach, although they are in etcd."""
+
+    @property
+    def node_id(self) -> str:
+        return self.node or self.id
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A member's place in a world: the first seat is group rank 0."""
+
+    member: str
+    num_workers: int
+
+
+@dataclass(frozen=True)
+class World:
+    """The members that train together, in rank order, and where the first of them hosts their TCPStore."""
+
+    term: int
+    seats: tuple[Seat, ...]
+    cause: Cause
+    address: str
+    port: int
+    sealed_at: float
+
+    @cached_property
+    def _ranks(self) -> dict[str, int]:
+        return {seat.member: rank for rank, seat in enumerate(self.seats)}
+
+    def rank_of(self, member_id: str) -> int | None:
+        return self._ranks.get(member_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Whose workers failed first in a term, without a node being lost: it pays for the restart."""
+
+    term: int
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The newest claimed term, and the commit published under it or an older one."""
+
+    term: int
+    commit: str | None
+    claim: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The job is done."""
+
+    term: int
+    at: float
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """The whole job at one revision; members in the order in which they registered.
+
+    What follows from it is worked out once, by the object: every worker asks many times a second, of all members.
+    """
+
+    revision: int
+    members: tuple[Member, ...] = ()
+    world: World | None = None
+    failure: Failure | None = None
+    head: Head | None = None
+    closed: Closed | None = None
+
+    @property
+    def term(self) -> int:
+        """The highest term that was ever sealed; 0 before the first world."""
+        return 0 if self.world is None else self.world.term
+
+    def member(self, member_id: str) -> Member | None:
+        return self._by_id.get(member_id)
+
+    @cached_property
+    def mates(self) -> tuple[Member, ...]:
+        """The members of the present world that are still alive."""
+        world = self.world
+        return () if world is None else tuple(m for m in self.members if world.rank_of(m.id) is not None)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether all members of the present world are alive and in it."""
+        world = self.world
+        return (
+            world is not None
+            and len(self.mates) == len(world.seats)
+            and all(mate.after < world.term for mate in self.mates)
+        )
+
+    @cached_property
+    def nodes(self) -> frozenset[str]:
+        """The nodes of the members of the present world that are still alive."""
+        return frozenset(mate.node_id for mate in self.mates)
+
+    @cached_property
+    def is_split(self) -> bool:
+        """Whether any member cannot reach another's node."""
+        return any(member.missed for member in self.members)
+
+    @cached_property
+    def staying(self) -> tuple[Member, ...]:
+        """The members whose workers have not finished."""
+        return tuple(member for member in self.members if not self.is_finishing(member))
+
+    @cached_property
+    def ready(self) -> tuple[Member, ...]:
+        """The members that a next world would be made of."""
+        return tuple(member for member in self.staying if self.is_ready(member))
+
+    def is_ready(self, member: Member) -> bool:
+        """Whether a member waits for a world: it is in none, or has left the one it was in."""
+        return self.world is None or self.world.rank_of(member.id) is None or member.after >= self.term
+
+    def is_finishing(self, member: Member) -> bool:
+        return self.world is not None and member.done >= self.term and self.world.rank_of(member.id) is not None
+
+    @cached_property
+    def is_ending(self) -> bool:
+        """Whether all members of the present world that are alive have finished: one of them is about to close the job.
+
+        Nobody may be admitted in between; should they all die before they have closed it, it begins again.
+        """
+        return bool(self.mates) and all(self.is_finishing(mate) for mate in self.mates)
+
+    @cached_property
+    def _by_id(self) -> dict[str, Member]:
+        return {member.id: member for member in self.members}
+
+
+def encode(record: Member | World | Failure | Head | Closed) -> str:
+    return json.dumps(asdict(record), sort_keys=True)
+
+
+def read_view(snapshot: Snapshot, keys: Keys) -> View:
+    """Parse everything below a job's prefix."""
+    texts = {key: entry.value for key, entry in snapshot.entries.items()}
+    leased = [(entry.create_revision, key) for key, entry in snapshot.entries.items() if key.startswith(keys.members)]
+    return View(
+        revision=snapshot.revision,
+        members=tuple(_member(texts[key]) for _, key in sorted(leased)),
+        world=_world(texts.get(keys.world)),
+        failure=Failure(**json.loads(texts[keys.failure])) if keys.failure in texts else None,
+        head=read_head(texts.get(keys.head)),
+        closed=Closed(**json.loads(texts[keys.closed])) if keys.closed in texts else None,
+    )
+
+
+def read_head(text: str | None) -> Head | None:
+    return None if text is None else Head(**json.loads(text))
+
+
+# A change rewrites one member's text: of a thousand members, 999 need not be parsed again.
+@lru_cache(1 << 14)
+def _member(text: str) -> Member:
+    fields = json.loads(text)
+    return Member(**{**fields, "missed": tuple(fields.get("missed", ()))})
+
+
+@lru_cache(16)
+def _world(text: str | None) -> World | None:
+    if text is None:
+        return None
+    fields = json.loads(text)
+    seats = tuple(Seat(**seat) for seat in fields.pop("seats"))
+    return World(seats=seats, **fields)

@@ -1,0 +1,1 @@
+"""TorchElastic's side: entry point, handlers and agents of the modes `restart` and `live`."""

@@ -1,0 +1,306 @@
+"""The node in `live` mode: a rendezvous that is node-local, and an agent that buries and replaces single workers.
+
+The agent knows nothing of the job's worlds. It starts workers, each of which becomes a member by itself; when one
+dies, or is stopped, it removes that worker's member from etcd at once, so that the others need not wait for a lease
+to end. In a dead one's place it starts another, while the node's other workers train on.
+
+Restarts are counted per cause and hour: `max_restarts` deaths by signal, and as many by an error of the worker's own.
+A node that has used them up leaves; the job goes on for the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+
+from rendezvous.context import LIVE_VARIABLE, LiveContext
+from rendezvous.errors import StoreError
+from rendezvous.etcd.connection import Connection, list_prefix
+from rendezvous.etcd.store import EtcdStore
+from rendezvous.live_member import member_prefix
+from rendezvous.membership.records import Keys
+from rendezvous.torchelastic.addresses import address_towards, machine_name
+from rendezvous.torchelastic.bound_agent import BoundAgent
+from rendezvous.torchelastic.conf import BACKEND, Conf
+from rendezvous.torchelastic.standby import Program, Standby
+
+PER_S = 3600.0
+STOPPED_S, STOPPED_FOR_GOOD_S, AWAY_S = 0.5, 60.0, 10.0
+"""After so long the others go on without a worker that is stopped; after so long another takes its place. An agent that
+has not looked for so long was stopped itself, with its node: what it knew of who is stopped is no more."""
+START_PATIENCE_S = 15.0
+SHORT_LIFE_S = 20.0
+LONGEST_PAUSE_S = 30.0
+DONE_GRACE_S = 60.0
+# Codes with which a worker says that another in its place would end alike: bad input, damage.
+FINAL_CODES = frozenset({2, 65})
+# Codes with which a worker leaves of its own accord: done without its result, preempted, too few nodes.
+LEAVING_CODES = frozenset({74, 75, 77})
+
+_log = logging.getLogger("rendezvous")
+
+
+class LiveRendezvousHandler(RendezvousHandler):
+    """TorchElastic's view of a node whose workers form their worlds themselves: a world of this node alone."""
+
+    def __init__(self, params: RendezvousParameters, conf: Conf) -> None:
+        self._run_id = params.run_id
+        self._etcd = EtcdStore(conf.etcd)
+        self._keys = Keys(params.run_id)
+        self.has_standby = conf.has_standby
+        # No etcd is an error now, not in every worker; but a node may come back while others ride out its absence.
+        with contextlib.closing(Connection(conf.etcd)) as connection:
+            list_prefix(connection, self._keys.world, START_PATIENCE_S)
+        self._address = params.local_addr or address_towards(conf.etcd)
+        self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+        self.node = f"{machine_name()}-{uuid.uuid4().hex[:8]}"
+        self.told = LiveContext(
+            endpoints=conf.etcd.endpoints,
+            run_id=params.run_id,
+            node=self.node,
+            host=machine_name(),
+            address=self._address,
+            agent=f"{self._address}:{self._store.port}",
+            min_nodes=params.min_nodes,
+            max_nodes=params.max_nodes,
+            ttl_s=conf.ttl_s,
+            last_call_s=conf.last_call_s,
+            timeout_s=conf.timeout_s,
+            options=conf.etcd.secrets(),
+        )
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        os.environ[LIVE_VARIABLE] = self.told.encode()
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(self._address, self._store.port))
+
+    def num_nodes_waiting(self) -> int:
+        """Nobody waits for this node's agent: its workers make room for others themselves."""
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """A node never closes a job: its workers do, when they have finished."""
+
+    def shutdown(self) -> bool:
+        self._etcd.close()
+        return True
+
+    def bury(self, local_rank: int) -> None:
+        """Remove the members of a worker that is dead or stopped: a stopped one joins anew when it goes on."""
+        prefix = self._keys.member(member_prefix(self.node, local_rank)) + "-"
+        try:
+            for key in self._etcd.get(prefix).entries:
+                self._etcd.swap({key: None}, {})
+        except StoreError as error:
+            _log.warning("could not remove a lost worker's member, its lease will run out: %s", error)
+
+
+class LiveAgent(BoundAgent):
+    """Watches over workers one by one."""
+
+    def __init__(self, spec: WorkerSpec, **options: Any) -> None:
+        super().__init__(spec, **options)
+        assert isinstance(spec.rdzv_handler, LiveRendezvousHandler)
+        self._rendezvous_handler = spec.rdzv_handler
+        self._budget = Budget(spec.max_restarts)
+        self._buried: set[int] = set()
+        self._stopped_since: dict[int, float] = {}
+        self._looked_at = 0.0
+        self._buried_stopped: set[int] = set()
+        self._standby: Standby | None = None
+        self._born_at: dict[int, float] = {}
+        self._young_deaths: Counter[int] = Counter()
+        self._due_at: dict[int, float] = {}
+        self._done_since: float | None = None
+        # The stock agent would restart all workers when one has failed for good.
+        self._remaining_restarts = 0
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Bury the dead and start others in their place; the stock method judges once nobody lives or one must not.
+
+        Every worker is looked at once: one that dies between two looks would be taken for buried.
+        """
+        handlers = self._context().subprocess_handlers
+        now, is_alive = time.monotonic(), False
+        if now - self._looked_at > AWAY_S:
+            self._stopped_since.clear()
+        self._looked_at = now
+        for rank, handler in list(handlers.items()):
+            code = handler.proc.poll()
+            if code is None:
+                is_alive = True
+                self._bury_if_stopped(rank, handler.proc.pid, now)
+            if code is None or code == 0:
+                continue
+            if handler.proc.pid not in self._buried:
+                self._buried.add(handler.proc.pid)
+                self._rendezvous_handler.bury(rank)
+                if code not in LEAVING_CODES:
+                    if code in FINAL_CODES or not self._budget.take("signal" if code < 0 else "error", now):
+                        return self._fail(worker_group, rank, code)
+                    self._due_at[rank] = now + self._pause_s(rank, now)
+                    _log.warning("worker %d ended with code %d: another is started in its place", rank, code)
+            if rank in self._due_at and now >= self._due_at[rank]:
+                del self._due_at[rank]
+                self._replace(worker_group, rank)
+                is_alive = True
+        if 0 in codes(handlers) and not self._due_at:
+            self._end_the_rest(now)
+        if self._due_at or is_alive:
+            return RunResult(state=WorkerState.HEALTHY)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the workers, and then the standby process from which others are forked that take their places."""
+        started = super()._start_workers(worker_group)
+        spec = worker_group.spec
+        preload = Standby.preload_of(spec.args)
+        is_this_python = spec.entrypoint == sys.executable
+        if self._rendezvous_handler.has_standby and preload and is_this_python and spec.numa_options is None:
+            try:
+                self._standby = Standby(preload)
+            except OSError as error:  # such as a TMPDIR that is too long for a socket's address
+                _log.warning("no standby process, workers are started in the ordinary way: %s", error)
+        return started
+
+    def _bury_if_stopped(self, rank: int, pid: int, now: float) -> None:
+        """Do not let the others wait for the lease of a worker that was stopped by a signal or a debugger.
+
+        One that nobody lets go on is ended, and so replaced; a debugger may take its time.
+        """
+        how = stopped_by(pid)
+        if how is None:
+            self._stopped_since.pop(pid, None)
+            self._buried_stopped.discard(pid)
+            return
+        stopped_s = now - self._stopped_since.setdefault(pid, now)
+        if stopped_s > STOPPED_S and pid not in self._buried_stopped:
+            self._buried_stopped.add(pid)  # once is enough: while it is stopped it cannot join
+            _log.warning("worker %d is stopped: the others go on without it", rank)
+            self._rendezvous_handler.bury(rank)
+        if stopped_s > STOPPED_FOR_GOOD_S and how == "signal":
+            _log.warning("worker %d was stopped by a signal %.0f s ago: it is ended, for another", rank, stopped_s)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _exit_barrier(self) -> None:
+        """There is nothing to wait for: the workers have closed the job together."""
+
+    def _end_the_rest(self, now: float) -> None:
+        """Kill workers that outlive a job that is done for long: they are frozen, or hang."""
+        self._done_since = self._done_since or now
+        if now - self._done_since > DONE_GRACE_S:
+            self._done_since = None  # those that take their place learn that the job is done, and leave
+            for handler in self._context().subprocess_handlers.values():
+                if handler.proc.poll() is None:
+                    handler.close(signal.SIGKILL)
+
+    def _fail(self, worker_group: WorkerGroup, rank: int, code: int) -> RunResult:
+        _log.error("worker %d ended with code %d, and no restart is left: this node leaves", rank, code)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+    def _pause_s(self, rank: int, now: float) -> float:
+        """Return how long to wait: not at all, unless it died young again and again."""
+        if now - self._born_at.get(rank, 0.0) > SHORT_LIFE_S:
+            self._young_deaths[rank] = 0
+            return 0.0
+        self._young_deaths[rank] += 1
+        return min(LONGEST_PAUSE_S, 2.0 ** (self._young_deaths[rank] - 2)) if self._young_deaths[rank] > 1 else 0.0
+
+    def _replace(self, worker_group: WorkerGroup, rank: int) -> None:
+        context = self._context()
+        started = self._start(rank, context, worker_group.spec)
+        context.subprocess_handlers[rank] = started
+        context._running_local_ranks.add(rank)
+        self._buried.discard(started.proc.pid)  # numbers come back
+        self._born_at[rank] = time.monotonic()
+        for worker in worker_group.workers:
+            if worker.local_rank == rank:
+                worker.id = started.proc.pid
+
+    def _start(self, rank: int, context: SubprocessContext, spec: WorkerSpec) -> Any:
+        """Fork a worker from the standby process, or start a program as TorchElastic does; return its handler."""
+        program = Program.of(context.args[rank][-len(spec.args) :])  # without the guard
+        env, stdout, stderr = context.envs[rank], context.stdouts[rank], context.stderrs[rank]
+        if self._standby is not None and self._standby.is_ready and program is not None:
+            try:
+                return self._standby.start(program, env, stdout, stderr)
+            except (OSError, EOFError) as error:
+                self._standby = None
+                _log.warning("the standby process does not serve, and is not used any more: %s", error)
+        assert isinstance(context.entrypoint, str), "a bound worker is a program"
+        return get_subprocess_handler(
+            entrypoint=context.entrypoint,
+            args=context.args[rank],
+            env=env,
+            stdout=stdout,
+            stderr=stderr,
+            local_rank_id=rank,
+            numa_options=spec.numa_options,
+        )
+
+    def _context(self) -> SubprocessContext:
+        assert isinstance(self._pcontext, SubprocessContext), "workers are programs, and have been started"
+        return self._pcontext
+
+
+def codes(handlers: Mapping[int, SubprocessHandler]) -> list[int | None]:
+    """Return every worker's exit code, None while it runs."""
+    return [handler.proc.poll() for handler in handlers.values()]
+
+
+def stopped_by(pid: int) -> Literal["signal", "debugger"] | None:
+    """Say what a process was stopped by; None if it was not, or where there is no /proc."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+    except OSError:
+        return None
+    return "signal" if state == "T" else "debugger" if state == "t" else None
+
+
+class Budget:
+    """At most so many restarts per cause within an hour."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._taken: dict[str, deque[float]] = defaultdict(deque)
+
+    def take(self, cause: str, now: float) -> bool:
+        """Take one restart for a cause; False if none is left within the hour."""
+        taken = self._taken[cause]
+        while taken and now - taken[0] > PER_S:
+            taken.popleft()
+        if len(taken) >= self._most:
+            return False
+        taken.append(now)
+        return True

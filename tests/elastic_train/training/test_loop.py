@@ -1,0 +1,33 @@
+"""The loop's step: what a rank tells the others rides on the step that it has just computed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.training import loop
+
+
+def test_who_is_told_to_leave_in_the_midst_of_a_step_leaves_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not behind the next: a step may take as long as the time that a machine is given to leave."""
+    session = MagicMock()
+    session.lanes = range(1)
+    session.leave.is_set = session.saves.is_busy = False
+    session.plan.config.run.forensic = False
+    for asked in (session.worlds.wants_to_grow, session.is_commit_overdue, session.is_saving_hopeless):
+        asked.return_value = False
+
+    def run_lane(_: object, batch: object) -> tuple[float, float]:
+        session.leave.is_set = True
+        return 1.0, 1.0
+
+    monkeypatch.setattr(loop, "_run_lane", run_lane)
+    monkeypatch.setattr(loop, "_coverage_of", lambda lanes: CoverageSums())
+    monkeypatch.setattr(loop, "gather_lane_table", lambda group, num_lanes, rows: list(rows.values()))
+    batch = SimpleNamespace(lane=0, num_left_out=0, num_truncated=0, unreadable=None)
+    sums, flags = loop.compute_step(session, [batch])  # type: ignore[list-item]
+    assert flags == sums.any_flags == loop._LEAVE
+    assert loop._end(session, flags, sums) is loop.Outcome.PREEMPTED

@@ -1,0 +1,120 @@
+"""A state that no world takes over any more is committed by the process that holds it, as the child of its ancestor."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from elastic_train.checkpoint import (
+    CommitRecord,
+    CommitWriter,
+    SaveMemory,
+    discover,
+    open_store,
+)
+from elastic_train.checkpoint.commits import reader
+from elastic_train.checkpoint.saving import abandonment
+from elastic_train.checkpoint.stores.disk import RealDisk
+from elastic_train.checkpoint.stores.local import LocalStore
+from elastic_train.config.schema import OptimizerConfig
+from elastic_train.core.lineage import Interval
+from elastic_train.errors import ElasticTrainError, Preempted, StorageError, TooFewNodesError
+from elastic_train.job.commit_facts import describe_commit
+from elastic_train.job.state import AppliedState, Reached, build_state
+from elastic_train.system.preemption import LeaveRequest
+from elastic_train.system.watchdog import Watchdog
+from elastic_train.training.open_session import commit_alone
+from elastic_train.training.session import Process
+from elastic_train.training.supervisor import _next_world
+from elastic_train.world.fencing import StoreFence
+
+
+def plan_of(folder: Path) -> SimpleNamespace:
+    run = SimpleNamespace(dir=str(folder), seed=1)
+    config = SimpleNamespace(checkpoint_url=str(folder), run=run, identity=lambda: "one")
+    manifest, order = SimpleNamespace(digest="two", num_rows=9), SimpleNamespace(block_row_groups=8, arrangement=None)
+    return SimpleNamespace(config=config, manifest=manifest, order=order, num_lanes=8, micro_batch=8)
+
+
+def state_of(*intervals: tuple[int, int, int]) -> AppliedState:
+    """A state whose steps were applied by the terms of `intervals` (term, lo, hi)."""
+    state = build_state(nn.Linear(2, 1), OptimizerConfig(lr=0.1), 50, "cpu", is_fp16=False)
+    lineage = tuple(Interval(*interval) for interval in intervals)
+    return replace(state, reached=Reached(step=intervals[-1][2], intervals=lineage))
+
+
+@pytest.mark.parametrize("error", [TooFewNodesError("few"), Preempted("told"), StorageError("etcd is away")])
+def test_whatever_ends_the_waiting_for_a_world_the_state_is_committed(error: ElasticTrainError, tmp_path: Path) -> None:
+    """Its parent is the newest commit that it goes on from, not the late record of a fenced writer."""
+    plan, store = plan_of(tmp_path), open_store(str(tmp_path))
+
+    def commit(term: int, parent: CommitRecord | None, *intervals: tuple[int, int, int]) -> CommitRecord:
+        state = state_of(*intervals)
+        writer = CommitWriter(store, StoreFence(store), term, parent)
+        return writer.save(state.tensors(), describe_commit(plan, state, 1), state.reached.intervals)  # type: ignore[arg-type]
+
+    ancestor = commit(1, None, (1, 0, 3))
+    commit(1, ancestor, (1, 0, 6))  # term 2 went on from step 4 meanwhile
+    left: list[bool] = []
+
+    def form() -> None:
+        raise error
+
+    worlds = SimpleNamespace(form=form, leave=lambda *, is_job_done: left.append(is_job_done))
+    state = state_of((1, 0, 4), (2, 4, 9))
+    with pytest.raises(type(error)):
+        _next_world(Process(plan, state, worlds, LeaveRequest(), Watchdog(), 0.0))  # type: ignore[arg-type]
+    head = discover(store).head
+    assert head is not None and (head.step, head.parent_key) == (9, ancestor.key)
+    assert left == [False]
+
+
+def test_a_damaged_commit_of_the_very_step_is_replaced_and_not_continued(tmp_path: Path) -> None:
+    """The chain's steps grow: the parent is the damaged commit's own parent."""
+    plan, store, state = plan_of(tmp_path), open_store(str(tmp_path)), state_of((1, 0, 9))
+    facts = describe_commit(plan, state, 1)  # type: ignore[arg-type]
+    writer = CommitWriter(store, StoreFence(store), StoreFence(store).claim(), None)
+    older = writer.save(state.tensors(), replace(facts, step=6), (Interval(1, 0, 6),))
+    damaged = writer.save(state.tensors(), facts, state.reached.intervals)
+    next(iter((tmp_path / damaged.attempt).iterdir())).unlink()
+    commit_alone(plan, state, SaveMemory())  # type: ignore[arg-type]
+    head = discover(store).head
+    assert head is not None and (head.term, head.step, head.parent_key) == (2, 9, older.key)
+
+
+@pytest.mark.parametrize("hung", ["write", "sync", "read"])
+def test_storage_that_hangs_holds_up_nobody_who_leaves(
+    hung: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the storage does not come back from, the process leaves, and says what it could not commit."""
+    plan, store, state = plan_of(tmp_path), open_store(str(tmp_path)), state_of((1, 0, 9))
+    facts = describe_commit(plan, state, 1)  # type: ignore[arg-type]
+    earlier = CommitWriter(store, StoreFence(store), StoreFence(store).claim(), None)
+    first = earlier.save(state.tensors(), replace(facts, step=6), (Interval(1, 0, 6),))
+    may_go_on, is_hung = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> bool:
+        is_hung.set()
+        return may_go_on.wait(60.0)
+
+    where = {"write": (LocalStore, "write"), "sync": (RealDisk, "sync"), "read": (reader, "find_damage")}
+    monkeypatch.setattr(*where[hung], hang)
+    monkeypatch.setattr(abandonment, "LEAST_S", 0.3)
+    left: list[bool] = []
+    worlds = SimpleNamespace(form=few, leave=lambda *, is_job_done: left.append(is_job_done))
+    with pytest.raises(TooFewNodesError):
+        _next_world(Process(plan, state, worlds, LeaveRequest(), Watchdog(), 0.0))  # type: ignore[arg-type]
+    assert is_hung.is_set() and left == [False]
+    assert "step 9 could not be committed: the storage got no further" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert discover(store).head == first
+    may_go_on.set()
+
+
+def few() -> None:
+    raise TooFewNodesError("few")

@@ -1,0 +1,142 @@
+"""The end of a run on disk: what cannot be written is told, and neither fails the job nor starts it over."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from elastic_train.core.accounting import Account
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.errors import ElasticTrainError, Preempted, ResultError
+from elastic_train.system import atomic_files
+from elastic_train.system.atomic_files import write_atomically
+from elastic_train.training.loop import Outcome
+from elastic_train.training.result import write_result
+from elastic_train.training.supervisor import _finish
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+class Ended:
+    """Stands where a session does behind its last commit, on rank 0; notes in which order the end comes."""
+
+    def __init__(self, folder: Path, *, is_live: bool = True, is_launched: bool = True) -> None:
+        self.acts: list[str] = []
+        self.finish: Callable[[], object] = lambda: None
+        run = SimpleNamespace(dir=str(folder))
+        task = SimpleNamespace(finish=lambda model, folder: self.finish())
+        self.plan = SimpleNamespace(config=SimpleNamespace(run=run), task=task, manifest=SimpleNamespace(num_rows=9))
+        self.world = SimpleNamespace(
+            group=SimpleNamespace(
+                rank=0, size=1, all_gather=lambda row: row.unsqueeze(0), close=lambda: self.acts.append("group closed")
+            ),
+            history=SimpleNamespace(end=lambda **_: self.acts.append("told")),
+            term=3,
+        )
+        reached = SimpleNamespace(validation={}, account=Account())
+        cursor = SimpleNamespace(epoch=1)
+        self.state = SimpleNamespace(
+            model=nn.Linear(2, 1), step=14, coverage=CoverageSums(), reached=reached, cursor=cursor
+        )
+        self.worlds = SimpleNamespace(
+            is_live=is_live,
+            is_launched=is_launched,
+            leave=lambda *, is_job_done: self.acts.append("job closed" if is_job_done else "left"),
+        )
+        self.tracker, self.num_failed_saves, self.num_skipped_saves = None, 0, 0
+
+    def close(self, status: str) -> None:
+        self.acts.append(status)
+
+
+def fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the disk take no result."""
+
+    def refuse(path: Path, text: str) -> None:
+        raise FULL
+
+    monkeypatch.setattr("elastic_train.training.result.write_atomically", refuse)
+
+
+@pytest.mark.parametrize(
+    ("is_live", "is_launched", "code"),
+    [(True, True, ResultError.exit_code), (False, False, ResultError.exit_code), (False, True, 0)],
+    ids=["live", "alone", "restart"],
+)
+def test_a_job_whose_result_cannot_be_written_is_done(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_live: bool,
+    is_launched: bool,
+    code: int,
+) -> None:
+    """It is told with file and reason, the job is closed, and the exit code is one that nothing starts over."""
+    fill(monkeypatch)
+    session = Ended(tmp_path, is_live=is_live, is_launched=is_launched)
+    assert _finish(session, Outcome.DONE) == code  # type: ignore[arg-type]
+    assert session.acts == ["told", "FINISHED", "group closed", "job closed"]
+    assert capsys.readouterr().err == (
+        f"error: step 14 is committed, but the result could not be written: {tmp_path}/result.json: "
+        "[Errno 28] No space left on device; make room there and start again: no step is trained twice\n"
+    )
+
+
+def test_who_is_told_to_leave_leaves_without_a_result_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The code still asks to be requeued: the commit is there."""
+    fill(monkeypatch)
+    session = Ended(tmp_path)
+    assert _finish(session, Outcome.PREEMPTED) == Preempted.exit_code  # type: ignore[arg-type]
+    assert session.acts == ["told", "KILLED", "group closed", "left"]
+    assert "result.json: [Errno 28]" in capsys.readouterr().err
+
+
+def test_what_the_task_cannot_write_costs_no_result(tmp_path: Path) -> None:
+    """An OSError of the task's own end is told, and result.json is written nonetheless; both are told together."""
+    session = Ended(tmp_path)
+
+    def finish() -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/exports/model")
+
+    session.finish = finish
+    error = write_result(session, "done")  # type: ignore[arg-type]
+    assert "what the task leaves: [Errno 13] Permission denied: '/exports/model'; make room" in str(error)
+    assert json.loads((tmp_path / "result.json").read_text())["step"] == 14
+    (tmp_path / "result.json").unlink()
+    (tmp_path / "result.json").mkdir()
+    error = write_result(session, "done")  # type: ignore[arg-type]
+    assert "/exports/model" in str(error) and f"{tmp_path}/result.json: [Errno" in str(error)
+
+
+def test_another_error_of_the_task_stays_one(tmp_path: Path) -> None:
+    """What is not the disk's is the task's own failure."""
+    session = Ended(tmp_path)
+
+    def finish() -> None:
+        raise ElasticTrainError("a mistake")
+
+    session.finish = finish
+    with pytest.raises(ElasticTrainError, match="a mistake"):
+        write_result(session, "done")  # type: ignore[arg-type]
+
+
+def test_a_draft_that_cannot_be_finished_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old text stays, and nothing beside it."""
+    write_atomically(tmp_path / "a", "old")
+
+    def cut_short(path: Path, text: str) -> None:
+        path.write_bytes(text[:1].encode())
+        raise FULL
+
+    monkeypatch.setattr(atomic_files.Path, "write_text", cut_short)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(tmp_path / "a", "new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "old")]

@@ -1,0 +1,357 @@
+"""What only a real etcd can do to a client: go away, come back, forget, refuse."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import ipaddress
+import logging
+import shutil
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import grpc
+import pyetcd
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+import rendezvous
+from chaos.etcd import EtcdCluster, frozen
+from rendezvous import (
+    EtcdServer,
+    EtcdStore,
+    OptionError,
+    StoreRefusedError,
+    StoreUnavailableError,
+    etcd_options,
+)
+from rendezvous.etcd import watch as mirror
+from rendezvous.etcd.connection import Connection, list_prefix
+from rendezvous.etcd.store import EtcdLease
+from rendezvous.membership.store import Put
+
+
+def test_watch_and_lease_survive_a_killed_etcd() -> None:
+    """After SIGKILL and a new start on the same data, the watch shows new writes and the lease still holds."""
+    with EtcdServer() as server:
+        store = EtcdStore(etcd_options(server.endpoint))
+        lease, watch = store.lease(5), store.watch("/a/")
+        store.swap({"/a/leased": Put("1", lease)}, {})
+        server.kill()
+        server.start()
+        written = store.swap({"/a/new": Put("2")}, {})
+        assert written is not None
+        seen = watch.wait(written - 1, timeout_s=30)
+        assert seen is not None and sorted(seen.entries) == ["/a/leased", "/a/new"]
+        lease.revoke()
+        watch.close()
+        store.close()
+
+
+def test_a_loss_of_data_is_noticed_by_what_a_watch_has_shown() -> None:
+    """Nothing else had told of the revisions that are missing: an etcd that is young again is not taken for late."""
+    with EtcdServer() as server:
+        store, other = (EtcdStore(etcd_options(server.endpoint)) for _ in range(2))
+        watch = store.watch("/a/")
+        for number in range(10):
+            written = other.swap({f"/a/{number}": Put("")}, {})
+        assert watch.wait((written or 0) - 1, timeout_s=10) is not None
+        server.kill()
+        shutil.rmtree(server.data_dir / "member")
+        server.start()
+        younger = other.swap({"/a/new": Put("")}, {})
+        assert younger is not None and written is not None and younger < written
+        seen = watch.wait(younger - 1, timeout_s=10, life=1)
+        assert seen is not None and (sorted(seen.entries), store.get("/a/").life) == (["/a/new"], 1)
+        watch.close()
+        for each in (store, other):
+            each.close()
+
+
+def test_watch_survives_a_compaction_it_slept_through(etcd_store: EtcdStore) -> None:
+    """A watch whose start was compacted away lists again."""
+    watch = etcd_store.watch("/compacted/")
+    for number in range(3):
+        written = etcd_store.swap({"/compacted/a": Put(str(number))}, {})
+    assert written is not None
+    etcd_store._connection.client().compact(written)
+    late = etcd_store.swap({"/compacted/a": Put("late")}, {})
+    seen = watch.wait((late or 0) - 1, timeout_s=10)
+    watch.close()
+    assert seen is not None and seen.entries["/compacted/a"].value == "late"
+
+
+def test_a_frozen_member_and_a_lost_leader_cost_no_lease_and_hide_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the member of etcd in use says nothing, and when the leader dies, a lease of 5 s holds and the watch shows.
+
+    The watch of a prefix in which nothing happens notices it, too: it finds out by asking.
+    """
+    with EtcdCluster() as cluster:
+        follower, endpoint = cluster.follower(), cluster.endpoint
+        others = EtcdStore(etcd_options([m.endpoint for m in cluster.members if m is not follower]), give_up_after_s=20)
+        monkeypatch.setattr(
+            "random.choice", lambda choices: follower.endpoint if follower.endpoint in choices else choices[0]
+        )
+        store = EtcdStore(etcd_options(endpoint))
+        lease, watch = store.lease(5), store.watch("/a/")
+        leased = store.swap({"/a/leased": Put("1", lease)}, {})
+        assert leased is not None and watch.wait(leased - 1, timeout_s=10) is not None
+        with frozen(follower):
+            written = others.swap({"/a/frozen": Put("1")}, {})
+            assert written is not None
+            seen = watch.wait(written - 1, timeout_s=30)
+            assert seen is not None and sorted(seen.entries) == ["/a/frozen", "/a/leased"]
+        cluster.leader().kill()
+        written = others.swap({"/a/lost": Put("1")}, {})
+        assert written is not None
+        seen = watch.wait(written - 1, timeout_s=30)
+        assert seen is not None and sorted(seen.entries) == ["/a/frozen", "/a/leased", "/a/lost"]
+        assert not lease.is_lost
+        for each in (watch, store, others):
+            each.close()
+
+
+def test_a_watch_outlives_an_etcd_that_says_nothing_for_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The only member of etcd is silent until nobody asks it any more: the watch goes on once it answers.
+
+    Its stream is left behind then, and there is nobody to tell so.
+    """
+    monkeypatch.setattr(mirror, "PROBE_S", 0.1)
+    monkeypatch.setattr(mirror, "GIVE_UP_AFTER_S", 0.1)
+    caplog.set_level(logging.DEBUG, mirror.__name__)
+    with EtcdServer() as server:
+        store = EtcdStore(etcd_options(server.endpoint))
+        watch = store.watch("/a/")
+        written = store.swap({"/a/before": Put("1")}, {})
+        assert written is not None and watch.wait(written - 1, timeout_s=10) is not None
+        with frozen(server):
+            deadline = time.monotonic() + 20
+            while not any("waits for etcd" in record.message for record in caplog.records):
+                assert time.monotonic() < deadline, "the watch has not found out"
+                time.sleep(0.01)
+        written = store.swap({"/a/after": Put("1")}, {})
+        assert written is not None
+        seen = watch.wait(written - 1, timeout_s=20)
+        assert seen is not None and sorted(seen.entries) == ["/a/after", "/a/before"]
+        watch.close()
+        store.close()
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNKNOWN, grpc.StatusCode.RESOURCE_EXHAUSTED])
+def test_an_error_of_etcd_does_not_end_a_lease(
+    etcd_store: EtcdStore, monkeypatch: pytest.MonkeyPatch, code: grpc.StatusCode
+) -> None:
+    """A renewal that etcd could not do (nobody leads, too many requests) is tried again: the lease is not over."""
+
+    class UnableError(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return code
+
+    refresh, failures, renewed = EtcdLease._refresh, [UnableError()], threading.Event()
+
+    def fail_first(lease: EtcdLease, client: pyetcd.MultiEndpointEtcd3Client) -> float:
+        if failures:
+            raise failures.pop()
+        left_s = refresh(lease, client)
+        renewed.set()
+        return left_s
+
+    monkeypatch.setattr(EtcdLease, "_refresh", fail_first)
+    lease = etcd_store.lease(2)
+    assert renewed.wait(10) and not lease.is_lost
+    lease.revoke()
+
+
+def test_every_endpoint_is_tried(etcd: EtcdServer) -> None:
+    """A dead endpoint beside a live one costs little, whichever comes first."""
+    for endpoints in (f"127.0.0.1:1,{etcd.endpoint}", f"{etcd.endpoint},127.0.0.1:1"):
+        store = EtcdStore(etcd_options(endpoints))
+        assert store.get("/nothing/").entries == {}
+        store.close()
+
+
+def test_a_client_is_closed_by_nobody_while_another_thread_uses_it(etcd: EtcdServer) -> None:
+    """One thread's answer may say that a new client is needed while another is about to ask; gRPC would crash."""
+
+    class NobodyLeadsError(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.UNKNOWN
+
+    connection, clients, failures = Connection(etcd_options(etcd.endpoint)), [], [NobodyLeadsError()]
+
+    def fail_first(client: pyetcd.MultiEndpointEtcd3Client) -> None:
+        clients.append(client)
+        if failures:
+            raise failures.pop()
+
+    def ask_behind(client: pyetcd.MultiEndpointEtcd3Client) -> int:
+        connection.call(fail_first, give_up_after_s=1.0)
+        return int(client.get_response("/nothing").header.revision)
+
+    assert connection.call(ask_behind, give_up_after_s=1.0) > 0
+    assert clients[0] is not clients[1], "the first is not asked again"
+    assert connection.client() is clients[1], "who used the first to its end leaves the second alone"
+    connection.close()
+
+
+def test_a_clock_that_is_set_back_hides_no_endpoint(etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has just failed is skipped for a moment, by whatever clock."""
+    connection = Connection(etcd_options(etcd.endpoint))
+    connection.client().endpoint_in_use.fail()
+    clock = SimpleNamespace(time=lambda: time.time() - 3600.0)
+    monkeypatch.setattr(importlib.import_module("pyetcd.client"), "time", clock)
+    assert list_prefix(connection, "/nothing", give_up_after_s=3.0).revision > 0
+    connection.close()
+
+
+def test_no_etcd_is_said_in_time() -> None:
+    """Without an etcd a call ends soon, with an error that names the endpoint and says what to do."""
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailableError, match=r"127\.0\.0\.1:1 .*refused.*Start etcd there"):
+        EtcdStore(etcd_options("127.0.0.1:1"), give_up_after_s=1.0).get("/")
+    assert time.monotonic() - started < 15
+
+
+def test_a_transaction_whose_answer_was_lost_counts(etcd_store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the answer to a creation is lost after it happened, the retry finds its own write and reports success."""
+    client = etcd_store._connection.client()
+    transact, losses = client.transaction, ["the first answer"]
+
+    class LostError(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.UNAVAILABLE
+
+    def lose_first(**arguments: object) -> object:
+        answer = transact(**arguments)
+        if losses:
+            losses.pop()
+            raise LostError
+        return answer
+
+    monkeypatch.setattr(client, "transaction", lose_first)
+    assert etcd_store.swap({"/lost/a": Put("mine")}, {"/lost/a": 0}) is not None
+    assert etcd_store.swap({"/lost/a": Put("other")}, {"/lost/a": 0}) is None
+
+
+def test_an_etcd_that_has_too_much_to_do_is_asked_again(etcd_store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so by the code that a full database has, too, which asking again does not empty."""
+    client = etcd_store._connection.client()
+    transact, failures = client.transaction, list[str]()
+
+    class ExhaustedError(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.RESOURCE_EXHAUSTED
+
+        def details(self) -> str:
+            return str(self)
+
+    def fail_first(**arguments: object) -> object:
+        if failures:
+            raise ExhaustedError(failures.pop())
+        return transact(**arguments)
+
+    monkeypatch.setattr(client, "transaction", fail_first)
+    failures.append("etcdserver: too many requests")
+    assert etcd_store.swap({"/busy/a": Put("1")}, {}) is not None
+    failures.append("etcdserver: mvcc: database space exceeded")
+    with pytest.raises(StoreRefusedError, match="space exceeded"):
+        etcd_store.swap({"/busy/a": Put("2")}, {})
+
+
+def test_users_and_expired_tokens() -> None:
+    """A wrong password is refused; a token that etcd forgot over a restart is renewed without a word."""
+    with EtcdServer() as server:
+        admin = EtcdStore(etcd_options(server.endpoint))
+        client = admin._connection.client()
+        rpc = pyetcd.etcdrpc
+        client.authstub.UserAdd(rpc.AuthUserAddRequest(name="root", password="right"), 2)
+        client.authstub.RoleAdd(rpc.AuthRoleAddRequest(name="root"), 2)
+        client.authstub.UserGrantRole(rpc.AuthUserGrantRoleRequest(user="root", role="root"), 2)
+        client.authstub.AuthEnable(rpc.AuthEnableRequest(), 2)
+        store = EtcdStore(etcd_options(server.endpoint, {"user": "root", "password": "right"}))
+        store.swap({"/a": Put("1")}, {})
+        server.kill()
+        server.start()
+        assert store.get("/a").entries["/a"].value == "1"
+        with pytest.raises(StoreRefusedError, match="refused"):
+            EtcdStore(etcd_options(server.endpoint, {"user": "root", "password": "wrong"})).get("/a")
+        with pytest.raises(StoreRefusedError, match="refused"):
+            admin.get("/a")
+
+
+def certificate_files(folder: Path) -> dict[str, str]:
+    """Write an authority and one certificate of it, good for etcd and its clients on this machine."""
+    now = datetime.datetime.now(datetime.UTC)
+    keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
+    names = [x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]) for name in ("authority", "etcd")]
+    made = []
+    for key, name in zip(keys, names, strict=True):
+        builder = x509.CertificateBuilder().subject_name(name).issuer_name(names[0]).public_key(key.public_key())
+        builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - datetime.timedelta(days=1))
+        builder = builder.not_valid_after(now + datetime.timedelta(days=1))
+        builder = builder.add_extension(x509.BasicConstraints(ca=not made, path_length=None), critical=True)
+        address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+        builder = builder.add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        made.append(builder.sign(keys[0], hashes.SHA256()))
+    private = keys[1].private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    texts = {"ca_cert": made[0].public_bytes(Encoding.PEM), "cert": made[1].public_bytes(Encoding.PEM), "key": private}
+    for name, text in texts.items():
+        (folder / name).write_bytes(text)
+    return {name: str(folder / name) for name in texts}
+
+
+def test_mutual_tls(tmp_path: Path) -> None:
+    """With the right certificates everything works, the watch too; without a client certificate nothing does."""
+    files = certificate_files(tmp_path)
+    with EtcdServer(tls=files) as server:
+        store = EtcdStore(etcd_options(server.endpoint, files))
+        watch = store.watch("/a")
+        written = store.swap({"/a": Put("1")}, {})
+        assert written is not None and watch.wait(written - 1, timeout_s=5) is not None
+        watch.close()
+        for incomplete in ({}, {"ca_cert": files["ca_cert"]}):
+            with pytest.raises(StoreUnavailableError):
+                EtcdStore(etcd_options(server.endpoint, incomplete), give_up_after_s=0.5).get("/a")
+
+
+def test_options_say_everything_that_is_wrong(tmp_path: Path) -> None:
+    """Bad TLS and user options are all reported at once."""
+    conf = {"cert": str(tmp_path / "missing.pem"), "user": "me"}
+    with pytest.raises(OptionError) as caught:
+        etcd_options("host:2379", conf)
+    assert len(caught.value.problems) == 4
+    with pytest.raises(OptionError, match="not HOST:PORT"):
+        etcd_options("host:port")
+    with pytest.raises(OptionError, match=r"'https://b:2379': https needs ca_cert"):
+        etcd_options("a:2379, https://b:2379")
+    authority = tmp_path / "ca.pem"
+    authority.touch()
+    assert etcd_options("https://b", {"ca_cert": str(authority)}).endpoints == ("b:2379",)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("a", ("a:2379",)), ("http://a:1,b:2/", ("a:1", "b:2")), ("[::1]:5", ("[::1]:5",)), ("[::1]", ("[::1]:2379",))],
+)
+def test_endpoints_are_read(text: str, expected: tuple[str, ...]) -> None:
+    """Endpoints come with or without scheme, port and brackets."""
+    assert etcd_options(text).endpoints == expected
+
+
+def test_public_names() -> None:
+    """The package exports these names, and only these."""
+    assert sorted(rendezvous.__all__) == [
+        "EtcdFence", "EtcdOptions", "EtcdServer", "EtcdStore", "FencedError", "Head", "MemoryStore",
+        "OptionError", "RendezvousContext", "RendezvousError", "ServerError", "Store", "StoreError",
+        "StoreRefusedError", "StoreUnavailableError", "TooFewNodesError", "context", "die_with_parent",
+        "etcd_options", "open_fence",
+    ]  # fmt: skip
+    assert all(hasattr(rendezvous, name) for name in rendezvous.__all__)

@@ -1,0 +1,276 @@
+"""What single views of a job decide: who waits, who seals, who is left out, and why."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rendezvous.membership import decisions
+from rendezvous.membership.decisions import (
+    Finished,
+    Policy,
+    Seal,
+    Wait,
+)
+from rendezvous.membership.memory_store import MemoryStore
+from rendezvous.membership.records import (
+    Closed,
+    Failure,
+    Head,
+    Keys,
+    Member,
+    Seat,
+    View,
+    World,
+    encode,
+    read_view,
+)
+from rendezvous.membership.store import Entry, Put, Snapshot
+
+KEYS = Keys("job")
+POLICY = Policy(min_nodes=1, max_nodes=3, last_call_s=0.0)
+
+
+def member(name: str, **fields: int) -> Member:
+    return Member(name, "host", "address", 2, **{"after": 0, **fields})
+
+
+def world(term: int, *names: str) -> World:
+    return World(term, tuple(Seat(name, 2) for name in names), "start", "address", 1, 0.0)
+
+
+def view(*members: Member, of: World | None = None, **fields: object) -> View:
+    return View(9, members, of, **fields)  # type: ignore[arg-type]
+
+
+TWO = Policy(min_nodes=1, max_nodes=2, last_call_s=2.0)
+
+
+def test_a_full_house_starts_at_once() -> None:
+    """With max_nodes ready the first registered seals without a last call; the others wait for it."""
+    both = view(member("b"), member("a"))
+    assert decisions.decide(both, "b", TWO, 0.0) == Seal(1, (Seat("b", 2), Seat("a", 2)), "start")
+    assert decisions.decide(both, "a", TWO, 0.0) == Wait("leader")
+
+
+def test_a_new_job_waits_a_moment_for_more() -> None:
+    """A job that starts waits for the quiet time, one that continues does not."""
+    alone = view(member("a"))
+    assert decisions.decide(alone, "a", TWO, 0.5) == Wait("last call", 1.5)
+    assert isinstance(decisions.decide(alone, "a", TWO, 2.0), Seal)
+    survivor = view(member("a", after=3), of=world(3, "a", "b"))
+    assert decisions.decide(survivor, "a", TWO, 0.0) == Seal(4, (Seat("a", 2),), "lost")
+
+
+def test_live_members_are_waited_for() -> None:
+    """While a member of the last world still trains, or its lease runs, nothing is sealed."""
+    half = view(member("a", after=3), member("b", after=0), of=world(3, "a", "b"))
+    assert decisions.decide(half, "a", TWO, 99.0) == Wait("members")
+
+
+@pytest.mark.parametrize(
+    ("members", "cause"),
+    [
+        ([member("a", after=3), member("b", after=3)], "restart"),
+        ([member("a", after=3), member("c")], "lost"),
+        ([member("c")], "start"),
+    ],
+)
+def test_causes(members: list[Member], cause: str) -> None:
+    """A world says why it was formed."""
+    decision = decisions.decide(view(*members, of=world(3, "a", "b")), members[0].id, TWO, 9.0)
+    assert isinstance(decision, Seal) and (decision.cause, decision.term) == (cause, 4)
+
+
+def test_too_many_wait_for_room() -> None:
+    """A full world is not disturbed by one more node, which waits until there is room."""
+    full = view(member("a"), member("b"), member("c"), of=world(3, "a", "b"))
+    assert decisions.decide(full, "c", TWO, 9.0) == Wait("room")
+    assert decisions.num_waiting(full, "a", world(3, "a", "b"), TWO) == 0
+    freed = view(member("a"), member("c"), of=world(3, "a", "b"))
+    assert decisions.num_waiting(freed, "a", world(3, "a", "b"), TWO) == 2
+
+
+def test_terms_grow_above_the_head() -> None:
+    """A new world's term is above every claimed one."""
+    decision = decisions.decide(view(member("a"), head=Head(41, None)), "a", TWO, 9.0)
+    assert isinstance(decision, Seal) and decision.term == 42
+
+
+def test_terms_grow_above_what_members_remember() -> None:
+    """Etcd may have lost its data, the members have not: what they name after terms is never named so again."""
+    decision = decisions.decide(view(member("a"), member("b", after=12), of=world(1, "a")), "b", TWO, 9.0)
+    assert decision == Wait("members")  # the world of who came too early, until its next step
+    decision = decisions.decide(view(member("a", after=1), member("b", after=12), of=world(1, "a")), "a", TWO, 9.0)
+    assert isinstance(decision, Seal) and decision.term == 13
+
+
+def test_below_the_minimum_nothing_is_sealed() -> None:
+    """Fewer than min_nodes wait."""
+    assert decisions.decide(view(member("a")), "a", Policy(2, 3), 99.0) == Wait("nodes")
+
+
+def test_a_finished_job_admits_nobody() -> None:
+    """Once a job is closed everybody leaves; once a member is done nobody is admitted."""
+    assert decisions.decide(view(member("a"), closed=Closed(3, 0.0)), "a", TWO, 9.0) == Finished()
+    three = Policy(1, 3)
+    ending = view(member("a", done=3), member("b"), member("c"), of=world(3, "a", "b"))
+    assert decisions.num_waiting(ending, "b", world(3, "a", "b"), three) == 0
+    done = view(member("a", done=3), member("b", done=3), member("c"), of=world(3, "a", "b"))
+    assert decisions.decide(done, "c", three, 99.0) == Wait("members")
+    died_before_closing = view(member("c"), of=world(3, "a", "b"))
+    assert isinstance(decisions.decide(died_before_closing, "c", three, 99.0), Seal)
+
+
+def test_the_last_to_finish_closes() -> None:
+    """A finished member waits for the others, closes with the last, and leaves the job to one that restarts."""
+    both = world(3, "a", "b")
+    assert decisions.ending(view(member("a", done=3), member("b"), of=both), "a", both) == "wait"
+    assert decisions.ending(view(member("a", done=3), member("b", done=3), of=both), "a", both) == "close"
+    assert decisions.ending(view(member("a", done=3), of=both), "a", both) == "close"
+    assert decisions.ending(view(member("a", done=3), member("b", after=3), of=both), "a", both) == "leave"
+
+
+def test_blame() -> None:
+    """Nobody pays for a lost node; for a failed worker the first to fail pays, once all have shown that they live."""
+    both = world(3, "a", "b")
+    failed = Failure(3, "a")
+    assert decisions.blame(view(member("a"), of=both, failure=failed), "a", both) == "free"
+    silent = view(member("a"), member("b", seen=2), of=both, failure=failed)
+    assert decisions.blame(silent, "a", both) == "wait"
+    assert decisions.blame(silent, "b", both) == "free"
+    alive = view(member("a"), member("b", seen=3), of=both, failure=failed)
+    assert decisions.blame(alive, "a", both) == "pay"
+
+
+def test_records_come_back_as_they_were() -> None:
+    """What is written into the store is what a view shows, members in the order in which they registered."""
+    first, last = member("z"), member("a")
+    texts = {KEYS.member("z"): (first, 2), KEYS.member("a"): (last, 3), KEYS.world: (world(1, "z", "a"), 4)}
+    entries = {key: Entry(encode(record), revision, revision) for key, (record, revision) in texts.items()}
+    shown = read_view(Snapshot(4, entries), KEYS)
+    assert astuple(shown) == astuple(View(4, (first, last), world(1, "z", "a")))
+
+
+def worker(name: str, node: str, **fields: int) -> Member:
+    return Member(name, "host", "address", 1, **{"after": 0, **fields}, node=node, node_members=2)  # type: ignore[arg-type]
+
+
+def test_nodes_are_counted_not_their_workers() -> None:
+    """A world of two nodes at most takes all workers of the first two, and the third node waits for room."""
+    six = view(*(worker(f"{node}{turn}", node) for turn in range(2) for node in "abc"))
+    decision = decisions.decide(six, "a0", TWO, 99.0)
+    assert isinstance(decision, Seal)
+    assert [seat.member for seat in decision.seats] == ["a0", "b0", "a1", "b1"]
+    assert decisions.decide(view(worker("a0", "a"), worker("a1", "a")), "a0", Policy(2, 2), 99.0) == Wait("nodes")
+
+
+def test_a_fresh_job_waits_for_all_workers_of_a_node() -> None:
+    """A node that is not complete yet is waited for at the start of a job, and no longer once it runs."""
+    assert decisions.decide(view(worker("a0", "a")), "a0", TWO, 99.0) == Wait("nodes")
+    running = view(worker("a0", "a", after=1), of=world(1, "a0", "a1"))
+    assert isinstance(decisions.decide(running, "a0", TWO, 0.0), Seal)
+
+
+def test_a_world_is_broken_by_loss_and_not_by_joiners() -> None:
+    """A member gone, a member that left, a newer world, or the own lease's end break a world; a joiner does not."""
+    two = world(1, "a", "b")
+    assert not decisions.is_broken(view(member("a"), member("b"), member("c"), of=two), "a", two)
+    assert decisions.is_broken(view(member("a"), of=two), "a", two)
+    assert decisions.is_broken(view(member("a"), member("b", after=1), of=two), "a", two)
+    assert decisions.is_broken(view(member("a"), member("b"), of=world(2, "a", "b")), "a", two)
+    assert decisions.is_broken(view(member("b"), of=two), "a", two)
+
+
+def test_a_replaced_worker_of_a_full_world_has_room() -> None:
+    """A worker of a node that is in the world is admitted although the world has all the nodes that it may have."""
+    full = view(worker("a0", "a"), worker("b0", "b"), worker("a2", "a"), of=world(1, "a0", "b0"))
+    assert decisions.num_waiting(full, "a0", world(1, "a0", "b0"), TWO) == 1
+    assert decisions.decide(full, "a2", TWO, 0.0) == Wait("members")
+
+
+def test_members_beyond_the_most_stand_by() -> None:
+    """A world takes no more members than it can use; one more asks for nothing, and is admitted when one is lost."""
+    policy = Policy(1, 4, 0.0, max_members=2)
+    three = view(member("a"), member("b"), member("c"))
+    decision = decisions.decide(three, "a", policy, 99.0)
+    assert isinstance(decision, Seal)
+    assert [seat.member for seat in decision.seats] == ["a", "b"]
+    two = world(1, "a", "b")
+    running = view(member("a"), member("b"), member("c"), of=two)
+    assert decisions.num_waiting(running, "a", two, policy) == 0
+    assert decisions.decide(running, "c", policy, 99.0) == Wait("room")
+    again = decisions.decide(view(member("a", after=1), member("c"), of=two), "a", policy, 0.0)
+    assert isinstance(again, Seal)
+    assert [seat.member for seat in again.seats] == ["a", "c"]
+
+
+@given(st.integers(2, 9), st.data())
+def test_members_out_of_reach_of_each_other_make_no_world(num_nodes: int, data: st.DataObject) -> None:
+    """No two of the chosen miss each other, whoever has noticed; who misses nobody is always among them."""
+    names = [str(number) for number in range(num_nodes)]
+    others = st.lists(st.sampled_from([*names, "gone"]), max_size=3)
+    members = tuple(replace(member(name), missed=tuple(data.draw(others))) for name in names)
+    chosen = decisions.mutually_reachable(members)
+    ids = {one.id for one in chosen}
+    assert not any(other in ids - {one.id} for one in chosen for other in one.missed)
+    hit = {other for one in members for other in one.missed if other != one.id}
+    assert {one.id for one in members if one.id not in hit and not set(one.missed) & set(names) - {one.id}} <= ids
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_the_larger_part_of_a_split_network_goes_on(size: int, other_size: int, random: Random) -> None:
+    """Of two parts without a connection the larger one is chosen; of equal ones that of the first that registered."""
+    names = [*(f"a{n}" for n in range(size)), *(f"b{n}" for n in range(other_size))]
+    random.shuffle(names)
+    members = [replace(member(name), missed=tuple(o for o in names if o[0] != name[0])) for name in names]
+    kept = {one.id[0] for one in decisions.mutually_reachable(tuple(members))}
+    assert len(kept) == 1
+    if size != other_size:
+        assert kept == {"a" if size > other_size else "b"}
+
+
+def test_who_is_out_of_reach_stands_by_until_the_network_heals() -> None:
+    """The others' world stands, and asks for nothing; who misses the leader leads no world of its own."""
+    two = world(1, "a", "b")
+    cut = replace(member("c"), missed=("a", "b"))
+    running = view(member("a"), member("b"), cut, of=two)
+    assert decisions.num_waiting(running, "a", two, Policy(1, 3)) == 0
+    assert decisions.decide(running, "c", Policy(1, 3), 99.0) == Wait("room")
+    assert decisions.num_waiting(view(member("a"), member("b"), member("c"), of=two), "a", two, Policy(1, 3)) == 1
+    first = view(replace(member("a", after=1), missed=("b", "c")), member("b", after=1), member("c"), of=two)
+    decision = decisions.decide(first, "b", Policy(1, 3), 99.0)
+    assert isinstance(decision, Seal)
+    assert [seat.member for seat in decision.seats] == ["b", "c"]
+    assert decisions.decide(first, "a", Policy(1, 3), 99.0) == Wait("room")
+    assert decisions.decide(first, "b", Policy(3, 3), 99.0) == Wait("nodes")
+
+
+def test_of_two_halves_the_one_that_has_trained_goes_on() -> None:
+    """Who was left out and registered first does not take over from the last world's survivor."""
+    out, lost = replace(member("a"), missed=("b",)), world(7, "b", "c")
+    survivor = member("b", after=7)
+    seen = view(out, survivor, of=lost)
+    assert isinstance(decisions.decide(seen, "a", POLICY, 0.0), Wait)
+    sealed = decisions.decide(seen, "b", POLICY, 0.0)
+    assert isinstance(sealed, Seal) and [seat.member for seat in sealed.seats] == ["b"]
+
+
+def test_a_world_of_a_thousand_is_sealed_in_a_transaction_that_etcd_takes() -> None:
+    """Its seats are guarded all at once; a member that was written since the look, or came since, is noticed."""
+    store, keys = MemoryStore(), Keys("many")
+    for number in range(1000):
+        member = Member(f"m{number}", "host", "address", 1, after=0)
+        store.swap({keys.member(member.id): Put(encode(member))}, {})
+    snapshot = store.get(keys.prefix)
+    decision = decisions.decide(read_view(snapshot, keys), "m0", Policy(1, 1000), quiet_s=10.0)
+    assert isinstance(decision, Seal) and len(decision.seats) == 1000
+    change = decisions.seal(snapshot, keys, World(decision.term, decision.seats, decision.cause, "address", 1, 0.0))
+    store.swap({keys.member("late"): Put(encode(Member("late", "host", "address", 1, after=0)))}, {})
+    assert store.swap({key: Put(text or "") for key, text in change.writes.items()}, change.guards) is None
+    change = decisions.seal(store.get(keys.prefix), keys, World(1, decision.seats, decision.cause, "address", 1, 0.0))
+    assert store.swap({key: Put(text or "") for key, text in change.writes.items()}, change.guards) is not None

@@ -1,0 +1,140 @@
+"""What every store promises; each fact is checked on the twin in memory and on a real etcd."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from rendezvous.errors import StoreRefusedError
+from rendezvous.membership.store import ABSENT, MOST_GUARDS, Put
+
+if TYPE_CHECKING:
+    from tests.rendezvous.rendezvous_sides import Side
+
+
+def texts(side: Side) -> dict[str, str]:
+    entries = side.store.get(side.prefix).entries
+    return {key.removeprefix(side.prefix): entry.value for key, entry in entries.items()}
+
+
+def test_get_sees_only_its_prefix(side: Side) -> None:
+    """A snapshot holds the keys below the prefix and no others."""
+    side.store.swap({side.prefix + "a": Put("1"), side.prefix[:-1] + "x": Put("2")}, {})
+    assert texts(side) == {"a": "1"}
+
+
+def test_swap_creates_once(side: Side) -> None:
+    """Of two creations of one key the second is refused and changes nothing."""
+    key = side.prefix + "a"
+    assert side.store.swap({key: Put("1")}, {key: ABSENT}) is not None
+    assert side.store.swap({key: Put("2")}, {key: ABSENT}) is None
+    assert texts(side) == {"a": "1"}
+
+
+def test_swap_is_all_or_nothing(side: Side) -> None:
+    """One guard that does not hold keeps every write of the transaction away."""
+    a, b = side.prefix + "a", side.prefix + "b"
+    side.store.swap({a: Put("1")}, {})
+    assert side.store.swap({a: Put("2"), b: Put("2")}, {b: ABSENT, a: ABSENT}) is None
+    assert texts(side) == {"a": "1"}
+
+
+def test_a_guard_of_a_folder_sees_every_write_below(side: Side) -> None:
+    """A key that ends with a slash stands for all below it: whatever was written since the look is found."""
+    key, folder, look = side.prefix + "out", side.prefix + "in/", side.store.get
+    side.store.swap({folder + "a": Put("1"), folder + "b": Put("1")}, {})
+    seen = look(folder).revision
+    side.store.swap({side.prefix + "beside": Put("1")}, {})
+    assert side.store.swap({key: Put("1")}, {folder: seen, key: ABSENT}) is not None
+    side.store.swap({folder + "a": None}, {})
+    assert side.store.swap({key: Put("2")}, {folder: seen}) is not None
+    side.store.swap({folder + "b": Put("2")}, {})
+    assert side.store.swap({key: Put("3")}, {folder: seen}) is None
+    assert side.store.swap({key: Put("3")}, {folder: look(folder).revision}) is not None
+    side.store.swap({folder + "c": Put("1")}, {})
+    assert side.store.swap({key: Put("4")}, {folder: seen}) is None
+
+
+def test_a_transaction_has_so_many_guards_and_no_more(side: Side) -> None:
+    """What etcd takes by default, the twin takes, too; one more is refused, not lost in retries."""
+    guards = {f"{side.prefix}none-{number}": ABSENT for number in range(MOST_GUARDS)}
+    assert side.store.swap({side.prefix + "a": Put("1")}, guards) is not None
+    with pytest.raises(StoreRefusedError, match="too many operations"):
+        side.store.swap({side.prefix + "a": Put("2")}, {**guards, side.prefix + "none": ABSENT})
+    assert texts(side) == {"a": "1"}
+
+
+def test_revisions_grow_and_creation_stays(side: Side) -> None:
+    """Every write has a higher revision, and a key keeps the revision of its creation until it is deleted."""
+    key = side.prefix + "a"
+    first = side.store.swap({key: Put("1")}, {})
+    second = side.store.swap({key: Put("2")}, {key: first or 0})
+    entry = side.store.get(key).entries[key]
+    assert first is not None and second is not None and second > first
+    assert (entry.create_revision, entry.mod_revision) == (first, second)
+    assert side.store.swap({key: None}, {key: second}) is not None
+    assert texts(side) == {}
+
+
+def test_revoking_a_lease_deletes_its_keys(side: Side) -> None:
+    """A revoked lease takes its keys with it at once, and only its own."""
+    lease = side.store.lease(30)
+    side.store.swap({side.prefix + "leased": Put("1", lease), side.prefix + "free": Put("1")}, {})
+    lease.revoke()
+    assert texts(side) == {"free": "1"} and lease.is_lost
+    lease.revoke()
+
+
+def test_a_deleted_key_leaves_its_lease(side: Side) -> None:
+    """A leased key may be deleted, by anybody, before its lease ends; the lease then takes only what is left."""
+    lease = side.store.lease(30)
+    side.store.swap({side.prefix + "buried": Put("1", lease), side.prefix + "kept": Put("1", lease)}, {})
+    side.store.swap({side.prefix + "buried": None}, {})
+    lease.revoke()
+    assert texts(side) == {}
+
+
+def test_an_abandoned_lease_ends(side: Side) -> None:
+    """A lease that nobody renews ends after its time to live, and a watch tells."""
+    lease = side.store.lease(2)
+    watch = side.store.watch(side.prefix)
+    written = side.store.swap({side.prefix + "a": Put("1", lease)}, {})
+    assert written is not None
+    lease.abandon()
+    side.pass_time(lease.ttl_s)
+    after = watch.wait(written, timeout_s=10)
+    watch.close()
+    assert after is not None and after.entries == {}
+
+
+def test_a_renewed_lease_outlives_its_ttl(side: Side) -> None:
+    """A lease that is renewed is still there when an abandoned one granted with it has ended."""
+    kept, dropped = side.store.lease(2), side.store.lease(2)
+    writes = {side.prefix + "kept": Put("1", kept), side.prefix + "dropped": Put("1", dropped)}
+    watch = side.store.watch(side.prefix)
+    written = side.store.swap(writes, {})
+    assert written is not None
+    dropped.abandon()
+    side.pass_time(3)
+    assert watch.wait(written, timeout_s=10) is not None
+    watch.close()
+    assert texts(side) == {"kept": "1"} and not kept.is_lost
+    kept.revoke()
+
+
+def test_a_watch_wakes_for_another_threads_write(side: Side) -> None:
+    """A waiting watch returns the snapshot that contains the write, not an older one."""
+    watch = side.store.watch(side.prefix)
+    before = watch.snapshot.revision
+    side.later(lambda: side.store.swap({side.prefix + "a": Put("1")}, {}))
+    snapshot = watch.wait(before, timeout_s=5)
+    watch.close()
+    assert snapshot is not None and snapshot.entries[side.prefix + "a"].value == "1"
+
+
+def test_a_watch_gives_up_in_time(side: Side) -> None:
+    """Without a change a wait ends with None."""
+    watch = side.store.watch(side.prefix)
+    assert watch.wait(watch.snapshot.revision, timeout_s=0.05) is None
+    watch.close()

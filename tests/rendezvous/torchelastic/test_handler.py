@@ -1,0 +1,88 @@
+"""The handler as TorchElastic meets it: registration, a fresh store for every round, orphans."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler, handler_registry
+
+from rendezvous import EtcdServer, OptionError, context
+from rendezvous.torchelastic.entry_point import EtcdRendezvousHandler, create_handler, load
+from tests.processes import is_running
+from tests.rendezvous.rendezvous_sides import eventually
+
+
+def make(etcd: EtcdServer, run_id: str, **conf: str) -> EtcdRendezvousHandler:
+    options = {"last_call_s": "0.1", "timeout": "20", **conf}
+    handler = create_handler(RendezvousParameters("etcd", etcd.endpoint, run_id, 1, 2, **options))
+    assert isinstance(handler, EtcdRendezvousHandler)
+    return handler
+
+
+def test_load_takes_the_name_and_may_be_repeated() -> None:
+    """After `load` the registry makes our handler for `etcd`, and accepts the same creator again, as torchrun does."""
+    (ours,) = [point for point in entry_points(group="torchrun.handlers") if point.name == "etcd"]
+    assert ours.load() is load
+    handler_registry.register("etcd", load())
+    with pytest.raises(OptionError, match="not HOST:PORT"):
+        get_rendezvous_handler(RendezvousParameters("etcd", "host:x", "id", 1, 1))
+
+
+def test_every_round_has_a_fresh_store(etcd: EtcdServer, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one round wrote into its store is not there in the next, and the term grows."""
+    monkeypatch.setenv("ELASTIC_RENDEZVOUS", "")
+    handler = make(etcd, run_id)
+    first = handler.next_rendezvous()
+    first.store.set("key", "old")
+    told = context()
+    again = handler.next_rendezvous()
+    assert not again.store.check(["key"])
+    later = context()
+    assert told is not None and later is not None
+    assert (told.term, told.cause, later.term, later.cause) == (1, "start", 2, "restart")
+    assert told.endpoints == (etcd.endpoint,) and told.joined_at <= told.sealed_at
+    assert handler.use_agent_store and handler.get_backend() == "etcd" and handler.get_run_id() == run_id
+    handler.shutdown()
+
+
+def test_a_closed_job_lets_late_joiners_go(etcd: EtcdServer, run_id: str) -> None:
+    """A handler of a finished job raises the graceful exit."""
+    handler, late = make(etcd, run_id), make(etcd, run_id)
+    handler.next_rendezvous()
+    handler.set_closed()
+    with pytest.raises(RendezvousGracefulExitError, match="is done"):
+        late.next_rendezvous()
+    assert late.is_closed()
+    handler.shutdown()
+    late.shutdown()
+
+
+def test_children_die_with_their_parent(tmp_path: Path) -> None:
+    """A program started through `bound_command` is killed by the kernel when its parent is."""
+    source = (
+        "import subprocess, sys, time; from rendezvous.orphans import bound_command;"
+        "child = subprocess.Popen(bound_command('sleep', '60')); print(child.pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = Path("/proc") / parent.stdout.readline().strip()
+    eventually(lambda: (child / "comm").read_text() == "sleep\n", "the child has become the program")
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    eventually(lambda: not is_running(int(child.name)), "the child is gone")
+
+
+def test_the_demo_server_runs_by_itself() -> None:
+    """`python -m rendezvous` prints its endpoint, and leaves nothing behind when it is told to stop."""
+    server = subprocess.Popen([sys.executable, "-m", "rendezvous"], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    assert server.stdout.readline().startswith("127.0.0.1:")
+    server.terminate()
+    assert server.wait(timeout=60) == 0
+    server.stdout.close()

@@ -1,0 +1,109 @@
+"""A worker that is forked from a node's standby process is what the same command line would have started."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing import forkserver
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rendezvous.torchelastic.live_agent import LiveAgent
+from rendezvous.torchelastic.standby import ForkedWorker, Program, Standby
+from tests.rendezvous.rendezvous_sides import eventually
+
+PROGRAM = """
+import json, multiprocessing, os, signal, sys
+import neighbour
+
+signals = {name: str(signal.getsignal(getattr(signal, name))) for name in sorted(vars(signal)) if name[:3] == "SIG"
+           and name[3] != "_"}
+child = multiprocessing.Process(target=int)
+child.start()
+child.join()
+facts = {"argv": sys.argv, "path": sys.path[0], "cwd": os.getcwd(), "signals": signals, "child": child.exitcode,
+         "method": multiprocessing.get_start_method(), "said": os.environ["SAID"],
+         "group": os.getpgid(0) == os.getpid()}
+print(json.dumps(facts))
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def standby(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standby]:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "neighbour.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    made = Standby("json")
+    eventually(lambda: made.is_ready, "the imports")
+    yield made
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    forkserver.set_forkserver_preload([])
+
+
+def test_a_forked_worker_is_what_its_command_line_would_have_started(standby: Standby, tmp_path: Path) -> None:
+    """Its imports, signals, children, streams and exit code are; what is said to a process tree spares them."""
+    command, said = ["-m", "program", "--one"], {"SAID": "it"}
+    program = Program.of(command)
+    assert program is not None
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR2):
+        os.kill(forkserver._forkserver._forkserver_pid, number)  # type: ignore[attr-defined]
+    started = subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, **said},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        check=False,
+    )
+    out, err = tmp_path / "out", tmp_path / "err"
+    err.write_text("the one before\n")
+    forked = standby.start(program, said, str(out), str(err))
+    assert (forked.wait(30.0), started.returncode) == (3, 3), err.read_text()
+    assert json.loads(out.read_text()) == json.loads(started.stdout)
+    assert err.read_text() == "the one before\n"
+    forked.close(signal.SIGTERM)  # it has ended: nothing happens
+
+
+def test_which_command_lines_are_modules() -> None:
+    """Only the interpreter's own `-m` counts, not one among a script's arguments."""
+    assert Program.of(("-u", "-m", "a.b", "-m", "c")) == Program("a.b", ("-m", "c"))
+    assert Program.of(("-u", "train.py", "-m", "bert")) is None
+    assert Program.of(("-u", "-m")) is None
+    assert Program.of(()) is None
+
+
+def test_signalling_a_worker_that_has_just_begun_or_ended_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its first line a fork has no group of its own, and one that ended may not be known as such yet."""
+    process = multiprocessing.get_context("fork").Process(target=signal.pause)
+    process.start()
+    worker = ForkedWorker(process)  # type: ignore[arg-type]
+    worker.close(signal.SIGKILL)
+    assert worker.wait(30.0) == -signal.SIGKILL
+    monkeypatch.setattr(process, "_popen", type("Popen", (), {"poll": lambda *_: None, "pid": process.pid})())
+    worker.close(signal.SIGTERM)
+
+
+def test_a_standby_process_that_does_not_serve_costs_no_worker() -> None:
+    """A worker is then started in the ordinary way: an error would end the node with all of its workers."""
+
+    class Gone:
+        is_ready = True
+
+        def start(self, *_: object) -> None:
+            raise EOFError("unexpected EOF")
+
+    one = {0: ""}
+    context = SimpleNamespace(
+        entrypoint=sys.executable, args={0: ("-m", "this")}, envs={0: {}}, stdouts={0: os.devnull}, stderrs=one
+    )
+    agent = SimpleNamespace(_standby=Gone())
+    spec = SimpleNamespace(args=("-m", "this"), numa_options=None)
+    started = LiveAgent._start(agent, 0, context, spec)  # type: ignore[arg-type]
+    assert started.proc.wait(30.0) == 0 and agent._standby is None
