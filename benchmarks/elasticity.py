@@ -31,9 +31,9 @@ from rich.table import Table
 from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.jobs import LIVE_LOGS, LOG, TTL_S, Steps, folder_for, free_endpoint, plain_nodes, write_live_job
-from chaos.launched import launch
-from chaos.node import Node
-from chaos.scenario import Nodes, Scenario
+from chaos.real.launch import launch
+from chaos.scenario.model import Nodes, Scenario
+from chaos.services.torchrun_node import Node
 from rendezvous.etcd.server import EtcdServer
 
 BOUND_S = 90.0

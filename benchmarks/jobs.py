@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from chaos.node import Node, clean_environ
+from chaos.services.torchrun_node import Node, clean_environ
 from elastic_train.data.corpora.synthetic import synthesise
 from rendezvous.etcd.server import free_ports
 

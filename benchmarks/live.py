@@ -14,13 +14,13 @@ from pathlib import Path
 
 from benchmarks.jobs import TTL_S
 from chaos.errors import RunError
-from chaos.evidence import Evidence, collect, whole
-from chaos.launched import launch
-from chaos.local import Job
-from chaos.network import Cable
-from chaos.scenario import Nodes, Scenario
-from chaos.schedule import Due
-from chaos.surroundings import Surroundings
+from chaos.judge.evidence.run_files import Evidence, collect, whole
+from chaos.real.job import Job
+from chaos.real.launch import launch
+from chaos.scenario.model import Nodes, Scenario
+from chaos.scenario.schedule import Due
+from chaos.services.network_namespace import Cable
+from chaos.services.surroundings import Surroundings
 from rendezvous.etcd.server import EtcdServer
 
 LEAVE = "stop_node"

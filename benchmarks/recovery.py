@@ -44,10 +44,10 @@ from rich.table import Table
 from benchmarks import storm, throughput
 from benchmarks.jobs import LOG, TTL_S, Steps, folder_for, free_endpoint, plain_nodes, write_live_job
 from benchmarks.live import LEAVE, repeat, run_job
-from chaos.injected import given_up
-from chaos.network import NoNamespacesError, cable
-from chaos.recovery import recoveries
-from chaos.schedule import Due
+from chaos.judge.evidence.recovery_cost import recoveries
+from chaos.judge.invariants.whole_run import given_up
+from chaos.scenario.schedule import Due
+from chaos.services.network_namespace import NoNamespacesError, cable
 from rendezvous.etcd.server import EtcdServer
 
 FROZEN_S = 6.0

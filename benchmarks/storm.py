@@ -13,10 +13,10 @@ from pathlib import Path
 
 from benchmarks.jobs import TTL_S, write_live_job
 from benchmarks.live import repeat, run_job
-from chaos.evidence import whole
-from chaos.injected import check_kept
-from chaos.network import NoNamespacesError, cable
-from chaos.schedule import Due
+from chaos.judge.evidence.run_files import whole
+from chaos.judge.invariants.whole_run import check_kept
+from chaos.scenario.schedule import Due
+from chaos.services.network_namespace import NoNamespacesError, cable
 
 LEAVE_AFTER_S = 20.0
 

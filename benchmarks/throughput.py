@@ -10,8 +10,8 @@ from pathlib import Path
 
 from benchmarks.jobs import write_live_job
 from benchmarks.live import LEAVE, run_job
-from chaos.evidence import Evidence, number, whole
-from chaos.schedule import Due
+from chaos.judge.evidence.run_files import Evidence, number, whole
+from chaos.scenario.schedule import Due
 
 FAULT_EVERY_S = 29.0
 FROZEN_S = 6.0

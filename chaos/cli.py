@@ -20,15 +20,29 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from chaos import scenario as scenarios
 from chaos.errors import ChaosError, RunError, ScenarioError
-from chaos.execution import clear, count_steps, make_data, run_once, run_soak, tell_holes
 from chaos.feasible import undoable
-from chaos.kinds import KINDS
-from chaos.scenario import Scenario
-from chaos.schedule import schedule
+from chaos.judge.verdict import (
+    FAULTED,
+    REFERENCE,
+    VERDICT,
+    Verdict,
+    examine,
+    render,
+)
+from chaos.real.runs import (
+    clear,
+    count_steps,
+    make_data,
+    run_once,
+    run_soak,
+    tell_holes,
+)
+from chaos.scenario import model as scenarios
+from chaos.scenario.kinds import KINDS
+from chaos.scenario.model import Scenario
+from chaos.scenario.schedule import schedule
 from chaos.script import run as scripts
-from chaos.verdict import FAULTED, REFERENCE, VERDICT, Verdict, examine, render
 from elastic_train.config.sources import load as load_config
 from elastic_train.errors import ElasticTrainError, explain
 from elastic_train.system.extras import needed_for
@@ -145,9 +159,14 @@ def sim(
     else the first bad run is shrunk, kept below runs/sim, and told with the command that runs it again.
     """
     with needed_for("elastic-chaos sim"):
-        from chaos.rehearsal import rehearse
-        from chaos.sim import cases, command, long, planted  # it loads all of the product, which no other command needs
-        from chaos.sim.pool import num_cores
+        from chaos.sim.campaign import (
+            cases,
+            command,
+            long_runs,
+            planted,
+        )  # it loads all of the product, which no other command needs
+        from chaos.sim.campaign.pool import num_cores
+        from chaos.sim.campaign.rehearsal import rehearse
 
     if scenario is not None:
         described = scenarios.load(scenarios.find(scenario))
@@ -166,7 +185,7 @@ def sim(
     ):
         if value is not None and value <= 0:
             raise ScenarioError(f"{name} {value:g}: give more than 0")
-    draw = long.Draw(None if nodes is None else long.nodes_of(nodes), hours, faults_per_hour, step_s)
+    draw = long_runs.Draw(None if nodes is None else long_runs.nodes_of(nodes), hours, faults_per_hour, step_s)
     if seed is not None:
         again = " ".join(["elastic-chaos sim", *([draw.options] if draw.options else []), f"--seed {seed}"])
         return command.run_one(draw.case(seed), json_, again)

@@ -1,15 +1,15 @@
 """What of a scenario's faults real runs on one machine cannot do, told before anything is started or taken away.
 
-That is known from the file alone; what the machine itself lacks, `chaos.surroundings` finds when it is made.
+That is known from the file alone; what the machine itself lacks, `chaos.services.surroundings` finds when it is made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from chaos.acts.network import CABLED
-from chaos.kinds import LOCAL
-from chaos.scenario import Scenario
+from chaos.real.acts.network import CABLED
+from chaos.scenario.kinds import LOCAL
+from chaos.scenario.model import Scenario
 
 
 def undoable(scenario: Scenario) -> Iterator[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from chaos.judge.verdict import REPORT, Verdict
 from chaos.report.page import render
-from chaos.verdict import REPORT, Verdict
 
 
 def write(folder: Path, verdict: Verdict) -> Path:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chaos.evidence import whole
+from chaos.judge.evidence.run_files import whole
 from chaos.report.reading import Reader, is_number
 from chaos.report.story import Story, Struck
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from chaos.evidence import whole
+from chaos.judge.evidence.run_files import whole
 from chaos.report.reading import Reader, is_number, is_whole, pids_of, time_of
 
 _ON_ITS_NODE = ("_worker", "_node")

@@ -14,9 +14,12 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from chaos import exactly_once, injected, tracking
-from chaos.checker import COMPARED, INVARIANTS
-from chaos.findings import Finding, Unknown, Violated
+from chaos.judge.checker import COMPARED, INVARIANTS
+from chaos.judge.evidence.script_samples import is_script
+from chaos.judge.findings import Finding, Unknown, Violated
+from chaos.judge.invariants import exactly_once, tracked_values, whole_run
+from chaos.judge.invariants import script_run as scripts
+from chaos.judge.verdict import Verdict
 from chaos.report.cells import moments_grid, points_grid
 from chaos.report.figures.costs import costs_figure, prices
 from chaos.report.figures.coverage import coverage_figure
@@ -26,9 +29,6 @@ from chaos.report.figures.lineage import lineage_figure
 from chaos.report.figures.loss import compared, loss_figure
 from chaos.report.reading import Reader
 from chaos.report.story import Story, tell
-from chaos.script import judge as scripts
-from chaos.script.samples import is_script
-from chaos.verdict import Verdict
 
 _HERE = Path(__file__).parent
 MOST_FAULTS = 500
@@ -95,8 +95,8 @@ def demand(finding: Finding, is_of_script: bool = False) -> str:
         **COMPARED,
         "sums": exactly_once.sums,
         "witness": exactly_once.witness,
-        "tracking": tracking.tracking,
-        "liveness": injected.liveness,
+        "tracking": tracked_values.tracking,
+        "liveness": whole_run.liveness,
     }
     if is_of_script:
         checks = {**scripts.INVARIANTS, "coverage": scripts.coverage}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from chaos.evidence import Evidence, Line
+from chaos.judge.evidence.run_files import Evidence, Line
 
 
 class Reader:

@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from chaos.applied import branch_of, furthest_of, restored_at
-from chaos.evidence import Evidence, Line, whole
-from chaos.findings import Unknown, Violated
-from chaos.recovery import Recovery
+from chaos.judge.evidence.applied import branch_of, furthest_of, restored_at
+from chaos.judge.evidence.recovery_cost import Recovery
+from chaos.judge.evidence.run_files import Evidence, Line, whole
+from chaos.judge.findings import Unknown, Violated
 from chaos.report.lanes import Lane, lanes_of
 from chaos.report.reading import Reader, is_number, time_of
 

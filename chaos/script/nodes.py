@@ -16,9 +16,9 @@ from pathlib import Path
 
 from chaos.errors import ScenarioError
 from chaos.hook import VARIABLE
-from chaos.node import Node, clean_environ
-from chaos.scenario import Nodes
-from chaos.surroundings import Surroundings
+from chaos.scenario.model import Nodes
+from chaos.services.surroundings import Surroundings
+from chaos.services.torchrun_node import Node, clean_environ
 from rendezvous.etcd.server import free_ports
 
 SPOOL = "ids"

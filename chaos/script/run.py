@@ -9,18 +9,23 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from chaos.acts.network import PROXIED
 from chaos.errors import RunError, ScenarioError
-from chaos.execution import clear
 from chaos.feasible import undoable
-from chaos.kinds import KINDS
-from chaos.local import Job
-from chaos.scenario import Scenario
-from chaos.schedule import Due, schedule
+from chaos.judge.verdict import (
+    FAULTED,
+    REFERENCE,
+    Verdict,
+    examine,
+)
+from chaos.real.acts.network import PROXIED
+from chaos.real.job import Job
+from chaos.real.runs import clear
+from chaos.scenario.kinds import KINDS
+from chaos.scenario.model import Scenario
+from chaos.scenario.schedule import Due, schedule
 from chaos.script.nodes import check, nodes_of, uses_etcd
 from chaos.script.watch import Watcher
-from chaos.surroundings import surroundings
-from chaos.verdict import FAULTED, REFERENCE, Verdict, examine
+from chaos.services.surroundings import surroundings
 
 DEFAULT = "any-script"
 """The scenario of a command without one."""

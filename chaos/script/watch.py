@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from chaos.evidence import Line
-from chaos.followed import Followed
-from chaos.node import Node
+from chaos.judge.evidence.run_files import Line
+from chaos.real.history_tail import Followed
 from chaos.script.nodes import SPOOL
+from chaos.services.torchrun_node import Node
 
 SCAN_EVERY_S = 0.2
 """Workers live much longer: a scan reads /proc of every process on the machine."""

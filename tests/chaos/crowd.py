@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos.evidence import Evidence, Line
+from chaos.judge.evidence.run_files import Evidence, Line
 
 BEGAN = 1_800_000_000.0
 

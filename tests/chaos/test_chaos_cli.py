@@ -11,8 +11,8 @@ import pytest
 from chaos import demo
 from chaos.cli import main
 from chaos.errors import ChaosError
-from chaos.execution import clear
-from chaos.planted import PLANTED
+from chaos.planted.catalogue import PLANTED
+from chaos.real.runs import clear
 from elastic_train.errors import ConfigError
 from tests.chaos.recorded import record
 

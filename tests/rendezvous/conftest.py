@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from chaos.sim.etcd import Etcd, EtcdClient
-from chaos.sim.kernel import Kernel, Process
+from chaos.sim.machine.etcd import Etcd, EtcdClient
+from chaos.sim.machine.kernel import Kernel, Process
 from rendezvous import EtcdServer, EtcdStore, MemoryStore, etcd_options
 from tests.rendezvous.rendezvous_sides import Side, beside
 

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 
 from markupsafe import Markup
 
-from chaos.recovery import Recovery
+from chaos.judge.evidence.recovery_cost import Recovery
 from chaos.report.figures import faults
 from chaos.report.figures.svg import (
     MOST_TITLED,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from chaos.etcd import EtcdCluster, frozen
-from chaos.evidence import collect
-from chaos.injected import check_kept
+from chaos.judge.evidence.run_files import collect
+from chaos.judge.invariants.whole_run import check_kept
+from chaos.services.etcd_cluster import EtcdCluster, frozen
 from rendezvous import EtcdServer, EtcdStore, etcd_options
 from rendezvous.membership.store import Put
 from tests.conftest import start

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from chaos.evidence import Evidence, collect
-from chaos.injected import check_kept
+from chaos.judge.evidence.run_files import Evidence, collect
+from chaos.judge.invariants.whole_run import check_kept
 from elastic_train.system.failpoints import POINTS, VARIABLE, arm
 from rendezvous import EtcdServer
 from tests.conftest import ROOT, start

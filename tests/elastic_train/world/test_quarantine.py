@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import yaml
 
-from chaos.checker import judge
-from chaos.evidence import collect
+from chaos.judge.checker import judge
+from chaos.judge.evidence.run_files import collect
 from elastic_train.checkpoint import open_store
 from elastic_train.cli.audit import audit
 from elastic_train.core.accounting import Hole

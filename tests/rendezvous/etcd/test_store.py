@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 import rendezvous
-from chaos.etcd import EtcdCluster, frozen
+from chaos.services.etcd_cluster import EtcdCluster, frozen
 from rendezvous import (
     EtcdServer,
     EtcdStore,

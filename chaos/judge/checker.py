@@ -1,0 +1,64 @@
+"""The judge: from a run's files to one finding an invariant, importing nothing from the trainer.
+
+The invariants are functions in six rooms: what was applied (`exactly_once`), what was published (`one_lineage`), the
+run as a whole (`injected`), who left (`departures`), what was logged of it (`tracking`), and what it left behind
+(`clean`). Here is the table of them; a planted bug is caught by the one named beside it in `chaos.planted.catalogue`. A
+run of somebody's script is judged by `chaos.judge.invariants.script_run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from chaos.judge.evidence.run_files import Evidence, told
+from chaos.judge.evidence.script_samples import is_script
+from chaos.judge.findings import Finding, find
+from chaos.judge.invariants import (
+    departures,
+    exactly_once,
+    leftovers,
+    one_lineage,
+    tracked_values,
+    whole_run,
+)
+from chaos.judge.invariants import script_run as scripts
+
+INVARIANTS: dict[str, Callable[[Evidence], str]] = {
+    "finished": whole_run.finished,
+    "faults": whole_run.faults,
+    "deaths": departures.deaths,
+    "agreement": exactly_once.agreement,
+    "partition": exactly_once.partition,
+    "coverage": exactly_once.coverage,
+    "lineage": one_lineage.lineage,
+    "fencing": one_lineage.fencing,
+    "durability": one_lineage.durability,
+    "atomicity": one_lineage.atomicity,
+    "rpo": whole_run.rpo,
+    "rto": whole_run.rto,
+    "liveness": whole_run.liveness,
+    "cleanliness": leftovers.cleanliness,
+}
+COMPARED: dict[str, Callable[[Evidence, Evidence], str]] = {
+    "hash": exactly_once.same_weights,
+    "losses": exactly_once.same_losses,
+    "metrics": exactly_once.same_metrics,
+}
+
+
+def judge(run: Evidence, reference: Evidence | None = None) -> list[Finding]:
+    """Return every invariant's finding on a run, against the run of the same job without faults if there is one."""
+    if is_script(run):
+        return scripts.judge(run, reference)
+    findings = [find(name, partial(check, run)) for name, check in INVARIANTS.items()]
+    findings.append(find("sums", partial(exactly_once.sums, run, reference)))
+    if run.metrics is not None:
+        findings.append(find("tracking", partial(tracked_values.tracking, run)))
+    if run.witness is not None or exactly_once.trains_witness(run):
+        findings.append(find("witness", partial(exactly_once.witness, run)))
+    if reference is not None:
+        findings += [find(name, partial(check, run, reference)) for name, check in COMPARED.items()]
+    elif told(run, "reference"):
+        findings += [Finding(name, "unknown", "the run without faults is not there") for name in COMPARED]
+    return findings

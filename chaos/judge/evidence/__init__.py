@@ -1,0 +1,1 @@
+"""What a run has left: histories, commits, results, and the windows that faults explain."""

@@ -1,0 +1,303 @@
+"""What was applied: the steps that the final weights are made of, and how often each (epoch, lane, offset) is in them.
+
+A term applies steps from where it restored; the next term's restore cuts off what lies behind it. The steps that are
+left are the lineage. The shape of the job (lanes, micro-batch, rows) is worked out here from its configuration, so
+that a history cannot say for itself what it should have held.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from chaos.judge.evidence.run_files import (
+    Evidence,
+    Line,
+    items,
+    lanes_of,
+    number,
+    once,
+    part,
+    told,
+    whole,
+)
+from chaos.judge.findings import Unknown, Violated
+
+Counts = npt.NDArray[np.int32]
+Steps = dict[tuple[int, int], list[Line]]
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """One step of the lineage: which term applied it, and every rank's line of it."""
+
+    step: int
+    term: int
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What follows from a job's configuration: lanes differ by at most one sample, an epoch ends with the longest."""
+
+    rows: int
+    num_lanes: int
+    micro_batch: int
+    total_steps: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        longest = -(-self.rows // self.num_lanes)
+        return -(-longest // self.micro_batch)
+
+    @property
+    def is_at_epoch_end(self) -> bool:
+        return self.total_steps % self.steps_per_epoch == 0
+
+    @property
+    def finished_epochs(self) -> range:
+        """The epochs that were finished."""
+        return range(self.total_steps // self.steps_per_epoch)
+
+    @property
+    def num_epochs(self) -> int:
+        """Count the epochs that were begun."""
+        return -(-self.total_steps // self.steps_per_epoch)
+
+    def offsets(self, epoch: int) -> int:
+        """Return how many offsets of an epoch every lane has had applied at the end of the job."""
+        steps = min(self.steps_per_epoch, self.total_steps - epoch * self.steps_per_epoch)
+        return steps * self.micro_batch
+
+    def samples_before(self, step: int) -> int:
+        """Count the samples of the first `step` steps."""
+        epochs, steps = divmod(step, self.steps_per_epoch)
+        offset, short, num_long = steps * self.micro_batch, self.rows // self.num_lanes, self.rows % self.num_lanes
+        return epochs * self.rows + num_long * min(offset, short + 1) + (self.num_lanes - num_long) * min(offset, short)
+
+
+def result_of(run: Evidence) -> Line:
+    """Return the run's result; without one it did not come to its end."""
+    if run.result is None:
+        raise Violated("the job left no result.json: it did not come to its end")
+    return run.result
+
+
+def is_live(run: Evidence) -> bool:
+    """Say whether survivors kept their processes over the changes of the world."""
+    return told(run, "recovery") == "live"
+
+
+@once
+def shape_of(run: Evidence) -> Shape:
+    """Work the job's shape out from its configuration and its manifest's row count."""
+    batch, result = part(run.config, "batch"), result_of(run)
+    micro_batch = whole(batch, "micro_batch")
+    return Shape(
+        whole(result, "num_samples"), whole(batch, "global_batch") // micro_batch, micro_batch, whole(result, "step")
+    )
+
+
+@once
+def formed_at(run: Evidence) -> dict[int, float]:
+    """Return when each term's world had formed (its first rank's line), in the order of time."""
+    formed: dict[int, float] = {}
+    for line in run.of("form"):
+        formed.setdefault(whole(line, "term"), number(line, "t"))
+    if not formed:
+        raise Unknown("no world was formed")
+    return formed
+
+
+@once
+def pids_of(run: Evidence) -> dict[int, set[int]]:
+    """Return the processes of each term's world."""
+    pids: dict[int, set[int]] = {}
+    for line in run.of("form"):
+        pids.setdefault(whole(line, "term"), set()).add(whole(line, "pid"))
+    return pids
+
+
+@once
+def restored_at(run: Evidence) -> dict[int, Line]:
+    """Return each term's restore, by its first rank's line."""
+    restored: dict[int, Line] = {}
+    for line in run.of("restore"):
+        restored.setdefault(whole(line, "term"), line)
+    return restored
+
+
+@once
+def steps_of(run: Evidence) -> Steps:
+    """Return the lines of every (term, step) that was applied, one of each rank."""
+    steps: Steps = defaultdict(list)
+    for line in run.of("step"):
+        steps[whole(line, "term"), whole(line, "step")].append(line)
+    if not steps:
+        raise Unknown("no step was recorded")
+    return dict(steps)
+
+
+def newest_steps(steps: Steps) -> dict[int, int]:
+    """Return the furthest step that each term applied."""
+    newest: dict[int, int] = {}
+    for term, step in steps:
+        newest[term] = max(step, newest.get(term, 0))
+    return newest
+
+
+@once
+def furthest_of(run: Evidence) -> dict[int, int]:
+    """Return the furthest step that each term applied."""
+    return newest_steps(steps_of(run))
+
+
+@once
+def lineage_of(run: Evidence) -> list[Applied]:
+    """Return the steps that the final weights are made of: the last term's, and back through what each went on from."""
+    steps, last = steps_of(run), max(restored_at(run), default=None)
+    branch = [] if last is None else branch_of(run, last, whole(result_of(run), "step"))
+    if first := branch[0][1] if branch else whole(result_of(run), "step"):
+        raise Violated(f"no term began before step {first}: the lineage does not reach back to step 0")
+    return [
+        Applied(step, term, tuple(steps.get((term, step), ())))
+        for term, lo, hi in branch
+        for step in range(lo + 1, hi + 1)
+    ]
+
+
+def branch_of(run: Evidence, term: int, until: int) -> list[tuple[int, int, int]]:
+    """Return which terms applied the steps up to `until` that `term` had: (term, lo, hi), oldest first, none empty."""
+    return _walk(restored_at(run), went_on_from(run), term, until)
+
+
+def _walk(
+    restored: Mapping[int, Line], before: Mapping[int, int | None], term: int, until: int
+) -> list[tuple[int, int, int]]:
+    branch, at = list[tuple[int, int, int]](), term if term in restored else None
+    while at is not None:
+        lo = whole(restored[at], "step")
+        if lo < until:
+            branch.append((at, lo, until))
+        until, at = min(until, lo), before[at]
+    return branch[::-1]
+
+
+@once
+def went_on_from(run: Evidence) -> dict[int, int | None]:
+    """Return, for each term, the one whose steps lie below its first; None if there is none."""
+    before: dict[int, int | None] = {}
+    stood: dict[int, int] = {}
+    for term in sorted(restored_at(run)):
+        before[term] = _went_on_from(run, term, before, stood)
+        stood |= dict.fromkeys(pids_of(run)[term], term)
+    return before
+
+
+def _went_on_from(run: Evidence, term: int, before: Mapping[int, int | None], stood: Mapping[int, int]) -> int | None:
+    """Return the term whose steps lie below a term's first: a process of its brought them, or the commit's has them.
+
+    A restore tells which term applied the last of them. Of histories that do not tell yet it is worked out:
+    A process that was frozen may bring steps of a term before the last. Of two branches that are as far the newest is
+    followed: who had the older one may have been given the newer in a world that broke before anybody could tell. Where
+    nobody tells, as of a commit that a process made alone and did not live to tell of, it is one that came so far: whom
+    commits name, or the last. `stood` says in which term each process was last.
+    """
+    restored = restored_at(run)
+    step, told = whole(restored[term], "step"), restored[term].get("applied_by")
+    if isinstance(told, int) and told in before and whole(restored[told], "step") < step:
+        return told
+    key = str(restored[term]["commit"]).removeprefix("commits/").removesuffix(".json")
+    place = [int(number_) for number_ in key.split("-")] if key[:1].isdecimal() else []
+    if place and place[1] == step and place[0] in before:
+        return place[0]
+    reached = reached_by(run)
+    brought = {
+        at
+        for pid in _bringers(run, term)
+        if (at := stood.get(pid)) is not None and reached.get((at, pid), whole(restored[at], "step")) == step
+    }
+    if brought:
+        applied = {at: branch[-1][0] if (branch := _walk(restored, before, at, step)) else 0 for at in brought}
+        return max(brought, key=lambda at: (applied[at], at))
+    newest = furthest_of(run)
+    came_so_far = [at for at in before if (lo := whole(restored[at], "step")) <= step <= newest.get(at, lo)]
+    named = _named_by_commits(run, step)
+    return named if named in came_so_far else max(came_so_far or before, default=None)
+
+
+def _named_by_commits(run: Evidence, step: int) -> int | None:
+    """Return which term the newest commit that is left says has applied a step."""
+    records = [commit for commit in run.commits if commit.fields is not None]
+    fields = max(records, key=lambda commit: commit.key).fields if records else None
+    for interval in items(fields, "intervals") if fields else ():
+        assert isinstance(interval, dict), "a record's intervals are mappings"
+        if interval["lo"] < step <= interval["hi"]:
+            return int(interval["term"])
+    return None
+
+
+def _bringers(run: Evidence, term: int) -> set[int]:
+    """Return the processes whose state a term went on with: who gave it to others, or who had it if nobody did.
+
+    Others may stand at the same step by chance, on a branch that nobody goes on from, or have been about to be given it
+    when the world broke.
+    """
+    restores = run.in_term("restore", term)
+    ranks = {line.get("given_by") for line in restores} - {None} or {line["rank"] for line in restores}
+    return {whole(line, "pid") for line in run.in_term("form", term) if line["rank"] in ranks} or pids_of(run)[term]
+
+
+@once
+def reached_by(run: Evidence) -> dict[tuple[int, int], int]:
+    """Return how far each (term, pid) came that applied a step."""
+    pids = {(line["term"], line["rank"]): whole(line, "pid") for line in run.of("form")}
+    reached: dict[tuple[int, int], int] = {}
+    for line in run.of("step"):
+        if (pid := pids.get((line["term"], line["rank"]))) is not None:
+            place = whole(line, "term"), pid
+            reached[place] = max(whole(line, "step"), reached.get(place, 0))
+    return reached
+
+
+@once
+def counts_of(run: Evidence) -> dict[int, Counts]:
+    """Count, for every epoch, how often each (offset, lane) is in the lineage; shape (offsets, lanes)."""
+    shape = shape_of(run)
+    counts = {epoch: np.zeros((shape.offsets(epoch), shape.num_lanes), np.int32) for epoch in range(shape.num_epochs)}
+    for applied in lineage_of(run):
+        for line in _completed(applied.lines, shape.num_lanes):
+            epoch, lo, hi = whole(line, "epoch"), whole(line, "lo"), whole(line, "hi")
+            if epoch not in counts or not 0 <= lo < hi <= len(counts[epoch]):
+                where = f"step {applied.step} of term {applied.term}"
+                raise Violated(f"{where} applied offsets [{lo}, {hi}) of epoch {epoch}, which the job does not have")
+            counts[epoch][lo:hi, slice(*lanes_of(line))] += 1
+    return counts
+
+
+def first_miscount(run: Evidence) -> str | None:
+    """Say where the lineage first holds a place of an epoch not exactly once; None if nowhere."""
+    for epoch, counts in counts_of(run).items():
+        places = np.argwhere(counts != 1)
+        if places.size:
+            offset, lane = (int(place) for place in places[0])
+            times = int(counts[offset, lane])
+            return f"epoch {epoch}, lane {lane}, offset {offset} was applied {times} times ({len(places)} such places)"
+    return None
+
+
+def _completed(lines: tuple[Line, ...], num_lanes: int) -> Iterator[Line]:
+    """Yield a step's lines, and one more for lanes of ranks that died before they could write theirs.
+
+    A rank that has applied a step proves that the reduction of all lanes was complete.
+    """
+    yield from lines
+    place = 0
+    for lo, hi in [*sorted(lanes_of(line) for line in lines), (num_lanes, num_lanes)]:
+        if lo > place and lines and whole(lines[0], "world") > len(lines):
+            yield {**lines[0], "lanes": [place, lo]}
+        place = max(place, hi)

@@ -1,0 +1,48 @@
+"""A run that has not ended, as far as it has come: up to its newest commit, so that it can be judged at any time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from chaos.judge.evidence.run_files import (
+    Evidence,
+    Line,
+    part,
+    whole,
+)
+
+
+def so_far(run: Evidence) -> Evidence:
+    """Return the evidence up to the newest commit, with a result that says so; the same if there is none.
+
+    Steps behind it may still be given up, and ranks be on their way, so they are left out.
+    """
+    whole_commits = [commit for commit in run.commits if commit.fields is not None]
+    formed = [whole(line, "term") for line in run.of("form")]
+    is_over = run.has("clean") and not run.has("stuck")  # nodes that have ended by then are told of in any case
+    if run.result is not None or is_over or not whole_commits or not formed:
+        return run
+    newest = max(whole_commits, key=lambda commit: commit.key).fields
+    assert newest is not None, "only whole ones were taken"
+    until = whole(newest, "step")
+    result: Line = {
+        "status": "stuck" if run.has("stuck") else "running",
+        "step": until,
+        "term": max(formed),
+        "num_samples": _rows(run),
+        "coverage": newest["coverage"],
+    }
+    kept = [[line for line in process if not _is_behind(line, until)] for process in run.processes]
+    return replace(run, processes=kept, result=result)
+
+
+def _is_behind(line: Line, until: int) -> bool:
+    return line["op"] in ("step", "end") and whole(line, "step") >= until + (line["op"] == "step")
+
+
+def _rows(run: Evidence) -> int:
+    """Return how many rows the training set has."""
+    manifest = json.loads((Path(str(part(run.config, "data")["train"])) / "manifest.json").read_text())
+    return sum(sum(file["row_groups"]) for file in manifest["files"])

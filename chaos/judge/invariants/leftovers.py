@@ -1,0 +1,66 @@
+"""Invariant of what a job leaves behind: no process, no lease, no draft of a file, no shared memory.
+
+The executor looked once everything had ended (`left_behind`): null is what it could not see; what its line does not
+have at all is nothing that it could leave (a simulation has no shared memory).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from chaos.judge.evidence.run_files import (
+    Evidence,
+    Line,
+    items,
+    number,
+)
+from chaos.judge.findings import Unknown, Violated
+
+_LAST_WRITE_S = 5.0
+"""A process that a fault ends or stops may leave the file that it was at: one written so shortly before."""
+
+
+def cleanliness(run: Evidence) -> str:
+    """No process, lease, draft of a file, or shared memory of the job outlived it."""
+    ends = run.of("clean")
+    if not ends:
+        raise Unknown("nobody looked for what outlived the job")
+    looked = ends[-1]
+    found = []
+    for name, (what, check) in _CHECKS.items():
+        if name in looked:
+            if looked[name] is None:
+                raise Unknown(f"whether any {what} outlived the job could not be seen")
+            check(run, looked)
+            found.append(what)
+    if not found:
+        raise Unknown("nobody looked for what outlived the job")
+    return f"no {', '.join(found)} outlived the job"
+
+
+def _absent(name: str, told: str) -> Callable[[Evidence, Line], None]:
+    """Return the check that none of a list was left; `told` says of the first, or of all, that there was one."""
+
+    def check(run: Evidence, looked: Line) -> None:
+        if left := items(looked, name):
+            raise Violated(told.format(first=left[0], all=left))
+
+    return check
+
+
+def _drafts(run: Evidence, looked: Line) -> None:
+    """Drafts of files that nobody finished, unless a fault came upon their writer."""
+    times = [number(fault, "t") for fault in run.of("fault")]
+    for draft in items(looked, "drafts"):
+        assert isinstance(draft, list), "a pair of path and time"
+        path, written_at = str(draft[0]), float(str(draft[1]))
+        if not any(written_at - 1.0 <= at <= written_at + _LAST_WRITE_S for at in times):
+            raise Violated(f"{path} was left unfinished, and no fault came upon whoever wrote it")
+
+
+_CHECKS: Mapping[str, tuple[str, Callable[[Evidence, Line], None]]] = {
+    "orphans": ("process", _absent("orphans", "processes {all} outlived the job")),
+    "leases": ("lease", _absent("leases", "{first} outlived the job and the time to live of its lease")),
+    "drafts": ("draft", _drafts),
+    "shared_memory": ("shared memory", _absent("shared_memory", "shared memory {first} outlived the job")),
+}

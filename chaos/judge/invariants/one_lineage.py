@@ -1,0 +1,303 @@
+"""Invariants of what was published: commits form one chain, terms only grow along it, and nothing published is lost.
+
+Histories name every commit with its digest and its parent's, so the chain can be followed past what retention has
+deleted; the records that are left must say the same.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import pairwise
+
+from chaos.judge.evidence.applied import (
+    formed_at,
+    lineage_of,
+    restored_at,
+    result_of,
+    shape_of,
+)
+from chaos.judge.evidence.run_files import (
+    Commit,
+    Evidence,
+    Line,
+    items,
+    number,
+    whole,
+)
+from chaos.judge.findings import Violated
+from chaos.scenario.kinds import damages
+
+COMMITS = "commits/"
+
+
+def lineage(run: Evidence) -> str:
+    """The commits are one chain of digests from the end to the beginning, and its intervals tile [0, end)."""
+    published = _published(run)
+    _check_records(run, published)
+    _check_parents(run, published)
+    chain = list(_chain(run, published))
+    steps = [whole(commit, "step") for commit in chain]
+    if any(later <= earlier for later, earlier in pairwise(steps)):
+        raise Violated(f"the chain's steps do not grow: {steps[::-1]}")
+    for commit in run.commits:
+        _check_tiling(run, commit)
+    return f"{len(chain)} of {len(published)} commits are one chain, intervals tile [0, {steps[0]})"
+
+
+def _published(run: Evidence) -> dict[str, Line]:
+    """Return every commit by digest: those that a history tells of, and those whose publisher died before it told."""
+    published = {str(line["digest"]): line for line in run.of("commit")}
+    told = {line["key"] for line in published.values()}
+    for commit in run.commits:
+        if commit.fields is not None and commit.key not in told:
+            published[commit.digest] = {**commit.fields, "key": commit.key, "digest": commit.digest}
+    if not published:
+        raise Violated("there is no commit")
+    return published
+
+
+def _check_records(run: Evidence, published: dict[str, Line]) -> None:
+    """The records on disk are whole, and are those that the histories tell of."""
+    keys = {str(line["key"]): digest for digest, line in published.items()}
+    for commit in run.commits:
+        if commit.fields is None:
+            raise Violated(f"{commit.key} is damaged: it cannot be read")
+        if commit.key in keys and keys[commit.key] != commit.digest:
+            raise Violated(f"{commit.key} has digest {commit.digest[:12]}, it was published as {keys[commit.key][:12]}")
+        if _place(commit.key) != (commit.fields["term"], commit.fields["step"]):
+            held = f"term {commit.fields['term']}, step {commit.fields['step']}"
+            raise Violated(f"{commit.key} holds the record of {held}")
+        if published[commit.digest]["parent"] != commit.fields["parent"]:
+            raise Violated(f"{commit.key} names another parent than the history does")
+
+
+def _check_parents(run: Evidence, published: dict[str, Line]) -> None:
+    """A term's first commit continues the one that the term restored, each further one the one before."""
+    digest_of = {line["key"]: digest for digest, line in published.items()}
+    told = {str(line["digest"]) for line in run.of("commit")}
+    restored = restored_at(run)
+    heads = {term: {digest_of.get(line["commit"])} for term, line in restored.items()}
+    unseen = {term for term, line in restored.items() if line["commit"] and heads[term] == {None}}
+    for digest, line in sorted(published.items(), key=lambda item: _place(str(item[1]["key"]))):
+        term = whole(line, "term")
+        # A term that no world restored is that of a process that committed alone before it left.
+        if term in unseen:  # it went on from a commit that nobody told of and retention has deleted
+            unseen.remove(term)
+            if line["parent"] in published:
+                names = f"{published[str(line['parent'])]['key']}, but its term went on from {restored[term]['commit']}"
+                raise Violated(f"{line['key']} names the parent {names}")
+        elif line["parent"] not in heads.get(term, {line["parent"]}) and not _is_forgotten(run, published, line):
+            names = f"{str(line['parent'])[:12]}, but its term went on from {_shown(heads[term])}"
+            raise Violated(f"{line['key']} names the parent {names}")
+        # A record that was given up as lost may come to exist: the next commit continues it, or the one before.
+        heads[term] = {digest} if digest in told else {digest, *heads.get(term, set())}
+
+
+def _shown(digests: set[str | None]) -> str:
+    return " or ".join(sorted(str(digest)[:12] for digest in digests))
+
+
+def _is_forgotten(run: Evidence, published: dict[str, Line], commit: Line) -> bool:
+    """Say whether a commit's parent is one that nobody told of, for its publisher died, and that retention deleted.
+
+    Retention deletes the oldest first, so none older is left: than the parent that its record names, or the commit that
+    the term restored, if that is it.
+    """
+    place, made_at = _place(str(commit["key"])), _made_at(run)
+    at = made_at[str(commit["key"])]
+    restored = restored_at(run).get(place[0], {}).get("commit")
+    if restored is not None and restored not in {line["key"] for line in published.values()}:
+        place = _place(str(restored))
+    elif named := next((c.fields.get("parent_key") for c in run.commits if c.fields and c.key == commit["key"]), None):
+        place = _place(str(named))
+    is_oldest = not any(_place(record.key) < place and made_at.get(record.key, at) < at for record in run.commits)
+    return str(commit["parent"]) not in published and is_oldest
+
+
+def _chain(run: Evidence, published: dict[str, Line]) -> Iterator[Line]:
+    """Yield the newest commit by (term, step) and its ancestors; a parent that nobody published breaks the chain.
+
+    Behind one that is forgotten the chain goes on with what came before that one.
+    """
+    commit = max(published.values(), key=lambda line: _place(str(line["key"])))
+    for _ in published:
+        yield commit
+        if commit["parent"] is None:
+            return
+        parent = published.get(str(commit["parent"]))
+        if parent is None and _is_forgotten(run, published, commit):
+            parent = _behind_forgotten(run, published, str(commit["key"]))
+            if parent is None:
+                return
+        if parent is None:
+            raise Violated(f"{commit['key']} names a parent {str(commit['parent'])[:12]} that nobody published")
+        if whole(parent, "term") > whole(commit, "term"):
+            raise Violated(f"{commit['key']} of term {commit['term']} continues {parent['key']}, of a newer term")
+        commit = parent
+    raise Violated("the chain of parents is a circle")
+
+
+def _behind_forgotten(run: Evidence, published: dict[str, Line], key: str) -> Line | None:
+    """Return the newest commit that a commit with a forgotten parent goes on from; None if all of them are forgotten.
+
+    It is one of its own term, or the one that its term restored; if that is forgotten too, what that one goes on from.
+    Where no world restored (a process committed alone) nobody tells, and it is the newest of those not as far.
+    """
+    by_key = {str(line["key"]): line for line in published.values()}
+    while True:
+        (term, step), restore = _place(key), restored_at(run).get(_place(key)[0])
+        if mine := [other for other in by_key if _place(other)[0] == term and _place(other)[1] < step]:
+            return by_key[max(mine, key=_place)]
+        if restore is None:
+            older = [other for other in by_key if _place(other)[0] < term and _place(other)[1] < step]
+            return by_key[max(older, key=_place)] if older else None
+        if restore["commit"] is None:
+            return None
+        key = str(restore["commit"])
+        if key in by_key:
+            return by_key[key]
+        if _place(key)[0] >= term:
+            raise Violated(f"term {term} went on from {key}, which is none of an older term")
+
+
+def _check_tiling(run: Evidence, commit: Commit) -> None:
+    """A record's intervals tile [0, step), in growing terms; the last one's are those of the histories."""
+    assert commit.fields is not None, "checked before"
+    place = before = 0
+    for interval in items(commit.fields, "intervals"):
+        assert isinstance(interval, dict), "an interval is a mapping"
+        lo, hi, term = whole(interval, "lo"), whole(interval, "hi"), whole(interval, "term")
+        if lo != place or hi <= lo:
+            kind = "gap" if lo > place else "overlap"
+            raise Violated(f"{commit.key}: {kind} between step {place} and step {lo} of term {term}")
+        if term < before:
+            raise Violated(f"{commit.key}: steps of term {term} follow those of term {before}")
+        place, before = hi, term
+    step = whole(commit.fields, "step")
+    if place != step:
+        raise Violated(f"{commit.key}: its intervals end at step {place}, it is of step {step}")
+    if step == shape_of(run).total_steps and _place(commit.key) == max(_place(other.key) for other in run.commits):
+        _check_same_terms(run, commit)  # an older term's, made late, is no part of what the histories ended with
+
+
+def _check_same_terms(run: Evidence, commit: Commit) -> None:
+    """The last commit's intervals name, for every step, the term that the histories say applied it."""
+    assert commit.fields is not None, "checked before"
+    claimed = {
+        step: whole(interval, "term")
+        for interval in items(commit.fields, "intervals")
+        if isinstance(interval, dict)
+        for step in range(whole(interval, "lo") + 1, whole(interval, "hi") + 1)
+    }
+    for applied in lineage_of(run):
+        if claimed[applied.step] != applied.term:
+            by = f"applied by term {claimed[applied.step]}, by the histories it was term {applied.term}"
+            raise Violated(f"{commit.key}: step {applied.step} is said to be {by}")
+
+
+def fencing(run: Evidence) -> str:
+    """Terms grow, one world holds a term, and nothing that was published behind a newer term's back is continued."""
+    formed = formed_at(run)
+    result_term = whole(result_of(run), "term")
+    published = {result_term, *(whole(line, "term") for line in run.of("commit"))}
+    # Who froze between its claim and its first line may write that late; it counts once it publishes.
+    terms = [term for term in formed if term in published]
+    if terms != sorted(terms):
+        raise Violated(f"worlds were formed in the order of terms {terms}")
+    holders: dict[tuple[int, int], object] = {}
+    for line in run.of("form"):
+        holder = holders.setdefault((whole(line, "term"), whole(line, "rank")), line["pid"])
+        if holder != line["pid"]:
+            raise Violated(f"term {line['term']} has two ranks {line['rank']}: processes {holder} and {line['pid']}")
+    made_at = _made_at(run)
+    for line in run.of("commit"):
+        at = made_at[str(line["key"])]
+        newer = [term for term in formed if term > whole(line, "term") and formed[term] < at]
+        _check_not_continued(run, line, newer)
+    if result_term != max(formed):
+        raise Violated(f"the result is of term {result_term}, but term {max(formed)} had formed")
+    return f"terms {terms[0]} to {terms[-1]}, none extended by an older one"
+
+
+def _check_not_continued(run: Evidence, commit: Line, newer: list[int]) -> None:
+    """Nothing continues a commit that was made when a newer term had formed."""
+    if not newer:
+        return
+    children = [line for line in run.of("commit") if line["parent"] == commit["digest"]]
+    readers = [line for line in run.of("restore") if line["commit"] == commit["key"]]
+    if children or readers:
+        by = f"term {(children + readers)[0]['term']}"
+        raise Violated(f"{commit['key']} was made after term {newer[0]} had formed, and {by} continues it")
+
+
+def durability(run: Evidence) -> str:
+    """Every term goes on from the newest commit that was published before it formed, unless that was damaged.
+
+    What a term has passed over as damaged, or behind such a one, later ones need not find again: their members hold
+    what it went on from.
+    """
+    formed, commits = formed_at(run), run.of("commit")
+    times, keys = [number(commit, "t") for commit in commits], [str(commit["key"]) for commit in commits]
+    places = {key: _place(key) for key in keys}
+    passed = set[str]()
+    for term, line in sorted(restored_at(run).items()):
+        told, rightly = _told(line), _rightly_skipped(line)
+        skipped = passed | rightly
+        passed |= {key for key in rightly if "fence names it" not in told[key]}
+        before = keys[: bisect_left(times, formed[term])]
+        known = (key for key in before if places[key][0] < term and key not in skipped)
+        newest = max(known, key=places.__getitem__, default=None)
+        if newest is not None and (line["commit"] is None or _place(str(line["commit"])) < _place(newest)):
+            raise Violated(f"term {term} went on from {line['commit']}, but {newest} was published before")
+    return f"{len(commits)} commits published, none lost"
+
+
+def _told(restore: Line) -> dict[str, str]:
+    """Return the commits that a restore passed over, and why."""
+    passed = [item for item in items(restore, "skipped") if isinstance(item, list) and len(item) > 1]
+    return {str(item[0]): str(item[1]) for item in passed}
+
+
+def _rightly_skipped(restore: Line) -> set[str]:
+    """Return the commits that a restore passed over as it may: a late record comes before the one that was damaged."""
+    told = _told(restore)
+    newest_damaged = max((_place(key) for key, why in told.items() if _is_damage(why)), default=(0, 0))
+    return {key for key, why in told.items() if "late record" not in why or _place(key) < newest_damaged}
+
+
+def atomicity(run: Evidence) -> str:
+    """A commit that is there is whole: none was passed over as damaged but those of which a fault had damaged files."""
+    damaged: dict[str, float] = {}
+    for fault in run.of("fault"):
+        if damages(fault["kind"]) and fault.get("commit"):
+            damaged.setdefault(f"{COMMITS}{fault['commit']}", number(fault, "t"))
+    formed, made_at = formed_at(run), _made_at(run)
+    restores = run.of("restore")
+    for line in restores:
+        for item in items(line, "skipped"):
+            assert isinstance(item, list), "a pair of key and reason"
+            key, why = str(item[0]), str(item[1])
+            # What a world makes that was left behind already may be swept while it is made.
+            was_left_behind = any(t < made_at.get(key, 0.0) for term, t in formed.items() if term > _place(key)[0])
+            if _is_damage(why) and not was_left_behind and damaged.get(key, math.inf) > number(line, "t"):
+                raise Violated(f"term {line['term']} passed over {key}, which nobody had damaged: {why}")
+    return f"{len(restores)} restores, no commit was found in part"
+
+
+def _made_at(run: Evidence) -> dict[str, float]:
+    """Return when each commit was made: by its record, or by what a history tells of it, which may be late."""
+    told = {str(line["key"]): number({"created_at": line["t"], **line}, "created_at") for line in run.of("commit")}
+    return told | {commit.key: number(commit.fields, "created_at") for commit in run.commits if commit.fields}
+
+
+def _is_damage(why: str) -> bool:
+    """Say whether a commit was passed over for what it was, and not for its place."""
+    return "late record" not in why and "fence names it" not in why
+
+
+def _place(key: str) -> tuple[int, int]:
+    """Return the (term, step) that a commit's key names: the order of commits."""
+    term, step = key.removeprefix(COMMITS).removesuffix(".json").split("-")
+    return int(term), int(step)

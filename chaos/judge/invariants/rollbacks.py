@@ -1,0 +1,64 @@
+"""Rollbacks: who had applied steps of a branch that its world does not go on from says how many it gives up.
+
+In `live` mode a process may have been frozen while others went on without it, and published. It is told here from the
+histories what each process had, and what its next world went on with: the process has to say the same.
+"""
+
+from __future__ import annotations
+
+from chaos.judge.evidence.applied import branch_of, pids_of, reached_by
+from chaos.judge.evidence.run_files import Evidence, Line, whole
+from chaos.judge.findings import Violated
+
+Branch = list[tuple[int, int, int]]
+
+
+def check_rollbacks(run: Evidence) -> None:
+    """Compare what processes said that they gave up with what they did.
+
+    Of who was in a world that broke before it had restored nobody knows what it was given there: it may say so later.
+    """
+    pids = {(whole(line, "term"), whole(line, "rank")): whole(line, "pid") for line in run.of("form")}
+    told, restores = _by_pid(run, "rollback", pids), _by_pid(run, "restore", pids)
+    if not any("applied_by" in line for line in restores.values()):
+        return  # a history of before rollbacks were told
+    had: dict[int, tuple[int, int]] = {}
+    unsure: set[int] = set()
+    for term, members in sorted(pids_of(run).items()):
+        for pid in members:
+            line = restores.get((term, pid))
+            if line is None:
+                unsure.add(pid)
+                continue
+            if pid in had and pid not in unsure:
+                _check(run, had[pid], line, told.get((term, pid)), pid)
+            unsure.discard(pid)
+            had[pid] = term, reached_by(run).get((term, pid), whole(line, "step"))
+
+
+def _by_pid(run: Evidence, op: str, pids: dict[tuple[int, int], int]) -> dict[tuple[int, int], Line]:
+    """Return an operation's lines by (term, pid)."""
+    places = [((whole(line, "term"), whole(line, "rank")), line) for line in run.of(op)]
+    return {(place[0], pids[place]): line for place, line in places if place in pids}
+
+
+def _check(run: Evidence, before: tuple[int, int], restore: Line, rollback: Line | None, pid: int) -> None:
+    term, step = whole(restore, "term"), whole(restore, "step")
+    kept = _in_common(branch_of(run, *before), branch_of(run, term, step))
+    said = None if rollback is None else (whole(rollback, "from_step"), whole(rollback, "to_step"))
+    if said != ((before[1], kept) if kept < before[1] else None):
+        says = "nothing" if said is None else f"steps {said[0]} down to {said[1]}"
+        had = f"process {pid} had step {before[1]} in term {before[0]}, of which term {term} kept {kept}"
+        raise Violated(f"{had}: it says that it gave up {says}")
+
+
+def _in_common(one: Branch, other: Branch) -> int:
+    """Return how many steps two branches have in common."""
+    step = 0
+    for mine, theirs in zip(one, other, strict=False):
+        if mine[0] != theirs[0] or mine[1] != theirs[1]:
+            break
+        step = min(mine[2], theirs[2])
+        if mine[2] != theirs[2]:
+            break
+    return step

@@ -1,0 +1,197 @@
+"""Invariants of a run of somebody's script: what can be asked of it from outside, and of what its hook has logged.
+
+Faults, deaths, RPO, RTO and cleanliness are those of our own runs. Nothing is asked of commits, lanes and hashes: of
+those a script tells nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from chaos.judge.evidence.applied import (
+    formed_at,
+    newest_steps,
+    restored_at,
+    steps_of,
+)
+from chaos.judge.evidence.run_files import (
+    Evidence,
+    Line,
+    number,
+    whole,
+)
+from chaos.judge.evidence.script_samples import (
+    Tally,
+    counts_of,
+    kept_steps,
+    logs_ids,
+    tallies_of,
+    untold,
+    where_applied,
+)
+from chaos.judge.findings import (
+    Finding,
+    Unknown,
+    Violated,
+    find,
+)
+from chaos.judge.invariants import departures, leftovers, whole_run
+from chaos.scenario.kinds import ends_world
+
+
+def finished(run: Evidence) -> str:
+    """The job came to its end: an agent ended with exit code 0."""
+    codes = {line["node"]: line["code"] for line in run.of("exit")}
+    if 0 not in codes.values():
+        ended = ", ".join(f"node {node} with code {code}" for node, code in codes.items()) or "no agent by itself"
+        raise Violated(f"no agent ended well: {ended}")
+    return f"agents ended with codes {', '.join(str(code) for code in codes.values())}"
+
+
+def faults(run: Evidence) -> str:
+    """All faults were injected, and each was followed by a new world: by its steps, if the script logs them."""
+    for line in [*run.of("stuck"), *run.of("unseen")]:
+        raise Unknown(str(line["why"]).partition("\n")[0])
+    if not run.of("fault"):
+        raise Unknown("no fault was injected, so recovery was not put to the test")
+    return whole_run.faults(run) if logs_ids(run) else restarts(run)
+
+
+def restarts(run: Evidence) -> str:
+    """After every fault that ends a world a new one's processes were started; returns how long that took."""
+    seconds = restarted_in(run)
+    if not run.of("fault"):
+        raise Unknown("no fault was injected")
+    missing = [fault for fault in _ending(run) if number(fault, "t") not in seconds]
+    if missing:
+        raise Unknown(f"no process was started after {missing[0]['kind']} on node {missing[0]['node']}")
+    if not seconds:
+        return f"no world had to be started anew: {len(run.of('fault'))} faults may be ridden out"
+    return f"{min(seconds.values()):.2f} to {max(seconds.values()):.2f} s until the next world's processes ran"
+
+
+def restarted_in(run: Evidence) -> dict[float, float]:
+    """Return, by the time of each fault that ends a world, the seconds until all of the next one's processes ran."""
+    started: dict[int, float] = {}
+    for line in run.of("form"):
+        term = whole(line, "term")
+        started[term] = max(number(line, "started_at"), started.get(term, 0.0))
+    formed, seconds = formed_at(run), {}
+    for fault in _ending(run):
+        at = number(fault, "t")
+        following = [term for term, t in formed.items() if t > at]
+        if following:
+            seconds[at] = started[min(following)] - at
+    return seconds
+
+
+def _ending(run: Evidence) -> list[Line]:
+    """Return the faults that always end a world; others may be ridden out, with nobody started anew."""
+    return [fault for fault in run.of("fault") if ends_world(fault["kind"])]
+
+
+def agreement(run: Evidence) -> str:
+    """All ranks of a world go through the same steps of the same epochs, and skip none."""
+    kept_steps(run)
+    steps = steps_of(run)
+    begun = {term: whole(line, "step") for term, line in restored_at(run).items()}
+    for (term, step), lines in steps.items():
+        epochs = {line["epoch"] for line in lines}
+        if len(epochs) > 1:
+            raise Violated(f"step {step} of term {term} is of the epochs {sorted(str(epoch) for epoch in epochs)}")
+        ranks = [line["rank"] for line in lines]
+        if len(ranks) != len(set(ranks)):
+            raise Violated(f"step {step} of term {term} was logged twice by a rank")
+    for term, newest in newest_steps(steps).items():
+        missing = next((step for step in range(begun[term] + 1, newest) if (term, step) not in steps), None)
+        if missing is not None:
+            raise Violated(f"term {term} applied step {newest}, but not step {missing}")
+    return f"{len(steps)} steps of {len(begun)} worlds, all ranks agree on each"
+
+
+def coverage(run: Evidence, reference: Evidence | None) -> str:
+    """Every row of every epoch was applied exactly once, by the steps that the end is made of."""
+    counts, expected = counts_of(run), _expected(reference)
+    last, tallies = max(counts), tallies_of(run)
+    # What faults have caused is told before what is so without them.
+    for epoch in sorted(counts, key=lambda epoch: (tallies[epoch] == expected.get(epoch), epoch)):
+        times = counts[epoch]
+        # A job that ends inside an epoch without faults may do so with them.
+        is_cut_short = epoch == last and epoch in expected and expected[epoch].num_skipped > 0
+        wrong = np.flatnonzero(times > 1 if is_cut_short else times != 1)
+        if wrong.size and (times[wrong] > 1).any():
+            row = int(wrong[times[wrong] > 1][0])
+            often = f"epoch {epoch}: row {row} was applied {int(times[row])} times, in {where_applied(run, epoch, row)}"
+            raise Violated(f"{often}; {_in_all(run, expected)}")
+        if wrong.size and (reason := untold(run)) is not None:
+            raise Unknown(reason)
+        if wrong.size:
+            raise Violated(f"epoch {epoch}: row {int(wrong[0])} was never applied; {_in_all(run, expected)}")
+    rows = {len(times) for times in counts.values()}
+    return f"{len(counts)} epochs of {' or '.join(str(size) for size in sorted(rows))} rows, each row exactly once"
+
+
+def _expected(reference: Evidence | None) -> dict[int, Tally]:
+    """Return what the run without faults came to; nothing if it tells nothing."""
+    try:
+        return tallies_of(reference) if reference is not None else {}
+    except (Unknown, Violated):
+        return {}
+
+
+def _in_all(run: Evidence, expected: dict[int, Tally]) -> str:
+    tallies = tallies_of(run).values()
+    own = Tally(0, sum(tally.num_repeated for tally in tallies), sum(tally.num_skipped for tally in tallies))
+    if not expected:
+        return f"in all {own}"
+    plain = expected.values()
+    without = Tally(0, sum(tally.num_repeated for tally in plain), sum(tally.num_skipped for tally in plain))
+    return f"in all {own}; without faults {without}"
+
+
+def rpo(run: Evidence) -> str:
+    """Every applied step beyond the lineage is one that a later world gave up."""
+    kept_steps(run)
+    return whole_run.rpo(run)
+
+
+def rto(run: Evidence) -> str:
+    """Every fault is followed by a next world's first applied step; returns how long that took."""
+    if not logs_ids(run):
+        raise Unknown("the script logs no steps; three lines make it: see chaos.hook")
+    return whole_run.rto(run)
+
+
+def deaths(run: Evidence) -> str:
+    """Every new world that trained, every process without an end, and every node that failed has a fault."""
+    return departures.deaths(_without_idle(run) if logs_ids(run) else run)
+
+
+def _without_idle(run: Evidence) -> Evidence:
+    """Leave out worlds that formed on the way and applied nothing: torchrun may try more than once after a fault."""
+    trained = {term for term, _ in steps_of(run)} | {max(formed_at(run))}
+    processes = [
+        [line for line in process if line["op"] != "form" or line["term"] in trained] for process in run.processes
+    ]
+    return Evidence(run.folder, processes, run.commits, run.config, run.result, run.witness)
+
+
+INVARIANTS: dict[str, Callable[[Evidence], str]] = {
+    "finished": finished,
+    "faults": faults,
+    "deaths": deaths,
+    "restarts": restarts,
+    "agreement": agreement,
+    "rpo": rpo,
+    "rto": rto,
+    "cleanliness": leftovers.cleanliness,
+}
+
+
+def judge(run: Evidence, reference: Evidence | None) -> list[Finding]:
+    """Return every invariant's finding on a script's run."""
+    findings = [find(name, partial(check, run)) for name, check in INVARIANTS.items()]
+    return [*findings, find("coverage", partial(coverage, run, reference))]

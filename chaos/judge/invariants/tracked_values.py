@@ -1,0 +1,152 @@
+"""Invariant of what was tracked: one value for each metric and step, and it is the value of the step that was kept.
+
+A term's file says what it measured; of it holds what it wrote of steps that the lineage has by the same terms. What the
+tracker held in the end was asked by the executor (`tracked`), for the checker speaks to nobody.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+
+from chaos.judge.evidence.applied import branch_of, lineage_of, restored_at
+from chaos.judge.evidence.run_files import (
+    Evidence,
+    Line,
+    items,
+    number,
+    part,
+    whole,
+)
+from chaos.judge.findings import Unknown, Violated
+
+_MEASURED = ("train/", "validation/")
+"""Metrics of a step itself; of others, saves say, several may be told of at one step."""
+_LOSS = "train/loss"
+
+Values = dict[tuple[str, int], float]
+
+
+def tracking(run: Evidence) -> str:
+    """Every metric has one value a step, that of the step which was kept, in the run's files and in the tracker."""
+    kept = kept_values(run)
+    if not kept:
+        raise Unknown("no metric was logged")
+    losses = {applied.step: applied.lines[0]["loss"] for applied in lineage_of(run) if applied.lines}
+    num_compared = 0
+    for (name, step), value in kept.items():
+        if name == _LOSS and step in losses and math.isfinite(value):
+            num_compared += 1
+            if value != losses[step]:
+                raise Violated(f"step {step}: {name} was logged as {value}, the step's loss was {losses[step]}")
+    told = f"{len(kept)} values of {len({name for name, _ in kept})} metrics, {num_compared} losses are those applied"
+    if _tracker_of(run) is None:
+        return f"{told}; the run has no tracker"
+    if run.tracked is None:
+        raise Unknown("nobody looked at what the tracker holds")
+    return f"{told}; the tracker holds {_check_tracked(run, run.tracked, kept)}, once each"
+
+
+def kept_values(run: Evidence) -> Values:
+    """Return what holds of all terms' files: of each what it wrote while its branch was the lineage's."""
+    kept: Values = {}
+    for term, lines in sorted((run.metrics or {}).items()):
+        last, own = _last_kept(run, term), dict[tuple[str, int], float]()
+        for line in lines:
+            for name, value in part(line, "values").items() if "values" in line else ():
+                place = (name, whole(line, "step"))
+                measured = number({name: value}, name)
+                if name.startswith(_MEASURED) and not _same(own.get(place, measured), measured):
+                    twice = f"{name} of step {place[1]} as {own[place]} and as {measured}"
+                    raise Violated(f"term {term} logged {twice}")
+                own[place] = measured
+        kept |= {place: value for place, value in own.items() if place[1] <= last}
+    return kept
+
+
+def _last_kept(run: Evidence, term: int) -> float:
+    """Return the last step up to which what a term logged holds; below 0 if nothing does.
+
+    A term may log of the step that it began at, too: it validates what a term before it did not get to.
+    """
+    lineage = lineage_of(run)
+    own = max((applied.step for applied in lineage if applied.term == term), default=None)
+    if own is not None or term not in restored_at(run):
+        return -1 if own is None else own
+    begun = whole(restored_at(run)[term], "step")
+    branch = [one for one, lo, hi in branch_of(run, term, begun) for _ in range(lo, hi)]
+    return begun if branch == [applied.term for applied in lineage[:begun]] else -1
+
+
+def _tracker_of(run: Evidence) -> object:
+    told = run.config.get("tracking")
+    return told.get("mlflow_uri") if isinstance(told, dict) else None
+
+
+def _check_tracked(run: Evidence, tracked: Line, kept: Values) -> str:
+    """Check what the tracker holds against the files; return how much that is.
+
+    A tracker forgets nothing: of steps that were settled by a commit which was damaged then, it keeps what it was sent.
+    """
+    num_values, again, logged = 0, _settled_in_vain(run), _logged(run)
+    for name, points in tracked.items():
+        assert isinstance(points, list), "the executor writes lists"
+        often = Counter(step for step, _ in points)
+        for step, value in points:
+            num_values += 1
+            if often[step] > 1:
+                raise Violated(f"the tracker holds {often[step]} values of {name} at step {step}")
+            if not name.startswith(_MEASURED) or (step in again and value in logged[name, step]):
+                continue
+            if (name, step) not in kept:
+                raise Violated(f"the tracker holds {name} of step {step}, which no term that was kept has logged")
+            if not _same(kept[name, step], value):
+                raise Violated(f"the tracker holds {value} as {name} of step {step}, logged was {kept[name, step]}")
+    held = {(name, step) for name, points in tracked.items() if isinstance(points, list) for step, _ in points}
+    owed = {place for place in kept if place[0].startswith(_MEASURED)} - _logged_late(run)
+    missing = len(owed - held)
+    if missing:
+        raise Unknown(f"{missing} values did not reach the tracker: `elastic-train sync` sends them")
+    return f"{num_values} values"
+
+
+def _logged(run: Evidence) -> dict[tuple[str, int], set[object]]:
+    """Return all that any term has logged for each metric and step."""
+    logged = defaultdict[tuple[str, int], set[object]](set)
+    for lines in (run.metrics or {}).values():
+        for line in lines:
+            for name, value in part(line, "values").items() if "values" in line else ():
+                logged[name, whole(line, "step")].add(value)
+    return logged
+
+
+def _logged_late(run: Evidence) -> set[tuple[str, int]]:
+    """Return what a term logged when a newer one had begun: a leader that was stopped before, and went on.
+
+    The tracker may hold later steps by then, and who sends looks at nothing below those.
+    """
+    late, began = set[tuple[str, int]](), math.inf
+    for _, lines in sorted((run.metrics or {}).items(), reverse=True):
+        late |= {
+            (name, whole(x, "step"))
+            for x in lines
+            if "values" in x and number(x, "t") > began
+            for name in part(x, "values")
+        }
+        began = min([began, *(number(line, "t") for line in lines[:1])])
+    return late
+
+
+def _settled_in_vain(run: Evidence) -> set[int]:
+    """Return the steps that a commit held which was passed over as damaged: they are computed again."""
+    steps = set[int]()
+    for line in run.of("restore"):
+        passed = [str(item[0]) for item in items(line, "skipped") if isinstance(item, list)]
+        furthest = max((int(key.rpartition("-")[2].partition(".")[0]) for key in passed), default=0)
+        steps.update(range(whole(line, "step") + 1, furthest + 1))
+    return steps
+
+
+def _same(value: float, other: float) -> bool:
+    """Compare what was logged; trackers write infinities in ways of their own."""
+    return value == other or not (math.isfinite(value) and math.isfinite(other))

@@ -1,0 +1,181 @@
+"""Invariants of the run as a whole: it ended, faults were really injected and cost what they should, and it went on.
+
+These are the checks that keep the others honest: without a fault a good verdict would prove nothing, so it is unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from chaos.judge.evidence.applied import (
+    formed_at,
+    is_live,
+    lineage_of,
+    pids_of,
+    reached_by,
+    restored_at,
+    result_of,
+    steps_of,
+)
+from chaos.judge.evidence.fault_windows import Spells, patience_of, spells_of
+from chaos.judge.evidence.recovery_cost import (
+    Recovery,
+    behind_the_last_step,
+    fault_kind,
+    fault_name,
+    recoveries,
+    ridden_out,
+)
+from chaos.judge.evidence.run_files import Evidence, number, whole
+from chaos.judge.findings import Unknown, Violated
+from chaos.judge.invariants.rollbacks import check_rollbacks
+
+_KILLS = ("kill_worker", "kill_node")
+
+
+def finished(run: Evidence) -> str:
+    """The job came to its end and said so."""
+    result = result_of(run)
+    if result["status"] == "running":
+        raise Unknown(f"the job has not ended; it is judged up to its commit of step {result['step']}")
+    if result["status"] != "done":
+        raise Violated(f"the job ended as {result['status']} at step {result['step']}")
+    return f"done at step {result['step']} in term {result['term']}"
+
+
+def faults(run: Evidence) -> str:
+    """All faults came, each changed the world or was ridden out, and a kill at a drawn step lost applied steps."""
+    injected = run.of("fault")
+    if not is_soak(run) and (missed := run.of("missed")):
+        raise Unknown(f"{fault_kind(missed[0])} never came: {missed[0].get('why', 'nobody came there')}")
+    if not injected:
+        raise Unknown("no fault was injected, so recovery was not put to the test")
+    recovered = {recovery.place: recovery for recovery in recoveries(run)}
+    spared = ridden_out(run)
+    late = behind_the_last_step(run)
+    for place, fault in enumerate(injected):
+        recovery = recovered.get(place)
+        if recovery is None and (place in spared or place in late):
+            continue
+        if recovery is None:
+            raise Unknown(f"{fault_name(fault)} changed nothing: no newer world has applied a step after it")
+        if not is_live(run) and fault["kind"] in _KILLS and fault.get("is_drawn") and recovery.rpo_steps == 0:
+            raise Unknown(f"{fault_name(fault)} lost no applied step: it was not put to the test that they come back")
+    kinds = len({fault_kind(fault) for fault in injected})
+    told = f"{len(injected)} faults of {kinds} kinds, {len(formed_at(run))} terms"
+    if spared or late:
+        ended = f", {len(late)} behind the last step" if late else ""
+        return f"{told}: {len(recovered)} followed by a new world's steps, {len(spared)} ridden out{ended}"
+    return f"{told}, each fault followed by a new world's steps"
+
+
+def is_soak(run: Evidence) -> bool:
+    """Say whether a run's faults were drawn without end, of which many miss: each of them waits until all is well."""
+    return run.has("healed")
+
+
+def rpo(run: Evidence) -> str:
+    """Every applied step beyond the lineage is one that a later world gave up: none was computed again unseen."""
+    costs, spared = recoveries(run), ridden_out(run)
+    if not costs and not spared:
+        raise Unknown("nothing was recovered from")
+    if is_live(run):
+        check_kept(run)
+    check_rollbacks(run)
+    last = max(restored_at(run))
+    beyond = set(steps_of(run)) - {(applied.term, applied.step) for applied in lineage_of(run)}
+    for term, step in sorted(beyond):
+        if term >= last:
+            raise Violated(f"step {step} of term {term} is not in the lineage, and no later world gave it up")
+    if not costs:
+        return f"{len(beyond)} applied steps computed again; {len(spared)} faults were ridden out"
+    return f"{len(beyond)} applied steps computed again, at most {max(cost.rpo_steps for cost in costs)} a fault"
+
+
+def check_kept(run: Evidence) -> None:
+    """No process that lives on in the next world gave up a step that it had applied."""
+    for pid, step, before, kept, after in _given_up(run):
+        raise Violated(f"process {pid} had applied step {step} in term {before}, term {after} began at {kept}")
+
+
+def given_up(run: Evidence) -> int:
+    """Return the most applied steps that a process which lives on in the next world gave up."""
+    return max((step - kept for _, step, _, kept, _ in _given_up(run)), default=0)
+
+
+def _given_up(run: Evidence) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield process, step and term before, step and term after, where a process gave up applied steps."""
+    pids, restored = pids_of(run), restored_at(run)
+    # A world that broke before its state was agreed on has no restore, and applied nothing.
+    for before, after in pairwise(term for term in formed_at(run) if term in restored):
+        for pid in pids[before] & pids[after]:
+            step, kept = reached_by(run).get((before, pid), 0), whole(restored[after], "step")
+            if step > kept:
+                yield pid, step, before, kept, after
+
+
+def rto(run: Evidence) -> str:
+    """Every fault is followed by a next world's first applied step in its spell, or was ridden out; tells how long."""
+    costs, spared = recoveries(run), ridden_out(run)
+    for cost in costs:
+        late_s = cost.at + cost.rto_s - _due_at(run, cost)
+        if late_s > 0:
+            what = (
+                f"{fault_name(run.of('fault')[cost.place])}: the next world's first step came {cost.rto_s:.1f} s later"
+            )
+            raise Violated(f"{what}, {late_s:.1f} s after all should have been over")
+    num_others = len(spared) + len(behind_the_last_step(run))
+    if len(costs) + num_others < len(run.of("fault")) or (not costs and not spared):
+        raise Unknown(f"{len(costs)} of {len(run.of('fault')) - num_others} faults were recovered from")
+    if not costs:
+        return f"no world had to be formed anew: {len(spared)} faults were ridden out"
+    return f"{min(cost.rto_s for cost in costs):.2f} to {max(cost.rto_s for cost in costs):.2f} s to the next step"
+
+
+def _due_at(run: Evidence, cost: Recovery) -> float:
+    """Return when a fault's next world had to have applied its first step.
+
+    A small world takes long over a step, and makes room for whoever comes back behind the one that it tells of them in:
+    the second, at the latest, that it applies when nothing is wrong any more.
+    """
+    over, came = spells_of(run).until(cost.at), cost.at + cost.rto_s
+    if came <= over:
+        return over
+    applied = (
+        min(number(line, "t") for line in lines) for (term, _), lines in steps_of(run).items() if term < cost.term
+    )
+    boundaries = sorted(t for t in applied if over < t < came)[:2]
+    return boundaries[-1] + patience_of(run) if boundaries else over
+
+
+def liveness(run: Evidence) -> str:
+    """Steps go on wherever no fault holds them up; and where all was undone, the whole world trained again."""
+    for line in run.of("stuck"):
+        raise Violated(str(line["why"]))
+    times = [number(line, "t") for line in run.of("step")]
+    patience_s, spells, longest_s = patience_of(run), spells_of(run), 0.0
+    for before, after in pairwise(times):
+        longest_s = max(longest_s, after - before)
+        if after - before > patience_s and (quiet_s := _longest_quiet_s(spells, before, after)) > patience_s:
+            raise Violated(
+                f"no step was applied for {after - before:.1f} s, {quiet_s:.1f} s of which nothing was wrong"
+            )
+    if len(times) < 2:
+        raise Unknown("no two steps were recorded")
+    told = f"at most {longest_s:.1f} s between two lines of applied steps"
+    if not (seconds := sorted(number(line, "seconds") for line in run.of("healed"))):
+        return told
+    half = seconds[(len(seconds) - 1) // 2]
+    return (
+        f"{len(seconds)} times whole again after all was undone: p50 {half:.1f} s, at most {seconds[-1]:.1f} s; {told}"
+    )
+
+
+def _longest_quiet_s(spells: Spells, since: float, until: float) -> float:
+    """Return the longest part of an interval that is in no spell."""
+    quiet_s, at = 0.0, since
+    for begin, end in zip(spells.begins, spells.ends, strict=True):
+        if begin < until and end > at:
+            quiet_s, at = max(quiet_s, begin - at), end
+    return max(quiet_s, until - at)

@@ -1,0 +1,192 @@
+"""The verdict: what the checker found and what the faults cost, as verdict.json and as a short table.
+
+Computed from files on disk alone, so `elastic-chaos check` can repeat it long after the run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Group as Lines
+from rich.table import Table
+from rich.text import Text
+
+from chaos.errors import ChaosError
+from chaos.judge.checker import judge
+from chaos.judge.evidence.holes import coverage_counts
+from chaos.judge.evidence.recovery_cost import Recovery, fault_kind, recoveries
+from chaos.judge.evidence.run_files import (
+    Evidence,
+    Line,
+    collect,
+    told,
+    whole,
+)
+from chaos.judge.evidence.script_samples import counts_of, is_script
+from chaos.judge.evidence.unfinished import so_far
+from chaos.judge.findings import Finding, Unknown, Violated
+
+MOST_COSTS = 30
+"""Recoveries that are shown one by one."""
+FAULTED, REFERENCE, VERDICT, REPORT = "faulted", "reference", "verdict.json", "report.html"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Everything that was found on a run, and the evidence for it; `fields` is what verdict.json holds."""
+
+    run: Evidence
+    reference: Evidence | None
+    findings: list[Finding]
+    recoveries: list[Recovery]
+    fields: dict[str, object]
+
+    @property
+    def is_valid(self) -> bool:
+        return all(finding.truth == "true" for finding in self.findings)
+
+
+def examine(folder: Path) -> Verdict:
+    """Judge the run in <folder>/faulted, against <folder>/reference if that was run, and write verdict.json.
+
+    One that has not ended is judged as far as it has come.
+    """
+    if not (folder / FAULTED / "history").is_dir():
+        raise ChaosError(f"{folder}: no {FAULTED}/history there; give the folder of an `elastic-chaos run`")
+    run = so_far(collect(folder / FAULTED))
+    reference = collect(folder / REFERENCE) if (folder / REFERENCE / "history").is_dir() else None
+    verdict = weigh(run, reference)
+    (folder / VERDICT).write_text(json.dumps(verdict.fields, indent=2) + "\n")
+    return verdict
+
+
+def weigh(run: Evidence, reference: Evidence | None) -> Verdict:
+    """Judge evidence, wherever it comes from."""
+    findings, costs = judge(run, reference), _costs(run)
+    return Verdict(run, reference, findings, costs, _fields(run, reference, findings, costs))
+
+
+def _fields(
+    run: Evidence, reference: Evidence | None, findings: list[Finding], costs: list[Recovery]
+) -> dict[str, object]:
+    result, expected = run.result or {}, (reference.result if reference else None) or {}
+    metrics, expected_metrics = _metrics(result), _metrics(expected)
+    return {
+        "valid": all(finding.truth == "true" for finding in findings),
+        "weights_sha256": result.get("weights_sha256"),
+        "reference_weights_sha256": expected.get("weights_sha256"),
+        "coverage": _coverage(run, result),
+        "holes": result.get("holes", []),
+        "rpo_steps": max((cost.rpo_steps for cost in costs), default=None),
+        "rto_s": max((round(cost.rto_s, 3) for cost in costs), default=None),
+        "rpo_distribution": _distribution([float(cost.rpo_steps) for cost in costs]),
+        "rto_distribution": _distribution([cost.rto_s for cost in costs]),
+        "faults_by_kind": dict(sorted(Counter(fault_kind(fault) for fault in _lines(run, "fault")).items())),
+        "faults": [{key: value for key, value in fault.items() if key != "op"} for fault in _lines(run, "fault")],
+        "recoveries": [asdict(cost) for cost in costs],
+        "validation": {
+            "macro_f1": metrics.get("macro_f1"),
+            "reference_macro_f1": expected_metrics.get("macro_f1"),
+            "loss": metrics.get("loss"),
+            "reference_loss": expected_metrics.get("loss"),
+        },
+        "mlflow_run_id": result.get("mlflow_run_id"),
+        "reference_mlflow_run_id": expected.get("mlflow_run_id"),
+        "seed": told(run, "seed"),
+        "scenario": told(run, "name"),
+        "replay": _replay(run),
+        "invariants": [asdict(finding) for finding in findings],
+    }
+
+
+def _distribution(values: list[float]) -> dict[str, float] | None:
+    """Return quantiles that were observed, by nearest rank; None of nothing."""
+    ranked = sorted(values)
+    quantiles = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
+    at = {name: ranked[math.ceil(part * len(ranked)) - 1] for name, part in quantiles.items()} if ranked else None
+    return at and {"count": len(ranked), "min": ranked[0], **{name: round(value, 3) for name, value in at.items()}}
+
+
+def _lines(run: Evidence, op: str) -> list[Line]:
+    """Return an operation's lines as they were written, those without a time, too."""
+    return [line for process in run.processes for line in process if line["op"] == op]
+
+
+def _replay(run: Evidence) -> str | None:
+    """Return the command that injects the same faults at the same steps again."""
+    if told(run, "replay"):
+        return str(told(run, "replay"))
+    name = told(run, "name")
+    return f"elastic-chaos run {name} --seed {told(run, 'seed')}" if name else None
+
+
+def _coverage(run: Evidence, result: Line) -> dict[str, int | None]:
+    try:
+        least, most = _script_counts(run) if is_script(run) else coverage_counts(run)
+        return {"min": least, "max": most, "samples": whole(result, "num_samples")}
+    except (KeyError, TypeError, ValueError, Violated, Unknown):
+        return {"min": None, "max": None, "samples": None}
+
+
+def _script_counts(run: Evidence) -> tuple[int, int]:
+    counts = counts_of(run).values()
+    return min(int(times.min()) for times in counts), max(int(times.max()) for times in counts)
+
+
+def _costs(run: Evidence) -> list[Recovery]:
+    """Return what the faults cost; nothing where the histories do not tell, which `rpo` and `rto` then say."""
+    try:
+        return recoveries(run)
+    except (KeyError, TypeError, ValueError, Violated, Unknown):
+        return []
+
+
+def _metrics(result: Line) -> Line:
+    metrics = result.get("metrics")
+    return metrics if isinstance(metrics, dict) else {}
+
+
+def render(verdict: Verdict) -> Lines:
+    """Return the verdict as tables for people."""
+    findings = Table("invariant", "verdict", "because", title=None, header_style="bold")
+    colours = {"true": "green", "false": "bold red", "unknown": "yellow"}
+    for finding in verdict.findings:
+        findings.add_row(finding.invariant, Text(finding.truth, style=colours[finding.truth]), Text(finding.why))
+    costs = Table("fault", "term", "steps lost", "seconds to next step", "detect", "form", "restore", "warm")
+    for cost in verdict.recoveries[:MOST_COSTS]:
+        parts = (cost.detect_s, cost.form_s, cost.restore_s, cost.warm_s)
+        shown = ["-" if part is None else f"{part:.2f}" for part in parts]
+        what = cost.kind if cost.node is None else f"{cost.kind} {cost.node}"
+        costs.add_row(what, str(cost.term), str(cost.rpo_steps), f"{cost.rto_s:.2f}", *shown)
+    fields = verdict.fields
+    told = [
+        f"{what.upper()}, {unit}: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+        for what, unit in (("rto", "seconds to the next step"), ("rpo", "steps lost"))
+        if isinstance(found := fields[f"{what}_distribution"], dict)
+    ]
+    rows = Table("", "with faults", "without", header_style="bold")
+    rows.add_row("weights sha256", str(fields["weights_sha256"])[:24], str(fields["reference_weights_sha256"])[:24])
+    validation = fields["validation"]
+    assert isinstance(validation, dict), "made above"
+    for name in ("macro_f1", "loss"):
+        rows.add_row(f"validation {name}", _shown(validation[name]), _shown(validation[f"reference_{name}"]))
+    rows.add_row("MLflow run", str(fields["mlflow_run_id"]), str(fields["reference_mlflow_run_id"]))
+    coverage = fields["coverage"]
+    assert isinstance(coverage, dict), "made above"
+    rest = [] if is_script(verdict.run) else [rows]  # a script tells of no weights
+    times = f"each of {coverage['samples']} samples counted {coverage['min']} to {coverage['max']} times an epoch"
+    times = times if coverage["min"] is not None else "how often samples counted is not known"
+    if holes := fields["holes"]:
+        assert isinstance(holes, list), "made by the trainer"
+        listed = ", ".join(f"[{hole['lo']}, {hole['hi']}) from step {hole['since']} on" for hole in holes)
+        times += f"; could not be read, and are left out: {listed}"
+    outcome = Text("VALID", style="bold green") if verdict.is_valid else Text("NOT VALID", style="bold red")
+    return Lines(findings, costs, Text("\n".join(told)), *rest, Text(times), outcome)
+
+
+def _shown(value: object) -> str:
+    return f"{value:.6f}" if isinstance(value, float) else "-"

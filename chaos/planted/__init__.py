@@ -1,0 +1,1 @@
+"""Planted bugs: damage to the files of a valid run that a verdict must find."""

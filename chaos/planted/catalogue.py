@@ -1,0 +1,95 @@
+"""Planted bugs: what went wrong, the traces that it leaves in a run's files, and the invariant that must break.
+
+A checker that has never failed has proved nothing. Planting an entry of `PLANTED` in a copy of a good run and judging
+the copy must give the named invariant the named truth; every invariant has at least one entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from chaos.judge.findings import Truth
+from chaos.planted import damage, damage_around, damage_commits
+
+
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """A bug: what went wrong, how to leave its traces in a run's folder, and what the judge must say."""
+
+    name: str
+    bug: str
+    plant: Callable[[Path], None]
+    invariant: str
+    truth: Truth = "false"
+
+
+PLANTED = (
+    Planted("repeat", "a step's samples applied twice", damage.repeat, "coverage"),
+    Planted("skip", "a step's samples applied by nobody", damage.skip, "coverage"),
+    Planted("fetched-cursor", "resumed from what was fetched instead of applied", damage.fetched_cursor, "coverage"),
+    Planted("dropped-tail", "the last short step left out", damage.dropped_tail, "coverage"),
+    Planted("filtered-rows", "a row with missing metadata filtered out", damage.filtered_rows, "coverage"),
+    Planted("unlisted-hole", "samples left out, and nobody says which", damage.unlisted_hole, "coverage"),
+    Planted("silent-drop", "a hole that lists other samples than are missing", damage.other_hole, "sums"),
+    Planted("disagreement", "ranks with different sums", damage.disagreement, "agreement"),
+    Planted("skipped-line", "a rank that skipped a step", damage.skipped_line, "agreement"),
+    Planted("one-ranks-weights", "a rank that ended with weights of its own", damage.one_ranks_weights, "agreement"),
+    Planted("stale-lanes", "wrong lanes after the world changed", damage.stale_lanes, "partition"),
+    Planted("idle-lane", "a lane that nobody owns", damage.idle_lane, "partition"),
+    Planted("wrong-sum", "a sample in place of another", damage.wrong_sum, "sums"),
+    Planted("miscounted-commit", "coverage sums that ran ahead of the commit", damage.miscounted_commit, "sums"),
+    Planted("witness-repeat", "a sample applied twice", damage.witness_repeat, "witness"),
+    Planted("witness-skip", "a sample left out", damage.witness_skip, "witness"),
+    Planted("witness-swap", "a sample in place of another", damage.witness_swap, "witness"),
+    Planted("lost-witness", "no counts of the witness", damage.lost_witness, "witness", "unknown"),
+    Planted("damaged-record", "a flipped byte, no digest checked", damage_commits.damaged_record, "lineage"),
+    Planted("torn-record", "a record that was published before it was whole", damage_commits.torn_record, "lineage"),
+    Planted("wrong-parent", "a commit beside the lineage", damage_commits.wrong_parent, "lineage"),
+    Planted("interval-gap", "a step in no interval", damage_commits.interval_gap, "lineage"),
+    Planted("interval-overlap", "a step in two intervals", damage_commits.interval_overlap, "lineage"),
+    Planted("wrong-terms", "steps credited to a term that did not apply them", damage_commits.wrong_terms, "lineage"),
+    Planted("no-fence", "a paused world published behind a newer one's back", damage_commits.no_fence, "fencing"),
+    Planted("twin-world", "two worlds under one term", damage_commits.twin_world, "fencing"),
+    Planted(
+        "shrinking-terms", "terms that began again after etcd lost its data", damage_commits.shrinking_terms, "fencing"
+    ),
+    Planted("older-commit", "the head was not the newest commit", damage_commits.older_commit, "durability"),
+    Planted("begun-anew", "commits that were not found", damage_commits.begun_anew, "durability"),
+    Planted("half-a-commit", "a record before the files that it promises", damage_commits.half_a_commit, "atomicity"),
+    Planted("another-damaged", "a good commit refused", damage_commits.another_damaged, "atomicity"),
+    Planted("extra-step", "a step applied beyond the end", damage.extra_step, "rpo"),
+    Planted("other-weights", "rounding that depends on the world", damage.other_weights, "hash"),
+    Planted("different-losses", "dropout drawn from the rank", damage.different_losses, "losses"),
+    Planted("other-metrics", "validation that repeats a padded sample", damage.other_metrics, "metrics"),
+    Planted("late-recovery", "a job that takes hours to go on", damage.long_ago, "rto"),
+    Planted("orphan", "a worker that outlived its agent", damage.orphan, "cleanliness"),
+    Planted("leaked-lease", "a lease that nobody ended", damage_around.leaked_lease, "cleanliness"),
+    Planted("leaked-draft", "a file without its name", damage_around.leaked_draft, "cleanliness"),
+    Planted("leaked-memory", "shared memory of nobody", damage_around.leaked_memory, "cleanliness"),
+    Planted("sent-twice", "a value sent again after a lost answer", damage_around.sent_twice, "tracking"),
+    Planted("sent-too-early", "a value sent before it held", damage_around.sent_before_it_held, "tracking"),
+    Planted("sent-of-nothing", "a given-up step's value in the tracker", damage_around.sent_of_nothing, "tracking"),
+    Planted("logged-twice", "two values of a step in one term", damage_around.logged_twice, "tracking"),
+    Planted("other-loss", "a loss that is not the step's", damage_around.other_loss, "tracking"),
+    Planted("not-sent", "values that never reached the tracker", damage_around.not_sent, "tracking", "unknown"),
+    Planted("nobody-asked", "a tracker at which nobody looked", damage_around.nobody_asked, "tracking", "unknown"),
+    Planted("nothing-logged", "no metrics", damage_around.nothing_logged, "tracking", "unknown"),
+    Planted("never-healed", "a job that stays broken once all is undone", damage_around.never_healed, "liveness"),
+    Planted("standstill", "a job that stands still, with nothing wrong", damage.standstill, "liveness"),
+    Planted("unwatched", "healing that nobody timed", damage_around.unwatched, "liveness", "unknown"),
+    Planted("no-result", "a job that hung or died", damage.no_result, "finished"),
+    Planted("preempted", "a job that nobody started again", damage.preempted, "finished"),
+    Planted("unseen-leases", "an etcd that did not answer", damage_around.unseen_leases, "cleanliness", "unknown"),
+    Planted("unlooked", "nobody looked for orphans", damage.unlooked, "cleanliness", "unknown"),
+    Planted("no-faults", "nothing was put to the test", damage.no_faults, "faults", "unknown"),
+    Planted("never-came", "a fault at a place where nobody came", damage_around.never_came, "faults", "unknown"),
+    Planted("harmless-kill", "a kill that lost nothing", damage.harmless_kill, "faults", "unknown"),
+    Planted("vain-fault", "a fault that changed nothing", damage.vain_fault, "rto", "unknown"),
+    Planted("unexplained-term", "a world that broke by itself", damage.unexplained_term, "deaths", "unknown"),
+    Planted("long-ago", "a world that broke hours after a fault", damage.long_ago, "deaths", "unknown"),
+    Planted("unexplained-death", "a rank that died by itself", damage.unexplained_death, "deaths", "unknown"),
+    Planted("failed-node", "a node that failed by itself", damage.failed_node, "deaths", "unknown"),
+    Planted("unreadable", "a check that throws", damage.unreadable, "partition", "unknown"),
+)

@@ -1,0 +1,316 @@
+"""Damage to a good recorded run, as bugs in the product would leave it: what `chaos.planted.catalogue` plants.
+
+Every function changes the files of one run's folder.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from chaos.judge.evidence.applied import (
+    formed_at,
+    furthest_of,
+    restored_at,
+    result_of,
+    shape_of,
+)
+from chaos.judge.evidence.run_files import (
+    Evidence,
+    Line,
+    collect,
+    items,
+    number,
+    part,
+    whole,
+)
+from chaos.planted.edits import (
+    Change,
+    edit,
+    edit_result,
+    forge,
+    later_term,
+)
+
+_HOURS_S = 36_000.0
+
+
+def _edit_step(folder: Path, change: Change) -> None:
+    """Change all ranks' lines of one step of the lineage, in the last term."""
+    run = collect(folder)
+    last, chosen = later_term(run), _later_step(run)
+    edit(folder, lambda line: change(line) if _is_step(line, last, chosen) else line)
+
+
+def _later_step(run: Evidence) -> int:
+    """Return a step that the last term applied: not its first, and not an epoch's."""
+    first = whole(restored_at(run)[later_term(run)], "step") + 1
+    return next(step for step in (first + 1, first + 2) if (step - 1) % shape_of(run).steps_per_epoch)
+
+
+def _is_step(line: Line, term: int, step: int) -> bool:
+    return line["op"] == "step" and line["term"] == term and line["step"] == step
+
+
+def repeat(folder: Path) -> None:
+    """A step applies the samples of the step before it."""
+    micro_batch = shape_of(collect(folder)).micro_batch
+    _edit_step(folder, lambda line: {**line, "lo": whole(line, "lo") - micro_batch, "hi": whole(line, "lo")})
+
+
+def skip(folder: Path) -> None:
+    """No rank has applied a step of the lineage."""
+    _edit_step(folder, lambda _: None)
+
+
+def fetched_cursor(folder: Path) -> None:
+    """After a restore every offset is ahead by what was prefetched."""
+    run = collect(folder)
+    last, shape = later_term(run), shape_of(run)
+
+    def ahead(line: Line) -> Line:
+        if line["op"] != "step" or line["term"] != last:
+            return line
+        step = whole(line, "step")  # the next step's place
+        lo = step % shape.steps_per_epoch * shape.micro_batch
+        return {**line, "epoch": step // shape.steps_per_epoch, "lo": lo, "hi": lo + shape.micro_batch}
+
+    edit(folder, ahead)
+
+
+def dropped_tail(folder: Path) -> None:
+    """The last step of the job was never applied."""
+    end = shape_of(collect(folder)).total_steps
+    edit(folder, lambda line: None if line["op"] == "step" and line["step"] == end else line)
+
+
+def filtered_rows(folder: Path) -> None:
+    """A row was filtered at read time: a step holds one sample less."""
+    _edit_step(folder, lambda line: {**line, "num_samples": whole(line, "num_samples") - 1})
+
+
+def unlisted_hole(folder: Path) -> None:
+    """A step says that it left a sample out, and no hole is listed."""
+    _edit_step(folder, lambda line: {**line, "num_samples": whole(line, "num_samples") - 1, "num_left_out": 1})
+
+
+def other_hole(folder: Path) -> None:
+    """A hole is listed of samples that the sums hold; counts agree with it."""
+    run = collect(folder)
+    shape, coverage = shape_of(run), part(result_of(run), "coverage")
+    hole = {"lo": 3, "hi": 5, "since": 0, "epoch": 0, "kept": []}
+    left_out = 2 * shape.num_epochs
+    edit_result(
+        folder,
+        holes=[hole],
+        num_left_out=left_out,
+        coverage={**coverage, "count": whole(coverage, "count") - left_out},
+    )
+
+
+def disagreement(folder: Path) -> None:
+    """One rank's line of a step names another loss."""
+    seen: list[Line] = []
+
+    def once(line: Line) -> Line:
+        seen.append(line)
+        return {**line, "loss": -1.5} if len(seen) == 1 else line
+
+    _edit_step(folder, once)
+
+
+def different_losses(folder: Path) -> None:
+    """All ranks agree on a loss that the run without faults does not have."""
+    _edit_step(folder, lambda line: {**line, "loss": -1.5})
+
+
+def skipped_line(folder: Path) -> None:
+    """One rank goes from step s to s+2."""
+    run = collect(folder)
+    last, chosen = later_term(run), _later_step(run)
+    edit(folder, lambda line: None if _is_step(line, last, chosen) and line["rank"] == 0 else line)
+
+
+def stale_lanes(folder: Path) -> None:
+    """A rank keeps the lanes of a world of another size: some are computed twice."""
+
+    def widened(line: Line) -> Line:
+        lo, hi = items(line, "lanes")
+        assert isinstance(lo, int) and isinstance(hi, int)
+        return {**line, "lanes": [lo - 1, hi] if lo else [lo, hi]}
+
+    _edit_step(folder, widened)
+
+
+def idle_lane(folder: Path) -> None:
+    """The last lane belongs to nobody."""
+    num_lanes = shape_of(collect(folder)).num_lanes
+
+    def narrowed(line: Line) -> Line:
+        lo, hi = items(line, "lanes")
+        return {**line, "lanes": [lo, num_lanes - 1]} if hi == num_lanes else line
+
+    _edit_step(folder, narrowed)
+
+
+def wrong_sum(folder: Path) -> None:
+    """A sample was counted in place of another: the count is right, the mixed sum is not."""
+    coverage = part(collect(folder).result or {}, "coverage")
+    edit_result(folder, coverage={**coverage, "sum_a": whole(coverage, "sum_a") ^ 1})
+
+
+def miscounted_commit(folder: Path) -> None:
+    """A commit's coverage holds one sample more than its steps read."""
+    forge(folder, lambda record: {**record, "coverage": _one_more(part(record, "coverage"))})
+
+
+def _one_more(coverage: Line) -> Line:
+    return {**coverage, "count": whole(coverage, "count") + 1}
+
+
+def witness_repeat(folder: Path) -> None:
+    """A sample was applied twice in one epoch."""
+    _edit_witness(folder, [(0, 1)])
+
+
+def witness_skip(folder: Path) -> None:
+    """A sample was not applied in one epoch."""
+    _edit_witness(folder, [(-1, -1)])
+
+
+def lost_witness(folder: Path) -> None:
+    """What the witness counted is not there."""
+    (folder / "witness.npy").unlink()
+
+
+def witness_swap(folder: Path) -> None:
+    """A sample was applied in place of another: the count is right."""
+    _edit_witness(folder, [(0, 1), (-1, -1)])
+
+
+def _edit_witness(folder: Path, changes: list[tuple[int, int]]) -> None:
+    weights = np.load(folder / "witness.npy")
+    for sample, by in changes:
+        weights[sample] += by
+    np.save(folder / "witness.npy", weights)
+
+
+def extra_step(folder: Path) -> None:
+    """A term applied a step that no fault took away and no result holds."""
+    run = collect(folder)
+    newest = furthest_of(run)
+    last = later_term(run)
+
+    path = sorted((folder / "history").glob(f"{last:08d}-*.jsonl"))[0]
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    final = next(line for line in lines if _is_step(line, last, newest[last]))
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {**final, "step": newest[last] + 1}]))
+
+
+def other_weights(folder: Path) -> None:
+    """The final weights differ in one bit."""
+    digest = "0" * 63 + "1"
+    edit_result(folder, weights_sha256=digest)
+    edit(folder, lambda line: {**line, "weights_sha256": digest} if line["op"] == "end" else line)
+
+
+def other_metrics(folder: Path) -> None:
+    """Validation counted a sample twice."""
+    edit_result(folder, metrics={"loss": 0.5, "macro_f1": 0.5})
+
+
+def one_ranks_weights(folder: Path) -> None:
+    """One rank of the last world ends with weights of its own."""
+    seen: list[Line] = []
+
+    def once(line: Line) -> Line:
+        if line["op"] != "end" or line["status"] != "done" or seen:
+            return line
+        seen.append(line)
+        return {**line, "weights_sha256": "0" * 64}
+
+    edit(folder, once)
+
+
+def orphan(folder: Path) -> None:
+    """A worker went on after its agent was killed."""
+    edit(folder, lambda line: {**line, "orphans": [4711]} if line["op"] == "clean" else line)
+
+
+def unlooked(folder: Path) -> None:
+    """The executor itself was killed: nobody looked for what was left."""
+    edit(folder, lambda line: None if line["op"] == "clean" else line)
+
+
+def no_result(folder: Path) -> None:
+    """The job did not come to its end."""
+    (folder / "result.json").unlink()
+
+
+def preempted(folder: Path) -> None:
+    """The job was told to leave and nobody started it again."""
+    edit_result(folder, status="preempted")
+
+
+def no_faults(folder: Path) -> None:
+    """Nothing was injected."""
+    edit(folder, lambda line: None if line["op"] == "fault" else line)
+
+
+def harmless_kill(folder: Path) -> None:
+    """A kill at a drawn step came right behind a commit, so nothing had to come back."""
+    run = collect(folder)
+    fault = next(line for line in run.of("fault") if line.get("is_drawn") and str(line["kind"]).startswith("kill"))
+    after = next(term for term, t in formed_at(run).items() if t > number(fault, "t"))
+    start = whole(restored_at(run)[after], "step")
+
+    def unlucky(line: Line) -> Line | None:
+        is_lost = line["op"] == "step" and whole(line, "term") < after and whole(line, "step") > start
+        return None if is_lost else line
+
+    edit(folder, unlucky)
+
+
+def vain_fault(folder: Path) -> None:
+    """The last fault came in the midst of the last world, which went on as if nothing had happened."""
+    run = collect(folder)
+    last = max(number(line, "t") for line in run.of("fault"))
+    newest = max(formed_at(run))
+    at = min(number(line, "t") for line in run.of("step") if line["term"] == newest)
+    edit(folder, lambda line: {**line, "t": at} if line["op"] == "fault" and line["t"] == last else line)
+
+
+def long_ago(folder: Path) -> None:
+    """The first fault was over hours before the world that comes behind it."""
+    first = min(number(line, "t") for line in collect(folder).of("fault"))
+    edit(folder, lambda line: {**line, "t": first - _HOURS_S} if line["op"] == "fault" and line["t"] == first else line)
+
+
+def standstill(folder: Path) -> None:
+    """Nothing was wrong, and no step was applied for hours."""
+    steps = collect(folder).of("step")
+    since = number(steps[-1], "t") - 0.01
+    edit(folder, lambda line: {**line, "t": number(line, "t") + _HOURS_S} if number(line, "t") > since else line)
+
+
+def unexplained_term(folder: Path) -> None:
+    """A world broke although nobody had touched it: its fault is missing."""
+    first = min(number(line, "t") for line in collect(folder).of("fault"))
+    edit(folder, lambda line: None if line["op"] == "fault" and line["t"] == first else line)
+
+
+def unexplained_death(folder: Path) -> None:
+    """A rank of the last world never said that it ended."""
+    edit(folder, lambda line: None if line["op"] == "end" and line["status"] == "done" else line)
+
+
+def failed_node(folder: Path) -> None:
+    """A node failed that no fault had touched last."""
+    edit(folder, lambda line: {**line, "node": 99, "code": 1} if line["op"] == "exit" else line)
+
+
+def unreadable(folder: Path) -> None:
+    """Histories of another format: the check throws, so it has not checked."""
+    edit(folder, lambda line: {key: value for key, value in line.items() if key != "lanes"})

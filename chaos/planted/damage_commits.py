@@ -1,0 +1,143 @@
+"""Damage to a good recorded run's commits and terms: records, parents, intervals, and who went on from which."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from chaos.judge.evidence.applied import formed_at, restored_at
+from chaos.judge.evidence.run_files import (
+    Line,
+    collect,
+    items,
+    record_files,
+    whole,
+)
+from chaos.planted.edits import edit, forge, later_term
+
+
+def damaged_record(folder: Path) -> None:
+    """A byte of a record changed on the disk, and its digest was not checked."""
+    path = record_files(folder)[0]
+    path.write_bytes(path.read_bytes().replace(b'"step"', b'"stop"', 1))
+
+
+def torn_record(folder: Path) -> None:
+    """A record's end is missing."""
+    path = record_files(folder)[0]
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def wrong_parent(folder: Path) -> None:
+    """A term's first commit continues another commit than the one that the term restored."""
+    run = collect(folder)
+    last = later_term(run)
+    first = min(whole(line, "step") for line in run.of("commit") if line["term"] == last)
+    other = next(line["digest"] for line in run.of("commit") if line["key"] != restored_at(run)[last]["commit"])
+
+    def orphaned(line: Line) -> Line:
+        return {**line, "parent": other} if line["term"] == last and line["step"] == first else line
+
+    forge(folder, orphaned)
+    edit(folder, lambda line: orphaned(line) if line["op"] == "commit" else line)
+
+
+def interval_gap(folder: Path) -> None:
+    """A commit accounts for one step less than it is of."""
+    forge(folder, lambda record: {**record, "intervals": _moved(record, 1)})
+
+
+def interval_overlap(folder: Path) -> None:
+    """A commit accounts for a step in two terms."""
+    forge(folder, lambda record: {**record, "intervals": _moved(record, -1)})
+
+
+def _moved(record: Line, by: int) -> list[object]:
+    """Move the beginning of a record's last interval."""
+    *earlier, last = items(record, "intervals")
+    assert isinstance(last, dict)
+    return [*earlier, {**last, "lo": last["lo"] + by}]
+
+
+def wrong_terms(folder: Path) -> None:
+    """The last commit credits another term with steps than the one that applied them."""
+    last = later_term(collect(folder))
+    forge(folder, lambda record: {**record, "intervals": [{"term": last, "lo": 0, "hi": record["step"]}]})
+
+
+def no_fence(folder: Path) -> None:
+    """An older world's commit, made after a newer term had formed, is what that term goes on from."""
+    run = collect(folder)
+    last = later_term(run)
+    key, late = restored_at(run)[last]["commit"], formed_at(run)[last] + 0.001
+
+    def delayed(line: Line) -> Line:
+        return {**line, "t": late, "created_at": late} if line["op"] == "commit" and line["key"] == key else line
+
+    edit(folder, delayed)
+    place = str(key).removeprefix("commits/").removesuffix(".json")
+    at = {tuple(int(number_) for number_ in place.split("-")): late}
+    forge(folder, lambda record: {**record, "created_at": at.get(_place(record), record["created_at"])})
+
+
+def _place(record: Line) -> tuple[int, ...]:
+    return whole(record, "term"), whole(record, "step")
+
+
+def twin_world(folder: Path) -> None:
+    """Two worlds train under one term."""
+    path = sorted((folder / "history").glob("[0-9]*.jsonl"))[-1]
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    twin = [{**line, "pid": line["pid"] + 1} if line["op"] == "form" else line for line in lines]
+    path.with_name(path.name.replace(".jsonl", "9.jsonl")).write_text("".join(json.dumps(line) + "\n" for line in twin))
+
+
+def shrinking_terms(folder: Path) -> None:
+    """After etcd lost its data, a world was given a term below an earlier one's."""
+    run = collect(folder)
+    first, last = min(restored_at(run)), later_term(run)
+    swapped = {first: last, last: first}
+    edit(
+        folder,
+        lambda line: {**line, "term": swapped.get(whole(line, "term"), line["term"])} if "term" in line else line,
+    )
+
+
+def older_commit(folder: Path) -> None:
+    """A term goes on from the commit before the newest."""
+    run = collect(folder)
+    last = later_term(run)
+    newest = restored_at(run)[last]["commit"]
+    older = [str(line["key"]) for line in run.of("commit") if str(line["key"]) < str(newest)][-1]
+    edit(folder, lambda line: {**line, "commit": older} if line["op"] == "restore" and line["term"] == last else line)
+
+
+def half_a_commit(folder: Path) -> None:
+    """A term passed over a commit whose files were never written."""
+    run = collect(folder)
+    last = later_term(run)
+    key = str(next(line["key"] for line in run.of("commit") if line["term"] == min(restored_at(run))))
+    skipped = [[key, "data/step-000000000005/00000001-a/.metadata is missing"]]
+    edit(
+        folder,
+        lambda line: {**line, "skipped": skipped} if line["op"] == "restore" and line["term"] == last else line,
+    )
+
+
+def another_damaged(folder: Path) -> None:
+    """A term passed over a good commit, and a bit of another one had flipped."""
+    half_a_commit(folder)
+    run = collect(folder)
+    first = next(line for process in run.processes for line in process if line["op"] == "fault")
+    flipped = {**first, "kind": "flip_bit", "commit": "00000001-000000000001.json", "pids": []}
+    with (folder / "history" / "other.jsonl").open("a") as file:
+        file.write(json.dumps(flipped) + "\n")
+
+
+def begun_anew(folder: Path) -> None:
+    """A term found no commit, and began at step 0."""
+    last = later_term(collect(folder))
+    edit(
+        folder,
+        lambda line: {**line, "commit": None, "step": 0} if line["op"] == "restore" and line["term"] == last else line,
+    )

@@ -1,0 +1,49 @@
+"""Edits of what a run has left: lines of its histories, its result, its commit records.
+
+An edit of a record is made consistent (`forge`: digests are made anew along the chain), so that damage is found for
+what it is, and not for a careless edit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from chaos.judge.evidence.applied import restored_at
+from chaos.judge.evidence.run_files import Evidence, Line, record_files
+
+Change = Callable[[Line], Line | None]
+
+
+def edit(folder: Path, change: Change) -> None:
+    """Rewrite every line of every history; a line changed to None is dropped."""
+    for path in sorted((folder / "history").glob("*.jsonl")):
+        lines = [change(json.loads(text)) for text in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines if line is not None))
+
+
+def edit_result(folder: Path, **fields: object) -> None:
+    """Change fields of result.json."""
+    path = folder / "result.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def forge(folder: Path, change: Change) -> None:
+    """Change commit records, oldest first, and make every digest and every parent anew, in records and histories."""
+    renamed: dict[object, str] = {}
+    for path in record_files(folder):
+        before = path.read_bytes()
+        record = change(json.loads(before))
+        assert record is not None, "a record is changed, not dropped"
+        record = {**record, "parent": renamed.get(record["parent"], record["parent"])}
+        path.write_text(json.dumps(record))
+        renamed[hashlib.sha256(before).hexdigest()] = hashlib.sha256(path.read_bytes()).hexdigest()
+    fields = ("digest", "parent")
+    edit(folder, lambda line: {**line, **{key: renamed.get(line[key], line[key]) for key in fields if key in line}})
+
+
+def later_term(run: Evidence) -> int:
+    """Return the last term, which has restored a commit of another."""
+    return max(restored_at(run))

@@ -1,0 +1,134 @@
+"""Faults of etcd: members killed, frozen, all away at once, with or without their data; a lease that ends early."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc  # type: ignore[import-untyped]
+import pyetcd
+
+from chaos.real.acts.outcome import Act, Done, targets
+from chaos.services.torchrun_node import signal_all
+from rendezvous.etcd.server import EtcdServer
+from rendezvous.membership.records import Keys
+
+if TYPE_CHECKING:
+    from chaos.real.job import Job
+    from chaos.scenario.schedule import Due
+
+_CALL_S, _ANSWER_S = 2.0, 0.3
+
+
+def kill_etcd_member(job: Job, fault: Due) -> Done | None:
+    return _kill(_members(job, leads=False)[:1])
+
+
+def kill_etcd_leader(job: Job, fault: Due) -> Done | None:
+    return _kill(_members(job, leads=True)[:1])
+
+
+def etcd_outage(job: Job, fault: Due) -> Done | None:
+    """Kill all members, once all of them run: who was killed before comes back by the undoing of that."""
+    assert job.around.etcd is not None, "every job has one"
+    members = job.around.etcd.members
+    return _kill(members) if all(_runs(member) and _answers(member) for member in members) else None
+
+
+def lose_etcd_data(job: Job, fault: Due) -> Done | None:
+    """Kill all members and delete what they hold, as where etcd's pods have no volumes."""
+    done = etcd_outage(job, fault)
+    assert job.around.etcd is not None, "every job has one"
+    if done is not None:
+        job.around.etcd.delete_data()
+    return done
+
+
+def _kill(members: list[EtcdServer]) -> Done | None:
+    pids = [member.pid for member in members if member.pid is not None]
+    for member in members:
+        member.kill()
+
+    def begin() -> list[int] | None:
+        """Start them again; undone is what was done once they answer, which on a busy machine takes seconds."""
+        for member in members:
+            if member.pid is None:
+                member.begin()
+        return [] if all(_answers(member) for member in members) else None
+
+    return Done(pids, [], "SIGKILL", begin) if pids else None
+
+
+def _answers(member: EtcdServer) -> bool:
+    """Say whether a member serves: it knows who leads, or it could not read."""
+    with grpc.insecure_channel(member.endpoint) as channel:
+        try:
+            pyetcd.etcdrpc.KVStub(channel).Range(pyetcd.etcdrpc.RangeRequest(key=b"/"), _ANSWER_S)
+        except grpc.RpcError:
+            return False
+        return True
+
+
+def freeze_etcd_member(job: Job, fault: Due) -> Done | None:
+    pids = [member.pid for member in _members(job, leads=False)[:1] if member.pid is not None]
+    signal_all(pids, signal.SIGSTOP)
+
+    def thaw() -> list[int]:
+        signal_all(pids, signal.SIGCONT)
+        return []
+
+    return Done(pids, [], "SIGSTOP", thaw) if pids else None
+
+
+def _members(job: Job, *, leads: bool) -> list[EtcdServer]:
+    """Return the members that run and lead, or do not; none while all are to stay: most of them must run for others."""
+    assert job.around.etcd is not None, "every job has one"
+    cluster = job.around.etcd
+    up = [member for member in cluster.members if _runs(member)]
+    if len(up) < len(cluster.members):
+        return []  # one more away would be an outage
+    leader = cluster.leader()
+    return [leader] if leads or len(up) == 1 else [member for member in up if member is not leader]
+
+
+def _runs(member: EtcdServer) -> bool:
+    """Say whether a member was started and is not frozen."""
+    try:
+        return member.pid is not None and Path(f"/proc/{member.pid}/stat").read_text().rpartition(") ")[2][:1] != "T"
+    except OSError:
+        return True
+
+
+def lose_lease(job: Job, fault: Due) -> Done | None:
+    """Revoke the lease of a worker of the present world, of the target's highest rank."""
+    assert job.around.etcd is not None, "every job has one"
+    nodes = targets(job, fault)
+    own = {pid for node in nodes for pid in node.pids()}
+    ranks = [rank for rank, pid in sorted(job.followed.pids.items()) if pid in own]
+    keys = Keys(job.around.run_id)
+    if not ranks:
+        return None
+    with grpc.insecure_channel(job.around.etcd.members[0].endpoint) as channel:
+        try:
+            stub = pyetcd.etcdrpc.KVStub(channel)
+            told = stub.Range(pyetcd.etcdrpc.RangeRequest(key=keys.world.encode()), _CALL_S).kvs
+            seats = json.loads(told[0].value)["seats"] if told else []
+            if len(seats) <= ranks[-1] or json.loads(told[0].value)["term"] != job.followed.term:
+                return None
+            member = keys.member(seats[ranks[-1]]["member"])
+            held = stub.Range(pyetcd.etcdrpc.RangeRequest(key=member.encode()), _CALL_S).kvs
+            if not held:
+                return None
+            revoke = pyetcd.etcdrpc.LeaseRevokeRequest(ID=held[0].lease)
+            pyetcd.etcdrpc.LeaseStub(channel).LeaseRevoke(revoke, _CALL_S)
+        except grpc.RpcError:
+            return None  # etcd is away, or the lease has ended by itself
+    return Done([job.followed.pids[ranks[-1]]], nodes)
+
+
+ACTS: dict[str, Act] = {
+    act.__name__: act
+    for act in (kill_etcd_member, kill_etcd_leader, freeze_etcd_member, etcd_outage, lose_etcd_data, lose_lease)
+}

@@ -1,0 +1,144 @@
+"""Faults at failpoints: armed on a node, they come when a process of it comes to the place, and are recorded then."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chaos.real.acts.outcome import Done, targets
+from chaos.services.torchrun_node import signal_all
+from elastic_train.system.failpoints import arm, disarm
+
+if TYPE_CHECKING:
+    from chaos.real.job import Job
+    from chaos.scenario.schedule import Due
+    from chaos.services.torchrun_node import Node
+
+PATIENCE_S = 5.0
+"""How long a healthy job may take to come to a place before that is given up."""
+_AGAIN_S = 0.05
+"""To find a node's processes takes some milliseconds, so it is not done at every look."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What could not be armed yet: on these nodes, where another waits at its place; none while nobody has its role."""
+
+    fault: Due
+    nodes: list[Node]
+
+
+@dataclass(frozen=True, slots=True)
+class _Armed:
+    fault: Due
+    node: Node
+    folder: Path
+    since: float
+    name: str
+
+
+@dataclass(slots=True)
+class Points:
+    """What is armed, and has not come yet; at each place of a node one fault at most.
+
+    What a scenario lists is armed as soon as it can be, or told as missed; a soak draws enough to do without.
+    """
+
+    _armed: list[_Armed] = field(default_factory=list)
+    _asked: list[_Asked] = field(default_factory=list)
+    _again_at: float = 0.0
+
+    def arm(self, job: Job, fault: Due) -> None:
+        """Arm a failpoint on the fault's nodes: now, or once somebody has its role and nothing else waits there."""
+        self._asked.append(_Asked(fault, []))
+        self._ask(job)
+
+    def _ask(self, job: Job) -> None:
+        """Arm, in their order, what can be armed now."""
+        asked, self._asked, self._again_at = self._asked, [], time.monotonic() + _AGAIN_S
+        for each in asked:
+            nodes = each.nodes or targets(job, each.fault)
+            left = [node for node in nodes if not self._has_armed(job, each.fault, node)]
+            if (left or not nodes) and job.scenario.soak is None:
+                self._asked.append(_Asked(each.fault, left))
+
+    def _has_armed(self, job: Job, fault: Due, node: Node) -> bool:
+        """Arm a fault on a node, and say so, unless one waits there: it would be lost, and this one be taken for it."""
+        assert fault.point is not None, "it is due at one"
+        folder, name = job.around.points[node.number], fault.point.name
+        if any((armed.folder, armed.name) == (folder, name) for armed in self._armed):
+            return False
+        arm(folder, name, fault.kind, fault.point.nth)
+        self._armed.append(_Armed(fault, node, folder, time.time(), name))
+        return True
+
+    def look(self, job: Job) -> None:
+        """Record what has come, and arm what could not be armed before."""
+        for armed in list(self._armed):
+            if not (armed.folder / armed.name).exists():
+                self._armed.remove(armed)
+                self._note(job, armed)
+        if self._asked and time.monotonic() >= self._again_at:
+            self._ask(job)
+
+    def are_over(self, job: Job) -> bool:
+        """Say whether all has come; a job that is well and does not come to a place does not hold others up."""
+        for armed in [armed for armed in self._armed if time.time() > armed.since + PATIENCE_S]:
+            self._take_back(job, armed)
+        return not self._armed
+
+    def give_up(self, job: Job) -> None:
+        """Take back all that has not come, at the end of the job, and tell of what could not even be armed."""
+        for armed in list(self._armed):
+            self._take_back(job, armed)
+        for asked in self._asked:
+            for node in asked.nodes:
+                _tell(job, asked.fault, node, f"another fault waited there, on node {node.number}, until the job's end")
+            if not asked.nodes:
+                why = f"nobody was '{asked.fault.target}' until the job's end: list it before what ends that world"
+                _tell(job, asked.fault, None, why)
+        self._asked.clear()
+
+    def _take_back(self, job: Job, armed: _Armed) -> None:
+        self._armed.remove(armed)
+        if disarm(armed.folder, armed.name):
+            assert armed.fault.point is not None, "it was armed at one"
+            often = "" if armed.fault.point.nth == 1 else f" {armed.fault.point.nth} times"
+            _tell(job, armed.fault, armed.node, f"no process of node {armed.node.number} came there{often}")
+        else:
+            self._note(job, armed)
+
+    def _note(self, job: Job, armed: _Armed) -> None:
+        """Record a fault with the time at which its file was renamed, which is just before it came."""
+        taken = sorted(armed.folder.glob(f"{armed.name}.[0-9]*"), key=lambda path: path.stat().st_ctime)
+        assert taken, "nobody else takes it away"
+        at, pid = taken[-1].stat().st_ctime, int(taken[-1].suffix[1:])
+        for path in taken:
+            path.unlink()
+        is_stop = armed.fault.kind == "stop"
+        how = {"stop": "SIGSTOP", "kill": "SIGKILL"}.get(armed.fault.kind)
+        job.note(armed.fault, Done([pid], [armed.node], how), at)
+        if is_stop:
+
+            def go_on() -> list[int]:
+                signal_all([pid], signal.SIGCONT)
+                return [pid]
+
+            job.undo_after(armed.fault.for_s or 0.0, armed.fault.kind, go_on)
+
+
+def _tell(job: Job, fault: Due, node: Node | None, why: str) -> None:
+    """Record a fault that did not come."""
+    assert fault.point is not None, "others come when they are due"
+    job.record("missed", kind=fault.kind, point=fault.point.name, node=node.number if node else None, why=why)
+
+
+def folders(folder: Path, count: int) -> list[Path]:
+    """Make the folders in which the failpoints of each node are armed."""
+    made = [folder / "failpoints" / str(number) for number in range(count)]
+    for path in made:
+        path.mkdir(parents=True, exist_ok=True)
+    return made

@@ -1,0 +1,114 @@
+"""Faults of the network: between nodes and etcd by proxies, between nodes by the cable to a namespace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from chaos.real.acts.outcome import Act, Done, targets
+from chaos.services.network_namespace import Cable
+
+if TYPE_CHECKING:
+    from chaos.real.job import Job
+    from chaos.scenario.schedule import Due
+    from chaos.services.etcd_proxy import Way
+    from chaos.services.torchrun_node import Node
+
+_LATE_S = 0.3
+_LOST = 0.2
+PROXIED = ("cut_off_etcd", "lose_requests", "lose_answers", "slow_etcd")
+RELAYED = ("slow_network", "lose_packets")
+CABLED = ("cut_node", "cut_link", "cut_one_way", *RELAYED)
+
+
+def _hold(way: Way, *, requests: bool = False, answers: bool = False, delay_s: float = 0.0) -> None:
+    way.requests_are_held, way.answers_are_held, way.delay_s = requests, answers, delay_s
+    way.num_faults += 1
+
+
+def cut_off_etcd(job: Job, fault: Due) -> Done | None:
+    return _to_etcd(job, fault, lambda way: _hold(way, requests=True, answers=True))
+
+
+def lose_requests(job: Job, fault: Due) -> Done | None:
+    return _to_etcd(job, fault, lambda way: _hold(way, requests=True))
+
+
+def lose_answers(job: Job, fault: Due) -> Done | None:
+    return _to_etcd(job, fault, lambda way: _hold(way, answers=True))
+
+
+def slow_etcd(job: Job, fault: Due) -> Done | None:
+    return _to_etcd(job, fault, lambda way: _hold(way, delay_s=_LATE_S))
+
+
+def _to_etcd(job: Job, fault: Due, spoil: Callable[[Way], None]) -> Done | None:
+    assert job.around.proxies is not None, "the scenario's kinds have asked for it"
+    nodes, proxies = targets(job, fault), job.around.proxies
+    if not nodes:
+        return None
+    pids = _pids(nodes)
+    for node in nodes:
+        spoil(proxies.ways[node.number])
+
+    mine = {node.number: proxies.ways[node.number].num_faults for node in nodes}
+
+    def heal() -> list[int]:
+        for number, fault_number in mine.items():
+            if proxies.ways[number].num_faults == fault_number:  # else a later fault has taken its place
+                _hold(proxies.ways[number])
+        return _pids(nodes)
+
+    return Done(pids, nodes, undo=heal)
+
+
+def cut_node(job: Job, fault: Due) -> Done | None:
+    return _cut(job, Cable.pull)
+
+
+def cut_link(job: Job, fault: Due) -> Done | None:
+    return _cut(job, Cable.part)
+
+
+def cut_one_way(job: Job, fault: Due) -> Done | None:
+    return _cut(job, Cable.silence)
+
+
+def slow_network(job: Job, fault: Due) -> Done | None:
+    return _cut(job, lambda laid: laid.worsen(delay_s=_LATE_S))
+
+
+def lose_packets(job: Job, fault: Due) -> Done | None:
+    return _cut(job, lambda laid: laid.worsen(loss=_LOST))
+
+
+def _cut(job: Job, spoil: Callable[[Cable], None]) -> Done | None:
+    """Spoil the only cable, that of the last node; either side may be left behind. A later fault takes its place."""
+    laid = job.around.cable
+    assert laid is not None, "the scenario's kinds have asked for it"
+    if not job.nodes[-1].is_up:
+        return None
+    laid.mend()
+    spoil(laid)
+    job.around.num_cut += 1
+    mine = job.around.num_cut
+
+    def mend() -> list[int]:
+        if job.around.num_cut == mine:
+            laid.mend()
+        return _pids(job.nodes)
+
+    return Done(_pids(job.nodes), [job.nodes[-1]], undo=mend)
+
+
+def _pids(nodes: list[Node]) -> list[int]:
+    return [pid for node in nodes for pid in node.pids()]
+
+
+ACTS: dict[str, Act] = {
+    act.__name__: act
+    for act in (
+        *(cut_off_etcd, lose_requests, lose_answers, slow_etcd),
+        *(cut_node, cut_link, cut_one_way, slow_network, lose_packets),
+    )
+}

@@ -1,0 +1,142 @@
+"""Faults of processes: killed, told to leave, started, frozen, slowed, launched twice; with real signals."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import TYPE_CHECKING
+
+from chaos.errors import RunError
+from chaos.real.acts.outcome import Act, Done, targets
+from chaos.services.torchrun_node import signal_all
+
+if TYPE_CHECKING:
+    from chaos.real.job import Job
+    from chaos.scenario.schedule import Due
+    from chaos.services.torchrun_node import Node
+
+_STOPPED_S, _RUNS_S = 0.15, 0.05
+"""A slowed worker gets a quarter of its time, and is never stopped for long enough to be taken for frozen."""
+
+
+def kill_worker(job: Job, fault: Due) -> Done | None:
+    nodes = targets(job, fault)
+    pids = [pid for node in nodes for pid in node.hit_worker(job.followed.pids, signal.SIGKILL)]
+    return Done(pids, nodes, "SIGKILL") if pids else None
+
+
+def kill_node(job: Job, fault: Due) -> Done | None:
+    return _kill(job, fault, targets(job, fault))
+
+
+def kill_job(job: Job, fault: Due) -> Done | None:
+    return _kill(job, fault, [node for node in job.nodes if node.is_up])
+
+
+def _kill(job: Job, fault: Due, nodes: list[Node]) -> Done | None:
+    found = [pid for node in nodes for pid in node.pids()]
+    signal_all(found, signal.SIGKILL)
+    pids = list(dict.fromkeys([*found, *(pid for node in nodes for pid in node.kill())]))
+    return _ended(job, fault, nodes, pids, "SIGKILL")
+
+
+def stop_node(job: Job, fault: Due) -> Done | None:
+    nodes = targets(job, fault)
+    return _ended(job, fault, nodes, [pid for node in nodes for pid in node.stop()], "SIGTERM")
+
+
+def _ended(job: Job, fault: Due, nodes: list[Node], pids: list[int], how: str) -> Done | None:
+    """Let nodes that were ended come back after a while, or count as lost until they are started."""
+    if not pids:
+        return None
+    if fault.for_s is None:
+        job.lost += nodes
+        return Done(pids, nodes, how)
+    down, started = [(node, node.agent) for node in nodes], list[int]()
+
+    def start_again() -> list[int] | None:
+        # One that was told to stop may not be through yet, or be frozen; one that was hit again may be back already.
+        started.extend(pid for node, agent in down if not node.is_up and node.agent == agent for pid in node.start())
+        down[:] = [(node, agent) for node, agent in down if node.agent == agent]
+        return None if down else started
+
+    return Done(pids, nodes, how, start_again)
+
+
+def start_node(job: Job, fault: Due) -> Done | None:
+    if fault.target == "lost" and not job.lost:
+        raise RunError("a lost node is to be started, but none is lost")
+    node = targets(job, fault)[0]
+    if node.is_up:
+        return None  # it was told to stop, and is not through yet; it may be frozen, so time goes on here
+    job.lost = [lost for lost in job.lost if lost is not node]
+    return Done(node.start(), [node])
+
+
+def freeze_worker(job: Job, fault: Due) -> Done | None:
+    nodes = targets(job, fault)
+    return _frozen(nodes, [pid for node in nodes for pid in node.hit_worker(job.followed.pids, signal.SIGSTOP)])
+
+
+def freeze_node(job: Job, fault: Due) -> Done | None:
+    nodes = targets(job, fault)
+    return _frozen(nodes, [pid for node in nodes for pid in node.freeze()])
+
+
+def _frozen(nodes: list[Node], pids: list[int]) -> Done | None:
+    def thaw() -> list[int]:
+        signal_all(pids, signal.SIGCONT)
+        return pids
+
+    return Done(pids, nodes, "SIGSTOP", thaw) if pids else None
+
+
+def slow_worker(job: Job, fault: Due) -> Done | None:
+    """Stop a worker for most of the time, again and again."""
+    nodes = targets(job, fault)
+    pids = [pid for node in nodes for pid in node.hit_worker(job.followed.pids, signal.SIGSTOP)]
+    if not pids:
+        return None
+    is_over = threading.Event()
+
+    def slow() -> None:
+        while not is_over.wait(_STOPPED_S):
+            signal_all(pids, signal.SIGCONT)
+            if not is_over.wait(_RUNS_S):
+                signal_all(pids, signal.SIGSTOP)
+
+    slowing = threading.Thread(target=slow, name="slow_worker", daemon=True)
+    slowing.start()
+
+    def let_go() -> list[int]:
+        is_over.set()
+        slowing.join()
+        signal_all(pids, signal.SIGCONT)
+        return pids
+
+    return Done(pids, nodes, "SIGSTOP", let_go)
+
+
+def start_twin(job: Job, fault: Due) -> Done | None:
+    """Launch the job once more, as somebody does who believes that it is gone."""
+    nodes = targets(job, fault)
+    if not nodes:
+        return None  # nobody leads at the moment
+    twin = nodes[0].twin()
+    return Done(twin.start(), [], undo=twin.kill)
+
+
+ACTS: dict[str, Act] = {
+    act.__name__: act
+    for act in (
+        kill_worker,
+        kill_node,
+        kill_job,
+        stop_node,
+        start_node,
+        freeze_worker,
+        freeze_node,
+        slow_worker,
+        start_twin,
+    )
+}

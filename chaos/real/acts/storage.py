@@ -1,0 +1,101 @@
+"""Faults of the storage of checkpoints: a disk that is full, and files of the newest commit that are damaged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chaos.judge.evidence.run_files import record_files
+from chaos.real.acts.outcome import Act, Done
+
+if TYPE_CHECKING:
+    from chaos.real.job import Job
+    from chaos.scenario.schedule import Due
+
+_BALLAST = "ballast"
+_CHUNK = bytes(1 << 16)
+
+
+def storage_full(job: Job, fault: Due) -> Done | None:
+    """Fill the small file system that holds the checkpoints."""
+    assert job.around.disk is not None, "the scenario's kinds have asked for it"
+    ballast = job.around.disk / _BALLAST
+    if ballast.exists():
+        return None
+    try:
+        with ballast.open("wb", buffering=0) as file:
+            while file.write(_CHUNK):
+                pass
+    except OSError:
+        pass  # full
+
+    def empty() -> list[int]:
+        ballast.unlink()
+        return []
+
+    return Done([], told={"bytes": ballast.stat().st_size}, undo=empty)
+
+
+def flip_bit(job: Job, fault: Due) -> Done | None:
+    def flip(path: Path) -> None:
+        place = job.draws.randrange(path.stat().st_size)
+        with path.open("r+b") as file:
+            file.seek(place)
+            byte = file.read(1)[0] ^ 1 << job.draws.randrange(8)
+            file.seek(place)
+            file.write(bytes([byte]))
+
+    return _damage(job, flip)
+
+
+def truncate_file(job: Job, fault: Due) -> Done | None:
+    def cut(path: Path) -> None:
+        size = path.stat().st_size
+        with path.open("r+b") as file:
+            file.truncate(job.draws.randrange(size))
+
+    return _damage(job, cut)
+
+
+def delete_file(job: Job, fault: Due) -> Done | None:
+    return _damage(job, Path.unlink)
+
+
+def _damage(job: Job, spoil: Callable[[Path], None]) -> Done | None:
+    """Spoil a file of the newest commit that is whole; None while there is none, and none before it that is whole."""
+    whole = [path for path in record_files(job.folder) if path.name not in job.damaged]
+    if len(whole) < 2:
+        return None
+    try:
+        record = json.loads(whole[-1].read_bytes())
+        files = sorted(name for name, file in record["files"].items() if file["size"] > 0)
+        path = job.folder / record["attempt"] / job.draws.choice(files)
+        spoil(path)
+    except FileNotFoundError:
+        return None  # a newer commit has come, and this one went
+    job.damaged.add(whole[-1].name)
+    return Done([], told={"file": str(path.relative_to(job.folder)), "commit": whole[-1].name})
+
+
+def spoil_s3(job: Job, fault: Due) -> Done | None:
+    """Let the S3 answer wrongly, as the kind says."""
+    s3 = job.around.s3
+    assert s3 is not None, "the scenario's kinds have asked for it"
+    before = s3.num_spoilt
+    mine = s3.spoil(fault.kind)
+
+    def heal() -> list[int]:
+        s3.heal(mine)
+        job.on_event(f"{fault.kind}: {s3.num_spoilt - before} requests were spoilt")
+        return []
+
+    return Done([], undo=heal)
+
+
+ON_S3 = ("storage_errors", "storage_conflict", "storage_taken", "storage_slow")
+ACTS: dict[str, Act] = {
+    **{act.__name__: act for act in (storage_full, flip_bit, truncate_file, delete_file)},
+    **dict.fromkeys(ON_S3, spoil_s3),
+}

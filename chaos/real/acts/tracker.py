@@ -1,0 +1,32 @@
+"""Faults of the tracker: it is killed and started again, or frozen for a while."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from chaos.real.acts.outcome import Act, Done
+
+if TYPE_CHECKING:
+    from chaos.real.job import Job
+    from chaos.scenario.schedule import Due
+
+
+def tracker_outage(job: Job, fault: Due) -> Done | None:
+    """Kill the server, so that it refuses, or freeze it, so that it does not answer; which is drawn."""
+    server = job.around.tracker
+    assert server is not None, "the scenario has one, since the kind needs it"
+    if not server.is_answering:
+        return None
+    is_killed = job.draws.random() < 0.5
+    pids = server.kill() if is_killed else server.freeze()
+    started: list[int] = []
+
+    def bring_back() -> list[int] | None:
+        if not started:
+            started.extend(server.begin() if is_killed else server.thaw())
+        return started if server.is_answering else None
+
+    return Done(pids, signal="SIGKILL" if is_killed else "SIGSTOP", undo=bring_back)
+
+
+ACTS: dict[str, Act] = {"tracker_outage": tracker_outage}

@@ -1,0 +1,98 @@
+"""What a running job's histories have said so far: the newest step, commit, world and term.
+
+Only the files of the newest term are read on, so that a look costs the same after a thousand worlds.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chaos.judge.evidence.run_files import (
+    Line,
+    number,
+    parse_lines,
+    part,
+    whole,
+)
+
+_TICK_NS = 100_000_000
+
+
+@dataclass(slots=True)
+class Followed:
+    """What the histories have said so far: the newest step, commit, world and term of a running job."""
+
+    step: int = 0
+    loss: float | None = None
+    world: int = 0
+    term: int = 0
+    epoch: int | None = None
+    samples_per_s: float | None = None
+    commit: int | None = None
+    resumed: Line | None = None
+    pids: dict[int, int] = field(default_factory=dict)
+    began_at: float | None = None
+    """When the first step was applied, unix seconds."""
+    applied_at: float = 0.0
+    """When the newest step was."""
+    _places: dict[str, int] = field(default_factory=dict)
+    _listed: int = -1
+    _applied_at: float | None = None
+
+    def look(self, folder: Path) -> None:
+        """Read what was appended since the last look to the histories of the newest term that is known, or newer."""
+        history = folder / "history"
+        changed = history.stat().st_mtime_ns
+        if changed != self._listed:
+            # Within a tick of the file system's clock more may appear without another change.
+            self._listed = changed if time.time_ns() - changed > _TICK_NS else -1
+            kept = [name for name in _names(history) if name[:1].isdigit() and _term_of(name) >= self.term]
+            self._places = {name: self._places.get(name, 0) for name in sorted(kept)}
+        for name, place in self._places.items():
+            with (history / name).open("rb") as file:
+                file.seek(place)
+                content = file.read()
+            end = content.rfind(b"\n") + 1
+            self._places[name] = place + end
+            for line in parse_lines(content[:end]):
+                self._take(line)
+
+    def _take(self, line: Line) -> None:
+        term = whole(line, "term")
+        if term < self.term:
+            return
+        if term > self.term:
+            self.pids = {}
+        if line["op"] == "form":
+            self.pids[whole(line, "rank")] = whole(line, "pid")
+        if line["op"] in ("form", "restore", "step"):
+            self.term, self.world = term, whole(line, "world") if "world" in line else self.world
+        if line["op"] == "step":
+            self._take_step(line)
+        elif line["op"] == "restore":
+            self.step, self._applied_at = whole(line, "step"), None
+            self.resumed = part(line, "resumed") if line["resumed"] else self.resumed
+        elif line["op"] == "commit":
+            self.commit = whole(line, "step")
+
+    def _take_step(self, line: Line) -> None:
+        """Take a step's facts, and its rate from the time since the step before it on the same rank."""
+        self.step, self.epoch, self.loss = whole(line, "step"), whole(line, "epoch"), number(line, "loss")
+        self.applied_at = number(line, "t")
+        self.began_at = self.began_at or self.applied_at
+        if line["rank"] == 0:
+            at, since = number(line, "t"), self._applied_at
+            self.samples_per_s = whole(line, "num_samples") / (at - since) if since and at > since else None
+            self._applied_at = at
+
+
+def _names(history: Path) -> list[str]:
+    return [path.name for path in history.iterdir()]
+
+
+def _term_of(name: str) -> int:
+    """Return the term in a history's file name."""
+    term = name.partition("-")[0]
+    return int(term) if term.isdigit() else 0

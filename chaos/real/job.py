@@ -1,0 +1,285 @@
+"""Run a scenario with real processes: a real etcd, one real torchrun a node, real signals, sockets and files.
+
+The executor follows the run's histories to know the step, injects each fault when it is due, undoes it when its time is
+over, records both beside the histories, and leaves no process behind, whatever ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chaos.errors import RunError
+from chaos.real import leftovers
+from chaos.real.acts import ACTS, Done, Undo
+from chaos.real.acts.failpoints import Points
+from chaos.real.history_tail import Followed
+from chaos.real.stopping import Enough, told_once
+from chaos.scenario.kinds import KINDS, LOCAL
+from chaos.scenario.model import Scenario
+from chaos.scenario.schedule import Due
+from chaos.services.surroundings import Surroundings
+from chaos.services.torchrun_node import Node, signal_all
+from elastic_train.system.failpoints import KINDS as POINT_KINDS
+from elastic_train.system.failpoints import POINTS
+
+_LOOK_EVERY_S = 0.01
+_AGAIN_S = 0.05
+"""What could not be done is not tried at every look: to find a node's processes takes some milliseconds."""
+_DYING_S = 2.0
+_SETTLED_S = 0.5
+"""Steps that were on their way when something happened are applied by then."""
+
+
+@dataclass(slots=True)
+class Job:
+    """A job to run to its end: its nodes, its faults, and where its histories are."""
+
+    folder: Path
+    nodes: list[Node]
+    scenario: Scenario
+    faults: Iterable[Due]
+    seed: int
+    on_look: Callable[[Followed], None]
+    on_event: Callable[[str], None]
+    replay: str | None = None
+    around: Surroundings = field(default_factory=Surroundings)
+    land: Callable[[Job], None] | None = None
+    """Brings a job to its end that would go on for ever, once its faults are over, or Ctrl-C was pressed."""
+    followed: Followed = field(default_factory=Followed)
+    lost: list[Node] = field(default_factory=list)
+    draws: random.Random = field(default_factory=random.Random)
+    num_faults: int = 0
+    damaged: set[str] = field(default_factory=set)
+    """Commits of which a file was spoilt."""
+    _deadline: float = 0.0
+    _undos: list[tuple[float, str, Undo]] = field(default_factory=list)
+    _points: Points = field(default_factory=Points)
+    _placed: set[int] = field(default_factory=set)
+    _kinds: set[str] = field(default_factory=set)
+    _disturbed_at: float = 0.0
+    _is_stopping: bool = False
+
+    def run(self) -> None:
+        """Start the nodes, inject every fault when it is due, wait for the end; leave no process behind."""
+        (self.folder / "history").mkdir(parents=True, exist_ok=True)
+        self.draws = random.Random(f"{self.seed} acts")
+        self.record(
+            "scenario",
+            name=self.scenario.name,
+            seed=self.seed,
+            recovery=self.scenario.nodes.recovery,
+            patience_s=self.scenario.patience_s,
+            reference=self.scenario.reference,
+            max_restarts=self.scenario.nodes.max_restarts,
+            command=self.nodes[0].command,
+            replay=self.replay,
+            kinds=[name for name in LOCAL if KINDS[name].aim != "point"],
+            points=POINTS,
+            point_kinds=POINT_KINDS,
+            missing=self.around.missing,
+        )
+        self._deadline, self._disturbed_at = time.monotonic() + self.scenario.timeout_s, time.time()
+        try:
+            for node in self.nodes:
+                node.start()
+            self._inject_all()
+            if self.land is not None:
+                self.land(self)
+            self._wait_for_end()
+        except RunError as error:
+            self.record("stuck", why=str(error).partition("; the end of")[0])
+            raise
+        finally:
+            self._clean_up()
+
+    def _inject_all(self) -> None:
+        """Inject the faults; a soak is told by Ctrl-C or SIGTERM that they were enough."""
+        with told_once(self._stop) if self.land is not None else contextlib.nullcontext():
+            try:
+                for fault in self.faults:
+                    self.inject(fault)
+            except Enough:
+                self.record("stopped", faults=self.num_faults)
+        self._is_stopping = False
+
+    def _stop(self) -> None:
+        """Let the next look, when no fault is half done, find that there were enough."""
+        self._is_stopping = True
+        self.on_event(f"stopping after {self.num_faults} faults: its end, and a verdict; once more to give up")
+
+    def inject(self, fault: Due) -> None:
+        """Wait until a fault is due and can be done, do it, and record it with the time just before it."""
+        what = f"{fault.kind} on {'node ' if isinstance(fault.target, int) else ''}{fault.target}"
+        moment = time.monotonic() + (fault.after_s or 0.0)
+        if fault.is_healed:
+            self.await_healed()
+        while True:
+            self.look(what)
+            if time.monotonic() >= moment and self._has_come(fault):
+                if fault.point is not None:
+                    self._points.arm(self, fault)
+                    return
+                at = time.time()
+                if (done := ACTS[fault.kind](self, fault)) is not None:
+                    break
+                time.sleep(_AGAIN_S)
+            is_over = not any(node.is_up for node in self.nodes) and not self._undos
+            if is_over and not (fault.kind == "start_node" and fault.step is None):
+                raise RunError(f"the job ended before {what} was due; {self._logs()}")
+            self._check_is_up(fault)
+            self._check_is_alive(what)
+        self.note(fault, done, at)
+        if done.undo is not None:
+            self._undos.append((time.monotonic() + (fault.for_s or 0.0), fault.kind, done.undo))
+
+    def note(self, fault: Due, done: Done, at: float) -> None:
+        """Record a fault that was done."""
+        self.num_faults += 1
+        self._kinds.add(fault.kind)
+        self._disturbed_at = time.time()
+        followed, node = self.followed, done.nodes[0].number if done.nodes else None
+        moments = {"at_step": fault.step, "is_drawn": fault.is_drawn, "seen_step": followed.step}
+        who = {"kind": fault.kind, "target": fault.target, "node": node, "nodes": [n.number for n in done.nodes]}
+        what = {"signal": done.signal, "for_s": fault.for_s, "point": fault.point.name if fault.point else None}
+        seen = {"seen_commit": followed.commit, "term": followed.term}
+        self.record("fault", t=at, **who, **what, **moments, **seen, **done.told, pids=done.pids)
+        where = f" on node {node}" if node is not None else ""
+        point = f" at {fault.point.name}" if fault.point else ""
+        self.on_event(f"fault {self.num_faults}: {fault.kind}{point}{where} at step {followed.step}")
+
+    def undo_after(self, seconds: float, kind: str, undo: Undo) -> None:
+        self._undos.append((time.monotonic() + seconds, kind, undo))
+
+    def await_healed(self) -> None:
+        """Wait until everything is undone and the whole world has applied a step since; RunError if it never does."""
+        while not self._is_healed():
+            self.look("the whole world's training")
+            self._check_is_alive("training by the whole world")
+        seconds = max(0.0, self.followed.applied_at - self._disturbed_at)
+        self.record("healed", seconds=seconds)
+        self.on_event(f"whole {seconds:.1f} s later: {self.num_faults} faults of {len(self._kinds)} kinds so far")
+        self._disturbed_at = time.time()
+
+    def _check_is_alive(self, waiting_for: str) -> None:
+        """Refuse to wait in a soak for what does not come although nothing is wrong any more."""
+        soak = self.scenario.soak
+        if soak and not self._undos and time.time() > self._disturbed_at + soak.heal_s:
+            why = f"{waiting_for} did not come within {soak.heal_s:.0f} s, with nothing wrong any more"
+            raise RunError(f"{why} (step {self.followed.step}, term {self.followed.term}); {self._logs()}")
+
+    def check_goes_on(self, waiting_for: str) -> None:
+        """Refuse to wait in a soak for the end of a job that takes no steps although nothing is wrong any more."""
+        soak = self.scenario.soak
+        last = max(self._disturbed_at, self.followed.applied_at)
+        if soak and not self._undos and time.time() > last + soak.heal_s:
+            where = f"step {self.followed.step}, term {self.followed.term}"
+            raise RunError(f"{waiting_for} did not come, and no step for {soak.heal_s:.0f} s ({where}); {self._logs()}")
+
+    def _is_healed(self) -> bool:
+        size = self.scenario.nodes.count * self.scenario.nodes.ranks
+        is_whole = self.followed.world == size and all(node.is_up for node in self.nodes)
+        trains = self.followed.applied_at > self._disturbed_at + _SETTLED_S
+        return not self._undos and is_whole and trains and self._points.are_over(self)
+
+    def _check_is_up(self, fault: Due) -> None:
+        """Refuse to wait for ever for a node that has ended by itself."""
+        node = self.nodes[fault.target] if isinstance(fault.target, int) else None
+        is_awaited = node in self.lost or fault.kind == "start_node" or bool(self._undos)
+        if node is not None and node.code is not None and not is_awaited:
+            what = f"{fault.kind} on node {node.number} was due, but it has ended with code {node.code}"
+            raise RunError(f"{what}; the end of its log:\n{node.tail()}")
+
+    def _has_come(self, fault: Due) -> bool:
+        """Say whether a fault's moment has come; a drawn one also waits for an applied step that is in no commit."""
+        followed = self.followed
+        if fault.at_s is not None:
+            return followed.began_at is not None and time.time() >= followed.began_at + fault.at_s
+        if fault.is_drawn and (followed.commit is None or followed.step <= followed.commit):
+            return False
+        return fault.has_come(followed.step)
+
+    def _wait_for_end(self) -> None:
+        while any(node.is_up for node in self.nodes) or self._undos:
+            self.look("its end")
+            self.check_goes_on("the job's end")
+        self._points.give_up(self)
+        self.followed.look(self.folder)
+        self.on_look(self.followed)
+        if all(node.code != 0 for node in self.nodes):
+            raise RunError(f"no node ended well; {self._logs()}")
+
+    def look(self, waiting_for: str) -> None:
+        """See what has happened, undo what is due, and wait a moment; RunError once the job's time is over."""
+        if self._is_stopping:
+            raise Enough
+        if self.land is None and time.monotonic() > self._deadline:
+            raise RunError(
+                f"the job did not come to {waiting_for} within {self.scenario.timeout_s:.0f} s "
+                f"(step {self.followed.step}, term {self.followed.term}); {self._logs()}"
+            )
+        for pending in [pending for pending in self._undos if time.monotonic() >= pending[0]]:
+            self._undo(pending)
+        self._points.look(self)
+        self.followed.look(self.folder)
+        self._place()
+        self.on_look(self.followed)
+        time.sleep(_LOOK_EVERY_S)
+
+    def _undo(self, pending: tuple[float, str, Undo]) -> None:
+        """Undo what was done to the job; what cannot be undone yet is tried again at the next look."""
+        _, kind, undo = pending
+        pids = undo()
+        if pids is not None:
+            self._undos.remove(pending)
+            self._disturbed_at = time.time()
+            self.record("undo", kind=kind, pids=pids)
+
+    def _place(self) -> None:
+        """Record on which node the processes run that have come into the world since the last look."""
+        new = set(self.followed.pids.values()) - self._placed
+        self._placed |= new
+        for node in self.nodes if new else []:
+            if pids := sorted(new.intersection(node.pids())):
+                self.record("node", node=node.number, pids=pids)
+
+    def _clean_up(self) -> None:
+        """Record how nodes ended and what outlived the job, and end that."""
+        for _, _, undo in self._undos if any(node.is_up for node in self.nodes) else []:
+            undo()
+        is_over = not any(node.is_up for node in self.nodes)
+        for node in self.nodes:
+            if node.code is not None:
+                self.record("exit", node=node.number, code=node.code)
+        left = self._left(_DYING_S if is_over else 0.0)
+        if is_over:
+            found = leftovers.look(self.folder, self._placed, self.around, self.scenario.nodes.lease_ttl_s)
+            seen: dict[str, object] = {"drafts": found.drafts, "shared_memory": found.shared_memory}
+            if self.around.etcd is not None:
+                seen["leases"] = found.leases
+            self.record("clean", t=None, orphans=left, **seen)
+        signal_all(left, signal.SIGKILL)
+        for node in self.nodes:
+            node.kill()
+
+    def _left(self, patience_s: float) -> list[int]:
+        """Return the processes that are there after the nodes' end; what dies with its agent may take a moment."""
+        until = time.monotonic() + patience_s
+        while (left := [pid for node in self.nodes for pid in node.pids()]) and time.monotonic() < until:
+            time.sleep(_AGAIN_S)
+        return left
+
+    def record(self, op: str, *, t: float | None = None, **fields: object) -> None:
+        """Append a line to the executor's own history."""
+        line = json.dumps({"op": op, "t": time.time() if t is None else t, **fields})
+        with (self.folder / "history" / "chaos.jsonl").open("a") as file:
+            file.write(line + "\n")
+
+    def _logs(self) -> str:
+        return "\n".join(f"the end of node {node.number}'s log:\n{node.tail()}" for node in self.nodes)

@@ -1,0 +1,65 @@
+"""Looks for what a job has left once all of its processes have ended: leases, drafts of files, shared memory."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from chaos.services.surroundings import Surroundings
+from rendezvous.errors import RendezvousError
+from rendezvous.etcd.connection import Connection, list_prefix
+from rendezvous.etcd.options import etcd_options
+from rendezvous.membership.records import Keys
+
+_DRAFT = re.compile(r".*\.unfinished|\..+\.\d+")
+"""Names under which the trainer writes what it then renames."""
+_MEMORY = Path("/dev/shm")
+_MARGIN_S, _ASK_S = 2.0, 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What was left: keys beyond their lease (None if nobody could be asked), drafts, shared memory."""
+
+    leases: list[str] | None
+    drafts: list[tuple[str, float]]
+    shared_memory: list[str]
+
+
+def look(folder: Path, pids: Collection[int], around: Surroundings, ttl_s: float) -> Left:
+    """Look for all of it; waits as long as a lease may last, if a member is still there."""
+    leases = None if around.etcd is None else leased(around.etcd.endpoint, around.run_id, ttl_s)
+    return Left(leases, drafts(folder), shared_memory(pids))
+
+
+def leased(endpoint: str, run_id: str, ttl_s: float) -> list[str] | None:
+    """Return the job's member keys that outlive their leases; None if etcd does not say."""
+    deadline = time.monotonic() + ttl_s + _MARGIN_S
+    try:
+        connection = Connection(etcd_options(endpoint))
+        try:
+            while keys := sorted(list_prefix(connection, Keys(run_id).members, _ASK_S).entries):
+                if time.monotonic() > deadline:
+                    return keys
+                time.sleep(0.1)
+            return []
+        finally:
+            connection.close()
+    except RendezvousError:
+        return None
+
+
+def drafts(folder: Path) -> list[tuple[str, float]]:
+    """Return drafts below a run's folder, and when each was last written (unix seconds)."""
+    found = [path for path in folder.rglob("*") if _DRAFT.fullmatch(path.name) and path.is_file()]
+    return sorted((str(path.relative_to(folder)), path.stat().st_mtime) for path in found)
+
+
+def shared_memory(pids: Collection[int]) -> list[str]:
+    """Return segments whose names say that one of these processes made them, as torch's do."""
+    made = {str(pid) for pid in pids}
+    names = [path.name for path in _MEMORY.iterdir()] if _MEMORY.is_dir() else []
+    return sorted(name for name in names if made & set(re.split(r"\D+", name)))

@@ -1,0 +1,209 @@
+"""One run of a scenario's job, and a soak: the job with faults without end, then the same number of steps without any.
+
+Shows progress, and leaves histories and commits in the run's folder, from which it is judged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+
+from chaos.errors import RunError, ScenarioError
+from chaos.judge.verdict import (
+    FAULTED,
+    REFERENCE,
+    REPORT,
+    VERDICT,
+    Verdict,
+    examine,
+)
+from chaos.real import tracker_dump
+from chaos.real.history_tail import Followed
+from chaos.real.job import Job
+from chaos.real.launch import launch
+from chaos.scenario.model import Scenario
+from chaos.scenario.schedule import Due
+from chaos.scenario.soak import Drawn, kinds_of, land
+from chaos.services.surroundings import Surroundings, surroundings
+from elastic_train.config.schema import Config
+from elastic_train.core.order import Order
+from elastic_train.data.corpora.synthetic import synthesise
+from elastic_train.data.dataset.manifest import load_manifest
+from elastic_train.tracking.mlflow_sync import sync
+from elastic_train.tracking.progress import Progress, ResumeBanner, Status
+
+Say = Callable[[str], None]
+
+
+def run_once(
+    scenario: Scenario,
+    config: Config,
+    folder: Path,
+    due: Sequence[Due],
+    seed: int,
+    changes: list[str],
+    total_steps: int,
+    replay: str,
+    is_quiet: bool,
+) -> None:
+    """Run the scenario's job with these faults to its end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kinds = [fault.kind for fault in due]
+    with _around(scenario, config, folder, kinds) as around:
+        if absent := [f"{kind} cannot be done here: {why}" for kind, why in around.missing.items() if kind in kinds]:
+            raise ScenarioError(*(f"{scenario.name}: {problem}" for problem in absent))
+        _run(scenario, folder, due, seed, changes, total_steps, replay, is_quiet, around)
+
+
+def run_soak(
+    scenario: Scenario,
+    seed: int,
+    folder: Path,
+    changes: list[str],
+    config: Config,
+    replay: str,
+    is_quiet: bool,
+    say: Say,
+) -> Verdict:
+    """Run a soak and the same number of steps without faults; judge it, also where it got stuck."""
+    assert scenario.soak is not None, "only called for a soak"
+    clear(folder)
+    faulted = folder / FAULTED
+    faulted.mkdir(parents=True)
+    kinds, per_epoch = kinds_of(scenario, {}), steps_per_epoch(config)
+    with _around(scenario, config, faulted, kinds) as around:
+        drawn = Drawn(scenario, seed, around.missing)
+        for kind, why in around.missing.items():
+            say(f"left out: {kind}: {why}")
+        say(f"soak, seed {seed}: {scenario.soak.faults} faults of {len(drawn.kinds)} kinds, in {faulted}")
+        try:
+            landing = land(lambda step: -(-(step + 1) // per_epoch) * per_epoch)
+            _run(scenario, faulted, drawn, seed, changes, None, replay, is_quiet, around, landing)
+        except RunError as error:
+            say(f"STUCK: {error}")
+    verdict = examine(folder)
+    if verdict.run.result is None or verdict.run.result["status"] != "done":
+        return verdict
+    say(f"training the same {verdict.run.result['step']} steps without faults, in {folder / REFERENCE}")
+    one = scenario.nodes.model_copy(update={"count": 1})
+    plain = scenario.model_copy(update={"nodes": one, "soak": None, "tracker": False})
+    quick = [*changes, *_unslowed(config), f"--max_steps={verdict.run.result['step']}"]
+    tell_holes(folder)
+    run_once(plain, config, folder / REFERENCE, [], seed, quick, int(str(verdict.run.result["step"])), replay, is_quiet)
+    return examine(folder)
+
+
+def _unslowed(config: Config) -> list[str]:
+    """Return what takes the waits out of a task that has them, and leaves its other parameters as they are."""
+    if "lane_ms" not in config.task.params:
+        return []
+    params = yaml.safe_dump({**config.task.params, "lane_ms": 0}, default_flow_style=True)
+    return [f"--task.params={params.strip()}"]
+
+
+def clear(folder: Path) -> None:
+    """Take away what an earlier run has left."""
+    for name in (VERDICT, REPORT):
+        (folder / name).unlink(missing_ok=True)
+    for name in (FAULTED, REFERENCE):
+        if os.path.ismount(folder / name / "data"):  # a soak that was killed has left its small disk
+            subprocess.run(["umount", "-l", str(folder / name / "data")], check=True)
+        if (folder / name).exists():
+            shutil.rmtree(folder / name)
+
+
+def make_data(scenario: Scenario, config: Config, say: Say) -> None:
+    """Make the training set up that a scenario brings along, unless it is there."""
+    train = Path(config.data.train)
+    if scenario.rows is not None and not (train / "manifest.json").exists():
+        say(f"making up {scenario.rows} rows in {train}")
+        synthesise(str(train), scenario.rows, seed=1)
+
+
+def count_steps(config: Config) -> int:
+    """Return how many steps the configured job takes."""
+    return config.max_steps or config.epochs * steps_per_epoch(config)
+
+
+def steps_per_epoch(config: Config) -> int:
+    order = Order(load_manifest(config.data.train).group_rows, num_lanes=config.batch.num_lanes, seed=config.run.seed)
+    return order.num_steps(config.batch.micro_batch)
+
+
+def tell_holes(folder: Path) -> None:
+    """Let the run without faults know from the beginning what the other could not read, and from which step on."""
+    result = json.loads((folder / FAULTED / "result.json").read_text())
+    if result.get("holes"):
+        (folder / REFERENCE / "holes").mkdir(parents=True)
+        (folder / REFERENCE / "holes" / "known.json").write_text(json.dumps(result["holes"]))
+
+
+def _around(
+    scenario: Scenario, config: Config, folder: Path, kinds: Sequence[str]
+) -> AbstractContextManager[Surroundings]:
+    return surroundings(folder, f"{scenario.name}-{folder.name}", kinds, scenario, config.data.train)
+
+
+def _run(
+    scenario: Scenario,
+    folder: Path,
+    due: Iterable[Due] | Drawn,
+    seed: int,
+    changes: list[str],
+    total_steps: int | None,
+    replay: str,
+    is_quiet: bool,
+    around: Surroundings,
+    landing: Callable[[Job], None] | None = None,
+) -> None:
+    progress = Progress(Console(soft_wrap=True, quiet=is_quiet))
+    own = ["--run.dir", str(folder), "--run.name", around.run_id, *around.settings]
+    nodes = launch(scenario, "", folder, [*changes, *own], around.run_id, around)
+    look = _shown(progress, total_steps)
+    job = Job(folder, nodes, scenario, (), seed, look, progress.event, replay, around, landing)
+    job.faults = due(lambda: job.num_faults) if isinstance(due, Drawn) else due
+    try:
+        job.run()
+        if around.tracker is None:
+            tracker_dump.note(folder)
+        else:
+            progress.event(str(sync(folder)))  # an outage may have outlived the job
+            tracker_dump.note(folder, around.tracker.database_uri)
+    finally:
+        progress.close()
+
+
+def _shown(progress: Progress, total_steps: int | None) -> Callable[[Followed], None]:
+    """Return what shows a job's progress; without an end, the steps so far stand for all."""
+    shown = [0]
+
+    def look(followed: Followed) -> None:
+        if followed.term != shown[0] and followed.world:
+            progress.event(f"term {followed.term}: {followed.world} ranks")
+            shown[0] = followed.term
+        if followed.resumed is not None:
+            progress.banner(ResumeBanner(**followed.resumed))  # type: ignore[arg-type]
+            followed.resumed = None
+        if followed.step:
+            progress.update(
+                Status(
+                    step=followed.step,
+                    total_steps=total_steps or followed.step,
+                    loss=followed.loss,
+                    samples_per_s=followed.samples_per_s,
+                    world=followed.world,
+                    term=followed.term,
+                    last_commit_step=followed.commit,
+                    epoch=followed.epoch,
+                )
+            )
+
+    return look

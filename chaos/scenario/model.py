@@ -1,0 +1,318 @@
+"""A scenario: which job to run on which nodes, and which faults to inject when. Typed YAML, all mistakes at once.
+
+One file serves every executor: `chaos.scenario.schedule` settles when its faults come, `chaos.scenario.kinds` says what
+they are.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
+
+from chaos.errors import ScenarioError
+from chaos.scenario.kinds import KINDS, LOCAL, ON_DISK
+from elastic_train.system.failpoints import POINTS
+
+FOLDER = Path(__file__).parent / "shipped"
+Role = Literal["leader", "other", "lost", "one", "minority", "majority", "writer", "all"]
+Target = int | str
+Section = TypeVar("Section", bound="_Section")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Point(_Section):
+    """The n-th time that a process of the target comes to a failpoint, counted from when all before it is done."""
+
+    name: str
+    """One of `elastic_train.system.failpoints.POINTS`."""
+    nth: PositiveInt = 1
+    """Counted from 1."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if name not in POINTS:
+            raise ValueError(f"no failpoint '{name}'{_nearest(name, list(POINTS))}")
+        return name
+
+
+class Fault(_Section):
+    """One fault: what, to whom, and when: at a time, a step, a drawn step, a failpoint, or after the fault before."""
+
+    kind: str
+    """One of `chaos.scenario.kinds`, which says what each does; `elastic-chaos kinds` lists them."""
+    node: Target | None = None
+    """A node's number from 0, or its role when the fault is due: leader (rank 0's node), writer (who publishes), other
+    (not the leader), one (drawn), minority, majority, all, lost (to start). Etcd and storage need none."""
+    at_s: float | None = Field(default=None, ge=0)
+    """So many seconds after the job's first step."""
+    at_step: PositiveInt | None = None
+    """When this many steps are applied."""
+    within: tuple[float, float] | None = None
+    """At a step drawn from the seed between these two parts of the job."""
+    after_s: float | None = Field(default=None, ge=0)
+    """So many seconds after the fault before this one."""
+    at_point: Point | None = None
+    """At a failpoint; the faults that follow do not wait for it."""
+    for_s: float | None = Field(default=None, gt=0)
+    """How long until it is undone: a freeze that is shorter than a lease may go unnoticed, a longer one is a loss."""
+
+    @field_validator("kind")
+    @classmethod
+    def _is_kind(cls, kind: str) -> str:
+        if kind not in KINDS:
+            raise ValueError(f"no '{kind}'{_nearest(kind, list(KINDS))}")
+        return kind
+
+    @field_validator("node")
+    @classmethod
+    def _is_node(cls, node: Target | None) -> Target | None:
+        if node is not None and node not in get_args(Role) and (not isinstance(node, int) or node < 0):
+            raise ValueError(f"must be a node's number from 0, or one of {', '.join(get_args(Role))}, not {node!r}")
+        return node
+
+    @model_validator(mode="after")
+    def _has_one_moment(self) -> Fault:
+        moments = (self.at_s, self.at_step, self.within, self.after_s, self.at_point)
+        if sum(moment is not None for moment in moments) != 1:
+            raise ValueError(
+                "say when: exactly one of at_step, within: [from, to] (parts of the job), after_s, at_s, at_point"
+            )
+        if self.within is not None and not 0 <= self.within[0] < self.within[1] <= 1:
+            raise ValueError(f"within must be two growing parts of the job between 0 and 1, not {self.within}")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> Fault:
+        kind = KINDS[self.kind]
+        if self.node is None and kind.aim in ("worker", "node") and self.kind != "kill_job":
+            raise ValueError(f"'node' is missing: {self.kind} needs one")
+        if (self.at_point is not None) != (kind.aim == "point"):
+            at_points = ", ".join(name for name, other in KINDS.items() if other.aim == "point")
+            raise ValueError(f"at_point belongs to {at_points}, and to nothing else")
+        if self.at_point is not None and self.kind in ON_DISK and self.at_point.name != "sync":
+            raise ValueError(f"{self.kind} is what an operating system reports: it can be at the point 'sync' only")
+        if kind.lasts != "may" and (self.for_s is not None) != (kind.lasts == "must"):
+            raise ValueError(
+                f"{self.kind} needs for_s" if kind.lasts == "must" else f"{self.kind} is not undone: no for_s"
+            )
+        if (self.node == "lost") != (self.kind == "start_node") and isinstance(self.node, str):
+            raise ValueError(f"{self.kind} cannot be done to '{self.node}': a lost node can be started, no other")
+        return self
+
+
+class Nodes(_Section):
+    """How the job is launched: one torchrun a node."""
+
+    count: PositiveInt = 2
+    """Nodes at the start, and at most."""
+    ranks: PositiveInt = 1
+    """Ranks of a node (--nproc-per-node)."""
+    min: PositiveInt = 1
+    """Fewest nodes that train (--nnodes=MIN:COUNT)."""
+    max_restarts: int = Field(default=10, ge=0)
+    """--max-restarts of every node."""
+    lease_ttl_s: float = Field(default=3.0, ge=2)
+    """Seconds after which a silent node counts as lost."""
+    recovery: Literal["restart", "live"] = "restart"
+    """restart: a fault restarts the workers from a commit; live: survivors go on in their processes."""
+
+
+class Soak(_Section):
+    """Faults drawn from the seed without end: bursts of several, each when all before is undone and healed."""
+
+    faults: PositiveInt = 500
+    """Faults after which the job is brought to its end."""
+    minutes: float | None = Field(default=None, gt=0)
+    """Or after so long, whichever comes first."""
+    burst: PositiveInt = 4
+    """Most faults that come before what they did has healed."""
+    kinds: tuple[str, ...] | None = None
+    """Only these kinds; all that this machine can do, if not given."""
+    heal_s: float = Field(default=300.0, gt=0)
+    """Seconds within which the whole world has to train again once everything is undone."""
+
+    @field_validator("kinds")
+    @classmethod
+    def _are_known(cls, kinds: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        unknown = [kind for kind in kinds or () if kind not in LOCAL]
+        if unknown:
+            raise ValueError(f"no '{unknown[0]}'{_nearest(unknown[0], list(LOCAL))}")
+        return kinds
+
+
+class Scenario(_Section):
+    name: str
+    """Results lie in runs/<name>."""
+    description: str
+    """What happens, in one line."""
+    config: str | None = None
+    """The trainer's configuration; a scenario without one is for `run --command`."""
+    set: dict[str, object] = Field(default_factory=dict)
+    """Keys of that configuration to change."""
+    seed: int | None = Field(default=None, ge=0)
+    """Draws the steps; a new one each time, and printed, if not given."""
+    nodes: Nodes = Field(default_factory=Nodes)
+    faults: tuple[Fault, ...] = ()
+    soak: Soak | None = None
+    """Draw faults from the seed, in place of `faults`; the job goes on until they are over."""
+    etcd_members: Literal[1, 3] = 1
+    """Members of the job's etcd: one of three can be lost."""
+    s3: bool = False
+    """Publish commits on an S3 of this machine, whose answers can be spoilt, in place of the run's folder."""
+    tracker: bool = False
+    """Log to an MLflow server of this machine, with a database of its own, which can be away."""
+    own_data: bool = False
+    """Train on a copy of the training set, of which row groups can be damaged; what cannot be read is a hole."""
+    rows: PositiveInt | None = None
+    """Where the configuration's training set is not there yet, make one up with so many rows."""
+    reference: bool = True
+    """Run the same without faults, too, and compare; --no-reference leaves it out."""
+    timeout_s: float = Field(default=300, gt=0)
+    """Longest time that one of the two runs may take."""
+    patience_s: float = Field(default=180, gt=0)
+    """Longest time until all is over that a fault leads to, and the job trains on; counted from the fault's own end."""
+
+    @model_validator(mode="after")
+    def _soak_has_commits_at_hand(self) -> Scenario:
+        if self.soak is not None and self.s3:
+            raise ValueError("a soak damages and counts commits in the run's folder: leave out s3, or list faults")
+        return self
+
+
+def find(name: str) -> Path:
+    """Return the path of a scenario: a file, or the name of one that comes with the package."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        return path
+    known = sorted(file.stem for file in FOLDER.glob("*.yaml"))
+    if name not in known:
+        raise ScenarioError(f"no scenario '{name}'{_nearest(name, known)}")
+    return FOLDER / f"{name}.yaml"
+
+
+def load(path: Path) -> Scenario:
+    """Read and check a scenario; raise ScenarioError with every problem found."""
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ScenarioError(f"{path}: cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ScenarioError(f"{path}: is no YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ScenarioError(f"{path}: must be a mapping with name, description, config and faults")
+    problems: list[str] = []
+    scenario = _validate(Scenario, tree, problems)
+    nodes = _validate(Nodes, tree.get("nodes", {}), [])
+    written = tree.get("faults", [])
+    faults = [_validate(Fault, fault, []) for fault in written] if isinstance(written, list) else []
+    if nodes is not None:
+        problems += impossible(nodes, faults)
+    problems += [
+        f"'faults.{number}': {fault.kind} needs {needs}: true"
+        for number, fault in enumerate(faults)
+        if fault is not None and (needs := KINDS[fault.kind].needs) and not tree.get(needs)
+    ]
+    if scenario is not None and scenario.soak is not None:
+        problems += _undrawable(scenario, scenario.soak)
+    if problems or scenario is None:
+        raise ScenarioError(*(f"{path}: {problem}" for problem in problems))
+    return scenario
+
+
+def _undrawable(scenario: Scenario, soak: Soak) -> Iterator[str]:
+    """Yield every kind that a soak names and cannot draw from."""
+    for kind in soak.kinds or ():
+        needs = KINDS[kind].needs
+        if needs == "s3":
+            yield f"'soak.kinds': {kind} needs an S3, which a soak has not: leave it out"
+        elif needs is not None and not getattr(scenario, needs):
+            yield f"'soak.kinds': {kind} needs {needs}: true"
+    if set(soak.kinds or ()) == {"start_node"}:
+        yield "'soak.kinds': start_node comes by itself, behind what ends a node: name what that is to be"
+
+
+def bounded(scenario: Scenario, faults: int | None, minutes: float | None) -> Scenario:
+    """Return a soak that ends after so many faults or minutes; ScenarioError if it is none."""
+    if faults is None and minutes is None:
+        return scenario
+    if scenario.soak is None:
+        raise ScenarioError(f"{scenario.name} is no soak: --faults and --minutes bound nothing")
+    asked = {key: value for key, value in (("faults", faults), ("minutes", minutes)) if value is not None}
+    try:
+        soak = Soak.model_validate(scenario.soak.model_dump() | asked)
+    except ValidationError as error:
+        wrong = [(item["loc"][0], item["input"], item["msg"]) for item in error.errors()]
+        raise ScenarioError(*(f"--{key} {value}: {message}" for key, value, message in wrong)) from error
+    return scenario.model_copy(update={"soak": soak})
+
+
+def impossible(nodes: Nodes, faults: Sequence[Fault | None]) -> Iterator[str]:
+    """Yield every fault that cannot happen: to no such node, to one that is lost already, or in the wrong order."""
+    if nodes.min > nodes.count:
+        yield f"'nodes.min' is {nodes.min}, but there are {nodes.count} nodes"
+    up, until, is_exact = set(range(nodes.count)), 0.0, None not in faults
+    for number, fault in enumerate(faults):
+        where = f"'faults.{number}'"
+        is_beyond = fault is not None and isinstance(fault.node, int) and fault.node >= nodes.count
+        if fault is not None and is_beyond:
+            yield f"{where} is for node {fault.node}, but there are {nodes.count} (from 0)"
+        if fault is not None and KINDS[fault.kind].aim in ("etcd", "storage", "tracker", "data", "point"):
+            continue
+        is_exact = is_exact and fault is not None and isinstance(fault.node, int)
+        if fault is None:
+            continue
+        if fault.within is not None and fault.within[0] < until:
+            yield f"{where} may be drawn before the fault above it: begin its within at {until:g} or later"
+        until = max(until, fault.within[1] if fault.within else 0.0)
+        if is_exact and not is_beyond:
+            if (fault.node in up) == (fault.kind == "start_node"):
+                yield f"{where}: {fault.kind} on node {fault.node}, which is {'up' if fault.node in up else 'lost'}"
+            up = _after(up, fault)
+            following = faults[number + 1] if number + 1 < len(faults) else None
+            if len(up) < nodes.min and (following is None or following.after_s is None):
+                yield f"{where} leaves {len(up)} nodes, fewer than nodes.min, and no node is started after_s"
+
+
+def _after(up: set[int], fault: Fault) -> set[int]:
+    assert isinstance(fault.node, int), "only called for numbers"
+    if fault.kind == "start_node":
+        return up | {fault.node}
+    if fault.for_s is not None:
+        return up
+    return up - {fault.node} if fault.kind in ("kill_node", "stop_node") else up
+
+
+def _validate(section: type[Section], tree: object, problems: list[str]) -> Section | None:
+    try:
+        return section.model_validate(tree)
+    except ValidationError as error:
+        problems += [_explain(section, item) for item in error.errors()]
+        return None
+
+
+def _explain(section: type[_Section], item: Mapping[str, object]) -> str:
+    location = item["loc"]
+    assert isinstance(location, tuple), "pydantic's errors say where"
+    key = ".".join(str(part) for part in location) or "scenario"
+    last = str(location[-1]) if location else ""
+    if item["type"] == "extra_forbidden":
+        inner: dict[object, type[_Section]] = {"nodes": Nodes, "faults": Fault, "soak": Soak}
+        owner = inner.get(location[0], section) if len(location) > 1 else section
+        return f"unknown key '{key}'{_nearest(last, sorted(owner.model_fields))}"
+    if item["type"] == "missing":
+        return f"'{key}' is missing"
+    return f"'{key}': {str(item['msg']).removeprefix('Value error, ')}"
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean '{close[0]}'?" if close else f"; there are: {', '.join(known)}"

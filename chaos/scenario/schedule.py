@@ -1,0 +1,95 @@
+"""When a scenario's faults come: every moment settled, steps drawn from the seed alone.
+
+A drawn step lies in the middle of a commit interval, behind the first commit, so that a kill loses applied steps.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from chaos.errors import ScenarioError
+from chaos.scenario.model import Point, Scenario, Target
+
+SMALLEST_INTERVAL = 4
+"""Steps between commits that a drawn step needs, to lie neither on a commit nor beside one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A fault with its moment settled: a step, a time, a failpoint, or seconds after the fault before it.
+
+    A drawn step has a `safe` range of places in a commit interval of `interval` steps: if the job has run past it
+    when the fault is due, the next interval's is waited for.
+    """
+
+    kind: str
+    target: Target | None
+    step: int | None
+    after_s: float | None
+    interval: int | None = None
+    for_s: float | None = None
+    at_s: float | None = None
+    point: Point | None = None
+    is_healed: bool = False
+    """Due once all before it is undone, and the whole world trains again."""
+
+    def __str__(self) -> str:
+        who = self.kind if self.target is None else f"{self.kind} {self.target}"
+        if self.point is not None:
+            return f"{who} at the {self.point.nth}. {self.point.name}"
+        if self.at_s is not None:
+            return f"{who} at {self.at_s:g} s"
+        return f"{who} {f'{self.after_s:g} s later' if self.step is None else f'at step {self.step}'}"
+
+    @property
+    def is_drawn(self) -> bool:
+        return self.interval is not None
+
+    def has_come(self, seen_step: int) -> bool:
+        """Say whether the job has come to the fault's step."""
+        if self.step is None or seen_step < self.step:
+            return self.step is None
+        return self.interval is None or seen_step % self.interval in _middle(self.interval)
+
+
+def schedule(scenario: Scenario, seed: int, total_steps: int, commit_every: int) -> list[Due]:
+    """Settle every fault's moment; drawn steps come from the seed alone and grow."""
+    problems = []
+    if any(fault.within for fault in scenario.faults) and commit_every < SMALLEST_INTERVAL:
+        problems.append(f"a commit every {commit_every} steps leaves none to lose; {SMALLEST_INTERVAL} are needed")
+    rng = random.Random(seed)
+    due: list[Due] = []
+    for fault in scenario.faults:
+        drawn = _draw(rng, fault.within, total_steps, commit_every) if fault.within and not problems else None
+        step = drawn or fault.at_step
+        due.append(
+            Due(
+                fault.kind,
+                fault.node,
+                step,
+                fault.after_s,
+                commit_every if fault.within else None,
+                fault.for_s,
+                fault.at_s,
+                fault.at_point,
+            )
+        )
+        if step is not None and step >= total_steps:
+            problems.append(f"{fault.kind} is due at step {step}, but the job has {total_steps} steps")
+    if problems:
+        raise ScenarioError(*(f"{scenario.name}: {problem}" for problem in problems))
+    return due
+
+
+def _draw(rng: random.Random, within: tuple[float, float], total_steps: int, commit_every: int) -> int:
+    """Draw a step from the middle of a commit interval that begins behind the first commit."""
+    lo, hi = (int(part * total_steps) for part in within)
+    first, last = max(1, lo // commit_every), max(1, hi // commit_every - 1)
+    return rng.randint(first, max(first, last)) * commit_every + rng.choice(_middle(commit_every))
+
+
+def _middle(interval: int) -> range:
+    """Return the places in a commit interval that are well apart from both commits."""
+    margin = max(1, interval // 3)
+    return range(margin, interval - margin + 1)

@@ -1,0 +1,163 @@
+"""A soak: bursts of faults drawn from a seed, of every kind that can be done, until there were enough; then the end.
+
+What needs a tracker or data of its own can be done where the scenario brings that; what needs an S3 cannot, since the
+commits that it damages, and counts at the end, have to lie in the run's folder.
+
+A burst begins when all before it is undone and the whole world trains again; the faults in it come within seconds of
+each other, so that most of them hit a recovery. Which kinds come is drawn so that rare ones catch up, and failpoints so
+that cells (place x kind) that never came are next. The job has no end of its own: it is told to leave, and started
+again with the end of the epoch as its last step.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from chaos.errors import ScenarioError
+from chaos.judge.evidence.run_files import record_files
+from chaos.scenario.kinds import (
+    KINDS,
+    LOCAL,
+    ON_DISK,
+    Need,
+)
+from chaos.scenario.model import Point, Scenario
+from chaos.scenario.schedule import Due
+from elastic_train.system.failpoints import POINTS
+
+if TYPE_CHECKING:
+    from chaos.real.job import Job
+
+PAUSES_S = (0.0, 0.1, 0.5, 1.0, 2.0)
+ENTERING = ("form", "restore", "hand-over")
+"""Places that only a new world comes by: something has to end the one before."""
+LATE = ("commit", "write", "sync", "record", "publish")
+"""Places that the writer comes by."""
+_DEAR = Counter({"kill_job": 12, "flip_bit": 6, "truncate_file": 6, "delete_file": 6, "start_twin": 6})
+"""How many faults of another kind come for one of these, whose recovery begins with new processes, or takes seconds."""
+_DEAR.update({"hang": 3, "hang-native": 3})
+_DEAR.update({"kill_node": 5, "stop_node": 5, "freeze_node": 2, "cut_node": 2, "cut_link": 2, "cut_one_way": 2})
+_DEAR.update({"slow_network": 2, "lose_packets": 2, "etcd_outage": 2, "lose_etcd_data": 2, "tracker_outage": 8})
+_WITH_THE_JOB = ("flip_bit", "truncate_file", "delete_file")
+
+
+def kinds_of(scenario: Scenario, missing: Mapping[str, str]) -> list[str]:
+    """Return the kinds that a soak draws from; `start_node` comes by itself, where a node is to come back."""
+    assert scenario.soak is not None, "only called for a soak"
+    brought = {None, *(need for need in get_args(Need) if getattr(scenario, need))}
+    able = [kind for kind in scenario.soak.kinds or LOCAL if KINDS[kind].needs in brought and kind not in missing]
+    return [kind for kind in able if kind != "start_node"]
+
+
+def can_be_at(kind: str, point: str) -> bool:
+    """Say whether a soak plants a kind at a place."""
+    return point == "sync" or kind not in ON_DISK
+
+
+class Drawn:
+    """A soak's faults, one after another; the same seed draws the same."""
+
+    def __init__(self, scenario: Scenario, seed: int, missing: Mapping[str, str]) -> None:
+        assert scenario.soak is not None, "only made for a soak"
+        self._soak, self._ttl_s = scenario.soak, scenario.nodes.lease_ttl_s
+        self._nodes = scenario.nodes.count
+        self._draws = random.Random(f"{seed} soak")
+        self.kinds = kinds_of(scenario, missing)
+        if not self.kinds:
+            asked = [(kind, why) for kind, why in missing.items() if kind in (self._soak.kinds or LOCAL)]
+            reasons = [f"{kind} cannot be done here: {why}" for kind, why in asked]
+            raise ScenarioError(*(f"{scenario.name}: {why}" for why in reasons or ["no kind is left to draw from"]))
+        # Where in its turn each kind begins: else the dear ones would come last, in a short soak never.
+        self._num = {kind: -self._draws.random() for kind in self.kinds}
+        self._cells = Counter[tuple[str, str]]()
+        self._points = {
+            kind: [point for point in POINTS if can_be_at(kind, point)]
+            for kind in self.kinds
+            if KINDS[kind].aim == "point"
+        }
+
+    def __call__(self, num_done: Callable[[], int]) -> Iterator[Due]:
+        """Yield faults until so many were done, or the time since the first is over."""
+        began: float | None = None  # a loaded machine needs minutes to start a job, which are not the faults'
+        while num_done() < self._soak.faults and not self._is_late(began):
+            burst = [fault for _ in range(self._draws.randint(1, self._soak.burst)) for fault in self._one()]
+            for place, fault in enumerate(burst):
+                yield replace(fault, is_healed=place == 0)
+                began = began or time.monotonic()
+
+    def _is_late(self, began: float | None) -> bool:
+        minutes = self._soak.minutes
+        return minutes is not None and began is not None and time.monotonic() - began > 60 * minutes
+
+    def _one(self) -> list[Due]:
+        """Draw a kind, those that came least first, and a fault of it, with what has to go with it."""
+        costs = {kind: (self._num[kind] + 1) * max(1, _DEAR[kind]) for kind in self.kinds}
+        least = sorted(self.kinds, key=lambda kind: (costs[kind], self._draws.random()))
+        kind = self._draws.choice(least[: max(4, len(least) // 3)])
+        self._num[kind] += 1
+        if KINDS[kind].aim == "point":
+            return self._at_point(kind)
+        fault = self._due(kind)
+        if kind not in _WITH_THE_JOB or "kill_job" not in self.kinds:
+            return [fault]
+        # Who lives holds the state, so what is damaged is read only by a job that begins anew: once for several.
+        others = [other for other in _WITH_THE_JOB if other in self.kinds and other != kind]
+        more = [other for other in others if self._draws.random() < 0.5]
+        for other in (*more, "kill_job"):
+            self._num[other] += 1
+        return [fault, *map(self._due, more), Due("kill_job", None, None, 0.0, for_s=1.0)]
+
+    def _due(self, kind: str) -> Due:
+        short, long = self._ttl_s * self._draws.uniform(0.1, 0.5), self._ttl_s * self._draws.uniform(1.5, 2.5)
+        for_s = short if self._draws.random() < (0.7 if kind in ("kill_node", "stop_node") else 0.5) else long
+        aim = KINDS[kind].aim
+        roles: tuple[str, ...] = ("one", "one", "leader", "other")
+        if kind in ("kill_node", "freeze_node", "stop_node"):
+            roles = (*roles, "minority", "majority")
+        target = self._draws.choice(roles) if aim in ("worker", "node") and kind != "kill_job" else None
+        lasts = KINDS[kind].lasts != "never"
+        pause_s = self._draws.choice(PAUSES_S)
+        return Due(kind, target, None, pause_s, for_s=round(for_s, 2) if lasts else None)
+
+    def _at_point(self, kind: str) -> list[Due]:
+        """Draw a place that this kind came to least, and end the world if only a new one comes by there."""
+        point = min(self._points[kind], key=lambda point: (self._cells[point, kind], self._draws.random()))
+        self._cells[point, kind] += 1
+        for_s = round(self._ttl_s * self._draws.choice((0.2, 2.0)), 2) if KINDS[kind].lasts == "must" else None
+        target = "writer" if point in LATE else self._draws.choice(("one", "leader", "other"))
+        nth = self._draws.randint(1, 1 if point in (*ENTERING, *LATE) else 5)
+        fault = Due(kind, target, None, 0.0, for_s=for_s, point=Point(name=point, nth=nth))
+        trigger = [Due("kill_worker", "one", None, 0.1)] if point in ENTERING else []
+        return [fault, *trigger]
+
+
+def land(last_step: Callable[[int], int]) -> Callable[[Job], None]:
+    """Return what brings a soak to its end; `last_step` gives the end of the epoch that a step lies in."""
+
+    def bring_down(job: Job) -> None:
+        job.await_healed()
+        for node in range(len(job.nodes)):
+            job.inject(Due("stop_node", node, None, 0.0))
+        while any(node.is_up for node in job.nodes):
+            job.look("all nodes' leaving")
+            job.check_goes_on("all nodes' leaving")
+        until = last_step(newest_commit(job.folder))
+        job.on_event(f"landing: the job ends at step {until}")
+        for each in job.nodes:
+            each.command = [*each.command, "--max_steps", str(until)]
+        for node in range(len(job.nodes)):
+            job.inject(Due("start_node", node, None, 0.0))
+
+    return bring_down
+
+
+def newest_commit(folder: Path) -> int:
+    """Return the step of the newest commit; 0 if there is none."""
+    records = record_files(folder)
+    return int(records[-1].stem.rpartition("-")[2]) if records else 0

@@ -1,0 +1,1 @@
+"""What surrounds a job: etcd, proxies and cables, S3, MLflow, nodes."""

@@ -1,0 +1,176 @@
+"""A network namespace with one cable to the rest of this machine, so that one node can really be cut off.
+
+Needs root and iproute2, and leaves nothing behind. Etcd has an address of its own, so the node can reach etcd and
+nobody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from chaos.errors import ChaosError
+from chaos.services.packet_relay import Relay
+
+_NOWHERE = "02:00:00:00:00:01"
+_FIRST_TABLE = 1000
+_MOST = 100_000
+"""Cables are told apart by their process's number, of which an interface's name has room for five digits."""
+
+
+class NoNamespacesError(ChaosError):
+    """This machine does not let this process make network namespaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cable:
+    """The ends of a cable and their addresses, told apart by a number from others on this machine.
+
+    Beside it may lie a relay: packets between the nodes take that way while some are to be lost, or to be late.
+    """
+
+    number: int
+    relay: Relay | None = None
+
+    @property
+    def namespace(self) -> str:
+        return f"elastic-{self.number}"
+
+    @property
+    def outside(self) -> str:
+        """The interface of the nodes out here."""
+        return f"elastic-o{self.number}"
+
+    @property
+    def inside(self) -> str:
+        """The interface of the node at the other end."""
+        return f"elastic-i{self.number}"
+
+    def address(self, whose: str) -> str:
+        """Return the address of the `nodes` out here, of the node `inside`, or of `etcd`."""
+        return f"10.213.{self.number % 250}.{('nodes', 'inside', 'etcd').index(whose) + 1}"
+
+    def pull(self) -> None:
+        """Cut the node inside off from all."""
+        _ip("link", "set", self.outside, "down")
+
+    def silence(self) -> None:
+        """Lose what the node inside sends to other nodes; what they send arrives, and etcd is reached."""
+        here = ("-n", self.namespace, "neigh", "replace", self.address("nodes"), "lladdr", _NOWHERE)
+        _ip(*here, "dev", self.inside, "nud", "permanent")
+
+    def part(self) -> None:
+        """Lose what goes between the node inside and other nodes, both ways; all reach etcd."""
+        self.silence()
+        _ip("rule", "add", *self._between(), "blackhole")
+
+    def worsen(self, *, loss: float = 0.0, delay_s: float = 0.0) -> None:
+        """Lose a part of what goes between the node inside and other nodes, or bring it late; etcd is not concerned."""
+        assert self.relay is not None, "it was laid"
+        self.relay.loss, self.relay.delay_s = loss, delay_s
+        outside, inside = self.relay.ends
+        _ip("route", "replace", self.address("inside"), "dev", outside, "table", self._table)
+        _ip("-n", self.namespace, "route", "replace", self.address("nodes"), "dev", inside)
+
+    def mend(self) -> None:
+        """Undo whatever was done."""
+        _ip("link", "set", self.outside, "up")
+        for undo in (
+            ("-n", self.namespace, "neigh", "del", self.address("nodes"), "dev", self.inside),
+            ("rule", "del", *self._between(), "blackhole"),
+            ("route", "flush", "table", self._table),
+            ("-n", self.namespace, "route", "del", self.address("nodes")),
+        ):
+            subprocess.run(["ip", *undo], capture_output=True, check=False)  # there may be none
+        if self.relay is not None:
+            self.relay.loss = self.relay.delay_s = 0.0
+
+    def command(self, command: list[str]) -> list[str]:
+        """Return the command that runs another one inside."""
+        return ["ip", "netns", "exec", self.namespace, *command]
+
+    @property
+    def _table(self) -> str:
+        """The table of the route through the relay."""
+        return str(_FIRST_TABLE + self.number)
+
+    def _between(self) -> tuple[str, ...]:
+        return ("from", self.address("nodes"), "to", self.address("inside"))
+
+
+@contextlib.contextmanager
+def cable() -> Iterator[Cable]:
+    """Lay a cable to a new namespace, and a relay if TUN interfaces can be made; raise NoNamespacesError."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        raise NoNamespacesError("network namespaces need root and iproute2")
+    number = os.getpid() % _MOST
+    _take_away_left()
+    laid = Cable(number, _relay(number))
+    try:
+        try:
+            _lay(laid)
+        except subprocess.CalledProcessError as error:
+            raise NoNamespacesError(f"no network namespaces here: {error.stderr.decode().strip()}") from error
+        yield laid
+    finally:
+        if laid.relay is not None:
+            laid.relay.close()
+        _take_away(laid)
+
+
+def _relay(number: int) -> Relay | None:
+    relay = Relay((f"elastic-p{number}", f"elastic-q{number}"))
+    try:
+        relay.start()
+    except OSError:
+        return None
+    return relay
+
+
+def _take_away_left() -> None:
+    """Take away the cables of processes that were killed: their addresses may be given away again."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+    names = [line.partition(" ")[0] for line in listed.splitlines()]
+    numbers = {int(name.removeprefix("elastic-")) for name in names if re.fullmatch(r"elastic-\d+", name)}
+    alive = {int(path.name) % _MOST for path in Path("/proc").iterdir() if path.name.isdigit()}
+    for number in (numbers - alive) | {os.getpid() % _MOST}:
+        _take_away(Cable(number))
+
+
+def _take_away(laid: Cable) -> None:
+    for undo in (
+        ("rule", "del", *laid._between(), "blackhole"),
+        ("rule", "del", *laid._between(), "lookup", laid._table),
+        ("link", "del", laid.outside),
+        ("netns", "del", laid.namespace),
+    ):
+        subprocess.run(["ip", *undo], capture_output=True, check=False)
+
+
+def _lay(laid: Cable) -> None:
+    name = laid.namespace
+    _ip("netns", "add", name)
+    _ip("link", "add", laid.outside, "type", "veth", "peer", "name", laid.inside)
+    _ip("link", "set", laid.inside, "netns", name)
+    for whose in ("nodes", "etcd"):
+        _ip("addr", "add", f"{laid.address(whose)}/24", "dev", laid.outside)
+    _ip("link", "set", laid.outside, "up")
+    _ip("-n", name, "addr", "add", f"{laid.address('inside')}/24", "dev", laid.inside)
+    _ip("-n", name, "link", "set", laid.inside, "up")
+    _ip("-n", name, "link", "set", "lo", "up")
+    if laid.relay is not None:
+        outside, inside = laid.relay.ends
+        _ip("link", "set", inside, "netns", name)
+        _ip("link", "set", outside, "up")
+        _ip("-n", name, "link", "set", inside, "up")
+        _ip("rule", "add", *laid._between(), "lookup", laid._table)  # nothing is in it until packets are to be lost
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)

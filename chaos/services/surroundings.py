@@ -1,0 +1,132 @@
+"""What a job stands on, as far as its faults need it: etcd, proxies before it, a cable, a tracker, a small disk.
+
+Made for the kinds that a scenario names; what this machine cannot give is told, with the kinds that go without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chaos.real.acts.failpoints import folders
+from chaos.real.acts.network import CABLED, PROXIED, RELAYED
+from chaos.scenario.kinds import KINDS
+from chaos.scenario.model import Scenario
+from chaos.services.etcd_cluster import EtcdCluster
+from chaos.services.etcd_proxy import Proxies, Way
+from chaos.services.mlflow_server import TrackerServer
+from chaos.services.network_namespace import Cable, NoNamespacesError, cable
+from chaos.services.private_dataset import OwnData
+from chaos.services.s3_server import S3
+from elastic_train.system.failpoints import VARIABLE
+
+DISK_MB = 64
+
+
+@dataclass(slots=True)
+class Surroundings:
+    """Where a job's faults are done; nothing by default."""
+
+    run_id: str = ""
+    etcd: EtcdCluster | None = None
+    proxies: Proxies | None = None
+    cable: Cable | None = None
+    num_cut: int = 0
+    """How often the cable was spoilt."""
+    points: list[Path] = field(default_factory=list)
+    disk: Path | None = None
+    s3: S3 | None = None
+    tracker: TrackerServer | None = None
+    data: OwnData | None = None
+    missing: dict[str, str] = field(default_factory=dict)
+    """Kinds that cannot be done here, and why."""
+
+    def endpoint(self, node: int) -> str | None:
+        """Return where a node finds etcd; None if nothing was made for it."""
+        host = self.cable.address("etcd") if self.cable else "127.0.0.1"
+        if self.proxies is not None:
+            return self.proxies.endpoint(node, host)
+        return self.etcd.endpoint.replace("127.0.0.1", host) if self.etcd is not None else None
+
+    def flags(self, node: int, count: int) -> list[str]:
+        """Return what a node's torchrun has to be told of its place."""
+        return [f"--local-addr={self.cable.address('nodes')}"] if self.cable and node != count - 1 else []
+
+    def environ(self, node: int, count: int) -> dict[str, str]:
+        """Return what a node's processes have to be told."""
+        told = {VARIABLE: str(self.points[node])} if self.points else {}
+        if self.cable is not None:
+            told["GLOO_SOCKET_IFNAME"] = self.cable.inside if node == count - 1 else self.cable.outside
+        return told | (self.s3.environ if self.s3 is not None else {})
+
+    @property
+    def settings(self) -> list[str]:
+        """What the trainer's configuration has to say of it."""
+        said = [f"--checkpoint.url={self.s3.url(self.run_id)}"] if self.s3 is not None else []
+        said += [f"--tracking.mlflow_uri={self.tracker.uri}"] if self.tracker is not None else []
+        own = [f"--data.train={self.data.folder}", "--data.unreadable=quarantine"] if self.data is not None else []
+        return [*said, *own]
+
+    def command(self, node: int, count: int, command: list[str]) -> list[str]:
+        """Put the last node at the other end of the cable, if there is one."""
+        return self.cable.command(command) if self.cable and node == count - 1 else command
+
+
+@contextlib.contextmanager
+def surroundings(
+    folder: Path, run_id: str, kinds: Collection[str], scenario: Scenario, train: str | None = None
+) -> Iterator[Surroundings]:
+    """Make what the nodes, who read `train`, need for these kinds of fault, and take it away again."""
+    count, members = scenario.nodes.count, scenario.etcd_members
+    with contextlib.ExitStack() as undo:
+        has_points = any(KINDS[kind].aim == "point" for kind in kinds)
+        around = Surroundings(run_id, points=folders(folder, count) if has_points else [])
+        if set(CABLED) & set(kinds):
+            try:
+                around.cable = undo.enter_context(cable())
+            except NoNamespacesError as error:
+                around.missing |= dict.fromkeys(CABLED, str(error))
+            if around.cable is not None and around.cable.relay is None:
+                around.missing |= dict.fromkeys(RELAYED, "no TUN interfaces can be made here")
+        if "storage_full" in kinds:
+            try:
+                around.disk = undo.enter_context(_small_disk(folder / "data"))
+            except subprocess.CalledProcessError as error:
+                around.missing["storage_full"] = f"no file system can be mounted: {error.stderr.decode().strip()}"
+        if scenario.s3:
+            around.s3 = undo.enter_context(S3())
+            undo.callback(around.s3.mirror, run_id, folder)
+        if scenario.tracker:
+            where = around.cable.address("etcd") if around.cable else "127.0.0.1"
+            around.tracker = undo.enter_context(TrackerServer(folder / "tracker", where))
+        if scenario.own_data:
+            assert train is not None, "a script brings data of its own"
+            around.data = OwnData(train, folder / "dataset")
+        host = "0.0.0.0" if around.cable else "127.0.0.1"
+        around.etcd = undo.enter_context(EtcdCluster(members, host="127.0.0.1" if set(PROXIED) & set(kinds) else host))
+        if set(PROXIED) & set(kinds):
+            targets = [member.endpoint for member in around.etcd.members]
+            around.proxies = Proxies(host, targets, [Way() for _ in range(count)])
+            around.proxies.start()
+            undo.callback(around.proxies.close)
+        yield around
+
+
+@contextlib.contextmanager
+def _small_disk(folder: Path) -> Iterator[Path]:
+    """Mount a file system of some megabytes, and leave what it held as files of the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "elastic-chaos", str(folder)]
+    subprocess.run(mount, check=True, capture_output=True)
+    try:
+        yield folder
+    finally:
+        kept = folder.with_name(f"{folder.name}.kept")
+        shutil.copytree(folder, kept)
+        subprocess.run(["umount", "-l", str(folder)], check=True, capture_output=True)
+        folder.rmdir()
+        kept.rename(folder)

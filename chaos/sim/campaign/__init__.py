@@ -1,0 +1,1 @@
+"""Many simulated jobs: seeds, cases, pools, ledgers, planted bugs and shrinking."""

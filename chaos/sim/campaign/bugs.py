@@ -1,0 +1,207 @@
+"""Product code as it must not be: what `chaos.sim.campaign.planted` puts in the place of the real one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from chaos.sim.machine.kernel import EPOCH_S
+from chaos.sim.machine.object_store import StorageClient
+from elastic_train.checkpoint.commits import reader, writer
+from elastic_train.checkpoint.commits.record import VOID
+from elastic_train.checkpoint.saving import background_saves
+from elastic_train.checkpoint.stores.checksums import CheckedFile, FileRecord
+from elastic_train.checkpoint.stores.store import Entry, Store
+from elastic_train.core import lanes
+from elastic_train.core.accounting import Hole
+from elastic_train.core.lineage import COMMITS, Interval, place_of
+from elastic_train.core.order import Cursor, Order
+from elastic_train.data.loading.loader import LaneBatch
+from elastic_train.tracking.delivery import Delivery
+from elastic_train.tracking.metric_log import (
+    LineageReader,
+    MetricsWriter,
+    Settled,
+    Values,
+)
+from elastic_train.training.session import Session
+from elastic_train.world.quarantine import find_holes
+from rendezvous.membership.decisions import Change
+from rendezvous.membership.records import Head, Keys, encode
+from rendezvous.membership.store import Snapshot
+
+
+def carry_unfenced(snapshot: Snapshot, keys: Keys, term: int, commit: str) -> Change:
+    return Change({keys.head: encode(Head(term, commit, ""))}, {})
+
+
+def steps_from(shift: int) -> Callable[[Session], Iterator[Sequence[LaneBatch]]]:
+    """Begin a world at another cursor than the applied one: ahead by what was fetched, or one step behind."""
+
+    def steps(self: Session) -> Iterator[Sequence[LaneBatch]]:
+        plan, state, order = self.plan, self.state, self.plan.order
+        moved = min(max(0, state.step + shift), plan.total_steps - 1) if state.step else 0
+        cursor: Cursor = order.cursor_at(moved, plan.micro_batch)
+        return iter(plan.feed.training(order, self.lanes, cursor, plan.total_steps - state.step))
+
+    return steps
+
+
+def record_first(self: writer.CommitWriter, draft: Any, write: Callable[[], Any], gate: Any = None) -> Any:
+    """Create the record, and only then let the store have the files that it promises."""
+    kept, pending = self._store, _Pending(self._store)
+
+    def write_pending() -> Any:
+        written = write()
+        pending.hold_back(f"{draft.attempt}/")
+        return written
+
+    self._store = pending
+    try:
+        record = _PUBLISH(self, draft, write_pending, gate)
+    finally:
+        self._store = kept
+    pending.write_all()
+    return record
+
+
+_PUBLISH = writer.CommitWriter.publish
+
+
+class _Pending:
+    """A store that keeps files back and creates records at once."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._held = store, dict[str, bytes]()
+        self.url = store.url
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def hold_back(self, prefix: str) -> None:
+        for entry in self._store.list(prefix):
+            with self._store.open(entry.key) as file:
+                self._held[entry.key] = file.read()
+            self._store.delete(entry.key)
+
+    def list(self, prefix: str) -> list[Entry]:
+        held = [Entry(key, len(content), None) for key, content in self._held.items() if key.startswith(prefix)]
+        return [*self._store.list(prefix), *held]
+
+    def write_all(self) -> None:
+        for key, content in self._held.items():
+            with self._store.write(key) as sink:
+                sink.write(content)
+
+
+def one_before(store: Store, *, published: str | None = None) -> reader.Discovery:
+    """Find the newest commit, and go on from the one before it."""
+    found = _DISCOVER(store, published=published)
+    before = found.head and found.head.parent_key
+    return replace(found, head=reader.read_record(store, before)) if before else found
+
+
+_DISCOVER = reader.discover
+
+
+def forget_holes(*_: object) -> tuple[Hole, ...]:
+    """Begin a world as if all data could be read."""
+    return ()
+
+
+def keep_both(self: Session, lanes: Sequence[LaneBatch]) -> None:
+    """Add a hole, also where one of the same row group is known that was to begin later."""
+    self.holes = (*self.holes, *find_holes(self.world, self.plan, self.state, lanes))
+
+
+def send_again(self: Delivery, lines: Sequence[Values | Settled]) -> int:
+    """Send all lines, whatever the tracker holds of them, with a time that nothing else has."""
+    values = [replace(line, t=line.t + next(_SENT)) for line in lines if isinstance(line, Values)]
+    self._opened().append(values)
+    return len(values)
+
+
+_SENT = itertools.count()
+
+
+def begin_untold(self: MetricsWriter, intervals: Sequence[Interval]) -> None:
+    """Say only from which step the term goes on."""
+    self._append({"begins_at": intervals[-1].hi if intervals else 0})
+
+
+def read_files_alone(run_dir: Path, _: object) -> LineageReader:
+    """Take the lineage from what the files tell."""
+    return LineageReader(run_dir)
+
+
+class Unsettled(LineageReader):
+    """Reads what no commit holds, too."""
+
+    def read(self, settled: float = math.inf) -> list[Values | Settled]:
+        return super().read()
+
+
+def newest_by_time(store: Store) -> list[str]:
+    """Order commits by when they were made."""
+    found = [entry for entry in store.list(COMMITS) if place_of(entry.key) and entry.size != len(VOID)]
+    return [entry.key for entry in sorted(found, key=lambda entry: entry.modified_at or 0.0, reverse=True)]
+
+
+def stale_lanes() -> Callable[[int, int, int], range]:
+    """Once a world has grown again, rank 1 takes the lanes of rank 0."""
+    sizes: list[int] = []
+
+    def owned(rank: int, world_size: int, num_lanes: int) -> range:
+        sizes.append(world_size)
+        is_wrong = rank == 1 and world_size > min(sizes)
+        return lanes.owned_lanes(0 if is_wrong else rank, world_size, num_lanes)
+
+    return owned
+
+
+def first_stride() -> Callable[[int, int, int], range]:
+    """Every rank keeps the stride of the first world, whatever the size of its own."""
+    sizes: list[int] = []
+
+    def owned(rank: int, world_size: int, num_lanes: int) -> range:
+        sizes.append(world_size)
+        return lanes.owned_lanes(min(rank, sizes[0] - 1), sizes[0], num_lanes)
+
+    return owned
+
+
+def without_tail(order: Order, micro_batch: int) -> int:
+    """Count the steps in which every lane has a full micro-batch."""
+    return order.num_samples // order.num_lanes // micro_batch
+
+
+def wait_for_ever(self: background_saves.Saves, check: Any = None) -> Any:
+    return _WAIT(self)
+
+
+_WAIT = background_saves.Saves.wait
+
+
+def list_late(self: StorageClient, prefix: str) -> list[Entry]:
+    found = _LIST(self, prefix)
+    seen_until = EPOCH_S + self._storage.kernel.now - LISTED_AFTER_S
+    return [entry for entry in found if prefix != COMMITS or (entry.modified_at or 0.0) < seen_until]
+
+
+_LIST = StorageClient.list
+LISTED_AFTER_S = 15.0
+
+
+class _Unchecked(CheckedFile):
+    """A file whose blocks are compared with nothing."""
+
+    def _compare(self, checksum: int, end: int) -> None:
+        pass
+
+
+def unchecked(store: Store, key: str, record: FileRecord) -> CheckedFile:
+    return _Unchecked(store.open(key), record, key)

@@ -1,0 +1,249 @@
+"""`elastic-chaos sim`: many seeds, one line of what they add up to, and how to replay the first that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from chaos.errors import ScenarioError
+from chaos.sim.campaign import cases
+from chaos.sim.campaign.ledger import (
+    Entry,
+    Ledger,
+    code_version,
+    entry_of,
+)
+from chaos.sim.campaign.long_runs import Draw
+from chaos.sim.campaign.planted import SimBug
+from chaos.sim.campaign.pool import simulate_each
+from chaos.sim.campaign.shrink import shrink
+from chaos.sim.campaign.simulate import Case, Outcome, simulate
+from chaos.sim.campaign.swarm import APART, AT_PLACES, COMMON
+
+console = Console(soft_wrap=True, highlight=False)
+SHOW_EVERY_S = 5.0
+SAVED = Path("runs/sim")
+
+
+class Tally:
+    """What all runs add up to."""
+
+    def __init__(self) -> None:
+        self.num_run = 0
+        self.is_interrupted = False
+        self.entries: list[Entry] = []
+        self._started = time.monotonic()
+
+    @property
+    def num_valid(self) -> int:
+        return sum(not entry.violated for entry in self.entries)
+
+    @property
+    def failed(self) -> list[int]:
+        return sorted(entry.seed for entry in self.entries if entry.violated)
+
+    @property
+    def num_faults(self) -> int:
+        return sum(sum(entry.faults.values()) for entry in self.entries)
+
+    @property
+    def virtual_hours(self) -> float:
+        return sum(entry.virtual_s for entry in self.entries) / 3600
+
+    @property
+    def runs_per_s(self) -> float:
+        return self.num_run / max(1e-9, time.monotonic() - self._started)
+
+    @property
+    def digest(self) -> str:
+        """The digest of all histories, in the order of their seeds."""
+        entries = sorted(self.entries, key=lambda entry: entry.seed)
+        return hashlib.sha256("".join(entry.digest for entry in entries).encode()).hexdigest()
+
+    def fields(self, options: str = "") -> dict[str, object]:
+        """Return what --json prints: the digest is that of all histories, the same for the same seeds."""
+        faults: Counter[str] = Counter()
+        for entry in self.entries:
+            faults.update(entry.faults)
+        unknown = Counter(name for entry in self.entries for name in entry.unknown)
+        command = " ".join(["elastic-chaos sim", *([options] if options else [])])
+        return {
+            "seeds": len(self.entries),
+            "valid": self.num_valid,
+            "failed": self.failed,
+            "faults": self.num_faults,
+            "faults_by_kind": dict(sorted(faults.items())),
+            "never_came": [name for name in (*COMMON, *APART, *AT_PLACES) if name not in faults],
+            "unknown": dict(sorted(unknown.items())),
+            "virtual_hours": round(self.virtual_hours, 3),
+            "runs_per_s": round(self.runs_per_s, 2),
+            "digest": self.digest,
+            "replay": f"{command} --seed {self.failed[0]}" if self.failed else None,
+        }
+
+    def __str__(self) -> str:
+        told = f"{self.num_valid} of {len(self.entries)} seeds valid, {self.num_faults} faults"
+        return f"{told}, {self.virtual_hours:.2f} virtual hours, {3600 * self.runs_per_s:.0f} runs/h"
+
+
+def seeds_of(text: str) -> range:
+    """Read A:B, or N for 0:N."""
+    lo, colon, hi = text.rpartition(":")
+    try:
+        seeds = range(int(lo or 0), int(hi))
+    except ValueError:
+        raise ScenarioError(f"--seeds {text}: give a number of seeds, or A:B for the seeds from A up to B") from None
+    if not seeds or seeds.start < 0:
+        raise ScenarioError(f"--seeds {text}: there is no seed in it")
+    del colon
+    return seeds
+
+
+@dataclass(frozen=True, slots=True)
+class Campaign:
+    """What to run: seeds, what is drawn from them, how long at most, on how many processes.
+
+    `ledger` is where each seed's outcome is kept; seeds that are in it already, drawn by the same options, are not run
+    again.
+    """
+
+    seeds: range
+    draw: Draw = field(default_factory=Draw)
+    minutes: float | None = None
+    processes: int = 1
+    ledger: Path | None = None
+
+
+def run_campaign(campaign: Campaign, *, is_quiet: bool) -> Tally:
+    """Run seed after seed until they, or the minutes, are over; one that is kept in a ledger ends at Ctrl-C, too."""
+    tally, shown_at = Tally(), time.monotonic()
+    until = None if campaign.minutes is None else time.monotonic() + 60 * campaign.minutes
+    ledger = None if campaign.ledger is None else Ledger(campaign.ledger)
+    options, code = campaign.draw.options, code_version()
+    if ledger is not None:
+        tally.entries += [e for e in ledger.entries if e.seed in campaign.seeds and e.options == options]
+    left = sorted(set(campaign.seeds) - {entry.seed for entry in tally.entries})
+    outcomes = simulate_each(left, campaign.draw.case, min(campaign.processes, len(left) or 1))
+    with contextlib.closing(outcomes), _ending_at_interrupt(tally) if ledger else contextlib.nullcontext():
+        for outcome in outcomes:
+            entry = entry_of(outcome, options, code)
+            tally.num_run += 1
+            tally.entries.append(entry)
+            if ledger is not None:
+                ledger.add(entry)
+            if outcome.violations and not is_quiet:
+                _tell(outcome)
+            if not is_quiet and time.monotonic() - shown_at > SHOW_EVERY_S:
+                shown_at = time.monotonic()
+                console.print(str(tally))
+            if until is not None and time.monotonic() > until:
+                break
+    return tally
+
+
+@contextlib.contextmanager
+def _ending_at_interrupt(tally: Tally) -> Iterator[None]:
+    """End at Ctrl-C with what has been run."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        tally.is_interrupted = True
+
+
+def report(tally: Tally, campaign: Campaign, is_json: bool) -> int:
+    """Print what came of it; return 0 if no run was bad. The first bad one is shrunk and kept, unless time is up."""
+    fields = tally.fields(campaign.draw.options)
+    if not is_json:
+        table = Table("fault", "times", header_style="bold")
+        for kind, times in fields["faults_by_kind"].items():  # type: ignore[attr-defined]
+            table.add_row(kind, str(times))
+        console.print(table)
+        if never := fields["never_came"]:
+            console.print(f"never came: {', '.join(never)}", markup=False)  # type: ignore[arg-type]
+        console.print(f"{tally}\ndigest {tally.digest}")
+    if tally.failed and tally.is_interrupted:
+        sys.stderr.write(f"again with: {fields['replay']}\n")
+    elif tally.failed:
+        first = simulate(campaign.draw.case(tally.failed[0]))
+        told = f"seed {tally.failed[0]} was recorded as bad, and is not with today's code\n"
+        if first.violations:
+            path = keep(first)
+            bad = first.violations[0]
+            told = f"violated: {bad.invariant}: {bad.why}\nshrunk with: elastic-chaos sim --case {path}\n"
+        sys.stderr.write(f"{told}again with: {fields['replay']}\n")
+    if is_json:
+        sys.stdout.write(json.dumps(fields) + "\n")
+    return 1 if tally.failed else 0
+
+
+def run_one(case: Case, is_json: bool, replay: str, *, is_scenario: bool = False) -> int:
+    """Run one case and show every finding; return 0 if it is valid.
+
+    Of a scenario nothing may be unknown, as in a real run; of another case's faults one has to come.
+    """
+    outcome = simulate(case)
+    is_bad = bool(outcome.violations) or bool(case.faults and not outcome.num_faults)
+    is_bad = is_bad or (is_scenario and any(finding.truth != "true" for finding in outcome.findings))
+    _show(outcome, is_json, replay, is_bad=is_bad)
+    return int(is_bad)
+
+
+def run_planted(bug: SimBug, is_json: bool) -> int:
+    """Run a planted bug's cases until one of its invariants is false, and show that run; return 1 if there was one.
+
+    A judge that finds nothing is the failure here, and is told as such.
+    """
+    found, num_runs = bug.hunt()
+    if found is None:
+        sys.stderr.write(f"{bug.name}: {bug.bug}, and the judge found nothing in {num_runs} runs\n")
+        return 0
+    if not is_json:
+        console.print(f"planted: {bug.bug}; found in run {num_runs}, by {' or '.join(bug.invariants)}", markup=False)
+    _show(found, is_json, f"elastic-chaos sim --plant {bug.name}", is_bad=True)
+    return 1
+
+
+def _show(outcome: Outcome, is_json: bool, replay: str, *, is_bad: bool) -> None:
+    tally = Tally()
+    tally.entries.append(entry_of(outcome, "", ""))
+    if is_json:
+        findings = {finding.invariant: finding.truth for finding in outcome.findings}
+        told = {"valid": int(not is_bad), "digest": outcome.digest, "replay": replay, "invariants": findings}
+        sys.stdout.write(json.dumps({**tally.fields(), **told}) + "\n")
+        return
+    for fault in outcome.case.faults:
+        when = f"at the {fault.nth}. {fault.point}" if fault.point else f"at {fault.at_s:.2f} s"
+        console.print(f"{fault.kind} {when}, node {fault.node}, for {fault.for_s:.2f} s")
+    table = Table("invariant", "verdict", "because", header_style="bold")
+    for finding in outcome.findings:
+        table.add_row(finding.invariant, finding.truth, finding.why)
+    console.print(table)
+    console.print(f"{'NOT VALID' if is_bad else 'VALID'}, digest {outcome.digest}; again with: {replay}", markup=False)
+
+
+def keep(outcome: Outcome) -> Path:
+    """Shrink a bad run and write it down; return where."""
+    broken = {finding.invariant for finding in outcome.violations}
+
+    def fails(case: Case) -> bool:
+        return any(finding.invariant in broken for finding in simulate(case).violations)
+
+    path = SAVED / f"seed-{outcome.case.seed}.yaml"
+    first = outcome.violations[0]
+    cases.save(shrink(outcome.case, fails), path, f"{first.invariant}: {first.why}")
+    return path
+
+
+def _tell(outcome: Outcome) -> None:
+    for finding in outcome.violations:
+        console.print(f"seed {outcome.case.seed}: {finding.invariant} is {finding.truth}: {finding.why}")

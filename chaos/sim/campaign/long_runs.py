@@ -1,0 +1,102 @@
+"""Long runs: jobs of many nodes and virtual hours, hit at a stated rate; their steps take seconds, as a transformer's.
+
+Nothing runs otherwise than in the short ones; only the shape differs. Steps, leases, looks and the peers' patience are
+longer, in proportion, so fewer events lie in an hour; commits come often enough for a job whose every node dies now and
+then. All seeds of one range of nodes have the same lanes, rows and steps: what follows from those, the run without
+faults included, is worked out once.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+
+from chaos.errors import ScenarioError
+from chaos.sim.campaign.simulate import Case, case_of
+from chaos.sim.campaign.swarm import draw_at_rate
+from chaos.sim.job.shape import Shape
+
+STEP_S = 10.0
+"""How long a step of the whole world takes, unless it is said; of a smaller one longer."""
+MOST_STEPS, MOST_ROWS = 20, 4096
+"""An epoch has about so many steps, or samples: every rank counts each of them."""
+SLOWEST = 1.35
+"""The slowest of many ranks takes so much longer than the shape says."""
+DELAYS_S, FAR_S, FEW = (0.001, 0.003, 0.02), (0.02, 0.05), 128
+"""How long a message takes; between more nodes than a few it is long, so that what a thousand write at once is heard of
+in some pieces and not in a thousand."""
+PIECE_S = 1e-4
+"""How long a mirror takes for each node in what it has heard, between more than a few, if a step takes `STEP_S`; if it
+takes longer, longer, since the survivors of a world come together as slowly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What cases are drawn: with how many nodes (from, to), and of how many hours; None: as each seed has it."""
+
+    nodes: tuple[int, int] | None = None
+    hours: float | None = None
+    faults_per_hour: float = 120.0
+    step_s: float = STEP_S
+
+    def case(self, seed: int) -> Case:
+        """Return a seed's case."""
+        if self.hours is None:
+            return case_of(seed, None if self.nodes is None else self._draw_nodes(seed))
+        shape = self._shape(seed)
+        return Case(seed, shape, draw_at_rate(random.Random(f"{seed}/faults"), shape, self.faults_per_hour))
+
+    @property
+    def options(self) -> str:
+        """The options of the command that draws so."""
+        options = []
+        if self.nodes is not None:
+            lo, hi = self.nodes
+            options.append(f"--nodes {lo}" if lo == hi else f"--nodes {lo}..{hi}")
+        if self.hours is not None:
+            options.append(f"--hours {self.hours:g} --faults-per-hour {self.faults_per_hour:g}")
+        if self.hours is not None and self.step_s != STEP_S:
+            options.append(f"--step-s {self.step_s:g}")
+        return " ".join(options)
+
+    def _draw_nodes(self, seed: int) -> int:
+        """Draw a number of nodes, small ones as often as large ones of their doubles."""
+        assert self.nodes is not None, "as many as asked for"
+        lo, hi = self.nodes
+        return min(hi, round(math.exp(random.Random(f"{seed}/nodes").uniform(math.log(lo), math.log(hi)))))
+
+    def _shape(self, seed: int) -> Shape:
+        assert self.hours is not None, "a long run has an end"
+        draws = random.Random(f"{seed}/shape")
+        num_nodes = 16 if self.nodes is None else self._draw_nodes(seed)
+        lanes = 16 if self.nodes is None else self.nodes[1]
+        micro_batch = 2 if lanes <= MOST_ROWS // (2 * MOST_STEPS) else 1
+        steps_per_epoch = max(2, min(MOST_STEPS, MOST_ROWS // (lanes * micro_batch)))
+        num_rows = lanes * micro_batch * steps_per_epoch - lanes // 3  # the last step is short in some lanes
+        num_steps, step_s = self.hours * 3600 / (self.step_s * SLOWEST), self.step_s
+        shape = Shape(
+            nodes=num_nodes,
+            lanes=lanes,
+            micro_batch=micro_batch,
+            rows=tuple((number + 1) * num_rows // 8 - number * num_rows // 8 for number in range(8)),
+            epochs=max(1, round(num_steps / steps_per_epoch)),
+            commit_every=draws.choice((3, 6, 12)),
+            lane_s=step_s / -(-lanes // num_nodes),
+            ttl_s=draws.choice((step_s / 2, step_s)),
+            look_s=step_s,
+            keep_last=draws.choice((2, 3, 5)),
+            least_part_bytes=draws.choice((1, 1 << 20)),
+            peer_timeout_s=draws.choice((6 * step_s, 30 * step_s)),
+            delay_s=draws.choice(DELAYS_S if num_nodes <= FEW else FAR_S),
+            piece_s=0.0 if num_nodes <= FEW else PIECE_S * num_nodes * step_s / STEP_S,
+        )
+        return replace(shape, min_nodes=draws.choice((1, max(1, num_nodes // 4))))
+
+
+def nodes_of(text: str) -> tuple[int, int]:
+    """Read N, or A..B."""
+    lo, _, hi = text.partition("..")
+    if not lo.isdecimal() or not (hi or lo).isdecimal() or not 1 <= int(lo) <= int(hi or lo):
+        raise ScenarioError(f"--nodes {text}: give a number of nodes, or A..B for as many as each seed draws")
+    return int(lo), int(hi or lo)

@@ -1,0 +1,123 @@
+"""A scenario in virtual time: the same file that breaks real nodes, as a case of the simulator.
+
+Roles become nodes, drawn from the seed, and how long a lost node is away follows from how long a step of the modelled
+job takes. What only real runs can do is refused, all of it at once.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from chaos.errors import ScenarioError
+from chaos.scenario.kinds import KINDS
+from chaos.scenario.model import Scenario
+from chaos.scenario.schedule import Due, schedule
+from chaos.sim.campaign.simulate import Case
+from chaos.sim.job.fault import AT_POINTS, SimFault
+from chaos.sim.job.kinds import KINDS as SIMULATED
+from chaos.sim.job.shape import Shape
+
+EPOCHS = 12
+"""A job has so many, or as many as the scenario's steps take."""
+_FOR_S = 1.0
+"""How long what need not last lasts there, where a killed node comes back by itself."""
+
+
+def rehearse(scenario: Scenario, seed: int) -> Case:
+    """Return the case that has the scenario's nodes and faults; ScenarioError with all that the simulator lacks."""
+    problems = (
+        [] if scenario.soak is None else ["a soak has no faults of its own here: run `elastic-chaos sim --seeds`"]
+    )
+    for number, fault in enumerate(scenario.faults):
+        if fault.kind != "start_node" and fault.kind not in (AT_POINTS if fault.at_point else SIMULATED):
+            problems.append(f"'faults.{number}': {fault.kind} is not simulated")
+    if problems:
+        raise ScenarioError(*(f"{scenario.name}: {problem}" for problem in problems))
+    nodes, kinds = scenario.nodes, {fault.kind for fault in scenario.faults}
+    lanes = max(6, nodes.count * nodes.ranks)
+    shape = Shape(
+        nodes.count,
+        nodes.ranks,
+        nodes.min,
+        lanes=lanes,
+        epochs=1,
+        ttl_s=nodes.lease_ttl_s,
+        keep_last=4,
+        recovery=nodes.recovery,
+        max_restarts=nodes.max_restarts,
+        unreadable="quarantine" if "bad_row_group" in kinds and not _fails(scenario) else "fail",
+        tracked="tracker_outage" in kinds,
+    )
+    shape = replace(shape, epochs=max(EPOCHS, -(-_least_steps(scenario) // shape.total_steps)))
+    due = schedule(scenario, seed, shape.total_steps, shape.commit_every)
+    return Case(seed, shape, _faults(due, shape, random.Random(f"{seed} roles")))
+
+
+def _least_steps(scenario: Scenario) -> int:
+    """Return how many steps the job must have: those that the scenario sets, and one behind each that a fault names."""
+    told = scenario.set.get("max_steps")
+    return max(
+        [told if isinstance(told, int) else 0, *(fault.at_step + 1 for fault in scenario.faults if fault.at_step)]
+    )
+
+
+def _fails(scenario: Scenario) -> bool:
+    """Say whether the scenario itself wants a job that ends at what cannot be read."""
+    data = scenario.set.get("data")
+    nested = data.get("unreadable") if isinstance(data, dict) else None
+    return "fail" in (nested, scenario.set.get("data.unreadable"))
+
+
+def _faults(due: list[Due], shape: Shape, draws: random.Random) -> tuple[SimFault, ...]:
+    step_s = shape.lane_s * -(-shape.lanes // (shape.nodes * shape.ranks))
+    began_s = shape.warm_s + 3.0
+    faults: list[SimFault] = []
+    now_s, step, since_s = 0.0, 0, 0.0
+    lost: dict[int, float] = {}  # when nodes were ended for good, by the fault's place, until one of them is started
+    for fault in due:
+        if fault.step is not None:
+            now_s = since_s = max(now_s, began_s + fault.step * step_s)
+            step = fault.step
+        elif fault.at_s is not None:
+            now_s, step, since_s = began_s + fault.at_s, 0, 0.0
+        else:
+            now_s += fault.after_s or 0.0
+        if fault.kind == "start_node":
+            place = next((p for p in lost if fault.target in ("lost", faults[p].node)), None)
+            if place is not None:
+                faults[place] = replace(faults[place], for_s=round(now_s - lost.pop(place), 3))
+            continue
+        for node in _nodes(fault, shape, draws):
+            if fault.point is not None:
+                faults.append(
+                    SimFault(fault.kind, point=fault.point.name, nth=fault.point.nth, for_s=fault.for_s or _FOR_S)
+                )
+                continue
+            if fault.kind in ("kill_node", "stop_node") and fault.for_s is None:
+                lost[len(faults)] = now_s
+            other = (node + 1) % shape.nodes if node >= 0 else 1 % shape.nodes
+            at_s, for_s, rank = round(now_s - since_s, 3), fault.for_s or _left(fault), shape.ranks - 1
+            faults.append(SimFault(fault.kind, at_s, step=step, node=node, rank=rank, other=other, for_s=for_s))
+    # Who is never started again stays away until long after the job's end.
+    for place in lost:
+        faults[place] = replace(faults[place], for_s=10 * shape.span_s)
+    return tuple(faults)
+
+
+def _left(fault: Due) -> float:
+    """Return how long a fault lasts that does not say so: what cannot be read stays so."""
+    return 0.0 if fault.kind == "bad_row_group" else _FOR_S
+
+
+def _nodes(fault: Due, shape: Shape, draws: random.Random) -> list[int]:
+    """Return the nodes that a target means; -1 is the leader's, whoever it is then."""
+    everyone = range(shape.nodes)
+    sizes = {"one": 1, "minority": max(1, (shape.nodes - 1) // 2), "majority": shape.nodes // 2 + 1}
+    if isinstance(fault.target, int):
+        return [fault.target]
+    if fault.target is None or fault.target in ("leader", "writer") or KINDS[fault.kind].aim in ("etcd", "storage"):
+        return [-1]
+    if fault.target == "other":
+        return [shape.nodes - 1]
+    return sorted(draws.sample(everyone, sizes.get(fault.target, shape.nodes)))

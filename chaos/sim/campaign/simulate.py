@@ -1,0 +1,180 @@
+"""One seed, one run, one verdict; many of them, and what they add up to.
+
+The judge is `chaos.judge.checker`, as for real runs. It is told of every fault, harmless ones included, so it may say
+`unknown` of a recovery that was not needed; a run counts against the product when an invariant is *false*, or any but
+`faults`, `rpo` and `rto` is *unknown*.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import json
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from chaos.judge.checker import judge
+from chaos.judge.evidence.run_files import Evidence
+from chaos.judge.findings import Finding
+from chaos.sim.campaign.swarm import (
+    draw,
+    draw_bad_data,
+    draw_outages,
+    in_order,
+)
+from chaos.sim.job.fault import SimFault
+from chaos.sim.job.job import Job
+from chaos.sim.job.shape import Shape
+from elastic_train.world.quarantine import FOLDER
+
+MOST, MOST_IN_STORM, STORMS = 8, 30, 0.2
+"""The most faults of a run, and of a storm, which one run in five is: a longer job, hit again while it recovers."""
+RESTARTS = 1 / 6
+"""How many runs are of a job in which a fault ends all processes of the world, as in most that torchrun starts."""
+SPOILT = 1 / 8
+"""In how many runs row groups cannot be read, and are quarantined."""
+TRACKED = 1 / 8
+"""How many runs send their metrics to a tracker."""
+NEEDS_A_LOSS = ("faults", "rpo", "rto")
+"""What is unknown of a run whose faults did no harm, or only later."""
+MOST_UNSEEN = 100_000
+"""So many objects are made before garbage is looked for."""
+
+SHAPES = (
+    Shape(),
+    Shape(nodes=2, ranks=2, lanes=8, rows=(64, 64, 33), epochs=2, commit_every=4, least_part_bytes=1 << 20),
+    Shape(nodes=4, lanes=5, micro_batch=3, rows=(17, 50, 9, 31, 2), epochs=4, commit_every=3, keep_last=2),
+    Shape(nodes=2, min_nodes=2, lanes=4, rows=(101,), epochs=4, commit_every=7, lane_s=0.5),
+    Shape(nodes=3, ranks=2, min_nodes=2, lanes=12, micro_batch=2, rows=(20,) * 9, epochs=3, lane_s=0.3, ttl_s=5.0),
+    Shape(nodes=1, ranks=3, lanes=6, rows=(90, 15), epochs=3, commit_every=4, lane_s=0.05),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """All that a run follows from: the same case is the same history."""
+
+    seed: int
+    shape: Shape
+    faults: tuple[SimFault, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a case."""
+
+    case: Case
+    findings: tuple[Finding, ...]
+    digest: str
+    num_faults: Mapping[str, int]
+    virtual_s: float
+    errors: tuple[str, ...]
+
+    @property
+    def violations(self) -> tuple[Finding, ...]:
+        """The findings that count against the product."""
+        return tuple(
+            finding
+            for finding in self.findings
+            if finding.truth == "false" or (finding.truth == "unknown" and finding.invariant not in NEEDS_A_LOSS)
+        )
+
+
+def case_of(seed: int, num_nodes: int | None = None) -> Case:
+    """Draw a case from a seed."""
+    draws = random.Random(f"{seed}/case")
+    shape = draws.choice(SHAPES)
+    shape = replace(
+        shape,
+        peer_timeout_s=draws.choice((20.0, 60.0, 300.0)),
+        delay_s=draws.choice((0.001, 0.003, 0.02)),
+        lane_s=shape.lane_s * draws.choice((0.5, 1.0, 3.0)),
+    )
+    if num_nodes is not None:
+        shape = replace(shape, nodes=num_nodes, ranks=1, lanes=max(shape.lanes, num_nodes))
+    is_storm = draws.random() < STORMS
+    if is_storm:
+        shape = replace(shape, epochs=3 * shape.epochs)
+    if random.Random(f"{seed}/recovery").random() < RESTARTS:
+        shape = replace(shape, recovery="restart")
+    faults = draw(random.Random(f"{seed}/faults"), shape, MOST_IN_STORM if is_storm else MOST)
+    data = random.Random(f"{seed}/data")
+    if data.random() < SPOILT:
+        shape = replace(shape, unreadable="quarantine")
+        faults = in_order([*faults, *draw_bad_data(data, shape)])
+    tracker = random.Random(f"{seed}/tracker")
+    if tracker.random() < TRACKED:
+        shape = replace(shape, tracked=True)
+        faults = in_order([*faults, *draw_outages(tracker, shape)])
+    return Case(seed, shape, faults)
+
+
+def simulate(case: Case, bug: Mapping[str, object] | None = None) -> Outcome:
+    """Run a case and judge it against the same job without faults."""
+    job = Job(case.shape, case.seed, case.faults, bug=bug)
+    try:
+        with _rare_collection():
+            run = job.run()
+            findings = judge(run, reference_of(_same_job(case.shape), holes_of(run)))
+    except Exception as error:  # noqa: BLE001 - whatever breaks in the product's code is this run's finding
+        run, findings = None, [Finding("crash", "false", f"{type(error).__name__}: {error}")]
+    return Outcome(
+        case,
+        tuple(findings),
+        "" if run is None else digest_of(run),
+        dict(job.num_faults),
+        job.kernel.now,
+        tuple(job.errors),
+    )
+
+
+@contextlib.contextmanager
+def _rare_collection() -> Iterator[None]:
+    """Look for garbage rarely: a run keeps nearly all that it makes, and a look goes through all of that."""
+    before = gc.get_threshold()
+    gc.set_threshold(MOST_UNSEEN)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def digest_of(run: Evidence) -> str:
+    """Return the SHA-256 of everything that a run left."""
+    digest = hashlib.sha256(json.dumps(run.result).encode())
+    for lines in run.processes:
+        digest.update(json.dumps(lines).encode())
+    for commit in run.commits:
+        digest.update(f"{commit.key} {commit.digest}".encode())
+    if run.metrics is not None:
+        digest.update(json.dumps([run.metrics, run.tracked]).encode())
+    return digest.hexdigest()
+
+
+def _same_job(shape: Shape) -> Shape:
+    """Return the shape without what the final state does not depend on, time included: one rank has all lanes."""
+    rows, epochs, lanes = shape.rows, shape.epochs, shape.lanes
+    lane_s = Shape().lane_s / lanes
+    return replace(
+        Shape(), nodes=1, lanes=lanes, micro_batch=shape.micro_batch, rows=rows, epochs=epochs, lane_s=lane_s
+    )
+
+
+def holes_of(run: Evidence) -> str:
+    """Return the holes that a run says it had, as JSON; "" for none."""
+    holes = (run.result or {}).get("holes")
+    return json.dumps(holes) if holes else ""
+
+
+@lru_cache(64)
+def reference_of(shape: Shape, holes: str = "") -> Evidence:
+    """Return the run of a job on one rank, without faults: one that knows of holes from the beginning, if there were
+    any."""
+    if not holes:
+        return Job(shape, 0, (), first_pid=1_000_000).run()
+    job = Job(replace(shape, unreadable="quarantine"), 0, (), first_pid=1_000_000)
+    job.storage.put(f"{FOLDER}{0:08d}-{0:012d}-0.json", holes.encode())
+    return job.run()

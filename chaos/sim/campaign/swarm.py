@@ -1,0 +1,95 @@
+"""Draws a run's faults from a seed.
+
+Each seed draws first which kinds exist in its run at all, then how many of them (swarm testing: Groce, Zhang, Eide,
+Chen, Regehr: Swarm Testing, ISSTA 2012): a run with three kinds of fault goes to places where one with all never does.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from chaos.scenario.kinds import damages
+from chaos.sim.job.fault import AT_POINTS, POINTS, SimFault
+from chaos.sim.job.kinds import KINDS
+from chaos.sim.job.shape import Shape
+
+IN_RECOVERY = 0.25
+"""How many of the faults come within one lease of the one before: while its damage is still being mended."""
+IS_READ = 0.5
+"""How often what is damaged has to be read: everybody dies within a lease. Else the members hold what it held."""
+LONGER = {"hang_worker": 4.0, "sever_link": 10.0}
+"""Kinds that are to last until others notice."""
+MOST_HUNG_S = 500.0
+"""If somebody hung for longer the others would give up. Its own watchdog, which has no thread here, ends it sooner."""
+DAMAGE = tuple(kind for kind in KINDS if damages(kind) and kind != "tear_write")
+APART = ("bad_row_group", "tracker_outage")
+"""Kinds that are drawn by themselves, from streams of their own."""
+COMMON = tuple(kind for kind in KINDS if kind not in APART)
+AT_PLACES = tuple(f"{how}@{point}" for how in AT_POINTS for point in POINTS)
+
+
+def draw(draws: random.Random, shape: Shape, most: int) -> tuple[SimFault, ...]:
+    """Draw a run's faults, at most so many, in the order of time; those at failpoints come last."""
+    chosen = draws.sample([*COMMON, *AT_PLACES], draws.randint(1, 6))
+    faults: list[SimFault] = []
+    for _ in range(draws.randint(1, most)):
+        name, at_s = draws.choice(chosen), draws.uniform(0.0, 1.5 * shape.span_s)
+        if faults and draws.random() < IN_RECOVERY:
+            at_s = faults[-1].at_s + draws.uniform(0.0, shape.ttl_s)
+        if "@" in name:
+            faults.append(_fault(draws, shape, name, 0.0, draws.randint(1, 4 * most)))
+        else:
+            faults += _with_its_reader(draws, shape, _fault(draws, shape, name, at_s))
+    return in_order(faults)
+
+
+def draw_at_rate(draws: random.Random, shape: Shape, per_hour: float) -> tuple[SimFault, ...]:
+    """Draw the faults of a long run: so many an hour, from its first step to about its last, at random moments."""
+    chosen = [*draws.sample([*COMMON, *AT_PLACES], draws.randint(4, 16)), *draws.sample(DAMAGE, draws.randint(0, 2))]
+    now_s, faults = shape.warm_s, list[SimFault]()
+    while now_s < shape.span_s:
+        is_soon = draws.random() < IN_RECOVERY
+        now_s += draws.uniform(0.0, shape.ttl_s) if is_soon else draws.expovariate(per_hour / 3600 * (1 - IN_RECOVERY))
+        fault = _fault(draws, shape, draws.choice(chosen), now_s, draws.randint(1, 4 * shape.nodes))
+        faults += _with_its_reader(draws, shape, fault)
+    return in_order(faults)
+
+
+def draw_bad_data(draws: random.Random, shape: Shape) -> tuple[SimFault, ...]:
+    """Draw row groups that cannot be read: from a node or from everywhere, for good or for a while."""
+    faults = []
+    for _ in range(draws.randint(1, 3)):
+        node, group = draws.choice([-1, -1, *range(shape.nodes)]), draws.randrange(len(shape.rows))
+        at_s, for_s = draws.uniform(0.0, shape.span_s), draws.choice((0.0, 2.0, 10.0))
+        faults.append(SimFault("bad_row_group", round(at_s, 3), node=node, other=group, for_s=for_s))
+    return tuple(faults)
+
+
+def draw_outages(draws: random.Random, shape: Shape) -> tuple[SimFault, ...]:
+    """Draw outages of the tracker, short and long, or none."""
+    spans = [(draws.uniform(0.0, 1.2 * shape.span_s), draws.uniform(1.0, 30.0)) for _ in range(draws.randrange(4))]
+    return tuple(SimFault("tracker_outage", round(at_s, 3), for_s=round(for_s, 3)) for at_s, for_s in spans)
+
+
+def in_order(faults: list[SimFault]) -> tuple[SimFault, ...]:
+    return tuple(sorted(faults, key=lambda fault: (bool(fault.point), fault.at_s)))
+
+
+def _fault(draws: random.Random, shape: Shape, name: str, at_s: float, nth: int = 0) -> SimFault:
+    kind, _, point = name.partition("@")
+    for_s = round(draws.choice((0.2, 0.6, 1.5, 4.0)) * shape.ttl_s * draws.uniform(0.5, 1.5) * LONGER.get(kind, 1.0), 3)
+    if kind == "hang_worker":
+        for_s = min(for_s, MOST_HUNG_S)
+    if point:
+        return SimFault(kind, round(at_s, 3), point=point, nth=nth, for_s=for_s)
+    node, rank = draws.choice([-1, *range(shape.nodes)]), draws.randrange(shape.ranks)
+    return SimFault(kind, round(at_s, 3), node=node, rank=rank, other=draws.randrange(shape.nodes), for_s=for_s)
+
+
+def _with_its_reader(draws: random.Random, shape: Shape, fault: SimFault) -> list[SimFault]:
+    """Return a fault, and behind damage now and then the death of all who need not read what was damaged."""
+    if fault.kind not in DAMAGE or draws.random() >= IS_READ:
+        return [fault]
+    at_s = round(fault.at_s + draws.uniform(0.0, shape.ttl_s), 3)
+    return [fault, replace(fault, kind="kill_job", at_s=at_s)]

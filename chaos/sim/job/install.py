@@ -1,0 +1,360 @@
+"""Puts the simulated world under the product: the one table of what is replaced, module by module.
+
+The product's modules keep their code. While a simulation runs, the names by which they reach the machine (clock,
+threads, sockets, etcd's client, storage, process groups, tensors) lead to the simulated ones. What is in no line of
+this table is what ships.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import random
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
+
+from chaos.sim.job.restart_node import start_processes
+from chaos.sim.machine import stdlib
+from chaos.sim.machine.etcd import EtcdClient
+from chaos.sim.machine.network import MeetingStore, agent_store
+from chaos.sim.machine.object_store import StorageClient
+from chaos.sim.machine.rank_group import SimGroup
+from chaos.sim.machine.tracker import TrackedRun
+from chaos.sim.modelled import commit_files, training
+from elastic_train.checkpoint.commits import record
+from elastic_train.checkpoint.interval.young_daly import Faults
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.data.loading.loader import LaneBatch
+from elastic_train.parallel import gradient_sum as reduction
+from elastic_train.system.failpoints import reach
+from elastic_train.tracking.history import History
+from elastic_train.training import loop
+from elastic_train.training.session import Session
+from elastic_train.world import handover
+from rendezvous.context import RendezvousContext
+from rendezvous.membership.fence import EtcdFence
+from rendezvous.membership.reachability import SELDOM_S, Reach
+from rendezvous.membership.records import read_view
+
+if TYPE_CHECKING:
+    from chaos.sim.job.job import Job
+
+PRODUCT = (
+    "rendezvous.membership.participant",
+    "rendezvous.live_member",
+    "rendezvous.torchelastic.live_agent",
+    "rendezvous.meeting_point",
+    "rendezvous.membership.fence",
+    "rendezvous.membership.decisions",
+    "rendezvous.membership.records",
+    "rendezvous.membership.reachability",
+    "rendezvous.waiting",
+    "rendezvous.membership.latest_view",
+    "rendezvous.membership.own_record",
+    "torch.distributed.elastic.agent.server.api",
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "elastic_train.training.supervisor",
+    "elastic_train.training.loop",
+    "elastic_train.training.session",
+    "elastic_train.training.open_session",
+    "elastic_train.world.world",
+    "elastic_train.world.forming",
+    "elastic_train.world.handover",
+    "elastic_train.world.fencing",
+    "elastic_train.tracking.history",
+    "elastic_train.training.result",
+    "elastic_train.system.failpoints",
+    "elastic_train.tracking.metric_log",
+    "elastic_train.tracking.tracker",
+    "elastic_train.tracking.mlflow_run",
+    "elastic_train.checkpoint.commits.writer",
+    "elastic_train.checkpoint.commits.reader",
+    "elastic_train.checkpoint.commits.record",
+    "elastic_train.checkpoint.commits.pruning",
+    "elastic_train.checkpoint.commits.sweeping",
+    "elastic_train.checkpoint.stores.store",
+    "elastic_train.checkpoint.saving.background_saves",
+    "elastic_train.checkpoint.saving.save_thread",
+    "elastic_train.checkpoint.saving.abandonment",
+    "elastic_train.checkpoint.saving.staging",
+    "elastic_train.checkpoint.saving.part_receipts",
+    "elastic_train.checkpoint.commits.pins_and_holds",
+)
+MACHINE: Mapping[str, ModuleType] = {
+    "time": time,
+    "threading": threading,
+    "uuid": uuid,
+    "socket": socket,
+    "random": random,
+}
+
+X = TypeVar("X")
+Y = TypeVar("Y")
+Ys = TypeVarTuple("Ys")
+NUM_VIEWS = 256
+"""Snapshots on their way to somebody, of a thousand nodes that all write at once."""
+
+
+@contextlib.contextmanager
+def installed(job: Job) -> Iterator[None]:
+    """Let the product run over a job's simulated world, for as long as the context lasts."""
+    with contextlib.ExitStack() as undo:
+        undo.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.CRITICAL)
+        for module, name, stand_in in (*_machine(job), *_world(job), *_tensors(job), *_planted(job)):
+            undo.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, stand_in)
+        yield
+
+
+def _machine(job: Job) -> Iterator[tuple[ModuleType, str, object]]:
+    """Replace the machine's own modules wherever the product has imported them."""
+    here = stdlib.Here(job.kernel, job.net.connect)
+    stand_ins = {
+        "time": stdlib.Time(job.kernel),
+        "threading": stdlib.Threading(job.kernel),
+        "uuid": stdlib.Unique(job.draws("names")),
+        "socket": here,
+        "random": job.draws("product"),
+    }
+    for path in PRODUCT:
+        module = importlib.import_module(path)
+        for name, real in MACHINE.items():
+            if getattr(module, name, None) is real:
+                yield module, name, stand_ins[name]
+    for path in ("elastic_train.world.fencing", "elastic_train.tracking.history"):
+        yield importlib.import_module(path), "os", here
+    # The judge compares when commits were made, so their records carry the watch of whoever looks on.
+    yield importlib.import_module("elastic_train.checkpoint.commits.writer"), "time", stdlib.TrueTime(job.kernel)
+
+
+def _world(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
+    """Replace the ways to etcd, storage, peers, and the launcher."""
+
+    def client(*_: object, give_up_after_s: float = 4.0) -> EtcdClient:
+        return EtcdClient(job.etcd, job.kernel.process, give_up_after_s)
+
+    def storage(url: str, near: str | None = None, *, heard: object = None) -> StorageClient:
+        return StorageClient(job.storage, job.kernel.process)
+
+    def fence(told: RendezvousContext, *, give_up_after_s: float) -> EtcdFence:
+        return EtcdFence(client(give_up_after_s=give_up_after_s), told.run_id, world_term=told.term)
+
+    yield from _in("rendezvous.live_member", EtcdStore=client, etcd_options=lambda *_: None, os=_Launcher(job))
+    yield from _in("rendezvous.live_member", Reach=functools.partial(Reach, probe=job.net.is_reachable))
+    seldom_s = SELDOM_S * job.shape.look_s
+    yield from _in("rendezvous.membership.reachability", ThreadPoolExecutor=job.net.at_once, SELDOM_S=seldom_s)
+    yield from _launch(job, client)
+    yield from _in("rendezvous.waiting", SimpleQueue=functools.partial(stdlib.Queue, job.kernel))
+    yield from _in("rendezvous.membership.dead_agents", is_refused=job.net.is_refused, LOOK_S=job.shape.look_s)
+    yield from _in("rendezvous.membership.participant", LOOK_S=job.shape.look_s)
+    yield from _in("rendezvous.membership.latest_view", read_view=_memory_of(read_view, NUM_VIEWS))
+    yield from _in("rendezvous.meeting_point", TCPStore=functools.partial(MeetingStore, job.net))
+    yield from _in("elastic_train.world.forming", Group=functools.partial(SimGroup, look_s=job.shape.look_s))
+    yield from _in("elastic_train.world.forming", live_context=lambda: job.told(job.kernel.process), os=_Launcher(job))
+    yield from _in(
+        "elastic_train.world.world", open_store=storage, open_fence=fence, last_applied=lambda *_, **__: None
+    )
+    yield from _in("elastic_train.world.world", History=functools.partial(SimHistory, job), Progress=Silent)
+    yield from _in("elastic_train.training.open_session", open_store=storage)
+    yield from _track(job)
+    yield from _in("elastic_train.training.open_session", faults_before=lambda *_: Faults(0, 0.0))
+    yield from _in(
+        "elastic_train.training.supervisor", Watchdog=Unwatched, make_repeatable=lambda _: None, make_plan=job.plan_of
+    )
+    # There is nothing to open or to load.
+    yield from _in("elastic_train.training.supervisor", warm_up=lambda plan, state: None)
+    yield from _in(
+        "elastic_train.training.supervisor", sys=SimpleNamespace(stderr=SimpleNamespace(write=lambda _: None))
+    )
+    yield from _in("elastic_train.training.result", write_atomically=job.take_file)
+    yield from _in("elastic_train.system.failpoints", _folder="simulated", _look=lambda _, name: job.reach(name))
+
+
+def _launch(job: Job, client: Callable[..., EtcdClient]) -> Iterable[tuple[ModuleType, str, object]]:
+    """Replace what torchrun's agent and the workers of `restart` mode find on their machine."""
+    agents = "torch.distributed.elastic.agent.server"
+    mine = {"os": _Launcher(job), "atexit": SimpleNamespace(register=lambda _: None)}
+    yield from _in(f"{agents}.local_elastic_agent", start_processes=functools.partial(start_processes, job))
+    yield from _in(f"{agents}.api", record=_nothing, put_metric=_nothing, _get_fq_hostname=str)
+    yield from _in(
+        "rendezvous.torchelastic.entry_point",
+        EtcdStore=client,
+        machine_name=lambda: stdlib.host_of(job.kernel.process.node),
+        **mine,
+    )
+    yield from _in("rendezvous.context", os=_Launcher(job))
+    stores = {"TCPStore": functools.partial(agent_store, job.net), "PrefixStore": lambda _, store: store}
+    yield from _in(
+        "elastic_train.parallel.group",
+        os=_Launcher(job),
+        Group=functools.partial(SimGroup, look_s=job.shape.look_s),
+        **stores,
+    )
+
+
+def _track(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
+    """Replace the folder of metrics, and the run in the tracker; without one there is none of both."""
+    tracking = job.tracking
+    if tracking is None:
+        yield from _in("elastic_train.training.open_session", start_tracker=_nothing)
+        return
+    yield from _in("elastic_train.training.open_session", Path=lambda _: tracking.folder)
+    yield from _in("elastic_train.tracking.delivery", MlflowRun=functools.partial(TrackedRun, tracking.server))
+    yield from _in(
+        "elastic_train.tracking.tracker", MetricsWriter=tracking.writer, code_tags=dict, bound_requests=_nothing
+    )
+    yield from _in("elastic_train.tracking.mlflow_sync", bound_requests=_nothing)
+
+
+def _nothing(*_: object) -> None: ...
+
+
+def _tensors(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
+    """Replace what computes, and the format of tensors in files."""
+
+    def gradient_sum(
+        kind: str, parameters: list[training.Weights], group: SimGroup, lanes: int
+    ) -> training.ModelledSum:
+        return training.ModelledSum(parameters[0], group)
+
+    def run_lane(session: Session, batch: LaneBatch) -> tuple[float, float]:
+        if batch.lane == session.lanes.start:
+            reach("forward")
+            job.compute(len(session.lanes))
+            reach("backward")
+        if batch.tensors is None:
+            return 0.0, 0.0
+        sums = session.gradients
+        assert isinstance(sums, training.ModelledSum)
+        sums.add(batch.ids)
+        coverage = training.sums_of(tuple(batch.ids.tolist()))
+        loss = float(coverage.sum_a % 65521 + session.state.step)
+        return loss, float(coverage.count)
+
+    def coverage_of(lanes: Sequence[LaneBatch]) -> CoverageSums:
+        return sum((training.sums_of(tuple(batch.ids.tolist())) for batch in lanes), CoverageSums())
+
+    yield from _in(
+        "elastic_train.training.open_session", make_gradient_sum=gradient_sum, has_equal_kernels=lambda *_: True
+    )
+    yield from _in(
+        "elastic_train.training.loop", _run_lane=run_lane, _coverage_of=coverage_of, _fold=_memory_of(loop._fold)
+    )
+    yield from _in("elastic_train.parallel.gradient_sum", _read_table=_memory_of(reduction._read_table))
+    yield from _in("elastic_train.world.handover", _read_places=_memory_of(handover._read_places))
+    yield from _in(
+        "elastic_train.checkpoint.format.layout",
+        LEAST_PART_BYTES=job.shape.least_part_bytes,
+        plan_attempt=commit_files.plan_attempt,
+    )
+    written = {"write_part": commit_files.write_part, "finish_attempt": commit_files.finish_attempt}
+    yield from _in("elastic_train.checkpoint.commits.writer", **written, library_versions=dict)
+    snapshot = functools.partial(commit_files.SlowSnapshot, job.copy)
+    yield from _in("elastic_train.checkpoint.saving.background_saves", Snapshot=snapshot)
+    yield from _in("elastic_train.checkpoint.saving.save_thread", write_part=commit_files.write_part)
+    yield from _in(
+        "elastic_train.checkpoint.commits.reader",
+        read_leaves=commit_files.read_leaves,
+        decode=functools.lru_cache(64)(record.decode),
+    )
+
+
+def _planted(job: Job) -> Iterator[tuple[ModuleType, str, object]]:
+    for path, stand_in in job.bug.items():
+        module, _, name = path.partition(":")
+        owner: object = importlib.import_module(module)
+        *outer, last = name.split(".")
+        for part in outer:
+            owner = getattr(owner, part)
+        yield owner, last, stand_in  # type: ignore[misc]  # a class, where the bug is in a method
+
+
+def _in(path: str, **stand_ins: object) -> Iterator[tuple[ModuleType, str, object]]:
+    module = importlib.import_module(path)
+    for name, stand_in in stand_ins.items():
+        assert hasattr(module, name), f"{path} has no {name} any more: the simulator's table is out of date"
+        yield module, name, stand_in
+
+
+def _memory_of(work_out: Callable[[X, *Ys], Y], size: int = 8) -> Callable[[X, *Ys], Y]:
+    """Remember what was worked out of the last objects: every process of a simulation does it of the same ones."""
+    known: dict[int, tuple[X, Y]] = {}  # by identity, which nothing loses while it is here
+
+    def remembered(found: X, *rest: *Ys) -> Y:
+        held = known.get(id(found))
+        if held is None:
+            if len(known) == size:
+                del known[next(iter(known))]
+            held = known[id(found)] = found, work_out(found, *rest)
+        return held[1]
+
+    return remembered
+
+
+class _Launcher:
+    """The `os` of a process, as far as it is an environment: of a worker it is what its agent gave it."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return self._job.environ(self._job.kernel.process)
+
+
+class SimHistory(History):
+    """A history whose lines go to the evidence, stamped by the watch of whoever looks on."""
+
+    def __init__(self, job: Job, run_dir: str, term: int, rank: int) -> None:
+        self.term, self._rank, self.num_failures = term, rank, 0
+        self._job = job
+        self._name = f"{term:08d}-{rank:05d}-{job.kernel.process.pid}"
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _write(self, op: str, **fields: object) -> None:
+        self._job.kernel.check(self._job.kernel.current)
+        self._job.record(self._name, op, term=self.term, rank=self._rank, **fields)
+
+
+class Silent:
+    """What shows progress to nobody."""
+
+    def update(self, status: object) -> None: ...
+    def event(self, text: str) -> None: ...
+    def banner(self, banner: object) -> None: ...
+    def close(self) -> None: ...
+
+
+class Unwatched:
+    """A watchdog that never bites: hangs are freezes here, and leases find those."""
+
+    def __init__(self, limit_s: float | None = None) -> None: ...
+    def beat(self) -> None: ...
+    def warm_up(self) -> None: ...
+
+    def enter(self) -> None: ...
+    def await_first(self) -> None: ...
+    def leave(self) -> None: ...
+    def moved(self) -> None: ...
+    def rest(self) -> None: ...
+    def close(self) -> None: ...
+
+    def beating(self, items: Iterable[object]) -> Iterable[object]:
+        return items
+
+    def resting(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def copying(self) -> AbstractContextManager[None]:
+        return nullcontext()

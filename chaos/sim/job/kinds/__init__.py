@@ -1,0 +1,28 @@
+"""What each kind of fault does to a running job; it returns the processes that it hits, by which it is told.
+
+A kind that hits nobody has not happened, except to etcd and storage, which everybody meets sooner or later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from chaos.sim.job.fault import SimFault
+from chaos.sim.job.kinds import (
+    data,
+    etcd,
+    machines,
+    network,
+    storage,
+    tracker,
+)
+from chaos.sim.machine.kernel import Process
+
+if TYPE_CHECKING:
+    from chaos.sim.job.job import Job
+
+KINDS: Mapping[str, Callable[[Job, SimFault], list[Process]]] = {
+    **{act.__name__: act for act in (*machines.ACTS, *network.ACTS, *etcd.ACTS, *data.ACTS, *tracker.ACTS)},
+    **storage.ACTS,
+}

@@ -1,0 +1,97 @@
+"""Faults of storage: its weather, which everybody meets while it lasts, and damage to what was written.
+
+A file of the newest commit is damaged only while the one that it continues is whole: so there always is one to go on
+from, however often files are damaged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from chaos.judge.evidence.run_files import is_void
+from chaos.sim.job.fault import SimFault
+from chaos.sim.machine.kernel import Process
+
+if TYPE_CHECKING:
+    from chaos.sim.job.job import Job
+
+Act = Callable[["Job", SimFault], list[Process]]
+Record = dict[str, Any]
+
+WEATHER: Mapping[str, str] = {
+    "storage_outage": "down",
+    "storage_full": "full",
+    "storage_errors": "failing",
+    "storage_slow": "slow",
+    "slow_sync": "slow_sync",
+    "storage_lossy": "lossy",
+    "storage_conflict": "conflict",
+    "storage_taken": "taken",
+}
+"""What each kind turns on for a while; what that means is in `chaos.sim.machine.object_store.Storage`."""
+
+
+def _weather(what: str) -> Act:
+    def act(job: Job, fault: SimFault) -> list[Process]:
+        setattr(job.storage, f"{what}_until", job.kernel.now + fault.for_s)
+        return job.all_workers()
+
+    return act
+
+
+def tear_write(job: Job, fault: SimFault) -> list[Process]:
+    """Whoever writes a file next dies in the middle of it."""
+    if job.storage.is_to_tear:
+        return []  # one that waits for its writer is not yet another
+    job.storage.is_to_tear = True
+    return job.all_workers()
+
+
+def _damage(change: Callable[[bytes], bytes | None]) -> Act:
+    """Change a file of the newest commit, behind everybody's back, if the one that it continues is whole."""
+
+    def act(job: Job, fault: SimFault) -> list[Process]:
+        files = job.storage.files
+        newest = max((key for key in files if key.startswith("commits/") and not is_void(files[key][0])), default=None)
+        record = None if newest is None else json.loads(files[newest][0])
+        if record is None or not (_is_whole(job, record) and _is_whole(job, _parent_of(job, record))):
+            return []
+        held = [name for name, file in sorted(record["files"].items()) if file["size"] > 2]
+        key = f"{record['attempt']}/{held[fault.other % len(held)]}"
+        changed = change(files[key][0])
+        if changed is None:
+            del files[key]
+        else:
+            job.storage.put(key, changed)
+        job.storage.damaged[record["attempt"]] = str(newest).removeprefix("commits/")
+        return job.all_workers()
+
+    return act
+
+
+def _parent_of(job: Job, record: Record) -> Record | None:
+    found = job.storage.files.get(str(record["parent_key"]))
+    return None if found is None else json.loads(found[0])
+
+
+def _is_whole(job: Job, record: Record | None) -> bool:
+    if record is None or record["attempt"] in job.storage.damaged:
+        return False
+    files, found = record["files"], job.storage.files
+    return all(len(found.get(f"{record['attempt']}/{name}", (b"",))[0]) == file["size"] for name, file in files.items())
+
+
+def _flipped(content: bytes) -> bytes:
+    place = next(place for place, byte in enumerate(content) if chr(byte).isdigit())
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+ACTS: Mapping[str, Act] = {
+    **{name: _weather(what) for name, what in WEATHER.items()},
+    "tear_write": tear_write,
+    "flip_bit": _damage(_flipped),
+    "truncate_file": _damage(lambda content: content[:-1]),
+    "delete_file": _damage(lambda content: None),
+}

@@ -1,0 +1,99 @@
+"""What is simulated: a job and its surroundings, and the plan that the product makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from chaos.sim.machine.tracker import URI
+from chaos.sim.modelled.training import ModelledManifest, ModelledPlan, ModelledTask
+from chaos.sim.modelled.training_data import Dataset, ModelledFeed, order_of
+from elastic_train.config.schema import Config
+from elastic_train.core.keyed_random import Int64s
+
+Recovery = Literal["live", "restart"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What runs: the job and its surroundings; times are virtual seconds."""
+
+    nodes: int = 3
+    ranks: int = 1
+    min_nodes: int = 1
+    lanes: int = 6
+    micro_batch: int = 4
+    rows: tuple[int, ...] = (40, 7, 30, 24)
+    epochs: int = 3
+    commit_every: int = 5
+    keep_last: int = 3
+    least_part_bytes: int = 1
+    """The modelled state has some bytes only: as many ranks write parts of it as it has tensors, or rank 0 alone."""
+    lane_s: float = 0.1
+    warm_s: float = 3.0
+    ttl_s: float = 3.0
+    peer_timeout_s: float = 60.0
+    delay_s: float = 0.003
+    piece_s: float = 0.0
+    """How long a mirror of etcd is busy with what it has heard before it hears of more."""
+    look_s: float = 1.0
+    """The longest that a wait goes without looking again, whatever the watch says."""
+    recovery: Recovery = "live"
+    max_restarts: int = 10
+    """How often a node restarts its workers for failures of its own, in `restart` mode."""
+    unreadable: Literal["fail", "quarantine"] = "fail"
+    """What a job does about a row group that cannot be read."""
+    tracked: bool = False
+    """Whether its metrics are sent to a tracker."""
+
+    @property
+    def total_steps(self) -> int:
+        return self.epochs * order_of(self.rows, self.lanes, 1, self.micro_batch).num_steps(self.micro_batch)
+
+    @property
+    def step_s(self) -> float:
+        """About how long a step takes."""
+        return self.lane_s * -(-self.lanes // (self.nodes * self.ranks))
+
+    @property
+    def patience_s(self) -> float:
+        """How long a fault that is over may go on having consequences.
+
+        Leases end, peers are waited for, saves are given up, nodes are started again, and some steps pass.
+        """
+        return 300.0 + 2 * self.ttl_s + self.peer_timeout_s + 5 * self.step_s
+
+    @property
+    def span_s(self) -> float:
+        """About how long the job takes without faults."""
+        ranks = self.nodes * self.ranks
+        return self.warm_s + 3.0 + self.total_steps * self.lane_s * -(-self.lanes // ranks)
+
+
+def make_plan(shape: Shape, data: Dataset, take_witness: Callable[[Int64s], None]) -> ModelledPlan:
+    """Return what `elastic_train.job.plan.make_plan` would; `take_witness` gets the counts of a job that is done."""
+    config = Config.model_validate(
+        {
+            "run": {"dir": "sim", "seed": 1},
+            "data": {"train": "sim://data", "unreadable": shape.unreadable},
+            "batch": {"global_batch": shape.lanes * shape.micro_batch, "micro_batch": shape.micro_batch},
+            "epochs": shape.epochs,
+            "validation": {"every_steps": None},
+            "checkpoint": {"every_steps": shape.commit_every, "every_s": None, "keep_last": shape.keep_last},
+            "peer_timeout_s": shape.peer_timeout_s,
+            "tracking": {"mlflow_uri": URI if shape.tracked else None},
+        }
+    )
+    return ModelledPlan(
+        config=config,
+        task=ModelledTask(take_witness),
+        manifest=ModelledManifest(np.array(shape.rows, np.int64)),
+        order=order_of(shape.rows, shape.lanes, 1, shape.micro_batch),
+        feed=ModelledFeed(data, quarantines=shape.unreadable == "quarantine"),
+        total_steps=shape.total_steps,
+        device=torch.device("cpu"),
+    )

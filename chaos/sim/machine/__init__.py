@@ -1,0 +1,1 @@
+"""The simulated machine: kernel, clock, network, etcd, object store, process groups."""

@@ -1,0 +1,302 @@
+"""Etcd with its weather: one store for all, and for every process a client whose calls take time and may fail.
+
+Keys, revisions, guards and leases are those of `rendezvous.membership.memory_store`, the twin that passes the same
+contract tests as the real client. Added is what lies between a process and etcd: delays, one-way and two-way cuts,
+outages, answers that are lost after the write has happened, watches that lag or fall silent, leases that run out
+because nobody renewed them, and leases that etcd ends too early.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from chaos.sim.machine.kernel import Kernel, Process
+from chaos.sim.machine.stdlib import Condition
+from rendezvous.errors import StoreRefusedError, StoreUnavailableError
+from rendezvous.etcd.connection import CALL_TIMEOUT_S, GIVE_UP_AFTER_S
+from rendezvous.etcd.data_loss import Lives
+from rendezvous.etcd.store import EtcdStore
+from rendezvous.etcd.watch import RELIST_S
+from rendezvous.membership.memory_store import MemoryLease, MemoryStore
+from rendezvous.membership.store import (
+    Guards,
+    Lease,
+    Put,
+    Snapshot,
+    Writes,
+)
+
+T = TypeVar("T")
+
+RETRY_S = (0.05, 0.5)
+BROKEN_S = 0.2
+"""How often a watch whose stream is cut tries to go on."""
+LEAST_TTL_S = 2.0
+SLOWNESS = 100.0
+NUM_MEMBERS = 3
+
+
+class Etcd:
+    """The servers: what they hold, whether they answer, and which way to which node is cut."""
+
+    def __init__(self, kernel: Kernel, draws: random.Random, delay_s: float, piece_s: float = 0.0) -> None:
+        self.kernel, self.draws, self.delay_s, self.piece_s = kernel, draws, delay_s, piece_s
+        self.core = MemoryStore()
+        self.down_until = self.slow_until = 0.0
+        self.lost_member, self.lost_until = 0, 0.0
+        self.deaf: set[int] = set()
+        """Nodes whose requests do not arrive."""
+        self.mute: set[int] = set()
+        """Nodes that get no answers, and hear nothing from their watches."""
+        self.leases: list[SimLease] = []
+        self.watches: dict[SimWatch, None] = {}
+        self.idle: dict[SimWatch, None] = {}
+        """Watches that have heard of all that has happened."""
+        self._shown: dict[str, Snapshot] = {}
+
+    @property
+    def is_down(self) -> bool:
+        return self.kernel.now < self.down_until
+
+    def delay(self) -> float:
+        return self.draws.expovariate(1 / self.delay_s) * (SLOWNESS if self.kernel.now < self.slow_until else 1.0)
+
+    def show(self, prefix: str) -> Snapshot:
+        """Return the keys below a prefix as they are now; equal states are one object."""
+        shown = self._shown.get(prefix)
+        if shown is None or shown.revision != self.core.revision:
+            self._shown[prefix] = shown = self.core.get(prefix)
+        return shown
+
+    def tell(self) -> None:
+        """Let every watch hear of a change, each after a delay of its own."""
+        for watch in list(self.idle):
+            watch.expect()
+
+    def outage(self, seconds: float) -> None:
+        """Be away; leases are kept over it, as etcd renews all of them when it is back."""
+        self.down_until = max(self.down_until, self.kernel.now + seconds)
+        for lease in self.leases:
+            lease.ends_at = max(lease.ends_at, self.down_until + lease.ttl_s)
+
+    def lose_member(self, member: int, seconds: float) -> None:
+        """Lose one member: its clients' calls may have been done or not, and their watches are silent for as long."""
+        self.lost_member, self.lost_until = member, self.kernel.now + seconds
+        for watch in self.watches:
+            if self.is_lost_to(watch.process):
+                watch.fall_silent(seconds)
+
+    def is_lost_to(self, process: Process) -> bool:
+        """Say whether a process speaks to the member that is gone."""
+        return self.kernel.now < self.lost_until and process.pid % NUM_MEMBERS == self.lost_member
+
+    def forget(self) -> None:
+        """Lose all data: what is made anew begins with revision 1, and knows no lease."""
+        self.core, self._shown = MemoryStore(), {}
+        for lease in self.leases:
+            lease.core.is_lost = True
+        self.leases.clear()
+        self.tell()
+
+    def end(self, lease: SimLease) -> None:
+        if lease in self.leases:
+            self.leases.remove(lease)
+            self.core.end(lease.core)
+            self.tell()
+
+
+class EtcdClient:
+    """One process's `rendezvous.membership.store.Store`; the retry rules are those of
+    `rendezvous.etcd.store.EtcdStore`.
+    """
+
+    def __init__(self, etcd: Etcd, process: Process, give_up_after_s: float = GIVE_UP_AFTER_S) -> None:
+        self._etcd, self._process, self._give_up_after_s = etcd, process, give_up_after_s
+        self._lives = Lives()
+
+    def get(self, prefix: str) -> Snapshot:
+        asked = self._lives.ask()
+        found = self._call(lambda: self._etcd.show(prefix), self._give_up_after_s)
+        return _in_life(found, self._lives.heard(asked, found.revision))
+
+    def swap(self, writes: Writes, guards: Guards) -> int | None:
+        tries, etcd = 0, self._etcd
+        unwrapped = {key: None if put is None else Put(put.value, _core_of(put.lease)) for key, put in writes.items()}
+
+        def transact() -> int | None:
+            nonlocal tries
+            tries += 1
+            if any(put is not None and put.lease is not None and put.lease.is_lost for put in unwrapped.values()):
+                raise StoreRefusedError("requested lease not found")
+            revision = etcd.core.swap(unwrapped, guards)
+            if revision is not None:
+                etcd.tell()
+            return revision
+
+        asked = self._lives.ask()
+        revision = self._call(transact, self._give_up_after_s)
+        if revision is not None:
+            self._lives.heard(asked, revision)
+        if revision is None and tries > 1:
+            return EtcdStore._written_before(self, writes)  # type: ignore[arg-type]  # the same rule over the same calls
+        return revision
+
+    def lease(self, ttl_s: float, *, renew: bool = True) -> SimLease:
+        return self._call(
+            lambda: SimLease(self._etcd, self._process, max(LEAST_TTL_S, math.ceil(ttl_s)), renew),
+            self._give_up_after_s,
+        )
+
+    def watch(self, prefix: str) -> SimWatch:
+        return SimWatch(self._etcd, self._process, prefix, self.get(prefix), self._lives)
+
+    def close(self) -> None:
+        """Connections are not modelled."""
+
+    def _call(self, ask: Callable[[], T], give_up_after_s: float) -> T:
+        """Ask, and again after failures; the answer to what etcd has done may be lost."""
+        etcd, kernel, node = self._etcd, self._etcd.kernel, self._process.node
+        started = kernel.now
+        while True:
+            asked_at = kernel.now
+            kernel.sleep(etcd.delay())
+            is_refused = etcd.is_down or (etcd.is_lost_to(self._process) and etcd.draws.random() < 0.5)
+            if not is_refused and node not in etcd.deaf:
+                answer = ask()
+                kernel.sleep(etcd.delay())
+                is_refused = etcd.is_down or (etcd.is_lost_to(self._process) and etcd.draws.random() < 0.5)
+                if not is_refused and node not in etcd.mute and kernel.now - asked_at < CALL_TIMEOUT_S:
+                    return answer
+            left_s = max(0.0, CALL_TIMEOUT_S - (kernel.now - asked_at))
+            kernel.sleep(etcd.draws.uniform(*RETRY_S) if is_refused else left_s)
+            if kernel.now - started >= give_up_after_s:
+                raise StoreUnavailableError(f"no etcd answers (tried for {give_up_after_s:.0f} s)")
+
+
+class SimLease:
+    """A lease that its process renews at a third of its time to live, as long as it runs and reaches etcd."""
+
+    def __init__(self, etcd: Etcd, process: Process, ttl_s: float, renew: bool) -> None:
+        self.ttl_s, self.is_lost = ttl_s, False
+        self.core: MemoryLease = etcd.core.lease(ttl_s)
+        self.process = process
+        self.ends_at = etcd.kernel.now + ttl_s
+        self._etcd, self._is_renewed = etcd, renew
+        etcd.leases.append(self)
+        etcd.kernel.at(self.ends_at, self._look)
+        if renew:
+            etcd.kernel.after(ttl_s / 3, self._renew)
+
+    def revoke(self) -> None:
+        self._is_renewed = False
+        client = EtcdClient(self._etcd, self.process)
+        try:
+            client._call(lambda: self._etcd.end(self), CALL_TIMEOUT_S)
+        finally:
+            self.is_lost = True
+
+    def abandon(self) -> None:
+        self._is_renewed = False
+
+    def _renew(self) -> None:
+        etcd, process = self._etcd, self.process
+        if not self._is_renewed or process.is_dead or self.is_lost:
+            return
+        if process.is_paused:
+            process.at_resume.append(self._renew)
+            return
+        if not etcd.is_down and process.node not in etcd.deaf:
+            if self.core.is_lost:
+                if process.node not in etcd.mute:
+                    self.is_lost = True
+                    return
+            else:
+                self.ends_at = etcd.kernel.now + self.ttl_s
+        etcd.kernel.after(self.ttl_s / 3, self._renew)
+
+    def _look(self) -> None:
+        """End if the time to live is over; it may have been renewed meanwhile."""
+        etcd = self._etcd
+        if self.core.is_lost:
+            return
+        if etcd.kernel.now >= self.ends_at and not etcd.is_down:
+            etcd.end(self)
+        else:
+            etcd.kernel.at(max(self.ends_at, etcd.down_until), self._look)
+
+
+class SimWatch:
+    """A mirror that hears of changes late, and of none while its stream is broken."""
+
+    def __init__(self, etcd: Etcd, process: Process, prefix: str, first: Snapshot, lives: Lives) -> None:
+        self.snapshot, self._lives = first, lives
+        self.process = process
+        self.silent_until = self._next_piece_at = 0.0
+        self._etcd, self._prefix = etcd, prefix
+        self._changed = Condition(etcd.kernel)
+        self._is_expecting = False
+        etcd.watches[self] = etcd.idle[self] = None
+        process.at_death["watch"] = self.close
+        self.expect()
+
+    def wait(self, after: int, timeout_s: float, life: int = 0) -> Snapshot | None:
+        seen = Snapshot(after, {}, life)
+        with self._changed:
+            arrived = self._changed.wait_for(lambda: self.snapshot.is_newer(seen), timeout_s)
+            return self.snapshot if arrived else None
+
+    def close(self) -> None:
+        self._etcd.watches.pop(self, None)
+        self._etcd.idle.pop(self, None)
+
+    def fall_silent(self, seconds: float = RELIST_S) -> None:
+        """Break the stream without a sign: the next list, after `RELIST_S`, finds what was missed."""
+        self.silent_until = self._etcd.kernel.now + seconds
+        self.expect()
+
+    def expect(self) -> None:
+        """Hear of what has happened, after a while."""
+        if not self._is_expecting:
+            self._is_expecting = True
+            self._etcd.idle.pop(self, None)
+            kernel = self._etcd.kernel
+            kernel.at(max(kernel.now + self._etcd.delay(), self._next_piece_at), self._hear)
+
+    def _hear(self) -> None:
+        etcd, kernel, process = self._etcd, self._etcd.kernel, self.process
+        if process.is_dead:
+            return
+        if process.is_paused:
+            process.at_resume.append(lambda: kernel.after(etcd.delay(), self._hear))
+        elif kernel.now < self.silent_until:
+            kernel.at(self.silent_until, self._hear)
+        elif etcd.is_down:
+            kernel.at(etcd.down_until + etcd.delay(), self._hear)
+        elif process.node in etcd.mute or process.node in etcd.deaf:
+            kernel.after(BROKEN_S, self._hear)
+        else:
+            self._is_expecting = False
+            if self in etcd.watches:
+                etcd.idle[self] = None
+            found = etcd.show(self._prefix)
+            fresh = _in_life(found, self._lives.heard(self._lives.ask(), found.revision))
+            if fresh.is_newer(self.snapshot):
+                self.snapshot = fresh
+                self._next_piece_at = kernel.now + etcd.piece_s
+                self._changed.notify_all()
+                if process.listening is not None:
+                    kernel.wake(process.listening)  # behind the thread that follows the watch
+
+
+def _in_life(snapshot: Snapshot, life: int) -> Snapshot:
+    """Return a snapshot of a life; the same object where it is of that, since what is worked out of it is kept."""
+    return snapshot if snapshot.life == life else replace(snapshot, life=life)
+
+
+def _core_of(lease: Lease | None) -> MemoryLease | None:
+    assert lease is None or isinstance(lease, SimLease), "a key of the simulated etcd hangs on a lease of its own"
+    return None if lease is None else lease.core

@@ -1,0 +1,176 @@
+"""The network between nodes: links that can be cut one way, and ports that die with their process.
+
+A dead process is known to its peers soon, a machine that is gone or frozen is not.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import TypeVar
+
+from chaos.sim.machine.kernel import Kernel, Process
+from chaos.sim.machine.rank_group import Hub
+from chaos.sim.machine.stdlib import host_of
+from rendezvous.meeting_point import CALL_TIMEOUT_S
+
+T = TypeVar("T")
+
+SLOWNESS = 100.0
+LOSS, RETRANSMIT_S, MOST_RETRANSMIT_S = 1 / 3, 0.2, 10.0
+RETRY_S = 0.5
+"""How often the client of a store that does not answer tries again."""
+FROZEN_S = 0.5
+"""How often whoever connects looks whether the host of its world runs again."""
+
+
+class Net:
+    """Which node reaches which, and who listens where."""
+
+    def __init__(self, kernel: Kernel, draws: random.Random, delay_s: float) -> None:
+        self.kernel, self.draws, self.delay_s = kernel, draws, delay_s
+        self.cuts: set[tuple[int, int]] = set()
+        """Directed: what the first node sends to the second does not arrive."""
+        self.silent: set[int] = set()
+        """Machines that are gone: nothing refuses there, nothing answers."""
+        self.ports: dict[int, MeetingStore] = {}
+        self.slow_until = self.lossy_until = 0.0
+        self._waits: list[float] | None = None
+        """What those who connect at once would wait, each by itself."""
+
+    def delay(self) -> float:
+        delay_s = self.draws.expovariate(1 / self.delay_s)
+        if self.kernel.now < self.slow_until:
+            delay_s *= SLOWNESS
+        pause_s = RETRANSMIT_S
+        while self.kernel.now < self.lossy_until and self.draws.random() < LOSS and pause_s < MOST_RETRANSMIT_S:
+            delay_s, pause_s = delay_s + pause_s, 2 * pause_s
+        return delay_s
+
+    def reaches(self, sender: int, receiver: int) -> bool:
+        return sender == receiver or (sender, receiver) not in self.cuts
+
+    def is_connected(self, a: int, b: int) -> bool:
+        return self.reaches(a, b) and self.reaches(b, a)
+
+    def listen(self, store: MeetingStore) -> int:
+        port = 10_000 + len(self.ports)
+        self.ports[port] = store
+        return port
+
+    def connect(self, address: str, port: int) -> None:
+        """Raise what a connection to a port would: refused where nobody listens, timed out where nothing answers."""
+        store = self.ports.get(port)
+        mine, node = self.kernel.process.node, _node_of(address)
+        if node in self.silent or not self.is_connected(mine, node):
+            self._wait(1.0)
+            raise TimeoutError(f"{address}:{port} does not answer")
+        self._wait(self.delay())
+        if store is None or store.process.is_dead:
+            raise ConnectionRefusedError(f"{address}:{port} refuses")
+
+    def _wait(self, seconds: float) -> None:
+        if self._waits is None:
+            self.kernel.sleep(seconds)
+        else:
+            self._waits.append(seconds)
+
+    def at_once(self, num_threads: int) -> AtOnce:
+        """Return what stands for a pool of threads that connect, and do nothing else."""
+        return AtOnce(self, num_threads)
+
+    def collect_waits(self, act: Callable[[], T]) -> tuple[T, list[float]]:
+        """Do something that connects, at one moment; return its result, and what each connection would have waited."""
+        waits: list[float] = []
+        self._waits = waits
+        try:
+            return act(), waits
+        finally:
+            self._waits = None
+
+    def is_refused(self, endpoint: str) -> bool:
+        """Say what `rendezvous.torchelastic.addresses.is_refused` does: nobody listens there any more, and the machine
+        says so.
+        """
+        address, _, port = endpoint.rpartition(":")
+        try:
+            self.connect(address, int(port))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def is_reachable(self, endpoint: str) -> bool:
+        """Say what `rendezvous.torchelastic.addresses.is_reachable` does: the machine answers, if only by a refusal."""
+        address, _, port = endpoint.rpartition(":")
+        try:
+            self.connect(address, int(port))
+        except TimeoutError:
+            return False
+        except ConnectionRefusedError:
+            return True
+        return True
+
+
+class AtOnce:
+    """A pool of threads that connect: whoever asks waits once for all that are under way together."""
+
+    def __init__(self, net: Net, num_threads: int) -> None:
+        self._net, self._num_threads = net, num_threads
+
+    def __enter__(self) -> AtOnce:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def map(self, function: Callable[[object], object], items: Iterable[object]) -> list[object]:
+        answers, waits = self._net.collect_waits(lambda: [function(item) for item in items])
+        places = range(0, len(waits), self._num_threads)
+        self._net.kernel.sleep(sum(max(waits[place : place + self._num_threads]) for place in places))
+        return answers
+
+
+def _node_of(address: str) -> int:
+    return int(address.removeprefix("node-"))
+
+
+class MeetingStore:
+    """What stands for a TCPStore: it names the world that meets at it, and dies with its process."""
+
+    def __init__(self, net: Net, address: str, port: int, *, is_master: bool, **options: object) -> None:
+        self.net = net
+        if is_master:
+            self.process: Process = net.kernel.process
+            self.port = net.listen(self)
+            self.hub = Hub(net)
+            return
+        net.connect(address, port)
+        hosted = net.ports[port]
+        until = net.kernel.now + CALL_TIMEOUT_S
+        while hosted.process.is_paused and net.kernel.now < until:
+            net.kernel.sleep(FROZEN_S)  # its machine has answered for it
+        if not hosted.process.is_running:
+            raise TimeoutError(f"{address}:{port} does not answer")
+        self.process, self.port, self.hub = hosted.process, port, hosted.hub
+
+
+def agent_port(net: Net) -> str:
+    """Open the port by which a node's agent is known to live; called by the agent."""
+    store = MeetingStore(net, "", 0, is_master=True)
+    return f"{host_of(net.kernel.process.node)}:{store.port}"
+
+
+def agent_store(
+    net: Net, address: str, port: int, _: object, is_master: bool, timeout: timedelta, **__: object
+) -> object:
+    """Be a TCPStore's client, which tries on until its host answers; RuntimeError behind its time."""
+    until = net.kernel.now + timeout.total_seconds()
+    while True:
+        try:
+            return MeetingStore(net, address, port, is_master=is_master)
+        except OSError as error:
+            if net.kernel.now >= until:
+                raise RuntimeError(str(error)) from error
+            net.kernel.sleep(RETRY_S)

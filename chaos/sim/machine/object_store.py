@@ -1,0 +1,132 @@
+"""Storage with its weather: one set of keys for all, and for every process a client whose calls take time and may fail.
+
+A create is atomic, as every store promises; its answer may be lost, and what was sent may arrive long after its sender
+has given up, or has died. A file that is being written is there in part, and stays so if its writer dies. Files of a
+commit may be damaged behind everybody's back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
+
+from chaos.sim.machine.kernel import EPOCH_S, Kernel, Process
+from elastic_train.checkpoint.stores.store import (
+    Entry,
+    KeyMissing,
+    KeyTaken,
+    Sink,
+    Uncertain,
+)
+from elastic_train.errors import StorageError
+
+ANSWER_TIMEOUT_S = 5.0
+SLOWNESS, SYNC_SLOWNESS = 100.0, 1000.0
+
+
+class Storage:
+    """What is stored, and how it fares."""
+
+    def __init__(self, kernel: Kernel, draws: random.Random, delay_s: float) -> None:
+        self.kernel, self.draws, self.delay_s = kernel, draws, delay_s
+        self.files: dict[str, tuple[bytes, float]] = {}
+        self.down_until = self.full_until = self.lossy_until = self.failing_until = 0.0
+        self.conflict_until = self.taken_until = self.slow_until = self.slow_sync_until = 0.0
+        self.num_lost_answers = 0
+        self.is_to_tear = False
+        self.at_tear: Callable[[Process], None] = lambda process: None
+        """Is told of who dies in the middle of a file."""
+        self.damaged: dict[str, str] = {}
+        """Attempts of which a file was damaged, and the names of their records."""
+
+    def put(self, key: str, content: bytes) -> None:
+        self.files[key] = content, EPOCH_S + self.kernel.now
+
+    def delay(self, *, is_write: bool = False) -> float:
+        slowness = SLOWNESS if self.kernel.now < self.slow_until else 1.0
+        if is_write and self.kernel.now < self.slow_sync_until:
+            slowness = SYNC_SLOWNESS  # not of what is slow already: a call of hours is what the product's store ends
+        return slowness * self.draws.expovariate(1 / self.delay_s)
+
+    def has_bad_luck(self, until: float, share: float = 0.5) -> bool:
+        """Say whether a call meets what befalls so many of them up to a moment."""
+        return self.kernel.now < until and self.draws.random() < share
+
+
+class StorageClient:
+    """One process's `elastic_train.checkpoint.stores.store.Store`."""
+
+    url = "sim://run"
+
+    def __init__(self, storage: Storage, process: Process) -> None:
+        self._storage, self._process = storage, process
+
+    def create(self, key: str, content: bytes) -> None:
+        """Create a key; while storage is lossy the request, or its answer, may be late or lost."""
+        storage, kernel = self._storage, self._storage.kernel
+        self._ask(is_write=True)
+        if storage.has_bad_luck(storage.conflict_until):
+            kernel.sleep(storage.delay())
+            raise Uncertain(f"{key}: create met a conflict at every try")
+        if storage.has_bad_luck(storage.lossy_until):
+            storage.num_lost_answers += 1
+            if storage.draws.random() < 0.8:
+                delay_s = storage.draws.choice((0.0, 1.0, 3 * ANSWER_TIMEOUT_S))
+                kernel.after(delay_s, lambda: None if key in storage.files else storage.put(key, content))
+            kernel.sleep(ANSWER_TIMEOUT_S)
+            raise Uncertain(f"{key}: create was not confirmed")
+        if key in storage.files:
+            raise KeyTaken(f"{key}: exists already")
+        storage.put(key, content)
+        kernel.sleep(storage.delay(is_write=True))
+        if storage.has_bad_luck(storage.taken_until):
+            raise KeyTaken(f"{key}: exists already")  # says the store, asked twice by its SDK
+
+    @contextlib.contextmanager
+    def write(self, key: str) -> Iterator[Sink]:
+        storage, kernel = self._storage, self._storage.kernel
+        self._ask(is_write=True)
+        sink = io.BytesIO()
+        try:
+            yield sink
+            content = sink.getvalue()
+            storage.put(key, content[: storage.draws.randrange(len(content) + 1)])
+            if storage.is_to_tear:
+                storage.is_to_tear = False
+                storage.at_tear(self._process)
+                kernel.kill(self._process)
+            self._ask(is_write=True)
+        except Exception:
+            storage.files.pop(key, None)
+            raise
+        storage.put(key, content)
+        kernel.sleep(storage.delay(is_write=True))
+
+    def open(self, key: str) -> BinaryIO:
+        self._ask()
+        if key not in self._storage.files:
+            raise KeyMissing(f"{key}: does not exist")
+        return io.BytesIO(self._storage.files[key][0])
+
+    def list(self, prefix: str) -> list[Entry]:
+        self._ask()
+        found = sorted((key, file) for key, file in self._storage.files.items() if key.startswith(prefix))
+        return [Entry(key, len(content), at) for key, (content, at) in found]
+
+    def delete(self, key: str) -> None:
+        self._ask()
+        self._storage.files.pop(key, None)
+
+    def _ask(self, *, is_write: bool = False) -> None:
+        storage, kernel = self._storage, self._storage.kernel
+        kernel.sleep(storage.delay())
+        if storage.has_bad_luck(storage.failing_until, 1 / 3):
+            raise StorageError("input/output error")
+        if kernel.now < storage.down_until:
+            kernel.sleep(1.0)
+            raise StorageError("storage does not answer")
+        if is_write and kernel.now < storage.full_until:
+            raise StorageError("no space is left")

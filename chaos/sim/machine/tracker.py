@@ -1,0 +1,155 @@
+"""A tracker with its weather, and what stands for the job's run in it (`elastic_train.tracking.mlflow_run.MlflowRun`).
+
+All above that is the product's: the local files, which lie in a folder of the machine, the thread that sends what is
+settled, the delivery, and `elastic-train sync`. A call may not arrive, may be done without an answer, or be done long
+after its sender has given up. As a database of MLflow does, it keeps one of two points that are equal in all.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from chaos.judge.evidence.run_files import Line, metrics_of
+from chaos.sim.machine.kernel import Kernel
+from elastic_train.tracking.metric_log import MetricsWriter, Values
+from elastic_train.tracking.mlflow_run import metric_name
+from elastic_train.tracking.mlflow_sync import sync
+
+if TYPE_CHECKING:
+    from chaos.sim.job.job import Job
+
+T = TypeVar("T")
+
+URI = "sim://tracker"
+TIMEOUT_S = 5.0
+LATE_S = (0.0, 2.0, 20.0)
+
+
+class TrackingServer:
+    """What the tracker holds of the one run, and whether it answers."""
+
+    def __init__(self, kernel: Kernel, draws: random.Random, delay_s: float) -> None:
+        self.kernel, self.draws, self.delay_s = kernel, draws, delay_s
+        self.down_until = 0.0
+        self.points: dict[tuple[str, int, float, float], None] = {}
+        """Name, step, value and time of each, in the order of their coming."""
+
+    def call(self, act: Callable[[], T]) -> T:
+        """Do something there; while it is down the request or the answer is lost, or the request comes late."""
+        kernel = self.kernel
+        kernel.sleep(self.draws.expovariate(1 / self.delay_s))
+        if kernel.now < self.down_until:
+            if self.draws.random() < 0.5:
+                kernel.after(self.draws.choice(LATE_S), act)
+            kernel.sleep(TIMEOUT_S)
+            raise TimeoutError("the tracker does not answer")
+        answer = act()
+        kernel.sleep(self.draws.expovariate(1 / self.delay_s))
+        return answer
+
+    def held(self) -> Line:
+        """Return step and value of every metric's points."""
+        held: dict[str, list[object]] = {}
+        for name, step, value, _ in self.points:
+            held.setdefault(name, []).append([step, value])
+        return dict(held)
+
+
+class TrackedRun:
+    """The job's run, as the product's delivery sees it."""
+
+    run_id = "sim"
+
+    def __init__(self, server: TrackingServer, run_dir: Path, mlflow_uri: str, experiment: str, run_name: str) -> None:
+        self._server = server
+        server.call(lambda: None)
+
+    def description(self, config: Mapping[str, object], text: str) -> list[Callable[[], None]]:
+        return [self.reopen]
+
+    def marks(self) -> dict[str, int]:
+        def furthest() -> dict[str, int]:
+            marks: dict[str, int] = {}
+            for name, step, *_ in self._server.points:
+                marks[name] = max(step, marks.get(name, 0))
+            return marks
+
+        return self._server.call(furthest)
+
+    def tag(self, tags: Mapping[str, str]) -> None:
+        self._server.call(lambda: None)
+
+    def append(self, lines: Sequence[Values]) -> None:
+        new = {(metric_name(k), line.step, value, line.t): None for line in lines for k, value in line.by_name.items()}
+        self._server.call(lambda: self._server.points.update(new))
+
+    def reopen(self) -> None:
+        self._server.call(lambda: None)
+
+    def end(self, status: str, weights_sha256: str | None) -> None:
+        self._server.call(lambda: None)
+
+
+class Writer(MetricsWriter):
+    """A term's file; a simulated process that dies closes nothing, so others do."""
+
+    def __init__(self, kernel: Kernel, run_dir: Path, term: int) -> None:
+        self._kernel, self._is_open = kernel, True
+        super().__init__(run_dir, term)
+
+    def _append(self, fields: Mapping[str, object]) -> None:
+        self._kernel.check(self._kernel.current)
+        super()._append(fields)
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            super().close()
+
+
+class Tracking:
+    """A job's tracker, and the folder in which its metrics lie; both are there only for a job that is tracked."""
+
+    def __init__(self, job: Job) -> None:
+        self.server = TrackingServer(job.kernel, job.draws("tracker"), 3 * job.shape.delay_s)
+        self._job, self._writers = job, list[Writer]()
+        shared = Path("/dev/shm")
+        self._folder = tempfile.TemporaryDirectory(prefix="elastic-sim-", dir=shared if shared.is_dir() else None)
+        self.folder = Path(self._folder.name)
+
+    def writer(self, run_dir: Path, term: int) -> Writer:
+        self._writers.append(Writer(self._job.kernel, run_dir, term))
+        return self._writers[-1]
+
+    def sync(self) -> None:
+        """Send what is missing when all is over, as somebody does with `elastic-train sync`."""
+        job = self._job
+        if not list(self.folder.glob("metrics/*")):
+            return
+        job.kernel.sleep(max(0.0, self.server.down_until - job.kernel.now) + TIMEOUT_S + max(LATE_S))
+        process = job.process(0, "sync")
+
+        def run() -> None:
+            sync(self.folder)
+            job.kernel.kill(process)
+
+        process.at_death["sync"] = lambda: job.kernel.wake(job.kernel.conductor)
+        job.kernel.spawn(process, run)
+        while not process.is_dead:
+            job.kernel.park(TIMEOUT_S)
+
+    def __enter__(self) -> Tracking:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for writer in self._writers:
+            writer.close()
+        self._folder.cleanup()
+
+    @property
+    def metrics(self) -> dict[int, list[Line]]:
+        return metrics_of(self.folder)

@@ -1,0 +1,1 @@
+"""What is modelled in place of tensors: commit files, training data, weights."""

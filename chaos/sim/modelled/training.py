@@ -1,0 +1,222 @@
+"""What is modelled because it would be tensors: the model, its gradient, and the samples' bytes.
+
+The state is a hash that every step folds the applied samples' ids into (in any order, since lanes add up), and the
+witness's counts, one for every sample. Equal hashes at the end are equal weights; the counts need no trust in anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from chaos.sim.machine.rank_group import SimGroup
+from chaos.sim.modelled.training_data import ModelledFeed
+from elastic_train.checkpoint import Retention
+from elastic_train.checkpoint.commits.record import CommitRecord
+from elastic_train.checkpoint.commits.record import Path as LeafPath
+from elastic_train.checkpoint.format.layout import State
+from elastic_train.config.schema import Config
+from elastic_train.core.accounting import Account
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.keyed_random import Int64s, derive, mix64
+from elastic_train.core.order import Cursor, Order
+from elastic_train.job.state import Reached
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """What a step adds: how often each sample is in it, and the sum of its lanes' hashes."""
+
+    counts: Int64s
+    digest: int
+
+
+@dataclass
+class Weights:
+    """The modelled weights, and the gradient that the next step adds."""
+
+    counts: Int64s
+    words: Int64s = field(default_factory=lambda: np.zeros(2, np.int64))
+    gradient: Gradient | None = None
+
+    @property
+    def digest(self) -> int:
+        return int(self.words[1]) << 32 | int(self.words[0])
+
+    @digest.setter
+    def digest(self, digest: int) -> None:
+        self.words[:] = digest & 0xFFFFFFFF, digest >> 32
+
+    def state_dict(self) -> dict[str, object]:
+        return {"counts": torch.from_numpy(self.counts), "digest": torch.from_numpy(self.words)}
+
+    def parameters(self) -> Iterator[Weights]:
+        yield self
+
+
+class Rate:
+    """What stands for a learning rate's schedule."""
+
+    def get_last_lr(self) -> list[float]:
+        return [1.0]
+
+
+@dataclass
+class ModelledState:
+    """What `elastic_train.job.state.AppliedState` is to its users."""
+
+    model: Weights
+    reached: Reached = field(default_factory=Reached)
+    scheduler: Rate = field(default_factory=Rate)
+
+    @property
+    def step(self) -> int:
+        return self.reached.step
+
+    @property
+    def cursor(self) -> Cursor:
+        return self.reached.cursor
+
+    @property
+    def coverage(self) -> CoverageSums:
+        return self.reached.coverage
+
+    def apply(self, cursor: Cursor, coverage: CoverageSums, term: int, account: Account) -> float:
+        weights = self.model
+        assert weights.gradient is not None, "a step has a gradient"
+        weights.counts += weights.gradient.counts
+        weights.digest = derive(weights.digest, weights.gradient.digest, self.step)
+        weights.gradient = None
+        self.reached = self.reached.advance(cursor, coverage, term, account)
+        return 0.0
+
+    def tensors(self) -> State:
+        """Return the saved part; its tensors are the live ones."""
+        return {"model": self.model.state_dict()}
+
+    def stillness(self) -> Callable[[LeafPath], bool]:
+        """Only `apply` changes anything."""
+        return lambda path: True
+
+    def restore(self, fill: Callable[[State], None], reached: Reached, *, keeps_rates: bool = False) -> None:
+        tree = self.tensors()
+        fill(tree)
+        model = tree["model"]
+        assert isinstance(model, dict), "as it was saved"
+        self.model.words, self.model.counts = model["digest"].numpy().copy(), model["counts"].numpy().copy()
+        self.reached = reached
+
+
+class ModelledSum:
+    """What `GradientSum` is: the lanes' samples, and the commutative sum of their hashes."""
+
+    def __init__(self, weights: Weights, group: SimGroup) -> None:
+        self._weights, self._group = weights, group
+        self._ids: list[Int64s] = []
+
+    def begin(self, lanes: range) -> None:
+        self._ids = []
+
+    def lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def add(self, ids: Int64s) -> None:
+        self._ids.append(ids)
+
+    def finish(self, divisor: float) -> None:
+        self._weights.gradient = self._group.fold(tuple(self._ids), self._add)
+
+    def _add(self, parts: list[object]) -> Gradient:
+        ids = [ids for part in parts if isinstance(part, tuple) for ids in part]
+        counts = np.bincount(np.concatenate([np.zeros(0, np.int64), *ids]), minlength=len(self._weights.counts))
+        return Gradient(counts, sum(_hash_of(tuple(some.tolist())) for some in ids) & _MASK)
+
+
+@lru_cache(1 << 16)
+def _hash_of(ids: tuple[int, ...]) -> int:
+    return sum(mix64(id_ + 1) for id_ in ids) & _MASK
+
+
+@dataclass(frozen=True, slots=True)
+class ModelledFile:
+    path: str
+
+
+@dataclass(frozen=True)
+class ModelledManifest:
+    group_rows: Int64s
+
+    url = "sim://data"
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.group_rows.sum())
+
+    @property
+    def files(self) -> list[ModelledFile]:
+        return [ModelledFile("rows.parquet")]
+
+    def place_of_group(self, group: int) -> tuple[int, int]:
+        return 0, group
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.group_rows.tobytes()).hexdigest()
+
+
+class ModelledTask:
+    """Leaves the witness's counts at the end."""
+
+    def __init__(self, leave: Callable[[Int64s], None]) -> None:
+        self._leave = leave
+
+    def metrics(self) -> Mapping[str, object]:
+        return {}
+
+    def finish(self, model: Weights, folder: Path) -> None:
+        self._leave(model.counts.copy())
+
+
+@dataclass(frozen=True)
+class ModelledPlan:
+    """What `elastic_train.job.plan.Plan` is to its users."""
+
+    config: Config
+    task: ModelledTask
+    manifest: ModelledManifest
+    order: Order
+    feed: ModelledFeed
+    total_steps: int
+    device: torch.device
+
+    @property
+    def num_lanes(self) -> int:
+        return self.config.batch.num_lanes
+
+    @property
+    def micro_batch(self) -> int:
+        return self.config.batch.micro_batch
+
+    @property
+    def retention(self) -> Retention:
+        return Retention.of(last=self.config.checkpoint.keep_last)
+
+    def build_state(self) -> ModelledState:
+        return ModelledState(Weights(np.zeros(self.manifest.num_rows, np.int64)))
+
+    def check_continues(self, record: CommitRecord) -> None:
+        assert record.manifest_digest == self.manifest.digest and record.config_digest == self.config.identity()
+
+
+@lru_cache(1 << 19)
+def sums_of(ids: tuple[int, ...]) -> CoverageSums:
+    return CoverageSums.of_ids(np.array(ids, np.int64))

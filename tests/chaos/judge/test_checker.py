@@ -1,0 +1,298 @@
+"""The judge: a healthy run passes, every planted bug is caught by its invariant, and nothing is true by default."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from chaos.judge.checker import COMPARED, INVARIANTS, judge
+from chaos.judge.evidence.applied import lineage_of, shape_of
+from chaos.judge.evidence.holes import coverage_counts
+from chaos.judge.evidence.recovery_cost import recoveries
+from chaos.judge.evidence.run_files import (
+    Evidence,
+    Line,
+    collect,
+    items,
+    number,
+)
+from chaos.judge.findings import find
+from chaos.judge.invariants.exactly_once import closed_form
+from chaos.judge.invariants.tracked_values import tracking
+from chaos.judge.verdict import examine
+from chaos.planted.catalogue import PLANTED, Planted
+from chaos.planted.edits import edit
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.order import Order
+from tests.chaos.recorded import record, samples_until
+
+ALL = {*INVARIANTS, *COMPARED, "sums", "witness", "tracking"}
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with faults, and its reference, in which all is well."""
+    return record(tmp_path_factory.mktemp("recorded") / "run")
+
+
+def truths(folder: Path) -> dict[str, str]:
+    findings = judge(collect(folder / "faulted"), collect(folder / "reference"))
+    return {finding.invariant: finding.truth for finding in findings}
+
+
+def test_a_healthy_run_passes(healthy: Path) -> None:
+    """Every invariant of a run in which all is well is true."""
+    findings = judge(collect(healthy / "faulted"), collect(healthy / "reference"))
+    assert [finding for finding in findings if finding.truth != "true"] == []
+    assert {finding.invariant for finding in findings} == ALL
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
+def test_a_planted_bug_is_caught_by_its_invariant(healthy: Path, tmp_path: Path, planted: Planted) -> None:
+    """Damage as a bug would leave it gives the named invariant the named truth, with a reason in words."""
+    folder = tmp_path / "run"
+    shutil.copytree(healthy, folder)
+    planted.plant(folder / "faulted")
+    findings = judge(collect(folder / "faulted"), collect(folder / "reference"))
+    found = {finding.invariant: finding for finding in findings}
+    assert found[planted.invariant].truth == planted.truth, found[planted.invariant].why
+    assert len(found[planted.invariant].why) > 10
+    assert not examine(folder).is_valid
+
+
+def test_every_invariant_has_a_bug_that_breaks_it() -> None:
+    """No check can only pass: each is false, or unknown, for some planted bug."""
+    assert {planted.invariant for planted in PLANTED} == ALL
+
+
+def test_what_a_leader_logs_behind_a_newer_terms_beginning_is_not_owed(healthy: Path) -> None:
+    """A step's value that the tracker lacks is one that it should have, unless it was logged too late to be sent."""
+    run = collect(healthy / "faulted")
+    assert run.metrics is not None and run.tracked is not None
+    held = [point for point in items(run.tracked, "train/loss") if point[0] != 10]  # type: ignore[index]
+    (logged,) = [line for line in run.metrics[1] if line.get("step") == 10]
+    for at, truth in ((number(logged, "t"), "unknown"), (number(run.metrics[2][-1], "t"), "true")):
+        lines = [{**line, "t": at} if line is logged else line for line in run.metrics[1]]
+        lacks = replace(run, metrics={**run.metrics, 1: lines}, tracked={"train/loss": held})
+        assert find("tracking", lambda: tracking(lacks)).truth == truth  # noqa: B023 - called at once
+
+
+def test_a_tracker_keeps_what_a_damaged_commit_had_settled(healthy: Path) -> None:
+    """Of steps that are computed again behind damage it may hold an older value, if some term has logged that.
+
+    Whoever computed it again may have died before it logged, with another going on from its step.
+    """
+    run = collect(healthy / "faulted")
+    assert run.metrics is not None and run.tracked is not None
+    older, newer = ({"t": 0.0, "step": 12, "values": {"train/rate": value}} for value in (1.0, 2.0))
+    logged = {**run.metrics, 1: [*run.metrics[1], older]}
+    again = {**logged, 2: [*run.metrics[2], newer]}
+    damaged = [["commits/00000001-000000000012.json", "is missing"]]
+    (restored,) = [line for line in run.of("restore") if line["term"] == 2 and line["rank"] == 0]
+    for skipped, value, truth in ((damaged, 1.0, "true"), (damaged, 3.0, "false"), ([], 1.0, "false")):
+        restored["skipped"] = skipped
+        for metrics in (again, logged):
+            held = replace(run, metrics=metrics, tracked={**run.tracked, "train/rate": [[12, value]]})
+            assert find("tracking", lambda: tracking(held)).truth == truth  # noqa: B023 - called at once
+
+
+def test_nothing_is_true_by_default() -> None:
+    """Of a run that left nothing, no invariant is true: each is unknown, or misses what has to be there."""
+    nothing = Evidence(Path("nowhere"), [], [], {}, None, np.zeros(3, np.int64), metrics={})
+    findings = judge(nothing, nothing)
+    assert {finding.invariant for finding in findings} == ALL
+    assert [finding for finding in findings if finding.truth == "true"] == []
+
+
+@pytest.mark.parametrize("error", [AssertionError, RecursionError, KeyError, RuntimeError])
+def test_a_check_that_throws_has_not_checked(error: type[Exception]) -> None:
+    """Whatever a check trips over, its finding is unknown, and the others are made."""
+
+    def trip() -> str:
+        raise error("over itself")
+
+    found = find("coverage", trip)
+    assert found.truth == "unknown"
+    assert error.__name__ in found.why
+
+
+def test_every_invariant_can_be_unknown(healthy: Path, tmp_path: Path) -> None:
+    """Histories whose lines lack all but their operation are no evidence for anything, and none against.
+
+    What was to be there, and is not (the witness's counts), is missed.
+    """
+    folder = tmp_path / "run"
+    shutil.copytree(healthy, folder)
+    for part in ("faulted", "reference"):
+        edit(folder / part, lambda line: {"op": line["op"]})
+        (folder / part / "result.json").write_text("{}")
+        (folder / part / "witness.npy").unlink(missing_ok=True)
+        for path in (folder / part / "metrics").glob("*.jsonl"):
+            path.unlink()
+    found = truths(folder)
+    assert set(found.values()) == {"unknown"}, found
+    assert set(found) == ALL
+
+
+def test_a_reference_that_is_missing_is_missed(healthy: Path, tmp_path: Path) -> None:
+    """A run that was to be compared is not valid without the other one; one that was not to be has no such finding."""
+    shutil.copytree(healthy / "faulted", tmp_path / "run" / "faulted")
+    found = {finding.invariant: finding.truth for finding in examine(tmp_path / "run").findings}
+    assert {name: found[name] for name in COMPARED} == dict.fromkeys(COMPARED, "unknown")
+    edit(tmp_path / "run" / "faulted", lambda line: {**line, "reference": False})
+    verdict = examine(tmp_path / "run")
+    assert verdict.is_valid and COMPARED.keys().isdisjoint(finding.invariant for finding in verdict.findings)
+
+
+def test_a_draft_that_a_fault_left_is_no_leak(healthy: Path, tmp_path: Path) -> None:
+    """Who is killed while it writes cannot tidy up; who was not has to."""
+    folder = tmp_path / "run"
+    shutil.copytree(healthy, folder)
+    (kill, _) = collect(folder / "faulted").of("fault")
+    at = kill["t"]
+    assert isinstance(at, float)
+    for seconds, truth in ((-0.2, "true"), (-60.0, "false")):
+        drafts = [["terms/.00000002.json.7", at + seconds]]
+        edit(
+            folder / "faulted",
+            lambda line, drafts=drafts: {**line, "drafts": drafts} if line["op"] == "clean" else line,
+        )  # type: ignore[misc]
+        assert truths(folder)["cleanliness"] == truth
+
+
+def test_a_torn_last_line_is_passed_over(healthy: Path, tmp_path: Path) -> None:
+    """A history whose process died while it wrote loses that line only."""
+    folder = tmp_path / "run"
+    shutil.copytree(healthy, folder)
+    for path in (folder / "faulted" / "history").glob("00000001-*"):
+        path.write_bytes(path.read_bytes() + b'{"op": "step", "t": 1.5, "te')
+    assert set(truths(folder).values()) == {"true"}
+
+
+def test_a_killed_rank_may_lack_the_last_step_of_its_term(healthy: Path, tmp_path: Path) -> None:
+    """A rank that was killed between the reduction and its line leaves a hole only where its term ends."""
+    folder = tmp_path / "run"
+    shutil.copytree(healthy, folder)
+    path = sorted((folder / "faulted" / "history").glob("00000001-00001-*"))[0]
+    path.write_text("\n".join(path.read_text().splitlines()[:-1]) + "\n")
+    assert set(truths(folder).values()) == {"true"}
+    path.write_text("\n".join(path.read_text().splitlines()[:-1]) + "\n")
+    assert truths(folder)["partition"] == "false"
+
+
+def test_a_commit_whose_publisher_died_before_it_told(healthy: Path, tmp_path: Path) -> None:
+    """A record without a line in any history is part of the chain all the same."""
+    folder = tmp_path / "run"
+    shutil.copytree(healthy, folder)
+    path = sorted((folder / "faulted" / "history").glob("00000002-00000-*"))[0]
+    kept = [line for line in path.read_text().splitlines() if '"commit", "t"' not in line or '"step": 22' not in line]
+    assert len(kept) == len(path.read_text().splitlines()) - 1
+    path.write_text("\n".join(kept) + "\n")
+    assert set(truths(folder).values()) == {"true"}
+
+
+def test_a_copy_is_no_reference(healthy: Path, tmp_path: Path) -> None:
+    """A run compared with itself, or with a copy, proves nothing."""
+    shutil.copytree(healthy / "faulted", tmp_path / "run" / "faulted")
+    shutil.copytree(healthy / "faulted", tmp_path / "run" / "reference")
+    found = truths(tmp_path / "run")
+    assert found["hash"] == found["metrics"] == found["losses"] == "unknown"
+    for path in (tmp_path / "run" / "reference" / "history").glob("chaos.jsonl"):
+        path.unlink()  # without its faults it is still the same processes
+    assert truths(tmp_path / "run")["hash"] == "unknown"
+
+
+def test_costs_of_faults(healthy: Path) -> None:
+    """RPO is what the next world computed again, RTO runs to its first step, and the parts add up to the whole."""
+    kill, join = recoveries(collect(healthy / "faulted"))
+    assert (kill.rpo_steps, join.rpo_steps) == (3, 0)
+    assert kill.rto_s == pytest.approx(1.0 + 2.0 + 0.1)
+    for cost in (kill, join):
+        assert cost.detect_s is not None
+        assert cost.form_s is not None
+        assert cost.detect_s + cost.form_s + cost.restore_s + cost.warm_s == pytest.approx(cost.rto_s)
+
+
+def test_lineage_leaves_out_what_was_given_up(healthy: Path) -> None:
+    """Steps 11 to 13 of term 1 are not in the weights; term 2 applied them again."""
+    lineage = lineage_of(collect(healthy / "faulted"))
+    assert [applied.step for applied in lineage] == list(range(1, 31))
+    assert [applied.term for applied in lineage] == [1] * 10 + [2] * 12 + [3] * 8
+
+
+def test_who_was_about_to_be_given_a_state_did_not_bring_it() -> None:
+    """Process 1 lived through a world in which others had step 2, and never got it; that branch is dead.
+
+    It got step 2 of the branch that began anew, in term 4, which broke before it could tell.
+    """
+    worlds = {1: (8, 9), 2: (1, 9), 3: (5, 6), 4: (1, 5), 5: (1, 7)}
+    lines: list[Line] = [
+        {"op": "form", "t": 10.0 * term, "term": term, "rank": rank, "pid": pid}
+        for term, pids in worlds.items()
+        for rank, pid in enumerate(pids)
+    ]
+    for term, rank, step in ((1, 0, 0), (1, 1, 0), (2, 1, 2), (3, 0, 0), (3, 1, 0), (4, 1, 2), (5, 0, 2)):
+        where = {"term": term, "rank": rank, "step": step, "commit": None, "given_by": None}
+        lines.append({"op": "restore", "t": 10.0 * term + 1, **where})
+    for term, step in ((1, 1), (1, 2), (3, 1), (3, 2), (5, 3)):
+        lines += [{"op": "step", "t": 10.0 * term + 2, "term": term, "rank": rank, "step": step} for rank in (0, 1)]
+    run = Evidence(Path("drawn"), [lines], [], {}, {"step": 3}, None)
+    assert [(applied.term, applied.step) for applied in lineage_of(run)] == [(3, 1), (3, 2), (5, 3)]
+
+
+def test_shape_counts_samples_as_the_lanes_do(healthy: Path) -> None:
+    """The checker's own arithmetic agrees with going through every lane, and with the trainer's order."""
+    shape = shape_of(collect(healthy / "faulted"))
+    assert [shape.samples_before(step) for step in range(31)] == [samples_until(step) for step in range(31)]
+    order = Order([101], num_lanes=6, seed=1)
+    assert shape.steps_per_epoch == order.num_steps(4)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 101, 1 << 16, (1 << 20) + 1])
+def test_closed_form_is_the_trainers(rows: int) -> None:
+    """The sums that the checker works out for itself are those that the trainer is to arrive at."""
+    trainers = CoverageSums.of_all(rows)
+    assert closed_form(rows) == (trainers.sum_a, trainers.sum_b)
+
+
+def test_verdict_names_what_is_asked_for(healthy: Path) -> None:
+    """verdict.json has hashes, coverage, costs, faults, both runs' validation and tracker runs, seed and invariants."""
+    verdict = examine(healthy)
+    fields = json.loads((healthy / "verdict.json").read_text())
+    assert fields == json.loads(json.dumps(verdict.fields))
+    assert fields["valid"] is True
+    assert fields["weights_sha256"] == fields["reference_weights_sha256"] == f"{30:064d}"
+    assert fields["coverage"] == {"min": 1, "max": 1, "samples": 101}
+    assert (fields["rpo_steps"], fields["seed"], len(fields["faults"])) == (3, 7, 2)
+    assert fields["rto_s"] == pytest.approx(3.1, abs=0.01)
+    assert fields["validation"] == {
+        "macro_f1": 0.75,
+        "reference_macro_f1": 0.75,
+        "loss": 0.25,
+        "reference_loss": 0.25,
+    }
+    assert fields["mlflow_run_id"] == fields["reference_mlflow_run_id"] == "m"
+    assert {item["invariant"] for item in fields["invariants"]} >= set(INVARIANTS)
+
+
+@pytest.mark.parametrize(("name", "counts"), [("witness-repeat", (1, 2)), ("witness-skip", (0, 1)), ("skip", (0, 1))])
+def test_coverage_tells_repeats_from_skips(healthy: Path, tmp_path: Path, name: str, counts: tuple[int, int]) -> None:
+    """The least and most counts of a sample are those that were planted."""
+    shutil.copytree(healthy / "faulted", tmp_path / "run")
+    next(planted for planted in PLANTED if planted.name == name).plant(tmp_path / "run")
+    if name == "skip":
+        (tmp_path / "run" / "witness.npy").unlink()
+    assert coverage_counts(collect(tmp_path / "run")) == counts
+
+
+def test_a_soak_may_miss_what_it_planted(healthy: Path, tmp_path: Path) -> None:
+    """Its histories tell when all was well again: many of its failpoints nobody comes to, and that is no finding."""
+    shutil.copytree(healthy, tmp_path / "run")
+    missed = {"op": "missed", "t": 1.0, "kind": "kill", "point": "form", "node": 1}
+    (tmp_path / "run" / "faulted" / "history" / "missed.jsonl").write_text(json.dumps(missed) + "\n")
+    assert truths(tmp_path / "run")["faults"] == "true"

@@ -1,0 +1,125 @@
+"""The chain of commits, followed past what retention has deleted and what nobody lived to tell of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from chaos.judge.evidence.applied import branch_of, lineage_of
+from chaos.judge.evidence.run_files import Commit, Evidence, Line
+from chaos.judge.findings import Violated
+from chaos.judge.invariants.one_lineage import (
+    _is_forgotten,
+    _published,
+    durability,
+    lineage,
+)
+
+
+def key(term: int, step: int) -> str:
+    return f"commits/{term:08d}-{step:012d}.json"
+
+
+def restored(term: int, step: int, commit: str | None) -> Line:
+    return {"op": "restore", "t": 10.0 * term, "term": term, "rank": 0, "step": step, "commit": commit}
+
+
+def committed(term: int, step: int, digest: str, parent: str | None) -> Line:
+    where = {"term": term, "rank": 0, "step": step, "key": key(term, step)}
+    return {"op": "commit", "t": 10.0 * term + step / 100, **where, "digest": digest, "parent": parent}
+
+
+def test_behind_a_forgotten_commit_the_chain_goes_on_with_what_its_term_had_restored() -> None:
+    """Not with the newest one before it, which was damaged and passed over: the steps would not grow.
+
+    The publisher of step 20 died before it told of it; two terms went on from there, the second because what the
+    first had committed was damaged; retention has deleted the records since.
+    """
+    lines = [
+        restored(1, 0, None),
+        committed(1, 10, "a", None),
+        restored(2, 20, key(1, 20)),
+        committed(2, 30, "c", "b"),
+        committed(2, 40, "d", "c"),
+        restored(3, 20, key(1, 20)),
+        committed(3, 30, "e", "b"),
+    ]
+    told = lineage(Evidence(Path("drawn"), [lines], [], {}, None, None))
+    assert told == "2 of 4 commits are one chain, intervals tile [0, 30)"
+
+
+def test_who_made_the_steps_of_a_commit_that_nobody_told_of_had_come_so_far() -> None:
+    """A process of term 1 committed alone, under term 3, and died; retention has deleted the record since.
+
+    Term 2, which began again before that, applied nothing: what term 4 reads is not its.
+    """
+
+    def applied(term: int, step: int) -> Line:
+        return {"op": "step", "t": 10.0 * term + step, "term": term, "rank": 0, "step": step}
+
+    def formed(term: int, pid: int) -> Line:
+        return {"op": "form", "t": 10.0 * term, "term": term, "rank": 0, "pid": pid}
+
+    lines = [
+        *(formed(1, 11), restored(1, 0, None), applied(1, 1)),
+        *(formed(2, 12), restored(2, 0, None)),
+        *(formed(4, 13), restored(4, 1, key(3, 1)), applied(4, 2)),
+    ]
+    run = Evidence(Path("drawn"), [lines], [], {}, {"step": 2}, None)
+    assert [(step.step, step.term) for step in lineage_of(run)] == [(1, 1), (2, 4)]
+
+
+def test_what_lies_behind_a_damaged_commit_is_passed_over_once() -> None:
+    """The next term's members hold the state that came of it, look at no commit, and so tell of none."""
+    behind, why = key(2, 3), f"is no ancestor of {key(3, 3)}: a late record"
+    first = restored(4, 1, key(1, 1)) | {"skipped": [[key(3, 3), "a file is missing"], [behind, why]]}
+    lines: list[Line] = [
+        *(committed(1, 1, "a", None), committed(2, 3, "b", "a"), committed(3, 3, "c", "a")),
+        *({"op": "form", "t": 10.0 * term + 5, "term": term, "rank": 0, "pid": term} for term in (4, 5)),
+        *(first, restored(5, 2, key(1, 1)) | {"skipped": []}),
+    ]
+    assert durability(Evidence(Path("drawn"), [lines], [], {}, None, None)) == "3 commits published, none lost"
+    first["skipped"] = [[key(3, 3), "a file is missing"]]
+    with pytest.raises(Violated, match="term 4 went on from"):
+        durability(Evidence(Path("drawn"), [lines], [], {}, None, None))
+
+
+def test_a_world_goes_on_from_the_term_that_its_restore_names() -> None:
+    """Two processes of a left world bring its step back, who had the newer one's all died: no guess, it is told.
+
+    They had been in a world that broke while the newer step was handed over, so nobody else could know (storm 1937).
+    """
+
+    def told(term: int, pids: list[int], step: int, applied_by: int | None, applied: list[int]) -> list[Line]:
+        at = 10.0 * term
+        return [
+            *({"op": "form", "t": at, "term": term, "rank": rank, "pid": pid, "world": len(pids)}
+              for rank, pid in enumerate(pids)),
+            {"op": "restore", "t": at + 1, "term": term, "rank": 0, "step": step, "commit": None, "given_by": None,
+             "applied_by": applied_by},
+            *({"op": "step", "t": at + 1 + number, "term": term, "rank": 0, "step": number} for number in applied),
+        ]  # fmt: skip
+
+    lines = [*told(57, [1, 2, 3], 0, None, [1]), *told(59, [3, 4], 0, None, [1, 2]), *told(61, [4, 1], 1, 59, [])]
+    for applied_by, branch in ((57, [(57, 0, 1)]), (59, [(59, 0, 1)])):
+        last = told(66, [1, 2], 1, applied_by, [2, 3])
+        run = Evidence(Path("drawn"), [[*lines, *last]], [], {}, None, None)
+        assert branch_of(run, 66, 3) == [*branch, (66, 1, 3)]
+
+
+def test_a_forgotten_parent_may_have_two_children() -> None:
+    """Two who committed alone went on from the same commit, which retention has deleted: neither is older than that."""
+
+    def made(term: int, step: int, parent: str, parent_key: str, at: float) -> Commit:
+        fields: Line = {"term": term, "step": step, "parent": parent, "parent_key": parent_key, "created_at": at}
+        return Commit(f"commits/{term:08d}-{step:012d}.json", f"digest-{term}-{step}", fields)
+
+    parent_key = "commits/00000011-000000000003.json"
+    children = [made(69, 4, "p", parent_key, 551.0), made(70, 4, "p", parent_key, 551.1)]
+    run = Evidence(Path("drawn"), [[]], children, {}, None, None)
+    published = _published(run)
+    assert all(_is_forgotten(run, published, line) for line in published.values())
+    older = replace(run, commits=[made(5, 2, "q", "commits/00000004-000000000001.json", 48.0), *children])
+    assert not _is_forgotten(older, _published(older), published["digest-70-4"])

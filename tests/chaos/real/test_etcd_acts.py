@@ -1,0 +1,65 @@
+"""Faults of etcd's members: what one has begun, another does not end."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from chaos.errors import RunError
+from chaos.real.acts import etcd
+from chaos.real.job import Job
+from chaos.scenario.schedule import Due
+
+DUE = Due("lose_etcd_data", None, None, 0.0, for_s=1.0)
+
+
+class Member:
+    """A member of etcd that runs, or was killed."""
+
+    def __init__(self, pid: int | None) -> None:
+        self.pid = pid
+
+    def kill(self) -> None:
+        self.pid = None
+
+
+def around(deleted: list[str], *pids: int | None) -> Job:
+    """Return what a job's acts see of its etcd."""
+    cluster = SimpleNamespace(members=[Member(pid) for pid in pids], delete_data=lambda: deleted.append("data"))
+    return SimpleNamespace(around=SimpleNamespace(etcd=cluster))  # type: ignore[return-value]
+
+
+def test_an_outage_waits_for_those_who_are_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first fault's undoing would begin what the second has just killed, or bring it back without its data."""
+    monkeypatch.setattr(etcd, "_answers", lambda member: True)
+    deleted, mine = list[str](), os.getpid()
+    job = around(deleted, mine, None, mine)
+    assert etcd.lose_etcd_data(job, DUE) is None
+    assert deleted == [] and job.around.etcd is not None and job.around.etcd.members[0].pid == mine
+    job = around(deleted, mine, mine)
+    done = etcd.lose_etcd_data(job, DUE)
+    assert done is not None and done.pids == [mine, mine] and deleted == ["data"]
+
+
+def test_a_soak_does_not_wait_for_ever_for_its_end(tmp_path: Path) -> None:
+    """A job that hangs behind the last fault is stuck, as one is that hangs before."""
+    last = time.time() - 100
+
+    def waits(heal_s: float, undos: tuple[object, ...] = ()) -> None:
+        job = SimpleNamespace(
+            scenario=SimpleNamespace(soak=SimpleNamespace(heal_s=heal_s)),
+            followed=SimpleNamespace(applied_at=last, step=7, term=2),
+            _disturbed_at=0.0,
+            _undos=undos,
+            _logs=lambda: "its log",
+        )
+        Job.check_goes_on(job, "the job's end")  # type: ignore[arg-type]
+
+    waits(300.0)
+    waits(50.0, undos=(1,))
+    with pytest.raises(RunError, match=r"the job's end did not come, and no step for 50 s \(step 7, term 2\)"):
+        waits(50.0)

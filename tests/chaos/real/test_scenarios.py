@@ -1,0 +1,223 @@
+"""Scenarios from end to end: real torchrun nodes, a real etcd and real signals, judged from files alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from chaos.cli import main
+from chaos.judge.checker import judge
+from chaos.judge.evidence.applied import pids_of
+from chaos.judge.evidence.run_files import collect, items, number
+from chaos.planted.catalogue import PLANTED
+
+CONSTANT = {"name": "sgd", "lr": 1.0, "weight_decay": 0, "clip_norm": None, "warmup_steps": 0, "schedule": "constant"}
+WITNESS: dict[str, object] = {
+    "task": {"path": "elastic_train.tasks.witness:Witness", "params": {"lane_ms": 12}},
+    "batch": {"global_batch": 30, "micro_batch": 6},
+    "optimizer": CONSTANT,
+    "epochs": 20,
+    "validation": {"every_steps": None},
+    "checkpoint": {"every_steps": 12, "every_s": None},
+}
+PARAMS = {"max_tokens": 16, "dim": 16, "depth": 1, "heads": 2, "dropout": 0.2, "vocabulary": 64}
+CLASSIFIER: dict[str, object] = {
+    "task": {
+        "path": "tests.chaos.slow_task:SlowClassifier",
+        "params": {"lane_ms": 12, **PARAMS, "numeric": ["size"], "categorical": ["kind"]},
+    },
+    "batch": {"global_batch": 24, "micro_batch": 6},
+    "optimizer": {"lr": 0.01, "warmup_steps": 3},
+    "epochs": 15,
+    "validation": {"every_steps": 50},
+    "checkpoint": {"every_steps": 12, "every_s": None, "keep_last": 2},
+}
+
+
+def scenario(folder: Path, rows: Path, config: dict[str, object], **fields: object) -> str:
+    """Write a scenario and the configuration of its job below `folder`."""
+    data = {"train": str(rows / "train"), "validation": str(rows / "validation"), "too_long": "truncate"}
+    (folder / "config.yaml").write_text(yaml.safe_dump({"run": {"seed": 5}, "data": data, **config}))
+    described = {"name": "tested", "description": "a test", "config": str(folder / "config.yaml"), "timeout_s": 280}
+    path = folder / "scenario.yaml"
+    path.write_text(yaml.safe_dump({**described, **fields}))
+    return str(path)
+
+
+def verdict_of(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> dict[str, object]:
+    """Run a scenario and return its verdict, which has to be the last line printed and to agree with the exit code."""
+    with pytest.raises(SystemExit) as left:
+        main(["run", *arguments, "--json"])
+    printed = capfd.readouterr()
+    fields: dict[str, object] = json.loads(printed.out.splitlines()[-1]) if printed.out else {}
+    assert (left.value.code == 0) == fields.get("valid"), printed.err
+    return fields
+
+
+def test_every_sample_counts_once_through_four_worlds(
+    tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The witness trains on 4, 3, 2, 1 and 2 ranks, its leader killed once; all counts are right; damage is seen."""
+    faults = [
+        {"kind": "kill_node", "node": 3, "within": [0.07, 0.1]},
+        {"kind": "kill_node", "node": "leader", "within": [0.14, 0.2]},
+        {"kind": "stop_node", "node": "other", "within": [0.24, 0.3]},
+        {"kind": "start_node", "node": 3, "within": [0.34, 0.4]},  # most of the job is left for it to come back
+    ]
+    path = scenario(tmp_path, rows, {**WITNESS, "epochs": 30}, nodes={"count": 4, "lease_ttl_s": 2}, faults=faults)
+    found = verdict_of([path, "--seed", "1", "--out", str(tmp_path / "run"), "--no-reference"], capfd)
+    assert found["valid"], found["invariants"]
+    assert Counter(np.load(tmp_path / "run" / "faulted" / "witness.npy").tolist()) == {30: 331}
+    evidence = collect(tmp_path / "run" / "faulted")
+    worlds = {line["term"]: line["world"] for line in evidence.of("form")}
+    sizes = list(worlds.values())
+    assert sizes[-5:] == [4, 3, 2, 1, 2] and sizes[:-5] == sorted(sizes[:-5]), "who is late joins the first world"
+    assert found["coverage"] == {"min": 1, "max": 1, "samples": 331}
+    check_planted(tmp_path / "run" / "faulted", tmp_path / "damaged")
+
+
+def check_planted(folder: Path, damaged: Path) -> None:
+    """Plant every bug in a copy of a run without a tracker, where its invariant holds; each is caught by it."""
+    holds = {finding.invariant for finding in judge(collect(folder)) if finding.truth == "true"} - {"tracking"}
+    wrong, num_planted = [], 0
+    for planted in PLANTED:
+        if planted.invariant in holds:
+            shutil.copytree(folder, damaged, ignore=shutil.ignore_patterns("data"))
+            planted.plant(damaged)
+            truths = {finding.invariant: finding.truth for finding in judge(collect(damaged))}
+            wrong += [planted.name] if truths[planted.invariant] != planted.truth else []
+            num_planted += 1
+            shutil.rmtree(damaged)
+    assert wrong == []
+    assert num_planted > len(PLANTED) / 2
+
+
+def test_faults_change_no_bit(tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A classifier with dropout, a killed rank, a killed node and its return: the weights of the run without faults."""
+    faults = [
+        {"kind": "kill_worker", "node": "other", "within": [0.07, 0.14]},
+        {"kind": "kill_node", "node": 1, "within": [0.2, 0.27]},
+        {"kind": "start_node", "node": 1, "within": [0.34, 0.41]},
+    ]
+    path = scenario(tmp_path, rows, {**CLASSIFIER, "epochs": 22}, nodes={"count": 2, "lease_ttl_s": 2}, faults=faults)
+    found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
+    assert found["valid"], found["invariants"]
+    assert found["weights_sha256"] == found["reference_weights_sha256"]
+    assert found["coverage"] == {"min": 1, "max": 1, "samples": 331}
+    assert isinstance(found["rpo_steps"], int)
+    assert 0 < found["rpo_steps"] < 12
+    validation = found["validation"]
+    assert isinstance(validation, dict)
+    assert validation["macro_f1"] == validation["reference_macro_f1"]
+
+
+def test_a_run_without_faults_proves_nothing(tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With nothing injected the verdict is not valid, though the run is as good as any: the canary."""
+    config = {**WITNESS, "epochs": 1, "task": {"path": "elastic_train.tasks.witness:Witness"}}
+    path = scenario(tmp_path, rows, config, nodes={"count": 1})
+    found = verdict_of([path, "--out", str(tmp_path / "run"), "--no-reference"], capfd)
+    assert not found["valid"]
+    invariants = found["invariants"]
+    assert isinstance(invariants, list)
+    assert {item["invariant"] for item in invariants if item["truth"] != "true"} == {"faults", "rpo", "rto"}
+
+
+def test_survivors_go_on_in_their_processes(tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Live: a killed rank, a frozen one, a killed node and its return cost no applied step and no other process."""
+    faults = [
+        {"kind": "kill_worker", "node": 1, "within": [0.05, 0.1]},
+        {"kind": "freeze_worker", "node": 1, "within": [0.15, 0.2], "for_s": 4},
+        {"kind": "kill_node", "node": 1, "within": [0.25, 0.3]},
+        {"kind": "start_node", "node": 1, "within": [0.3, 0.35]},  # most of the job is left for it to come back
+    ]
+    nodes = {"count": 2, "lease_ttl_s": 2, "recovery": "live"}
+    config = {**CLASSIFIER, "epochs": 40}
+    path = scenario(tmp_path, rows, config, nodes=nodes, faults=faults)
+    found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
+    assert found["valid"], found["invariants"]
+    assert found["rpo_steps"] == 0
+    assert found["weights_sha256"] == found["reference_weights_sha256"]
+    evidence = collect(tmp_path / "run" / "faulted")
+    hit = {pid for fault in evidence.of("fault") for pid in items(fault, "pids")}
+    worlds = list(pids_of(evidence).values())
+    assert worlds[0] - hit and worlds[0] - hit <= worlds[-1]
+
+
+@pytest.mark.long
+def test_training_does_not_wait_for_a_tracker_that_is_away(
+    tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A real MLflow is killed and frozen: no world ends of it, and its database has one value a metric and step."""
+    faults = [
+        {"kind": "tracker_outage", "within": [0.05, 0.1], "for_s": 4},
+        {"kind": "kill_worker", "node": "other", "after_s": 1},
+        {"kind": "tracker_outage", "within": [0.4, 0.5], "for_s": 4},
+        {"kind": "tracker_outage", "within": [0.6, 0.7], "for_s": 4},
+    ]
+    nodes = {"count": 2, "lease_ttl_s": 10, "recovery": "live"}
+    config = {**WITNESS, "epochs": 60, "validation": {"every_steps": 50}}
+    path = scenario(tmp_path, rows, config, nodes=nodes, faults=faults, tracker=True)
+    found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run"), "--no-reference"], capfd)
+    assert found["valid"], found["invariants"]
+    evidence = collect(tmp_path / "run" / "faulted")
+    outages = [line for line in evidence.of("fault") if line["kind"] == "tracker_outage"]
+    assert {line["signal"] for line in outages} == {"SIGKILL", "SIGSTOP"}
+    causes = [(line["t"], line["term"]) for line in evidence.of("form") if line["rank"] == 0]
+    assert max(causes)[0] < outages[1]["t"], "a world ended with the tracker"  # type: ignore[operator]
+    assert "the tracker holds" in str(found["invariants"])
+
+
+@pytest.mark.long
+def test_data_that_goes_bad_is_a_hole_and_nothing_else(
+    tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Row groups are damaged under a job, which is killed behind that: the bits are those of a run that knew."""
+    faults = [
+        {"kind": "bad_row_group", "within": [0.1, 0.2]},
+        {"kind": "kill_job", "within": [0.3, 0.4], "for_s": 1},
+        {"kind": "bad_row_group", "within": [0.5, 0.6]},
+        {"kind": "kill_worker", "node": "leader", "within": [0.65, 0.8]},
+    ]
+    nodes = {"count": 2, "lease_ttl_s": 5, "recovery": "live"}
+    path = scenario(tmp_path, rows, {**WITNESS, "epochs": 40}, nodes=nodes, faults=faults, own_data=True)
+    found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
+    assert found["valid"], found["invariants"]
+    assert found["weights_sha256"] == found["reference_weights_sha256"]
+    told = collect(tmp_path / "run" / "faulted").of("fault")
+    damaged = [(line["file"], line["row_group"]) for line in told if line["kind"] == "bad_row_group"]
+    holes = found["holes"]
+    assert isinstance(holes, list) and len(damaged) == 2
+    assert sorted((hole["file"], hole["row_group"]) for hole in holes) == sorted(damaged)
+    counts = np.load(tmp_path / "run" / "faulted" / "witness.npy")
+    assert {*np.flatnonzero(counts < 40)} == {place for hole in holes for place in range(hole["lo"], hole["hi"])}
+
+
+@pytest.mark.long
+def test_packets_that_are_lost_or_late_cost_time_alone(
+    tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Steps slow down while a fifth of the packets is lost or all are late, and a world forms amid it; nobody dies."""
+    faults = [
+        {"kind": "lose_packets", "node": 1, "within": [0.1, 0.2], "for_s": 4},
+        {"kind": "slow_network", "node": 1, "within": [0.3, 0.4], "for_s": 4},
+        {"kind": "lose_packets", "node": 1, "within": [0.5, 0.6], "for_s": 6},
+        {"kind": "kill_worker", "node": "leader", "after_s": 1},
+    ]
+    nodes = {"count": 2, "lease_ttl_s": 10, "recovery": "live"}
+    path = scenario(tmp_path, rows, {**WITNESS, "epochs": 40}, nodes=nodes, faults=faults)
+    found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
+    assert found["valid"], found["invariants"]
+    assert found["weights_sha256"] == found["reference_weights_sha256"]
+    evidence = collect(tmp_path / "run" / "faulted")
+    applied = sorted(number(line, "t") for line in evidence.of("step") if line["rank"] == 0)
+    moments = [
+        number(line, "t") for op in ("fault", "undo") for line in evidence.of(op) if line["kind"] == "slow_network"
+    ]
+    began, ended = moments
+    assert sum(began + 1 < t < ended for t in applied) < sum(t < began for t in applied) / (began - applied[0]) * 3

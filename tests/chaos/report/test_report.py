@@ -1,0 +1,313 @@
+"""The report: what it shows is what the evidence says, it stands alone, and torn or huge evidence has a page, too."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import shutil
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import chaos
+from chaos.judge.evidence.recovery_cost import Recovery
+from chaos.judge.evidence.run_files import Evidence, Line, collect
+from chaos.judge.verdict import Verdict, weigh
+from chaos.planted.catalogue import PLANTED
+from chaos.report import render
+from chaos.report.cells import moments_grid, points_grid
+from chaos.report.figures.svg import Axis, path
+from chaos.report.reading import Reader
+from chaos.report.story import tell
+from tests.chaos.crowd import Crowd, gather
+from tests.chaos.recorded import STEPS, record
+
+
+class Element:
+    """An element of a page, with the text below it."""
+
+    def __init__(self, tag: str, attributes: dict[str, str]) -> None:
+        self.tag, self.attributes, self.text = tag, attributes, ""
+
+
+class Page(HTMLParser):
+    """All elements of a page, each with the section that it is in."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, Element]] = []
+        self._open: list[Element] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        element = Element(tag, {name: value or "" for name, value in attrs})
+        self._open.append(element)
+        sections = [item.attributes.get("id", "") for item in self._open if item.tag == "section"]
+        self.elements.append((sections[-1] if sections else "", element))
+        if tag in ("meta", "br"):
+            self._open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop().tag == tag
+
+    def handle_data(self, data: str) -> None:
+        for element in self._open:
+            element.text += data
+
+    def find(self, section: str, tag: str, class_: str = "") -> list[Element]:
+        return [
+            element
+            for where, element in self.elements
+            if where == section
+            and element.tag == tag
+            and class_ in ["", *element.attributes.get("class", "").split(" ")]
+        ]
+
+    def sum(self, section: str, attribute: str) -> int:
+        return sum(int(item.attributes.get(attribute, 0)) for where, item in self.elements if where == section)
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two faults and three terms, of which one gave up steps; its reference beside it."""
+    return record(tmp_path_factory.mktemp("recorded") / "run")
+
+
+def judged(folder: Path) -> Verdict:
+    return weigh(collect(folder / "faulted"), collect(folder / "reference"))
+
+
+def planted(name: str, healthy: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    shutil.copytree(healthy, folder)
+    next(planted for planted in PLANTED if planted.name == name).plant(folder / "faulted")
+    return folder
+
+
+def rewrite(folder: Path, file: str, change: dict[str, object], op: str) -> None:
+    """Change fields of every line of an operation in one history."""
+    path = folder / "faulted" / "history" / file
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**line, **(change if line["op"] == op else {})}) + "\n" for line in lines))
+
+
+def test_everything_on_the_page_is_in_the_evidence(healthy: Path) -> None:
+    """Each fault has a band and a row, each commit a mark, each recovery its price, each dead branch its steps."""
+    verdict = judged(healthy)
+    page, run = Page(render(verdict)), verdict.run
+    for section in ("lanes", "cursor"):
+        assert page.sum(section, "data-faults") == len(run.of("fault")) == 2
+    assert len(page.find("costs", "tr")) == 1 + 2 + 1 + 2
+    assert page.sum("cursor", "data-commits") == len(run.of("commit"))
+    prices = {
+        (item.attributes["data-rpo"], item.attributes["data-rto"]) for item in page.find("cursor", "rect", "price")
+    }
+    assert prices == {(str(cost.rpo_steps), f"{cost.rto_s:.3f}") for cost in verdict.recoveries}
+    (dead,) = page.find("lineage", "path", "dead-branch")
+    assert dead.text == "term 1: 3 steps given up, 11 to 13"
+    spans = [item for item in page.find("lanes", "rect") if item.attributes["class"] != "band"]
+    assert len(spans) == len(run.of("form")) == 2 + 1 + 3
+    covered = page.find("coverage", "rect")
+    assert {item.attributes["class"] for item in covered} == {"covered"}
+    assert [item.text.partition(",")[0] for item in covered] == [*(f"epoch {epoch}" for epoch in range(6)), "witness"]
+    assert f"0 of {STEPS} steps have another loss" in page.find("loss", "p")[0].text
+    assert page.find("", "pre")[0].text == "elastic-chaos run recorded --seed 7"
+
+
+def test_every_invariant_has_a_row(healthy: Path) -> None:
+    """Name, verdict, and why, in the order of the verdict."""
+    verdict = judged(healthy)
+    rows = Page(render(verdict)).find("invariants", "tr")[1:]
+    assert [row.attributes["class"] for row in rows] == [finding.truth for finding in verdict.findings]
+    for row, finding in zip(rows, verdict.findings, strict=True):
+        assert row.text.startswith(finding.invariant)
+        assert finding.why in row.text
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "class_"),
+    [
+        ("witness-swap", "coverage", "missing"),
+        ("witness-swap", "coverage", "repeated"),
+        ("repeat", "coverage", "repeated"),
+        ("idle-lane", "coverage", "missing"),
+        ("different-losses", "loss", "differs"),
+    ],
+)
+def test_what_is_wrong_is_seen_where_it_is(healthy: Path, tmp_path: Path, name: str, section: str, class_: str) -> None:
+    """A planted bug shows its witness in words, and its mark in the figure."""
+    verdict = judged(planted(name, healthy, tmp_path))
+    page = Page(render(verdict))
+    (wrong, *_) = [finding for finding in verdict.findings if finding.truth == "false"]
+    assert any(wrong.why in row.text for row in page.find("invariants", "tr", "false"))
+    assert page.find(section, "rect", class_) + page.find(section, "circle", class_)
+
+
+def test_torn_evidence_has_a_page(healthy: Path, tmp_path: Path) -> None:
+    """Whatever bug is planted, wherever histories are cut, and whatever fields are lost, the page is made and whole."""
+    for bug in PLANTED:
+        folder = planted(bug.name, healthy, tmp_path / bug.name)
+        assert len(Page(render(judged(folder))).find("invariants", "tr")) > 10
+    folder = tmp_path / "cut"
+    for place, part in enumerate((0.0, 0.3, 0.97)):
+        shutil.copytree(healthy, folder / str(place))
+        for file in (folder / str(place) / "faulted" / "history").iterdir():
+            file.write_bytes(file.read_bytes()[: int(part * file.stat().st_size)])
+        (folder / str(place) / "faulted" / "result.json").write_text('{"status": "do')
+        assert "not valid" in render(judged(folder / str(place)))
+    evidence = collect(healthy / "faulted")
+    for key in ("t", "term", "rank", "step", "pid", "node", "kind", "loss"):
+        lines: list[list[Line]] = [
+            [{name: value for name, value in line.items() if name != key} for line in process]
+            for process in evidence.processes
+        ]
+        assert Page(render(weigh(replace(evidence, processes=lines), None))).find("lanes", "p")
+
+
+def test_a_dead_branch_that_others_passed_over_cuts_nothing_off() -> None:
+    """Term 2 went on from step 2 with a process of an older world; term 3 from step 5, with one that had gone on."""
+
+    def told(term: int, pid: int, step: int, applied_by: int | None, applied: range) -> list[Line]:
+        at = 10.0 * term
+        return [
+            {"op": "form", "t": at, "term": term, "rank": 0, "pid": pid, "world": 1},
+            {"op": "restore", "t": at, "term": term, "rank": 0, "step": step, "commit": None, "applied_by": applied_by},
+            *(
+                {"op": "step", "t": at + 0.1 * one, "term": term, "rank": 0, "step": one, "loss": 1.0}
+                for one in applied
+            ),
+        ]
+
+    lines = [*told(1, 7, 0, None, range(1, 6)), *told(2, 8, 2, 1, range(3, 5)), *told(3, 7, 5, 1, range(6, 9))]
+    story = tell(Reader(Evidence(Path("drawn"), [lines], [], {}, None, None)))
+    assert [(branch.term, branch.lo, branch.cut, branch.hi) for branch in story.branches] == [
+        (1, 0, 5, 5),
+        (2, 2, 2, 4),
+        (3, 5, 8, 8),
+    ]
+
+
+def test_text_from_a_run_cannot_become_markup(healthy: Path, tmp_path: Path) -> None:
+    """Names are shown as they are, in text, titles and attributes."""
+    shutil.copytree(healthy, tmp_path / "run")
+    evil = "</title><script>alert(1)</script><img src=x onerror='x'>\"'"
+    rewrite(tmp_path / "run", "chaos.jsonl", {"name": evil}, "scenario")
+    rewrite(tmp_path / "run", "chaos.jsonl", {"kind": evil}, "fault")
+    page = Page(render(judged(tmp_path / "run")))
+    assert not {"script", "img"} & {element.tag for _, element in page.elements}
+    assert evil in page.find("", "h1")[0].text
+    assert evil in page.find("cells", "th")[7].text
+
+
+def test_a_page_is_a_function_of_the_evidence_and_needs_nothing_else(healthy: Path, tmp_path: Path) -> None:
+    """The same evidence elsewhere gives the same bytes; nothing is fetched, nothing is run."""
+    html = render(judged(healthy))
+    shutil.copytree(healthy, tmp_path / "elsewhere")
+    assert render(judged(tmp_path / "elsewhere")) == html
+    page = Page(html)
+    assert not {"script", "link", "iframe", "img", "object"} & {element.tag for _, element in page.elements}
+    assert not {"src", "href", "style", "srcset"} & {name for _, item in page.elements for name in item.attributes}
+    assert "url(" not in html
+    assert html.replace('xmlns="http://www.w3.org/2000/svg"', "").count("://") == 0
+
+
+def test_a_thousand_nodes_are_readable() -> None:
+    """Nodes share rows of a strip; the page is far below 2 MB and has every fault and commit."""
+    run = gather(Crowd(nodes=1000, terms=7, steps=3, lost=1))
+    verdict = weigh(run, None)
+    html = render(verdict)
+    page = Page(html)
+    assert len(html) < 300_000
+    assert len(tell(Reader(run)).lanes) == 1000
+    assert page.sum("lanes", "data-faults") == page.sum("cursor", "data-faults") == 6
+    assert page.sum("cursor", "data-commits") == 7
+    lost = [item.text for item in page.find("lineage", "path", "dead-branch")]
+    assert len(lost) == 6
+    assert all(": 1 step given up" in told for told in lost)
+    strips = [item.text for item in page.find("lanes", "path") if "level" in item.attributes.get("class", "")]
+    for term in range(1, 8):
+        assert f"term {term}: 75 to 100 % of a row's processes train in it" in strips
+
+
+def test_a_thousand_terms_stay_small() -> None:
+    """However many worlds there were, marks of one sort are drawn as one, and the page is far below 2 MB."""
+    run = gather(Crowd(nodes=4, terms=1000, steps=3, lost=1))
+    costs = [
+        Recovery(place, "kill_node", 0, fault["t"], fault["term"] + 1, 1, 6.8, 1, 1, 1, 1)  # type: ignore[arg-type, operator]
+        for place, fault in enumerate(run.of("fault"))
+    ]
+    fields = weigh(gather(Crowd(nodes=4, terms=2)), None).fields
+    html = render(Verdict(run, None, [], costs, fields))
+    assert len(html) < 1_500_000
+    assert Page(html).sum("cursor", "data-faults") == 999
+
+
+def test_processes_lie_in_their_nodes_lanes() -> None:
+    """The executor's lines place a process; one that nobody placed gets a slot, which later processes share."""
+    run = gather(Crowd(nodes=3, terms=3, steps=2, lost=1))
+    lanes = tell(Reader(run)).lanes
+    assert [lane.name for lane in lanes] == ["node 0", "node 1", "node 2"]
+    assert sum(len(lane.spans) for lane in lanes) == len(run.of("form"))
+    placed = {pid: line["node"] for line in run.of("node") for pid in line["pids"]}  # type: ignore[attr-defined]
+    for lane in lanes:
+        assert {placed[span.pid] for span in lane.spans} == {lane.node}
+        assert len(lane.tracks) == 1
+    unplaced = replace(run, processes=[[line for line in process if line["op"] != "node"] for process in run.processes])
+    slots = [lane for lane in tell(Reader(unplaced)).lanes if lane.node is None]
+    assert 0 < len(slots) <= 3
+    assert all(
+        before.hi <= after.lo for lane in slots for before, after in zip(lane.spans, lane.spans[1:], strict=False)
+    )
+
+
+def test_cells_that_were_never_hit_are_told(healthy: Path, tmp_path: Path) -> None:
+    """What the executor could have done and did not is never; without its word, only what was done is known."""
+    shutil.copytree(healthy, tmp_path / "run")
+    reader = Reader(collect(healthy / "faulted"))
+    assert not moments_grid(reader, tell(reader)).is_told
+    told = {"kinds": ["kill_node", "start_node", "freeze_node"], "points": ["commit", "form"], "point_kinds": ["kill"]}
+    rewrite(tmp_path / "run", "chaos.jsonl", told, "scenario")
+    path = tmp_path / "run" / "faulted" / "history" / "chaos.jsonl"
+    fault = {"op": "fault", "t": 1_800_000_002.0, "kind": "kill@commit", "node": 0, "seen_step": 1, "pids": [1]}
+    path.write_text(path.read_text() + json.dumps(fault) + "\n")
+    reader = Reader(collect(tmp_path / "run" / "faulted"))
+    moments, points = moments_grid(reader, tell(reader)), points_grid(reader, tell(reader))
+    assert dict(moments.hits) == {("kill_node", "computing"): 1, ("start_node", "computing"): 1}
+    assert ("freeze_node", "computing") in moments.never
+    assert len(moments.never) == 3 * len(moments.columns) - 2
+    assert (dict(points.hits), points.never) == ({("commit", "kill"): 1}, [("form", "kill")])
+
+
+def test_the_report_imports_nothing_from_what_is_judged() -> None:
+    """It would otherwise show what the trainer believes of itself."""
+    folder = Path(chaos.__file__).parent / "report"
+    for source in (file for file in folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(source.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not {"elastic_train", "rendezvous", "torch"} & {name.partition(".")[0] for name in names}, source
+
+
+@given(st.lists(st.tuples(st.floats(0, 50), st.floats(-100, 100)), min_size=1, max_size=400))
+def test_a_long_curve_keeps_its_extremes(points: list[tuple[float, float]]) -> None:
+    """However many points a unit of width has, at most four are drawn: both ends, the lowest and the highest."""
+    points.sort(key=lambda point: point[0])
+    drawn = path(points).replace("L", "M").split("M")[1:]
+    columns = {math.floor(x) for x, _ in points}
+    assert len(drawn) <= 4 * len(columns)
+    heights = [float(item.split(" ")[1]) for item in drawn]
+    assert min(heights) == round(min(y for _, y in points), 1)
+    assert max(heights) == round(max(y for _, y in points), 1)
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(2, 12))
+def test_ticks_are_few_round_and_inside(lo: float, span: float, most: int) -> None:
+    """An axis has no more ticks than asked for and one, none outside of it."""
+    ticks = Axis(lo, lo + span).ticks(most)
+    assert len(ticks) <= most + 1
+    assert all(lo - 1e-6 * span <= tick <= lo + span + 1e-6 * span for tick in ticks)

@@ -1,0 +1,28 @@
+"""One vocabulary: every kind is done by whoever is said to do it, and nobody does others."""
+
+from __future__ import annotations
+
+from chaos.real.acts import ACTS
+from chaos.scenario.kinds import KINDS, ends_world
+from chaos.sim.job import fault, kinds
+from elastic_train.system import failpoints
+
+
+def test_acts_are_the_local_kinds() -> None:
+    """What the local executor does, by itself and at failpoints, is what the vocabulary says."""
+    assert set(ACTS) == {kind.name for kind in KINDS.values() if kind.local and kind.aim != "point"}
+    assert set(failpoints.KINDS) == {kind.name for kind in KINDS.values() if kind.local and kind.aim == "point"}
+
+
+def test_the_simulators_kinds_are_in_the_vocabulary() -> None:
+    """The simulator's faults have the same names, by themselves and at failpoints."""
+    assert set(kinds.KINDS) <= {kind.name for kind in KINDS.values() if kind.sim and kind.aim != "point"}
+    assert set(fault.AT_POINTS) <= {kind.name for kind in KINDS.values() if kind.sim and kind.aim == "point"}
+
+
+def test_only_known_kinds_may_be_harmless() -> None:
+    """A kind that is not known is taken to end a world, so that nothing passes for ridden out by its name."""
+    assert ends_world("kill_node")
+    assert ends_world("kill@commit")
+    assert ends_world("unheard of")
+    assert not ends_world("freeze_node")

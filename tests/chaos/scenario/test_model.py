@@ -1,0 +1,196 @@
+"""Scenarios: all mistakes at once with file, key and nearest name; drawn steps come from the seed and lose work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chaos.errors import ScenarioError
+from chaos.scenario.model import (
+    FOLDER,
+    Fault,
+    Scenario,
+    bounded,
+    find,
+    load,
+)
+from chaos.scenario.schedule import SMALLEST_INTERVAL, Due, schedule
+
+HEAD = "name: x\ndescription: y\nconfig: c.yaml\n"
+
+
+def problems(tmp_path: Path, text: str) -> list[str]:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ScenarioError) as caught:
+        load(path)
+    assert all(problem.startswith(f"{path}: ") for problem in caught.value.problems)
+    return [problem.removeprefix(f"{path}: ") for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+def test_scenarios_of_the_package_are_valid(path: Path) -> None:
+    """Every scenario loads, carries its file's name, and can be scheduled on a job of some size."""
+    scenario = load(path)
+    assert scenario.name == path.stem
+    assert len(schedule(scenario, 1, total_steps=600, commit_every=20)) == len(scenario.faults)
+
+
+def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
+    """Unknown keys, wrong kinds, wrong types and missing moments come in one error, each with the nearest name."""
+    found = problems(
+        tmp_path,
+        "name: x\ndescripton: y\nconfig: c.yaml\nnodes: {cout: 3, min: 0}\nfaults:\n"
+        "  - {kind: kill_nod, node: 0, at_step: 3}\n"
+        "  - {kind: kill_node, node: 7, at_step: 5}\n"
+        "  - {kind: kill_node, node: leadr, after_s: 1}\n"
+        "  - {kind: kill_node, nodes: 1}\n"
+        "  - {kind: start_node, node: 1, within: [0.5, 0.2]}\n",
+    )
+    expected = [
+        "'description' is missing",
+        "unknown key 'descripton'; did you mean 'description'?",
+        "unknown key 'nodes.cout'; did you mean 'count'?",
+        "'nodes.min': Input should be greater than 0",
+        "'faults.0.kind': no 'kill_nod'; did you mean 'kill_node'?",
+        (
+            "'faults.2.node': must be a node's number from 0, or one of leader, other, lost, one, minority, majority, "
+            "writer, all, not 'leadr'"
+        ),
+        "unknown key 'faults.3.nodes'; did you mean 'node'?",
+        "'faults.4': within must be two growing parts of the job between 0 and 1, not (0.5, 0.2)",
+    ]
+    assert [text for text in expected if text not in found] == [], found
+
+
+@pytest.mark.parametrize(
+    ("faults", "expected"),
+    [
+        ("[{kind: kill_node, node: 2, at_step: 5}]", "'faults.0' is for node 2, but there are 2 (from 0)"),
+        (
+            "[{kind: kill, node: 7, at_point: {name: commit}}]",
+            "'faults.0' is for node 7, but there are 2 (from 0)",
+        ),
+        ("[{kind: start_node, node: 1, at_step: 5}]", "'faults.0': start_node on node 1, which is up"),
+        (
+            "[{kind: kill_node, node: 1, at_step: 5}, {kind: stop_node, node: 1, after_s: 5}]",
+            "'faults.1': stop_node on node 1, which is lost",
+        ),
+        (
+            "[{kind: kill_node, node: 1, at_step: 5}, {kind: kill_node, node: 0, at_step: 9}]",
+            "'faults.1' leaves 0 nodes, fewer than nodes.min, and no node is started after_s",
+        ),
+        (
+            "[{kind: kill_worker, node: 1, within: [0.5, 0.7]}, {kind: kill_worker, node: 0, within: [0.6, 0.8]}]",
+            "'faults.1' may be drawn before the fault above it: begin its within at 0.7 or later",
+        ),
+        ("[{kind: kill_node, at_step: 4}]", "'faults.0': 'node' is missing: kill_node needs one"),
+        ("[{kind: freeze_node, node: one, at_step: 4}]", "'faults.0': freeze_node needs for_s"),
+        ("[{kind: lose_lease, node: one, at_s: 4, for_s: 1}]", "'faults.0': lose_lease is not undone: no for_s"),
+        ("[{kind: full, node: one, at_point: {name: write}}]", "it can be at the point 'sync' only"),
+        ("[{kind: raise, node: one, at_point: {name: comit}}]", "no failpoint 'comit'; did you mean 'commit'?"),
+        ("[{kind: raise, node: one, at_step: 4}]", "at_point belongs to kill, stop, raise"),
+        ("[{kind: storage_errors, at_step: 4, for_s: 1}]", "'faults.0': storage_errors needs s3: true"),
+        ("[{kind: kill_node, node: lost, at_step: 4}]", "kill_node cannot be done to 'lost'"),
+        ("[{kind: start_node, node: leader, at_step: 4}]", "start_node cannot be done to 'leader'"),
+        ("[{kind: kill_node, node: 0, at_step: 4, after_s: 2}]", "exactly one of at_step, within"),
+    ],
+)
+def test_what_cannot_happen_is_refused(tmp_path: Path, faults: str, expected: str) -> None:
+    """A fault to a node that is not there, not up or not down, and a job that could never go on, are errors."""
+    assert any(expected in problem for problem in problems(tmp_path, f"{HEAD}faults: {faults}\n"))
+
+
+@pytest.mark.parametrize(
+    ("soak", "expected"),
+    [
+        (
+            "s3: true\nsoak: {faults: 5}",
+            "'scenario': a soak damages and counts commits in the run's folder: leave out s3",
+        ),
+        ("soak: {kinds: [storage_slow]}", "'soak.kinds': storage_slow needs an S3, which a soak has not: leave it out"),
+        ("soak: {kinds: [tracker_outage]}", "'soak.kinds': tracker_outage needs tracker: true"),
+        ("soak: {kinds: [start_node]}", "'soak.kinds': start_node comes by itself"),
+    ],
+)
+def test_a_soak_that_could_never_begin_is_refused(tmp_path: Path, soak: str, expected: str) -> None:
+    """What a soak cannot draw from, or cannot be judged by, is told before a node is started."""
+    (found,) = problems(tmp_path, f"{HEAD}{soak}\n")
+    assert found.startswith(expected)
+
+
+def test_a_soaks_bounds_are_checked() -> None:
+    """Those of the command line, too: each is told by its name; good ones replace the file's."""
+    soak = load(FOLDER / "soak.yaml")
+    with pytest.raises(ScenarioError) as caught:
+        bounded(soak, 0, -1.0)
+    assert [text.split(":")[0] for text in caught.value.problems] == ["--faults 0", "--minutes -1.0"]
+    shorter = bounded(soak, 7, None).soak
+    assert shorter is not None and soak.soak is not None
+    assert (shorter.faults, shorter.burst) == (7, soak.soak.burst)
+
+
+def test_a_whole_job_may_be_killed_and_started(tmp_path: Path) -> None:
+    """All nodes may be killed if one is started some seconds later."""
+    path = tmp_path / "job-kill.yaml"
+    path.write_text(
+        f"{HEAD}faults: [{{kind: kill_node, node: 0, at_step: 9}}, {{kind: kill_node, node: 1, after_s: 0}},"
+        " {kind: start_node, node: 1, after_s: 1}]\n"
+    )
+    assert len(load(path).faults) == 3
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "just words"])
+def test_what_is_no_scenario_is_refused(tmp_path: Path, text: str) -> None:
+    """Broken YAML, and YAML that is no mapping, are errors with the file's name."""
+    assert len(problems(tmp_path, text)) == 1
+
+
+def test_an_unknown_name_gets_the_nearest() -> None:
+    """A name that no scenario has is answered with the nearest one."""
+    with pytest.raises(ScenarioError, match="did you mean 'kill-a-node'"):
+        find("kil-a-node")
+
+
+def drawn(lo: float, hi: float) -> Scenario:
+    fault = Fault(kind="kill_node", node=1, within=(lo, hi))
+    return Scenario(name="x", description="y", config="c", faults=(fault,))
+
+
+@given(st.integers(0, 2**32), st.integers(SMALLEST_INTERVAL, 100), st.integers(3, 50), st.floats(0, 0.8))
+def test_a_drawn_step_always_loses_work(seed: int, commit_every: int, num_commits: int, lo: float) -> None:
+    """It comes behind the first commit, never on a commit's step nor beside the next, and the seed alone decides."""
+    total_steps = commit_every * num_commits
+    (due,) = schedule(drawn(lo, lo + 0.2), seed, total_steps, commit_every)
+    assert due.step is not None
+    assert commit_every < due.step < total_steps
+    assert 1 <= due.step % commit_every < commit_every
+    assert due.has_come(due.step)
+    assert not due.has_come((due.step // commit_every + 1) * commit_every)  # run past: the next interval is waited for
+    assert [due] == schedule(drawn(lo, lo + 0.2), seed, total_steps, commit_every)
+
+
+def test_seeds_draw_different_steps() -> None:
+    """The drawn step covers its part of the job."""
+    steps = {schedule(drawn(0.2, 0.6), seed, 400, 20)[0].step for seed in range(200)}
+    assert len(steps) > 20
+    assert min(steps, key=lambda step: step or 0) >= 80  # type: ignore[operator, type-var]
+
+
+def test_a_job_too_short_for_its_faults_is_refused() -> None:
+    """A step behind the job's end, and commits so dense that nothing can be lost, are told together."""
+    faults = (Fault(kind="kill_node", node=1, at_step=70), Fault(kind="start_node", node=1, within=(0.8, 0.9)))
+    with pytest.raises(ScenarioError) as caught:
+        schedule(Scenario(name="x", description="y", config="c", faults=faults), 1, 60, 2)
+    assert len(caught.value.problems) == 2
+
+
+def test_a_given_step_is_not_moved() -> None:
+    """A fault at a given step comes at that step, also on a commit's."""
+    due = Due("kill_node", 1, 40, None)
+    assert not due.has_come(39)
+    assert due.has_come(40)
+    assert due.has_come(41)

@@ -1,0 +1,92 @@
+"""A soak's faults: drawn from the seed alone, of every kind, in bursts, and at every cell of the failpoints in turn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chaos.errors import ScenarioError
+from chaos.real.runs import _unslowed
+from chaos.scenario.kinds import KINDS
+from chaos.scenario.model import FOLDER, load
+from chaos.scenario.schedule import Due
+from chaos.scenario.soak import Drawn, can_be_at
+from elastic_train.config import sources
+from elastic_train.system.failpoints import KINDS as POINT_KINDS
+from elastic_train.system.failpoints import POINTS
+
+SOAK = load(FOLDER / "soak.yaml")
+
+
+def drawn(seed: int, num: int, missing: dict[str, str] | None = None) -> list[Due]:
+    return list(islice(Drawn(SOAK, seed, missing or {})(lambda: 0), num))
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=20)
+def test_the_seed_alone_decides(seed: int) -> None:
+    """The same seed draws the same faults, each with what its kind needs; the first waits until all is well."""
+    faults = drawn(seed, 200)
+    assert faults == drawn(seed, 200)
+    assert faults[0].is_healed
+    for fault in faults:
+        kind = KINDS[fault.kind]
+        assert kind.local
+        assert (fault.point is not None) == (kind.aim == "point")
+        assert (fault.target is not None) == (kind.aim in ("worker", "node", "point") and fault.kind != "kill_job")
+        assert fault.for_s is not None if kind.lasts == "must" else fault.for_s is None or kind.lasts == "may"
+
+
+def test_no_kind_is_left_out_and_what_costs_much_is_rare() -> None:
+    """Five hundred faults have every kind; whole jobs die seldom, since a recovery from that takes long."""
+    num = Counter(fault.kind for fault in drawn(1, 500))
+    own = {name for name, kind in KINDS.items() if kind.local and kind.needs in (None, "tracker")}
+    assert set(num) == own - {"start_node"}
+    assert num["kill_job"] < num["freeze_worker"] * 3
+    assert min(num.values()) >= 2
+
+
+def test_what_cannot_be_done_is_not_drawn() -> None:
+    """Kinds that this machine cannot do are left out."""
+    assert "cut_node" not in {fault.kind for fault in drawn(1, 500, {"cut_node": "no namespaces"})}
+
+
+def test_cells_that_never_came_come_next() -> None:
+    """In a long soak every cell comes, and each about as often as others of its kind."""
+    cells = Counter((fault.point.name, fault.kind) for fault in drawn(1, 2000) if fault.point)
+    assert set(cells) == {(point, kind) for point in POINTS for kind in POINT_KINDS if can_be_at(kind, point)}
+    for kind in POINT_KINDS:
+        counts = [num for (_, of), num in cells.items() if of == kind]
+        assert max(counts) - min(counts) <= 1
+
+
+def test_a_soak_that_can_do_nothing_is_refused() -> None:
+    """On a machine that lacks all that is asked for there is nothing to draw, and that is told before a node starts."""
+    assert SOAK.soak is not None
+    cut = SOAK.model_copy(update={"soak": SOAK.soak.model_copy(update={"kinds": ("cut_node",)})})
+    with pytest.raises(ScenarioError, match="cut_node cannot be done here: no namespaces"):
+        Drawn(cut, 1, {"cut_node": "no namespaces", "storage_full": "no mounts"})
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [("{lane_ms: 12}", {"lane_ms": 0}), ("{lane_ms: 12, dim: 64}", {"lane_ms": 0, "dim": 64}), ("{dim: 64}", None)],
+)
+def test_only_a_task_that_waits_is_hurried(params: str, expected: dict[str, int] | None) -> None:
+    """For the run without faults a task loses its waits, and no other parameter; one without waits is left alone."""
+    config = sources.load("configs/soak.yaml", environ={}, arguments=[f"--task.params={params}"])
+    told = [yaml.safe_load(text.partition("=")[2]) for text in _unslowed(config)]
+    assert told == ([expected] if expected else [])
+
+
+def test_enough_is_enough() -> None:
+    """The faults end when so many were done, whatever was drawn and missed."""
+    done = [0]
+    for _ in Drawn(SOAK, 1, {})(lambda: done[0]):
+        done[0] += 1
+    assert 500 <= done[0] < 510

@@ -1,0 +1,136 @@
+"""The cable to a network namespace: what is lost, late or cut between nodes, and that etcd is reached all the time."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from chaos.services.network_namespace import Cable, NoNamespacesError, cable
+
+_ECHO = """
+import socket, sys, threading
+def answer(connection):
+    while data := connection.recv(1 << 16):
+        connection.sendall(data)
+listening = socket.create_server((sys.argv[1], 0))
+print(listening.getsockname()[1], flush=True)
+while True:
+    threading.Thread(target=answer, args=listening.accept()[:1], daemon=True).start()
+"""
+
+
+LEFT = "elastic-99999"
+"""What a process has left that was killed, unless that many are alive."""
+
+
+@pytest.fixture(scope="module")
+def laid() -> Iterator[Cable]:
+    if shutil.which("ip"):
+        subprocess.run(["ip", "netns", "add", LEFT], capture_output=True, check=False)
+    try:
+        with cable() as laid:
+            yield laid
+    except NoNamespacesError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def connect(laid: Cable) -> Iterator[object]:
+    """Return what connects the addresses out here with a process inside that sends back what it gets."""
+    command = laid.command([sys.executable, "-c", _ECHO, laid.address("inside")])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as echo:
+        assert echo.stdout is not None
+        port = int(echo.stdout.readline())
+        opened: list[socket.socket] = []
+
+        def connect(whose: str) -> socket.socket:
+            target, own = (laid.address("inside"), port), (laid.address(whose), 0)
+            opened.append(socket.create_connection(target, timeout=60, source_address=own))
+            return opened[-1]
+
+        yield connect
+        laid.mend()
+        for connection in opened:
+            connection.close()
+        echo.kill()
+
+
+def seconds_of(connection: socket.socket, num_bytes: int = 2000) -> float:
+    """Send bytes and get the same back; return how long that took."""
+    data, began = bytes(range(250)) * (num_bytes // 250), time.monotonic()
+    connection.sendall(data)
+    received = b""
+    while len(received) < len(data):
+        received += connection.recv(1 << 16)
+    assert received == data
+    return time.monotonic() - began
+
+
+def test_what_a_killed_process_has_left_is_taken_away(laid: Cable) -> None:
+    """Its addresses may be given to another cable."""
+    namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert laid.namespace in namespaces and LEFT not in namespaces
+
+
+def test_packets_are_late_both_ways_and_those_to_etcd_are_not(laid: Cable, connect: object) -> None:
+    """An open connection goes on, later by the delay each way; mended it is as before."""
+    assert callable(connect)
+    if laid.relay is None:
+        pytest.skip("no TUN interfaces here")
+    nodes, etcd = connect("nodes"), connect("etcd")
+    seconds_of(nodes)
+    laid.worsen(delay_s=1.5)
+    assert seconds_of(nodes) >= 3.0
+    late = threading.Thread(target=seconds_of, args=(nodes,))
+    late.start()
+    seconds_of(etcd)
+    assert late.is_alive(), "etcd's way is another"
+    late.join()
+    laid.mend()
+    while laid.relay.num_held:  # the last that are on their way
+        seconds_of(etcd)
+    passed = laid.relay.num_passed
+    seconds_of(nodes)
+    assert laid.relay.num_passed == passed
+
+
+def test_what_is_lost_is_sent_again(laid: Cable, connect: object) -> None:
+    """A fifth of the packets is lost, and no byte; where all are lost, bytes come once that is over."""
+    assert callable(connect)
+    if laid.relay is None:
+        pytest.skip("no TUN interfaces here")
+    nodes = connect("nodes")
+    laid.worsen(loss=0.2)
+    lost, passed = laid.relay.num_lost, laid.relay.num_passed
+    while laid.relay.num_passed < passed + 100:
+        seconds_of(nodes)
+    share = (lost := laid.relay.num_lost - lost) / (lost + laid.relay.num_passed - passed)
+    assert 0.05 < share < 0.5
+    laid.mend()
+    laid.worsen(loss=1.0)
+    over = threading.Timer(1.0, laid.mend)
+    over.start()
+    assert seconds_of(nodes) >= 0.9
+    over.join()
+
+
+@pytest.mark.parametrize("spoil", [Cable.part, Cable.silence])
+def test_a_cut_node_reaches_etcd_and_nobody_else(laid: Cable, connect: object, spoil: object) -> None:
+    """What is sent meanwhile arrives once the cut is mended."""
+    assert callable(connect) and callable(spoil)
+    nodes, etcd = connect("nodes"), connect("etcd")
+    spoil(laid)
+    cut = threading.Thread(target=seconds_of, args=(nodes,))
+    cut.start()
+    seconds_of(etcd)
+    assert cut.is_alive()
+    laid.mend()
+    cut.join(60)
+    assert not cut.is_alive()

@@ -1,0 +1,132 @@
+"""Long runs and their record: drawn at a stated rate, gone on with after any end, and the same when repeated."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from chaos.errors import ScenarioError
+from chaos.sim.campaign import command
+from chaos.sim.campaign.command import Campaign, run_campaign
+from chaos.sim.campaign.ledger import Ledger, entry_of
+from chaos.sim.campaign.long_runs import Draw, nodes_of
+from chaos.sim.campaign.simulate import (
+    Case,
+    Outcome,
+    case_of,
+    simulate,
+)
+from chaos.sim.campaign.swarm import AT_PLACES, DAMAGE
+from chaos.sim.job.fault import SimFault
+from chaos.sim.job.job import Job
+from chaos.sim.job.kinds import KINDS
+from chaos.sim.job.shape import Shape
+from tests.conftest import ROOT
+
+RECORD = ROOT / "tests" / "chaos" / "recorded_long.jsonl"
+"""Made anew by: rm tests/chaos/recorded_long.jsonl && elastic-chaos sim --nodes 16..64 --hours 0.1 --seeds 2
+--ledger tests/chaos/recorded_long.jsonl"""
+DRAWN = Draw((16, 64), 0.1)
+SIMULATED = ("elastic_train", "rendezvous", "chaos/sim")
+
+
+def test_a_recorded_long_run_happens_again() -> None:
+    """Its faults and its verdict; and, as long as the code is that of its commit, every line of its history."""
+    (entry, *_) = Ledger(RECORD).entries
+    assert entry.options == DRAWN.options
+    found = entry_of(simulate(DRAWN.case(entry.seed)), entry.options, entry.code)
+    assert found.violated == ()
+    assert sum(found.faults.values()) >= 3 and found.nodes >= 16
+    if _is_unchanged_since(entry.code):
+        assert found == entry
+
+
+def _is_unchanged_since(commit: str) -> bool:
+    if not commit or commit.endswith("+"):
+        return False
+    command = ["git", "-C", str(ROOT), "diff", "--quiet", commit, "--", *SIMULATED]
+    return subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode == 0
+
+
+def test_every_kind_is_drawn_often_enough() -> None:
+    """Of a thousand seeds, each kind and place has at least ten; damage that has to be read comes in more."""
+    drawn, read = Counter[str](), 0
+    for seed in range(1000):
+        faults = case_of(seed).faults
+        drawn.update({f"{fault.kind}@{fault.point}" if fault.point else fault.kind for fault in faults})
+        damaged = [fault.at_s for fault in faults if fault.kind in DAMAGE]
+        read += any(fault.at_s >= at for fault in faults if fault.kind == "kill_job" for at in damaged)
+    assert all(drawn[name] >= 10 for name in (*KINDS, *AT_PLACES)), drawn
+    assert read >= 50
+
+
+def test_faults_come_at_the_stated_rate() -> None:
+    """Over an hour of the job, within a few standard deviations; the nodes are those asked for, of all sizes."""
+    draw, sizes = Draw((16, 64), 1.0, 240.0), set[int]()
+    for seed in range(20):
+        case = draw.case(seed)
+        sizes.add(case.shape.nodes)
+        assert case.shape.span_s == pytest.approx(3600, rel=0.4)
+        assert len(case.faults) == pytest.approx(240 * case.shape.span_s / 3600, rel=0.4)
+    assert 16 <= min(sizes) < 32 < max(sizes) <= 64
+    assert (nodes_of("16..64"), nodes_of("1000")) == ((16, 64), (1000, 1000))
+    with pytest.raises(ScenarioError, match=r"A\.\.B"):
+        nodes_of("64..16")
+
+
+def test_a_fault_at_a_place_waits_for_its_moment() -> None:
+    """Times are counted from when it is armed: who first comes to a step's end from then on is killed."""
+    run = Job(Shape(), 1, (SimFault("kill", at_s=7.5, point="applied", nth=1),)).run()
+    (fault,) = [line for process in run.processes for line in process if line["op"] == "fault"]
+    steps = [line for process in run.processes for line in process if line["op"] == "step"]
+    assert isinstance(fault["t"], float)
+    before = [line for line in steps if isinstance(line["t"], float) and line["t"] < fault["t"]]
+    assert fault["kind"] == "kill@applied" and len(before) > 6
+
+
+def test_files_may_be_damaged_again_and_again() -> None:
+    """As often as the commit before is whole: the job goes on from that one each time."""
+    shape = Shape(nodes=2, lanes=6, epochs=14, keep_last=3)
+    hits = [(SimFault("flip_bit", at_s=at_s), SimFault("kill_job", at_s=at_s + 0.5, for_s=1.0)) for at_s in (10, 24)]
+    outcome = simulate(Case(1, shape, tuple(fault for pair in hits for fault in pair)))
+    assert outcome.violations == ()
+    assert outcome.num_faults == {"flip_bit": 2, "kill_job": 2}
+
+
+def test_processes_and_pauses_change_no_digest(tmp_path: Path) -> None:
+    """Seeds on one process, on two, and in two goes with a line torn in between add up to the same."""
+    whole = run_campaign(Campaign(range(60, 66)), is_quiet=True).fields()
+    two = run_campaign(Campaign(range(60, 66), processes=2), is_quiet=True).fields()
+    ledger = tmp_path / "ledger.jsonl"
+    run_campaign(Campaign(range(60, 63), ledger=ledger), is_quiet=True)
+    ledger.write_text(ledger.read_text()[:-9])
+    resumed = run_campaign(Campaign(range(60, 66), ledger=ledger), is_quiet=True)
+    again = run_campaign(Campaign(range(60, 66), ledger=ledger), is_quiet=True)
+    assert (resumed.num_run, again.num_run) == (4, 0)
+    for other in (two, resumed.fields(), again.fields()):
+        assert {**other, "runs_per_s": 0} == {**whole, "runs_per_s": 0}
+
+
+def test_a_ledger_is_ended_by_an_interrupt_and_keeps_other_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C ends with what has been run; what was drawn otherwise is another seed's line."""
+    outcome = simulate(case_of(60))
+
+    def interrupted(*_: object) -> Iterator[Outcome]:
+        yield outcome
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "simulate_each", interrupted)
+    ledger = tmp_path / "ledger.jsonl"
+    other = entry_of(outcome, "--nodes 7", "abc")
+    ledger.write_text(json.dumps(asdict(other)) + "\n")
+    tally = run_campaign(Campaign(range(60, 66), ledger=ledger), is_quiet=True)
+    assert (len(tally.entries), tally.num_run) == (1, 1)
+    assert [entry.options for entry in Ledger(ledger).entries] == ["--nodes 7", ""]

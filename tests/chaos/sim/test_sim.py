@@ -1,0 +1,246 @@
+"""The simulator: it runs the product in virtual time, repeats itself, finds planted bugs, and has no false alarm."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from chaos.cli import main
+from chaos.errors import ScenarioError
+from chaos.judge.checker import judge
+from chaos.judge.findings import Violated
+from chaos.judge.invariants.departures import deaths
+from chaos.judge.invariants.one_lineage import lineage
+from chaos.sim.campaign import cases
+from chaos.sim.campaign.planted import PLANTED, SimBug
+from chaos.sim.campaign.shrink import shrink
+from chaos.sim.campaign.simulate import (
+    Case,
+    case_of,
+    digest_of,
+    simulate,
+)
+from chaos.sim.job.fault import AT_POINTS, POINTS, SimFault
+from chaos.sim.job.job import Job
+from chaos.sim.job.kinds import KINDS
+from chaos.sim.job.shape import Recovery, Shape
+from chaos.sim.machine.kernel import EPOCH_S, Kernel, Timeless
+from elastic_train.errors import ElasticTrainError
+from elastic_train.training.session import Session
+
+SEEDS = range(40)
+KEPT = sorted(cases.FOLDER.glob("*.yaml"))
+
+
+def test_the_healthy_product_is_never_blamed() -> None:
+    """Forty swarms of faults break no invariant; between them they hit most of what there is to hit."""
+    hit, digests = set(), set()
+    for seed in SEEDS:
+        outcome = simulate(case_of(seed))
+        assert outcome.violations == (), f"seed {seed}: {outcome.violations}"
+        hit |= set(outcome.num_faults)
+        digests.add(outcome.digest)
+    assert len(digests) == len(SEEDS)
+    assert len(hit) > 1 / 2 * (len(KINDS) + len(AT_POINTS) * len(POINTS))
+
+
+@pytest.mark.long
+def test_a_thousand_seeds_more() -> None:
+    for seed in range(1000, 2000):
+        outcome = simulate(case_of(seed))
+        assert outcome.violations == (), f"seed {seed}: {outcome.violations}"
+
+
+@pytest.mark.parametrize("seed", [3, 11])
+def test_the_same_seed_is_the_same_history(seed: int) -> None:
+    """Every line of every process, every commit and the result come out alike."""
+    first, again = simulate(case_of(seed)), simulate(case_of(seed))
+    assert first == again and first.digest
+
+
+def test_a_fault_left_out_is_another_history() -> None:
+    """What a case says is what happens: without its faults it is the run without faults."""
+    case = Case(5, Shape(), (SimFault("kill_worker", at_s=6.0, node=1),))
+    faulted, healthy = simulate(case), simulate(replace(case, faults=()))
+    assert faulted.num_faults == {"kill_worker": 1} and healthy.num_faults == {}
+    assert faulted.digest != healthy.digest
+    assert all(finding.truth == "true" for finding in faulted.findings), faulted.findings
+
+
+def test_two_nodes_that_only_a_third_reaches_do_not_stop_the_job() -> None:
+    """Both reach etcd, so no lease ends; whoever waits for the other looks, and worlds are formed without the pair."""
+    run = Job(Shape(), 1, (SimFault("cut_link", at_s=6.0, node=0, other=1, for_s=1000.0),)).run()
+    assert run.result is not None and run.result["status"] == "done"
+    (ended,) = {line["t"] for process in run.processes for line in process if line["op"] == "end" and line["rank"] == 0}
+    assert isinstance(ended, float) and ended < EPOCH_S + 100.0
+
+
+def test_whoever_leaves_at_a_later_turn_of_a_flapping_node_is_explained() -> None:
+    """The node's second and third process are others than the one that the fault's line names."""
+    run = Job(Shape(epochs=20), 1, (SimFault("flap_node", at_s=8.0, node=1, for_s=8.0),)).run()
+    named = [line["pids"] for line in run.of("undo") if line["kind"] == "flap_node"]
+    assert len(named) == 2 and all(named)
+    assert deaths(run).endswith("each explained by a fault")
+
+
+@pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_caught_by_its_invariant(bug: SimBug) -> None:
+    """Each bug is found within a bounded number of seeds; without it the same faults break nothing."""
+    found, _ = bug.hunt()
+    assert found is not None, f"{bug.bug}: not found"
+    assert simulate(found.case).violations == ()
+
+
+def test_who_dies_by_itself_is_no_valid_run() -> None:
+    """A worker ends with an error of its own long after the only fault: nothing is false, and nothing explains it."""
+    calls = itertools.count()
+    steps_from = Session.steps
+
+    def steps(session: Session) -> Iterator[object]:
+        for step in steps_from(session):
+            if next(calls) == 400:
+                raise ElasticTrainError("by itself")
+            yield step
+
+    shape = Shape(epochs=60, lane_s=5.0)
+    outcome = simulate(
+        Case(1, shape, (SimFault("kill_worker", at_s=6.0, node=1),)),
+        {"elastic_train.training.session:Session.steps": steps},
+    )
+    assert [finding.invariant for finding in outcome.violations] == ["deaths"]
+    assert any("by itself" in error for error in outcome.errors)
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
+def test_what_was_found_once_stays_mended(path: Path) -> None:
+    """Every case that once broke an invariant is kept, shrunk, and breaks none."""
+    assert simulate(cases.load(path)).violations == ()
+
+
+def test_a_parent_that_is_forgotten_is_known_by_who_restored_it() -> None:
+    """A term began from a commit that nobody told of and retention deleted: its first one may name no other."""
+    case = cases.load(cases.FOLDER / "begun-again-from-untold.yaml")
+    run = Job(case.shape, case.seed, case.faults).run()
+    assert lineage(run).startswith("6 of 7 commits")
+    others = {line["key"]: line for line in run.of("commit")}
+    damaged, again = sorted(key for key in others if key.endswith("24.json"))
+    first = others[again]
+    restored = next(line["commit"] for line in run.of("restore") if line["term"] == first["term"])
+    assert restored not in others
+    for key in ("commits/00000001-000000000012.json", damaged):
+        first["parent"] = others[key]["digest"]
+        with pytest.raises(Violated, match=f"its term went on from {restored}"):
+            lineage(run)
+
+
+def test_a_failing_case_is_made_small(tmp_path: Path) -> None:
+    """Of five faults the one that matters is left, and the file that it is written to is the same case."""
+    bug = next(bug for bug in PLANTED if bug.name == "fetched-cursor")
+    harmless = [SimFault("jump_clock", at_s=at_s, for_s=1.0) for at_s in (5.0, 6.0, 7.0, 8.0)]
+    case = Case(1, Shape(), (*harmless[:2], SimFault("kill_worker", at_s=6.5, node=1), *harmless[2:]))
+    small = shrink(case, lambda case: any(f.invariant == "witness" for f in simulate(case, bug.code()).violations))
+    assert [fault.kind for fault in small.faults] == ["kill_worker"]
+    assert small.shape.nodes < case.shape.nodes
+    cases.save(small, tmp_path / "case.yaml", "witness: counted twice")
+    assert cases.load(tmp_path / "case.yaml") == small
+
+
+def test_a_case_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "case.yaml").write_text("seed: 1\nshape: {nodes: two}\nfaults: [{kind: kill_worker, at: 3}]\n")
+    with pytest.raises(ScenarioError, match=r"nodes"):
+        cases.load(tmp_path / "case.yaml")
+    (tmp_path / "case.yaml").write_text("seed: 1\nshape: {}\nfaults: [{kind: kil_worker}]\n")
+    with pytest.raises(ScenarioError, match=r"no fault 'kil_worker'"):
+        cases.load(tmp_path / "case.yaml")
+
+
+def test_time_that_stands_still_is_told() -> None:
+    """A wait that nothing can end, and a circle without a wait, end the simulation in place of hanging it."""
+    kernel = Kernel()
+    with pytest.raises(Timeless, match="nothing is left"):
+        kernel.park()
+    kernel = Kernel()
+
+    def circle() -> None:
+        kernel.wake(kernel.current)
+        kernel.park()
+
+    kernel.spawn(None, lambda: [circle() for _ in range(10**6)] and None)
+    with pytest.raises(Timeless, match="in a circle"):
+        kernel.sleep(1.0)
+
+
+def test_the_history_is_the_evidence_that_real_runs_leave() -> None:
+    """Lines, commits and result have the fields of the product's own; only tensors and the agent are modelled."""
+    run = Job(Shape(), 1, ()).run()
+    assert {line["op"] for process in run.processes for line in process} == {
+        *("form", "restore", "step", "commit", "end"),
+        *("scenario", "node", "exit", "clean"),
+    }
+    assert run.result is not None and run.result["status"] == "done" and run.witness is not None
+    assert set(run.witness.tolist()) == {3}
+    assert digest_of(run) == digest_of(Job(Shape(), 1, ()).run())
+
+
+def test_what_cannot_be_read_is_left_out_by_all_and_replayed() -> None:
+    """A hole begins behind a commit, everybody dies, all can be read again: the replay leaves out the same samples.
+
+    The bits are those of a run that knew of the hole from the beginning.
+    """
+    shape = Shape(unreadable="quarantine")
+    bad = SimFault("bad_row_group", at_s=6.0, node=-1, other=2, for_s=3.0)
+    case = Case(1, shape, (bad, SimFault("kill_job", step=8, for_s=3.0)))
+    run = Job(shape, case.seed, case.faults).run()
+    assert run.result is not None and [hole["since"] for hole in run.result["holes"]] == [6]  # type: ignore[attr-defined]
+    assert [line["step"] for line in run.of("restore") if line["rank"] == 0] == [0, 5]
+    findings = simulate(case).findings
+    assert all(finding.truth == "true" for finding in findings), findings
+    (told,) = [finding.why for finding in findings if finding.invariant == "coverage"]
+    assert "but for 54 in 1 holes that are listed" in told
+
+
+def test_what_cannot_be_read_ends_a_job_that_takes_no_less() -> None:
+    """Without quarantine every node ends with 65, and is not started again; the judge says that the job did not end."""
+    run = Job(Shape(), 1, (SimFault("bad_row_group", at_s=6.0, node=-1, other=1),)).run()
+    assert [line["code"] for line in run.of("exit")] == [65, 65, 65]
+    (finished,) = [finding for finding in judge(run) if finding.invariant == "finished"]
+    assert finished.truth == "false"
+
+
+@pytest.mark.parametrize(("recovery", "for_s"), [("live", 4.0), ("restart", 4.0), ("live", 60.0)])
+def test_a_tracker_that_is_away_holds_everything_once_in_the_end(recovery: Recovery, for_s: float) -> None:
+    """Back before the job's end or long after it: each value of each step is there once, and is the one that was kept.
+
+    What came back after the end was sent by the product's `sync`.
+    """
+    shape = Shape(tracked=True, recovery=recovery)
+    away = SimFault("tracker_outage", at_s=5.5, for_s=for_s)
+    outcome = simulate(Case(1, shape, (away, SimFault("kill_worker", step=8, node=2))))
+    assert outcome.num_faults == {"tracker_outage": 1, "kill_worker": 1}
+    assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
+    (told,) = [finding.why for finding in outcome.findings if finding.invariant == "tracking"]
+    assert "15 losses are those applied" in told and "once each" in told
+
+
+def test_as_many_nodes_as_asked_for() -> None:
+    """A job of 128 nodes loses some and ends well; etcd takes no more guards of one transaction than it would."""
+    faults = (SimFault("lose_node", at_s=6.0, node=3, for_s=4.0), SimFault("kill_node", at_s=6.5, node=7, for_s=3.0))
+    shape = Shape(nodes=128, lanes=128, micro_batch=1, rows=(384,), epochs=1, commit_every=2, lane_s=2.0)
+    outcome = simulate(Case(1, shape, faults))
+    assert outcome.violations == () and outcome.num_faults == {"lose_node": 1, "kill_node": 1}
+
+
+def test_the_command_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    """`elastic-chaos sim --json` ends with what all seeds add up to."""
+    with pytest.raises(SystemExit) as left:
+        main(["sim", "--seeds", "20:23", "--json"])
+    fields = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert left.value.code == 0
+    assert (fields["seeds"], fields["valid"], fields["replay"]) == (3, 3, None)
+    assert {"faults", "virtual_hours", "digest", "runs_per_s", "faults_by_kind"} <= set(fields)
+    assert set(fields["never_came"]).isdisjoint(fields["faults_by_kind"]) and "kill@data" in fields["never_came"]
