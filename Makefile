@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
-.PHONY: setup demo test test-long sim soak check format bench clean
+.PHONY: setup demo test test-long sim soak check docs format bench clean
 
 setup: .venv/.installed
 
@@ -42,10 +42,15 @@ soak: setup
 	@$(RUN) -m chaos.cli run soak --minutes 0.5 --seed 1 --out runs/soak-short
 
 check: setup
-	@echo "check: format, lint, types"
+	@echo "check: format, lint, types, the documentation site"
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+	@$(BIN)/mkdocs build --strict --quiet
+
+docs: setup
+	@$(BIN)/mkdocs build --strict --quiet
+	@echo "docs: site/index.html"
 
 format: setup
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
@@ -54,4 +59,4 @@ bench: setup
 	@$(RUN) -m benchmarks.reduction --json
 
 clean:
-	rm -rf .venv data runs build mlflow.db *.egg-info
+	rm -rf .venv data runs build site mlflow.db *.egg-info
