@@ -37,14 +37,10 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import lane_seed, owned_lanes, parts_of
 from elastic_train.core.order import Cursor
 from elastic_train.job.state import build_state
-from elastic_train.parallel.gradient_sum import (
-    Scratch,
-    exchange,
-    gather_lane_table,
-    make_gradient_sum,
-    tree_sum,
-)
+from elastic_train.parallel.exchange import Scratch, exchange
+from elastic_train.parallel.gradient_sum import make_gradient_sum
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.lane_table import gather_lane_table, tree_sum
 from elastic_train.tasks.models.text_encoder import EncoderShape, TextEncoder
 
 SIZES = {"1M": 1_000_000, "25M": 25_000_000}

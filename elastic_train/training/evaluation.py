@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import ConfigError
-from elastic_train.parallel.gradient_sum import gather_lane_table, tree_sum
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.lane_table import gather_lane_table, tree_sum
 from elastic_train.tasks.task import Task
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from elastic_train.core.accounting import ranges_of
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import lane_seed
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.parallel.gradient_sum import gather_lane_table, tree_sum
+from elastic_train.parallel.lane_table import gather_lane_table, tree_sum
 from elastic_train.system.failpoints import reach
 from elastic_train.training.session import Session
 

@@ -49,14 +49,9 @@ from elastic_train.training.session import Process, Session
 from elastic_train.world.fencing import StoreFence, claim_of
 from elastic_train.world.forming import Formed
 from elastic_train.world.quarantine import known_holes
-from elastic_train.world.uniformity import check_alike
-from elastic_train.world.world import (
-    World,
-    enter_world,
-    has_equal_kernels,
-    parent_of,
-    restore,
-)
+from elastic_train.world.restore import parent_of, restore
+from elastic_train.world.uniformity import check_alike, has_equal_kernels
+from elastic_train.world.world import World, enter_world
 
 
 def open_session(process: Process, formed: Formed) -> Session:

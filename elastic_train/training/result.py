@@ -11,14 +11,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
 from elastic_train.checkpoint.format.weights_digest import weights_digest
-from elastic_train.errors import ElasticTrainError, ResultError
-from elastic_train.parallel.group import Group
+from elastic_train.errors import ResultError
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.tasks.task import Finishing
 from elastic_train.training.session import Session
+from elastic_train.world.uniformity import check_agreement
 
 TRACKER_TIMEOUT_S = 20.0
 
@@ -73,15 +71,3 @@ def _noting(unwritten: list[str], what: str) -> Iterator[None]:
         yield
     except OSError as error:
         unwritten.append(f"{what}: {error}")
-
-
-def check_agreement(group: Group, digest: str, step: int) -> None:
-    """Raise if a rank holds other weights than rank 0: a kernel that is not deterministic, or broken hardware."""
-    mine = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.int64)
-    rows = group.all_gather(mine)
-    differing = [rank for rank in range(group.size) if not torch.equal(rows[rank], rows[0])]
-    if differing:
-        raise ElasticTrainError(
-            f"step {step}: ranks {differing} hold other weights than rank 0; a kernel is not deterministic, "
-            "or a device computes wrongly. The last commit is intact; set `reduction: fast` to train without equal bits"
-        )

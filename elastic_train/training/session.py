@@ -23,9 +23,10 @@ from elastic_train.system.watchdog import Watchdog
 from elastic_train.tracking.progress import Status
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.training.evaluation import evaluate
+from elastic_train.world.agreement import agree
 from elastic_train.world.forming import Worlds
 from elastic_train.world.quarantine import find_holes
-from elastic_train.world.world import World, agree
+from elastic_train.world.world import World
 
 LAST_COMMIT_TRIES = 3
 LAST_COMMIT_PAUSE_S = 2.0

@@ -27,7 +27,8 @@ from elastic_train.errors import DataError, StorageError
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.group import Group
-from elastic_train.world.world import World, agree
+from elastic_train.world.agreement import agree
+from elastic_train.world.world import World
 
 FOLDER = "holes/"
 _HOLES = TypeAdapter(tuple[Hole, ...])

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Mapping
 
 import torch
 
-from elastic_train.errors import ConfigError
+from elastic_train.errors import ConfigError, ElasticTrainError
 from elastic_train.job.plan import Plan
 from elastic_train.parallel.group import Group
 
@@ -56,3 +57,22 @@ def deciding(plan: Plan) -> Mapping[str, object]:
     for section, keys in _KEYS.items():
         found |= {f"{section}.{key}": config[section][key] for key in keys}
     return found
+
+
+def has_equal_kernels(group: Group, device: torch.device) -> bool:
+    """Say whether all ranks compute on the same kind of device with the same library, so that bits can be equal."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    mine = torch.tensor([zlib.crc32(f"{device.type} {name} {torch.__version__}".encode())])
+    return bool((group.all_gather(mine) == mine).all())
+
+
+def check_agreement(group: Group, digest: str, step: int) -> None:
+    """Raise if a rank holds other weights than rank 0: a kernel that is not deterministic, or broken hardware."""
+    mine = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.int64)
+    rows = group.all_gather(mine)
+    differing = [rank for rank in range(group.size) if not torch.equal(rows[rank], rows[0])]
+    if differing:
+        raise ElasticTrainError(
+            f"step {step}: ranks {differing} hold other weights than rank 0; a kernel is not deterministic, "
+            "or a device computes wrongly. The last commit is intact; set `reduction: fast` to train without equal bits"
+        )

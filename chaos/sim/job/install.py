@@ -33,7 +33,7 @@ from elastic_train.checkpoint.commits import record
 from elastic_train.checkpoint.interval.young_daly import Faults
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.parallel import gradient_sum as reduction
+from elastic_train.parallel import lane_table
 from elastic_train.system.failpoints import reach
 from elastic_train.tracking.history import History
 from elastic_train.training import loop
@@ -66,6 +66,7 @@ PRODUCT = (
     "elastic_train.training.session",
     "elastic_train.training.open_session",
     "elastic_train.world.world",
+    "elastic_train.world.restore",
     "elastic_train.world.forming",
     "elastic_train.world.handover",
     "elastic_train.world.fencing",
@@ -160,9 +161,8 @@ def _world(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
     yield from _in("rendezvous.meeting_point", TCPStore=functools.partial(MeetingStore, job.net))
     yield from _in("elastic_train.world.forming", Group=functools.partial(SimGroup, look_s=job.shape.look_s))
     yield from _in("elastic_train.world.forming", live_context=lambda: job.told(job.kernel.process), os=_Launcher(job))
-    yield from _in(
-        "elastic_train.world.world", open_store=storage, open_fence=fence, last_applied=lambda *_, **__: None
-    )
+    yield from _in("elastic_train.world.world", open_store=storage, open_fence=fence)
+    yield from _in("elastic_train.world.restore", last_applied=lambda *_, **__: None)
     yield from _in("elastic_train.world.world", History=functools.partial(SimHistory, job), Progress=Silent)
     yield from _in("elastic_train.training.open_session", open_store=storage)
     yield from _track(job)
@@ -249,7 +249,7 @@ def _tensors(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
     yield from _in(
         "elastic_train.training.loop", _run_lane=run_lane, _coverage_of=coverage_of, _fold=_memory_of(loop._fold)
     )
-    yield from _in("elastic_train.parallel.gradient_sum", _read_table=_memory_of(reduction._read_table))
+    yield from _in("elastic_train.parallel.lane_table", _read_table=_memory_of(lane_table._read_table))
     yield from _in("elastic_train.world.handover", _read_places=_memory_of(handover._read_places))
     yield from _in(
         "elastic_train.checkpoint.format.layout",

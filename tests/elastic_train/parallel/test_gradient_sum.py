@@ -16,13 +16,10 @@ from torch.multiprocessing.spawn import spawn
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.lanes import lane_seed, owned_lanes
 from elastic_train.errors import PeerLostError
-from elastic_train.parallel.gradient_sum import (
-    gather_lane_table,
-    halving_turns,
-    make_gradient_sum,
-    tree_sum,
-)
+from elastic_train.parallel.exchange import halving_turns
+from elastic_train.parallel.gradient_sum import make_gradient_sum
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.lane_table import gather_lane_table, tree_sum
 
 LANES = (4, 5, 7, 8, 12, 13, 16)
 EMPTY = 2  # a lane that has no sample in some steps

@@ -12,7 +12,8 @@ from elastic_train.job.commit_facts import describe_commit
 from elastic_train.parallel.group import Group
 from elastic_train.training.open_session import commit_alone
 from elastic_train.world.fencing import JoinedFence
-from elastic_train.world.world import World, restore
+from elastic_train.world.restore import restore
+from elastic_train.world.world import World
 from rendezvous import errors as rendezvous_errors
 from tests.elastic_train.training.test_open_session import plan_of, state_of
 

@@ -1,0 +1,118 @@
+"""How ranks exchange partial sums so that the tree of lanes is finished: halving and doubling, or in chunks.
+
+Every way gives the tree's sum and differs only in who adds which elements; the volume is a ring's, or (k + 1) / 2 of it
+for k parts a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from elastic_train.core.lanes import Part, merge_plan
+from elastic_train.parallel.group import Group
+
+
+class Scratch:
+    """Memory for what arrives, kept from step to step: fresh pages would cost more than the additions."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def split(self, sizes: Sequence[int], like: Tensor) -> Sequence[Tensor]:
+        """Return one flat tensor of each size, of `like`'s dtype and device; valid until the next call."""
+        kind, total = (like.dtype, like.device), sum(sizes)
+        if kind not in self._kept or self._kept[kind].numel() < total:
+            self._kept[kind] = torch.empty(total, dtype=like.dtype, device=like.device)
+        return torch.split(self._kept[kind][:total], list(sizes))
+
+
+def exchange(
+    flat: Tensor,
+    mine: Mapping[Part, Tensor],
+    layout: Sequence[Sequence[Part]],
+    group: Group,
+    num_lanes: int,
+    scratch: Scratch,
+) -> None:
+    """Finish the tree over all ranks' parts and leave the whole sum in `flat`, which holds one of `mine`.
+
+    NCCL would deadlock on receives posted at the start, and has nothing to gain: both ways have a ring's volume.
+    """
+    if group.size == 2 and is_balanced(layout):
+        group.all_reduce(flat)  # one addition for each element, and it commutes: there is no order to keep
+    elif group.size & (group.size - 1) == 0 and is_balanced(layout) and not flat.is_cuda:
+        halve_and_double(flat, group, scratch)
+    else:
+        finish_in_chunks(flat, mine, layout, group, num_lanes, scratch)
+
+
+def is_balanced(layout: Sequence[Sequence[Part]]) -> bool:
+    """Say whether every rank holds exactly one part, all of one level, in order."""
+    level = layout[0][0].level
+    return all(list(parts) == [Part(level, rank)] for rank, parts in enumerate(layout))
+
+
+def halve_and_double(flat: Tensor, group: Group, scratch: Scratch) -> None:
+    """Reduce by recursive halving and gather by recursive doubling (Thakur, Rabenseifner, Gropp 2005, section 4.5).
+
+    Partners meet in the tree's order, siblings first, so the sum is the tree's; the volume is a ring's. All receives
+    are posted at the start. What is given away is received again, whole, only by the doubling's mirrored turn.
+    """
+    turns = halving_turns(group.rank, group.size, flat.numel())
+    arriving = scratch.split([hi - lo for _, (lo, hi), _ in turns], flat)
+    halving = [group.receive(turn[0], part) for turn, part in zip(turns, arriving, strict=True)]
+    doubling = [group.receive(partner, flat[lo:hi]) for partner, _, (lo, hi) in reversed(turns)]
+    sends = []
+    for (partner, (keep_lo, keep_hi), (lo, hi)), part, receipt in zip(turns, arriving, halving, strict=True):
+        sends.append(group.send(partner, flat[lo:hi]))
+        group.wait([receipt])
+        flat[keep_lo:keep_hi].add_(part)
+    for (partner, (keep_lo, keep_hi), _), receipt in zip(reversed(turns), doubling, strict=True):
+        sends.append(group.send(partner, flat[keep_lo:keep_hi]))
+        group.wait([receipt])
+    group.wait(sends)
+
+
+def halving_turns(rank: int, size: int, length: int) -> list[tuple[int, tuple[int, int], tuple[int, int]]]:
+    """Return (partner, kept, given) of each turn of a recursive halving; kept and given are half-open slices."""
+    turns, lo, hi = [], 0, length
+    for turn in range(size.bit_length() - 1):
+        partner, middle = rank ^ (1 << turn), (lo + hi) // 2
+        keep, give = ((lo, middle), (middle, hi)) if rank < partner else ((middle, hi), (lo, middle))
+        turns.append((partner, keep, give))
+        lo, hi = keep
+    return turns
+
+
+def finish_in_chunks(
+    flat: Tensor,
+    mine: Mapping[Part, Tensor],
+    layout: Sequence[Sequence[Part]],
+    group: Group,
+    num_lanes: int,
+    scratch: Scratch,
+) -> None:
+    """Let every rank finish the tree over its 1/W of the vector, from all ranks' parts of it, and gather."""
+    bounds = [rank * flat.numel() // group.size for rank in range(group.size + 1)]
+    lo, hi = bounds[group.rank], bounds[group.rank + 1]
+    # Every rank begins with its right neighbour, so that no receiver is flooded by all at once.
+    others = [(group.rank + distance) % group.size for distance in range(1, group.size)]
+    chunk = {rank: slice(bounds[rank], bounds[rank + 1]) for rank in others}
+    sums: dict[Part, Tensor] = {part: buffer[lo:hi] for part, buffer in mine.items()}
+    theirs = [(rank, part) for rank in others[::-1] for part in layout[rank]]
+    sums |= zip((part for _, part in theirs), scratch.split([hi - lo] * len(theirs), flat), strict=True)
+    group.exchange(
+        sends=[(rank, mine[part][chunk[rank]]) for rank in others for part in layout[group.rank]],
+        receives=[(rank, sums[part]) for rank, part in theirs],
+    )
+    whole = next(iter(sums.values()))
+    for left, right, parent in merge_plan(list(sums), num_lanes):
+        whole = sums[parent] = sums.pop(left).add_(sums.pop(right))
+    if whole.data_ptr() != flat[lo:hi].data_ptr():
+        flat[lo:hi].copy_(whole)
+    group.exchange(
+        sends=[(rank, flat[lo:hi]) for rank in others], receives=[(rank, flat[chunk[rank]]) for rank in others[::-1]]
+    )
