@@ -35,12 +35,13 @@ from elastic_train.config.schema import OptimizerConfig
 from elastic_train.core.accounting import Account
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import lane_seed, owned_lanes, parts_of
+from elastic_train.core.mesh import Mesh
 from elastic_train.core.order import Cursor
 from elastic_train.job.state import build_state
 from elastic_train.parallel.exchange import Scratch, exchange
 from elastic_train.parallel.gradient_sum import make_gradient_sum
 from elastic_train.parallel.group import Group
-from elastic_train.parallel.lane_table import gather_lane_table, tree_sum
+from elastic_train.parallel.step_tables import gather_tables, tree_sum
 from elastic_train.tasks.models.text_encoder import EncoderShape, TextEncoder
 
 SIZES = {"1M": 1_000_000, "25M": 25_000_000}
@@ -185,7 +186,7 @@ def _lane_step(
                 loss = _loss(model, batches[lane, state.step % 7])
                 loss.backward()  # type: ignore[no-untyped-call]
             rows[lane] = [float(loss.detach()), float(MICRO_BATCH), MICRO_BATCH, 1, 2, 0]
-        table = gather_lane_table(group, case.num_lanes, rows)
+        table = gather_tables(group, Mesh(group.rank, group.size), case.num_lanes, rows).lanes
         gradients.finish(tree_sum([float(row[1]) for row in table]))
         state.apply(Cursor(), CoverageSums(), 1, Account())
 

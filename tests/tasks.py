@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from elastic_train.tasks.task import Batch, LaneLoss
 from elastic_train.tasks.text_classifier import TextClassifier
@@ -29,3 +29,30 @@ class FailsOnce(TextClassifier):
                 raise RuntimeError("planted failure")
             os.kill(os.getpid(), getattr(signal, self.how))
         return super().loss(model, batch)
+
+
+class Normalised(nn.Module):
+    """A classifier whose logits are normalised by running statistics."""
+
+    def __init__(self, body: nn.Module, num_classes: int, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.body, self.norm = body, norm(num_classes)
+
+    def forward(self, *inputs: object, **named: object) -> Tensor:
+        return self.norm(self.body(*inputs, **named))  # type: ignore[no-any-return]
+
+
+class WithBatchNorm(FailsOnce):
+    """A text classifier whose forward pass changes buffers; with `after` it fails once, as `FailsOnce` does."""
+
+    norm: type[nn.Module] = nn.BatchNorm1d
+
+    def __init__(self, marker: str = "", after: int = 0, **params: object) -> None:
+        super().__init__(marker, after, **params)
+
+    def build_model(self) -> nn.Module:
+        return Normalised(super().build_model(), self.num_classes, self.norm)
+
+
+class WithSyncBatchNorm(WithBatchNorm):
+    norm = nn.SyncBatchNorm

@@ -1,10 +1,10 @@
 """Lanes: who computes which, and the fixed binary tree in which their gradients are summed.
 
-Rank r of W owns the lanes [r*L//W, (r+1)*L//W). The L lanes are the leaves of one binary tree: the node (level, i)
-covers the lanes [i * 2^level, (i+1) * 2^level), clipped at L. A node without a right child passes its left child up.
-A rank adds its own lanes up to the largest whole subtrees (`parts_of`), and `merge_plan` names the additions that are
-left once all ranks' parts are together. Floating-point addition commutes, so only the tree matters; the tree is fixed
-by L alone, so no sum depends on the world.
+Replica r of W owns the lanes [r*L//W, (r+1)*L//W). The L lanes are the leaves of one binary tree: the node (level, i)
+covers the lanes [i * 2^level, (i+1) * 2^level), clipped at L. A node without a right child passes its left child up. A
+replica adds its own lanes up to the largest whole subtrees (`parts_of`), and `merge_plan` names the additions that are
+left once all replicas' parts are together. Floating-point addition commutes, so only the tree matters; the tree is
+fixed by L alone, so no sum depends on the world.
 """
 
 from __future__ import annotations
@@ -43,10 +43,14 @@ class Part:
         return self.lo >= num_lanes
 
 
-def owned_lanes(rank: int, world_size: int, num_lanes: int) -> range:
-    """Cut [0, num_lanes) into one slice per rank; slices are disjoint, in order, and differ by at most one lane."""
-    assert 0 <= rank < world_size, f"no rank {rank} in a world of {world_size}"
-    return range(rank * num_lanes // world_size, (rank + 1) * num_lanes // world_size)
+def owned_lanes(replica: int, num_replicas: int, num_lanes: int) -> range:
+    """Cut [0, num_lanes) into one slice per replica; slices are disjoint, in order, and differ by at most one lane.
+
+    Where every rank holds a whole model, a replica is a rank. Any `num_replicas` from 1 to `num_lanes` gives each of
+    them a lane; there is no divisor rule.
+    """
+    assert 0 <= replica < num_replicas, f"no replica {replica} among {num_replicas}"
+    return range(replica * num_lanes // num_replicas, (replica + 1) * num_lanes // num_replicas)
 
 
 def root_of(num_lanes: int) -> Part:

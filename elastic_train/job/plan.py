@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from elastic_train.best import parse_best
 from elastic_train.checkpoint import CommitRecord, Retention
@@ -66,6 +67,7 @@ class Plan:
         """Build model and optimizer from the run's seed, so that every rank begins with the same bits."""
         torch.manual_seed(derive(self.config.run.seed, _INITIAL_WEIGHTS) >> 1)
         model = self.task.build_model().to(self.device)
+        check_model(model)
         model.train()
         is_fp16 = self.config.precision == "fp16"
         return build_state(model, self.config.optimizer, self.total_steps, self.device.type, is_fp16)
@@ -112,6 +114,16 @@ class Plan:
             "device": str(self.device),
             "commits in": self.config.checkpoint_url,
         }
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model whose forward pass talks to other ranks: what it computes would depend on the world."""
+    found = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if found:
+        raise ConfigError(
+            f"the task's model has SyncBatchNorm ({', '.join(found)}), whose statistics depend on the number of ranks: "
+            "use BatchNorm, whose running statistics become the mean over a step's lanes"
+        )
 
 
 def make_plan(config: Config) -> Plan:

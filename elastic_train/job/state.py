@@ -78,10 +78,18 @@ class AppliedState:
     def coverage(self) -> CoverageSums:
         return self.reached.coverage
 
-    def apply(self, cursor: Cursor, coverage: CoverageSums, term: int, account: Account) -> float:
+    def apply(
+        self,
+        cursor: Cursor,
+        coverage: CoverageSums,
+        term: int,
+        account: Account,
+        buffers: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> float:
         """Take one optimizer step of a term with the reduced gradients in place; return their norm.
 
-        `coverage` are the step's own sums, `account` is what is known of all samples once it is applied.
+        `coverage` are the step's own sums, `account` is what is known of all samples once it is applied, `buffers` are
+        pairs of a buffer and what the step's forward passes have made of it.
 
         Clipping and the scaler's decision read reduced values only, so every rank decides alike. A step whose fp16
         gradients overflowed leaves the weights alone and still counts as applied: its samples are spent.
@@ -92,6 +100,8 @@ class AppliedState:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.scheduler.step()
+        for buffer, value in buffers:
+            buffer.copy_(value)
         self.reached = self.reached.advance(cursor, coverage, term, account)
         return float(norm)
 

@@ -2,7 +2,7 @@
 
 Gradients live in one flat buffer per dtype, and every parameter's `.grad` is a view of it. A leaf starts from zeros,
 so no negative zero survives, and the backward pass of a lane's right sibling into the same buffer *is* their sum. The
-larger subtrees of a rank are kept by a binary counter of at most log2 L more buffers.
+larger subtrees of a replica are kept by a binary counter of at most log2 L more buffers.
 """
 
 from __future__ import annotations
@@ -38,11 +38,15 @@ class GradientSum(Protocol):
 
 
 def make_gradient_sum(
-    kind: Literal["canonical", "fast"], parameters: Sequence[nn.Parameter], group: Group, num_lanes: int
+    kind: Literal["canonical", "fast"], parameters: Sequence[nn.Parameter], replicas: Group, num_lanes: int
 ) -> GradientSum:
     """Bind the parameters' gradients to buffers and return the sum that the configuration asks for."""
-    flats = bind_gradients(parameters)
-    return CanonicalSum(flats, group, num_lanes) if kind == "canonical" else FastSum(flats, group)
+    return make_sum(kind, bind_gradients(parameters), replicas, num_lanes)
+
+
+def make_sum(kind: Literal["canonical", "fast"], flats: list[Tensor], replicas: Group, num_lanes: int) -> GradientSum:
+    """Return the sum of whatever lanes add to flat tensors; `replicas` has one rank of every replica, by replica."""
+    return CanonicalSum(flats, replicas, num_lanes) if kind == "canonical" else FastSum(flats, replicas)
 
 
 def bind_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -65,16 +69,18 @@ def bind_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
 class CanonicalSum:
     """The sum along the tree."""
 
-    def __init__(self, flats: list[Tensor], group: Group, num_lanes: int) -> None:
-        self._flats, self._group, self._num_lanes = flats, group, num_lanes
-        self._layout = [parts_of(owned_lanes(rank, group.size, num_lanes), num_lanes) for rank in range(group.size)]
+    def __init__(self, flats: list[Tensor], replicas: Group, num_lanes: int) -> None:
+        self._flats, self._replicas, self._num_lanes = flats, replicas, num_lanes
+        size = replicas.size
+        self._layout = [parts_of(owned_lanes(replica, size, num_lanes), num_lanes) for replica in range(size)]
         self._open: Part | None = None  # the subtree whose sum the flat buffers hold
         self._stack: list[tuple[Part, list[Tensor]]] = []
         self._free: list[list[Tensor]] = []
         self._scratch = Scratch()
 
     def begin(self, lanes: range) -> None:
-        assert lanes == owned_lanes(self._group.rank, self._group.size, self._num_lanes), f"{lanes} are not this rank's"
+        mine = owned_lanes(self._replicas.rank, self._replicas.size, self._num_lanes)
+        assert lanes == mine, f"{lanes} are not this replica's"
         self._free += [buffers for _, buffers in self._stack]
         self._stack.clear()
         self._open = None
@@ -94,9 +100,11 @@ class CanonicalSum:
         mine = [*self._stack, (self._open, self._flats)]
         for number, flat in enumerate(self._flats):
             parts = {part: buffers[number] for part, buffers in mine if part is not None}
-            assert sorted(parts) == sorted(self._layout[self._group.rank]), "not all of this rank's lanes were run"
-            if self._group.size > 1:
-                exchange(flat, parts, self._layout, self._group, self._num_lanes, self._scratch)
+            assert sorted(parts) == sorted(self._layout[self._replicas.rank]), (
+                "not all of this replica's lanes were run"
+            )
+            if self._replicas.size > 1:
+                exchange(flat, parts, self._layout, self._replicas, self._num_lanes, self._scratch)
             flat.div_(divisor)
 
     def _push(self) -> None:
@@ -127,8 +135,8 @@ class CanonicalSum:
 class FastSum:
     """All lanes into one buffer, then all_reduce: coverage stays exact, rounding varies with the world."""
 
-    def __init__(self, flats: list[Tensor], group: Group) -> None:
-        self._flats, self._group = flats, group
+    def __init__(self, flats: list[Tensor], replicas: Group) -> None:
+        self._flats, self._replicas = flats, replicas
 
     def begin(self, lanes: range) -> None:
         for flat in self._flats:
@@ -139,5 +147,5 @@ class FastSum:
 
     def finish(self, divisor: float) -> None:
         for flat in self._flats:
-            self._group.all_reduce(flat)
+            self._replicas.all_reduce(flat)
             flat.div_(divisor)

@@ -31,8 +31,10 @@ class Group:
 
     With `is_broken`, which is asked with the seconds that a wait has lasted, no wait outlasts the world: as soon as it
     says so, whoever waits gets PeerLostError, whatever the peers do. Without, a wait ends when the peers answer or die,
-    or `timeout_s` is over. Waits happen inside `resting()`.
+    or `timeout_s` is over. Waits happen inside `resting()`. `num_bytes` counts what this rank has given to collectives.
     """
+
+    num_bytes = 0
 
     def __init__(
         self,
@@ -182,6 +184,7 @@ class Group:
         self.wait([self._begin(collective, tensor)])
 
     def _begin(self, collective: Callable[[dist.ProcessGroup], dist.Work], tensor: Tensor) -> dist.Work:
+        self.num_bytes += tensor.nbytes
         try:
             return collective(self._group(tensor))
         except RuntimeError as error:

@@ -86,6 +86,18 @@ class Limited(Protocol):
 
 
 @runtime_checkable
+class Counting(Protocol):
+    """A task whose model counts something in integer buffers in its forward pass."""
+
+    def summed_buffers(self) -> Sequence[str]:
+        """Name the integer buffers, in full, that a step changes by the sum of what every lane adds.
+
+        All other integer buffers must come out of a step alike in every lane, as BatchNorm's `num_batches_tracked`
+        does.
+        """
+
+
+@runtime_checkable
 class Matching(Protocol):
     """A task that knows what makes a validation set one of the same kind as the training set."""
 
@@ -120,4 +132,4 @@ def load_task(config: TaskConfig) -> Task:
     return task
 
 
-__all__ = ["Batch", "Finishing", "LaneLoss", "Limited", "Matching", "Task", "load_task"]
+__all__ = ["Batch", "Counting", "Finishing", "LaneLoss", "Limited", "Matching", "Task", "load_task"]

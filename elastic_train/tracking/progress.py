@@ -71,6 +71,8 @@ class Status:
     term: int
     last_commit_step: int | None
     epoch: int | None
+    slowest: tuple[int, float] | None = None
+    """The rank that the others wait for, and how many times the median its lanes took; None if all are alike."""
 
 
 class Progress:
@@ -152,6 +154,7 @@ class Progress:
         def shown(value: float | None, form: str) -> str:
             return "-" if value is None else format(value, form)
 
+        slowest = [("slowest", f"rank {status.slowest[0]}, {status.slowest[1]:.1f}x")] if status.slowest else []
         return [
             ("step", f"{status.step}/{status.total_steps}"),
             ("epoch", shown(status.epoch, "d")),
@@ -161,6 +164,7 @@ class Progress:
             ("term", str(status.term)),
             ("last commit", shown(status.last_commit_step, "d")),
             ("ETA", self._eta(status)),
+            *slowest,
         ]
 
     def _eta(self, status: Status) -> str:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import ConfigError
 from elastic_train.parallel.group import Group
-from elastic_train.parallel.lane_table import gather_lane_table, tree_sum
+from elastic_train.parallel.step_tables import gather_tables, tree_sum
 from elastic_train.tasks.task import Task
+from elastic_train.world.world import World
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -31,7 +32,7 @@ def evaluate(
     task: Task,
     model: nn.Module,
     steps: Iterable[Sequence[LaneBatch]],
-    group: Group,
+    world: World,
     num_lanes: int,
     device: torch.device,
 ) -> dict[str, float]:
@@ -54,10 +55,10 @@ def evaluate(
                     metric.update(loss.predictions, loss.targets)
     finally:
         model.train(was_training)
-    table = gather_lane_table(group, num_lanes, sums)
+    table = gather_tables(world.group, world.mesh, num_lanes, sums).lanes
     total, weight, samples = (tree_sum([row[place] for row in table]) for place in range(3))
     own = dict(zip(OWN_VALUES, (total / (weight or 1.0), samples), strict=True))
-    return {**own, **_merge(metrics, group)}
+    return {**own, **_merge(metrics, world.replicas)}
 
 
 @contextlib.contextmanager
@@ -71,14 +72,14 @@ def _plain_kernels() -> Iterator[None]:
         torch.set_deterministic_debug_mode(mode)
 
 
-def _merge(metrics: Mapping[str, Metric], group: Group) -> dict[str, float]:
-    """Sum the metrics' states over the ranks and compute their values."""
+def _merge(metrics: Mapping[str, Metric], replicas: Group) -> dict[str, float]:
+    """Sum the metrics' states over the replicas and compute their values."""
     values: dict[str, float] = {}
     for name, metric in metrics.items():
         for state_name, state in metric.metric_state.items():
             if not isinstance(state, Tensor) or state.is_floating_point():
                 raise ConfigError(f"metric '{name}': state '{state_name}' is no integer count; give it thresholds")
-            group.all_reduce(state)
+            replicas.all_reduce(state)
             setattr(metric, state_name, state)
         values[name] = float(metric.compute())
     return values

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -35,8 +36,10 @@ from elastic_train.errors import StorageError
 from elastic_train.job.commit_facts import describe_commit
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
-from elastic_train.parallel.gradient_sum import make_gradient_sum
+from elastic_train.parallel.buffer_mean import BufferMean
+from elastic_train.parallel.gradient_sum import make_gradient_sum, make_sum
 from elastic_train.system.atomic_files import write_atomically
+from elastic_train.tasks.task import Counting
 from elastic_train.tracking.history import faults_before
 from elastic_train.tracking.mlflow_run import (
     COMMIT_TAG,
@@ -76,8 +79,9 @@ def _open_in(process: Process, world: World) -> Session:
         plan=plan,
         world=world,
         state=state,
-        gradients=make_gradient_sum(kind, list(state.model.parameters()), world.group, plan.num_lanes),
-        lanes=owned_lanes(world.group.rank, world.group.size, plan.num_lanes),
+        gradients=make_gradient_sum(kind, list(state.model.parameters()), world.replicas, plan.num_lanes),
+        buffers=open_buffers(plan, world, state, kind),
+        lanes=owned_lanes(world.mesh.replica, world.mesh.num_replicas, plan.num_lanes),
         leave=process.leave,
         worlds=process.worlds,
         watchdog=process.watchdog,
@@ -91,6 +95,13 @@ def _open_in(process: Process, world: World) -> Session:
         f"term {world.term}: {world.group.size} ranks, {plan.num_lanes} lanes, {plan.total_steps} steps, {plan.device}"
     )
     return session
+
+
+def open_buffers(plan: Plan, world: World, state: AppliedState, kind: Literal["canonical", "fast"]) -> BufferMean:
+    """Return the buffers that forward passes may change; the task says which of the integer ones count."""
+    summed = plan.task.summed_buffers() if isinstance(plan.task, Counting) else ()
+    replicas = world.replicas
+    return BufferMean(state.model, summed, replicas, lambda flats: make_sum(kind, flats, replicas, plan.num_lanes))
 
 
 def open_cadence(process: Process, world: World, head: CommitRecord | None) -> Cadence:

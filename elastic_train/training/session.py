@@ -16,6 +16,7 @@ from elastic_train.errors import SavesFailedError, StorageError
 from elastic_train.job.commit_facts import describe_commit
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
+from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.gradient_sum import GradientSum
 from elastic_train.system.failpoints import reach
 from elastic_train.system.preemption import LeaveRequest
@@ -23,6 +24,8 @@ from elastic_train.system.watchdog import Watchdog
 from elastic_train.tracking.progress import Status
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.training.evaluation import evaluate
+from elastic_train.training.step_clock import StepClock, slowest
+from elastic_train.training.step_sums import StepSums
 from elastic_train.world.agreement import agree
 from elastic_train.world.forming import Worlds
 from elastic_train.world.quarantine import find_holes
@@ -55,6 +58,7 @@ class Session:
     world: World
     state: AppliedState
     gradients: GradientSum
+    buffers: BufferMean
     lanes: range
     leave: LeaveRequest
     worlds: Worlds
@@ -63,6 +67,7 @@ class Session:
     tracker: Tracker | None
     head: CommitRecord | None
     cadence: Cadence
+    clock: StepClock = field(default_factory=StepClock)
     holes: tuple[Hole, ...] = ()
     num_failed_saves: int = 0
     num_failed_in_a_row: int = 0
@@ -116,9 +121,9 @@ class Session:
         for hole in found:
             self.world.tell(f"QUARANTINED: {hole}: {hole.why}")
 
-    def record_step(self, loss: float, norm: float, num_samples: int, num_left_out: int, seconds: float) -> None:
+    def record_step(self, sums: StepSums, norm: float, seconds: float) -> None:
         """Write the step that was just applied to the history, and to tracker and progress on rank 0."""
-        state = self.state
+        state, loss, rate = self.state, sums.loss / sums.divisor, sums.coverage.count / seconds
         lo = (state.step - 1) % self.plan.order.num_steps(self.plan.micro_batch) * self.plan.micro_batch
         self.world.history.step(
             step=state.step,
@@ -126,29 +131,30 @@ class Session:
             lo=lo,
             hi=lo + self.plan.micro_batch,
             lanes=(self.lanes.start, self.lanes.stop),
-            num_samples=num_samples,
-            num_left_out=num_left_out,
+            num_samples=sums.coverage.count,
+            num_left_out=sums.num_left_out,
             world=self.world.group.size,
             loss=loss,
         )
         if self.tracker is not None:
-            rate = float(state.scheduler.get_last_lr()[0])
-            values = {"train/loss": loss, "train/gradient_norm": norm, "train/learning_rate": rate}
+            learning_rate = float(state.scheduler.get_last_lr()[0])
+            values = {"train/loss": loss, "train/gradient_norm": norm, "train/learning_rate": learning_rate}
             account = state.reached.account
             counts = {"train/left_out": account.left_out, "train/truncated": account.truncated}
             values |= {name: count for name, count in counts.items() if count}
-            self.tracker.log(state.step, {**values, "train/samples_per_s": num_samples / seconds})
+            self.tracker.log(state.step, {**values, "train/samples_per_s": rate})
         if self.world.progress is not None:
             self.world.progress.update(
                 Status(
                     step=state.step,
                     total_steps=self.plan.total_steps,
                     loss=loss,
-                    samples_per_s=num_samples / seconds,
+                    samples_per_s=rate,
                     world=self.world.group.size,
                     term=self.world.term,
                     last_commit_step=self.head.step if self.head else None,
                     epoch=state.cursor.epoch,
+                    slowest=slowest(sums.ranks),
                 )
             )
 
@@ -160,14 +166,15 @@ class Session:
             return
         with self.watchdog.resting():  # the first time a process asks, it imports them, for seconds
             self.plan.task.metrics()
-        values = evaluate(
-            self.plan.task,
-            self.state.model,
-            self.watchdog.beating(batches),
-            self.world.group,
-            self.plan.num_lanes,
-            self.plan.device,
-        )
+        with self.buffers.untouched():
+            values = evaluate(
+                self.plan.task,
+                self.state.model,
+                self.watchdog.beating(batches),
+                self.world,
+                self.plan.num_lanes,
+                self.plan.device,
+            )
         self.state.reached = replace(self.state.reached, validation=values)
         if self.tracker is not None:
             better = {name: metric.higher_is_better for name, metric in self.plan.task.metrics().items()}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from elastic_train.checkpoint import Store, open_store, sweep
 from elastic_train.config.schema import Config
+from elastic_train.core.mesh import Mesh
 from elastic_train.errors import ElasticTrainError, StorageError
 from elastic_train.parallel.group import Group
 from elastic_train.system.failpoints import reach
@@ -42,6 +43,17 @@ class World:
     progress: Progress | None
     launched: RendezvousContext | None
     formed_at: float
+
+    @property
+    def mesh(self) -> Mesh:
+        """Who is who among the ranks: today every rank is a replica of its own."""
+        return Mesh(self.group.rank, self.group.size)
+
+    @property
+    def replicas(self) -> Group:
+        """The ranks of this rank's place in all replicas, which sum gradients; a rank's number is its replica's."""
+        assert self.mesh.cell.size == 1, "cells of several ranks need a group for each column"
+        return self.group
 
     @property
     def is_leader(self) -> bool:

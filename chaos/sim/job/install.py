@@ -33,11 +33,12 @@ from elastic_train.checkpoint.commits import record
 from elastic_train.checkpoint.interval.young_daly import Faults
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.parallel import lane_table
+from elastic_train.parallel import step_tables
 from elastic_train.system.failpoints import reach
 from elastic_train.tracking.history import History
-from elastic_train.training import loop
+from elastic_train.training import step_sums
 from elastic_train.training.session import Session
+from elastic_train.training.step_sums import LaneSums
 from elastic_train.world import handover
 from rendezvous.context import RendezvousContext
 from rendezvous.membership.fence import EtcdFence
@@ -63,6 +64,7 @@ PRODUCT = (
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     "elastic_train.training.supervisor",
     "elastic_train.training.loop",
+    "elastic_train.training.step_clock",
     "elastic_train.training.session",
     "elastic_train.training.open_session",
     "elastic_train.world.world",
@@ -226,19 +228,19 @@ def _tensors(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
     ) -> training.ModelledSum:
         return training.ModelledSum(parameters[0], group)
 
-    def run_lane(session: Session, batch: LaneBatch) -> tuple[float, float]:
+    def run_lane(session: Session, batch: LaneBatch) -> LaneSums:
         if batch.lane == session.lanes.start:
             reach("forward")
             job.compute(len(session.lanes))
             reach("backward")
         if batch.tensors is None:
-            return 0.0, 0.0
+            return LaneSums()
         sums = session.gradients
         assert isinstance(sums, training.ModelledSum)
         sums.add(batch.ids)
         coverage = training.sums_of(tuple(batch.ids.tolist()))
         loss = float(coverage.sum_a % 65521 + session.state.step)
-        return loss, float(coverage.count)
+        return LaneSums(loss, float(coverage.count))
 
     def coverage_of(lanes: Sequence[LaneBatch]) -> CoverageSums:
         return sum((training.sums_of(tuple(batch.ids.tolist())) for batch in lanes), CoverageSums())
@@ -247,9 +249,9 @@ def _tensors(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
         "elastic_train.training.open_session", make_gradient_sum=gradient_sum, has_equal_kernels=lambda *_: True
     )
     yield from _in(
-        "elastic_train.training.loop", _run_lane=run_lane, _coverage_of=coverage_of, _fold=_memory_of(loop._fold)
+        "elastic_train.training.step", _run_lane=run_lane, _coverage_of=coverage_of, fold=_memory_of(step_sums.fold)
     )
-    yield from _in("elastic_train.parallel.lane_table", _read_table=_memory_of(lane_table._read_table))
+    yield from _in("elastic_train.parallel.step_tables", _read_tables=_memory_of(step_tables._read_tables))
     yield from _in("elastic_train.world.handover", _read_places=_memory_of(handover._read_places))
     yield from _in(
         "elastic_train.checkpoint.format.layout",

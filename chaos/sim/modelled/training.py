@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -62,6 +62,10 @@ class Weights:
     def parameters(self) -> Iterator[Weights]:
         yield self
 
+    def named_modules(self) -> Iterator[tuple[str, Weights]]:
+        """There are no buffers."""
+        yield from ()
+
 
 class Rate:
     """What stands for a learning rate's schedule."""
@@ -90,7 +94,9 @@ class ModelledState:
     def coverage(self) -> CoverageSums:
         return self.reached.coverage
 
-    def apply(self, cursor: Cursor, coverage: CoverageSums, term: int, account: Account) -> float:
+    def apply(
+        self, cursor: Cursor, coverage: CoverageSums, term: int, account: Account, buffers: Sequence[object] = ()
+    ) -> float:
         weights = self.model
         assert weights.gradient is not None, "a step has a gradient"
         weights.counts += weights.gradient.counts

@@ -15,11 +15,12 @@ from torch.multiprocessing.spawn import spawn
 
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.lanes import lane_seed, owned_lanes
+from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import PeerLostError
 from elastic_train.parallel.exchange import halving_turns
 from elastic_train.parallel.gradient_sum import make_gradient_sum
 from elastic_train.parallel.group import Group
-from elastic_train.parallel.lane_table import gather_lane_table, tree_sum
+from elastic_train.parallel.step_tables import _read_tables, _to_words, gather_tables, tree_sum
 
 LANES = (4, 5, 7, 8, 12, 13, 16)
 EMPTY = 2  # a lane that has no sample in some steps
@@ -85,7 +86,7 @@ def test_lanes_must_be_run_by_their_owner() -> None:
     for lane in (0, 1, 3):
         with gradients.lane(lane):
             net(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(AssertionError, match="not all of this rank's lanes"):
+    with pytest.raises(AssertionError, match="not all of this replica's lanes"):
         gradients.finish(1.0)
 
 
@@ -115,11 +116,29 @@ def test_a_dead_peer_is_told_as_such(tmp_path: Path) -> None:
 def test_the_lane_table_keeps_every_bit() -> None:
     """Floats travel as their bits, integers modulo 2^64, in the order of lanes."""
     rows = {1: [0.1 + 0.2, -0.0, 2**64 - 1], 0: [float("inf"), 1e-310, 3]}
-    table = gather_lane_table(Group(0, 1, None, 60), 2, rows)
+    tables = gather_tables(Group(0, 1, None, 60), Mesh(0, 1), 2, rows, [7, 0.5])
+    assert tables.ranks == [(7, 0.5)]
+    table = tables.lanes
     assert [[float(row[0]).hex(), float(row[1]).hex(), row[2]] for row in table] == [
         [float("inf").hex(), (1e-310).hex(), 3],
         [(0.1 + 0.2).hex(), (-0.0).hex(), 2**64 - 1],
     ]
+
+
+@pytest.mark.parametrize("cell", [Cell(), Cell(tensor=2)])
+def test_a_replicas_first_rank_speaks_for_its_lanes(cell: Cell) -> None:
+    """Lanes are found by replica, however many ranks a replica has; every rank has a row of its own."""
+    num_lanes, num_replicas = 5, 2
+    rows = []
+    for rank in range(num_replicas * cell.size):
+        mesh = Mesh(rank, num_replicas * cell.size, cell)
+        lanes = owned_lanes(mesh.replica, num_replicas, num_lanes)
+        said = [_to_words([lane, 0.5] if mesh.place == 0 else [-1, -1.0]) for lane in lanes]
+        words = [*_to_words([rank, 1.5]), *(word for row in said for word in row)]
+        rows.append(words + [0] * (3 + 3 * 3 - len(words)))
+    tables = _read_tables(torch.tensor(rows), Mesh(0, num_replicas * cell.size, cell), num_lanes, 3)
+    assert tables.lanes == [(lane, 0.5) for lane in range(num_lanes)]
+    assert tables.ranks == [(rank, 1.5) for rank in range(num_replicas * cell.size)]
 
 
 def test_tree_sum_adds_along_the_tree() -> None:

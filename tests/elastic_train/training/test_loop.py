@@ -8,7 +8,10 @@ from unittest.mock import MagicMock
 import pytest
 
 from elastic_train.core.coverage import CoverageSums
-from elastic_train.training import loop
+from elastic_train.parallel.step_tables import StepTables
+from elastic_train.training import loop, step
+from elastic_train.training.step_clock import StepClock
+from elastic_train.training.step_sums import LEAVE, LaneSums
 
 
 def test_who_is_told_to_leave_in_the_midst_of_a_step_leaves_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,14 +23,17 @@ def test_who_is_told_to_leave_in_the_midst_of_a_step_leaves_behind_it(monkeypatc
     for asked in (session.worlds.wants_to_grow, session.is_commit_overdue, session.is_saving_hopeless):
         asked.return_value = False
 
-    def run_lane(_: object, batch: object) -> tuple[float, float]:
-        session.leave.is_set = True
-        return 1.0, 1.0
+    session.buffers.has_changed, session.clock = False, StepClock()
+    session.world.replicas.num_bytes = 0
 
-    monkeypatch.setattr(loop, "_run_lane", run_lane)
-    monkeypatch.setattr(loop, "_coverage_of", lambda lanes: CoverageSums())
-    monkeypatch.setattr(loop, "gather_lane_table", lambda group, num_lanes, rows: list(rows.values()))
-    batch = SimpleNamespace(lane=0, num_left_out=0, num_truncated=0, unreadable=None)
-    sums, flags = loop.compute_step(session, [batch])  # type: ignore[list-item]
-    assert flags == sums.any_flags == loop._LEAVE
-    assert loop._end(session, flags, sums) is loop.Outcome.PREEMPTED
+    def run_lane(_: object, batch: object) -> LaneSums:
+        session.leave.is_set = True
+        return LaneSums(1.0, 1.0)
+
+    monkeypatch.setattr(step, "_run_lane", run_lane)
+    monkeypatch.setattr(step, "_coverage_of", lambda lanes: CoverageSums())
+    monkeypatch.setattr(step, "gather_tables", lambda _, __, ___, lanes, rank: StepTables(list(lanes.values()), [rank]))
+    batch = SimpleNamespace(lane=0, num_left_out=0, num_truncated=0, unreadable=None, tensors={})
+    computed = step.compute_step(session, [batch])  # type: ignore[list-item]
+    assert computed.flags == computed.sums.any_flags == LEAVE
+    assert loop._end(session, computed.flags, computed.sums) is loop.Outcome.PREEMPTED

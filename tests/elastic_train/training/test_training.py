@@ -321,3 +321,35 @@ def test_a_task_and_a_schema_of_ones_own(tmp_path: Path) -> None:
         succeed(start([str(example / "config.yaml"), *places], num_ranks=num_ranks, environ=environ))
         digests.add(result(run_dir.parent)["weights_sha256"])
     assert len(digests) == 1
+
+
+def with_batch_norm(folder: Path, rows: Path, **changes: object) -> str:
+    """Write the configuration of a classifier whose forward pass changes buffers."""
+    task = {"path": "tests.tasks:WithBatchNorm", "params": {**PARAMS, **changes}}
+    return config(folder, rows, {**CLASSIFIER, "task": task}, epochs=1)
+
+
+def test_buffers_that_forward_passes_change_are_state(tmp_path: Path, rows: Path) -> None:
+    """BatchNorm's statistics are those of one process at any world size, and come back with a commit."""
+    succeed(start([with_batch_norm(tmp_path / "alone", rows)]))
+    expected = result(tmp_path / "alone")
+    for num_ranks in (2, 3, 4):
+        folder = tmp_path / str(num_ranks)
+        succeed(start([with_batch_norm(folder, rows)], num_ranks=num_ranks))
+        found = result(folder)
+        assert [found[key] for key in ("weights_sha256", "metrics")] == [
+            expected[key] for key in ("weights_sha256", "metrics")
+        ]
+    path = with_batch_norm(tmp_path / "failed", rows, marker=str(tmp_path / "marker"), after=44)
+    assert start([path]).code != 0
+    second = succeed(start([path], num_ranks=3))
+    assert "resumed from commits/" in second.output
+    assert result(tmp_path / "failed")["weights_sha256"] == expected["weights_sha256"]
+
+
+def test_batch_norm_across_ranks_is_refused(tmp_path: Path, rows: Path) -> None:
+    """SyncBatchNorm would make the result depend on the world: refused before training, with the reason."""
+    task = {"path": "tests.tasks:WithSyncBatchNorm", "params": PARAMS}
+    done = start([config(tmp_path, rows, {**CLASSIFIER, "task": task})])
+    assert done.code == 2
+    assert "SyncBatchNorm (norm), whose statistics depend on the number of ranks: use BatchNorm" in done.output

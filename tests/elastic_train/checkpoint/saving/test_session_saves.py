@@ -24,8 +24,9 @@ from elastic_train.job.state import build_state
 from elastic_train.parallel.group import Group
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.training import loop
-from elastic_train.training.loop import StepSums
 from elastic_train.training.session import LAST_COMMIT_TRIES, Session
+from elastic_train.training.step import Computed
+from elastic_train.training.step_sums import StepSums
 from elastic_train.world.fencing import JoinedFence, StoreFence
 from rendezvous import errors as rendezvous_errors
 from tests.elastic_train.checkpoint.saving.test_background_saves import FullStore, HeldStore, open_saves
@@ -262,7 +263,7 @@ def test_an_overdue_commit_waits_until_nobody_is_busy(
 ) -> None:
     """A rank that gave its part up asks again with every step, and no step is a commit that was skipped."""
     sums = StepSums(0.0, 1.0, CoverageSums(), 0, 0, flags, 0)
-    monkeypatch.setattr(loop, "compute_step", lambda *_: (sums, flags))
+    monkeypatch.setattr(loop, "compute_step", lambda *_: Computed(sums, flags, ()))
     opened = MagicMock()
     opened.steps.return_value = [()] * 3
     opened.is_validation_due.return_value = opened.is_commit_due.return_value = False

@@ -1,0 +1,236 @@
+"""Buffers that forward passes change (BatchNorm's statistics, averages, counters), made independent of the world.
+
+Every lane starts a step from the same buffers. A step's float buffers become the mean over the results of the lanes
+that had samples, added along the lanes' tree like gradients; its integer buffers must come out alike in all of those
+lanes, or, where the task asks for it, change by the sum of the lanes' increments. Only persistent buffers are state, as
+for `state_dict`; others are caches, and left alone.
+
+Nothing is copied, added or exchanged until a forward pass has changed a buffer. All ranks then learn of it with the
+step's tables, and the step is computed again with the buffers in the sum. A change is noticed by the values in a
+world's first step, since batch_norm writes its statistics past torch's version counters, and by those counters from
+then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from elastic_train.errors import ConfigError
+from elastic_train.parallel.gradient_sum import GradientSum
+from elastic_train.parallel.group import Group
+
+MakeSum = Callable[[list[Tensor]], GradientSum]
+
+
+@dataclass(slots=True)
+class Slot:
+    """A buffer where it is registered; `version` is torch's count of the writes to it when it was last looked at."""
+
+    name: str
+    module: nn.Module
+    key: str
+    tensor: Tensor
+    kept: Tensor
+    version: int
+
+    @property
+    def is_float(self) -> bool:
+        return self.tensor.is_floating_point()
+
+    @property
+    def now(self) -> Tensor:
+        """What the module calls by this name: another tensor after an assignment."""
+        found = self.module._buffers[self.key]
+        assert found is not None, f"buffer {self.name} has gone"
+        return found
+
+    def has_changed(self, *, by_value: bool) -> bool:
+        """Say whether a forward pass has written to it since it was kept."""
+        if self.now is not self.tensor or self.tensor._version != self.version:
+            return True
+        return by_value and not torch.equal(self.tensor, self.kept)
+
+    def reset(self) -> None:
+        """Put back what was kept, into the tensor that was registered."""
+        self.module._buffers[self.key] = self.tensor
+        self.tensor.copy_(self.kept)
+        self.version = self.tensor._version
+
+    def keep(self) -> None:
+        self.kept.copy_(self.tensor)
+        self.version = self.tensor._version
+
+
+class BufferMean:
+    """The persistent buffers of a model over the steps of one world; `replicas` has a rank of every replica.
+
+    A step calls `begin`, then `lane` around every lane's forward pass, in ascending order, then `restore`. If any
+    rank's `has_changed` is true while it `is_tracking` nothing, all ranks call `track` and compute the step again.
+    `finish` returns what the buffers become, which whoever applies the step copies into them.
+    """
+
+    def __init__(self, model: nn.Module, summed: Sequence[str], replicas: Group, make_sum: MakeSum) -> None:
+        self._slots = list(_slots_of(model))
+        self._summed, self._replicas, self._make_sum = frozenset(summed), replicas, make_sum
+        self._sum: GradientSum | None = None
+        self._floats: list[list[Slot]] = []
+        self._flats: list[Tensor] = []
+        self._integers = [slot for slot in self._slots if not slot.is_float]
+        self._increments: Tensor | None = None
+        self.has_changed = False
+        self._num_begun = 0
+
+    @property
+    def is_tracking(self) -> bool:
+        return self._sum is not None
+
+    def begin(self, lanes: range) -> None:
+        """Start a step: the buffers as they are now are what every lane starts from."""
+        self.has_changed = False
+        self._num_begun += 1
+        if self._sum is not None:
+            for slot in self._slots:
+                slot.keep()
+            self._sum.begin(lanes)
+            assert self._increments is not None
+            self._increments.zero_()
+
+    @contextlib.contextmanager
+    def lane(self, lane: int, *, is_empty: bool) -> Iterator[None]:
+        """Surround one lane's forward pass, or nothing for a lane without samples."""
+        if self._sum is None:
+            yield
+            by_value = self._num_begun == 1
+            self.has_changed |= any(slot.has_changed(by_value=by_value) for slot in self._slots)
+            return
+        with self._sum.lane(lane):
+            if not is_empty:
+                self._reset()
+            yield
+            if not is_empty:
+                self._add()
+
+    def restore(self) -> None:
+        """Put the step's own buffers back: lanes leave nothing behind before the step is applied."""
+        if self.is_tracking or self.has_changed:
+            self._reset()
+
+    def track(self) -> None:
+        """Take the buffers into the sum from now on; all ranks begin with it at the same step."""
+        kinds: dict[torch.dtype, list[Slot]] = {}
+        for slot in self._slots:
+            if slot.tensor.is_complex():
+                raise ConfigError(
+                    f"buffer '{slot.name}' is complex and changes in the forward pass: keep its real view"
+                )
+            if slot.is_float:
+                kinds.setdefault(torch.promote_types(slot.tensor.dtype, torch.float32), []).append(slot)
+        self._floats = list(kinds.values())
+        self._flats = [
+            torch.zeros(sum(slot.tensor.numel() for slot in slots), dtype=kind, device=slots[0].tensor.device)
+            for kind, slots in kinds.items()
+        ]
+        count = sum(slot.tensor.numel() for slot in self._integers)
+        device = self._slots[0].tensor.device
+        self._increments = torch.zeros(count, dtype=torch.int64, device=device)
+        self._sum = self._make_sum(self._flats)
+
+    def digest(self) -> int:
+        """Return a checksum of the integer buffers that must come out alike in every lane; below 2^33, 0 for none.
+
+        For the lane whose forward pass has just ended.
+        """
+        alike = [slot.now for slot in self._integers if slot.name not in self._summed]
+        if self._sum is None or not alike:
+            return 0
+        found = 0
+        for tensor in alike:
+            found = zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
+        return found | 1 << 32
+
+    def finish(self, digests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Return (buffer, what it becomes) for all buffers, equal on every rank; none where nothing changes them.
+
+        `digests` are those of all lanes of the step that had samples, over all ranks. Raises ConfigError, alike on all
+        ranks, if integer buffers differ between lanes.
+        """
+        if self._sum is None or not digests:
+            return []
+        if len(set(digests)) > 1:
+            names = ", ".join(f"'{slot.name}'" for slot in self._integers if slot.name not in self._summed)
+            raise ConfigError(
+                f"integer buffers must come out of the forward pass alike in every lane of a step; not so: {names}. "
+                "Name those that count in the task's summed_buffers(), or register them with persistent=False"
+            )
+        self._sum.finish(float(len(digests)))
+        assert self._increments is not None
+        self._replicas.all_reduce(self._increments)  # integers: exact in any order
+        return [*self._means(), *self._counts(len(digests))]
+
+    @contextlib.contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Undo what forward passes inside do to the buffers: a validation is no step."""
+        for slot in self._slots:
+            slot.keep()
+        try:
+            yield
+        finally:
+            self._reset()
+
+    def _reset(self) -> None:
+        for slot in self._slots:
+            slot.reset()
+
+    def _add(self) -> None:
+        """Add the buffers that a lane has left to the sums."""
+        for flat, slots in zip(self._flats, self._floats, strict=True):
+            for part, slot in zip(_split(flat, slots), slots, strict=True):
+                part.add_(_fitting(slot))
+        assert self._increments is not None
+        for part, slot in zip(_split(self._increments, self._integers), self._integers, strict=True):
+            part.add_(_fitting(slot).to(torch.int64) - slot.kept.to(torch.int64))
+
+    def _means(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for flat, slots in zip(self._flats, self._floats, strict=True):
+            yield from ((slot.tensor, part) for part, slot in zip(_split(flat, slots), slots, strict=True))
+
+    def _counts(self, num_lanes: int) -> Iterator[tuple[Tensor, Tensor]]:
+        assert self._increments is not None
+        for part, slot in zip(_split(self._increments, self._integers), self._integers, strict=True):
+            step = part if slot.name in self._summed else part // num_lanes  # alike in every lane, so nothing is left
+            yield slot.tensor, slot.kept.to(torch.int64) + step
+
+
+def _slots_of(model: nn.Module) -> Iterator[Slot]:
+    """Yield the persistent buffers of a model, each tensor once."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for key, tensor in module._buffers.items():
+            if tensor is None or key in module._non_persistent_buffers_set or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            name = f"{prefix}.{key}" if prefix else key
+            yield Slot(name, module, key, tensor, tensor.detach().clone(), tensor._version)
+
+
+def _split(flat: Tensor, slots: Sequence[Slot]) -> Iterator[Tensor]:
+    """Yield the views of a flat tensor that hold each slot's values, in its shape."""
+    parts = torch.split(flat, [slot.tensor.numel() for slot in slots])
+    yield from (part.view_as(slot.tensor) for part, slot in zip(parts, slots, strict=True))
+
+
+def _fitting(slot: Slot) -> Tensor:
+    """Return what a lane has left in a buffer; a forward pass may write its values, never its shape or type."""
+    now = slot.now.detach()
+    if now.shape != slot.tensor.shape or now.dtype != slot.tensor.dtype:
+        raise ConfigError(
+            f"the forward pass turned buffer '{slot.name}' from {tuple(slot.tensor.shape)} {slot.tensor.dtype} into "
+            f"{tuple(now.shape)} {now.dtype}: a cache is registered with persistent=False"
+        )
+    return now

@@ -1,0 +1,95 @@
+"""The tables of a step: what every lane and every rank has to say of it, gathered in one collective.
+
+Lanes belong to replicas, so a replica's first rank speaks for its lanes. What a rank measures or has read as a whole
+has a row of its own beside them. Values of lanes are added along the lanes' tree, so no sum depends on the world.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from elastic_train.core.lanes import lane_additions, owned_lanes
+from elastic_train.core.mesh import Mesh
+from elastic_train.parallel.group import Group
+
+Row = Sequence[float | int]
+
+
+class StepTables(NamedTuple):
+    """Every lane's row, by lane, and every rank's, by rank."""
+
+    lanes: list[Row]
+    ranks: list[Row]
+
+
+def gather_tables(group: Group, mesh: Mesh, num_lanes: int, lanes: Mapping[int, Row], rank: Row = ()) -> StepTables:
+    """Return all lanes' and all ranks' rows, from the rows of this rank's lanes and its own, in one collective.
+
+    `group` is the whole world. Lanes' rows have one length, ranks' rows another, both below 64. A float travels as its
+    bits, an integer modulo 2^64 as it is; each row's first word says which is which, so that one rank's 0 and another's
+    0.0 cannot be taken for each other.
+    """
+    words = [_to_words(row) for _, row in sorted(lanes.items())]
+    table = torch.zeros((-(-num_lanes // mesh.num_replicas), len(words[0])), dtype=torch.int64)
+    table[: len(words)] = torch.tensor(words)
+    own = torch.tensor(_to_words(rank), dtype=torch.int64)
+    return _read_tables(group.all_gather(torch.cat([own, table.flatten()])), mesh, num_lanes, len(own))
+
+
+def _read_tables(gathered: Tensor, mesh: Mesh, num_lanes: int, rank_words: int) -> StepTables:
+    """Return the rows that were gathered: of each rank its own one first, then those of its replica's lanes."""
+    words = gathered.cpu().numpy()
+    most = -(-num_lanes // mesh.num_replicas)
+    lanes = words[:, rank_words:].reshape(mesh.size * most, -1)
+    return StepTables(_rows(lanes[_places(mesh.num_replicas, mesh.cell.size, num_lanes)]), _rows(words[:, :rank_words]))
+
+
+def _rows(words: npt.NDArray[np.int64]) -> list[Row]:
+    """Return rows of values, each of which the first word has been taken for what it says."""
+    columns = words.T.copy()
+    (kinds, *integers), (_, *floats) = (columns.view(kind).tolist() for kind in (np.uint64, np.float64))
+    if not integers:
+        return [() for _ in kinds]
+    by_kind = {
+        kind: list(zip(*(floats[c] if kind >> c & 1 else integers[c] for c in range(len(floats))), strict=True))
+        for kind in set(kinds)
+    }
+    return [by_kind[kind][row] for row, kind in enumerate(kinds)]
+
+
+@lru_cache(64)
+def _places(num_replicas: int, cell_size: int, num_lanes: int) -> npt.NDArray[np.int64]:
+    """Return where every lane's row is among the gathered ones, of which each rank has as many as the largest."""
+    most = -(-num_lanes // num_replicas)
+    owned = (owned_lanes(replica, num_replicas, num_lanes) for replica in range(num_replicas))
+    return np.array(
+        [replica * cell_size * most + place for replica, lanes in enumerate(owned) for place in range(len(lanes))]
+    )
+
+
+def tree_sum(values: Sequence[float]) -> float:
+    """Add the lanes' values along the tree."""
+    sums = list(values)
+    for left, right in lane_additions(len(sums)):
+        sums[left] += sums[right]
+    return sums[0]
+
+
+def _to_words(row: Row) -> list[int]:
+    """Return a row's 64-bit words, the first of which has bit c set if column c is a float."""
+    kinds = sum(isinstance(value, float) << column for column, value in enumerate(row))
+    return [kinds, *(_to_word(value) for value in row)]
+
+
+def _to_word(value: float | int) -> int:
+    """Return a value's 64 bits as a signed integer."""
+    packed = struct.pack("<d", value) if isinstance(value, float) else (value & (1 << 64) - 1).to_bytes(8, "little")
+    return int.from_bytes(packed, "little", signed=True)

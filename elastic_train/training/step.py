@@ -1,0 +1,135 @@
+"""One step's sums: run this replica's lanes, tell all ranks what came of them, and leave the step's mean gradient.
+
+`run_lanes` is the seam: what makes a gradient out of lanes, here one lane after another. A schedule that interleaves
+lanes, such as a pipeline's, takes its place. Nothing of the applied state changes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from elastic_train.core.accounting import ranges_of
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.lanes import lane_seed
+from elastic_train.data.loading.loader import LaneBatch
+from elastic_train.parallel.step_tables import Row, StepTables, gather_tables
+from elastic_train.system.failpoints import reach
+from elastic_train.training.session import Session
+from elastic_train.training.step_sums import (
+    BUFFERS,
+    BUSY,
+    COMMIT,
+    GIVE_UP,
+    GROW,
+    LEAVE,
+    UNREADABLE,
+    LaneSums,
+    StepSums,
+    fold,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A step that is ready to be applied, unless it is unreadable; `flags` are this rank's own."""
+
+    sums: StepSums
+    flags: int
+    buffers: Sequence[tuple[Tensor, Tensor]]
+
+
+def compute_step(session: Session, lanes: Sequence[LaneBatch]) -> Computed:
+    """Run forward and backward of this replica's lanes and leave the whole step's mean gradient in the parameters.
+
+    Where a rank cannot read a sample of the step, all learn of it together, and the gradient is left unfinished. Where
+    a forward pass has changed a buffer for the first time, all ranks run their lanes once more, the buffers in the sum.
+    """
+    if session.plan.config.run.forensic:
+        _keep_ids(session, lanes)
+    while True:
+        results = run_lanes(session, lanes)
+        compute_s = session.clock.lap()
+        # As late as can be: a request to leave or to join, in the midst of a long step, need not wait for the next one.
+        flags = _flags(session, lanes)
+        reach("reduce")
+        sums = fold(_gather(session, lanes, results, flags, compute_s))
+        session.clock.wait_s = session.clock.lap()
+        if not sums.any_flags & BUFFERS or sums.is_unreadable:
+            break
+        session.buffers.track()
+    if sums.is_unreadable:
+        return Computed(sums, flags, ())
+    return Computed(sums, flags, _exchange(session, sums))
+
+
+def _exchange(session: Session, sums: StepSums) -> Sequence[tuple[Tensor, Tensor]]:
+    """Finish the sums over all replicas; return what the buffers become."""
+    reach("exchange")
+    clock, replicas = session.clock, session.world.replicas
+    before = replicas.num_bytes
+    session.gradients.finish(sums.divisor)
+    buffers = session.buffers.finish(sums.buffers)
+    clock.exchange_s, clock.exchanged_bytes = clock.lap(), replicas.num_bytes - before
+    return buffers
+
+
+def run_lanes(session: Session, lanes: Sequence[LaneBatch]) -> dict[int, LaneSums]:
+    """Add the gradients and buffers of this replica's lanes to the step's sums; return what each lane gave."""
+    session.gradients.begin(session.lanes)
+    session.buffers.begin(session.lanes)
+    results = {}
+    for batch in lanes:
+        with session.gradients.lane(batch.lane), session.buffers.lane(batch.lane, is_empty=batch.tensors is None):
+            results[batch.lane] = _run_lane(session, batch)
+    session.buffers.restore()
+    return results
+
+
+def _run_lane(session: Session, batch: LaneBatch) -> LaneSums:
+    """Add one lane's gradient. A lane without samples adds zero."""
+    if batch.tensors is None:
+        return LaneSums()
+    torch.manual_seed(lane_seed(session.plan.config.run.seed, session.state.step, batch.lane))
+    reach("forward")
+    with session.plan.autocast():
+        loss = session.plan.task.loss(session.state.model, session.to_device(batch.tensors))
+    reach("backward")
+    torch.autograd.backward(session.state.scaler.scale(loss.total))
+    return LaneSums(float(loss.total.detach()), loss.weight, session.buffers.digest())
+
+
+def _flags(session: Session, lanes: Sequence[LaneBatch]) -> int:
+    """Return what this rank asks of the others with the step whose lanes it has run."""
+    flags = LEAVE * session.leave.is_set + GROW * session.worlds.wants_to_grow() + BUSY * session.saves.is_busy
+    flags += COMMIT * session.is_commit_overdue() + GIVE_UP * session.is_saving_hopeless()
+    flags += BUFFERS * (session.buffers.has_changed and not session.buffers.is_tracking)
+    return flags + UNREADABLE * any(batch.unreadable for batch in lanes)
+
+
+def _gather(
+    session: Session, lanes: Sequence[LaneBatch], results: dict[int, LaneSums], flags: int, compute_s: float
+) -> StepTables:
+    """Gather the rows of all lanes and ranks."""
+    rows: dict[int, Row] = {}
+    for batch in lanes:
+        lane, has_samples = results[batch.lane], int(batch.tensors is not None)
+        rows[batch.lane] = [lane.loss, lane.weight, batch.num_left_out, batch.num_truncated, has_samples, lane.buffers]
+    coverage = _coverage_of(lanes)
+    rank = [coverage.count, coverage.sum_a, coverage.sum_b, flags, *session.clock.row(compute_s)]
+    return gather_tables(session.world.group, session.world.mesh, session.plan.num_lanes, rows, rank)
+
+
+def _keep_ids(session: Session, lanes: Sequence[LaneBatch]) -> None:
+    """Write the samples that this rank gives to the next step to the history."""
+    ids = ranges_of(np.concatenate([batch.ids for batch in lanes]))
+    session.world.history.read(step=session.state.step + 1, epoch=session.state.cursor.epoch, ids=ids)
+
+
+def _coverage_of(lanes: Sequence[LaneBatch]) -> CoverageSums:
+    """Return the sums over the samples that this rank's lanes have read, at once: a call costs as much as many ids."""
+    return CoverageSums.of_ids(np.concatenate([batch.ids for batch in lanes]))

@@ -1,0 +1,74 @@
+"""What the lanes and ranks of one step add up to, equal on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from operator import and_, or_
+
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.parallel.step_tables import Row, StepTables, tree_sum
+from elastic_train.training.step_clock import RankFacts
+
+_WORD = 1 << 64
+LEAVE, COMMIT, GROW, BUSY, GIVE_UP, UNREADABLE, BUFFERS = (1 << bit for bit in range(7))
+"""Flags that ride on the table of ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSums:
+    """What one lane's forward pass gave: its loss sum and weight, and the checksum of its integer buffers."""
+
+    loss: float = 0.0
+    weight: float = 0.0
+    buffers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepSums:
+    """What the lanes and ranks of one step add up to, equal on every rank."""
+
+    loss: float
+    weight: float
+    coverage: CoverageSums
+    num_left_out: int
+    num_truncated: int
+    any_flags: int
+    all_flags: int
+    buffers: tuple[int, ...] = ()
+    """The lanes' checksums of integer buffers, of the lanes that had samples."""
+    ranks: tuple[RankFacts, ...] = ()
+
+    @property
+    def is_unreadable(self) -> bool:
+        """Say whether a rank could not read a sample of the step, which must not be applied then."""
+        return bool(self.any_flags & UNREADABLE)
+
+    @property
+    def divisor(self) -> float:
+        return self.weight or 1.0
+
+
+def fold(tables: StepTables) -> StepSums:
+    """Add the lanes' rows, floats along the tree and integers in any order, and the ranks' coverage."""
+    losses, weights, *integers = zip(*tables.lanes, strict=True)
+    num_left_out, num_truncated, has_samples, buffers = ([int(value) for value in column] for column in integers)
+    *coverage, flags = ([int(row[column]) for row in tables.ranks] for column in range(4))
+    count, sum_a, sum_b = (sum(column) for column in coverage)
+    return StepSums(
+        tree_sum([float(loss) for loss in losses]),
+        tree_sum([float(weight) for weight in weights]),
+        CoverageSums(count, sum_a % _WORD, sum_b % _WORD),
+        sum(num_left_out),
+        sum(num_truncated),
+        reduce(or_, flags),
+        reduce(and_, flags),
+        tuple(digest for digest, has in zip(buffers, has_samples, strict=True) if has),
+        tuple(_facts_of(row[4:]) for row in tables.ranks),
+    )
+
+
+def _facts_of(row: Row) -> RankFacts:
+    """Read what `StepClock.row` wrote."""
+    data_s, compute_s, wait_s, exchange_s, exchanged_bytes = row
+    return RankFacts(data_s, compute_s, wait_s, exchange_s, int(exchanged_bytes))

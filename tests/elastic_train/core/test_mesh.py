@@ -1,0 +1,60 @@
+"""Ranks, replicas and places: laws of the mesh, for every shape of a cell."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_train.core.lanes import owned_lanes
+from elastic_train.core.mesh import Cell, Mesh
+
+degrees = st.integers(1, 3)
+cells = st.builds(Cell, degrees, degrees, degrees, degrees)
+
+
+@given(cells, st.integers(1, 5))
+def test_every_rank_has_coordinates_of_its_own(cell: Cell, num_replicas: int) -> None:
+    """No two ranks share coordinates, and each coordinate is below its degree."""
+    size = num_replicas * cell.size
+    seen = {Mesh(rank, size, cell).coordinates for rank in range(size)}
+    assert len(seen) == size
+    for replica, stage, shard, tensor, expert in seen:
+        assert replica < num_replicas
+        assert (stage < cell.stage, shard < cell.shard, tensor < cell.tensor, expert < cell.expert) == (True,) * 4
+
+
+@given(cells, st.integers(1, 5))
+def test_a_column_has_one_rank_of_every_replica(cell: Cell, num_replicas: int) -> None:
+    """A column's ranks differ in nothing but the replica, come by replica, and the columns make up the world."""
+    size = num_replicas * cell.size
+    meshes = [Mesh(rank, size, cell) for rank in range(size)]
+    for mesh in meshes:
+        column = [meshes[rank] for rank in mesh.column]
+        assert [other.replica for other in column] == list(range(num_replicas))
+        assert {other.coordinates[1:] for other in column} == {mesh.coordinates[1:]}
+        assert mesh.column[mesh.replica] == mesh.rank
+    assert sorted(rank for mesh in meshes[: cell.size] for rank in mesh.column) == list(range(size))
+
+
+@given(cells, st.integers(1, 5), st.integers(0, 20))
+def test_the_ranks_of_a_replica_own_the_same_lanes(cell: Cell, num_replicas: int, more: int) -> None:
+    """Lanes belong to replicas: all ranks of one agree, and the replicas' lanes are a partition."""
+    num_lanes, size = num_replicas + more, num_replicas * cell.size
+    owned = {}
+    for mesh in (Mesh(rank, size, cell) for rank in range(size)):
+        lanes = owned_lanes(mesh.replica, mesh.num_replicas, num_lanes)
+        assert owned.setdefault(mesh.replica, lanes) == lanes
+    assert sorted(lane for lanes in owned.values() for lane in lanes) == list(range(num_lanes))
+
+
+def test_a_rank_is_a_replica_by_default() -> None:
+    mesh = Mesh(2, 5)
+    assert (mesh.replica, mesh.num_replicas, mesh.place, mesh.column) == (2, 5, 0, range(5))
+    assert mesh.speaker(3) == 3
+
+
+@pytest.mark.parametrize(("rank", "size", "cell"), [(3, 3, Cell()), (0, 5, Cell(tensor=2)), (-1, 2, Cell())])
+def test_ranks_that_make_no_whole_cells_are_refused(rank: int, size: int, cell: Cell) -> None:
+    with pytest.raises(AssertionError):
+        Mesh(rank, size, cell)
