@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.table import Table
 
 from chaos.errors import ChaosError, RunError, ScenarioError
-from chaos.feasible import undoable
 from chaos.judge.verdict import (
     FAULTED,
     REFERENCE,
@@ -37,6 +36,7 @@ from chaos.real.runs import (
     run_once,
     run_soak,
     tell_holes,
+    undoable,
 )
 from chaos.scenario import model as scenarios
 from chaos.scenario.kinds import KINDS

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from chaos.errors import RunError
 from chaos.real import leftovers
-from chaos.real.acts import ACTS, Done, Undo
+from chaos.real.acts import ACTS, Struck, Undo
 from chaos.real.acts.failpoints import Points
 from chaos.real.history_tail import Followed
 from chaos.real.stopping import Enough, told_once
@@ -139,7 +139,7 @@ class Job:
         if done.undo is not None:
             self._undos.append((time.monotonic() + (fault.for_s or 0.0), fault.kind, done.undo))
 
-    def note(self, fault: Due, done: Done, at: float) -> None:
+    def note(self, fault: Due, done: Struck, at: float) -> None:
         """Record a fault that was done."""
         self.num_faults += 1
         self._kinds.add(fault.kind)
@@ -149,7 +149,7 @@ class Job:
         who = {"kind": fault.kind, "target": fault.target, "node": node, "nodes": [n.number for n in done.nodes]}
         what = {"signal": done.signal, "for_s": fault.for_s, "point": fault.point.name if fault.point else None}
         seen = {"seen_commit": followed.commit, "term": followed.term}
-        self.record("fault", t=at, **who, **what, **moments, **seen, **done.told, pids=done.pids)
+        self.record("fault", t=at, **who, **what, **moments, **seen, **done.recorded, pids=done.pids)
         where = f" on node {node}" if node is not None else ""
         point = f" at {fault.point.name}" if fault.point else ""
         self.on_event(f"fault {self.num_faults}: {fault.kind}{point}{where} at step {followed.step}")

@@ -14,6 +14,9 @@ Aim = Literal["worker", "node", "etcd", "storage", "tracker", "data", "point"]
 Lasting = Literal["never", "may", "must"]
 Need = Literal["s3", "tracker", "own_data"]
 """What a scenario has to bring along, by the name that its file has for it."""
+Passage = Literal["proxy", "cable", "relay"]
+"""What a real run puts in the way of a node's traffic, so that it can be spoilt: a proxy before etcd, a cable of the
+node's own, or that cable with a relay in it, which can delay and drop packets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,8 @@ class Kind:
     local: bool = True
     sim: bool = True
     needs: Need | None = None
+    through: Passage | None = None
+    """Where a real run does it to what a node sends and receives."""
     damages: bool = False
     """Commits that were whole are not any more."""
     cuts_off: bool = False
@@ -55,15 +60,15 @@ _ALL = (
     Kind("freeze_worker", "SIGSTOP to one worker, SIGCONT after for_s", "worker"),
     Kind("freeze_node", "SIGSTOP to agent and workers, SIGCONT after for_s", "node"),
     Kind("slow_worker", "one worker gets a fraction of its time", "worker"),
-    Kind("cut_off_etcd", "a node's requests and etcd's answers are lost", "node", cuts_off=True),
-    Kind("lose_requests", "a node's requests do not reach etcd", "node", cuts_off=True),
-    Kind("lose_answers", "etcd's answers do not reach a node", "node", cuts_off=True),
-    Kind("slow_etcd", "all that passes between a node and etcd is late", "node", cuts_off=True),
-    Kind("slow_network", "what nodes send each other is late", "node"),
-    Kind("lose_packets", "some of what nodes send each other is lost", "node"),
-    Kind("cut_node", "a node is cut off the network, etcd included", "node", sim=False, cuts_off=True),
-    Kind("cut_link", "a node and the others do not reach each other; all reach etcd", "node"),
-    Kind("cut_one_way", "what a node sends to others is lost; what they send arrives", "node"),
+    Kind("cut_off_etcd", "a node's requests and etcd's answers are lost", "node", through="proxy", cuts_off=True),
+    Kind("lose_requests", "a node's requests do not reach etcd", "node", through="proxy", cuts_off=True),
+    Kind("lose_answers", "etcd's answers do not reach a node", "node", through="proxy", cuts_off=True),
+    Kind("slow_etcd", "all that passes between a node and etcd is late", "node", through="proxy", cuts_off=True),
+    Kind("slow_network", "what nodes send each other is late", "node", through="relay"),
+    Kind("lose_packets", "some of what nodes send each other is lost", "node", through="relay"),
+    Kind("cut_node", "a node is cut off the network, etcd included", "node", sim=False, through="cable", cuts_off=True),
+    Kind("cut_link", "a node and the others do not reach each other; all reach etcd", "node", through="cable"),
+    Kind("cut_one_way", "what a node sends to others is lost; what they send arrives", "node", through="cable"),
     Kind("sever_link", "cut_link, for longer than worlds without one of the nodes take to form", "node", local=False),
     Kind("kill_etcd_member", "SIGKILL to a member of etcd that does not lead", "etcd"),
     Kind("kill_etcd_leader", "SIGKILL to the member of etcd that leads", "etcd"),
@@ -111,6 +116,9 @@ _ALL = (
 )
 KINDS = {kind.name: kind for kind in _ALL}
 LOCAL = tuple(kind.name for kind in _ALL if kind.local)
+PROXIED = tuple(kind.name for kind in _ALL if kind.through == "proxy")
+RELAYED = tuple(kind.name for kind in _ALL if kind.through == "relay")
+CABLED = tuple(kind.name for kind in _ALL if kind.through in ("cable", "relay"))
 ON_DISK = ("full", "eio")
 """At the failpoint `sync` alone, where an operating system would report them."""
 

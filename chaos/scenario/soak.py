@@ -16,11 +16,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from chaos.errors import ScenarioError
-from chaos.judge.evidence.run_files import record_files
 from chaos.scenario.kinds import (
     KINDS,
     LOCAL,
@@ -30,9 +28,6 @@ from chaos.scenario.kinds import (
 from chaos.scenario.model import Point, Scenario
 from chaos.scenario.schedule import Due
 from elastic_train.system.failpoints import POINTS
-
-if TYPE_CHECKING:
-    from chaos.real.job import Job
 
 PAUSES_S = (0.0, 0.1, 0.5, 1.0, 2.0)
 ENTERING = ("form", "restore", "hand-over")
@@ -135,29 +130,3 @@ class Drawn:
         fault = Due(kind, target, None, 0.0, for_s=for_s, point=Point(name=point, nth=nth))
         trigger = [Due("kill_worker", "one", None, 0.1)] if point in ENTERING else []
         return [fault, *trigger]
-
-
-def land(last_step: Callable[[int], int]) -> Callable[[Job], None]:
-    """Return what brings a soak to its end; `last_step` gives the end of the epoch that a step lies in."""
-
-    def bring_down(job: Job) -> None:
-        job.await_healed()
-        for node in range(len(job.nodes)):
-            job.inject(Due("stop_node", node, None, 0.0))
-        while any(node.is_up for node in job.nodes):
-            job.look("all nodes' leaving")
-            job.check_goes_on("all nodes' leaving")
-        until = last_step(newest_commit(job.folder))
-        job.on_event(f"landing: the job ends at step {until}")
-        for each in job.nodes:
-            each.command = [*each.command, "--max_steps", str(until)]
-        for node in range(len(job.nodes)):
-            job.inject(Due("start_node", node, None, 0.0))
-
-    return bring_down
-
-
-def newest_commit(folder: Path) -> int:
-    """Return the step of the newest commit; 0 if there is none."""
-    records = record_files(folder)
-    return int(records[-1].stem.rpartition("-")[2]) if records else 0

@@ -10,17 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from chaos.errors import RunError, ScenarioError
-from chaos.feasible import undoable
 from chaos.judge.verdict import (
     FAULTED,
     REFERENCE,
     Verdict,
     examine,
 )
-from chaos.real.acts.network import PROXIED
 from chaos.real.job import Job
-from chaos.real.runs import clear
-from chaos.scenario.kinds import KINDS
+from chaos.real.runs import clear, undoable
+from chaos.scenario.kinds import KINDS, PROXIED
 from chaos.scenario.model import Scenario
 from chaos.scenario.schedule import Due, schedule
 from chaos.script.nodes import check, nodes_of, uses_etcd

@@ -12,9 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from chaos.real.acts.failpoints import folders
-from chaos.real.acts.network import CABLED, PROXIED, RELAYED
-from chaos.scenario.kinds import KINDS
+from chaos.scenario.kinds import CABLED, KINDS, PROXIED, RELAYED
 from chaos.scenario.model import Scenario
 from chaos.services.etcd_cluster import EtcdCluster
 from chaos.services.etcd_proxy import Proxies, Way
@@ -130,3 +128,11 @@ def _small_disk(folder: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True, capture_output=True)
         folder.rmdir()
         kept.rename(folder)
+
+
+def folders(folder: Path, count: int) -> list[Path]:
+    """Make the folders in which the failpoints of each node are armed."""
+    made = [folder / "failpoints" / str(number) for number in range(count)]
+    for path in made:
+        path.mkdir(parents=True, exist_ok=True)
+    return made

@@ -17,13 +17,13 @@ import pytest
 
 from chaos.errors import RunError
 from chaos.real.acts import ACTS
-from chaos.real.acts.failpoints import folders
 from chaos.real.history_tail import Followed
 from chaos.real.job import Job
 from chaos.scenario.model import Point, Scenario, Soak
 from chaos.scenario.schedule import Due
 from chaos.services.etcd_proxy import Proxies, Way
 from chaos.services.s3_server import S3
+from chaos.services.surroundings import folders
 from chaos.services.torchrun_node import Node, clean_environ
 from tests.chaos import fake_trainer
 from tests.processes import is_running
