@@ -31,11 +31,11 @@ from chaos.judge.verdict import (
 )
 from chaos.real.runs import (
     clear,
+    copy_holes,
     count_steps,
     make_data,
     run_once,
     run_soak,
-    tell_holes,
     undoable,
 )
 from chaos.scenario import model as scenarios
@@ -98,10 +98,10 @@ def run(
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     folder = out or Path("runs") / described.name
     settings = set_ or []
-    told = [*(["--command", command] if command else []), *(["--nodes", str(nodes)] if nodes else [])]
+    options = [*(["--command", command] if command else []), *(["--nodes", str(nodes)] if nodes else [])]
     changes = [*(f"--set={setting}" for setting in settings), *([] if reference else ["--no-reference"])]
     bounds = [*([f"--faults={faults}"] if faults else []), *([f"--minutes={minutes:g}"] if minutes else [])]
-    replay = shlex.join(["elastic-chaos", "run", name, *told, "--seed", str(seed), *changes, *bounds])
+    replay = shlex.join(["elastic-chaos", "run", name, *options, "--seed", str(seed), *changes, *bounds])
     if command is not None and settings:
         raise ScenarioError("--set changes the trainer's configuration; a --command has none")
     try:
@@ -113,14 +113,14 @@ def run(
         if (folder / FAULTED / "history").is_dir():
             sys.stderr.write(f"`elastic-chaos check {folder}` judges what was done, up to the newest commit\n")
         raise
-    return tell(verdict, folder, json_)
+    return present(verdict, folder, json_)
 
 
 @app.command
 def check(folder: Path, *, json_: Json = False) -> int:
     """Judge the run in FOLDER again, from its files alone; verdict.json and report.html are made anew."""
     _report_writer()
-    return tell(examine(folder), folder, json_)
+    return present(examine(folder), folder, json_)
 
 
 @app.command
@@ -256,7 +256,7 @@ def execute(
         say(f"training {'with' if name == FAULTED else 'the same without'} faults, in {folder / name}")
         started = time.monotonic()
         if name == REFERENCE:
-            tell_holes(folder)
+            copy_holes(folder)
         faults = due if name == FAULTED else []
         run_once(scenario, config, folder / name, faults, seed, changes, total_steps, replay, is_quiet)
         say(f"done in {time.monotonic() - started:.0f} s")
@@ -267,7 +267,7 @@ def _say(is_quiet: bool) -> Callable[[str], None]:
     return (lambda _: None) if is_quiet else (lambda text: console.print(text, highlight=False, markup=False))
 
 
-def tell(verdict: Verdict, folder: Path, is_json: bool) -> int:
+def present(verdict: Verdict, folder: Path, is_json: bool) -> int:
     """Write the report, print the verdict, and return the exit code that says it."""
     page = _report_writer()(folder, verdict)
     if is_json:

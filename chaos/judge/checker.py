@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from chaos.judge.evidence.run_files import Evidence, told
+from chaos.judge.evidence.run_files import Evidence, scenario_field
 from chaos.judge.evidence.script_samples import is_script
 from chaos.judge.findings import Finding, find
 from chaos.judge.invariants import (
@@ -59,6 +59,6 @@ def judge(run: Evidence, reference: Evidence | None = None) -> list[Finding]:
         findings.append(find("witness", partial(exactly_once.witness, run)))
     if reference is not None:
         findings += [find(name, partial(check, run, reference)) for name, check in COMPARED.items()]
-    elif told(run, "reference"):
+    elif scenario_field(run, "reference"):
         findings += [Finding(name, "unknown", "the run without faults is not there") for name in COMPARED]
     return findings

@@ -118,9 +118,9 @@ def never_came(folder: Path) -> None:
     _waited(folder, {"op": "missed", "kind": "kill", "point": "form", "node": 1, "why": "nobody came there"})
 
 
-def _waited(folder: Path, told: Line) -> None:
+def _waited(folder: Path, fields: Line) -> None:
     """Put a line in the place of those that tell how long was waited."""
     last = max(number(line, "t") for line in collect(folder).of("step"))
     edit(folder, lambda line: None if line["op"] == "healed" else line)
     with (folder / "history" / "waited.jsonl").open("a") as file:
-        file.write(json.dumps({"t": last, **told}) + "\n")
+        file.write(json.dumps({"t": last, **fields}) + "\n")

@@ -20,7 +20,7 @@ from chaos.real import leftovers
 from chaos.real.acts import ACTS, Struck, Undo
 from chaos.real.acts.failpoints import Points
 from chaos.real.history_tail import Followed
-from chaos.real.stopping import Enough, told_once
+from chaos.real.stopping import Enough, on_first_signal
 from chaos.scenario.kinds import KINDS, LOCAL
 from chaos.scenario.model import Scenario
 from chaos.scenario.schedule import Due
@@ -100,8 +100,8 @@ class Job:
             self._clean_up()
 
     def _inject_all(self) -> None:
-        """Inject the faults; a soak is told by Ctrl-C or SIGTERM that they were enough."""
-        with told_once(self._stop) if self.land is not None else contextlib.nullcontext():
+        """Inject the faults; Ctrl-C or SIGTERM ends a soak early."""
+        with on_first_signal(self._stop) if self.land is not None else contextlib.nullcontext():
             try:
                 for fault in self.faults:
                     self.inject(fault)

@@ -114,7 +114,7 @@ def run_soak(
     one = scenario.nodes.model_copy(update={"count": 1})
     plain = scenario.model_copy(update={"nodes": one, "soak": None, "tracker": False})
     quick = [*changes, *_unslowed(config), f"--max_steps={verdict.run.result['step']}"]
-    tell_holes(folder)
+    copy_holes(folder)
     run_once(plain, config, folder / REFERENCE, [], seed, quick, int(str(verdict.run.result["step"])), replay, is_quiet)
     return examine(folder)
 
@@ -156,7 +156,7 @@ def steps_per_epoch(config: Config) -> int:
     return order.num_steps(config.batch.micro_batch)
 
 
-def tell_holes(folder: Path) -> None:
+def copy_holes(folder: Path) -> None:
     """Let the run without faults know from the beginning what the other could not read, and from which step on."""
     result = json.loads((folder / FAULTED / "result.json").read_text())
     if result.get("holes"):

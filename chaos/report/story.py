@@ -90,7 +90,7 @@ class Story:
         return max([1, *(branch.hi for branch in self.branches)])
 
 
-def tell(reader: Reader, recoveries: Sequence[Recovery] = ()) -> Story:
+def story_of(reader: Reader, recoveries: Sequence[Recovery] = ()) -> Story:
     """Tell a run's story, whatever its histories lack."""
     branches = _branches(reader)
     faults = _faults(reader, recoveries)

@@ -55,8 +55,8 @@ def _settle(scenario: Scenario, seed: int, has_etcd: bool) -> list[Due]:
         problems.append("own_data is for our own trainer: what a script reads is not known")
     if any(fault.within for fault in scenario.faults):
         problems.append("how long a script runs is not known: say at_step or after_s, not within")
-    if told := [problem for problem in problems if problem is not None]:
-        raise ScenarioError(*(f"{scenario.name}: {problem}" for problem in told))
+    if found := [problem for problem in problems if problem is not None]:
+        raise ScenarioError(*(f"{scenario.name}: {problem}" for problem in found))
     return schedule(scenario, seed, total_steps=sys.maxsize, commit_every=sys.maxsize)
 
 

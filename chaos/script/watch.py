@@ -157,17 +157,18 @@ class Watcher:
 
 def worker_of(pid: int, node: int) -> Worker | None:
     """Return what a process is, if torchrun has given it a rank; its own children, data loaders say, inherit that."""
-    told = environ_of(pid)
+    environ = environ_of(pid)
     try:
         behind = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None  # it is gone
-    if not told.keys() >= {"RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"} or "RANK" in environ_of(int(behind[_PARENT])):
+    is_ranked = environ.keys() >= {"RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"}
+    if not is_ranked or "RANK" in environ_of(int(behind[_PARENT])):
         return None
     # The tick that it was started in is over: rounded down, a process would be older than the fault that it came after.
     started_at = booted_at() + (int(behind[_START_TICKS]) + 1) / os.sysconf("SC_CLK_TCK")
-    store = f"{told.get('MASTER_ADDR')}:{told.get('MASTER_PORT')}"
-    return Worker(pid, node, int(told["RANK"]), int(told["WORLD_SIZE"]), store, started_at)
+    store = f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}"
+    return Worker(pid, node, int(environ["RANK"]), int(environ["WORLD_SIZE"]), store, started_at)
 
 
 def booted_at() -> float:

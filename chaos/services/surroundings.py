@@ -56,10 +56,10 @@ class Surroundings:
 
     def environ(self, node: int, count: int) -> dict[str, str]:
         """Return what a node's processes have to be told."""
-        told = {VARIABLE: str(self.points[node])} if self.points else {}
+        environ = {VARIABLE: str(self.points[node])} if self.points else {}
         if self.cable is not None:
-            told["GLOO_SOCKET_IFNAME"] = self.cable.inside if node == count - 1 else self.cable.outside
-        return told | (self.s3.environ if self.s3 is not None else {})
+            environ["GLOO_SOCKET_IFNAME"] = self.cable.inside if node == count - 1 else self.cable.outside
+        return environ | (self.s3.environ if self.s3 is not None else {})
 
     @property
     def settings(self) -> list[str]:

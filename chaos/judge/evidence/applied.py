@@ -22,7 +22,7 @@ from chaos.judge.evidence.run_files import (
     number,
     once,
     part,
-    told,
+    scenario_field,
     whole,
 )
 from chaos.judge.findings import Unknown, Violated
@@ -89,7 +89,7 @@ def result_of(run: Evidence) -> Line:
 
 def is_live(run: Evidence) -> bool:
     """Say whether survivors kept their processes over the changes of the world."""
-    return told(run, "recovery") == "live"
+    return scenario_field(run, "recovery") == "live"
 
 
 @once
@@ -208,9 +208,9 @@ def _went_on_from(run: Evidence, term: int, before: Mapping[int, int | None], st
     commits name, or the last. `stood` says in which term each process was last.
     """
     restored = restored_at(run)
-    step, told = whole(restored[term], "step"), restored[term].get("applied_by")
-    if isinstance(told, int) and told in before and whole(restored[told], "step") < step:
-        return told
+    step, applied_by = whole(restored[term], "step"), restored[term].get("applied_by")
+    if isinstance(applied_by, int) and applied_by in before and whole(restored[applied_by], "step") < step:
+        return applied_by
     key = str(restored[term]["commit"]).removeprefix("commits/").removesuffix(".json")
     place = [int(number_) for number_ in key.split("-")] if key[:1].isdecimal() else []
     if place and place[1] == step and place[0] in before:

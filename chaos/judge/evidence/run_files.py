@@ -142,7 +142,7 @@ def parse_lines(content: bytes) -> Iterator[Line]:
             yield line
 
 
-def told(run: Evidence, key: str) -> object:
+def scenario_field(run: Evidence, key: str) -> object:
     """Return what the executor wrote of the run before it began; None if nothing."""
     return next((line.get(key) for line in run._lines().get("scenario", ())), None)
 

@@ -87,13 +87,13 @@ def where_applied(run: Evidence, epoch: int, row: int) -> str:
     return " and ".join(steps) if steps else "no step"
 
 
-def untold(run: Evidence) -> str | None:
-    """Say which step of the lineage not all of its ranks have told of; None if there is none."""
+def unreported(run: Evidence) -> str | None:
+    """Say which step of the lineage not all of its ranks have reported; None if there is none."""
     for applied in kept_steps(run):
         world = whole(applied.lines[0], "world") if applied.lines else 0
         if len(applied.lines) != world or not world:
-            told = f"step {applied.step} of term {applied.term} was told of by {len(applied.lines)} of {world} ranks"
-            return f"{told}: a rank died before its line, or the script does not call the hook in every step"
+            where = f"step {applied.step} of term {applied.term} was reported by {len(applied.lines)} of {world} ranks"
+            return f"{where}: a rank died before its line, or the script does not call the hook in every step"
     return None
 
 

@@ -139,8 +139,8 @@ def coverage(run: Evidence) -> str:
     if (least, most) != (1, 1):
         raise Violated(f"by the witness, samples were applied {least} to {most} times an epoch")
     places = sum(counts.size for counts in counts_of(run).values())
-    told = f"{shape.rows} samples, {shape.num_epochs} epochs, {places} places, each exactly once"
-    return f"{told}, but for {left_out} in {len(holes)} holes that are listed" if holes else told
+    summary = f"{shape.rows} samples, {shape.num_epochs} epochs, {places} places, each exactly once"
+    return f"{summary}, but for {left_out} in {len(holes)} holes that are listed" if holes else summary
 
 
 def _check_left_out(shape: Shape, holes: list[Hole], lineage: list[Applied]) -> int:
@@ -190,8 +190,8 @@ def _check_sums(shape: Shape, epoch: tuple[int, int], claim: Claim) -> bool:
     """Check one claim's count, and its sums if it stands at an epoch's end; return whether it did."""
     expected, count = shape.samples_before(claim.step), whole(claim.sums, "count")
     if count + claim.left_out != expected:
-        told = f"{count} samples counted up to step {claim.step} and {claim.left_out} left out"
-        raise Violated(f"{claim.whose}: {told}, it should be {expected} in all")
+        counted = f"{count} samples counted up to step {claim.step} and {claim.left_out} left out"
+        raise Violated(f"{claim.whose}: {counted}, it should be {expected} in all")
     if claim.step % shape.steps_per_epoch:
         return False
     times = claim.step // shape.steps_per_epoch

@@ -38,12 +38,12 @@ def cleanliness(run: Evidence) -> str:
     return f"no {', '.join(found)} outlived the job"
 
 
-def _absent(name: str, told: str) -> Callable[[Evidence, Line], None]:
-    """Return the check that none of a list was left; `told` says of the first, or of all, that there was one."""
+def _absent(name: str, message: str) -> Callable[[Evidence, Line], None]:
+    """Return the check that none of a list was left; `message` says of the first, or of all, that there was one."""
 
     def check(run: Evidence, looked: Line) -> None:
         if left := items(looked, name):
-            raise Violated(told.format(first=left[0], all=left))
+            raise Violated(message.format(first=left[0], all=left))
 
     return check
 

@@ -49,9 +49,9 @@ def lineage(run: Evidence) -> str:
 def _published(run: Evidence) -> dict[str, Line]:
     """Return every commit by digest: those that a history tells of, and those whose publisher died before it told."""
     published = {str(line["digest"]): line for line in run.of("commit")}
-    told = {line["key"] for line in published.values()}
+    published_keys = {line["key"] for line in published.values()}
     for commit in run.commits:
-        if commit.fields is not None and commit.key not in told:
+        if commit.fields is not None and commit.key not in published_keys:
             published[commit.digest] = {**commit.fields, "key": commit.key, "digest": commit.digest}
     if not published:
         raise Violated("there is no commit")
@@ -76,7 +76,7 @@ def _check_records(run: Evidence, published: dict[str, Line]) -> None:
 def _check_parents(run: Evidence, published: dict[str, Line]) -> None:
     """A term's first commit continues the one that the term restored, each further one the one before."""
     digest_of = {line["key"]: digest for digest, line in published.items()}
-    told = {str(line["digest"]) for line in run.of("commit")}
+    recorded = {str(line["digest"]) for line in run.of("commit")}
     restored = restored_at(run)
     heads = {term: {digest_of.get(line["commit"])} for term, line in restored.items()}
     unseen = {term for term, line in restored.items() if line["commit"] and heads[term] == {None}}
@@ -92,7 +92,7 @@ def _check_parents(run: Evidence, published: dict[str, Line]) -> None:
             names = f"{str(line['parent'])[:12]}, but its term went on from {_shown(heads[term])}"
             raise Violated(f"{line['key']} names the parent {names}")
         # A record that was given up as lost may come to exist: the next commit continues it, or the one before.
-        heads[term] = {digest} if digest in told else {digest, *heads.get(term, set())}
+        heads[term] = {digest} if digest in recorded else {digest, *heads.get(term, set())}
 
 
 def _shown(digests: set[str | None]) -> str:
@@ -243,9 +243,9 @@ def durability(run: Evidence) -> str:
     places = {key: _place(key) for key in keys}
     passed = set[str]()
     for term, line in sorted(restored_at(run).items()):
-        told, rightly = _told(line), _rightly_skipped(line)
+        reasons, rightly = _skipped(line), _rightly_skipped(line)
         skipped = passed | rightly
-        passed |= {key for key in rightly if "fence names it" not in told[key]}
+        passed |= {key for key in rightly if "fence names it" not in reasons[key]}
         before = keys[: bisect_left(times, formed[term])]
         known = (key for key in before if places[key][0] < term and key not in skipped)
         newest = max(known, key=places.__getitem__, default=None)
@@ -254,7 +254,7 @@ def durability(run: Evidence) -> str:
     return f"{len(commits)} commits published, none lost"
 
 
-def _told(restore: Line) -> dict[str, str]:
+def _skipped(restore: Line) -> dict[str, str]:
     """Return the commits that a restore passed over, and why."""
     passed = [item for item in items(restore, "skipped") if isinstance(item, list) and len(item) > 1]
     return {str(item[0]): str(item[1]) for item in passed}
@@ -262,9 +262,9 @@ def _told(restore: Line) -> dict[str, str]:
 
 def _rightly_skipped(restore: Line) -> set[str]:
     """Return the commits that a restore passed over as it may: a late record comes before the one that was damaged."""
-    told = _told(restore)
-    newest_damaged = max((_place(key) for key, why in told.items() if _is_damage(why)), default=(0, 0))
-    return {key for key, why in told.items() if "late record" not in why or _place(key) < newest_damaged}
+    reasons = _skipped(restore)
+    newest_damaged = max((_place(key) for key, why in reasons.items() if _is_damage(why)), default=(0, 0))
+    return {key for key, why in reasons.items() if "late record" not in why or _place(key) < newest_damaged}
 
 
 def atomicity(run: Evidence) -> str:
@@ -288,8 +288,10 @@ def atomicity(run: Evidence) -> str:
 
 def _made_at(run: Evidence) -> dict[str, float]:
     """Return when each commit was made: by its record, or by what a history tells of it, which may be late."""
-    told = {str(line["key"]): number({"created_at": line["t"], **line}, "created_at") for line in run.of("commit")}
-    return told | {commit.key: number(commit.fields, "created_at") for commit in run.commits if commit.fields}
+    recorded_at = {
+        str(line["key"]): number({"created_at": line["t"], **line}, "created_at") for line in run.of("commit")
+    }
+    return recorded_at | {commit.key: number(commit.fields, "created_at") for commit in run.commits if commit.fields}
 
 
 def _is_damage(why: str) -> bool:

@@ -19,7 +19,7 @@ def check_rollbacks(run: Evidence) -> None:
     Of who was in a world that broke before it had restored nobody knows what it was given there: it may say so later.
     """
     pids = {(whole(line, "term"), whole(line, "rank")): whole(line, "pid") for line in run.of("form")}
-    told, restores = _by_pid(run, "rollback", pids), _by_pid(run, "restore", pids)
+    rollbacks, restores = _by_pid(run, "rollback", pids), _by_pid(run, "restore", pids)
     if not any("applied_by" in line for line in restores.values()):
         return  # a history of before rollbacks were told
     had: dict[int, tuple[int, int]] = {}
@@ -31,7 +31,7 @@ def check_rollbacks(run: Evidence) -> None:
                 unsure.add(pid)
                 continue
             if pid in had and pid not in unsure:
-                _check(run, had[pid], line, told.get((term, pid)), pid)
+                _check(run, had[pid], line, rollbacks.get((term, pid)), pid)
             unsure.discard(pid)
             had[pid] = term, reached_by(run).get((term, pid), whole(line, "step"))
 

@@ -29,7 +29,7 @@ from chaos.judge.evidence.script_samples import (
     kept_steps,
     logs_ids,
     tallies_of,
-    untold,
+    unreported,
     where_applied,
 )
 from chaos.judge.findings import (
@@ -126,7 +126,7 @@ def coverage(run: Evidence, reference: Evidence | None) -> str:
             row = int(wrong[times[wrong] > 1][0])
             often = f"epoch {epoch}: row {row} was applied {int(times[row])} times, in {where_applied(run, epoch, row)}"
             raise Violated(f"{often}; {_in_all(run, expected)}")
-        if wrong.size and (reason := untold(run)) is not None:
+        if wrong.size and (reason := unreported(run)) is not None:
             raise Unknown(reason)
         if wrong.size:
             raise Violated(f"epoch {epoch}: row {int(wrong[0])} was never applied; {_in_all(run, expected)}")

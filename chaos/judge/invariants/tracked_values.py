@@ -39,12 +39,14 @@ def tracking(run: Evidence) -> str:
             num_compared += 1
             if value != losses[step]:
                 raise Violated(f"step {step}: {name} was logged as {value}, the step's loss was {losses[step]}")
-    told = f"{len(kept)} values of {len({name for name, _ in kept})} metrics, {num_compared} losses are those applied"
+    summary = (
+        f"{len(kept)} values of {len({name for name, _ in kept})} metrics, {num_compared} losses are those applied"
+    )
     if _tracker_of(run) is None:
-        return f"{told}; the run has no tracker"
+        return f"{summary}; the run has no tracker"
     if run.tracked is None:
         raise Unknown("nobody looked at what the tracker holds")
-    return f"{told}; the tracker holds {_check_tracked(run, run.tracked, kept)}, once each"
+    return f"{summary}; the tracker holds {_check_tracked(run, run.tracked, kept)}, once each"
 
 
 def kept_values(run: Evidence) -> Values:
@@ -79,8 +81,8 @@ def _last_kept(run: Evidence, term: int) -> float:
 
 
 def _tracker_of(run: Evidence) -> object:
-    told = run.config.get("tracking")
-    return told.get("mlflow_uri") if isinstance(told, dict) else None
+    tracking = run.config.get("tracking")
+    return tracking.get("mlflow_uri") if isinstance(tracking, dict) else None
 
 
 def _check_tracked(run: Evidence, tracked: Line, kept: Values) -> str:

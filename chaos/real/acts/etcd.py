@@ -114,9 +114,9 @@ def lose_lease(job: JobView, fault: Due) -> Struck | None:
     with grpc.insecure_channel(job.around.etcd.members[0].endpoint) as channel:
         try:
             stub = pyetcd.etcdrpc.KVStub(channel)
-            told = stub.Range(pyetcd.etcdrpc.RangeRequest(key=keys.world.encode()), _CALL_S).kvs
-            seats = json.loads(told[0].value)["seats"] if told else []
-            if len(seats) <= ranks[-1] or json.loads(told[0].value)["term"] != job.followed.term:
+            found = stub.Range(pyetcd.etcdrpc.RangeRequest(key=keys.world.encode()), _CALL_S).kvs
+            seats = json.loads(found[0].value)["seats"] if found else []
+            if len(seats) <= ranks[-1] or json.loads(found[0].value)["term"] != job.followed.term:
                 return None
             member = keys.member(seats[ranks[-1]]["member"])
             held = stub.Range(pyetcd.etcdrpc.RangeRequest(key=member.encode()), _CALL_S).kvs

@@ -97,10 +97,12 @@ class Points:
             self._take_back(job, armed)
         for asked in self._asked:
             for node in asked.nodes:
-                _tell(job, asked.fault, node, f"another fault waited there, on node {node.number}, until the job's end")
+                _record_missed(
+                    job, asked.fault, node, f"another fault waited there, on node {node.number}, until the job's end"
+                )
             if not asked.nodes:
                 why = f"nobody was '{asked.fault.target}' until the job's end: list it before what ends that world"
-                _tell(job, asked.fault, None, why)
+                _record_missed(job, asked.fault, None, why)
         self._asked.clear()
 
     def _take_back(self, job: JobLog, armed: _Armed) -> None:
@@ -108,7 +110,7 @@ class Points:
         if disarm(armed.folder, armed.name):
             assert armed.fault.point is not None, "it was armed at one"
             often = "" if armed.fault.point.nth == 1 else f" {armed.fault.point.nth} times"
-            _tell(job, armed.fault, armed.node, f"no process of node {armed.node.number} came there{often}")
+            _record_missed(job, armed.fault, armed.node, f"no process of node {armed.node.number} came there{often}")
         else:
             self._note(job, armed)
 
@@ -131,7 +133,7 @@ class Points:
             job.undo_after(armed.fault.for_s or 0.0, armed.fault.kind, go_on)
 
 
-def _tell(job: JobLog, fault: Due, node: Node | None, why: str) -> None:
+def _record_missed(job: JobLog, fault: Due, node: Node | None, why: str) -> None:
     """Record a fault that did not come."""
     assert fault.point is not None, "others come when they are due"
     job.record("missed", kind=fault.kind, point=fault.point.name, node=node.number if node else None, why=why)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def bad_row_group(job: JobView, fault: Due) -> Struck | None:
     """Damage a row group of the run's own training set under the job."""
     assert job.around.data is not None, "the scenario has it, since the kind needs it"
-    told = job.around.data.spoil(job.draws)
-    return None if told is None else Struck([], recorded=told)
+    damage = job.around.data.spoil(job.draws)
+    return None if damage is None else Struck([], recorded=damage)
 
 
 ACTS: dict[str, Act] = {"bad_row_group": bad_row_group}

@@ -128,7 +128,7 @@ def send_again(self: Delivery, lines: Sequence[Values | Settled]) -> int:
 _SENT = itertools.count()
 
 
-def begin_untold(self: MetricsWriter, intervals: Sequence[Interval]) -> None:
+def begin_without_lineage(self: MetricsWriter, intervals: Sequence[Interval]) -> None:
     """Say only from which step the term goes on."""
     self._append({"begins_at": intervals[-1].hi if intervals else 0})
 

@@ -303,7 +303,7 @@ PLANTED = (
         "highest-term-wins",
         "a metrics file does not say which terms applied the steps before its own: a dead branch's values hold",
         lambda: {
-            "elastic_train.tracking.metric_log:MetricsWriter.begin": bugs.begin_untold,
+            "elastic_train.tracking.metric_log:MetricsWriter.begin": bugs.begin_without_lineage,
             "elastic_train.tracking.tracker:LineageReader": bugs.read_files_alone,
         },
         ("tracking",),

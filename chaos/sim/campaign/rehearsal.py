@@ -56,9 +56,12 @@ def rehearse(scenario: Scenario, seed: int) -> Case:
 
 def _least_steps(scenario: Scenario) -> int:
     """Return how many steps the job must have: those that the scenario sets, and one behind each that a fault names."""
-    told = scenario.set.get("max_steps")
+    max_steps = scenario.set.get("max_steps")
     return max(
-        [told if isinstance(told, int) else 0, *(fault.at_step + 1 for fault in scenario.faults if fault.at_step)]
+        [
+            max_steps if isinstance(max_steps, int) else 0,
+            *(fault.at_step + 1 for fault in scenario.faults if fault.at_step),
+        ]
     )
 
 

@@ -72,7 +72,7 @@ class Etcd:
             self._shown[prefix] = shown = self.core.get(prefix)
         return shown
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Let every watch hear of a change, each after a delay of its own."""
         for watch in list(self.idle):
             watch.expect()
@@ -100,13 +100,13 @@ class Etcd:
         for lease in self.leases:
             lease.core.is_lost = True
         self.leases.clear()
-        self.tell()
+        self.notify()
 
     def end(self, lease: SimLease) -> None:
         if lease in self.leases:
             self.leases.remove(lease)
             self.core.end(lease.core)
-            self.tell()
+            self.notify()
 
 
 class EtcdClient:
@@ -134,7 +134,7 @@ class EtcdClient:
                 raise StoreRefusedError("requested lease not found")
             revision = etcd.core.swap(unwrapped, guards)
             if revision is not None:
-                etcd.tell()
+                etcd.notify()
             return revision
 
         asked = self._lives.ask()

@@ -261,7 +261,7 @@ def answered(url: str) -> int:
         return error.code
 
 
-def test_the_end_of_an_s3s_spell_does_not_end_a_later_one(tmp_path: Path) -> None:
+def test_the_end_of_an_s3s_fault_does_not_end_a_later_one(tmp_path: Path) -> None:
     """Two faults of the S3 overlap: the first one's undoing leaves the second, whose own end heals all."""
     waiting = job(tmp_path, 1)
     with S3() as s3:
