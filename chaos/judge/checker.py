@@ -1,9 +1,9 @@
 """The judge: from a run's files to one finding an invariant, importing nothing from the trainer.
 
 The invariants are functions in six rooms: what was applied (`exactly_once`), what was published (`one_lineage`), the
-run as a whole (`injected`), who left (`departures`), what was logged of it (`tracking`), and what it left behind
-(`clean`). Here is the table of them; a planted bug is caught by the one named beside it in `chaos.planted.catalogue`. A
-run of somebody's script is judged by `chaos.judge.invariants.script_run`.
+run as a whole (`whole_run`), departures (`departures`), what was logged of it (`tracked_values`), and what outlived it
+(`leftovers`). Here is the table of them; a planted bug is caught by the one named beside it in
+`chaos.planted.catalogue`. A run of a user's script is judged by `chaos.judge.invariants.script_run`.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def _script_counts(run: Evidence) -> tuple[int, int]:
 
 
 def _costs(run: Evidence) -> list[Recovery]:
-    """Return what the faults cost; nothing where the histories do not tell, which `rpo` and `rto` then say."""
+    """Return what the faults cost; nothing where the histories do not say, which `rpo` and `rto` then say."""
     try:
         return recoveries(run)
     except (KeyError, TypeError, ValueError, Violated, Unknown):
@@ -177,7 +177,7 @@ def render(verdict: Verdict) -> Lines:
     rows.add_row("MLflow run", str(fields["mlflow_run_id"]), str(fields["reference_mlflow_run_id"]))
     coverage = fields["coverage"]
     assert isinstance(coverage, dict), "made above"
-    rest = [] if is_script(verdict.run) else [rows]  # a script tells of no weights
+    rest = [] if is_script(verdict.run) else [rows]  # a script logs no weights
     times = f"each of {coverage['samples']} samples counted {coverage['min']} to {coverage['max']} times an epoch"
     times = times if coverage["min"] is not None else "how often samples counted is not known"
     if holes := fields["holes"]:

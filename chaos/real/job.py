@@ -1,7 +1,7 @@
 """Run a scenario with real processes: a real etcd, one real torchrun a node, real signals, sockets and files.
 
 The executor follows the run's histories to know the step, injects each fault when it is due, undoes it when its time is
-over, records both beside the histories, and leaves no process behind, whatever ends it.
+over, records both beside the histories, and leaves no process running, whatever ends it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Job:
     replay: str | None = None
     around: Surroundings = field(default_factory=Surroundings)
     land: Callable[[Job], None] | None = None
-    """Brings a job to its end that would go on for ever, once its faults are over, or Ctrl-C was pressed."""
+    """Brings a job to its end that would run for ever, once its faults are over, or Ctrl-C was pressed."""
     followed: Followed = field(default_factory=Followed)
     lost: list[Node] = field(default_factory=list)
     draws: random.Random = field(default_factory=random.Random)
@@ -67,7 +67,7 @@ class Job:
     _is_stopping: bool = False
 
     def run(self) -> None:
-        """Start the nodes, inject every fault when it is due, wait for the end; leave no process behind."""
+        """Start the nodes, inject every fault when it is due, wait for the end; leave no process running."""
         (self.folder / "history").mkdir(parents=True, exist_ok=True)
         self.draws = random.Random(f"{self.seed} acts")
         self.record(

@@ -57,7 +57,7 @@ def undoable(scenario: Scenario) -> Iterator[str]:
         if fault.kind not in LOCAL:
             yield f"{where}: {fault.kind} is for the simulator alone: `elastic-chaos sim` does it"
         if fault.kind in CABLED and fault.node != last:
-            have = f"here only the last node, {last}, has a cable of its own: say node: {last}"
+            have = f"here only the last node, {last}, has its own cable: say node: {last}"
             yield f"{where}: {fault.kind} on node {fault.node}: {have}"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 
-class Enough(Exception):  # noqa: N818 - not a failure: somebody wants no more faults
+class Enough(Exception):  # noqa: N818 - not a failure: the user wants no more faults
     """Somebody has asked the soak to end."""
 
 

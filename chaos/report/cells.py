@@ -1,7 +1,7 @@
 """Which faults met which moments, and which never did: kinds by what the job was doing, failpoints by kinds.
 
-What the executor could have done is told by its `scenario` line (`kinds`, and `points` with `point_kinds`); where that
-does not tell, only what it did is known. What the job was doing follows from the histories' times.
+What the executor could have done is in its `scenario` line (`kinds`, and `points` with `point_kinds`); where that
+does not say, only what it did is known. What the job was doing follows from the histories' times.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def moments_grid(reader: Reader, story: Story) -> Grid:
 
 def points_grid(reader: Reader, story: Story) -> Grid:
     """Return which kinds of fault came at which failpoint."""
-    is_script = bool(reader.of("script"))  # somebody else's script has no failpoints of ours
+    is_script = bool(reader.of("script"))  # a user's script has none of our failpoints
     points, kinds = ([], []) if is_script else (_listed(reader, "points"), _listed(reader, "point_kinds"))
     hits = Counter((fault.point, fault.kind) for fault in story.faults if fault.point)
     rows = dict.fromkeys([*points, *sorted(point for point, _ in hits)])
@@ -64,7 +64,7 @@ def _moment(fault: Struck, story: Story, during: dict[str, list[Interval]]) -> s
 
 
 def _is_inside(time: float, intervals: list[Interval]) -> bool:
-    """Say whether a time lies within one of several disjoint intervals; a fault is not within its own recovery."""
+    """Say whether a time is within one of several disjoint intervals; a fault is not within its own recovery."""
     place = bisect_left(intervals, (time, time))
     return place > 0 and time <= intervals[place - 1][1]
 

@@ -70,7 +70,7 @@ def render(verdict: Verdict) -> str:
             style=Markup((_HERE / "style.css").read_text()),
             summary=_summary(verdict, story),
             headlines=_headlines(verdict, story),
-            replay=verdict.fields["replay"] or "the evidence does not tell which command began this run",
+            replay=verdict.fields["replay"] or "the evidence does not say which command started this run",
             findings=[(finding, demand(finding, is_script(run))) for finding in verdict.findings],
             lanes_note=_lanes_note(story),
             figures=figures,

@@ -123,7 +123,7 @@ def _branches(reader: Reader) -> list[Branch]:
 def _kept(run: Evidence) -> dict[int, int] | None:
     """Return the last step of each term in the lineage that the last term continues, as the judge follows it.
 
-    None if the histories are too torn for that: then each term is taken to cut off what lies behind its first step.
+    None if the histories are too torn for that: then each term is taken to cut off what comes after its first step.
     """
     try:
         last = max(restored_at(run), default=None)

@@ -1,11 +1,11 @@
 """A soak: bursts of faults drawn from a seed, of every kind that can be done, until there were enough; then the end.
 
-What needs a tracker or data of its own can be done where the scenario brings that; what needs an S3 cannot, since the
-commits that it damages, and counts at the end, have to lie in the run's folder.
+What needs a tracker or its own data can be done where the scenario brings that; what needs an S3 cannot, since the
+commits that it damages, and counts at the end, have to be in the run's folder.
 
 A burst begins when all before it is undone and the whole world trains again; the faults in it come within seconds of
 each other, so that most of them hit a recovery. Which kinds come is drawn so that rare ones catch up, and failpoints so
-that cells (place x kind) that never came are next. The job has no end of its own: it is told to leave, and started
+that cells (place x kind) that never came are next. The job has no end by itself: it is asked to leave, and started
 again with the end of the epoch as its last step.
 """
 
@@ -101,7 +101,7 @@ class Drawn:
         fault = self._due(kind)
         if kind not in _WITH_THE_JOB or "kill_job" not in self.kinds:
             return [fault]
-        # Who lives holds the state, so what is damaged is read only by a job that begins anew: once for several.
+        # Survivors hold the state, so what is damaged is read only by a job that starts again: once for several.
         others = [other for other in _WITH_THE_JOB if other in self.kinds and other != kind]
         more = [other for other in others if self._draws.random() < 0.5]
         for other in (*more, "kill_job"):

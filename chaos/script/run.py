@@ -1,4 +1,4 @@
-"""Runs somebody's command with a scenario's faults, then without, and has the two runs judged.
+"""Runs a user's command with a scenario's faults, then without, and has the two runs judged.
 
 The job is driven by the executor of our own runs; `watch` makes it look like one of them.
 """
@@ -61,7 +61,7 @@ def _settle(scenario: Scenario, seed: int, has_etcd: bool) -> list[Due]:
 
 
 def _unfit(kind: str, has_etcd: bool) -> str | None:
-    """Say why a kind cannot happen to somebody's script; None if it can."""
+    """Say why a kind cannot happen to a user's script; None if it can."""
     if KINDS[kind].aim in ("point", "storage", "tracker", "data") or kind == "start_twin":
         known = "no failpoints, commits, tracker, data or second launch that we know"
         return f"{kind} is for our own trainer: a script has {known}"

@@ -1,4 +1,4 @@
-"""An S3 of this machine that answers wrongly when told to: moto's server behind a layer that spoils its answers.
+"""An S3 of this machine that answers wrongly on demand: moto's server behind a layer that spoils its answers.
 
 Needs moto, as the tests do. What it holds is in memory, and is lost with it: `mirror` writes the commits to a folder,
 where the judge looks for them.
@@ -26,7 +26,7 @@ _ANSWERS = {
 }
 _SLOW_S = 1.5
 _EVERY = 2
-"""Of the requests that are spoilt, every so many is answered well, so that some come half through."""
+"""Of the requests that are spoilt, one in this many is answered well, so that some come half through."""
 
 
 class S3:
@@ -39,7 +39,7 @@ class S3:
         except ImportError as error:
             raise ChaosError("an S3 for faults needs moto: pip install 'moto[server]'") from error
         self._moto: WSGIApplication = DomainDispatcherApplication(create_backend_app)
-        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it tells of every request
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it logs every request
         self._spoilt: tuple[tuple[int, str], ...] = ()  # replaced whole: requests are answered by other threads
         self._num_begun = 0
         self._count = 0
@@ -56,7 +56,7 @@ class S3:
         return environ | {"AWS_ACCESS_KEY_ID": "chaos", "AWS_SECRET_ACCESS_KEY": "chaos"}
 
     def url(self, run: str) -> str:
-        """Return where a run's commits lie."""
+        """Return the URL of a run's commits."""
         return f"s3://{BUCKET}/{run}"
 
     def spoil(self, kind: str) -> int:
@@ -100,7 +100,7 @@ class S3:
         )
 
     def _answer(self, environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        """Answer a request, or spoil it as told: conflicts are for who creates, errors for all, and slowness too."""
+        """Answer a request, or spoil it as asked: conflicts only creates, errors and delays all requests."""
         kind = self._spoilt[-1][1] if self._spoilt else None
         creates = environ["REQUEST_METHOD"] in ("PUT", "POST") and "HTTP_IF_NONE_MATCH" in environ
         if kind == "storage_slow":

@@ -1,6 +1,6 @@
 """What a job stands on, as far as its faults need it: etcd, proxies before it, a cable, a tracker, a small disk.
 
-Made for the kinds that a scenario names; what this machine cannot give is told, with the kinds that go without.
+Made for the kinds that a scenario names; what this machine cannot provide is in `missing`, with the reason.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Surroundings:
         return self.etcd.endpoint.replace("127.0.0.1", host) if self.etcd is not None else None
 
     def flags(self, node: int, count: int) -> list[str]:
-        """Return what a node's torchrun has to be told of its place."""
+        """Return the options that place a node's torchrun."""
         return [f"--local-addr={self.cable.address('nodes')}"] if self.cable and node != count - 1 else []
 
     def environ(self, node: int, count: int) -> dict[str, str]:
-        """Return what a node's processes have to be told."""
+        """Return what a node's processes need in their environment."""
         environ = {VARIABLE: str(self.points[node])} if self.points else {}
         if self.cable is not None:
             environ["GLOO_SOCKET_IFNAME"] = self.cable.inside if node == count - 1 else self.cable.outside

@@ -1,6 +1,6 @@
 """Fault windows: from a fault to when all that it leads to has to be over; what comes later is not of its doing.
 
-A run tells how long that may take (`patience_s` of its `scenario` line): leases that end, peers that are waited for,
+A run says how long that may take (`patience_s` of its `scenario` line): leases that end, peers that are waited for,
 processes that are started. Faults that come before the one before is over are of one window.
 """
 
@@ -18,7 +18,7 @@ from chaos.judge.evidence.run_files import (
 )
 
 PATIENCE_S = 300.0
-"""Where a run does not tell."""
+"""For a run that does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class FaultWindows:
 
 
 def patience_of(run: Evidence) -> float:
-    """Return for how many seconds a fault that is over may go on having consequences."""
+    """Return for how many seconds a fault that is over may still have consequences."""
     patience_s = scenario_field(run, "patience_s")
     return float(patience_s) if isinstance(patience_s, int | float) else PATIENCE_S
 
@@ -60,6 +60,6 @@ def fault_windows_of(run: Evidence) -> FaultWindows:
 
 
 def over_at(line: Line) -> float:
-    """Return when a fault is over, or whoever it ended may be back."""
+    """Return when a fault is over, or when what it ended may be back."""
     seconds = line.get("for_s")
     return number(line, "t") + (float(seconds) if isinstance(seconds, int | float) else 0.0)

@@ -1,6 +1,6 @@
 """Which samples a script has applied: for every epoch, how often each row is in the steps that its end is made of.
 
-Only steps of the lineage count: what a world applied and a later one did not go on from is not in the weights.
+Only steps of the lineage count: what a world applied and a later one did not continue is not in the weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Tally:
 
 
 def is_script(run: Evidence) -> bool:
-    """Say whether a run is of somebody's script, watched from outside."""
+    """Say whether a run is of a user's script, watched from outside."""
     return run.has("script")
 
 
@@ -46,7 +46,7 @@ def logs_ids(run: Evidence) -> bool:
 
 
 def kept_steps(run: Evidence) -> list[Applied]:
-    """Return the lineage; unknown if the script has no hook, or went on from something older than the run."""
+    """Return the lineage; unknown if the script has no hook, or continued from something older than the run."""
     if not logs_ids(run):
         raise Unknown("the script logs no steps; three lines make it: see chaos.hook")
     first = min((line for line in run.of("restore")), key=lambda line: whole(line, "term"))
@@ -101,7 +101,7 @@ def rows_of(line: Line) -> list[int]:
     """Return the rows that a rank applied in a step."""
     rows = items(line, "ids")
     if not all(isinstance(row, int) for row in rows):
-        raise TypeError(f"ids of step {line['step']} are no integers")
+        raise TypeError(f"ids of step {line['step']} are not integers")
     return [row for row in rows if isinstance(row, int)]
 
 

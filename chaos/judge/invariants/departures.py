@@ -1,4 +1,4 @@
-"""Invariant of departures: whoever left a world, and every world of the same processes again, has a fault behind it.
+"""Invariant of departures: a fault explains each one from a world, and each world of the same processes again.
 
 A fault explains what happens in its window (`chaos.judge.evidence.fault_windows`). What it may explain there is written
 at each check.
@@ -31,8 +31,8 @@ from chaos.scenario.kinds import (
 _ENDS_NODES = ("kill_node", "stop_node", "kill_job")
 _TELL_TO_LEAVE = ("stop_node", "flap_node", "scale_down")
 MOST_WORLDS_LEAVING = 3
-"""Worlds of the same processes that one who was told to leave may explain: it leaves with the next step that all have
-the sum of, or is too late for that and does so in the next world."""
+"""How many worlds of the same processes a process that was asked to leave may explain: it leaves with the next step of
+which all have the sum, or, if it is too late for that, in the next world."""
 
 
 def deaths(run: Evidence) -> str:
@@ -54,7 +54,7 @@ def deaths(run: Evidence) -> str:
 
 
 def _check_worlds(run: Evidence) -> None:
-    """No process outlives a world of the `restart` mode: it ends because a fault hit it, or because somebody came.
+    """No process outlives a world of the `restart` mode: it ends because a fault hit it, or because a node came.
 
     A fault hits a world if it came, lasted or was undone after that was sealed, or had hit one of its processes before;
     and the world has to end in the fault's window. An agent that was kept from etcd is a member of the next world, too:
@@ -81,13 +81,14 @@ def _check_worlds(run: Evidence) -> None:
 def _check_changes(run: Evidence) -> None:
     """Processes leave a live world only when a fault hit them, and worlds end only because one left or came.
 
-    Who was hit, or started and ended by the undoing of a fault, may leave in the fault's window, or once come back as
-    another member; nodes are in a world as a whole, so who is left of one leaves with it. Who was told to leave ends a
-    few worlds until it has left; who was hit before it had told of any world may have been in one that nobody told of,
-    or have been waited for, and ends one. A fault of etcd or of the storage hits all who are in a world while it lasts.
+    A process that was hit, or started and ended by the undoing of a fault, may leave in the fault's window, or once
+    come back as another member; nodes are in a world as a whole, so the rest of a node leaves with it. A process that
+    was asked to leave ends a few worlds until it has left; one that was hit before it had recorded any world may have
+    been in one that no history has, or have been waited for, and ends one. A fault of etcd or of the storage hits all
+    members of a world while it lasts.
     """
     formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
-    seen_in = last_seen(run)  # a world may break before all have told of it
+    seen_in = last_seen(run)  # a world may break before all have recorded it
     node_of = {pid: line["node"] for line in run.of("node") for pid in _pids(line)}
     lost = {line["term"] for line in run.of("form") if line.get("cause") == "lost"}  # one of the members before is gone
     last_hit = {pid: number(line, "t") for line in _by_time([*run.of("fault"), *run.of("undo")]) for pid in _pids(line)}
@@ -120,8 +121,9 @@ def _check_changes(run: Evidence) -> None:
 def _changes(run: Evidence) -> Iterator[tuple[int, int, list[Line], float]]:
     """Yield each term, the next one, the faults and undoings between them, and since when what was done may explain it.
 
-    That is the beginning of the window in which the next world formed, or that moment itself if it is in none. (When it
-    was sealed is told by its leader's clock, which may be wrong.) Every fault is yielded once, if it is of that window.
+    That is the beginning of the window in which the next world formed, or that moment itself if it is in none. (When
+    it was sealed is known by its leader's clock, which may be wrong.) Every fault is yielded once, if it is of that
+    window.
     """
     hits, windows, formed = _by_time([*run.of("fault"), *run.of("undo")]), fault_windows_of(run), formed_at(run)
     times, place = [number(line, "t") for line in hits], 0
@@ -151,7 +153,7 @@ def _is_explained(run: Evidence, exit_: Line) -> bool:
     """Say whether the last thing done to a node was to end it, or its agent gave up.
 
     It does so where it was once kept from etcd, or etcd was away not long before; and when workers have failed more
-    often than it may start its own again (whoever is the first to tell of a failure pays for it).
+    often than it may start its own again (the first to report a failure pays for it).
     """
     mine = [fault["kind"] for fault in run.of("fault") if exit_["node"] in _nodes(fault)]
     if mine and (mine[-1] in _ENDS_NODES or any(cuts_off(kind) for kind in mine)):

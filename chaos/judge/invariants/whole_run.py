@@ -1,4 +1,4 @@
-"""Invariants of the run as a whole: it ended, faults were really injected and cost what they should, and it went on.
+"""Invariants of the run as a whole: it ended, faults came and cost what they should, and it made progress.
 
 These are the checks that keep the others honest: without a fault a good verdict would prove nothing, so it is unknown.
 """
@@ -21,7 +21,7 @@ from chaos.judge.evidence.applied import (
 from chaos.judge.evidence.fault_windows import FaultWindows, fault_windows_of, patience_of
 from chaos.judge.evidence.recovery_cost import (
     Recovery,
-    behind_the_last_step,
+    after_the_last_step,
     fault_kind,
     fault_name,
     recoveries,
@@ -48,12 +48,12 @@ def faults(run: Evidence) -> str:
     """All faults came, each changed the world or was ridden out, and a kill at a drawn step lost applied steps."""
     injected = run.of("fault")
     if not is_soak(run) and (missed := run.of("missed")):
-        raise Unknown(f"{fault_kind(missed[0])} never came: {missed[0].get('why', 'nobody came there')}")
+        raise Unknown(f"{fault_kind(missed[0])} never came: {missed[0].get('why', 'no process came there')}")
     if not injected:
         raise Unknown("no fault was injected, so recovery was not put to the test")
     recovered = {recovery.place: recovery for recovery in recoveries(run)}
     spared = ridden_out(run)
-    late = behind_the_last_step(run)
+    late = after_the_last_step(run)
     for place, fault in enumerate(injected):
         recovery = recovered.get(place)
         if recovery is None and (place in spared or place in late):
@@ -65,7 +65,7 @@ def faults(run: Evidence) -> str:
     kinds = len({fault_kind(fault) for fault in injected})
     summary = f"{len(injected)} faults of {kinds} kinds, {len(formed_at(run))} terms"
     if spared or late:
-        ended = f", {len(late)} behind the last step" if late else ""
+        ended = f", {len(late)} after the last step" if late else ""
         return f"{summary}: {len(recovered)} followed by a new world's steps, {len(spared)} ridden out{ended}"
     return f"{summary}, each fault followed by a new world's steps"
 
@@ -116,7 +116,7 @@ def _given_up(run: Evidence) -> Iterator[tuple[int, int, int, int, int]]:
 
 
 def rto(run: Evidence) -> str:
-    """Every fault is followed by a next world's first applied step in its window, or was ridden out; tells how long."""
+    """Every fault is followed by a next world's first applied step in its window, or was ridden out."""
     costs, spared = recoveries(run), ridden_out(run)
     for cost in costs:
         late_s = cost.at + cost.rto_s - _due_at(run, cost)
@@ -125,19 +125,19 @@ def rto(run: Evidence) -> str:
                 f"{fault_name(run.of('fault')[cost.place])}: the next world's first step came {cost.rto_s:.1f} s later"
             )
             raise Violated(f"{what}, {late_s:.1f} s after all should have been over")
-    num_others = len(spared) + len(behind_the_last_step(run))
+    num_others = len(spared) + len(after_the_last_step(run))
     if len(costs) + num_others < len(run.of("fault")) or (not costs and not spared):
         raise Unknown(f"{len(costs)} of {len(run.of('fault')) - num_others} faults were recovered from")
     if not costs:
-        return f"no world had to be formed anew: {len(spared)} faults were ridden out"
+        return f"no new world had to be formed: {len(spared)} faults were ridden out"
     return f"{min(cost.rto_s for cost in costs):.2f} to {max(cost.rto_s for cost in costs):.2f} s to the next step"
 
 
 def _due_at(run: Evidence, cost: Recovery) -> float:
     """Return when a fault's next world had to have applied its first step.
 
-    A small world takes long over a step, and makes room for whoever comes back behind the one that it tells of them in:
-    the second, at the latest, that it applies when nothing is wrong any more.
+    A small world takes long over a step, and makes room for a node that comes back only after the step that announces
+    it: the second step, at the latest, that it applies when nothing is wrong any more.
     """
     over, came = fault_windows_of(run).until(cost.at), cost.at + cost.rto_s
     if came <= over:
@@ -150,7 +150,7 @@ def _due_at(run: Evidence, cost: Recovery) -> float:
 
 
 def liveness(run: Evidence) -> str:
-    """Steps go on wherever no fault holds them up; and where all was undone, the whole world trained again."""
+    """Steps continue wherever no fault holds them up; and where all was undone, the whole world trained again."""
     for line in run.of("stuck"):
         raise Violated(str(line["why"]))
     times = [number(line, "t") for line in run.of("step")]

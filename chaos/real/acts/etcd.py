@@ -32,7 +32,7 @@ def kill_etcd_leader(job: JobView, fault: Due) -> Struck | None:
 
 
 def etcd_outage(job: JobView, fault: Due) -> Struck | None:
-    """Kill all members, once all of them run: who was killed before comes back by the undoing of that."""
+    """Kill all members, once all of them run: one that was killed before comes back when that is undone."""
     assert job.around.etcd is not None, "every job has one"
     members = job.around.etcd.members
     return _kill(members) if all(_runs(member) and _answers(member) for member in members) else None
@@ -63,7 +63,7 @@ def _kill(members: list[EtcdServer]) -> Struck | None:
 
 
 def _answers(member: EtcdServer) -> bool:
-    """Say whether a member serves: it knows who leads, or it could not read."""
+    """Say whether a member serves: it knows its leader, or it could not read."""
     with grpc.insecure_channel(member.endpoint) as channel:
         try:
             pyetcd.etcdrpc.KVStub(channel).Range(pyetcd.etcdrpc.RangeRequest(key=b"/"), _ANSWER_S)

@@ -26,7 +26,7 @@ _AGAIN_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What could not be armed yet: on these nodes, where another waits at its place; none while nobody has its role."""
+    """What could not be armed yet: on these nodes, where another waits; none while no node has its role."""
 
     fault: Due
     nodes: list[Node]
@@ -45,7 +45,7 @@ class _Armed:
 class Points:
     """What is armed, and has not come yet; at each place of a node one fault at most.
 
-    What a scenario lists is armed as soon as it can be, or told as missed; a soak draws enough to do without.
+    What a scenario lists is armed as soon as it can be, or recorded as missed; a soak draws enough to do without.
     """
 
     _armed: list[_Armed] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Points:
     _again_at: float = 0.0
 
     def arm(self, job: JobLog, fault: Due) -> None:
-        """Arm a failpoint on the fault's nodes: now, or once somebody has its role and nothing else waits there."""
+        """Arm a failpoint on the fault's nodes: now, or once a node has its role and nothing else waits there."""
         self._asked.append(_Asked(fault, []))
         self._ask(job)
 
@@ -92,7 +92,7 @@ class Points:
         return not self._armed
 
     def give_up(self, job: JobLog) -> None:
-        """Take back all that has not come, at the end of the job, and tell of what could not even be armed."""
+        """Take back all that has not come, at the end of the job, and record what could not even be armed."""
         for armed in list(self._armed):
             self._take_back(job, armed)
         for asked in self._asked:
@@ -101,7 +101,7 @@ class Points:
                     job, asked.fault, node, f"another fault waited there, on node {node.number}, until the job's end"
                 )
             if not asked.nodes:
-                why = f"nobody was '{asked.fault.target}' until the job's end: list it before what ends that world"
+                why = f"no node was '{asked.fault.target}' until the job's end: list it before what ends that world"
                 _record_missed(job, asked.fault, None, why)
         self._asked.clear()
 
@@ -117,7 +117,7 @@ class Points:
     def _note(self, job: JobLog, armed: _Armed) -> None:
         """Record a fault with the time at which its file was renamed, which is just before it came."""
         taken = sorted(armed.folder.glob(f"{armed.name}.[0-9]*"), key=lambda path: path.stat().st_ctime)
-        assert taken, "nobody else takes it away"
+        assert taken, "nothing else takes it away"
         at, pid = taken[-1].stat().st_ctime, int(taken[-1].suffix[1:])
         for path in taken:
             path.unlink()

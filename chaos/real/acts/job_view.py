@@ -34,7 +34,7 @@ class JobView(Protocol):
     draws: random.Random
 
     def on_event(self, text: str, /) -> None:
-        """Show a line to whoever watches the run."""
+        """Show a line to the person who watches the run."""
 
 
 class JobLog(JobView, Protocol):

@@ -1,4 +1,4 @@
-"""Faults of processes: killed, told to leave, started, frozen, slowed, launched twice; with real signals."""
+"""Faults of processes: killed, asked to leave, started, frozen, slowed, launched twice; with real signals."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _ended(job: JobView, fault: Due, nodes: list[Node], pids: list[int], how: st
     down, started = [(node, node.agent) for node in nodes], list[int]()
 
     def start_again() -> list[int] | None:
-        # One that was told to stop may not be through yet, or be frozen; one that was hit again may be back already.
+        # One that was asked to stop may not be through yet, or be frozen; one that was hit again may be back already.
         started.extend(pid for node, agent in down if not node.is_up and node.agent == agent for pid in node.start())
         down[:] = [(node, agent) for node, agent in down if node.agent == agent]
         return None if down else started
@@ -69,7 +69,7 @@ def start_node(job: JobView, fault: Due) -> Struck | None:
         raise RunError("a lost node is to be started, but none is lost")
     node = targets(job, fault)[0]
     if node.is_up:
-        return None  # it was told to stop, and is not through yet; it may be frozen, so time goes on here
+        return None  # it was asked to stop, and is not through yet; it may be frozen, so do not wait here
     job.lost = [lost for lost in job.lost if lost is not node]
     return Struck(node.start(), [node])
 
@@ -119,10 +119,10 @@ def slow_worker(job: JobView, fault: Due) -> Struck | None:
 
 
 def start_twin(job: JobView, fault: Due) -> Struck | None:
-    """Launch the job once more, as somebody does who believes that it is gone."""
+    """Launch the job once more, as an operator may who believes that it is gone."""
     nodes = targets(job, fault)
     if not nodes:
-        return None  # nobody leads at the moment
+        return None  # there is no leader at the moment
     twin = nodes[0].twin()
     return Struck(twin.start(), [], undo=twin.kill)
 

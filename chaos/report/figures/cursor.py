@@ -67,7 +67,7 @@ def cursor_figure(story: Story) -> Markup:
 
 
 def _curves(branch: Branch, axis: Axis, unit_s: float, height: Axis) -> list[Stroke]:
-    """Draw what was kept in the term's colour, and what was given up behind it."""
+    """Draw what was kept in the term's colour, and what was given up after it."""
     began = (branch.formed_at, branch.lo)
     places = [began, *((applied.at, applied.step) for applied in branch.steps)]
     points = [(axis(time / unit_s), height(step), step) for time, step in places]

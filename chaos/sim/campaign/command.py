@@ -104,7 +104,7 @@ def seeds_of(text: str) -> range:
     except ValueError:
         raise ScenarioError(f"--seeds {text}: give a number of seeds, or A:B for the seeds from A up to B") from None
     if not seeds or seeds.start < 0:
-        raise ScenarioError(f"--seeds {text}: there is no seed in it")
+        raise ScenarioError(f"--seeds {text}: the range is empty; give seeds from 0 up, as 200 or 0:200")
     del colon
     return seeds
 
@@ -201,7 +201,7 @@ def run_one(case: Case, is_json: bool, replay: str, *, is_scenario: bool = False
 def run_planted(bug: SimBug, is_json: bool) -> int:
     """Run a planted bug's cases until one of its invariants is false, and show that run; return 1 if there was one.
 
-    A judge that finds nothing is the failure here, and is told as such.
+    A judge that finds nothing is the failure here, and is reported as such.
     """
     found, num_runs = bug.hunt()
     if found is None:

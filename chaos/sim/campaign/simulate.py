@@ -1,6 +1,6 @@
 """One seed, one run, one verdict; many of them, and what they add up to.
 
-The judge is `chaos.judge.checker`, as for real runs. It is told of every fault, harmless ones included, so it may say
+The judge is `chaos.judge.checker`, as for real runs. It sees every fault, harmless ones included, so it may say
 `unknown` of a recovery that was not needed; a run counts against the product when an invariant is *false*, or any but
 `faults`, `rpo` and `rto` is *unknown*.
 """

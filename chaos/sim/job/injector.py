@@ -51,7 +51,7 @@ class Injector:
         self._kernel.after(fault.at_s, lambda: act(fault))
 
     def _arm(self, fault: SimFault) -> None:
-        """Let a fault wait for whoever comes to its failpoint; times are counted from now on."""
+        """Let a fault wait for the process that comes to its failpoint; times are counted from now on."""
         nth = self._reached.get(fault.point, 0) + fault.nth
         self._armed.setdefault(fault.point, {}).setdefault(nth, []).append(fault)
 

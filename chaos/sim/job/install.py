@@ -100,7 +100,7 @@ X = TypeVar("X")
 Y = TypeVar("Y")
 Ys = TypeVarTuple("Ys")
 NUM_VIEWS = 256
-"""Snapshots on their way to somebody, of a thousand nodes that all write at once."""
+"""Snapshots on their way to a process, of a thousand nodes that all write at once."""
 
 
 @contextlib.contextmanager
@@ -138,7 +138,7 @@ def _machine(around: Surroundings) -> Iterator[tuple[ModuleType, str, object]]:
                 yield module, name, stand_ins[name]
     for path in ("elastic_train.world.fencing", "elastic_train.tracking.history"):
         yield importlib.import_module(path), "os", here
-    # The judge compares when commits were made, so their records carry the watch of whoever looks on.
+    # The judge compares when commits were made, so their records carry the watch of an outside observer.
     yield importlib.import_module("elastic_train.checkpoint.commits.writer"), "time", stdlib.TrueTime(around.kernel)
 
 
@@ -328,7 +328,7 @@ class _Launcher:
 
 
 class SimHistory(History):
-    """A history whose lines go to the evidence, stamped by the watch of whoever looks on."""
+    """A history whose lines go to the evidence, stamped by the watch of an outside observer."""
 
     def __init__(self, host: Host, run_dir: str, term: int, rank: int) -> None:
         self.term, self._rank, self.num_failures = term, rank, 0
@@ -344,7 +344,7 @@ class SimHistory(History):
 
 
 class Silent:
-    """What shows progress to nobody."""
+    """A progress display that shows nothing."""
 
     def update(self, status: object) -> None: ...
     def event(self, text: str) -> None: ...

@@ -87,20 +87,20 @@ class Job:
             is_quiet = kernel.now > max(last, fleet.busy_until)
             is_up = any(node.is_up for node in fleet.nodes)
             if self.record.is_done and not is_up and kernel.now > fleet.busy_until:
-                return  # faults that are still to come have nobody to hit
+                return  # faults that are still to come have nothing to hit
             own = fleet.nodes[: shape.nodes]
             if not is_up and is_quiet:
                 if all(node.would_end_alike for node in own):
                     return
                 for node in own:
-                    fleet.start_again(node.number)  # as whoever keeps the job going does
+                    fleet.start_again(node.number)  # as the job's operator would
             elif is_quiet and not self.record.is_done and kernel.now > 1.0:
                 for node in own:
                     if not node.is_up and node.agent is not None and not node.would_end_alike:
                         fleet.start_again(node.number)
 
     def _restart_failed(self) -> None:
-        """Start nodes again that have ended by themselves, as whoever keeps the job going does after a while."""
+        """Start nodes again that have ended by themselves, as the job's operator would after a while."""
         for node in self._fleet.nodes[: self.around.shape.nodes]:
             if node.is_up or node.agent is None or node.would_end_alike:
                 node.down_for_s = 0.0

@@ -1,4 +1,4 @@
-"""What a simulated job left for the judge: its histories, its commits as they lie in storage, its result."""
+"""What a simulated job left for the judge: its histories, its commits as they are in storage, its result."""
 
 from __future__ import annotations
 

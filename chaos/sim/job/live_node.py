@@ -48,7 +48,7 @@ class Node:
 
     @property
     def would_end_alike(self) -> bool:
-        """Whether it said that starting it again would be in vain: nobody does."""
+        """Whether its exit code says that starting it again is in vain: then it is not."""
         return self.code in FINAL_CODES
 
     def live_workers(self) -> list[Process]:

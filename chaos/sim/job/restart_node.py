@@ -3,7 +3,7 @@
 What runs is `rendezvous.torchelastic.entry_point.EtcdRendezvousHandler` under
 `rendezvous.torchelastic.bound_agent.ElasticAgent`, and so TorchElastic's own loop: it joins a round, starts a
 generation of workers, looks at them ten times a second, and ends them all for the next round. A worker trains in the
-one world that its environment tells, and begins with the newest commit.
+one world that its environment names, and begins with the newest commit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rendezvous.torchelastic.conf import BACKEND, Conf
 from rendezvous.torchelastic.entry_point import EtcdRendezvousHandler
 
 STOP_GRACE_S = 30
-"""How long torchrun waits for its workers when it is told to end itself, or when one of them has failed."""
+"""How long torchrun waits for its workers when it is asked to stop, or when one of them has failed."""
 
 
 class Generation:
@@ -93,7 +93,7 @@ class RestartNode(Node):
         return self._generation
 
     def _watch_over(self) -> None:
-        """Be torchrun: make the handler and the agent, and end with the last round, with an error, or when told to."""
+        """Be torchrun: make the handler and the agent, and end with the last round, with an error, or when asked to."""
         agent, kernel, host = self._kernel.process, self._kernel, self._host
         self._watcher, self._main, self._generation = kernel.current, None, None
         agent.at_death["workers"] = self._kill_workers
@@ -136,7 +136,7 @@ class RestartNode(Node):
         return EtcdRendezvousHandler(params, conf)
 
     def _kill_workers(self) -> None:
-        """Workers die with their agent, whose main thread is a process of its own here."""
+        """Workers die with their agent, whose main thread is a separate process here."""
         super()._kill_workers()
         if self._main is not None:
             self._kernel.kill(self._main)

@@ -48,7 +48,7 @@ class RunRecord:
             self.on_step(self.step)
 
     def add_error(self, whose: str, error: Exception) -> None:
-        """Keep what has ended a process or a node, with its time, for whoever reads about the run."""
+        """Keep what has ended a process or a node, with its time, for readers of the report."""
         self.errors.append(f"{self._kernel.now:.3f} {whose}: {type(error).__name__}: {error}")
 
     def take_file(self, path: Path, text: str) -> None:

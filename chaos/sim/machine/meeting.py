@@ -13,7 +13,7 @@ from rendezvous.meeting_point import CALL_TIMEOUT_S
 RETRY_S = 0.5
 """How often the client of a store that does not answer tries again."""
 FROZEN_S = 0.5
-"""How often whoever connects looks whether the host of its world runs again."""
+"""How often a connecting process looks whether the host of its world runs again."""
 
 
 class MeetingStore:
@@ -46,7 +46,7 @@ def agent_port(net: Net) -> str:
 def agent_store(
     net: Net, address: str, port: int, _: object, is_master: bool, timeout: timedelta, **__: object
 ) -> object:
-    """Be a TCPStore's client, which tries on until its host answers; RuntimeError behind its time."""
+    """Be a TCPStore's client, which tries on until its host answers; RuntimeError once its time is over."""
     until = net.kernel.now + timeout.total_seconds()
     while True:
         try:

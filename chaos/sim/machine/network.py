@@ -24,7 +24,7 @@ class Listener(Protocol):
 
 
 class Net:
-    """Which node reaches which, and who listens where."""
+    """Which node reaches which, and what listens where."""
 
     def __init__(self, kernel: Kernel, draws: random.Random, delay_s: float) -> None:
         self.kernel, self.draws, self.delay_s = kernel, draws, delay_s
@@ -35,7 +35,7 @@ class Net:
         self.ports: dict[int, Listener] = {}
         self.slow_until = self.lossy_until = 0.0
         self._waits: list[float] | None = None
-        """What those who connect at once would wait, each by itself."""
+        """What concurrent connections would wait, each by itself."""
 
     def delay(self) -> float:
         delay_s = self.draws.expovariate(1 / self.delay_s)
@@ -58,7 +58,7 @@ class Net:
         return port
 
     def connect(self, address: str, port: int) -> None:
-        """Raise what a connection to a port would: refused where nobody listens, timed out where nothing answers."""
+        """Raise what a connection to a port would: refused where nothing listens, timed out where nothing answers."""
         listener = self.ports.get(port)
         mine, node = self.kernel.process.node, _node_of(address)
         if node in self.silent or not self.is_connected(mine, node):
@@ -88,7 +88,7 @@ class Net:
             self._waits = None
 
     def is_refused(self, endpoint: str) -> bool:
-        """Say what `rendezvous.torchelastic.addresses.is_refused` does: nobody listens there any more, and the machine
+        """Say what `rendezvous.torchelastic.addresses.is_refused` does: nothing listens there any more, and the machine
         says so.
         """
         address, _, port = endpoint.rpartition(":")
@@ -113,7 +113,7 @@ class Net:
 
 
 class AtOnce:
-    """A pool of threads that connect: whoever asks waits once for all that are under way together."""
+    """A pool of threads that connect: the caller waits once for all that are under way together."""
 
     def __init__(self, net: Net, num_threads: int) -> None:
         self._net, self._num_threads = net, num_threads

@@ -49,7 +49,7 @@ class SimGroup(Group):
     def all_gather(self, tensor: Tensor) -> Tensor:
         if self.size == 1:
             return tensor.unsqueeze(0).clone()
-        return self._collect("gather", tensor.clone()).made(_stack)  # one for all: whoever gathers only reads
+        return self._collect("gather", tensor.clone()).made(_stack)  # one for all: it is only read
 
     def broadcast_object(self, value: object, source: int = 0) -> object:
         if self.size == 1:
@@ -75,7 +75,7 @@ class SimGroup(Group):
         tensor.copy_(letters.popleft())
 
     def abandon(self) -> None:
-        """Leave: whoever still waits for this rank learns of it."""
+        """Leave: ranks that still wait for this one learn of it."""
         if self.size > 1 and self.rank not in self._hub.lost:
             self._kernel.after(RESET_S, lambda: self._hub._reset(self.rank))
 

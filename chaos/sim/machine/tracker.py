@@ -1,6 +1,6 @@
 """A tracker with its weather, and what stands for the job's run in it (`elastic_train.tracking.mlflow_run.MlflowRun`).
 
-All above that is the product's: the local files, which lie in a folder of the machine, the thread that sends what is
+All above that is the product's: the local files, which are in a folder of the machine, the thread that sends what is
 settled, the delivery, and `elastic-train sync`. A call may not arrive, may be done without an answer, or be done long
 after its sender has given up. As a database of MLflow does, it keeps one of two points that are equal in all.
 """
@@ -109,7 +109,7 @@ class Writer(MetricsWriter):
 
 
 class Tracking:
-    """A job's tracker, and the folder in which its metrics lie; both are there only for a job that is tracked."""
+    """A job's tracker, and the folder with its metrics; both are there only for a job that is tracked."""
 
     def __init__(
         self, kernel: Kernel, draws: random.Random, delay_s: float, make_process: Callable[[int, str], Process]
@@ -125,7 +125,7 @@ class Tracking:
         return self._writers[-1]
 
     def sync(self) -> None:
-        """Send what is missing when all is over, as somebody does with `elastic-train sync`."""
+        """Send what is missing when all is over, as a user does with `elastic-train sync`."""
         kernel = self._kernel
         if not list(self.folder.glob("metrics/*")):
             return

@@ -335,7 +335,7 @@ def test_a_role_that_nobody_ever_has_is_told(node: Node, tmp_path: Path) -> None
     waiting._points.give_up(waiting)
     (missed,) = recorded(tmp_path)
     assert (missed["op"], missed["kind"], missed["point"], missed["node"]) == ("missed", "kill", "form", None)
-    assert "nobody was 'leader'" in str(missed["why"])
+    assert "no node was 'leader'" in str(missed["why"])
 
 
 def test_a_soak_does_without_what_cannot_be_armed(node: Node, tmp_path: Path) -> None:

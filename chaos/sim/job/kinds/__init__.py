@@ -1,6 +1,6 @@
-"""What each kind of fault does to a running job; it returns the processes that it hits, by which it is told.
+"""What each kind of fault does to a running job; it returns the processes that it hits, for the record.
 
-A kind that hits nobody has not happened, except to etcd and storage, which everybody meets sooner or later.
+A kind that hits no process has not happened, except to etcd and storage, which all meet sooner or later.
 """
 
 from __future__ import annotations

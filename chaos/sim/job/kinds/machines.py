@@ -46,7 +46,7 @@ def stop_node(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 
 def flap_node(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """A node is told to leave, comes back, and again, three times."""
+    """A node is asked to leave, and comes back, three times."""
     number = fleet.node(fault)
     for turn in (1, 2):
         fleet.kernel.after(2 * turn * fault.for_s, lambda: _flap(fleet, number, fault.for_s))
@@ -59,7 +59,7 @@ def _flap(fleet: Fleet, number: int, for_s: float) -> None:
 
 
 def scale_down(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """Half of the nodes are told to leave, and come back long afterwards: the job shrinks, and grows again."""
+    """Half of the nodes are asked to leave, and come back much later: the job shrinks, and grows again."""
     first, num_nodes = fleet.node(fault), fleet.shape.nodes
     hit = []
     for number in range(first, first + num_nodes // 2):
@@ -86,7 +86,7 @@ def freeze_node(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 
 def hang_worker(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """A worker computes no further for a while; its threads renew its lease, and its saves go on."""
+    """A worker computes no further for a while; its threads renew its lease, and its saves continue."""
     hit = fleet.worker(fault)
     for process in hit:
         process.hangs_until = fleet.kernel.now + fault.for_s

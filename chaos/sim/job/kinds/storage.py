@@ -40,7 +40,7 @@ def _weather(what: str) -> Act:
 
 
 def tear_write(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """Whoever writes a file next dies in the middle of it."""
+    """The process that writes a file next dies in the middle of it."""
     if fleet.around.storage.is_to_tear:
         return []  # one that waits for its writer is not yet another
     fleet.around.storage.is_to_tear = True
@@ -48,7 +48,7 @@ def tear_write(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 
 def _damage(change: Callable[[bytes], bytes | None]) -> Act:
-    """Change a file of the newest commit, behind everybody's back, if the one that it continues is whole."""
+    """Change a file of the newest commit, unnoticed by the job, if the one that it continues is whole."""
 
     def act(fleet: Fleet, fault: SimFault) -> list[Process]:
         files = fleet.around.storage.files
