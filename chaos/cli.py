@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.table import Table
 
 from chaos.errors import ChaosError, RunError, ScenarioError
-from chaos.feasible import undoable
 from chaos.judge.verdict import (
     FAULTED,
     REFERENCE,
@@ -32,11 +31,12 @@ from chaos.judge.verdict import (
 )
 from chaos.real.runs import (
     clear,
+    copy_holes,
     count_steps,
     make_data,
     run_once,
     run_soak,
-    tell_holes,
+    undoable,
 )
 from chaos.scenario import model as scenarios
 from chaos.scenario.kinds import KINDS
@@ -73,16 +73,16 @@ def run(
 ) -> int:
     """Run SCENARIO (a file, or a name from `elastic-chaos ls`) with its faults, then without, and judge it.
 
-    Drawn steps come from --seed, which is printed; the same seed draws the same steps. Results lie in --out
+    Drawn steps come from --seed, which is printed; the same seed draws the same steps. Results go to --out
     (runs/<name> if not given): faulted/, reference/, verdict.json, report.html. --set batch.micro_batch=8 changes a key
-    of the trainer's configuration. A soak goes on for so many --faults, or --minutes; Ctrl-C ends it sooner, with a
+    of the trainer's configuration. A soak runs for so many --faults, or --minutes; Ctrl-C ends it sooner, with a
     verdict. Exit code 0 only if the verdict is valid.
 
     --command "torchrun train.py {dir}" breaks a script of your own instead; without SCENARIO, any-script's faults. The
     line is started once for each of --nodes (2), all on this machine. What it leaves out reaches torchrun by its own
     PET_ variables: --nnodes, --nproc-per-node, --max-restarts, --rdzv-id, --rdzv-endpoint, and --rdzv-backend=c10d;
-    with --rdzv-backend=etcd in it, an etcd is started. {dir} becomes a folder of the run's own, for its snapshots.
-    Which samples were applied is told by three lines in the script: `from chaos.hook import log_ids`.
+    with --rdzv-backend=etcd in it, an etcd is started. {dir} becomes a folder of this run, for its snapshots.
+    Three lines in the script log which samples were applied: `from chaos.hook import log_ids`.
     """
     if scenario is None and command is None:
         raise ScenarioError("name a SCENARIO (`elastic-chaos ls` shows them), or give the --command to break")
@@ -98,10 +98,10 @@ def run(
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     folder = out or Path("runs") / described.name
     settings = set_ or []
-    told = [*(["--command", command] if command else []), *(["--nodes", str(nodes)] if nodes else [])]
+    options = [*(["--command", command] if command else []), *(["--nodes", str(nodes)] if nodes else [])]
     changes = [*(f"--set={setting}" for setting in settings), *([] if reference else ["--no-reference"])]
     bounds = [*([f"--faults={faults}"] if faults else []), *([f"--minutes={minutes:g}"] if minutes else [])]
-    replay = shlex.join(["elastic-chaos", "run", name, *told, "--seed", str(seed), *changes, *bounds])
+    replay = shlex.join(["elastic-chaos", "run", name, *options, "--seed", str(seed), *changes, *bounds])
     if command is not None and settings:
         raise ScenarioError("--set changes the trainer's configuration; a --command has none")
     try:
@@ -113,19 +113,19 @@ def run(
         if (folder / FAULTED / "history").is_dir():
             sys.stderr.write(f"`elastic-chaos check {folder}` judges what was done, up to the newest commit\n")
         raise
-    return tell(verdict, folder, json_)
+    return present(verdict, folder, json_)
 
 
 @app.command
 def check(folder: Path, *, json_: Json = False) -> int:
-    """Judge the run in FOLDER again, from its files alone; verdict.json and report.html are made anew."""
+    """Judge the run in FOLDER again, from its files alone; and write verdict.json and report.html again."""
     _report_writer()
-    return tell(examine(folder), folder, json_)
+    return present(examine(folder), folder, json_)
 
 
 @app.command
 def report(folder: Path) -> int:
-    """Make verdict.json and report.html in FOLDER again, from the run's files alone, and say where the page lies."""
+    """Make verdict.json and report.html in FOLDER again, from the run's files alone, and print the page's path."""
     console.print(_report_writer()(folder, examine(folder)))
     return 0
 
@@ -156,7 +156,7 @@ def sim(
     many virtual hours, with --faults-per-hour, whose steps take --step-s and whose leases half of that or as long.
     Seeds are spread over --processes, one for each core if not given; the digest does not depend on that. --ledger FILE
     keeps a line for each seed, and runs only those that it does not hold. Exit code 0 only if no invariant is violated;
-    else the first bad run is shrunk, kept below runs/sim, and told with the command that runs it again.
+    else the first bad run is shrunk, kept below runs/sim, and printed with the command that runs it again.
     """
     with needed_for("elastic-chaos sim"):
         from chaos.sim.campaign import (
@@ -211,7 +211,7 @@ def ls(*, json_: Json = False) -> int:
 
 @app.command
 def kinds(*, json_: Json = False) -> int:
-    """List the kinds of fault, what each means, and who can do it: real runs, or the simulator."""
+    """List the kinds of fault, what each means, and where it can be injected: in real runs, in the simulator."""
     if json_:
         console.print_json(json.dumps([asdict(kind) for kind in KINDS.values()]))
         return 0
@@ -256,7 +256,7 @@ def execute(
         say(f"training {'with' if name == FAULTED else 'the same without'} faults, in {folder / name}")
         started = time.monotonic()
         if name == REFERENCE:
-            tell_holes(folder)
+            copy_holes(folder)
         faults = due if name == FAULTED else []
         run_once(scenario, config, folder / name, faults, seed, changes, total_steps, replay, is_quiet)
         say(f"done in {time.monotonic() - started:.0f} s")
@@ -267,7 +267,7 @@ def _say(is_quiet: bool) -> Callable[[str], None]:
     return (lambda _: None) if is_quiet else (lambda text: console.print(text, highlight=False, markup=False))
 
 
-def tell(verdict: Verdict, folder: Path, is_json: bool) -> int:
+def present(verdict: Verdict, folder: Path, is_json: bool) -> int:
     """Write the report, print the verdict, and return the exit code that says it."""
     page = _report_writer()(folder, verdict)
     if is_json:
@@ -317,9 +317,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def leave_with(command: Callable[[], object]) -> NoReturn:
-    """Leave with a command's exit code, or with an error's, told in lines.
+    """Exit with a command's exit code, or with an error's, printed line by line.
 
-    SIGTERM is answered like Ctrl-C and leaves no process behind.
+    SIGTERM does what Ctrl-C does, and leaves no process running.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
@@ -334,7 +334,7 @@ def leave_with(command: Callable[[], object]) -> NoReturn:
         sys.stderr.write("".join(f"error: {line}\n" for line in getattr(error, "problems", [str(error)])))
         sys.exit(getattr(error, "exit_code", 1))
     except KeyboardInterrupt:
-        sys.stderr.write("stopped; no process was left behind\n")
+        sys.stderr.write("stopped; no process is left running\n")
         sys.exit(130)
     sys.exit(result if isinstance(result, int) else 0)
 

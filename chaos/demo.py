@@ -37,7 +37,7 @@ def demo(*, seed: int | None = None, json_: Annotated[bool, Parameter(name="--js
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the demo and leave with its exit code; what goes wrong is told in lines, as `elastic-chaos` does."""
+    """Run the demo and leave with its exit code; errors are printed line by line, as by `elastic-chaos`."""
     try:
         cli.leave_with(lambda: app(arguments, result_action="return_value", exit_on_error=False))
     except subprocess.CalledProcessError as error:

@@ -1,8 +1,8 @@
-"""Three lines by which any training script tells `elastic-chaos run --command` which samples it has applied.
+"""Three lines by which any training script logs, for `elastic-chaos run --command`, which samples it has applied.
 
     from chaos.hook import log_ids
     ids, inputs, targets = batch                                   # the dataset gives out row numbers, too
-    log_ids(ids, step=step, epoch=epoch, of=len(dataset))          # right behind optimizer.step()
+    log_ids(ids, step=step, epoch=epoch, of=len(dataset))          # right after optimizer.step()
 
 A call appends a line of JSON to a file of its process's own, where the variable ELASTIC_CHAOS_IDS names a folder, and
 does nothing elsewhere. It imports nothing but the standard library.
@@ -38,7 +38,7 @@ def log_ids(
     """Say that this rank's part of an optimizer step was applied.
 
     `ids` are the row numbers in this rank's batch; `step` counts the steps applied so far, this one included, as the
-    script itself counts them when it goes on from a snapshot; `of` is the number of rows in the dataset. `loss`, if
+    script itself counts them when it continues from a snapshot; `of` is the number of rows in the dataset. `loss`, if
     given, is drawn. Raises OSError where the line cannot be written: the run could not be judged.
     """
     folder = os.environ.get(VARIABLE)

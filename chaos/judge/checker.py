@@ -1,9 +1,9 @@
 """The judge: from a run's files to one finding an invariant, importing nothing from the trainer.
 
 The invariants are functions in six rooms: what was applied (`exactly_once`), what was published (`one_lineage`), the
-run as a whole (`injected`), who left (`departures`), what was logged of it (`tracking`), and what it left behind
-(`clean`). Here is the table of them; a planted bug is caught by the one named beside it in `chaos.planted.catalogue`. A
-run of somebody's script is judged by `chaos.judge.invariants.script_run`.
+run as a whole (`whole_run`), departures (`departures`), what was logged of it (`tracked_values`), and what outlived it
+(`leftovers`). Here is the table of them; a planted bug is caught by the one named beside it in
+`chaos.planted.catalogue`. A run of a user's script is judged by `chaos.judge.invariants.script_run`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from chaos.judge.evidence.run_files import Evidence, told
+from chaos.judge.evidence.run_files import Evidence, scenario_field
 from chaos.judge.evidence.script_samples import is_script
 from chaos.judge.findings import Finding, find
 from chaos.judge.invariants import (
@@ -59,6 +59,6 @@ def judge(run: Evidence, reference: Evidence | None = None) -> list[Finding]:
         findings.append(find("witness", partial(exactly_once.witness, run)))
     if reference is not None:
         findings += [find(name, partial(check, run, reference)) for name, check in COMPARED.items()]
-    elif told(run, "reference"):
+    elif scenario_field(run, "reference"):
         findings += [Finding(name, "unknown", "the run without faults is not there") for name in COMPARED]
     return findings

@@ -1,6 +1,6 @@
 """What the judge says: a finding on one invariant is true, false with a witness in words, or unknown.
 
-Unknown is what nothing put to the test, and what a check that throws leaves behind. A run is valid when every finding
+Unknown is what nothing put to the test, and what a check that raises comes to. A run is valid when every finding
 is true.
 """
 

@@ -23,7 +23,7 @@ from chaos.judge.evidence.run_files import (
     Evidence,
     Line,
     collect,
-    told,
+    scenario_field,
     whole,
 )
 from chaos.judge.evidence.script_samples import counts_of, is_script
@@ -96,8 +96,8 @@ def _fields(
         },
         "mlflow_run_id": result.get("mlflow_run_id"),
         "reference_mlflow_run_id": expected.get("mlflow_run_id"),
-        "seed": told(run, "seed"),
-        "scenario": told(run, "name"),
+        "seed": scenario_field(run, "seed"),
+        "scenario": scenario_field(run, "name"),
         "replay": _replay(run),
         "invariants": [asdict(finding) for finding in findings],
     }
@@ -118,10 +118,10 @@ def _lines(run: Evidence, op: str) -> list[Line]:
 
 def _replay(run: Evidence) -> str | None:
     """Return the command that injects the same faults at the same steps again."""
-    if told(run, "replay"):
-        return str(told(run, "replay"))
-    name = told(run, "name")
-    return f"elastic-chaos run {name} --seed {told(run, 'seed')}" if name else None
+    if scenario_field(run, "replay"):
+        return str(scenario_field(run, "replay"))
+    name = scenario_field(run, "name")
+    return f"elastic-chaos run {name} --seed {scenario_field(run, 'seed')}" if name else None
 
 
 def _coverage(run: Evidence, result: Line) -> dict[str, int | None]:
@@ -138,7 +138,7 @@ def _script_counts(run: Evidence) -> tuple[int, int]:
 
 
 def _costs(run: Evidence) -> list[Recovery]:
-    """Return what the faults cost; nothing where the histories do not tell, which `rpo` and `rto` then say."""
+    """Return what the faults cost; nothing where the histories do not say, which `rpo` and `rto` then say."""
     try:
         return recoveries(run)
     except (KeyError, TypeError, ValueError, Violated, Unknown):
@@ -163,7 +163,7 @@ def render(verdict: Verdict) -> Lines:
         what = cost.kind if cost.node is None else f"{cost.kind} {cost.node}"
         costs.add_row(what, str(cost.term), str(cost.rpo_steps), f"{cost.rto_s:.2f}", *shown)
     fields = verdict.fields
-    told = [
+    distributions = [
         f"{what.upper()}, {unit}: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items())
         for what, unit in (("rto", "seconds to the next step"), ("rpo", "steps lost"))
         if isinstance(found := fields[f"{what}_distribution"], dict)
@@ -177,7 +177,7 @@ def render(verdict: Verdict) -> Lines:
     rows.add_row("MLflow run", str(fields["mlflow_run_id"]), str(fields["reference_mlflow_run_id"]))
     coverage = fields["coverage"]
     assert isinstance(coverage, dict), "made above"
-    rest = [] if is_script(verdict.run) else [rows]  # a script tells of no weights
+    rest = [] if is_script(verdict.run) else [rows]  # a script logs no weights
     times = f"each of {coverage['samples']} samples counted {coverage['min']} to {coverage['max']} times an epoch"
     times = times if coverage["min"] is not None else "how often samples counted is not known"
     if holes := fields["holes"]:
@@ -185,7 +185,7 @@ def render(verdict: Verdict) -> Lines:
         listed = ", ".join(f"[{hole['lo']}, {hole['hi']}) from step {hole['since']} on" for hole in holes)
         times += f"; could not be read, and are left out: {listed}"
     outcome = Text("VALID", style="bold green") if verdict.is_valid else Text("NOT VALID", style="bold red")
-    return Lines(findings, costs, Text("\n".join(told)), *rest, Text(times), outcome)
+    return Lines(findings, costs, Text("\n".join(distributions)), *rest, Text(times), outcome)
 
 
 def _shown(value: object) -> str:

@@ -145,7 +145,7 @@ def stale_lanes(folder: Path) -> None:
 
 
 def idle_lane(folder: Path) -> None:
-    """The last lane belongs to nobody."""
+    """The last lane has no owner."""
     num_lanes = shape_of(collect(folder)).num_lanes
 
     def narrowed(line: Line) -> Line:
@@ -222,7 +222,7 @@ def other_metrics(folder: Path) -> None:
 
 
 def one_ranks_weights(folder: Path) -> None:
-    """One rank of the last world ends with weights of its own."""
+    """One rank of the last world ends with different weights."""
     seen: list[Line] = []
 
     def once(line: Line) -> Line:
@@ -235,12 +235,12 @@ def one_ranks_weights(folder: Path) -> None:
 
 
 def orphan(folder: Path) -> None:
-    """A worker went on after its agent was killed."""
+    """A worker kept running after its agent was killed."""
     edit(folder, lambda line: {**line, "orphans": [4711]} if line["op"] == "clean" else line)
 
 
 def unlooked(folder: Path) -> None:
-    """The executor itself was killed: nobody looked for what was left."""
+    """The executor itself was killed: what was left was not looked for."""
     edit(folder, lambda line: None if line["op"] == "clean" else line)
 
 
@@ -250,7 +250,7 @@ def no_result(folder: Path) -> None:
 
 
 def preempted(folder: Path) -> None:
-    """The job was told to leave and nobody started it again."""
+    """The job was asked to leave, and was not started again."""
     edit_result(folder, status="preempted")
 
 
@@ -260,7 +260,7 @@ def no_faults(folder: Path) -> None:
 
 
 def harmless_kill(folder: Path) -> None:
-    """A kill at a drawn step came right behind a commit, so nothing had to come back."""
+    """A kill at a drawn step came right after a commit, so nothing had to come back."""
     run = collect(folder)
     fault = next(line for line in run.of("fault") if line.get("is_drawn") and str(line["kind"]).startswith("kill"))
     after = next(term for term, t in formed_at(run).items() if t > number(fault, "t"))
@@ -274,7 +274,7 @@ def harmless_kill(folder: Path) -> None:
 
 
 def vain_fault(folder: Path) -> None:
-    """The last fault came in the midst of the last world, which went on as if nothing had happened."""
+    """The last fault came in the midst of the last world, which continued as if nothing had happened."""
     run = collect(folder)
     last = max(number(line, "t") for line in run.of("fault"))
     newest = max(formed_at(run))
@@ -283,7 +283,7 @@ def vain_fault(folder: Path) -> None:
 
 
 def long_ago(folder: Path) -> None:
-    """The first fault was over hours before the world that comes behind it."""
+    """The first fault was over hours before the world that follows it."""
     first = min(number(line, "t") for line in collect(folder).of("fault"))
     edit(folder, lambda line: {**line, "t": first - _HOURS_S} if line["op"] == "fault" and line["t"] == first else line)
 
@@ -296,7 +296,7 @@ def standstill(folder: Path) -> None:
 
 
 def unexplained_term(folder: Path) -> None:
-    """A world broke although nobody had touched it: its fault is missing."""
+    """A world broke although nothing had happened to it: its fault is missing."""
     first = min(number(line, "t") for line in collect(folder).of("fault"))
     edit(folder, lambda line: None if line["op"] == "fault" and line["t"] == first else line)
 

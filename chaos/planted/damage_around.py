@@ -1,4 +1,4 @@
-"""Damage to a good recorded run around its training: what was logged of it, what it left behind, how it healed."""
+"""Damage to a good recorded run around its training: what was logged of it, what outlived it, how it healed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def sent_of_nothing(folder: Path) -> None:
 
 
 def not_sent(folder: Path) -> None:
-    """The tracker was down, and nobody synchronised."""
+    """The tracker was down, and was not synchronised later."""
     _edit_tracked(folder, lambda points: points[:-1])
 
 
@@ -114,13 +114,13 @@ def unwatched(folder: Path) -> None:
 
 
 def never_came(folder: Path) -> None:
-    """A scenario, which is no soak, planted a fault at a place to which nobody came."""
-    _waited(folder, {"op": "missed", "kind": "kill", "point": "form", "node": 1, "why": "nobody came there"})
+    """A scenario that is not a soak planted a fault at a place that no process came to."""
+    _waited(folder, {"op": "missed", "kind": "kill", "point": "form", "node": 1, "why": "no process came there"})
 
 
-def _waited(folder: Path, told: Line) -> None:
-    """Put a line in the place of those that tell how long was waited."""
+def _waited(folder: Path, fields: Line) -> None:
+    """Put a line in the place of those that say how long was waited."""
     last = max(number(line, "t") for line in collect(folder).of("step"))
     edit(folder, lambda line: None if line["op"] == "healed" else line)
     with (folder / "history" / "waited.jsonl").open("a") as file:
-        file.write(json.dumps({"t": last, **told}) + "\n")
+        file.write(json.dumps({"t": last, **fields}) + "\n")

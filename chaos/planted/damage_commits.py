@@ -1,4 +1,4 @@
-"""Damage to a good recorded run's commits and terms: records, parents, intervals, and who went on from which."""
+"""Damage to a good recorded run's commits and terms: records, parents, intervals, and which of them was continued."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def wrong_terms(folder: Path) -> None:
 
 
 def no_fence(folder: Path) -> None:
-    """An older world's commit, made after a newer term had formed, is what that term goes on from."""
+    """An older world's commit, made after a newer term had formed, is what that term continues from."""
     run = collect(folder)
     last = later_term(run)
     key, late = restored_at(run)[last]["commit"], formed_at(run)[last] + 0.001
@@ -104,7 +104,7 @@ def shrinking_terms(folder: Path) -> None:
 
 
 def older_commit(folder: Path) -> None:
-    """A term goes on from the commit before the newest."""
+    """A term continues from the commit before the newest."""
     run = collect(folder)
     last = later_term(run)
     newest = restored_at(run)[last]["commit"]

@@ -1,7 +1,7 @@
 """Edits of what a run has left: lines of its histories, its result, its commit records.
 
-An edit of a record is made consistent (`forge`: digests are made anew along the chain), so that damage is found for
-what it is, and not for a careless edit.
+An edit of a record is made consistent (`forge`: digests are computed again along the chain), so that damage is found
+for what it is, and not for a careless edit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def edit_result(folder: Path, **fields: object) -> None:
 
 
 def forge(folder: Path, change: Change) -> None:
-    """Change commit records, oldest first, and make every digest and every parent anew, in records and histories."""
+    """Change commit records, oldest first, and compute digests and parents again, in records and histories."""
     renamed: dict[object, str] = {}
     for path in record_files(folder):
         before = path.read_bytes()

@@ -1,7 +1,7 @@
 """Run a scenario with real processes: a real etcd, one real torchrun a node, real signals, sockets and files.
 
 The executor follows the run's histories to know the step, injects each fault when it is due, undoes it when its time is
-over, records both beside the histories, and leaves no process behind, whatever ends it.
+over, records both beside the histories, and leaves no process running, whatever ends it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 
 from chaos.errors import RunError
 from chaos.real import leftovers
-from chaos.real.acts import ACTS, Done, Undo
+from chaos.real.acts import ACTS, Struck, Undo
 from chaos.real.acts.failpoints import Points
 from chaos.real.history_tail import Followed
-from chaos.real.stopping import Enough, told_once
+from chaos.real.stopping import Enough, on_first_signal
 from chaos.scenario.kinds import KINDS, LOCAL
 from chaos.scenario.model import Scenario
 from chaos.scenario.schedule import Due
@@ -51,7 +51,7 @@ class Job:
     replay: str | None = None
     around: Surroundings = field(default_factory=Surroundings)
     land: Callable[[Job], None] | None = None
-    """Brings a job to its end that would go on for ever, once its faults are over, or Ctrl-C was pressed."""
+    """Brings a job to its end that would run for ever, once its faults are over, or Ctrl-C was pressed."""
     followed: Followed = field(default_factory=Followed)
     lost: list[Node] = field(default_factory=list)
     draws: random.Random = field(default_factory=random.Random)
@@ -67,7 +67,7 @@ class Job:
     _is_stopping: bool = False
 
     def run(self) -> None:
-        """Start the nodes, inject every fault when it is due, wait for the end; leave no process behind."""
+        """Start the nodes, inject every fault when it is due, wait for the end; leave no process running."""
         (self.folder / "history").mkdir(parents=True, exist_ok=True)
         self.draws = random.Random(f"{self.seed} acts")
         self.record(
@@ -100,8 +100,8 @@ class Job:
             self._clean_up()
 
     def _inject_all(self) -> None:
-        """Inject the faults; a soak is told by Ctrl-C or SIGTERM that they were enough."""
-        with told_once(self._stop) if self.land is not None else contextlib.nullcontext():
+        """Inject the faults; Ctrl-C or SIGTERM ends a soak early."""
+        with on_first_signal(self._stop) if self.land is not None else contextlib.nullcontext():
             try:
                 for fault in self.faults:
                     self.inject(fault)
@@ -139,7 +139,7 @@ class Job:
         if done.undo is not None:
             self._undos.append((time.monotonic() + (fault.for_s or 0.0), fault.kind, done.undo))
 
-    def note(self, fault: Due, done: Done, at: float) -> None:
+    def note(self, fault: Due, done: Struck, at: float) -> None:
         """Record a fault that was done."""
         self.num_faults += 1
         self._kinds.add(fault.kind)
@@ -149,7 +149,7 @@ class Job:
         who = {"kind": fault.kind, "target": fault.target, "node": node, "nodes": [n.number for n in done.nodes]}
         what = {"signal": done.signal, "for_s": fault.for_s, "point": fault.point.name if fault.point else None}
         seen = {"seen_commit": followed.commit, "term": followed.term}
-        self.record("fault", t=at, **who, **what, **moments, **seen, **done.told, pids=done.pids)
+        self.record("fault", t=at, **who, **what, **moments, **seen, **done.recorded, pids=done.pids)
         where = f" on node {node}" if node is not None else ""
         point = f" at {fault.point.name}" if fault.point else ""
         self.on_event(f"fault {self.num_faults}: {fault.kind}{point}{where} at step {followed.step}")

@@ -22,7 +22,7 @@ _MARGIN_S, _ASK_S = 2.0, 3.0
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What was left: keys beyond their lease (None if nobody could be asked), drafts, shared memory."""
+    """What was left: keys beyond their lease (None if etcd did not answer), drafts, shared memory."""
 
     leases: list[str] | None
     drafts: list[tuple[str, float]]

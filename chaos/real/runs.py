@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -28,10 +28,12 @@ from chaos.judge.verdict import (
 from chaos.real import tracker_dump
 from chaos.real.history_tail import Followed
 from chaos.real.job import Job
+from chaos.real.landing import land
 from chaos.real.launch import launch
+from chaos.scenario.kinds import CABLED, LOCAL
 from chaos.scenario.model import Scenario
 from chaos.scenario.schedule import Due
-from chaos.scenario.soak import Drawn, kinds_of, land
+from chaos.scenario.soak import Drawn, kinds_of
 from chaos.services.surroundings import Surroundings, surroundings
 from elastic_train.config.schema import Config
 from elastic_train.core.order import Order
@@ -41,6 +43,22 @@ from elastic_train.tracking.mlflow_sync import sync
 from elastic_train.tracking.progress import Progress, ResumeBanner, Status
 
 Say = Callable[[str], None]
+
+
+def undoable(scenario: Scenario) -> Iterator[str]:
+    """Yield every fault that real runs on one machine cannot do: the simulator's alone, or of a cable its node lacks.
+
+    That is known from the file alone, before anything is started or taken away; what the machine itself lacks,
+    `chaos.services.surroundings` finds when it is made.
+    """
+    last = scenario.nodes.count - 1
+    for number, fault in enumerate(scenario.faults):
+        where = f"'faults.{number}'"
+        if fault.kind not in LOCAL:
+            yield f"{where}: {fault.kind} is for the simulator alone: `elastic-chaos sim` does it"
+        if fault.kind in CABLED and fault.node != last:
+            have = f"here only the last node, {last}, has its own cable: say node: {last}"
+            yield f"{where}: {fault.kind} on node {fault.node}: {have}"
 
 
 def run_once(
@@ -96,7 +114,7 @@ def run_soak(
     one = scenario.nodes.model_copy(update={"count": 1})
     plain = scenario.model_copy(update={"nodes": one, "soak": None, "tracker": False})
     quick = [*changes, *_unslowed(config), f"--max_steps={verdict.run.result['step']}"]
-    tell_holes(folder)
+    copy_holes(folder)
     run_once(plain, config, folder / REFERENCE, [], seed, quick, int(str(verdict.run.result["step"])), replay, is_quiet)
     return examine(folder)
 
@@ -138,7 +156,7 @@ def steps_per_epoch(config: Config) -> int:
     return order.num_steps(config.batch.micro_batch)
 
 
-def tell_holes(folder: Path) -> None:
+def copy_holes(folder: Path) -> None:
     """Let the run without faults know from the beginning what the other could not read, and from which step on."""
     result = json.loads((folder / FAULTED / "result.json").read_text())
     if result.get("holes"):

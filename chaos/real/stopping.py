@@ -1,4 +1,4 @@
-"""Being told to stop in the middle of a job: once means at the next good moment, twice means now."""
+"""A signal to stop in the middle of a job: one means at the next good moment, two mean now."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 
-class Enough(Exception):  # noqa: N818 - not a failure: somebody wants no more faults
-    """The soak was told to end."""
+class Enough(Exception):  # noqa: N818 - not a failure: the user wants no more faults
+    """Somebody has asked the soak to end."""
 
 
 @contextlib.contextmanager
-def told_once(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` at the first Ctrl-C or SIGTERM; from then on, and behind the context, they do what they did.
+def on_first_signal(act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` at the first Ctrl-C or SIGTERM; from then on, and after the context, they do what they did before.
 
-    What another handler has changed since, because it was told a second time, stays.
+    What another handler has changed since, because a second signal came, stays.
     """
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.getsignal(number) for number in numbers}
 
     def note(number: int, frame: FrameType | None) -> None:
         take_back()
-        tell()
+        act()
 
     def take_back() -> None:
         for number, handler in before.items():

@@ -30,5 +30,5 @@ def note(folder: Path, database_uri: str | None = None) -> None:
             for name in names
         }
     except MlflowException:
-        return  # the judge says that nobody looked
+        return  # the judge says that the tracker was not asked
     (folder / TRACKED).write_text(json.dumps(held) + "\n")

@@ -9,7 +9,7 @@ from chaos.report.page import render
 
 
 def write(folder: Path, verdict: Verdict) -> Path:
-    """Write the page on a run's folder; return where it lies."""
+    """Write the page on a run's folder; return its path."""
     path = folder / REPORT
     path.write_text(render(verdict), encoding="utf-8")
     return path

@@ -1,7 +1,7 @@
 """Which faults met which moments, and which never did: kinds by what the job was doing, failpoints by kinds.
 
-What the executor could have done is told by its `scenario` line (`kinds`, and `points` with `point_kinds`); where that
-does not tell, only what it did is known. What the job was doing follows from the histories' times.
+What the executor could have done is in its `scenario` line (`kinds`, and `points` with `point_kinds`); where that
+does not say, only what it did is known. What the job was doing follows from the histories' times.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How often each (row, column) was hit; `is_told` says whether the evidence names all that could have been."""
+    """How often each (row, column) was hit; `is_listed` says whether the evidence names all that could have been."""
 
     rows: Sequence[str]
     columns: Sequence[str]
     hits: Counter[tuple[str, str]]
-    is_told: bool
+    is_listed: bool
 
     @property
     def never(self) -> list[tuple[str, str]]:
@@ -37,20 +37,20 @@ class Grid:
 
 def moments_grid(reader: Reader, story: Story) -> Grid:
     """Return what the job was doing when each kind of fault came; faults at failpoints are in the other grid."""
-    told = _told(reader, "kinds")
+    listed = _listed(reader, "kinds")
     during = {"committing": _commits(reader), "restoring": _restores(reader), "forming": _forms(reader)}
     during["recovering"] = [(fault.at, fault.until) for fault in story.faults if fault.cost]
     merged = {name: _merged(intervals) for name, intervals in during.items()}
     faults = [fault for fault in story.faults if not fault.point]
     hits = Counter((fault.kind, _moment(fault, story, merged)) for fault in faults)
-    kinds = dict.fromkeys([*told, *sorted(kind for kind, _ in hits)])
-    return Grid(list(kinds), MOMENTS, hits, bool(told))
+    kinds = dict.fromkeys([*listed, *sorted(kind for kind, _ in hits)])
+    return Grid(list(kinds), MOMENTS, hits, bool(listed))
 
 
 def points_grid(reader: Reader, story: Story) -> Grid:
     """Return which kinds of fault came at which failpoint."""
-    is_script = bool(reader.of("script"))  # somebody else's script has no failpoints of ours
-    points, kinds = ([], []) if is_script else (_told(reader, "points"), _told(reader, "point_kinds"))
+    is_script = bool(reader.of("script"))  # a user's script has none of our failpoints
+    points, kinds = ([], []) if is_script else (_listed(reader, "points"), _listed(reader, "point_kinds"))
     hits = Counter((fault.point, fault.kind) for fault in story.faults if fault.point)
     rows = dict.fromkeys([*points, *sorted(point for point, _ in hits)])
     columns = dict.fromkeys([*kinds, *sorted(kind for _, kind in hits)])
@@ -64,7 +64,7 @@ def _moment(fault: Struck, story: Story, during: dict[str, list[Interval]]) -> s
 
 
 def _is_inside(time: float, intervals: list[Interval]) -> bool:
-    """Say whether a time lies within one of several disjoint intervals; a fault is not within its own recovery."""
+    """Say whether a time is within one of several disjoint intervals; a fault is not within its own recovery."""
     place = bisect_left(intervals, (time, time))
     return place > 0 and time <= intervals[place - 1][1]
 
@@ -97,7 +97,7 @@ def _forms(reader: Reader) -> list[Interval]:
     return [(min(float(str(line["sealed_at"])) - reader.began, reader.at(line)), reader.at(line)) for line in lines]
 
 
-def _told(reader: Reader, key: str) -> list[str]:
+def _listed(reader: Reader, key: str) -> list[str]:
     """Return a list that the executor's first line holds; none if it does not."""
     value = next((line.get(key) for line in reader.of("scenario")), None)
     return [str(item) for item in value] if isinstance(value, list) else []

@@ -1,7 +1,7 @@
-"""Who trained when: a lane for each node, in it a span for every process in every term's world.
+"""Which processes trained when: a lane for each node, in it a span for every process in every term's world.
 
-On which node a process ran is told by the executor (`node` lines), or by a fault that hit it there. Processes of which
-nobody tells share slots: each goes into the first that is free when it comes.
+On which node a process ran is recorded by the executor (`node` lines), or by a fault that hit it there. Processes
+without either share slots: each goes into the first that is free when it comes.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def lanes_of(reader: Reader) -> list[Lane]:
         hi = max(lo, last.get((term, rank, pid), reader.began) - reader.began)
         spans = per_node[nodes[pid]] if pid in nodes else elsewhere
         spans.append(Span(lo, hi, term, rank, pid, str(line.get("cause"))))
-    told = [Lane(f"node {node}", node, _pack(spans)) for node, spans in sorted(per_node.items())]
-    return [*told, *(Lane(f"slot {place}", None, [track]) for place, track in enumerate(_pack(elsewhere)))]
+    placed = [Lane(f"node {node}", node, _pack(spans)) for node, spans in sorted(per_node.items())]
+    return [*placed, *(Lane(f"slot {place}", None, [track]) for place, track in enumerate(_pack(elsewhere)))]
 
 
 def _pack(spans: list[Span]) -> list[list[Span]]:
@@ -70,10 +70,10 @@ def _pack(spans: list[Span]) -> list[list[Span]]:
 
 
 def _nodes(reader: Reader) -> dict[int, int]:
-    """Return the node of every process of which one is told."""
+    """Return the node of every process for which one is recorded."""
     hits = [line for line in reader.of("fault") if str(line.get("kind")).endswith(_ON_ITS_NODE)]
-    told = [*(line for line in hits if is_whole(line.get("node"))), *reader.of("node", "node")]
-    return {pid: whole(line, "node") for line in told for pid in pids_of(line)}
+    placed = [*(line for line in hits if is_whole(line.get("node"))), *reader.of("node", "node")]
+    return {pid: whole(line, "node") for line in placed for pid in pids_of(line)}
 
 
 def _last_seen(reader: Reader) -> dict[tuple[int, int, int], float]:

@@ -28,7 +28,7 @@ from chaos.report.figures.lanes import is_strip, lanes_figure
 from chaos.report.figures.lineage import lineage_figure
 from chaos.report.figures.loss import compared, loss_figure
 from chaos.report.reading import Reader
-from chaos.report.story import Story, tell
+from chaos.report.story import Story, story_of
 
 _HERE = Path(__file__).parent
 MOST_FAULTS = 500
@@ -50,8 +50,8 @@ def render(verdict: Verdict) -> str:
     """Return the report as HTML."""
     run, reference = verdict.run, verdict.reference
     reader = Reader(run)
-    story = tell(reader, verdict.recoveries)
-    expected = tell(Reader(reference)) if reference else None
+    story = story_of(reader, verdict.recoveries)
+    expected = story_of(Reader(reference)) if reference else None
     figures = {
         "lanes": _draw(lambda: lanes_figure(story)),
         "cursor": _draw(lambda: cursor_figure(story)),
@@ -70,7 +70,7 @@ def render(verdict: Verdict) -> str:
             style=Markup((_HERE / "style.css").read_text()),
             summary=_summary(verdict, story),
             headlines=_headlines(verdict, story),
-            replay=verdict.fields["replay"] or "the evidence does not tell which command began this run",
+            replay=verdict.fields["replay"] or "the evidence does not say which command started this run",
             findings=[(finding, demand(finding, is_script(run))) for finding in verdict.findings],
             lanes_note=_lanes_note(story),
             figures=figures,
@@ -107,8 +107,8 @@ def demand(finding: Finding, is_of_script: bool = False) -> str:
 def _draw(figure: Callable[[], Markup]) -> Drawn:
     try:
         return Drawn(figure(), None)
-    except (Violated, Unknown, ValueError) as told:
-        return Drawn(None, str(told))
+    except (Violated, Unknown, ValueError) as reason:
+        return Drawn(None, str(reason))
     except (LookupError, TypeError, ArithmeticError, AttributeError) as error:
         return Drawn(None, f"the evidence lacks what it needs: {type(error).__name__}: {error}")
 
@@ -166,7 +166,7 @@ def _shown(value: object, pattern: str = "{}") -> str:
 def _lanes_note(story: Story) -> str:
     slots = sum(lane.node is None for lane in story.lanes)
     are_slots = "1 lane is a slot" if slots == 1 else f"{slots} lanes are slots"
-    unplaced = f" {are_slots} of processes whose node nobody told." if slots else ""
+    unplaced = f" {are_slots} of processes whose node is not recorded." if slots else ""
     if is_strip(story):
         return f"{len(story.lanes)} lanes, which may share rows: the paler, the fewer of a row train.{unplaced}"
     return f"A lane a node, a bar for each of its ranks, coloured by term.{unplaced}"

@@ -90,7 +90,7 @@ class Story:
         return max([1, *(branch.hi for branch in self.branches)])
 
 
-def tell(reader: Reader, recoveries: Sequence[Recovery] = ()) -> Story:
+def story_of(reader: Reader, recoveries: Sequence[Recovery] = ()) -> Story:
     """Tell a run's story, whatever its histories lack."""
     branches = _branches(reader)
     faults = _faults(reader, recoveries)
@@ -123,7 +123,7 @@ def _branches(reader: Reader) -> list[Branch]:
 def _kept(run: Evidence) -> dict[int, int] | None:
     """Return the last step of each term in the lineage that the last term continues, as the judge follows it.
 
-    None if the histories are too torn for that: then each term is taken to cut off what lies behind its first step.
+    None if the histories are too torn for that: then each term is taken to cut off what comes after its first step.
     """
     try:
         last = max(restored_at(run), default=None)

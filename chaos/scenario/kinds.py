@@ -1,8 +1,8 @@
 """What can go wrong, by name: one vocabulary for scenarios, for the executors that do it, and for the judge.
 
 A kind aims at a worker, a node (agent and workers), etcd, or the storage of checkpoints; at a failpoint it happens to
-whoever comes there. Some always end a world that they hit; the rest may be ridden out, so that the job going on is all
-they prove.
+the process that comes there. Some always end a world that they hit; the rest may be ridden out, and prove no
+more than that the job continues.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ Aim = Literal["worker", "node", "etcd", "storage", "tracker", "data", "point"]
 Lasting = Literal["never", "may", "must"]
 Need = Literal["s3", "tracker", "own_data"]
 """What a scenario has to bring along, by the name that its file has for it."""
+Passage = Literal["proxy", "cable", "relay"]
+"""What a real run puts in the way of a node's traffic, so that it can be spoilt: a proxy before etcd, a cable of the
+node's own, or that cable with a relay in it, which can delay and drop packets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind: what it hits, whether it is undone after `for_s`, whether it must end a world, and who can do it."""
+    """One kind: what it hits, whether it is undone after `for_s`, whether it must end a world, and where it can be."""
 
     name: str
     meaning: str
@@ -28,12 +31,14 @@ class Kind:
     local: bool = True
     sim: bool = True
     needs: Need | None = None
+    through: Passage | None = None
+    """Where a real run does it to what a node sends and receives."""
     damages: bool = False
     """Commits that were whole are not any more."""
     cuts_off: bool = False
     """An agent may hear nothing of etcd for so long that it gives up."""
     leaves_alive: bool = False
-    """It ends a world, but no process: somebody comes, or is counted as lost."""
+    """It ends a world, but no process: a node comes, or a member is counted as lost."""
 
 
 _ALL = (
@@ -42,34 +47,34 @@ _ALL = (
         "kill_node", "SIGKILL to agent and workers at once; started again after for_s", "node", "may", ends_world=True
     ),
     Kind("kill_job", "SIGKILL to all nodes at once, started again after for_s", "node", "must", ends_world=True),
-    Kind("lose_node", "the machine is gone, and its ports do not refuse", "node", ends_world=True, local=False),
+    Kind("lose_node", "the machine is gone: its ports do not even refuse", "node", ends_world=True, local=False),
     Kind("stop_node", "SIGTERM to the agent; started again after for_s", "node", "may", ends_world=True),
     Kind(
         "start_node", "a node that was lost comes back", "node", "never", ends_world=True, sim=False, leaves_alive=True
     ),
-    Kind("start_twin", "the same job is launched once more, under the same run id, and killed", "node"),
+    Kind("start_twin", "the same job is launched a second time under the same run id, then killed", "node"),
     Kind("kill_rack", "kill_node for several nodes", "node", ends_world=True, local=False),
     Kind("flap_node", "a node is lost and comes back, again and again", "node", ends_world=True, local=False),
-    Kind("scale_down", "half of the nodes leave, and come back long afterwards", "node", ends_world=True, local=False),
-    Kind("hang_worker", "a worker waits without end", "worker", local=False),
+    Kind("scale_down", "half of the nodes leave, and come back much later", "node", ends_world=True, local=False),
+    Kind("hang_worker", "a worker waits for ever", "worker", local=False),
     Kind("freeze_worker", "SIGSTOP to one worker, SIGCONT after for_s", "worker"),
     Kind("freeze_node", "SIGSTOP to agent and workers, SIGCONT after for_s", "node"),
-    Kind("slow_worker", "one worker gets a fraction of its time", "worker"),
-    Kind("cut_off_etcd", "a node's requests and etcd's answers are lost", "node", cuts_off=True),
-    Kind("lose_requests", "a node's requests do not reach etcd", "node", cuts_off=True),
-    Kind("lose_answers", "etcd's answers do not reach a node", "node", cuts_off=True),
-    Kind("slow_etcd", "all that passes between a node and etcd is late", "node", cuts_off=True),
-    Kind("slow_network", "what nodes send each other is late", "node"),
-    Kind("lose_packets", "some of what nodes send each other is lost", "node"),
-    Kind("cut_node", "a node is cut off the network, etcd included", "node", sim=False, cuts_off=True),
-    Kind("cut_link", "a node and the others do not reach each other; all reach etcd", "node"),
-    Kind("cut_one_way", "what a node sends to others is lost; what they send arrives", "node"),
+    Kind("slow_worker", "one worker gets a fraction of its CPU time", "worker"),
+    Kind("cut_off_etcd", "a node's requests and etcd's answers are lost", "node", through="proxy", cuts_off=True),
+    Kind("lose_requests", "a node's requests do not reach etcd", "node", through="proxy", cuts_off=True),
+    Kind("lose_answers", "etcd's answers do not reach a node", "node", through="proxy", cuts_off=True),
+    Kind("slow_etcd", "everything between a node and etcd is delayed", "node", through="proxy", cuts_off=True),
+    Kind("slow_network", "what nodes send each other is delayed", "node", through="relay"),
+    Kind("lose_packets", "some packets between nodes are lost", "node", through="relay"),
+    Kind("cut_node", "a node is cut off the network, etcd included", "node", sim=False, through="cable", cuts_off=True),
+    Kind("cut_link", "a node and the others do not reach each other; all reach etcd", "node", through="cable"),
+    Kind("cut_one_way", "what a node sends to others is lost; what they send arrives", "node", through="cable"),
     Kind("sever_link", "cut_link, for longer than worlds without one of the nodes take to form", "node", local=False),
     Kind("kill_etcd_member", "SIGKILL to a member of etcd that does not lead", "etcd"),
     Kind("kill_etcd_leader", "SIGKILL to the member of etcd that leads", "etcd"),
     Kind("freeze_etcd_member", "SIGSTOP to a member of etcd", "etcd", sim=False),
-    Kind("etcd_outage", "all members of etcd are away, and come back with their data", "etcd"),
-    Kind("lose_etcd_data", "all members of etcd are away, and come back without their data", "etcd"),
+    Kind("etcd_outage", "all members of etcd are down, and come back with their data", "etcd"),
+    Kind("lose_etcd_data", "all members of etcd are down, and come back without their data", "etcd"),
     Kind(
         "lose_lease",
         "etcd ends the lease of a worker that renewed it in time",
@@ -86,24 +91,24 @@ _ALL = (
     Kind("storage_lossy", "answers of the storage are lost, requests arrive late", "storage", local=False),
     Kind("storage_errors", "some requests to the storage fail", "storage", needs="s3"),
     Kind("storage_conflict", "the storage answers a create with a conflict", "storage", needs="s3"),
-    Kind("storage_taken", "the storage says of a name that it is taken", "storage", needs="s3"),
-    Kind("slow_sync", "making bytes durable takes long", "storage", local=False),
-    Kind("tear_write", "a file is left as it was while it was written", "storage", local=False, damages=True),
+    Kind("storage_taken", "the storage claims that a free name is taken", "storage", needs="s3"),
+    Kind("slow_sync", "syncing bytes to disk takes long", "storage", local=False),
+    Kind("tear_write", "a file is left half written", "storage", local=False, damages=True),
     Kind("flip_bit", "a bit of the newest commit flips", "storage", "never", damages=True),
     Kind("truncate_file", "a file of the newest commit loses its end", "storage", "never", damages=True),
     Kind("delete_file", "a file of the newest commit is deleted", "storage", "never", damages=True),
     Kind("tracker_outage", "the tracker is killed or frozen, and comes back", "tracker", needs="tracker"),
     Kind(
         "bad_row_group",
-        "a row group of the training set cannot be read any more",
+        "a row group of the training set becomes unreadable",
         "data",
         "never",
         needs="own_data",
     ),
-    Kind("kill", "SIGKILL to whoever comes there", "point", "never", ends_world=True),
-    Kind("stop", "SIGSTOP to whoever comes there, SIGCONT after for_s", "point"),
-    Kind("raise", "an exception that nobody foresaw", "point", "never", ends_world=True),
-    Kind("hang", "a wait without end", "point", "never", sim=False),
+    Kind("kill", "SIGKILL to the process that comes there", "point", "never", ends_world=True),
+    Kind("stop", "SIGSTOP to the process that comes there, SIGCONT after for_s", "point"),
+    Kind("raise", "an unexpected exception", "point", "never", ends_world=True),
+    Kind("hang", "an endless wait", "point", "never", sim=False),
     Kind("hang-native", "the same, holding the interpreter's lock", "point", "never", sim=False),
     Kind("slow", "a second's wait", "point", "never", sim=False),
     Kind("full", "OSError: no space left on device", "point", "never", sim=False),
@@ -111,6 +116,9 @@ _ALL = (
 )
 KINDS = {kind.name: kind for kind in _ALL}
 LOCAL = tuple(kind.name for kind in _ALL if kind.local)
+PROXIED = tuple(kind.name for kind in _ALL if kind.through == "proxy")
+RELAYED = tuple(kind.name for kind in _ALL if kind.through == "relay")
+CABLED = tuple(kind.name for kind in _ALL if kind.through in ("cable", "relay"))
 ON_DISK = ("full", "eio")
 """At the failpoint `sync` alone, where an operating system would report them."""
 
@@ -128,7 +136,7 @@ def ends_processes(kind: object) -> bool:
 
 
 def is_over_at_once(kind: object) -> bool:
-    """Say whether what a kind does is done at once: a `for_s` is then how long whoever ended stays away, or nothing."""
+    """Say whether what a kind does is done at once: a `for_s` is then how long what ended stays away, or nothing."""
     known = _known(kind)
     return known is not None and (known.ends_world or known.lasts == "never")
 
@@ -140,7 +148,7 @@ def damages(kind: object) -> bool:
 
 
 def befalls_all(kind: object) -> bool:
-    """Say whether a kind befalls a service on which all who are in a world depend while it lasts: etcd or storage."""
+    """Say whether a kind befalls a service on which all members of a world depend while it lasts: etcd or storage."""
     known = _known(kind)
     return known is not None and known.aim in ("etcd", "storage") and not known.damages
 

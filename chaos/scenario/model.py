@@ -50,7 +50,7 @@ class Fault(_Section):
     kind: str
     """One of `chaos.scenario.kinds`, which says what each does; `elastic-chaos kinds` lists them."""
     node: Target | None = None
-    """A node's number from 0, or its role when the fault is due: leader (rank 0's node), writer (who publishes), other
+    """A node's number from 0, or its role when the fault is due: leader (rank 0's node), writer (it publishes), other
     (not the leader), one (drawn), minority, majority, all, lost (to start). Etcd and storage need none."""
     at_s: float | None = Field(default=None, ge=0)
     """So many seconds after the job's first step."""
@@ -123,7 +123,7 @@ class Nodes(_Section):
     lease_ttl_s: float = Field(default=3.0, ge=2)
     """Seconds after which a silent node counts as lost."""
     recovery: Literal["restart", "live"] = "restart"
-    """restart: a fault restarts the workers from a commit; live: survivors go on in their processes."""
+    """restart: a fault restarts the workers from a commit; live: survivors continue in their processes."""
 
 
 class Soak(_Section):
@@ -151,7 +151,7 @@ class Soak(_Section):
 
 class Scenario(_Section):
     name: str
-    """Results lie in runs/<name>."""
+    """Results go to runs/<name>."""
     description: str
     """What happens, in one line."""
     config: str | None = None
@@ -163,13 +163,13 @@ class Scenario(_Section):
     nodes: Nodes = Field(default_factory=Nodes)
     faults: tuple[Fault, ...] = ()
     soak: Soak | None = None
-    """Draw faults from the seed, in place of `faults`; the job goes on until they are over."""
+    """Draw faults from the seed, in place of `faults`; the job continues until they are over."""
     etcd_members: Literal[1, 3] = 1
     """Members of the job's etcd: one of three can be lost."""
     s3: bool = False
     """Publish commits on an S3 of this machine, whose answers can be spoilt, in place of the run's folder."""
     tracker: bool = False
-    """Log to an MLflow server of this machine, with a database of its own, which can be away."""
+    """Log to an MLflow server of this machine, with its own database, which can be taken down."""
     own_data: bool = False
     """Train on a copy of the training set, of which row groups can be damaged; what cannot be read is a hole."""
     rows: PositiveInt | None = None
@@ -206,7 +206,7 @@ def load(path: Path) -> Scenario:
     except OSError as error:
         raise ScenarioError(f"{path}: cannot be read: {error.strerror}") from error
     except yaml.YAMLError as error:
-        raise ScenarioError(f"{path}: is no YAML: {error}") from error
+        raise ScenarioError(f"{path}: is not valid YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ScenarioError(f"{path}: must be a mapping with name, description, config and faults")
     problems: list[str] = []
@@ -233,19 +233,19 @@ def _undrawable(scenario: Scenario, soak: Soak) -> Iterator[str]:
     for kind in soak.kinds or ():
         needs = KINDS[kind].needs
         if needs == "s3":
-            yield f"'soak.kinds': {kind} needs an S3, which a soak has not: leave it out"
+            yield f"'soak.kinds': {kind} needs an S3, and a soak has none: leave it out"
         elif needs is not None and not getattr(scenario, needs):
             yield f"'soak.kinds': {kind} needs {needs}: true"
     if set(soak.kinds or ()) == {"start_node"}:
-        yield "'soak.kinds': start_node comes by itself, behind what ends a node: name what that is to be"
+        yield "'soak.kinds': start_node only follows a fault that ends a node: name such a kind, too"
 
 
 def bounded(scenario: Scenario, faults: int | None, minutes: float | None) -> Scenario:
-    """Return a soak that ends after so many faults or minutes; ScenarioError if it is none."""
+    """Return a soak that ends after so many faults or minutes; ScenarioError if it is not a soak."""
     if faults is None and minutes is None:
         return scenario
     if scenario.soak is None:
-        raise ScenarioError(f"{scenario.name} is no soak: --faults and --minutes bound nothing")
+        raise ScenarioError(f"{scenario.name} is not a soak: leave out --faults and --minutes")
     asked = {key: value for key, value in (("faults", faults), ("minutes", minutes)) if value is not None}
     try:
         soak = Soak.model_validate(scenario.soak.model_dump() | asked)

@@ -1,6 +1,6 @@
 """When a scenario's faults come: every moment settled, steps drawn from the seed alone.
 
-A drawn step lies in the middle of a commit interval, behind the first commit, so that a kill loses applied steps.
+A drawn step is in the middle of a commit interval, after the first commit, so that a kill loses applied steps.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def schedule(scenario: Scenario, seed: int, total_steps: int, commit_every: int)
 
 
 def _draw(rng: random.Random, within: tuple[float, float], total_steps: int, commit_every: int) -> int:
-    """Draw a step from the middle of a commit interval that begins behind the first commit."""
+    """Draw a step from the middle of a commit interval that begins after the first commit."""
     lo, hi = (int(part * total_steps) for part in within)
     first, last = max(1, lo // commit_every), max(1, hi // commit_every - 1)
     return rng.randint(first, max(first, last)) * commit_every + rng.choice(_middle(commit_every))

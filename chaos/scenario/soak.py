@@ -1,11 +1,11 @@
 """A soak: bursts of faults drawn from a seed, of every kind that can be done, until there were enough; then the end.
 
-What needs a tracker or data of its own can be done where the scenario brings that; what needs an S3 cannot, since the
-commits that it damages, and counts at the end, have to lie in the run's folder.
+What needs a tracker or its own data can be done where the scenario brings that; what needs an S3 cannot, since the
+commits that it damages, and counts at the end, have to be in the run's folder.
 
 A burst begins when all before it is undone and the whole world trains again; the faults in it come within seconds of
 each other, so that most of them hit a recovery. Which kinds come is drawn so that rare ones catch up, and failpoints so
-that cells (place x kind) that never came are next. The job has no end of its own: it is told to leave, and started
+that cells (place x kind) that never came are next. The job has no end by itself: it is asked to leave, and started
 again with the end of the epoch as its last step.
 """
 
@@ -16,11 +16,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from chaos.errors import ScenarioError
-from chaos.judge.evidence.run_files import record_files
 from chaos.scenario.kinds import (
     KINDS,
     LOCAL,
@@ -30,9 +28,6 @@ from chaos.scenario.kinds import (
 from chaos.scenario.model import Point, Scenario
 from chaos.scenario.schedule import Due
 from elastic_train.system.failpoints import POINTS
-
-if TYPE_CHECKING:
-    from chaos.real.job import Job
 
 PAUSES_S = (0.0, 0.1, 0.5, 1.0, 2.0)
 ENTERING = ("form", "restore", "hand-over")
@@ -106,7 +101,7 @@ class Drawn:
         fault = self._due(kind)
         if kind not in _WITH_THE_JOB or "kill_job" not in self.kinds:
             return [fault]
-        # Who lives holds the state, so what is damaged is read only by a job that begins anew: once for several.
+        # Survivors hold the state, so what is damaged is read only by a job that starts again: once for several.
         others = [other for other in _WITH_THE_JOB if other in self.kinds and other != kind]
         more = [other for other in others if self._draws.random() < 0.5]
         for other in (*more, "kill_job"):
@@ -135,29 +130,3 @@ class Drawn:
         fault = Due(kind, target, None, 0.0, for_s=for_s, point=Point(name=point, nth=nth))
         trigger = [Due("kill_worker", "one", None, 0.1)] if point in ENTERING else []
         return [fault, *trigger]
-
-
-def land(last_step: Callable[[int], int]) -> Callable[[Job], None]:
-    """Return what brings a soak to its end; `last_step` gives the end of the epoch that a step lies in."""
-
-    def bring_down(job: Job) -> None:
-        job.await_healed()
-        for node in range(len(job.nodes)):
-            job.inject(Due("stop_node", node, None, 0.0))
-        while any(node.is_up for node in job.nodes):
-            job.look("all nodes' leaving")
-            job.check_goes_on("all nodes' leaving")
-        until = last_step(newest_commit(job.folder))
-        job.on_event(f"landing: the job ends at step {until}")
-        for each in job.nodes:
-            each.command = [*each.command, "--max_steps", str(until)]
-        for node in range(len(job.nodes)):
-            job.inject(Due("start_node", node, None, 0.0))
-
-    return bring_down
-
-
-def newest_commit(folder: Path) -> int:
-    """Return the step of the newest commit; 0 if there is none."""
-    records = record_files(folder)
-    return int(records[-1].stem.rpartition("-")[2]) if records else 0

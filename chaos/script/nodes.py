@@ -1,4 +1,4 @@
-"""The nodes of somebody's torchrun command: several agents on this machine, one command line for all of them.
+"""The nodes of a user's torchrun command: several agents on this machine, one command line for all of them.
 
 What a node needs to know (how many there are, where they meet) reaches torchrun by its own environment variables
 PET_<OPTION>, which it takes for options that the command line leaves out: a command needs no placeholder, and what it
@@ -37,7 +37,7 @@ def check(command: str) -> None:
     except ValueError as error:
         problems.append(f"--command cannot be read: {error}")
     if _STANDALONE.search(command):
-        problems.append("--command has --standalone, which makes each node a job of its own: leave it out")
+        problems.append("--command has --standalone, which makes each node a separate job: leave it out")
     if problems:
         raise ScenarioError(*problems)
 
@@ -48,13 +48,13 @@ def uses_etcd(command: str) -> bool:
 
 
 def _meets_by_etcd(command: str) -> bool:
-    """Say whether a command meets by our rendezvous, whoever's etcd that is."""
+    """Say whether a command meets by our rendezvous, whichever etcd that is."""
     backend = _BACKEND.search(command)
     return backend is not None and backend[1] == "etcd"
 
 
 def nodes_of(command: str, shape: Nodes, folder: Path, run_id: str, around: Surroundings) -> list[Node]:
-    """Describe the nodes, each the same command; logs, spool and `{dir}` lie below `folder`, which is made.
+    """Describe the nodes, each the same command; logs, spool and `{dir}` are below `folder`, which is made.
 
     They meet at the etcd around them or, under c10d, at a free port, which the first of them opens.
     """

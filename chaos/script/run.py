@@ -1,4 +1,4 @@
-"""Runs somebody's command with a scenario's faults, then without, and has the two runs judged.
+"""Runs a user's command with a scenario's faults, then without, and has the two runs judged.
 
 The job is driven by the executor of our own runs; `watch` makes it look like one of them.
 """
@@ -10,17 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from chaos.errors import RunError, ScenarioError
-from chaos.feasible import undoable
 from chaos.judge.verdict import (
     FAULTED,
     REFERENCE,
     Verdict,
     examine,
 )
-from chaos.real.acts.network import PROXIED
 from chaos.real.job import Job
-from chaos.real.runs import clear
-from chaos.scenario.kinds import KINDS
+from chaos.real.runs import clear, undoable
+from chaos.scenario.kinds import KINDS, PROXIED
 from chaos.scenario.model import Scenario
 from chaos.scenario.schedule import Due, schedule
 from chaos.script.nodes import check, nodes_of, uses_etcd
@@ -57,13 +55,13 @@ def _settle(scenario: Scenario, seed: int, has_etcd: bool) -> list[Due]:
         problems.append("own_data is for our own trainer: what a script reads is not known")
     if any(fault.within for fault in scenario.faults):
         problems.append("how long a script runs is not known: say at_step or after_s, not within")
-    if told := [problem for problem in problems if problem is not None]:
-        raise ScenarioError(*(f"{scenario.name}: {problem}" for problem in told))
+    if found := [problem for problem in problems if problem is not None]:
+        raise ScenarioError(*(f"{scenario.name}: {problem}" for problem in found))
     return schedule(scenario, seed, total_steps=sys.maxsize, commit_every=sys.maxsize)
 
 
 def _unfit(kind: str, has_etcd: bool) -> str | None:
-    """Say why a kind cannot happen to somebody's script; None if it can."""
+    """Say why a kind cannot happen to a user's script; None if it can."""
     if KINDS[kind].aim in ("point", "storage", "tracker", "data") or kind == "start_twin":
         known = "no failpoints, commits, tracker, data or second launch that we know"
         return f"{kind} is for our own trainer: a script has {known}"

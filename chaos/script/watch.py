@@ -1,9 +1,9 @@
 """Watches a job whose script knows nothing of us, and writes its histories in the format of our own.
 
-A worker is a process that torchrun has told its rank. Workers that share a world's size and store, and no rank, are one
-world: restarts start all of them anew, so a rank that is taken, or a member that has died, begins the next; worlds are
-numbered as they come.
-What the hook has logged becomes steps; a world is taken to have gone on from below the first step that it applied.
+A worker is a process to which torchrun has given a rank. Workers that share a world's size and store, and no rank, are
+one world: restarts start all of them again, so a rank that is taken, or a member that has died, begins the next; worlds
+are numbered as they come.
+What the hook has logged becomes steps; a world is taken to have continued from below the first step that it applied.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from chaos.services.torchrun_node import Node
 SCAN_EVERY_S = 0.2
 """Workers live much longer: a scan reads /proc of every process on the machine."""
 _START_TICKS, _PARENT = 19, 1
-"""Places in /proc/<pid>/stat behind the program's name."""
+"""Places in /proc/<pid>/stat after the program's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Worker:
 
 @dataclass(slots=True)
 class World:
-    """Workers that train together; `begun_at` is the step that it went on from, None before it has applied one."""
+    """Workers that train together; `begun_at` is the step that it continued from, None before it has applied one."""
 
     term: int
     size: int
@@ -51,7 +51,7 @@ class World:
     reached: int = 0
 
     def takes(self, worker: Worker) -> bool:
-        """Say whether a new worker is of this world: a place is free, and nobody of it has died meanwhile."""
+        """Say whether a new worker is of this world: a place is free, and no worker of it has died meanwhile."""
         is_alike = (worker.world, worker.store) == (self.size, self.store) and worker.rank not in self.workers
         return is_alike and all(Path(f"/proc/{other.pid}").exists() for other in self.workers.values())
 
@@ -117,7 +117,7 @@ class Watcher:
             self._take(line, int(path.stem))
 
     def _take(self, line: Line, pid: int) -> None:
-        """Write a step that a hook has logged, and before a world's first what it went on from."""
+        """Write a step that a hook has logged, and before a world's first what it continued from."""
         world, worker = self._placed[pid]
         step, epoch, at = int(str(line["step"])), line["epoch"], float(str(line["t"]))
         if world.begun_at is None:
@@ -157,17 +157,18 @@ class Watcher:
 
 def worker_of(pid: int, node: int) -> Worker | None:
     """Return what a process is, if torchrun has given it a rank; its own children, data loaders say, inherit that."""
-    told = environ_of(pid)
+    environ = environ_of(pid)
     try:
-        behind = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None  # it is gone
-    if not told.keys() >= {"RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"} or "RANK" in environ_of(int(behind[_PARENT])):
+    is_ranked = environ.keys() >= {"RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"}
+    if not is_ranked or "RANK" in environ_of(int(fields[_PARENT])):
         return None
     # The tick that it was started in is over: rounded down, a process would be older than the fault that it came after.
-    started_at = booted_at() + (int(behind[_START_TICKS]) + 1) / os.sysconf("SC_CLK_TCK")
-    store = f"{told.get('MASTER_ADDR')}:{told.get('MASTER_PORT')}"
-    return Worker(pid, node, int(told["RANK"]), int(told["WORLD_SIZE"]), store, started_at)
+    started_at = booted_at() + (int(fields[_START_TICKS]) + 1) / os.sysconf("SC_CLK_TCK")
+    store = f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}"
+    return Worker(pid, node, int(environ["RANK"]), int(environ["WORLD_SIZE"]), store, started_at)
 
 
 def booted_at() -> float:

@@ -91,10 +91,10 @@ class EtcdCluster:
 
 
 def _memory() -> Path | None:
-    """Return where files lie in memory, if there is room for etcd's; None for the ordinary place.
+    """Return a folder in memory, if there is room for etcd's files; None for the ordinary place.
 
-    etcd wants a disk of its own: beside others that write, it stands still for seconds, which is a fault that nobody
-    has injected. What it has written outlives its own death here, too.
+    etcd wants its own disk: beside others that write, it stands still for seconds, which is a fault that the
+    scenario has not injected. What it has written outlives its own death here, too.
     """
     if not _SHARED.is_dir():
         return None
@@ -106,7 +106,7 @@ def _memory() -> Path | None:
 
 @contextlib.contextmanager
 def frozen(member: EtcdServer) -> Iterator[None]:
-    """Freeze a member: it accepts connections and answers nothing, as one behind a black hole."""
+    """Freeze a member: it accepts connections and answers nothing, as one whose packets vanish would."""
     assert member.pid is not None, "it runs"
     os.kill(member.pid, signal.SIGSTOP)
     try:

@@ -1,7 +1,7 @@
 """TCP proxies between nodes and etcd: what passes in either direction can be held back, or be late.
 
 A network that loses packets loses no bytes of a connection: they come when it heals. So what is held back here comes
-late, too, unless somebody has given the connection up meanwhile. Connections are accepted all the time.
+late, too, unless the connection was given up meanwhile. Connections are accepted all the time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Way:
     answers_are_held: bool = False
     delay_s: float = 0.0
     num_faults: int = 0
-    """How often it was changed: who wants to undo a change sees whether another came since."""
+    """How often it was changed: to undo a change is to see whether another came since."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""An MLflow server of this machine, with a database of its own, that can be killed or frozen while a job logs to it."""
+"""An MLflow server of this machine, with its own database, that can be killed or frozen while a job logs to it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A network namespace with one cable to the rest of this machine, so that one node can really be cut off.
 
-Needs root and iproute2, and leaves nothing behind. Etcd has an address of its own, so the node can reach etcd and
-nobody else.
+Needs root and iproute2, and removes all that it made. Etcd has its own address, so the node can reach etcd and
+nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from chaos.services.packet_relay import Relay
 _NOWHERE = "02:00:00:00:00:01"
 _FIRST_TABLE = 1000
 _MOST = 100_000
-"""Cables are told apart by their process's number, of which an interface's name has room for five digits."""
+"""Cables are distinguished by their process's number, of which an interface's name has room for five digits."""
 
 
 class NoNamespacesError(ChaosError):
@@ -30,7 +30,7 @@ class NoNamespacesError(ChaosError):
 
 @dataclass(frozen=True, slots=True)
 class Cable:
-    """The ends of a cable and their addresses, told apart by a number from others on this machine.
+    """The ends of a cable and their addresses, distinguished by a number from others on this machine.
 
     Beside it may lie a relay: packets between the nodes take that way while some are to be lost, or to be late.
     """

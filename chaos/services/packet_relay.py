@@ -78,7 +78,7 @@ class Relay:
                     held.append((time.monotonic() + self.delay_s, other[device], packet))
             while held and held[0][0] <= time.monotonic():
                 _, device, packet = held.popleft()
-                with contextlib.suppress(OSError):  # the interface is down: nobody is there
+                with contextlib.suppress(OSError):  # the interface is down: nothing listens
                     os.write(device, packet)
                     self.num_passed += 1
             self.num_held = len(held)

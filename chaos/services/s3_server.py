@@ -1,4 +1,4 @@
-"""An S3 of this machine that answers wrongly when told to: moto's server behind a layer that spoils its answers.
+"""An S3 of this machine that answers wrongly on demand: moto's server behind a layer that spoils its answers.
 
 Needs moto, as the tests do. What it holds is in memory, and is lost with it: `mirror` writes the commits to a folder,
 where the judge looks for them.
@@ -26,7 +26,7 @@ _ANSWERS = {
 }
 _SLOW_S = 1.5
 _EVERY = 2
-"""Of the requests that are spoilt, every so many is answered well, so that some come half through."""
+"""Of the requests that are spoilt, one in this many is answered well, so that some come half through."""
 
 
 class S3:
@@ -39,32 +39,35 @@ class S3:
         except ImportError as error:
             raise ChaosError("an S3 for faults needs moto: pip install 'moto[server]'") from error
         self._moto: WSGIApplication = DomainDispatcherApplication(create_backend_app)
-        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it tells of every request
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it logs every request
         self._spoilt: tuple[tuple[int, str], ...] = ()  # replaced whole: requests are answered by other threads
-        self._num_spells = 0
+        self._num_begun = 0
         self._count = 0
         self.num_spoilt = 0
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
 
     @property
     def environ(self) -> dict[str, str]:
-        """What a process has to be told to use it."""
-        told = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._server.server_port}", "AWS_DEFAULT_REGION": "us-east-1"}
-        return told | {"AWS_ACCESS_KEY_ID": "chaos", "AWS_SECRET_ACCESS_KEY": "chaos"}
+        """What a process needs in its environment to use it."""
+        environ = {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._server.server_port}",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        return environ | {"AWS_ACCESS_KEY_ID": "chaos", "AWS_SECRET_ACCESS_KEY": "chaos"}
 
     def url(self, run: str) -> str:
-        """Return where a run's commits lie."""
+        """Return the URL of a run's commits."""
         return f"s3://{BUCKET}/{run}"
 
     def spoil(self, kind: str) -> int:
-        """Spoil answers until the number that is returned is healed; of several spells the newest has its way."""
-        self._num_spells += 1
-        self._spoilt += ((self._num_spells, kind),)
-        return self._num_spells
+        """Spoil answers until the number that is returned is healed; of several that overlap the newest has its way."""
+        self._num_begun += 1
+        self._spoilt += ((self._num_begun, kind),)
+        return self._num_begun
 
     def heal(self, number: int) -> None:
-        """End one spell; another that began meanwhile goes on, and one before it, if that is not over."""
-        self._spoilt = tuple(spell for spell in self._spoilt if spell[0] != number)
+        """Stop one kind of wrong answers; one that began meanwhile, or before and is not over, stays."""
+        self._spoilt = tuple(begun for begun in self._spoilt if begun[0] != number)
 
     def mirror(self, run: str, folder: Path) -> None:
         """Write a run's commit records below `folder`, as a local store has them."""
@@ -87,17 +90,17 @@ class S3:
     def _client(self) -> Any:
         import boto3  # type: ignore[import-untyped]
 
-        told = self.environ
+        environ = self.environ
         return boto3.client(
             "s3",
-            endpoint_url=told["AWS_ENDPOINT_URL"],
-            region_name=told["AWS_DEFAULT_REGION"],
-            aws_access_key_id=told["AWS_ACCESS_KEY_ID"],
-            aws_secret_access_key=told["AWS_SECRET_ACCESS_KEY"],
+            endpoint_url=environ["AWS_ENDPOINT_URL"],
+            region_name=environ["AWS_DEFAULT_REGION"],
+            aws_access_key_id=environ["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=environ["AWS_SECRET_ACCESS_KEY"],
         )
 
     def _answer(self, environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        """Answer a request, or spoil it as told: conflicts are for who creates, errors for all, and slowness too."""
+        """Answer a request, or spoil it as asked: conflicts only creates, errors and delays all requests."""
         kind = self._spoilt[-1][1] if self._spoilt else None
         creates = environ["REQUEST_METHOD"] in ("PUT", "POST") and "HTTP_IF_NONE_MATCH" in environ
         if kind == "storage_slow":

@@ -1,6 +1,6 @@
 """What a job stands on, as far as its faults need it: etcd, proxies before it, a cable, a tracker, a small disk.
 
-Made for the kinds that a scenario names; what this machine cannot give is told, with the kinds that go without.
+Made for the kinds that a scenario names; what this machine cannot provide is in `missing`, with the reason.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from chaos.real.acts.failpoints import folders
-from chaos.real.acts.network import CABLED, PROXIED, RELAYED
-from chaos.scenario.kinds import KINDS
+from chaos.scenario.kinds import CABLED, KINDS, PROXIED, RELAYED
 from chaos.scenario.model import Scenario
 from chaos.services.etcd_cluster import EtcdCluster
 from chaos.services.etcd_proxy import Proxies, Way
@@ -53,15 +51,15 @@ class Surroundings:
         return self.etcd.endpoint.replace("127.0.0.1", host) if self.etcd is not None else None
 
     def flags(self, node: int, count: int) -> list[str]:
-        """Return what a node's torchrun has to be told of its place."""
+        """Return the options that place a node's torchrun."""
         return [f"--local-addr={self.cable.address('nodes')}"] if self.cable and node != count - 1 else []
 
     def environ(self, node: int, count: int) -> dict[str, str]:
-        """Return what a node's processes have to be told."""
-        told = {VARIABLE: str(self.points[node])} if self.points else {}
+        """Return what a node's processes need in their environment."""
+        environ = {VARIABLE: str(self.points[node])} if self.points else {}
         if self.cable is not None:
-            told["GLOO_SOCKET_IFNAME"] = self.cable.inside if node == count - 1 else self.cable.outside
-        return told | (self.s3.environ if self.s3 is not None else {})
+            environ["GLOO_SOCKET_IFNAME"] = self.cable.inside if node == count - 1 else self.cable.outside
+        return environ | (self.s3.environ if self.s3 is not None else {})
 
     @property
     def settings(self) -> list[str]:
@@ -130,3 +128,11 @@ def _small_disk(folder: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True, capture_output=True)
         folder.rmdir()
         kept.rename(folder)
+
+
+def folders(folder: Path, count: int) -> list[Path]:
+    """Make the folders in which the failpoints of each node are armed."""
+    made = [folder / "failpoints" / str(number) for number in range(count)]
+    for path in made:
+        path.mkdir(parents=True, exist_ok=True)
+    return made

@@ -1,4 +1,4 @@
-"""A node of a job on this machine: one torchrun in a session of its own, and everything below it.
+"""A node of a job on this machine: one torchrun in its own session, and everything below it.
 
 Agent and workers carry a mark in their environment, by which all of them are found and killed at once, as a machine's
 death does, wherever they have moved to. A node dies with the executor that started it.
@@ -27,7 +27,7 @@ _MOST_SCANS, _SCAN_EVERY_S = 200, 0.01
 
 
 class Node:
-    """A torchrun that can be started, killed whole, told to stop, and started again."""
+    """A torchrun that can be started, killed whole, asked to stop, and started again."""
 
     def __init__(self, number: int, command: list[str], log: Path, environ: dict[str, str]) -> None:
         self.number, self.command, self._log = number, command, log
@@ -50,7 +50,7 @@ class Node:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> list[int]:
-        self.wait(_GRACE_S)  # a node that was told to stop has to be gone before it comes back
+        self.wait(_GRACE_S)  # a node that was asked to stop has to be gone before it comes back
         if self.is_up:
             raise RunError(f"node {self.number} cannot be started: it is still up after {_GRACE_S:.0f} s")
         with self._log.open("ab") as log:

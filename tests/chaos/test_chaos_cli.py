@@ -85,7 +85,7 @@ def test_a_cable_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "x.yaml").write_text(f"{told}faults: [{{kind: cut_link, node: 0, at_step: 3, for_s: 2}}]\n")
     data = [f"--set=data.{name}={tmp_path / 'rows' / name}" for name in ("train", "validation")]
     assert leave(["run", str(tmp_path / "x.yaml"), "--out", str(tmp_path / "run"), *data]) == 2
-    assert "only the last node, 2, has a cable of its own: say node: 2" in capsys.readouterr().err
+    assert "only the last node, 2, has its own cable: say node: 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -167,5 +167,5 @@ def test_ctrl_c_says_how_to_judge_what_was_done(
         with pytest.raises(SystemExit) as left:
             main(["run", "demo", "--out", str(tmp_path)])
         told = capsys.readouterr().err
-        assert left.value.code == 130 and "no process was left behind" in told
+        assert left.value.code == 130 and "no process is left running" in told
         assert (f"elastic-chaos check {tmp_path}" in told) is is_begun

@@ -1,6 +1,6 @@
 """What was applied: the steps that the final weights are made of, and how often each (epoch, lane, offset) is in them.
 
-A term applies steps from where it restored; the next term's restore cuts off what lies behind it. The steps that are
+A term applies steps from where it restored; the next term's restore cuts off what comes after it. The steps that are
 left are the lineage. The shape of the job (lanes, micro-batch, rows) is worked out here from its configuration, so
 that a history cannot say for itself what it should have held.
 """
@@ -22,7 +22,7 @@ from chaos.judge.evidence.run_files import (
     number,
     once,
     part,
-    told,
+    scenario_field,
     whole,
 )
 from chaos.judge.findings import Unknown, Violated
@@ -89,7 +89,7 @@ def result_of(run: Evidence) -> Line:
 
 def is_live(run: Evidence) -> bool:
     """Say whether survivors kept their processes over the changes of the world."""
-    return told(run, "recovery") == "live"
+    return scenario_field(run, "recovery") == "live"
 
 
 @once
@@ -158,7 +158,7 @@ def furthest_of(run: Evidence) -> dict[int, int]:
 
 @once
 def lineage_of(run: Evidence) -> list[Applied]:
-    """Return the steps that the final weights are made of: the last term's, and back through what each went on from."""
+    """Return the steps that the final weights are made of: the last term's, and those that it continued."""
     steps, last = steps_of(run), max(restored_at(run), default=None)
     branch = [] if last is None else branch_of(run, last, whole(result_of(run), "step"))
     if first := branch[0][1] if branch else whole(result_of(run), "step"):
@@ -189,28 +189,28 @@ def _walk(
 
 @once
 def went_on_from(run: Evidence) -> dict[int, int | None]:
-    """Return, for each term, the one whose steps lie below its first; None if there is none."""
+    """Return, for each term, the one whose steps are below its first; None if there is none."""
     before: dict[int, int | None] = {}
     stood: dict[int, int] = {}
     for term in sorted(restored_at(run)):
-        before[term] = _went_on_from(run, term, before, stood)
+        before[term] = _continued_from(run, term, before, stood)
         stood |= dict.fromkeys(pids_of(run)[term], term)
     return before
 
 
-def _went_on_from(run: Evidence, term: int, before: Mapping[int, int | None], stood: Mapping[int, int]) -> int | None:
-    """Return the term whose steps lie below a term's first: a process of its brought them, or the commit's has them.
+def _continued_from(run: Evidence, term: int, before: Mapping[int, int | None], stood: Mapping[int, int]) -> int | None:
+    """Return the term whose steps are below a term's first: a process of its brought them, or the commit's has them.
 
-    A restore tells which term applied the last of them. Of histories that do not tell yet it is worked out:
-    A process that was frozen may bring steps of a term before the last. Of two branches that are as far the newest is
-    followed: who had the older one may have been given the newer in a world that broke before anybody could tell. Where
-    nobody tells, as of a commit that a process made alone and did not live to tell of, it is one that came so far: whom
+    A restore records which term applied the last of them. For older histories it is worked out: a process that was
+    frozen may bring steps of a term before the last. Of two branches that are as far the newest is followed: the
+    processes on the older may have been given the newer in a world that broke before it was recorded. Where no history
+    says, as of a commit that a process made alone just before its death, it is a term that came so far: the one that
     commits name, or the last. `stood` says in which term each process was last.
     """
     restored = restored_at(run)
-    step, told = whole(restored[term], "step"), restored[term].get("applied_by")
-    if isinstance(told, int) and told in before and whole(restored[told], "step") < step:
-        return told
+    step, applied_by = whole(restored[term], "step"), restored[term].get("applied_by")
+    if isinstance(applied_by, int) and applied_by in before and whole(restored[applied_by], "step") < step:
+        return applied_by
     key = str(restored[term]["commit"]).removeprefix("commits/").removesuffix(".json")
     place = [int(number_) for number_ in key.split("-")] if key[:1].isdecimal() else []
     if place and place[1] == step and place[0] in before:
@@ -242,9 +242,9 @@ def _named_by_commits(run: Evidence, step: int) -> int | None:
 
 
 def _bringers(run: Evidence, term: int) -> set[int]:
-    """Return the processes whose state a term went on with: who gave it to others, or who had it if nobody did.
+    """Return the processes whose state a term continued with: the giver, or those that had it if none was given.
 
-    Others may stand at the same step by chance, on a branch that nobody goes on from, or have been about to be given it
+    Others may stand at the same step by chance, on a branch that is not continued, or have been about to be given it
     when the world broke.
     """
     restores = run.in_term("restore", term)

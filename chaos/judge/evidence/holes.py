@@ -1,6 +1,6 @@
 """Holes: the samples that a run says it could not read, and what they take away from exactly once.
 
-A run lists them in its result and in its commits: ids [lo, hi), left out from step `since` on, which lies in `epoch`,
+A run lists them in its result and in its commits: ids [lo, hi), left out from step `since` on, which is in `epoch`,
 of which that epoch had already applied `kept`. What is listed must be just what is missing, and nothing else may be.
 """
 

@@ -1,7 +1,7 @@
 """What each fault cost, read from the histories: applied steps computed again, seconds until the next applied step.
 
 A fault that need not end a world (a short freeze, a member of etcd, the end of a spare node) has a cost only where the
-next world formed in its spell, and before anything else was done; else the world that it hit rode it out.
+next world formed in its window, and before anything else was done; else the world that it hit rode it out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from chaos.judge.evidence.applied import (
     restored_at,
     steps_of,
 )
-from chaos.judge.evidence.fault_windows import spells_of
+from chaos.judge.evidence.fault_windows import fault_windows_of
 from chaos.judge.evidence.run_files import (
     Evidence,
     Line,
@@ -31,7 +31,7 @@ from chaos.scenario.kinds import ends_processes, ends_world
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """From one fault to the first step that the next world applied; seconds, None where a history does not tell.
+    """From one fault to the first step that the next world applied; seconds, None where a history does not say.
 
     detect: until the next world was sealed, a lease's end included; form: until it had formed, with processes started
     and libraries loaded; restore: until the state was read; warm: until the first step was applied.
@@ -53,7 +53,7 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True)
 class _Records:
-    """Terms whose first step came behind all first steps before: a fault's next world is one of them."""
+    """Terms whose first step came after all earlier first steps: a fault's next world is one of them."""
 
     terms: list[int]
     steps: list[Line]
@@ -66,7 +66,7 @@ def recoveries(run: Evidence) -> list[Recovery]:
     faults = run.of("fault")
     if not faults:
         return []
-    records, lost, sealed, spells = _records(run), _lost(run), sealed_at(run), spells_of(run)
+    records, lost, sealed, windows = _records(run), _lost(run), sealed_at(run), fault_windows_of(run)
     formed = sorted((t, term) for term, t in formed_at(run).items())
     times, newest = [t for t, _ in formed], list(accumulate((term for _, term in formed), max))
     found = []
@@ -78,14 +78,14 @@ def recoveries(run: Evidence) -> list[Recovery]:
             continue
         first = records.steps[following]
         next_at = number(faults[place + 1], "t") if place + 1 < len(faults) else float("inf")
-        if not _has_to_end_one(run, fault) and formed_at(run)[whole(first, "term")] > min(next_at, spells.until(at)):
+        if not _has_to_end_one(run, fault) and formed_at(run)[whole(first, "term")] > min(next_at, windows.until(at)):
             continue
         found.append(_recovery(run, place, first, lost, sealed))
     return found
 
 
 def ridden_out(run: Evidence) -> dict[int, Line]:
-    """Return, by their place, the faults that cost no world, and behind which steps were applied."""
+    """Return, by their place, the faults that cost no world, and after which steps were applied."""
     costly = {cost.place for cost in recoveries(run)}
     last = number(run.of("step")[-1], "t") if run.of("step") else 0.0
     spared = {place: fault for place, fault in enumerate(run.of("fault")) if place not in costly}
@@ -95,9 +95,9 @@ def ridden_out(run: Evidence) -> dict[int, Line]:
 
 
 def _has_to_end_one(run: Evidence, fault: Line) -> bool:
-    """Say whether a fault has to end a world: by its kind, unless it ended nobody of a world that is full.
+    """Say whether a fault has to end a world: by its kind, unless it ended no member of a world that is full.
 
-    Those are spares, who wait outside of it, and whoever it has left behind.
+    Those that it may end are spares, which wait outside, and processes of older worlds.
     """
     pids = items(fault, "pids") if fault.get("pids") and ends_processes(fault["kind"]) else []
     times, worlds = _worlds(run)
@@ -128,14 +128,14 @@ def _worlds(run: Evidence) -> tuple[list[float], list[tuple[int, bool]]]:
 
 @once
 def seats_of(run: Evidence) -> dict[int, int]:
-    """Return how large each term's world was sealed; who was stopped before it told of its world has a seat in it."""
+    """Return how large each term's world was sealed, seats of processes that never recorded it included."""
     return {whole(line, "term"): whole(line, "world") for line in run.of("form")}
 
 
-def behind_the_last_step(run: Evidence) -> dict[int, Line]:
-    """Return, by place, the faults behind which at most the step under way was left to apply, of a job that is done.
+def after_the_last_step(run: Evidence) -> dict[int, Line]:
+    """Return, by place, the faults after which at most the step under way was left to apply, of a job that is done.
 
-    No world that comes behind them has a step to apply: that the job was done is what they are answered by.
+    No world that comes after them has a step to apply: that the job was done is what they are answered by.
     """
     if not any(line["status"] == "done" for line in run.of("end")):
         return {}
@@ -178,7 +178,7 @@ def _recovery(run: Evidence, place: int, first: Line, lost: dict[int, int], seal
 
 
 def _records(run: Evidence) -> _Records:
-    """A world that was left behind may step late: only a term above all before it is a next world."""
+    """An older world may step late: only a term above all before it is a next world."""
     records = _Records([], [])
     for line in run.of("step"):
         if not records.terms or whole(line, "term") > records.terms[-1]:
@@ -188,20 +188,20 @@ def _records(run: Evidence) -> _Records:
 
 
 def _lost(run: Evidence) -> dict[int, int]:
-    """Count the applied steps that each term's restore gave up: those of the term before that it did not go on from."""
+    """Count the applied steps that each term's restore gave up: those of the term before that it did not continue."""
     restored = {key: whole(line, "step") for key, line in restored_at(run).items()}
     newest = furthest_of(run)
     lost, reached = {}, 0
     for term in sorted({*restored, *newest}):
         if term in restored:
             lost[term] = max(0, reached - restored[term])
-        reached = newest.get(term, reached)  # what lies beyond an earlier restore was given up there
+        reached = newest.get(term, reached)  # what is beyond an earlier restore was given up there
     return lost
 
 
 @once
 def sealed_at(run: Evidence) -> dict[int, float]:
-    """Return when each term's world was sealed, where its histories tell; the leader's clock may be ahead."""
+    """Return when each term's world was sealed, where its histories say so; the leader's clock may be ahead."""
     sealed, formed = dict[int, float](), formed_at(run)
     for line in run.of("form"):
         term, time = whole(line, "term"), line.get("sealed_at")

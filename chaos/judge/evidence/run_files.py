@@ -1,4 +1,4 @@
-"""What a run left behind, read from files alone: histories, commit records, results, the witness, the faults.
+"""What a run has left, read from files alone: histories, commit records, results, the witness, the faults.
 
 Nothing here is imported from what is judged. A torn last line of a history (its process died) is passed over.
 """
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A commit record as it lies on disk: its key, the SHA-256 of its bytes, and its fields (None if damaged)."""
+    """A commit record as it is on disk: its key, the SHA-256 of its bytes, and its fields (None if damaged)."""
 
     key: str
     digest: str
@@ -44,7 +44,7 @@ class Evidence:
     metrics: dict[int, list[Line]] | None = field(default=None, repr=False)
     """Each term's lines; None where nobody could have logged any."""
     tracked: Line | None = field(default=None, repr=False)
-    """What the tracker held, by metric; None if nobody looked."""
+    """What the tracker held, by metric; None if it was not read."""
     # What is worked out of the files once; `replace` begins with none of it.
     _as_read: dict[str, list[Line]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _by_op: dict[str, list[Line]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -80,7 +80,7 @@ class Evidence:
 
 
 def once(derive: Callable[[Evidence], T]) -> Callable[[Evidence], T]:
-    """Work a fact out once for each run; whoever gets it must not change it."""
+    """Work a fact out once for each run; callers must not change it."""
 
     @functools.wraps(derive)
     def remembered(run: Evidence) -> T:
@@ -142,7 +142,7 @@ def parse_lines(content: bytes) -> Iterator[Line]:
             yield line
 
 
-def told(run: Evidence, key: str) -> object:
+def scenario_field(run: Evidence, key: str) -> object:
     """Return what the executor wrote of the run before it began; None if nothing."""
     return next((line.get(key) for line in run._lines().get("scenario", ())), None)
 
@@ -151,7 +151,7 @@ def number(line: Line, key: str) -> float:
     """Return a line's number; KeyError or TypeError if there is none, which makes a verdict unknown."""
     value = line[key]
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{key} of {line} is no number")
+        raise TypeError(f"{key} of {line} is not a number")
     return value
 
 
@@ -159,7 +159,7 @@ def whole(line: Line, key: str) -> int:
     """Return a line's integer."""
     value = line[key]
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{key} of {line} is no integer")
+        raise TypeError(f"{key} of {line} is not an integer")
     return value
 
 
@@ -167,7 +167,7 @@ def part(line: Line, key: str) -> Line:
     """Return a line's mapping."""
     value = line[key]
     if not isinstance(value, dict):
-        raise TypeError(f"{key} of {line} is no mapping")
+        raise TypeError(f"{key} of {line} is not a mapping")
     return value
 
 
@@ -175,7 +175,7 @@ def items(line: Line, key: str) -> list[object]:
     """Return a line's list."""
     value = line[key]
     if not isinstance(value, list):
-        raise TypeError(f"{key} of {line} is no list")
+        raise TypeError(f"{key} of {line} is not a list")
     return value
 
 
@@ -183,7 +183,7 @@ def lanes_of(line: Line) -> tuple[int, int]:
     """Return the half-open range of lanes that a step's line speaks for."""
     lo, hi = items(line, "lanes")
     if not isinstance(lo, int) or not isinstance(hi, int):
-        raise TypeError(f"lanes of {line} are no integers")
+        raise TypeError(f"lanes of {line} are not integers")
     return lo, hi
 
 

@@ -1,6 +1,6 @@
 """Which samples a script has applied: for every epoch, how often each row is in the steps that its end is made of.
 
-Only steps of the lineage count: what a world applied and a later one did not go on from is not in the weights.
+Only steps of the lineage count: what a world applied and a later one did not continue is not in the weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Tally:
 
 
 def is_script(run: Evidence) -> bool:
-    """Say whether a run is of somebody's script, watched from outside."""
+    """Say whether a run is of a user's script, watched from outside."""
     return run.has("script")
 
 
@@ -46,7 +46,7 @@ def logs_ids(run: Evidence) -> bool:
 
 
 def kept_steps(run: Evidence) -> list[Applied]:
-    """Return the lineage; unknown if the script has no hook, or went on from something older than the run."""
+    """Return the lineage; unknown if the script has no hook, or continued from something older than the run."""
     if not logs_ids(run):
         raise Unknown("the script logs no steps; three lines make it: see chaos.hook")
     first = min((line for line in run.of("restore")), key=lambda line: whole(line, "term"))
@@ -87,13 +87,13 @@ def where_applied(run: Evidence, epoch: int, row: int) -> str:
     return " and ".join(steps) if steps else "no step"
 
 
-def untold(run: Evidence) -> str | None:
-    """Say which step of the lineage not all of its ranks have told of; None if there is none."""
+def unreported(run: Evidence) -> str | None:
+    """Say which step of the lineage not all of its ranks have reported; None if there is none."""
     for applied in kept_steps(run):
         world = whole(applied.lines[0], "world") if applied.lines else 0
         if len(applied.lines) != world or not world:
-            told = f"step {applied.step} of term {applied.term} was told of by {len(applied.lines)} of {world} ranks"
-            return f"{told}: a rank died before its line, or the script does not call the hook in every step"
+            where = f"step {applied.step} of term {applied.term} was reported by {len(applied.lines)} of {world} ranks"
+            return f"{where}: a rank died before its line, or the script does not call the hook in every step"
     return None
 
 
@@ -101,7 +101,7 @@ def rows_of(line: Line) -> list[int]:
     """Return the rows that a rank applied in a step."""
     rows = items(line, "ids")
     if not all(isinstance(row, int) for row in rows):
-        raise TypeError(f"ids of step {line['step']} are no integers")
+        raise TypeError(f"ids of step {line['step']} are not integers")
     return [row for row in rows if isinstance(row, int)]
 
 

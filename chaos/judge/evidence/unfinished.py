@@ -17,11 +17,11 @@ from chaos.judge.evidence.run_files import (
 def so_far(run: Evidence) -> Evidence:
     """Return the evidence up to the newest commit, with a result that says so; the same if there is none.
 
-    Steps behind it may still be given up, and ranks be on their way, so they are left out.
+    Steps after it may still be given up, and ranks be on their way, so they are left out.
     """
     whole_commits = [commit for commit in run.commits if commit.fields is not None]
     formed = [whole(line, "term") for line in run.of("form")]
-    is_over = run.has("clean") and not run.has("stuck")  # nodes that have ended by then are told of in any case
+    is_over = run.has("clean") and not run.has("stuck")  # nodes that have ended by then are recorded in any case
     if run.result is not None or is_over or not whole_commits or not formed:
         return run
     newest = max(whole_commits, key=lambda commit: commit.key).fields

@@ -1,6 +1,6 @@
-"""Invariant of departures: whoever left a world, and every world of the same processes again, has a fault behind it.
+"""Invariant of departures: a fault explains each one from a world, and each world of the same processes again.
 
-A fault explains what happens in its spell (`chaos.judge.evidence.fault_windows`). What it may explain there is written
+A fault explains what happens in its window (`chaos.judge.evidence.fault_windows`). What it may explain there is written
 at each check.
 """
 
@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from chaos.judge.evidence.applied import formed_at, is_live, pids_of
-from chaos.judge.evidence.fault_windows import spells_of
+from chaos.judge.evidence.fault_windows import fault_windows_of
 from chaos.judge.evidence.recovery_cost import last_seen, sealed_at, seats_of
 from chaos.judge.evidence.run_files import (
     Evidence,
     Line,
     items,
     number,
-    told,
+    scenario_field,
 )
 from chaos.judge.findings import Unknown
 from chaos.scenario.kinds import (
@@ -31,8 +31,8 @@ from chaos.scenario.kinds import (
 _ENDS_NODES = ("kill_node", "stop_node", "kill_job")
 _TELL_TO_LEAVE = ("stop_node", "flap_node", "scale_down")
 MOST_WORLDS_LEAVING = 3
-"""Worlds of the same processes that one who was told to leave may explain: it leaves with the next step that all have
-the sum of, or is too late for that and does so in the next world."""
+"""How many worlds of the same processes a process that was asked to leave may explain: it leaves with the next step of
+which all have the sum, or, if it is too late for that, in the next world."""
 
 
 def deaths(run: Evidence) -> str:
@@ -54,18 +54,18 @@ def deaths(run: Evidence) -> str:
 
 
 def _check_worlds(run: Evidence) -> None:
-    """No process outlives a world of the `restart` mode: it ends because a fault hit it, or because somebody came.
+    """No process outlives a world of the `restart` mode: it ends because a fault hit it, or because a node came.
 
     A fault hits a world if it came, lasted or was undone after that was sealed, or had hit one of its processes before;
-    and the world has to end in the fault's spell. An agent that was kept from etcd is a member of the next world, too:
+    and the world has to end in the fault's window. An agent that was kept from etcd is a member of the next world, too:
     a renewal that was lost is missed later, and ends one world.
     """
     formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
     node_of = {pid: line["node"] for line in run.of("node") for pid in _pids(line)}
-    spell, until, hit, cut_off = 0.0, 0.0, set[object](), set[object]()
+    window, until, hit, cut_off = 0.0, 0.0, set[object](), set[object]()
     for before, after, hits, since in _changes(run):
-        if since != spell:
-            spell, until, hit, cut_off = since, 0.0, set(), set()
+        if since != window:
+            window, until, hit, cut_off = since, 0.0, set(), set()
         until = max(until, *(_until(line) for line in hits), 0.0)
         hit.update(pid for line in hits for pid in _pids(line))
         cut_off.update(node for line in hits if cuts_off(line["kind"]) for node in _nodes(line))
@@ -81,26 +81,27 @@ def _check_worlds(run: Evidence) -> None:
 def _check_changes(run: Evidence) -> None:
     """Processes leave a live world only when a fault hit them, and worlds end only because one left or came.
 
-    Who was hit, or started and ended by the undoing of a fault, may leave in the fault's spell, or once come back as
-    another member; nodes are in a world as a whole, so who is left of one leaves with it. Who was told to leave ends a
-    few worlds until it has left; who was hit before it had told of any world may have been in one that nobody told of,
-    or have been waited for, and ends one. A fault of etcd or of the storage hits all who are in a world while it lasts.
+    A process that was hit, or started and ended by the undoing of a fault, may leave in the fault's window, or once
+    come back as another member; nodes are in a world as a whole, so the rest of a node leaves with it. A process that
+    was asked to leave ends a few worlds until it has left; one that was hit before it had recorded any world may have
+    been in one that no history has, or have been waited for, and ends one. A fault of etcd or of the storage hits all
+    members of a world while it lasts.
     """
     formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
-    seen_in = last_seen(run)  # a world may break before all have told of it
+    seen_in = last_seen(run)  # a world may break before all have recorded it
     node_of = {pid: line["node"] for line in run.of("node") for pid in _pids(line)}
     lost = {line["term"] for line in run.of("form") if line.get("cause") == "lost"}  # one of the members before is gone
     last_hit = {pid: number(line, "t") for line in _by_time([*run.of("fault"), *run.of("undo")]) for pid in _pids(line)}
-    spell, until, all_until, told, struck = 0.0, 0.0, 0.0, dict[object, int](), set[object]()
+    window, until, all_until, leaving_for, struck = 0.0, 0.0, 0.0, dict[object, int](), set[object]()
     for before, after, hits, since in _changes(run):
-        if since != spell:
-            spell, until, all_until, told, struck = since, 0.0, 0.0, {}, set()
+        if since != window:
+            window, until, all_until, leaving_for, struck = since, 0.0, 0.0, {}, set()
         began = sealed.get(before, formed[before])
         until = max(until, *(_until(line) for line in hits), 0.0)
         all_until = max(all_until, *(_until(line) for line in hits if befalls_all(line["kind"])), 0.0)
         struck.update(pid for line in hits for pid in _pids(line))
         leaving = (pid for line in hits if line["kind"] in _TELL_TO_LEAVE for pid in _pids(line))
-        told.update(dict.fromkeys(leaving, MOST_WORLDS_LEAVING))
+        leaving_for.update(dict.fromkeys(leaving, MOST_WORLDS_LEAVING))
         hit = {pid for pid, at in last_hit.items() if at >= since}
         broken = {node_of[pid] for pid in hit if pid in node_of}
         excused = {pid for pid in pids[before] if began <= all_until or pid in hit or node_of.get(pid) in broken}
@@ -109,25 +110,26 @@ def _check_changes(run: Evidence) -> None:
             raise Unknown(f"process {gone[0]} left between terms {before} and {after}, and no fault explains it")
         if pids[before] != pids[after] or seats[before] != seats[after] or until >= began:
             continue
-        late = [pid for pid in pids[before] if told.get(pid, 0) > 0]
+        late = [pid for pid in pids[before] if leaving_for.get(pid, 0) > 0]
         again = pids[before] if after in lost and not struck.isdisjoint(pids[before]) else struck - seen_in.keys()
         if not late and not again:
             raise Unknown(f"term {after} was formed by the processes of term {before}, and no fault explains it")
-        told.update({pid: told[pid] - 1 for pid in late})
+        leaving_for.update({pid: leaving_for[pid] - 1 for pid in late})
         struck -= set() if late else again
 
 
 def _changes(run: Evidence) -> Iterator[tuple[int, int, list[Line], float]]:
     """Yield each term, the next one, the faults and undoings between them, and since when what was done may explain it.
 
-    That is the beginning of the spell in which the next world formed, or that moment itself if it is in none. (When it
-    was sealed is told by its leader's clock, which may be wrong.) Every fault is yielded once, if it is of that spell.
+    That is the beginning of the window in which the next world formed, or that moment itself if it is in none. (When
+    it was sealed is known by its leader's clock, which may be wrong.) Every fault is yielded once, if it is of that
+    window.
     """
-    hits, spells, formed = _by_time([*run.of("fault"), *run.of("undo")]), spells_of(run), formed_at(run)
+    hits, windows, formed = _by_time([*run.of("fault"), *run.of("undo")]), fault_windows_of(run), formed_at(run)
     times, place = [number(line, "t") for line in hits], 0
     for before, after in pairwise(sorted(formed)):
         end = max(place, bisect_right(times, formed[after]))
-        since = spells.since(formed[after])
+        since = windows.since(formed[after])
         yield before, after, [line for line in hits[place:end] if number(line, "t") >= since], since
         place = end
 
@@ -151,12 +153,12 @@ def _is_explained(run: Evidence, exit_: Line) -> bool:
     """Say whether the last thing done to a node was to end it, or its agent gave up.
 
     It does so where it was once kept from etcd, or etcd was away not long before; and when workers have failed more
-    often than it may start its own again (whoever is the first to tell of a failure pays for it).
+    often than it may start its own again (the first to report a failure pays for it).
     """
     mine = [fault["kind"] for fault in run.of("fault") if exit_["node"] in _nodes(fault)]
     if mine and (mine[-1] in _ENDS_NODES or any(cuts_off(kind) for kind in mine)):
         return True
-    most, since = told(run, "max_restarts"), spells_of(run).since(number(exit_, "t"))
+    most, since = scenario_field(run, "max_restarts"), fault_windows_of(run).since(number(exit_, "t"))
     is_worn_out = isinstance(most, int) and not is_live(run) and len(run.of("fault")) > most
     return is_worn_out or any(is_of_etcd(fault["kind"]) and number(fault, "t") >= since for fault in run.of("fault"))
 

@@ -72,7 +72,7 @@ def agreement(run: Evidence) -> str:
 
 
 def _check_consecutive(process: list[Line], restored: dict[int, Line]) -> None:
-    """A process applies the step behind its restore first, and then one after another."""
+    """A process applies the step after its restore first, and then one after another."""
     before: dict[int, int] = {}
     for line in process:
         if line["op"] == "step":
@@ -139,8 +139,8 @@ def coverage(run: Evidence) -> str:
     if (least, most) != (1, 1):
         raise Violated(f"by the witness, samples were applied {least} to {most} times an epoch")
     places = sum(counts.size for counts in counts_of(run).values())
-    told = f"{shape.rows} samples, {shape.num_epochs} epochs, {places} places, each exactly once"
-    return f"{told}, but for {left_out} in {len(holes)} holes that are listed" if holes else told
+    summary = f"{shape.rows} samples, {shape.num_epochs} epochs, {places} places, each exactly once"
+    return f"{summary}, but for {left_out} in {len(holes)} holes that are listed" if holes else summary
 
 
 def _check_left_out(shape: Shape, holes: list[Hole], lineage: list[Applied]) -> int:
@@ -164,7 +164,8 @@ def sums(run: Evidence, reference: Evidence | None) -> str:
     if shape.is_at_epoch_end:
         return f"{shape.num_epochs} epochs of {shape.rows} samples; {checked} of {len(claimed)} sums at an epoch's end"
     if reference is None:
-        raise Unknown(f"the job ended inside epoch {shape.num_epochs - 1}, and there is no run without faults")
+        where = f"the job ended inside epoch {shape.num_epochs - 1}"
+        raise Unknown(f"{where}, and there is no run without faults to compare with")
     if _differ(part(result_of(reference), "coverage"), result["coverage"]):
         raise Violated("the coverage sums differ from those of the run without faults")
     return "the job ended inside an epoch; its sums are those of the run without faults"
@@ -190,8 +191,8 @@ def _check_sums(shape: Shape, epoch: tuple[int, int], claim: Claim) -> bool:
     """Check one claim's count, and its sums if it stands at an epoch's end; return whether it did."""
     expected, count = shape.samples_before(claim.step), whole(claim.sums, "count")
     if count + claim.left_out != expected:
-        told = f"{count} samples counted up to step {claim.step} and {claim.left_out} left out"
-        raise Violated(f"{claim.whose}: {told}, it should be {expected} in all")
+        counted = f"{count} samples counted up to step {claim.step} and {claim.left_out} left out"
+        raise Violated(f"{claim.whose}: {counted}, it should be {expected} in all")
     if claim.step % shape.steps_per_epoch:
         return False
     times = claim.step // shape.steps_per_epoch
@@ -215,7 +216,7 @@ def trains_witness(run: Evidence) -> bool:
 def witness(run: Evidence) -> str:
     """The trained weights of the witness count every sample once an epoch."""
     if run.witness is None:
-        raise Unknown("the witness was trained, and its counts are not there")
+        raise Unknown("the witness was trained, but its counts are missing")
     shape = shape_of(run)
     if run.witness.size != shape.rows:
         raise Violated(f"the witness has {run.witness.size} weights, the manifest {shape.rows} rows")
@@ -274,7 +275,7 @@ def _check_reference(run: Evidence, reference: Evidence) -> None:
     if not pids[1]:
         raise Unknown("the reference has no history of its own")
     if pids[0] & pids[1]:
-        raise Unknown("the reference is a copy of the run itself, not a run of its own")
+        raise Unknown("the reference is a copy of the run itself, not another run")
 
 
 def closed_form(rows: int) -> tuple[int, int]:

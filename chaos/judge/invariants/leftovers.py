@@ -24,7 +24,7 @@ def cleanliness(run: Evidence) -> str:
     """No process, lease, draft of a file, or shared memory of the job outlived it."""
     ends = run.of("clean")
     if not ends:
-        raise Unknown("nobody looked for what outlived the job")
+        raise Unknown("it was not checked what outlived the job")
     looked = ends[-1]
     found = []
     for name, (what, check) in _CHECKS.items():
@@ -34,28 +34,28 @@ def cleanliness(run: Evidence) -> str:
             check(run, looked)
             found.append(what)
     if not found:
-        raise Unknown("nobody looked for what outlived the job")
+        raise Unknown("it was not checked what outlived the job")
     return f"no {', '.join(found)} outlived the job"
 
 
-def _absent(name: str, told: str) -> Callable[[Evidence, Line], None]:
-    """Return the check that none of a list was left; `told` says of the first, or of all, that there was one."""
+def _absent(name: str, message: str) -> Callable[[Evidence, Line], None]:
+    """Return the check that none of a list was left; `message` says of the first, or of all, that there was one."""
 
     def check(run: Evidence, looked: Line) -> None:
         if left := items(looked, name):
-            raise Violated(told.format(first=left[0], all=left))
+            raise Violated(message.format(first=left[0], all=left))
 
     return check
 
 
 def _drafts(run: Evidence, looked: Line) -> None:
-    """Drafts of files that nobody finished, unless a fault came upon their writer."""
+    """Drafts of files that were not finished, unless a fault hit their writer."""
     times = [number(fault, "t") for fault in run.of("fault")]
     for draft in items(looked, "drafts"):
         assert isinstance(draft, list), "a pair of path and time"
         path, written_at = str(draft[0]), float(str(draft[1]))
         if not any(written_at - 1.0 <= at <= written_at + _LAST_WRITE_S for at in times):
-            raise Violated(f"{path} was left unfinished, and no fault came upon whoever wrote it")
+            raise Violated(f"{path} was left unfinished, and no fault hit the process that wrote it")
 
 
 _CHECKS: Mapping[str, tuple[str, Callable[[Evidence, Line], None]]] = {

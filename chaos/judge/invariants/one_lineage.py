@@ -47,11 +47,11 @@ def lineage(run: Evidence) -> str:
 
 
 def _published(run: Evidence) -> dict[str, Line]:
-    """Return every commit by digest: those that a history tells of, and those whose publisher died before it told."""
+    """Return every commit by digest: those that a history records, and those whose publisher died before it could."""
     published = {str(line["digest"]): line for line in run.of("commit")}
-    told = {line["key"] for line in published.values()}
+    published_keys = {line["key"] for line in published.values()}
     for commit in run.commits:
-        if commit.fields is not None and commit.key not in told:
+        if commit.fields is not None and commit.key not in published_keys:
             published[commit.digest] = {**commit.fields, "key": commit.key, "digest": commit.digest}
     if not published:
         raise Violated("there is no commit")
@@ -59,7 +59,7 @@ def _published(run: Evidence) -> dict[str, Line]:
 
 
 def _check_records(run: Evidence, published: dict[str, Line]) -> None:
-    """The records on disk are whole, and are those that the histories tell of."""
+    """The records on disk are whole, and are those that the histories record."""
     keys = {str(line["key"]): digest for digest, line in published.items()}
     for commit in run.commits:
         if commit.fields is None:
@@ -76,23 +76,23 @@ def _check_records(run: Evidence, published: dict[str, Line]) -> None:
 def _check_parents(run: Evidence, published: dict[str, Line]) -> None:
     """A term's first commit continues the one that the term restored, each further one the one before."""
     digest_of = {line["key"]: digest for digest, line in published.items()}
-    told = {str(line["digest"]) for line in run.of("commit")}
+    recorded = {str(line["digest"]) for line in run.of("commit")}
     restored = restored_at(run)
     heads = {term: {digest_of.get(line["commit"])} for term, line in restored.items()}
     unseen = {term for term, line in restored.items() if line["commit"] and heads[term] == {None}}
     for digest, line in sorted(published.items(), key=lambda item: _place(str(item[1]["key"]))):
         term = whole(line, "term")
         # A term that no world restored is that of a process that committed alone before it left.
-        if term in unseen:  # it went on from a commit that nobody told of and retention has deleted
+        if term in unseen:  # it went on from a commit that no history records and that retention has deleted
             unseen.remove(term)
             if line["parent"] in published:
-                names = f"{published[str(line['parent'])]['key']}, but its term went on from {restored[term]['commit']}"
-                raise Violated(f"{line['key']} names the parent {names}")
+                named, begun = published[str(line["parent"])]["key"], restored[term]["commit"]
+                raise Violated(f"{line['key']} names the parent {named}, but its term continued from {begun}")
         elif line["parent"] not in heads.get(term, {line["parent"]}) and not _is_forgotten(run, published, line):
-            names = f"{str(line['parent'])[:12]}, but its term went on from {_shown(heads[term])}"
+            names = f"{str(line['parent'])[:12]}, but its term continued from {_shown(heads[term])}"
             raise Violated(f"{line['key']} names the parent {names}")
         # A record that was given up as lost may come to exist: the next commit continues it, or the one before.
-        heads[term] = {digest} if digest in told else {digest, *heads.get(term, set())}
+        heads[term] = {digest} if digest in recorded else {digest, *heads.get(term, set())}
 
 
 def _shown(digests: set[str | None]) -> str:
@@ -100,7 +100,7 @@ def _shown(digests: set[str | None]) -> str:
 
 
 def _is_forgotten(run: Evidence, published: dict[str, Line], commit: Line) -> bool:
-    """Say whether a commit's parent is one that nobody told of, for its publisher died, and that retention deleted.
+    """Say whether a commit's parent is one that no history records and that retention has deleted.
 
     Retention deletes the oldest first, so none older is left: than the parent that its record names, or the commit that
     the term restored, if that is it.
@@ -117,9 +117,9 @@ def _is_forgotten(run: Evidence, published: dict[str, Line], commit: Line) -> bo
 
 
 def _chain(run: Evidence, published: dict[str, Line]) -> Iterator[Line]:
-    """Yield the newest commit by (term, step) and its ancestors; a parent that nobody published breaks the chain.
+    """Yield the newest commit by (term, step) and its ancestors; a parent that was never published breaks the chain.
 
-    Behind one that is forgotten the chain goes on with what came before that one.
+    Behind one that is forgotten the chain continues with what came before that one.
     """
     commit = max(published.values(), key=lambda line: _place(str(line["key"])))
     for _ in published:
@@ -132,7 +132,7 @@ def _chain(run: Evidence, published: dict[str, Line]) -> Iterator[Line]:
             if parent is None:
                 return
         if parent is None:
-            raise Violated(f"{commit['key']} names a parent {str(commit['parent'])[:12]} that nobody published")
+            raise Violated(f"{commit['key']} names a parent {str(commit['parent'])[:12]} that was never published")
         if whole(parent, "term") > whole(commit, "term"):
             raise Violated(f"{commit['key']} of term {commit['term']} continues {parent['key']}, of a newer term")
         commit = parent
@@ -140,10 +140,10 @@ def _chain(run: Evidence, published: dict[str, Line]) -> Iterator[Line]:
 
 
 def _behind_forgotten(run: Evidence, published: dict[str, Line], key: str) -> Line | None:
-    """Return the newest commit that a commit with a forgotten parent goes on from; None if all of them are forgotten.
+    """Return the newest commit that a commit with a forgotten parent continues; None if all of them are forgotten.
 
-    It is one of its own term, or the one that its term restored; if that is forgotten too, what that one goes on from.
-    Where no world restored (a process committed alone) nobody tells, and it is the newest of those not as far.
+    It is one of its own term, or the one that its term restored; if that is forgotten too, what that one continues.
+    Where no world restored (a process committed alone) no history says, and it is the newest of those not as far.
     """
     by_key = {str(line["key"]): line for line in published.values()}
     while True:
@@ -159,7 +159,7 @@ def _behind_forgotten(run: Evidence, published: dict[str, Line], key: str) -> Li
         if key in by_key:
             return by_key[key]
         if _place(key)[0] >= term:
-            raise Violated(f"term {term} went on from {key}, which is none of an older term")
+            raise Violated(f"term {term} continued from {key}, which is not of an older term")
 
 
 def _check_tiling(run: Evidence, commit: Commit) -> None:
@@ -179,7 +179,7 @@ def _check_tiling(run: Evidence, commit: Commit) -> None:
     if place != step:
         raise Violated(f"{commit.key}: its intervals end at step {place}, it is of step {step}")
     if step == shape_of(run).total_steps and _place(commit.key) == max(_place(other.key) for other in run.commits):
-        _check_same_terms(run, commit)  # an older term's, made late, is no part of what the histories ended with
+        _check_same_terms(run, commit)  # an older term's, made late, is not part of what the histories ended with
 
 
 def _check_same_terms(run: Evidence, commit: Commit) -> None:
@@ -194,11 +194,11 @@ def _check_same_terms(run: Evidence, commit: Commit) -> None:
     for applied in lineage_of(run):
         if claimed[applied.step] != applied.term:
             by = f"applied by term {claimed[applied.step]}, by the histories it was term {applied.term}"
-            raise Violated(f"{commit.key}: step {applied.step} is said to be {by}")
+            raise Violated(f"{commit.key}: step {applied.step} is recorded as {by}")
 
 
 def fencing(run: Evidence) -> str:
-    """Terms grow, one world holds a term, and nothing that was published behind a newer term's back is continued."""
+    """Terms grow, one world holds a term, and nothing that was published after a newer term had formed is continued."""
     formed = formed_at(run)
     result_term = whole(result_of(run), "term")
     published = {result_term, *(whole(line, "term") for line in run.of("commit"))}
@@ -233,28 +233,28 @@ def _check_not_continued(run: Evidence, commit: Line, newer: list[int]) -> None:
 
 
 def durability(run: Evidence) -> str:
-    """Every term goes on from the newest commit that was published before it formed, unless that was damaged.
+    """Every term continues from the newest commit that was published before it formed, unless that was damaged.
 
-    What a term has passed over as damaged, or behind such a one, later ones need not find again: their members hold
-    what it went on from.
+    What a term has passed over as damaged, or after such a one, later ones need not find again: their members hold
+    what it continued from.
     """
     formed, commits = formed_at(run), run.of("commit")
     times, keys = [number(commit, "t") for commit in commits], [str(commit["key"]) for commit in commits]
     places = {key: _place(key) for key in keys}
     passed = set[str]()
     for term, line in sorted(restored_at(run).items()):
-        told, rightly = _told(line), _rightly_skipped(line)
+        reasons, rightly = _skipped(line), _rightly_skipped(line)
         skipped = passed | rightly
-        passed |= {key for key in rightly if "fence names it" not in told[key]}
+        passed |= {key for key in rightly if "fence names it" not in reasons[key]}
         before = keys[: bisect_left(times, formed[term])]
         known = (key for key in before if places[key][0] < term and key not in skipped)
         newest = max(known, key=places.__getitem__, default=None)
         if newest is not None and (line["commit"] is None or _place(str(line["commit"])) < _place(newest)):
-            raise Violated(f"term {term} went on from {line['commit']}, but {newest} was published before")
+            raise Violated(f"term {term} continued from {line['commit']}, but {newest} was published before")
     return f"{len(commits)} commits published, none lost"
 
 
-def _told(restore: Line) -> dict[str, str]:
+def _skipped(restore: Line) -> dict[str, str]:
     """Return the commits that a restore passed over, and why."""
     passed = [item for item in items(restore, "skipped") if isinstance(item, list) and len(item) > 1]
     return {str(item[0]): str(item[1]) for item in passed}
@@ -262,9 +262,9 @@ def _told(restore: Line) -> dict[str, str]:
 
 def _rightly_skipped(restore: Line) -> set[str]:
     """Return the commits that a restore passed over as it may: a late record comes before the one that was damaged."""
-    told = _told(restore)
-    newest_damaged = max((_place(key) for key, why in told.items() if _is_damage(why)), default=(0, 0))
-    return {key for key, why in told.items() if "late record" not in why or _place(key) < newest_damaged}
+    reasons = _skipped(restore)
+    newest_damaged = max((_place(key) for key, why in reasons.items() if _is_damage(why)), default=(0, 0))
+    return {key for key, why in reasons.items() if "late record" not in why or _place(key) < newest_damaged}
 
 
 def atomicity(run: Evidence) -> str:
@@ -279,17 +279,19 @@ def atomicity(run: Evidence) -> str:
         for item in items(line, "skipped"):
             assert isinstance(item, list), "a pair of key and reason"
             key, why = str(item[0]), str(item[1])
-            # What a world makes that was left behind already may be swept while it is made.
+            # What an abandoned world makes may be swept while it is made.
             was_left_behind = any(t < made_at.get(key, 0.0) for term, t in formed.items() if term > _place(key)[0])
             if _is_damage(why) and not was_left_behind and damaged.get(key, math.inf) > number(line, "t"):
-                raise Violated(f"term {line['term']} passed over {key}, which nobody had damaged: {why}")
+                raise Violated(f"term {line['term']} passed over {key}, which no fault had damaged: {why}")
     return f"{len(restores)} restores, no commit was found in part"
 
 
 def _made_at(run: Evidence) -> dict[str, float]:
-    """Return when each commit was made: by its record, or by what a history tells of it, which may be late."""
-    told = {str(line["key"]): number({"created_at": line["t"], **line}, "created_at") for line in run.of("commit")}
-    return told | {commit.key: number(commit.fields, "created_at") for commit in run.commits if commit.fields}
+    """Return when each commit was made: by its record, or by what a history says of it, which may be late."""
+    recorded_at = {
+        str(line["key"]): number({"created_at": line["t"], **line}, "created_at") for line in run.of("commit")
+    }
+    return recorded_at | {commit.key: number(commit.fields, "created_at") for commit in run.commits if commit.fields}
 
 
 def _is_damage(why: str) -> bool:

@@ -1,7 +1,7 @@
-"""Rollbacks: who had applied steps of a branch that its world does not go on from says how many it gives up.
+"""Rollbacks: a process whose steps its world does not continue reports how many of them it gives up.
 
-In `live` mode a process may have been frozen while others went on without it, and published. It is told here from the
-histories what each process had, and what its next world went on with: the process has to say the same.
+In `live` mode a process may have been frozen while others continued without it, and published. The histories
+say what each process had, and what its next world continued with: the process has to report the same.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Branch = list[tuple[int, int, int]]
 def check_rollbacks(run: Evidence) -> None:
     """Compare what processes said that they gave up with what they did.
 
-    Of who was in a world that broke before it had restored nobody knows what it was given there: it may say so later.
+    What a process was given in a world that broke before it had restored is not known: it may say so later.
     """
     pids = {(whole(line, "term"), whole(line, "rank")): whole(line, "pid") for line in run.of("form")}
-    told, restores = _by_pid(run, "rollback", pids), _by_pid(run, "restore", pids)
+    rollbacks, restores = _by_pid(run, "rollback", pids), _by_pid(run, "restore", pids)
     if not any("applied_by" in line for line in restores.values()):
-        return  # a history of before rollbacks were told
+        return  # a history from before rollbacks were recorded
     had: dict[int, tuple[int, int]] = {}
     unsure: set[int] = set()
     for term, members in sorted(pids_of(run).items()):
@@ -31,7 +31,7 @@ def check_rollbacks(run: Evidence) -> None:
                 unsure.add(pid)
                 continue
             if pid in had and pid not in unsure:
-                _check(run, had[pid], line, told.get((term, pid)), pid)
+                _check(run, had[pid], line, rollbacks.get((term, pid)), pid)
             unsure.discard(pid)
             had[pid] = term, reached_by(run).get((term, pid), whole(line, "step"))
 
@@ -49,7 +49,7 @@ def _check(run: Evidence, before: tuple[int, int], restore: Line, rollback: Line
     if said != ((before[1], kept) if kept < before[1] else None):
         says = "nothing" if said is None else f"steps {said[0]} down to {said[1]}"
         had = f"process {pid} had step {before[1]} in term {before[0]}, of which term {term} kept {kept}"
-        raise Violated(f"{had}: it says that it gave up {says}")
+        raise Violated(f"{had}: it reports that it gave up {says}")
 
 
 def _in_common(one: Branch, other: Branch) -> int:

@@ -1,7 +1,7 @@
-"""Invariants of a run of somebody's script: what can be asked of it from outside, and of what its hook has logged.
+"""Invariants of a run of a user's script: what can be asked of it from outside, and of what its hook has logged.
 
 Faults, deaths, RPO, RTO and cleanliness are those of our own runs. Nothing is asked of commits, lanes and hashes: of
-those a script tells nothing.
+a script logs none of those.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from chaos.judge.evidence.script_samples import (
     kept_steps,
     logs_ids,
     tallies_of,
-    untold,
+    unreported,
     where_applied,
 )
 from chaos.judge.findings import (
@@ -69,7 +69,7 @@ def restarts(run: Evidence) -> str:
     if missing:
         raise Unknown(f"no process was started after {missing[0]['kind']} on node {missing[0]['node']}")
     if not seconds:
-        return f"no world had to be started anew: {len(run.of('fault'))} faults may be ridden out"
+        return f"no new world had to be started: {len(run.of('fault'))} faults may be ridden out"
     return f"{min(seconds.values()):.2f} to {max(seconds.values()):.2f} s until the next world's processes ran"
 
 
@@ -89,7 +89,7 @@ def restarted_in(run: Evidence) -> dict[float, float]:
 
 
 def _ending(run: Evidence) -> list[Line]:
-    """Return the faults that always end a world; others may be ridden out, with nobody started anew."""
+    """Return the faults that always end a world; others may be ridden out, with no process started again."""
     return [fault for fault in run.of("fault") if ends_world(fault["kind"])]
 
 
@@ -116,7 +116,7 @@ def coverage(run: Evidence, reference: Evidence | None) -> str:
     """Every row of every epoch was applied exactly once, by the steps that the end is made of."""
     counts, expected = counts_of(run), _expected(reference)
     last, tallies = max(counts), tallies_of(run)
-    # What faults have caused is told before what is so without them.
+    # What faults have caused is reported before what is so without them.
     for epoch in sorted(counts, key=lambda epoch: (tallies[epoch] == expected.get(epoch), epoch)):
         times = counts[epoch]
         # A job that ends inside an epoch without faults may do so with them.
@@ -126,7 +126,7 @@ def coverage(run: Evidence, reference: Evidence | None) -> str:
             row = int(wrong[times[wrong] > 1][0])
             often = f"epoch {epoch}: row {row} was applied {int(times[row])} times, in {where_applied(run, epoch, row)}"
             raise Violated(f"{often}; {_in_all(run, expected)}")
-        if wrong.size and (reason := untold(run)) is not None:
+        if wrong.size and (reason := unreported(run)) is not None:
             raise Unknown(reason)
         if wrong.size:
             raise Violated(f"epoch {epoch}: row {int(wrong[0])} was never applied; {_in_all(run, expected)}")
@@ -135,7 +135,7 @@ def coverage(run: Evidence, reference: Evidence | None) -> str:
 
 
 def _expected(reference: Evidence | None) -> dict[int, Tally]:
-    """Return what the run without faults came to; nothing if it tells nothing."""
+    """Return what the run without faults came to; nothing if it logs nothing."""
     try:
         return tallies_of(reference) if reference is not None else {}
     except (Unknown, Violated):

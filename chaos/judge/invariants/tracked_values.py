@@ -1,7 +1,7 @@
 """Invariant of what was tracked: one value for each metric and step, and it is the value of the step that was kept.
 
 A term's file says what it measured; of it holds what it wrote of steps that the lineage has by the same terms. What the
-tracker held in the end was asked by the executor (`tracked`), for the checker speaks to nobody.
+tracker held in the end was asked by the executor (`tracked`), for the checker asks no service.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from chaos.judge.evidence.run_files import (
 from chaos.judge.findings import Unknown, Violated
 
 _MEASURED = ("train/", "validation/")
-"""Metrics of a step itself; of others, saves say, several may be told of at one step."""
+"""Metrics of a step itself; of others, saves say, several may be logged at one step."""
 _LOSS = "train/loss"
 
 Values = dict[tuple[str, int], float]
@@ -39,12 +39,14 @@ def tracking(run: Evidence) -> str:
             num_compared += 1
             if value != losses[step]:
                 raise Violated(f"step {step}: {name} was logged as {value}, the step's loss was {losses[step]}")
-    told = f"{len(kept)} values of {len({name for name, _ in kept})} metrics, {num_compared} losses are those applied"
+    summary = (
+        f"{len(kept)} values of {len({name for name, _ in kept})} metrics, {num_compared} losses are those applied"
+    )
     if _tracker_of(run) is None:
-        return f"{told}; the run has no tracker"
+        return f"{summary}; the run has no tracker"
     if run.tracked is None:
-        raise Unknown("nobody looked at what the tracker holds")
-    return f"{told}; the tracker holds {_check_tracked(run, run.tracked, kept)}, once each"
+        raise Unknown("the tracker was not asked what it holds")
+    return f"{summary}; the tracker holds {_check_tracked(run, run.tracked, kept)}, once each"
 
 
 def kept_values(run: Evidence) -> Values:
@@ -79,8 +81,8 @@ def _last_kept(run: Evidence, term: int) -> float:
 
 
 def _tracker_of(run: Evidence) -> object:
-    told = run.config.get("tracking")
-    return told.get("mlflow_uri") if isinstance(told, dict) else None
+    tracking = run.config.get("tracking")
+    return tracking.get("mlflow_uri") if isinstance(tracking, dict) else None
 
 
 def _check_tracked(run: Evidence, tracked: Line, kept: Values) -> str:
@@ -121,9 +123,9 @@ def _logged(run: Evidence) -> dict[tuple[str, int], set[object]]:
 
 
 def _logged_late(run: Evidence) -> set[tuple[str, int]]:
-    """Return what a term logged when a newer one had begun: a leader that was stopped before, and went on.
+    """Return what a term logged when a newer one had begun: a leader that was stopped before, and then continued.
 
-    The tracker may hold later steps by then, and who sends looks at nothing below those.
+    The tracker may hold later steps by then, and a sender looks at nothing below those.
     """
     late, began = set[tuple[str, int]](), math.inf
     for _, lines in sorted((run.metrics or {}).items(), reverse=True):

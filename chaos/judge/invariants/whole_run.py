@@ -1,4 +1,4 @@
-"""Invariants of the run as a whole: it ended, faults were really injected and cost what they should, and it went on.
+"""Invariants of the run as a whole: it ended, faults came and cost what they should, and it made progress.
 
 These are the checks that keep the others honest: without a fault a good verdict would prove nothing, so it is unknown.
 """
@@ -18,10 +18,10 @@ from chaos.judge.evidence.applied import (
     result_of,
     steps_of,
 )
-from chaos.judge.evidence.fault_windows import Spells, patience_of, spells_of
+from chaos.judge.evidence.fault_windows import FaultWindows, fault_windows_of, patience_of
 from chaos.judge.evidence.recovery_cost import (
     Recovery,
-    behind_the_last_step,
+    after_the_last_step,
     fault_kind,
     fault_name,
     recoveries,
@@ -48,12 +48,12 @@ def faults(run: Evidence) -> str:
     """All faults came, each changed the world or was ridden out, and a kill at a drawn step lost applied steps."""
     injected = run.of("fault")
     if not is_soak(run) and (missed := run.of("missed")):
-        raise Unknown(f"{fault_kind(missed[0])} never came: {missed[0].get('why', 'nobody came there')}")
+        raise Unknown(f"{fault_kind(missed[0])} never came: {missed[0].get('why', 'no process came there')}")
     if not injected:
         raise Unknown("no fault was injected, so recovery was not put to the test")
     recovered = {recovery.place: recovery for recovery in recoveries(run)}
     spared = ridden_out(run)
-    late = behind_the_last_step(run)
+    late = after_the_last_step(run)
     for place, fault in enumerate(injected):
         recovery = recovered.get(place)
         if recovery is None and (place in spared or place in late):
@@ -63,11 +63,11 @@ def faults(run: Evidence) -> str:
         if not is_live(run) and fault["kind"] in _KILLS and fault.get("is_drawn") and recovery.rpo_steps == 0:
             raise Unknown(f"{fault_name(fault)} lost no applied step: it was not put to the test that they come back")
     kinds = len({fault_kind(fault) for fault in injected})
-    told = f"{len(injected)} faults of {kinds} kinds, {len(formed_at(run))} terms"
+    summary = f"{len(injected)} faults of {kinds} kinds, {len(formed_at(run))} terms"
     if spared or late:
-        ended = f", {len(late)} behind the last step" if late else ""
-        return f"{told}: {len(recovered)} followed by a new world's steps, {len(spared)} ridden out{ended}"
-    return f"{told}, each fault followed by a new world's steps"
+        ended = f", {len(late)} after the last step" if late else ""
+        return f"{summary}: {len(recovered)} followed by a new world's steps, {len(spared)} ridden out{ended}"
+    return f"{summary}, each fault followed by a new world's steps"
 
 
 def is_soak(run: Evidence) -> bool:
@@ -116,7 +116,7 @@ def _given_up(run: Evidence) -> Iterator[tuple[int, int, int, int, int]]:
 
 
 def rto(run: Evidence) -> str:
-    """Every fault is followed by a next world's first applied step in its spell, or was ridden out; tells how long."""
+    """Every fault is followed by a next world's first applied step in its window, or was ridden out."""
     costs, spared = recoveries(run), ridden_out(run)
     for cost in costs:
         late_s = cost.at + cost.rto_s - _due_at(run, cost)
@@ -125,21 +125,21 @@ def rto(run: Evidence) -> str:
                 f"{fault_name(run.of('fault')[cost.place])}: the next world's first step came {cost.rto_s:.1f} s later"
             )
             raise Violated(f"{what}, {late_s:.1f} s after all should have been over")
-    num_others = len(spared) + len(behind_the_last_step(run))
+    num_others = len(spared) + len(after_the_last_step(run))
     if len(costs) + num_others < len(run.of("fault")) or (not costs and not spared):
         raise Unknown(f"{len(costs)} of {len(run.of('fault')) - num_others} faults were recovered from")
     if not costs:
-        return f"no world had to be formed anew: {len(spared)} faults were ridden out"
+        return f"no new world had to be formed: {len(spared)} faults were ridden out"
     return f"{min(cost.rto_s for cost in costs):.2f} to {max(cost.rto_s for cost in costs):.2f} s to the next step"
 
 
 def _due_at(run: Evidence, cost: Recovery) -> float:
     """Return when a fault's next world had to have applied its first step.
 
-    A small world takes long over a step, and makes room for whoever comes back behind the one that it tells of them in:
-    the second, at the latest, that it applies when nothing is wrong any more.
+    A small world takes long over a step, and makes room for a node that comes back only after the step that announces
+    it: the second step, at the latest, that it applies when nothing is wrong any more.
     """
-    over, came = spells_of(run).until(cost.at), cost.at + cost.rto_s
+    over, came = fault_windows_of(run).until(cost.at), cost.at + cost.rto_s
     if came <= over:
         return over
     applied = (
@@ -150,32 +150,31 @@ def _due_at(run: Evidence, cost: Recovery) -> float:
 
 
 def liveness(run: Evidence) -> str:
-    """Steps go on wherever no fault holds them up; and where all was undone, the whole world trained again."""
+    """Steps continue wherever no fault holds them up; and where all was undone, the whole world trained again."""
     for line in run.of("stuck"):
         raise Violated(str(line["why"]))
     times = [number(line, "t") for line in run.of("step")]
-    patience_s, spells, longest_s = patience_of(run), spells_of(run), 0.0
+    patience_s, windows, longest_s = patience_of(run), fault_windows_of(run), 0.0
     for before, after in pairwise(times):
         longest_s = max(longest_s, after - before)
-        if after - before > patience_s and (quiet_s := _longest_quiet_s(spells, before, after)) > patience_s:
+        if after - before > patience_s and (quiet_s := _longest_quiet_s(windows, before, after)) > patience_s:
             raise Violated(
                 f"no step was applied for {after - before:.1f} s, {quiet_s:.1f} s of which nothing was wrong"
             )
     if len(times) < 2:
         raise Unknown("no two steps were recorded")
-    told = f"at most {longest_s:.1f} s between two lines of applied steps"
+    longest = f"at most {longest_s:.1f} s between two lines of applied steps"
     if not (seconds := sorted(number(line, "seconds") for line in run.of("healed"))):
-        return told
+        return longest
     half = seconds[(len(seconds) - 1) // 2]
-    return (
-        f"{len(seconds)} times whole again after all was undone: p50 {half:.1f} s, at most {seconds[-1]:.1f} s; {told}"
-    )
+    healed = f"{len(seconds)} times whole again after all was undone: p50 {half:.1f} s, at most {seconds[-1]:.1f} s"
+    return f"{healed}; {longest}"
 
 
-def _longest_quiet_s(spells: Spells, since: float, until: float) -> float:
-    """Return the longest part of an interval that is in no spell."""
+def _longest_quiet_s(windows: FaultWindows, since: float, until: float) -> float:
+    """Return the longest part of an interval that is in no window."""
     quiet_s, at = 0.0, since
-    for begin, end in zip(spells.begins, spells.ends, strict=True):
+    for begin, end in zip(windows.begins, windows.ends, strict=True):
         if begin < until and end > at:
             quiet_s, at = max(quiet_s, begin - at), end
     return max(quiet_s, until - at)

@@ -13,7 +13,8 @@ from chaos.real.acts import (
     tracker,
     training_set,
 )
-from chaos.real.acts.outcome import Act, Done, Undo
+from chaos.real.acts.job_view import Act
+from chaos.real.acts.outcome import Struck, Undo
 
 ACTS: dict[str, Act] = {
     **processes.ACTS,
@@ -24,4 +25,4 @@ ACTS: dict[str, Act] = {
     **training_set.ACTS,
 }
 
-__all__ = ["ACTS", "Act", "Done", "Undo"]
+__all__ = ["ACTS", "Act", "Struck", "Undo"]

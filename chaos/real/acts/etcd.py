@@ -10,34 +10,35 @@ from typing import TYPE_CHECKING
 import grpc  # type: ignore[import-untyped]
 import pyetcd
 
-from chaos.real.acts.outcome import Act, Done, targets
+from chaos.real.acts.job_view import Act, JobView
+from chaos.real.acts.outcome import Struck
+from chaos.real.acts.targets import targets
 from chaos.services.torchrun_node import signal_all
 from rendezvous.etcd.server import EtcdServer
 from rendezvous.membership.records import Keys
 
 if TYPE_CHECKING:
-    from chaos.real.job import Job
     from chaos.scenario.schedule import Due
 
 _CALL_S, _ANSWER_S = 2.0, 0.3
 
 
-def kill_etcd_member(job: Job, fault: Due) -> Done | None:
+def kill_etcd_member(job: JobView, fault: Due) -> Struck | None:
     return _kill(_members(job, leads=False)[:1])
 
 
-def kill_etcd_leader(job: Job, fault: Due) -> Done | None:
+def kill_etcd_leader(job: JobView, fault: Due) -> Struck | None:
     return _kill(_members(job, leads=True)[:1])
 
 
-def etcd_outage(job: Job, fault: Due) -> Done | None:
-    """Kill all members, once all of them run: who was killed before comes back by the undoing of that."""
+def etcd_outage(job: JobView, fault: Due) -> Struck | None:
+    """Kill all members, once all of them run: one that was killed before comes back when that is undone."""
     assert job.around.etcd is not None, "every job has one"
     members = job.around.etcd.members
     return _kill(members) if all(_runs(member) and _answers(member) for member in members) else None
 
 
-def lose_etcd_data(job: Job, fault: Due) -> Done | None:
+def lose_etcd_data(job: JobView, fault: Due) -> Struck | None:
     """Kill all members and delete what they hold, as where etcd's pods have no volumes."""
     done = etcd_outage(job, fault)
     assert job.around.etcd is not None, "every job has one"
@@ -46,7 +47,7 @@ def lose_etcd_data(job: Job, fault: Due) -> Done | None:
     return done
 
 
-def _kill(members: list[EtcdServer]) -> Done | None:
+def _kill(members: list[EtcdServer]) -> Struck | None:
     pids = [member.pid for member in members if member.pid is not None]
     for member in members:
         member.kill()
@@ -58,11 +59,11 @@ def _kill(members: list[EtcdServer]) -> Done | None:
                 member.begin()
         return [] if all(_answers(member) for member in members) else None
 
-    return Done(pids, [], "SIGKILL", begin) if pids else None
+    return Struck(pids, [], "SIGKILL", begin) if pids else None
 
 
 def _answers(member: EtcdServer) -> bool:
-    """Say whether a member serves: it knows who leads, or it could not read."""
+    """Say whether a member serves: it knows its leader, or it could not read."""
     with grpc.insecure_channel(member.endpoint) as channel:
         try:
             pyetcd.etcdrpc.KVStub(channel).Range(pyetcd.etcdrpc.RangeRequest(key=b"/"), _ANSWER_S)
@@ -71,7 +72,7 @@ def _answers(member: EtcdServer) -> bool:
         return True
 
 
-def freeze_etcd_member(job: Job, fault: Due) -> Done | None:
+def freeze_etcd_member(job: JobView, fault: Due) -> Struck | None:
     pids = [member.pid for member in _members(job, leads=False)[:1] if member.pid is not None]
     signal_all(pids, signal.SIGSTOP)
 
@@ -79,10 +80,10 @@ def freeze_etcd_member(job: Job, fault: Due) -> Done | None:
         signal_all(pids, signal.SIGCONT)
         return []
 
-    return Done(pids, [], "SIGSTOP", thaw) if pids else None
+    return Struck(pids, [], "SIGSTOP", thaw) if pids else None
 
 
-def _members(job: Job, *, leads: bool) -> list[EtcdServer]:
+def _members(job: JobView, *, leads: bool) -> list[EtcdServer]:
     """Return the members that run and lead, or do not; none while all are to stay: most of them must run for others."""
     assert job.around.etcd is not None, "every job has one"
     cluster = job.around.etcd
@@ -101,7 +102,7 @@ def _runs(member: EtcdServer) -> bool:
         return True
 
 
-def lose_lease(job: Job, fault: Due) -> Done | None:
+def lose_lease(job: JobView, fault: Due) -> Struck | None:
     """Revoke the lease of a worker of the present world, of the target's highest rank."""
     assert job.around.etcd is not None, "every job has one"
     nodes = targets(job, fault)
@@ -113,9 +114,9 @@ def lose_lease(job: Job, fault: Due) -> Done | None:
     with grpc.insecure_channel(job.around.etcd.members[0].endpoint) as channel:
         try:
             stub = pyetcd.etcdrpc.KVStub(channel)
-            told = stub.Range(pyetcd.etcdrpc.RangeRequest(key=keys.world.encode()), _CALL_S).kvs
-            seats = json.loads(told[0].value)["seats"] if told else []
-            if len(seats) <= ranks[-1] or json.loads(told[0].value)["term"] != job.followed.term:
+            found = stub.Range(pyetcd.etcdrpc.RangeRequest(key=keys.world.encode()), _CALL_S).kvs
+            seats = json.loads(found[0].value)["seats"] if found else []
+            if len(seats) <= ranks[-1] or json.loads(found[0].value)["term"] != job.followed.term:
                 return None
             member = keys.member(seats[ranks[-1]]["member"])
             held = stub.Range(pyetcd.etcdrpc.RangeRequest(key=member.encode()), _CALL_S).kvs
@@ -125,7 +126,7 @@ def lose_lease(job: Job, fault: Due) -> Done | None:
             pyetcd.etcdrpc.LeaseStub(channel).LeaseRevoke(revoke, _CALL_S)
         except grpc.RpcError:
             return None  # etcd is away, or the lease has ended by itself
-    return Done([job.followed.pids[ranks[-1]]], nodes)
+    return Struck([job.followed.pids[ranks[-1]]], nodes)
 
 
 ACTS: dict[str, Act] = {

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chaos.real.acts.outcome import Done, targets
+from chaos.real.acts.job_view import JobLog
+from chaos.real.acts.outcome import Struck
+from chaos.real.acts.targets import targets
 from chaos.services.torchrun_node import signal_all
 from elastic_train.system.failpoints import arm, disarm
 
 if TYPE_CHECKING:
-    from chaos.real.job import Job
     from chaos.scenario.schedule import Due
     from chaos.services.torchrun_node import Node
 
@@ -25,7 +26,7 @@ _AGAIN_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What could not be armed yet: on these nodes, where another waits at its place; none while nobody has its role."""
+    """What could not be armed yet: on these nodes, where another waits; none while no node has its role."""
 
     fault: Due
     nodes: list[Node]
@@ -44,19 +45,19 @@ class _Armed:
 class Points:
     """What is armed, and has not come yet; at each place of a node one fault at most.
 
-    What a scenario lists is armed as soon as it can be, or told as missed; a soak draws enough to do without.
+    What a scenario lists is armed as soon as it can be, or recorded as missed; a soak draws enough to do without.
     """
 
     _armed: list[_Armed] = field(default_factory=list)
     _asked: list[_Asked] = field(default_factory=list)
     _again_at: float = 0.0
 
-    def arm(self, job: Job, fault: Due) -> None:
-        """Arm a failpoint on the fault's nodes: now, or once somebody has its role and nothing else waits there."""
+    def arm(self, job: JobLog, fault: Due) -> None:
+        """Arm a failpoint on the fault's nodes: now, or once a node has its role and nothing else waits there."""
         self._asked.append(_Asked(fault, []))
         self._ask(job)
 
-    def _ask(self, job: Job) -> None:
+    def _ask(self, job: JobLog) -> None:
         """Arm, in their order, what can be armed now."""
         asked, self._asked, self._again_at = self._asked, [], time.monotonic() + _AGAIN_S
         for each in asked:
@@ -65,7 +66,7 @@ class Points:
             if (left or not nodes) and job.scenario.soak is None:
                 self._asked.append(_Asked(each.fault, left))
 
-    def _has_armed(self, job: Job, fault: Due, node: Node) -> bool:
+    def _has_armed(self, job: JobLog, fault: Due, node: Node) -> bool:
         """Arm a fault on a node, and say so, unless one waits there: it would be lost, and this one be taken for it."""
         assert fault.point is not None, "it is due at one"
         folder, name = job.around.points[node.number], fault.point.name
@@ -75,7 +76,7 @@ class Points:
         self._armed.append(_Armed(fault, node, folder, time.time(), name))
         return True
 
-    def look(self, job: Job) -> None:
+    def look(self, job: JobLog) -> None:
         """Record what has come, and arm what could not be armed before."""
         for armed in list(self._armed):
             if not (armed.folder / armed.name).exists():
@@ -84,43 +85,45 @@ class Points:
         if self._asked and time.monotonic() >= self._again_at:
             self._ask(job)
 
-    def are_over(self, job: Job) -> bool:
+    def are_over(self, job: JobLog) -> bool:
         """Say whether all has come; a job that is well and does not come to a place does not hold others up."""
         for armed in [armed for armed in self._armed if time.time() > armed.since + PATIENCE_S]:
             self._take_back(job, armed)
         return not self._armed
 
-    def give_up(self, job: Job) -> None:
-        """Take back all that has not come, at the end of the job, and tell of what could not even be armed."""
+    def give_up(self, job: JobLog) -> None:
+        """Take back all that has not come, at the end of the job, and record what could not even be armed."""
         for armed in list(self._armed):
             self._take_back(job, armed)
         for asked in self._asked:
             for node in asked.nodes:
-                _tell(job, asked.fault, node, f"another fault waited there, on node {node.number}, until the job's end")
+                _record_missed(
+                    job, asked.fault, node, f"another fault waited there, on node {node.number}, until the job's end"
+                )
             if not asked.nodes:
-                why = f"nobody was '{asked.fault.target}' until the job's end: list it before what ends that world"
-                _tell(job, asked.fault, None, why)
+                why = f"no node was '{asked.fault.target}' until the job's end: list it before what ends that world"
+                _record_missed(job, asked.fault, None, why)
         self._asked.clear()
 
-    def _take_back(self, job: Job, armed: _Armed) -> None:
+    def _take_back(self, job: JobLog, armed: _Armed) -> None:
         self._armed.remove(armed)
         if disarm(armed.folder, armed.name):
             assert armed.fault.point is not None, "it was armed at one"
             often = "" if armed.fault.point.nth == 1 else f" {armed.fault.point.nth} times"
-            _tell(job, armed.fault, armed.node, f"no process of node {armed.node.number} came there{often}")
+            _record_missed(job, armed.fault, armed.node, f"no process of node {armed.node.number} came there{often}")
         else:
             self._note(job, armed)
 
-    def _note(self, job: Job, armed: _Armed) -> None:
+    def _note(self, job: JobLog, armed: _Armed) -> None:
         """Record a fault with the time at which its file was renamed, which is just before it came."""
         taken = sorted(armed.folder.glob(f"{armed.name}.[0-9]*"), key=lambda path: path.stat().st_ctime)
-        assert taken, "nobody else takes it away"
+        assert taken, "nothing else takes it away"
         at, pid = taken[-1].stat().st_ctime, int(taken[-1].suffix[1:])
         for path in taken:
             path.unlink()
         is_stop = armed.fault.kind == "stop"
         how = {"stop": "SIGSTOP", "kill": "SIGKILL"}.get(armed.fault.kind)
-        job.note(armed.fault, Done([pid], [armed.node], how), at)
+        job.note(armed.fault, Struck([pid], [armed.node], how), at)
         if is_stop:
 
             def go_on() -> list[int]:
@@ -130,15 +133,7 @@ class Points:
             job.undo_after(armed.fault.for_s or 0.0, armed.fault.kind, go_on)
 
 
-def _tell(job: Job, fault: Due, node: Node | None, why: str) -> None:
+def _record_missed(job: JobLog, fault: Due, node: Node | None, why: str) -> None:
     """Record a fault that did not come."""
     assert fault.point is not None, "others come when they are due"
     job.record("missed", kind=fault.kind, point=fault.point.name, node=node.number if node else None, why=why)
-
-
-def folders(folder: Path, count: int) -> list[Path]:
-    """Make the folders in which the failpoints of each node are armed."""
-    made = [folder / "failpoints" / str(number) for number in range(count)]
-    for path in made:
-        path.mkdir(parents=True, exist_ok=True)
-    return made

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from chaos.real.acts.outcome import Act, Done, targets
+from chaos.real.acts.job_view import Act, JobView
+from chaos.real.acts.outcome import Struck
+from chaos.real.acts.targets import targets
 from chaos.services.network_namespace import Cable
 
 if TYPE_CHECKING:
-    from chaos.real.job import Job
     from chaos.scenario.schedule import Due
     from chaos.services.etcd_proxy import Way
     from chaos.services.torchrun_node import Node
 
 _LATE_S = 0.3
 _LOST = 0.2
-PROXIED = ("cut_off_etcd", "lose_requests", "lose_answers", "slow_etcd")
-RELAYED = ("slow_network", "lose_packets")
-CABLED = ("cut_node", "cut_link", "cut_one_way", *RELAYED)
 
 
 def _hold(way: Way, *, requests: bool = False, answers: bool = False, delay_s: float = 0.0) -> None:
@@ -26,23 +24,23 @@ def _hold(way: Way, *, requests: bool = False, answers: bool = False, delay_s: f
     way.num_faults += 1
 
 
-def cut_off_etcd(job: Job, fault: Due) -> Done | None:
+def cut_off_etcd(job: JobView, fault: Due) -> Struck | None:
     return _to_etcd(job, fault, lambda way: _hold(way, requests=True, answers=True))
 
 
-def lose_requests(job: Job, fault: Due) -> Done | None:
+def lose_requests(job: JobView, fault: Due) -> Struck | None:
     return _to_etcd(job, fault, lambda way: _hold(way, requests=True))
 
 
-def lose_answers(job: Job, fault: Due) -> Done | None:
+def lose_answers(job: JobView, fault: Due) -> Struck | None:
     return _to_etcd(job, fault, lambda way: _hold(way, answers=True))
 
 
-def slow_etcd(job: Job, fault: Due) -> Done | None:
+def slow_etcd(job: JobView, fault: Due) -> Struck | None:
     return _to_etcd(job, fault, lambda way: _hold(way, delay_s=_LATE_S))
 
 
-def _to_etcd(job: Job, fault: Due, spoil: Callable[[Way], None]) -> Done | None:
+def _to_etcd(job: JobView, fault: Due, spoil: Callable[[Way], None]) -> Struck | None:
     assert job.around.proxies is not None, "the scenario's kinds have asked for it"
     nodes, proxies = targets(job, fault), job.around.proxies
     if not nodes:
@@ -59,30 +57,30 @@ def _to_etcd(job: Job, fault: Due, spoil: Callable[[Way], None]) -> Done | None:
                 _hold(proxies.ways[number])
         return _pids(nodes)
 
-    return Done(pids, nodes, undo=heal)
+    return Struck(pids, nodes, undo=heal)
 
 
-def cut_node(job: Job, fault: Due) -> Done | None:
+def cut_node(job: JobView, fault: Due) -> Struck | None:
     return _cut(job, Cable.pull)
 
 
-def cut_link(job: Job, fault: Due) -> Done | None:
+def cut_link(job: JobView, fault: Due) -> Struck | None:
     return _cut(job, Cable.part)
 
 
-def cut_one_way(job: Job, fault: Due) -> Done | None:
+def cut_one_way(job: JobView, fault: Due) -> Struck | None:
     return _cut(job, Cable.silence)
 
 
-def slow_network(job: Job, fault: Due) -> Done | None:
+def slow_network(job: JobView, fault: Due) -> Struck | None:
     return _cut(job, lambda laid: laid.worsen(delay_s=_LATE_S))
 
 
-def lose_packets(job: Job, fault: Due) -> Done | None:
+def lose_packets(job: JobView, fault: Due) -> Struck | None:
     return _cut(job, lambda laid: laid.worsen(loss=_LOST))
 
 
-def _cut(job: Job, spoil: Callable[[Cable], None]) -> Done | None:
+def _cut(job: JobView, spoil: Callable[[Cable], None]) -> Struck | None:
     """Spoil the only cable, that of the last node; either side may be left behind. A later fault takes its place."""
     laid = job.around.cable
     assert laid is not None, "the scenario's kinds have asked for it"
@@ -98,7 +96,7 @@ def _cut(job: Job, spoil: Callable[[Cable], None]) -> Done | None:
             laid.mend()
         return _pids(job.nodes)
 
-    return Done(_pids(job.nodes), [job.nodes[-1]], undo=mend)
+    return Struck(_pids(job.nodes), [job.nodes[-1]], undo=mend)
 
 
 def _pids(nodes: list[Node]) -> list[int]:

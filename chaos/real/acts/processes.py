@@ -1,4 +1,4 @@
-"""Faults of processes: killed, told to leave, started, frozen, slowed, launched twice; with real signals."""
+"""Faults of processes: killed, asked to leave, started, frozen, slowed, launched twice; with real signals."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import threading
 from typing import TYPE_CHECKING
 
 from chaos.errors import RunError
-from chaos.real.acts.outcome import Act, Done, targets
+from chaos.real.acts.job_view import Act, JobView
+from chaos.real.acts.outcome import Struck
+from chaos.real.acts.targets import targets
 from chaos.services.torchrun_node import signal_all
 
 if TYPE_CHECKING:
-    from chaos.real.job import Job
     from chaos.scenario.schedule import Due
     from chaos.services.torchrun_node import Node
 
@@ -19,79 +20,79 @@ _STOPPED_S, _RUNS_S = 0.15, 0.05
 """A slowed worker gets a quarter of its time, and is never stopped for long enough to be taken for frozen."""
 
 
-def kill_worker(job: Job, fault: Due) -> Done | None:
+def kill_worker(job: JobView, fault: Due) -> Struck | None:
     nodes = targets(job, fault)
     pids = [pid for node in nodes for pid in node.hit_worker(job.followed.pids, signal.SIGKILL)]
-    return Done(pids, nodes, "SIGKILL") if pids else None
+    return Struck(pids, nodes, "SIGKILL") if pids else None
 
 
-def kill_node(job: Job, fault: Due) -> Done | None:
+def kill_node(job: JobView, fault: Due) -> Struck | None:
     return _kill(job, fault, targets(job, fault))
 
 
-def kill_job(job: Job, fault: Due) -> Done | None:
+def kill_job(job: JobView, fault: Due) -> Struck | None:
     return _kill(job, fault, [node for node in job.nodes if node.is_up])
 
 
-def _kill(job: Job, fault: Due, nodes: list[Node]) -> Done | None:
+def _kill(job: JobView, fault: Due, nodes: list[Node]) -> Struck | None:
     found = [pid for node in nodes for pid in node.pids()]
     signal_all(found, signal.SIGKILL)
     pids = list(dict.fromkeys([*found, *(pid for node in nodes for pid in node.kill())]))
     return _ended(job, fault, nodes, pids, "SIGKILL")
 
 
-def stop_node(job: Job, fault: Due) -> Done | None:
+def stop_node(job: JobView, fault: Due) -> Struck | None:
     nodes = targets(job, fault)
     return _ended(job, fault, nodes, [pid for node in nodes for pid in node.stop()], "SIGTERM")
 
 
-def _ended(job: Job, fault: Due, nodes: list[Node], pids: list[int], how: str) -> Done | None:
+def _ended(job: JobView, fault: Due, nodes: list[Node], pids: list[int], how: str) -> Struck | None:
     """Let nodes that were ended come back after a while, or count as lost until they are started."""
     if not pids:
         return None
     if fault.for_s is None:
         job.lost += nodes
-        return Done(pids, nodes, how)
+        return Struck(pids, nodes, how)
     down, started = [(node, node.agent) for node in nodes], list[int]()
 
     def start_again() -> list[int] | None:
-        # One that was told to stop may not be through yet, or be frozen; one that was hit again may be back already.
+        # One that was asked to stop may not be through yet, or be frozen; one that was hit again may be back already.
         started.extend(pid for node, agent in down if not node.is_up and node.agent == agent for pid in node.start())
         down[:] = [(node, agent) for node, agent in down if node.agent == agent]
         return None if down else started
 
-    return Done(pids, nodes, how, start_again)
+    return Struck(pids, nodes, how, start_again)
 
 
-def start_node(job: Job, fault: Due) -> Done | None:
+def start_node(job: JobView, fault: Due) -> Struck | None:
     if fault.target == "lost" and not job.lost:
         raise RunError("a lost node is to be started, but none is lost")
     node = targets(job, fault)[0]
     if node.is_up:
-        return None  # it was told to stop, and is not through yet; it may be frozen, so time goes on here
+        return None  # it was asked to stop, and is not through yet; it may be frozen, so do not wait here
     job.lost = [lost for lost in job.lost if lost is not node]
-    return Done(node.start(), [node])
+    return Struck(node.start(), [node])
 
 
-def freeze_worker(job: Job, fault: Due) -> Done | None:
+def freeze_worker(job: JobView, fault: Due) -> Struck | None:
     nodes = targets(job, fault)
     return _frozen(nodes, [pid for node in nodes for pid in node.hit_worker(job.followed.pids, signal.SIGSTOP)])
 
 
-def freeze_node(job: Job, fault: Due) -> Done | None:
+def freeze_node(job: JobView, fault: Due) -> Struck | None:
     nodes = targets(job, fault)
     return _frozen(nodes, [pid for node in nodes for pid in node.freeze()])
 
 
-def _frozen(nodes: list[Node], pids: list[int]) -> Done | None:
+def _frozen(nodes: list[Node], pids: list[int]) -> Struck | None:
     def thaw() -> list[int]:
         signal_all(pids, signal.SIGCONT)
         return pids
 
-    return Done(pids, nodes, "SIGSTOP", thaw) if pids else None
+    return Struck(pids, nodes, "SIGSTOP", thaw) if pids else None
 
 
-def slow_worker(job: Job, fault: Due) -> Done | None:
+def slow_worker(job: JobView, fault: Due) -> Struck | None:
     """Stop a worker for most of the time, again and again."""
     nodes = targets(job, fault)
     pids = [pid for node in nodes for pid in node.hit_worker(job.followed.pids, signal.SIGSTOP)]
@@ -114,16 +115,16 @@ def slow_worker(job: Job, fault: Due) -> Done | None:
         signal_all(pids, signal.SIGCONT)
         return pids
 
-    return Done(pids, nodes, "SIGSTOP", let_go)
+    return Struck(pids, nodes, "SIGSTOP", let_go)
 
 
-def start_twin(job: Job, fault: Due) -> Done | None:
-    """Launch the job once more, as somebody does who believes that it is gone."""
+def start_twin(job: JobView, fault: Due) -> Struck | None:
+    """Launch the job once more, as an operator may who believes that it is gone."""
     nodes = targets(job, fault)
     if not nodes:
-        return None  # nobody leads at the moment
+        return None  # there is no leader at the moment
     twin = nodes[0].twin()
-    return Done(twin.start(), [], undo=twin.kill)
+    return Struck(twin.start(), [], undo=twin.kill)
 
 
 ACTS: dict[str, Act] = {

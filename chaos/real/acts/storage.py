@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chaos.judge.evidence.run_files import record_files
-from chaos.real.acts.outcome import Act, Done
+from chaos.real.acts.job_view import Act, JobView
+from chaos.real.acts.outcome import Struck
 
 if TYPE_CHECKING:
-    from chaos.real.job import Job
     from chaos.scenario.schedule import Due
 
 _BALLAST = "ballast"
 _CHUNK = bytes(1 << 16)
 
 
-def storage_full(job: Job, fault: Due) -> Done | None:
+def storage_full(job: JobView, fault: Due) -> Struck | None:
     """Fill the small file system that holds the checkpoints."""
     assert job.around.disk is not None, "the scenario's kinds have asked for it"
     ballast = job.around.disk / _BALLAST
@@ -35,10 +35,10 @@ def storage_full(job: Job, fault: Due) -> Done | None:
         ballast.unlink()
         return []
 
-    return Done([], told={"bytes": ballast.stat().st_size}, undo=empty)
+    return Struck([], recorded={"bytes": ballast.stat().st_size}, undo=empty)
 
 
-def flip_bit(job: Job, fault: Due) -> Done | None:
+def flip_bit(job: JobView, fault: Due) -> Struck | None:
     def flip(path: Path) -> None:
         place = job.draws.randrange(path.stat().st_size)
         with path.open("r+b") as file:
@@ -50,7 +50,7 @@ def flip_bit(job: Job, fault: Due) -> Done | None:
     return _damage(job, flip)
 
 
-def truncate_file(job: Job, fault: Due) -> Done | None:
+def truncate_file(job: JobView, fault: Due) -> Struck | None:
     def cut(path: Path) -> None:
         size = path.stat().st_size
         with path.open("r+b") as file:
@@ -59,11 +59,11 @@ def truncate_file(job: Job, fault: Due) -> Done | None:
     return _damage(job, cut)
 
 
-def delete_file(job: Job, fault: Due) -> Done | None:
+def delete_file(job: JobView, fault: Due) -> Struck | None:
     return _damage(job, Path.unlink)
 
 
-def _damage(job: Job, spoil: Callable[[Path], None]) -> Done | None:
+def _damage(job: JobView, spoil: Callable[[Path], None]) -> Struck | None:
     """Spoil a file of the newest commit that is whole; None while there is none, and none before it that is whole."""
     whole = [path for path in record_files(job.folder) if path.name not in job.damaged]
     if len(whole) < 2:
@@ -76,10 +76,10 @@ def _damage(job: Job, spoil: Callable[[Path], None]) -> Done | None:
     except FileNotFoundError:
         return None  # a newer commit has come, and this one went
     job.damaged.add(whole[-1].name)
-    return Done([], told={"file": str(path.relative_to(job.folder)), "commit": whole[-1].name})
+    return Struck([], recorded={"file": str(path.relative_to(job.folder)), "commit": whole[-1].name})
 
 
-def spoil_s3(job: Job, fault: Due) -> Done | None:
+def spoil_s3(job: JobView, fault: Due) -> Struck | None:
     """Let the S3 answer wrongly, as the kind says."""
     s3 = job.around.s3
     assert s3 is not None, "the scenario's kinds have asked for it"
@@ -91,7 +91,7 @@ def spoil_s3(job: Job, fault: Due) -> Done | None:
         job.on_event(f"{fault.kind}: {s3.num_spoilt - before} requests were spoilt")
         return []
 
-    return Done([], undo=heal)
+    return Struck([], undo=heal)
 
 
 ON_S3 = ("storage_errors", "storage_conflict", "storage_taken", "storage_slow")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from chaos.real.acts.outcome import Act, Done
+from chaos.real.acts.job_view import Act, JobView
+from chaos.real.acts.outcome import Struck
 
 if TYPE_CHECKING:
-    from chaos.real.job import Job
     from chaos.scenario.schedule import Due
 
 
-def tracker_outage(job: Job, fault: Due) -> Done | None:
+def tracker_outage(job: JobView, fault: Due) -> Struck | None:
     """Kill the server, so that it refuses, or freeze it, so that it does not answer; which is drawn."""
     server = job.around.tracker
     assert server is not None, "the scenario has one, since the kind needs it"
@@ -26,7 +26,7 @@ def tracker_outage(job: Job, fault: Due) -> Done | None:
             started.extend(server.begin() if is_killed else server.thaw())
         return started if server.is_answering else None
 
-    return Done(pids, signal="SIGKILL" if is_killed else "SIGSTOP", undo=bring_back)
+    return Struck(pids, signal="SIGKILL" if is_killed else "SIGSTOP", undo=bring_back)
 
 
 ACTS: dict[str, Act] = {"tracker_outage": tracker_outage}

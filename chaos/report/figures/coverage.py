@@ -44,7 +44,7 @@ def coverage_figure(run: Evidence) -> Markup:
 
 
 def _epochs(run: Evidence) -> Iterator[Row]:
-    # A script tells of rows, which have no lanes.
+    # A script logs rows, which have no lanes.
     counts = {epoch: times[:, None] for epoch, times in rows_of(run).items()} if is_script(run) else counts_of(run)
     epochs, together = sorted(counts), -(-len(counts) // _MOST_EPOCHS)  # a script may count from 1
     for lo in range(0, len(epochs), together):

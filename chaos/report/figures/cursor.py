@@ -67,7 +67,7 @@ def cursor_figure(story: Story) -> Markup:
 
 
 def _curves(branch: Branch, axis: Axis, unit_s: float, height: Axis) -> list[Stroke]:
-    """Draw what was kept in the term's colour, and what was given up behind it."""
+    """Draw what was kept in the term's colour, and what was given up after it."""
     began = (branch.formed_at, branch.lo)
     places = [began, *((applied.at, applied.step) for applied in branch.steps)]
     points = [(axis(time / unit_s), height(step), step) for time, step in places]
@@ -102,7 +102,7 @@ def _prices(story: Story, restored: dict[int, int], axis: Axis, unit_s: float, h
         return [tag("path", class_="price", d=boxes(sorted(rects)))]
     return [
         rect(
-            *(lo, hi, faults.tell(fault)),
+            *(lo, hi, faults.describe(fault)),
             class_="price",
             data_rpo=str(cost.rpo_steps),
             data_rto=f"{cost.rto_s:.3f}",
@@ -128,12 +128,12 @@ def _commits(story: Story, axis: Axis, unit_s: float, height: Axis) -> list[Mark
     return [
         titled(
             "circle",
-            told[0] if len(told) == 1 else f"{told[0]}\nand {len(told) - 1} more here",
+            titles[0] if len(titles) == 1 else f"{titles[0]}\nand {len(titles) - 1} more here",
             cx=num(places[key][0]),
             cy=num(places[key][1]),
             r=3.0,
             class_="commit" if key[0] else "commit dead",
-            data_commits=len(told),
+            data_commits=len(titles),
         )
-        for key, told in together.items()
+        for key, titles in together.items()
     ]

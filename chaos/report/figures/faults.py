@@ -49,12 +49,12 @@ def marks(faults: Sequence[Struck], axis: Axis, unit_s: float, y: float) -> list
 
 def say(group: Sequence[Struck]) -> str:
     """Say what faults were, and what each cost."""
-    told = [tell(fault) for fault in group[:_MOST_NAMED]]
+    described = [describe(fault) for fault in group[:_MOST_NAMED]]
     more = [f"and {len(group) - _MOST_NAMED} more"] if len(group) > _MOST_NAMED else []
-    return "\n".join([*told, *more])
+    return "\n".join([*described, *more])
 
 
-def tell(fault: Struck) -> str:
+def describe(fault: Struck) -> str:
     """Say what a fault was, and what it cost."""
     when = f"{fault.at:.1f} s" + (f", step {fault.step}" if fault.step is not None else "")
     if fault.cost is None:

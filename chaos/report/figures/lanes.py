@@ -1,4 +1,4 @@
-"""Who trained when, a row for every node, coloured by term; many nodes share rows, in which colour fades with fewer."""
+"""Which nodes trained when: a row each, coloured by term; many nodes share rows, in which colour fades with fewer."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def loss_figure(story: Story, reference: Story | None) -> Markup:
 
 
 def losses_of(story: Story) -> dict[int, float]:
-    """Return the loss of every step of the lineage that a history tells of."""
+    """Return the loss of every step of the lineage that a history has."""
     return {
         applied.step: applied.loss
         for branch in story.branches
@@ -63,7 +63,7 @@ def _given_up(story: Story) -> list[dict[int, float]]:
 
 
 def _curve(losses: dict[int, float], axis: Axis, height: Axis, title: str, class_: str) -> list[Stroke]:
-    """Draw a curve, broken where a loss is no number."""
+    """Draw a curve, broken where a loss is not a number."""
     parts = []
     for is_finite, group in groupby(losses.items(), key=lambda item: math.isfinite(item[1])):
         points: list[Point] = [(axis(step), height(loss)) for step, loss in group] if is_finite else []

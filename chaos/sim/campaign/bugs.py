@@ -99,7 +99,7 @@ class _Pending:
 
 
 def one_before(store: Store, *, published: str | None = None) -> reader.Discovery:
-    """Find the newest commit, and go on from the one before it."""
+    """Find the newest commit, and continue from the one before it."""
     found = _DISCOVER(store, published=published)
     before = found.head and found.head.parent_key
     return replace(found, head=reader.read_record(store, before)) if before else found
@@ -128,13 +128,13 @@ def send_again(self: Delivery, lines: Sequence[Values | Settled]) -> int:
 _SENT = itertools.count()
 
 
-def begin_untold(self: MetricsWriter, intervals: Sequence[Interval]) -> None:
-    """Say only from which step the term goes on."""
+def begin_without_lineage(self: MetricsWriter, intervals: Sequence[Interval]) -> None:
+    """Record only the step from which the term continues."""
     self._append({"begins_at": intervals[-1].hi if intervals else 0})
 
 
 def read_files_alone(run_dir: Path, _: object) -> LineageReader:
-    """Take the lineage from what the files tell."""
+    """Take the lineage from the files alone."""
     return LineageReader(run_dir)
 
 

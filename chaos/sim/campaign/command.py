@@ -92,8 +92,8 @@ class Tally:
         }
 
     def __str__(self) -> str:
-        told = f"{self.num_valid} of {len(self.entries)} seeds valid, {self.num_faults} faults"
-        return f"{told}, {self.virtual_hours:.2f} virtual hours, {3600 * self.runs_per_s:.0f} runs/h"
+        valid = f"{self.num_valid} of {len(self.entries)} seeds valid, {self.num_faults} faults"
+        return f"{valid}, {self.virtual_hours:.2f} virtual hours, {3600 * self.runs_per_s:.0f} runs/h"
 
 
 def seeds_of(text: str) -> range:
@@ -104,7 +104,7 @@ def seeds_of(text: str) -> range:
     except ValueError:
         raise ScenarioError(f"--seeds {text}: give a number of seeds, or A:B for the seeds from A up to B") from None
     if not seeds or seeds.start < 0:
-        raise ScenarioError(f"--seeds {text}: there is no seed in it")
+        raise ScenarioError(f"--seeds {text}: the range is empty; give seeds from 0 up, as 200 or 0:200")
     del colon
     return seeds
 
@@ -142,7 +142,7 @@ def run_campaign(campaign: Campaign, *, is_quiet: bool) -> Tally:
             if ledger is not None:
                 ledger.add(entry)
             if outcome.violations and not is_quiet:
-                _tell(outcome)
+                _print_violations(outcome)
             if not is_quiet and time.monotonic() - shown_at > SHOW_EVERY_S:
                 shown_at = time.monotonic()
                 console.print(str(tally))
@@ -175,12 +175,12 @@ def report(tally: Tally, campaign: Campaign, is_json: bool) -> int:
         sys.stderr.write(f"again with: {fields['replay']}\n")
     elif tally.failed:
         first = simulate(campaign.draw.case(tally.failed[0]))
-        told = f"seed {tally.failed[0]} was recorded as bad, and is not with today's code\n"
+        what = f"seed {tally.failed[0]} was recorded as bad, and is not with today's code\n"
         if first.violations:
             path = keep(first)
             bad = first.violations[0]
-            told = f"violated: {bad.invariant}: {bad.why}\nshrunk with: elastic-chaos sim --case {path}\n"
-        sys.stderr.write(f"{told}again with: {fields['replay']}\n")
+            what = f"violated: {bad.invariant}: {bad.why}\nshrunk with: elastic-chaos sim --case {path}\n"
+        sys.stderr.write(f"{what}again with: {fields['replay']}\n")
     if is_json:
         sys.stdout.write(json.dumps(fields) + "\n")
     return 1 if tally.failed else 0
@@ -201,7 +201,7 @@ def run_one(case: Case, is_json: bool, replay: str, *, is_scenario: bool = False
 def run_planted(bug: SimBug, is_json: bool) -> int:
     """Run a planted bug's cases until one of its invariants is false, and show that run; return 1 if there was one.
 
-    A judge that finds nothing is the failure here, and is told as such.
+    A judge that finds nothing is the failure here, and is reported as such.
     """
     found, num_runs = bug.hunt()
     if found is None:
@@ -218,8 +218,8 @@ def _show(outcome: Outcome, is_json: bool, replay: str, *, is_bad: bool) -> None
     tally.entries.append(entry_of(outcome, "", ""))
     if is_json:
         findings = {finding.invariant: finding.truth for finding in outcome.findings}
-        told = {"valid": int(not is_bad), "digest": outcome.digest, "replay": replay, "invariants": findings}
-        sys.stdout.write(json.dumps({**tally.fields(), **told}) + "\n")
+        outcomes = {"valid": int(not is_bad), "digest": outcome.digest, "replay": replay, "invariants": findings}
+        sys.stdout.write(json.dumps({**tally.fields(), **outcomes}) + "\n")
         return
     for fault in outcome.case.faults:
         when = f"at the {fault.nth}. {fault.point}" if fault.point else f"at {fault.at_s:.2f} s"
@@ -244,6 +244,6 @@ def keep(outcome: Outcome) -> Path:
     return path
 
 
-def _tell(outcome: Outcome) -> None:
+def _print_violations(outcome: Outcome) -> None:
     for finding in outcome.violations:
         console.print(f"seed {outcome.case.seed}: {finding.invariant} is {finding.truth}: {finding.why}")

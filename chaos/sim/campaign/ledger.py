@@ -1,4 +1,4 @@
-"""What became of every seed, one JSON line each, so that a long run can be ended at any time and gone on with.
+"""What became of every seed, one JSON line each, so that a long run can be ended at any time and continued.
 
 A line names the options that drew its case and the commit of the code that ran: its digest is of both, and the same
 seed of the same options need not be run again. A line that was cut off by the end of its process is left out and its

@@ -58,7 +58,7 @@ def _kills(draws: random.Random) -> tuple[SimFault, ...]:
 
 
 def _zombie(draws: random.Random) -> tuple[SimFault, ...]:
-    """The leader, if luck has it, freezes in a save, in the midst of a step, and ends both when others go on without
+    """The leader, if luck has it, freezes in a save, in the midst of a step, and ends both when others continue without
     it; then everybody dies."""
     for_s = draws.uniform(4.0, 6.0)
     frozen = SimFault("stop", point="write", nth=1, for_s=for_s)
@@ -110,7 +110,7 @@ def _rot_again(draws: random.Random) -> tuple[SimFault, ...]:
 
 
 def _bad_data(draws: random.Random) -> tuple[SimFault, ...]:
-    """Everybody dies some steps behind a hole, and then all can be read again."""
+    """Everybody dies some steps after a hole, and then all can be read again."""
     at_s = draws.uniform(6.0, 10.0)
     bad = SimFault("bad_row_group", at_s=at_s, node=-1, other=draws.randrange(4), for_s=5.0)
     return bad, SimFault("kill_worker", at_s=at_s + draws.uniform(1.0, 5.0), node=draws.randrange(3))
@@ -119,7 +119,7 @@ def _bad_data(draws: random.Random) -> tuple[SimFault, ...]:
 def _half_applied(draws: random.Random) -> tuple[SimFault, ...]:
     """A rank dies between two ranks' receipts of a step, so that survivors are apart.
 
-    It should be long in coming back: with a newcomer among them they part in what they call before anything is told.
+    It should be away for long: with a newcomer among them their calls part before anything is recorded.
     """
     point = draws.choice(("exchange", "apply", "applied"))
     return tuple(SimFault("kill", point=point, nth=draws.randint(20, 90)) for _ in range(3))
@@ -128,7 +128,7 @@ def _half_applied(draws: random.Random) -> tuple[SimFault, ...]:
 PLANTED = (
     SimBug(
         "no-fence",
-        "a world that was left behind publishes",
+        "an older world publishes",
         lambda: {
             "rendezvous.membership.fence:carry": bugs.carry_unfenced,
             "elastic_train.world.fencing:StoreFence.publish": lambda self, term, commit: None,
@@ -139,7 +139,7 @@ PLANTED = (
     ),
     SimBug(
         "fetched-cursor",
-        "a world goes on from what was fetched instead of applied",
+        "a world continues from what was fetched instead of applied",
         lambda: {"elastic_train.training.session:Session.steps": bugs.steps_from(1)},
         ("coverage", "witness"),
         _kills,
@@ -160,7 +160,7 @@ PLANTED = (
     ),
     SimBug(
         "no-digest",
-        "nobody compares a commit's bytes with its checksums",
+        "a commit's bytes are not compared with its checksums",
         lambda: {
             "elastic_train.checkpoint.commits.reader:damage_of": lambda store, key: None,
             "chaos.sim.modelled.commit_files:open_checked": bugs.unchecked,
@@ -178,7 +178,7 @@ PLANTED = (
     ),
     SimBug(
         "commit-before",
-        "who starts again goes on from the commit before the newest",
+        "a restart continues from the second newest commit",
         lambda: {"elastic_train.world.world:discover": bugs.one_before},
         ("durability",),
         _kills,
@@ -240,21 +240,21 @@ PLANTED = (
     # What was found on the way, in the case that found it.
     SimBug(
         "any-branch-counts",
-        "who is further is followed, also behind a published commit's back",
+        "a world follows the rank that is furthest, even past a published commit",
         lambda: {"elastic_train.world.world:_is_of": lambda published, state: True},
         ("durability",),
         "published-and-left",
     ),
     SimBug(
         "untold-rollback",
-        "who gives up steps of a branch that others have left does not tell so",
+        "a process that gives up steps of an abandoned branch does not report it",
         lambda: {"elastic_train.tracking.history:History.rollback": lambda self, **_: None},
         ("rpo",),
         "published-and-left",
     ),
     SimBug(
         "waits-for-the-dead",
-        "who waits for a save looks neither whether its world is broken nor whether it gets on",
+        "waiting for a save checks neither for a broken world nor for progress",
         lambda: {
             "elastic_train.checkpoint.saving.background_saves:Saves.wait": bugs.wait_for_ever,
             "elastic_train.checkpoint.saving.background_saves:Saves._is_stuck": lambda self, flight: False,
@@ -280,7 +280,7 @@ PLANTED = (
     ),
     SimBug(
         "sealed-behind-the-end",
-        "who waits seals a world when all others have finished, and one of them is about to close the job",
+        "a waiting node seals a world when all others have finished, and one of them is about to close the job",
         lambda: {"rendezvous.membership.records:View.is_ending": False},
         ("fencing",),
         "sealed-behind-the-end",
@@ -303,7 +303,7 @@ PLANTED = (
         "highest-term-wins",
         "a metrics file does not say which terms applied the steps before its own: a dead branch's values hold",
         lambda: {
-            "elastic_train.tracking.metric_log:MetricsWriter.begin": bugs.begin_untold,
+            "elastic_train.tracking.metric_log:MetricsWriter.begin": bugs.begin_without_lineage,
             "elastic_train.tracking.tracker:LineageReader": bugs.read_files_alone,
         },
         ("tracking",),
@@ -324,5 +324,5 @@ def named(name: str) -> SimBug:
     """Return the planted bug of a name; ScenarioError with all names if there is none."""
     bugs_by_name = {bug.name: bug for bug in PLANTED}
     if name not in bugs_by_name:
-        raise ScenarioError(f"--plant {name}: there is no such bug; there are {', '.join(bugs_by_name)}")
+        raise ScenarioError(f"--plant {name}: there is no such bug; known are {', '.join(bugs_by_name)}")
     return bugs_by_name[name]

@@ -42,7 +42,7 @@ def simulate_each(seeds: Sequence[int], draw: DrawCase, num_processes: int) -> G
 
 
 def _serve(answers: Connection, seeds: Sequence[int], draw: DrawCase) -> None:
-    # What the command does when it is told to end is not for these: it ends them.
+    # What the command does on a signal is not for these: it ends them.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for seed in seeds:

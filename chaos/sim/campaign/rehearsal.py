@@ -19,16 +19,14 @@ from chaos.sim.job.kinds import KINDS as SIMULATED
 from chaos.sim.job.shape import Shape
 
 EPOCHS = 12
-"""A job has so many, or as many as the scenario's steps take."""
+"""A job has this many, or as many as the scenario's steps take."""
 _FOR_S = 1.0
 """How long what need not last lasts there, where a killed node comes back by itself."""
 
 
 def rehearse(scenario: Scenario, seed: int) -> Case:
     """Return the case that has the scenario's nodes and faults; ScenarioError with all that the simulator lacks."""
-    problems = (
-        [] if scenario.soak is None else ["a soak has no faults of its own here: run `elastic-chaos sim --seeds`"]
-    )
+    problems = [] if scenario.soak is None else ["a soak lists no faults to simulate: run `elastic-chaos sim --seeds`"]
     for number, fault in enumerate(scenario.faults):
         if fault.kind != "start_node" and fault.kind not in (AT_POINTS if fault.at_point else SIMULATED):
             problems.append(f"'faults.{number}': {fault.kind} is not simulated")
@@ -55,10 +53,13 @@ def rehearse(scenario: Scenario, seed: int) -> Case:
 
 
 def _least_steps(scenario: Scenario) -> int:
-    """Return how many steps the job must have: those that the scenario sets, and one behind each that a fault names."""
-    told = scenario.set.get("max_steps")
+    """Return how many steps the job must have: those that the scenario sets, and one after each that a fault names."""
+    max_steps = scenario.set.get("max_steps")
     return max(
-        [told if isinstance(told, int) else 0, *(fault.at_step + 1 for fault in scenario.faults if fault.at_step)]
+        [
+            max_steps if isinstance(max_steps, int) else 0,
+            *(fault.at_step + 1 for fault in scenario.faults if fault.at_step),
+        ]
     )
 
 
@@ -99,7 +100,7 @@ def _faults(due: list[Due], shape: Shape, draws: random.Random) -> tuple[SimFaul
             other = (node + 1) % shape.nodes if node >= 0 else 1 % shape.nodes
             at_s, for_s, rank = round(now_s - since_s, 3), fault.for_s or _left(fault), shape.ranks - 1
             faults.append(SimFault(fault.kind, at_s, step=step, node=node, rank=rank, other=other, for_s=for_s))
-    # Who is never started again stays away until long after the job's end.
+    # A node that is never started again stays away until long after the job's end.
     for place in lost:
         faults[place] = replace(faults[place], for_s=10 * shape.span_s)
     return tuple(faults)
@@ -111,7 +112,7 @@ def _left(fault: Due) -> float:
 
 
 def _nodes(fault: Due, shape: Shape, draws: random.Random) -> list[int]:
-    """Return the nodes that a target means; -1 is the leader's, whoever it is then."""
+    """Return the nodes that a target means; -1 is the leader's, whichever that is then."""
     everyone = range(shape.nodes)
     sizes = {"one": 1, "minority": max(1, (shape.nodes - 1) // 2), "majority": shape.nodes // 2 + 1}
     if isinstance(fault.target, int):

@@ -1,6 +1,6 @@
 """One seed, one run, one verdict; many of them, and what they add up to.
 
-The judge is `chaos.judge.checker`, as for real runs. It is told of every fault, harmless ones included, so it may say
+The judge is `chaos.judge.checker`, as for real runs. It sees every fault, harmless ones included, so it may say
 `unknown` of a recovery that was not needed; a run counts against the product when an invariant is *false*, or any but
 `faults`, `rpo` and `rto` is *unknown*.
 """
@@ -125,9 +125,9 @@ def simulate(case: Case, bug: Mapping[str, object] | None = None) -> Outcome:
         case,
         tuple(findings),
         "" if run is None else digest_of(run),
-        dict(job.num_faults),
-        job.kernel.now,
-        tuple(job.errors),
+        dict(job.injector.num_faults),
+        job.around.kernel.now,
+        tuple(job.record.errors),
     )
 
 
@@ -176,5 +176,5 @@ def reference_of(shape: Shape, holes: str = "") -> Evidence:
     if not holes:
         return Job(shape, 0, (), first_pid=1_000_000).run()
     job = Job(replace(shape, unreadable="quarantine"), 0, (), first_pid=1_000_000)
-    job.storage.put(f"{FOLDER}{0:08d}-{0:012d}-0.json", holes.encode())
+    job.around.storage.put(f"{FOLDER}{0:08d}-{0:012d}-0.json", holes.encode())
     return job.run()

@@ -21,7 +21,7 @@ IS_READ = 0.5
 LONGER = {"hang_worker": 4.0, "sever_link": 10.0}
 """Kinds that are to last until others notice."""
 MOST_HUNG_S = 500.0
-"""If somebody hung for longer the others would give up. Its own watchdog, which has no thread here, ends it sooner."""
+"""If a process hung for longer the others would give up. Its own watchdog, which has no thread here, ends it sooner."""
 DAMAGE = tuple(kind for kind in KINDS if damages(kind) and kind != "tear_write")
 APART = ("bad_row_group", "tracker_outage")
 """Kinds that are drawn by themselves, from streams of their own."""
@@ -30,7 +30,7 @@ AT_PLACES = tuple(f"{how}@{point}" for how in AT_POINTS for point in POINTS)
 
 
 def draw(draws: random.Random, shape: Shape, most: int) -> tuple[SimFault, ...]:
-    """Draw a run's faults, at most so many, in the order of time; those at failpoints come last."""
+    """Draw a run's faults, up to a number, in the order of time; those at failpoints come last."""
     chosen = draws.sample([*COMMON, *AT_PLACES], draws.randint(1, 6))
     faults: list[SimFault] = []
     for _ in range(draws.randint(1, most)):
@@ -88,7 +88,7 @@ def _fault(draws: random.Random, shape: Shape, name: str, at_s: float, nth: int 
 
 
 def _with_its_reader(draws: random.Random, shape: Shape, fault: SimFault) -> list[SimFault]:
-    """Return a fault, and behind damage now and then the death of all who need not read what was damaged."""
+    """Return a fault, and after damage now and then the death of all who need not read what was damaged."""
     if fault.kind not in DAMAGE or draws.random() >= IS_READ:
         return [fault]
     at_s = round(fault.at_s + draws.uniform(0.0, shape.ttl_s), 3)

@@ -9,7 +9,7 @@ from elastic_train.system import failpoints
 POINTS = tuple(point for point in failpoints.POINTS if point != "sync")
 """The failpoints that a simulated process comes to; its disk has no file system under it."""
 AT_POINTS = ("kill", "stop", "raise")
-"""What happens to whoever comes to a failpoint; what happens at a moment is in `kinds`."""
+"""What happens to the process that comes to a failpoint; what happens at a moment is in `kinds`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class SimFault:
     point: str = ""
     nth: int = 0
     node: int = 0
-    """The node, counted from 0; -1: that of the leader, whoever it is then."""
+    """The node, counted from 0; -1: that of the leader, whichever that is then."""
     rank: int = 0
     """The worker of that node."""
     other: int = 0

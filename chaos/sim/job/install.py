@@ -19,15 +19,18 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
+from typing import TypeVar, TypeVarTuple
 
+from chaos.sim.job.host import Host
+from chaos.sim.job.live_node import Node
 from chaos.sim.job.restart_node import start_processes
+from chaos.sim.job.surroundings import Surroundings
 from chaos.sim.machine import stdlib
 from chaos.sim.machine.etcd import EtcdClient
-from chaos.sim.machine.network import MeetingStore, agent_store
+from chaos.sim.machine.meeting import MeetingStore, agent_store
 from chaos.sim.machine.object_store import StorageClient
 from chaos.sim.machine.rank_group import SimGroup
-from chaos.sim.machine.tracker import TrackedRun
+from chaos.sim.machine.tracker import TrackedRun, Tracking
 from chaos.sim.modelled import commit_files, training
 from elastic_train.checkpoint.commits import record
 from elastic_train.checkpoint.interval.young_daly import Faults
@@ -44,9 +47,6 @@ from rendezvous.context import RendezvousContext
 from rendezvous.membership.fence import EtcdFence
 from rendezvous.membership.reachability import SELDOM_S, Reach
 from rendezvous.membership.records import read_view
-
-if TYPE_CHECKING:
-    from chaos.sim.job.job import Job
 
 PRODUCT = (
     "rendezvous.membership.participant",
@@ -103,30 +103,36 @@ X = TypeVar("X")
 Y = TypeVar("Y")
 Ys = TypeVarTuple("Ys")
 NUM_VIEWS = 256
-"""Snapshots on their way to somebody, of a thousand nodes that all write at once."""
+"""Snapshots on their way to a process, of a thousand nodes that all write at once."""
 
 
 @contextlib.contextmanager
-def installed(job: Job) -> Iterator[None]:
-    """Let the product run over a job's simulated world, for as long as the context lasts."""
+def installed(
+    host: Host, nodes: Sequence[Node], reach: Callable[[str], None], bug: Mapping[str, object]
+) -> Iterator[None]:
+    """Let the product run over a job's simulated world, for as long as the context lasts.
+
+    `reach` is called with every failpoint that a process comes to; `bug` replaces product code by path.
+    """
+    world = (*_machine(host.around), *_world(host, reach), *_launch(host, nodes), *_track(host.around.tracking))
     with contextlib.ExitStack() as undo:
         undo.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)
-        for module, name, stand_in in (*_machine(job), *_world(job), *_tensors(job), *_planted(job)):
+        for module, name, stand_in in (*world, *_tensors(host), *_planted(bug)):
             undo.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, stand_in)
         yield
 
 
-def _machine(job: Job) -> Iterator[tuple[ModuleType, str, object]]:
+def _machine(around: Surroundings) -> Iterator[tuple[ModuleType, str, object]]:
     """Replace the machine's own modules wherever the product has imported them."""
-    here = stdlib.Here(job.kernel, job.net.connect)
+    here = stdlib.Here(around.kernel, around.net.connect)
     stand_ins = {
-        "time": stdlib.Time(job.kernel),
-        "threading": stdlib.Threading(job.kernel),
-        "uuid": stdlib.Unique(job.draws("names")),
+        "time": stdlib.Time(around.kernel),
+        "threading": stdlib.Threading(around.kernel),
+        "uuid": stdlib.Unique(around.draws("names")),
         "socket": here,
-        "random": job.draws("product"),
+        "random": around.draws("product"),
     }
     for path in PRODUCT:
         module = importlib.import_module(path)
@@ -135,77 +141,87 @@ def _machine(job: Job) -> Iterator[tuple[ModuleType, str, object]]:
                 yield module, name, stand_ins[name]
     for path in ("elastic_train.world.fencing", "elastic_train.tracking.history"):
         yield importlib.import_module(path), "os", here
-    # The judge compares when commits were made, so their records carry the watch of whoever looks on.
-    yield importlib.import_module("elastic_train.checkpoint.commits.writer"), "time", stdlib.TrueTime(job.kernel)
+    # The judge compares when commits were made, so their records carry the watch of an outside observer.
+    yield importlib.import_module("elastic_train.checkpoint.commits.writer"), "time", stdlib.TrueTime(around.kernel)
 
 
-def _world(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
-    """Replace the ways to etcd, storage, peers, and the launcher."""
+def _client_of(around: Surroundings) -> Callable[..., EtcdClient]:
+    """Return what makes a process's way to etcd."""
 
     def client(*_: object, give_up_after_s: float = 4.0) -> EtcdClient:
-        return EtcdClient(job.etcd, job.kernel.process, give_up_after_s)
+        return EtcdClient(around.etcd, around.kernel.process, give_up_after_s)
+
+    return client
+
+
+def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleType, str, object]]:
+    """Replace the ways to etcd, storage, peers, and the launcher."""
+    around, client = host.around, _client_of(host.around)
 
     def storage(url: str, near: str | None = None, *, heard: object = None) -> StorageClient:
-        return StorageClient(job.storage, job.kernel.process)
+        return StorageClient(around.storage, around.kernel.process)
 
-    def fence(told: RendezvousContext, *, give_up_after_s: float) -> EtcdFence:
-        return EtcdFence(client(give_up_after_s=give_up_after_s), told.run_id, world_term=told.term)
+    def fence(context: RendezvousContext, *, give_up_after_s: float) -> EtcdFence:
+        return EtcdFence(client(give_up_after_s=give_up_after_s), context.run_id, world_term=context.term)
 
-    yield from _in("rendezvous.live_member", EtcdStore=client, etcd_options=lambda *_: None, os=_Launcher(job))
-    yield from _in("rendezvous.live_member", Reach=functools.partial(Reach, probe=job.net.is_reachable))
-    seldom_s = SELDOM_S * job.shape.look_s
-    yield from _in("rendezvous.membership.reachability", ThreadPoolExecutor=job.net.at_once, SELDOM_S=seldom_s)
-    yield from _launch(job, client)
-    yield from _in("rendezvous.waiting", SimpleQueue=functools.partial(stdlib.Queue, job.kernel))
-    yield from _in("rendezvous.membership.dead_agents", is_refused=job.net.is_refused, LOOK_S=job.shape.look_s)
-    yield from _in("rendezvous.membership.participant", LOOK_S=job.shape.look_s)
+    yield from _in("rendezvous.live_member", EtcdStore=client, etcd_options=lambda *_: None, os=_Launcher(host))
+    yield from _in("rendezvous.live_member", Reach=functools.partial(Reach, probe=around.net.is_reachable))
+    seldom_s = SELDOM_S * around.shape.look_s
+    yield from _in("rendezvous.membership.reachability", ThreadPoolExecutor=around.net.at_once, SELDOM_S=seldom_s)
+    yield from _in("rendezvous.waiting", SimpleQueue=functools.partial(stdlib.Queue, around.kernel))
+    yield from _in("rendezvous.membership.dead_agents", is_refused=around.net.is_refused, LOOK_S=around.shape.look_s)
+    yield from _in("rendezvous.membership.participant", LOOK_S=around.shape.look_s)
     yield from _in("rendezvous.membership.latest_view", read_view=_memory_of(read_view, NUM_VIEWS))
-    yield from _in("rendezvous.meeting_point", TCPStore=functools.partial(MeetingStore, job.net))
-    yield from _in("elastic_train.world.forming", Group=functools.partial(SimGroup, look_s=job.shape.look_s))
-    yield from _in("elastic_train.world.forming", live_context=lambda: job.told(job.kernel.process), os=_Launcher(job))
+    yield from _in("rendezvous.meeting_point", TCPStore=functools.partial(MeetingStore, around.net))
+    yield from _in("elastic_train.world.forming", Group=functools.partial(SimGroup, look_s=around.shape.look_s))
+    yield from _in("elastic_train.world.forming", live_context=host.context, os=_Launcher(host))
     yield from _in("elastic_train.world.world", open_store=storage, open_fence=fence)
     yield from _in("elastic_train.world.restore", last_applied=lambda *_, **__: None)
-    yield from _in("elastic_train.world.world", History=functools.partial(SimHistory, job), Progress=Silent)
+    yield from _in("elastic_train.world.world", History=functools.partial(SimHistory, host), Progress=Silent)
     yield from _in("elastic_train.training.open_session", open_store=storage)
-    yield from _track(job)
     yield from _in("elastic_train.training.open_session", faults_before=lambda *_: Faults(0, 0.0))
     yield from _in(
-        "elastic_train.training.supervisor", Watchdog=Unwatched, make_repeatable=lambda _: None, make_plan=job.plan_of
+        "elastic_train.training.supervisor",
+        Watchdog=Unwatched,
+        make_repeatable=_nothing,
+        make_plan=lambda _: host.plan,
     )
     # There is nothing to open or to load.
     yield from _in("elastic_train.training.supervisor", warm_up=lambda plan, state: None)
     yield from _in(
         "elastic_train.training.supervisor", sys=SimpleNamespace(stderr=SimpleNamespace(write=lambda _: None))
     )
-    yield from _in("elastic_train.training.result", write_atomically=job.take_file)
-    yield from _in("elastic_train.system.failpoints", _folder="simulated", _look=lambda _, name: job.reach(name))
+    yield from _in("elastic_train.training.result", write_atomically=host.record.take_file)
+    yield from _in("elastic_train.system.failpoints", _folder="simulated", _look=lambda _, name: reach(name))
 
 
-def _launch(job: Job, client: Callable[..., EtcdClient]) -> Iterable[tuple[ModuleType, str, object]]:
+def _launch(host: Host, nodes: Sequence[Node]) -> Iterable[tuple[ModuleType, str, object]]:
     """Replace what torchrun's agent and the workers of `restart` mode find on their machine."""
+    around, client = host.around, _client_of(host.around)
     agents = "torch.distributed.elastic.agent.server"
-    mine = {"os": _Launcher(job), "atexit": SimpleNamespace(register=lambda _: None)}
-    yield from _in(f"{agents}.local_elastic_agent", start_processes=functools.partial(start_processes, job))
+    mine = {"os": _Launcher(host), "atexit": SimpleNamespace(register=lambda _: None)}
+    yield from _in(
+        f"{agents}.local_elastic_agent", start_processes=functools.partial(start_processes, nodes, around.kernel)
+    )
     yield from _in(f"{agents}.api", record=_nothing, put_metric=_nothing, _get_fq_hostname=str)
     yield from _in(
         "rendezvous.torchelastic.entry_point",
         EtcdStore=client,
-        machine_name=lambda: stdlib.host_of(job.kernel.process.node),
+        machine_name=lambda: stdlib.host_of(around.kernel.process.node),
         **mine,
     )
-    yield from _in("rendezvous.context", os=_Launcher(job))
-    stores = {"TCPStore": functools.partial(agent_store, job.net), "PrefixStore": lambda _, store: store}
+    yield from _in("rendezvous.context", os=_Launcher(host))
+    stores = {"TCPStore": functools.partial(agent_store, around.net), "PrefixStore": lambda _, store: store}
     yield from _in(
         "elastic_train.parallel.group",
-        os=_Launcher(job),
-        Group=functools.partial(SimGroup, look_s=job.shape.look_s),
+        os=_Launcher(host),
+        Group=functools.partial(SimGroup, look_s=around.shape.look_s),
         **stores,
     )
 
 
-def _track(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
+def _track(tracking: Tracking | None) -> Iterable[tuple[ModuleType, str, object]]:
     """Replace the folder of metrics, and the run in the tracker; without one there is none of both."""
-    tracking = job.tracking
     if tracking is None:
         yield from _in("elastic_train.training.open_session", start_tracker=_nothing)
         return
@@ -220,7 +236,7 @@ def _track(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
 def _nothing(*_: object) -> None: ...
 
 
-def _tensors(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
+def _tensors(host: Host) -> Iterable[tuple[ModuleType, str, object]]:
     """Replace what computes, and the format of tensors in files."""
 
     def gradient_sum(
@@ -231,7 +247,7 @@ def _tensors(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
     def run_lane(session: Session, batch: LaneBatch) -> LaneSums:
         if batch.lane == session.lanes.start:
             reach("forward")
-            job.compute(len(session.lanes))
+            host.compute(len(session.lanes))
             reach("backward")
         if batch.tensors is None:
             return LaneSums()
@@ -255,12 +271,12 @@ def _tensors(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
     yield from _in("elastic_train.world.handover", _read_places=_memory_of(handover._read_places))
     yield from _in(
         "elastic_train.checkpoint.format.layout",
-        LEAST_PART_BYTES=job.shape.least_part_bytes,
+        LEAST_PART_BYTES=host.shape.least_part_bytes,
         plan_attempt=commit_files.plan_attempt,
     )
     written = {"write_part": commit_files.write_part, "finish_attempt": commit_files.finish_attempt}
     yield from _in("elastic_train.checkpoint.commits.writer", **written, library_versions=dict)
-    snapshot = functools.partial(commit_files.SlowSnapshot, job.copy)
+    snapshot = functools.partial(commit_files.SlowSnapshot, host.copy)
     yield from _in("elastic_train.checkpoint.saving.background_saves", Snapshot=snapshot)
     yield from _in("elastic_train.checkpoint.saving.save_thread", write_part=commit_files.write_part)
     yield from _in(
@@ -270,8 +286,8 @@ def _tensors(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
     )
 
 
-def _planted(job: Job) -> Iterator[tuple[ModuleType, str, object]]:
-    for path, stand_in in job.bug.items():
+def _planted(bug: Mapping[str, object]) -> Iterator[tuple[ModuleType, str, object]]:
+    for path, stand_in in bug.items():
         module, _, name = path.partition(":")
         owner: object = importlib.import_module(module)
         *outer, last = name.split(".")
@@ -305,32 +321,32 @@ def _memory_of(work_out: Callable[[X, *Ys], Y], size: int = 8) -> Callable[[X, *
 class _Launcher:
     """The `os` of a process, as far as it is an environment: of a worker it is what its agent gave it."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, host: Host) -> None:
+        self._host = host
 
     @property
     def environ(self) -> dict[str, str]:
-        return self._job.environ(self._job.kernel.process)
+        return self._host.environ_of(self._host.kernel.process)
 
 
 class SimHistory(History):
-    """A history whose lines go to the evidence, stamped by the watch of whoever looks on."""
+    """A history whose lines go to the evidence, stamped by the watch of an outside observer."""
 
-    def __init__(self, job: Job, run_dir: str, term: int, rank: int) -> None:
+    def __init__(self, host: Host, run_dir: str, term: int, rank: int) -> None:
         self.term, self._rank, self.num_failures = term, rank, 0
-        self._job = job
-        self._name = f"{term:08d}-{rank:05d}-{job.kernel.process.pid}"
+        self._host = host
+        self._name = f"{term:08d}-{rank:05d}-{host.kernel.process.pid}"
 
     def close(self) -> None:
         """Nothing is held."""
 
     def _write(self, op: str, **fields: object) -> None:
-        self._job.kernel.check(self._job.kernel.current)
-        self._job.record(self._name, op, term=self.term, rank=self._rank, **fields)
+        self._host.kernel.check(self._host.kernel.current)
+        self._host.record.write(self._name, op, term=self.term, rank=self._rank, **fields)
 
 
 class Silent:
-    """What shows progress to nobody."""
+    """A progress display that shows nothing."""
 
     def update(self, status: object) -> None: ...
     def event(self, text: str) -> None: ...

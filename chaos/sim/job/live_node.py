@@ -8,63 +8,36 @@ with it. What it is in `restart` mode is in `chaos.sim.job.restart_node`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
+from chaos.sim.job.host import Host, SimLeaveRequest, Worker
 from chaos.sim.machine.etcd import EtcdClient
 from chaos.sim.machine.kernel import EPOCH_S, Process, Task
-from chaos.sim.machine.network import agent_port
+from chaos.sim.machine.meeting import agent_port
 from chaos.sim.machine.stdlib import host_of
 from elastic_train.errors import ElasticTrainError
-from elastic_train.system.preemption import LeaveRequest
 from elastic_train.training import supervisor as product
 from rendezvous.context import LiveContext
 from rendezvous.errors import RendezvousError
 from rendezvous.membership.records import Keys
 from rendezvous.torchelastic.live_agent import FINAL_CODES, LEAVING_CODES, LiveRendezvousHandler
 
-if TYPE_CHECKING:
-    from chaos.sim.job.job import Job
-
 RUN_ID = "sim"
 LOOK_S = 0.1
 """How long an agent takes to see that a worker has ended."""
 
 
-class Told(LeaveRequest):
-    """A request to leave without the signals that make one."""
-
-    def __init__(self) -> None:
-        self.is_set = False
-        self.since_s = 0.0
-
-    def ask(self, now: float) -> None:
-        if not self.is_set:
-            self.is_set, self.since_s = True, now
-
-
-@dataclass(eq=False)
-class Worker:
-    """What the launcher tells a worker."""
-
-    told: LiveContext | None
-    """None in `restart` mode, in which the environment tells all."""
-    local_rank: int
-    leave: Told
-
-
 class Node:
     """A machine, up or not."""
 
-    def __init__(self, job: Job, number: int) -> None:
+    def __init__(self, host: Host, number: int) -> None:
         self.number = number
         self.agent: Process | None = None
         self.workers: dict[int, Process] = {}
         self.away_until = self.down_for_s = 0.0
         self.code: int | None = None
         """What it ended with, None while it has not."""
-        self._job, self._kernel = job, job.kernel
+        self._host, self._kernel = host, host.kernel
         self._ended: list[Process] = []
         self._watcher: Task | None = None
         self._is_stopping = False
@@ -75,7 +48,7 @@ class Node:
 
     @property
     def would_end_alike(self) -> bool:
-        """Whether it said that starting it again would be in vain: nobody does."""
+        """Whether its exit code says that starting it again is in vain: then it is not."""
         return self.code in FINAL_CODES
 
     def live_workers(self) -> list[Process]:
@@ -88,8 +61,8 @@ class Node:
         """Start the agent, unless it is up."""
         if self.is_up:
             return
-        self._job.net.silent.discard(self.number)
-        self.agent = self._job.process(self.number, "agent")
+        self._host.around.net.silent.discard(self.number)
+        self.agent = self._host.around.process(self.number, "agent")
         self.workers, self._ended, self._is_stopping, self.code = {}, [], False, None
         self._kernel.spawn(self.agent, self._watch_over)
 
@@ -103,29 +76,30 @@ class Node:
         """Tell all workers to leave; none is started in another's place any more."""
         hit, self._is_stopping = self.live_workers(), True
         for process in hit:
-            self._job.workers[process].leave.ask(self._kernel.now)
+            self._host.workers[process].leave.ask(self._kernel.now)
         return hit
 
     def _watch_over(self) -> None:
         """Be the agent: start workers, bury the dead, start others, and end with the last of them."""
-        agent, shape, job = self._kernel.process, self._job.shape, self._job
+        agent, host = self._kernel.process, self._host
+        shape = host.shape
         agent.at_death["workers"] = self._kill_workers
-        told = LiveContext(
+        context = LiveContext(
             endpoints=("etcd",),
             run_id=RUN_ID,
             node=f"{host_of(self.number)}-{agent.pid}",
             host=host_of(self.number),
             address=host_of(self.number),
-            agent=agent_port(job.net),
+            agent=agent_port(host.around.net),
             min_nodes=shape.min_nodes,
             max_nodes=shape.nodes,
             ttl_s=shape.ttl_s,
             last_call_s=2.0,
             timeout_s=900.0,
         )
-        undertaker = SimpleNamespace(_keys=Keys(RUN_ID), _etcd=EtcdClient(job.etcd, agent), node=told.node)
+        undertaker = SimpleNamespace(_keys=Keys(RUN_ID), _etcd=EtcdClient(host.around.etcd, agent), node=context.node)
         for local_rank in range(shape.ranks):
-            self._start_worker(told, local_rank)
+            self._start_worker(context, local_rank)
         self._watcher = self._kernel.current
         codes: list[int] = []
         while len(codes) < shape.ranks:
@@ -134,20 +108,20 @@ class Node:
             self._kernel.sleep(LOOK_S)
             for worker in [worker for worker in self._ended if worker in self.workers.values()]:
                 self._ended.remove(worker)
-                local_rank = job.workers[worker].local_rank
+                local_rank = host.workers[worker].local_rank
                 code = -9 if worker.code is None else worker.code
                 if code != 0:
                     LiveRendezvousHandler.bury(undertaker, local_rank)  # type: ignore[arg-type]  # all that it uses
                 if code == 0 or self._is_stopping or code in LEAVING_CODES or code in FINAL_CODES:
                     codes.append(code)
                 else:
-                    self._start_worker(told, local_rank)
+                    self._start_worker(context, local_rank)
         worst = max(codes)
         self._end(agent, 0 if self._is_stopping or worst in LEAVING_CODES else worst)
 
     def _end(self, agent: Process, code: int) -> None:
         self.code = code
-        self._job.record("chaos", "exit", node=self.number, code=code)
+        self._host.record.write("chaos", "exit", node=self.number, code=code)
         self._kernel.kill(agent)
 
     def _kill_workers(self) -> None:
@@ -155,18 +129,18 @@ class Node:
         for worker in self.workers.values():
             self._kernel.kill(worker)
 
-    def _start_worker(self, told: LiveContext, local_rank: int) -> None:
-        env = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self._job.shape.ranks)}
-        process = self._spawn_worker(told, local_rank, env)
+    def _start_worker(self, context: LiveContext, local_rank: int) -> None:
+        env = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self._host.shape.ranks)}
+        process = self._spawn_worker(context, local_rank, env)
         process.at_death["agent"] = lambda: self._end_worker(process)
 
-    def _spawn_worker(self, told: LiveContext | None, local_rank: int, env: Mapping[str, str]) -> Process:
-        process = self._job.process(self.number, "worker")
-        leave = Told()
+    def _spawn_worker(self, context: LiveContext | None, local_rank: int, env: Mapping[str, str]) -> Process:
+        process = self._host.around.process(self.number, "worker")
+        leave = SimLeaveRequest()
         self.workers[local_rank] = process
-        self._job.workers[process] = Worker(told, local_rank, leave)
-        self._job.environ(process).update(env)
-        self._job.record("chaos", "node", node=self.number, pids=[process.pid])
+        self._host.workers[process] = Worker(context, local_rank, leave)
+        self._host.environ_of(process).update(env)
+        self._host.record.write("chaos", "node", node=self.number, pids=[process.pid])
         self._kernel.spawn(process, lambda: self._work(process, leave))
         return process
 
@@ -175,17 +149,21 @@ class Node:
         if self._watcher is not None:
             self._kernel.wake(self._watcher)
 
-    def _work(self, process: Process, leave: Told) -> None:
+    def _work(self, process: Process, leave: SimLeaveRequest) -> None:
         """Be a worker: warm up, train, end with a code, as `elastic_train.training.supervisor.run` does."""
-        self._kernel.sleep(self._job.shape.warm_s * self._job.pace.uniform(0.7, 1.3))
+        self._kernel.sleep(self._host.shape.warm_s * self._host.pace.uniform(0.7, 1.3))
         try:
-            process.code = product._train(self._job.plan.config, leave, EPOCH_S + self._kernel.now)
+            process.code = product._train(self._host.plan.config, leave, EPOCH_S + self._kernel.now)
         except ElasticTrainError as error:
             process.code = error.exit_code
-            self._job.errors.append(f"{self._kernel.now:.3f} pid {process.pid}: {type(error).__name__}: {error}")
+            self._host.record.errors.append(
+                f"{self._kernel.now:.3f} pid {process.pid}: {type(error).__name__}: {error}"
+            )
         except RendezvousError as error:
             process.code = 1
-            self._job.errors.append(f"{self._kernel.now:.3f} pid {process.pid}: {type(error).__name__}: {error}")
+            self._host.record.errors.append(
+                f"{self._kernel.now:.3f} pid {process.pid}: {type(error).__name__}: {error}"
+            )
         except RuntimeError as error:
             if not str(error).startswith("planted at "):
                 raise

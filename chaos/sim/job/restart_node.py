@@ -3,41 +3,38 @@
 What runs is `rendezvous.torchelastic.entry_point.EtcdRendezvousHandler` under
 `rendezvous.torchelastic.bound_agent.ElasticAgent`, and so TorchElastic's own loop: it joins a round, starts a
 generation of workers, looks at them ten times a second, and ends them all for the next round. A worker trains in the
-one world that its environment tells, and begins with the newest commit.
+one world that its environment names, and begins with the newest commit.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import ProcessFailure, RunProcsResult
 from torch.distributed.elastic.rendezvous import RendezvousError as RoundError
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from chaos.sim.job.host import Host
 from chaos.sim.job.live_node import LOOK_S, RUN_ID, Node
-from chaos.sim.machine.kernel import Process
+from chaos.sim.machine.kernel import Kernel, Process
 from chaos.sim.machine.stdlib import host_of
 from rendezvous.errors import RendezvousError
 from rendezvous.torchelastic.bound_agent import make_agent
 from rendezvous.torchelastic.conf import BACKEND, Conf
 from rendezvous.torchelastic.entry_point import EtcdRendezvousHandler
 
-if TYPE_CHECKING:
-    from chaos.sim.job.job import Job
-
 STOP_GRACE_S = 30
-"""How long torchrun waits for its workers when it is told to end itself, or when one of them has failed."""
+"""How long torchrun waits for its workers when it is asked to stop, or when one of them has failed."""
 
 
 class Generation:
     """The workers of one round, as TorchElastic's `SubprocessContext` has them: what fails ends with all others."""
 
-    def __init__(self, job: Job, workers: Mapping[int, Process]) -> None:
-        self._job, self._workers = job, workers
+    def __init__(self, host: Host, workers: Mapping[int, Process]) -> None:
+        self._host, self._workers = host, workers
 
     def pids(self) -> dict[int, int]:
         return {local_rank: worker.pid for local_rank, worker in self._workers.items()}
@@ -52,10 +49,10 @@ class Generation:
 
     def close(self, death_sig: signal.Signals, timeout: int) -> None:
         """Tell all workers to leave, and end those that have not left in time."""
-        kernel = self._job.kernel
+        kernel = self._host.kernel
         until = kernel.now + timeout
         for worker in self._workers.values():
-            self._job.workers[worker].leave.ask(kernel.now)
+            self._host.workers[worker].leave.ask(kernel.now)
         while kernel.now < until and any(not worker.is_dead for worker in self._workers.values()):
             kernel.sleep(LOOK_S)
         for worker in self._workers.values():
@@ -73,8 +70,8 @@ class RestartNode(Node):
     what torchrun does then.
     """
 
-    def __init__(self, job: Job, number: int) -> None:
-        super().__init__(job, number)
+    def __init__(self, host: Host, number: int) -> None:
+        super().__init__(host, number)
         self._main: Process | None = None
         self._generation: Generation | None = None
 
@@ -90,23 +87,23 @@ class RestartNode(Node):
 
     def start_generation(self, envs: Mapping[int, Mapping[str, str]]) -> Generation:
         """Start the workers of a round; called by the agent, in place of starting programs."""
-        mine = self._job.environ(self._kernel.process)
+        mine = self._host.environ_of(self._kernel.process)
         self.workers = {rank: self._spawn_worker(None, rank, {**mine, **env}) for rank, env in envs.items()}
-        self._generation = Generation(self._job, self.workers)
+        self._generation = Generation(self._host, self.workers)
         return self._generation
 
     def _watch_over(self) -> None:
-        """Be torchrun: make the handler and the agent, and end with the last round, with an error, or when told to."""
-        agent, kernel, job = self._kernel.process, self._kernel, self._job
+        """Be torchrun: make the handler and the agent, and end with the last round, with an error, or when asked to."""
+        agent, kernel, host = self._kernel.process, self._kernel, self._host
         self._watcher, self._main, self._generation = kernel.current, None, None
         agent.at_death["workers"] = self._kill_workers
         code = 1
         try:
             handler = self._make_handler()
         except RendezvousError as error:
-            job.errors.append(f"{kernel.now:.3f} node {self.number}: {type(error).__name__}: {error}")
+            host.record.add_error(f"node {self.number}", error)
         else:
-            main = self._main = job.process(self.number, "agent")
+            main = self._main = host.around.process(self.number, "agent")
             main.at_death["agent"] = lambda: kernel.wake(self._watcher)  # type: ignore[arg-type]  # this very task
             kernel.spawn(main, lambda: self._run_rounds(main, handler))
             while not main.is_dead and not self._is_stopping:
@@ -120,31 +117,35 @@ class RestartNode(Node):
 
     def _run_rounds(self, main: Process, handler: EtcdRendezvousHandler) -> None:
         """Be the agent's main thread."""
-        shape = self._job.shape
+        shape = self._host.shape
         spec = WorkerSpec("default", shape.ranks, handler, entrypoint="train", max_restarts=shape.max_restarts)
         try:
             result = make_agent(spec, logs_specs=SimpleNamespace()).run()
             main.code = 1 if result.is_failed() else 0
         except RoundError as error:
             main.code = 1
-            self._job.errors.append(f"{self._kernel.now:.3f} node {self.number}: {type(error).__name__}: {error}")
+            self._host.record.errors.append(
+                f"{self._kernel.now:.3f} node {self.number}: {type(error).__name__}: {error}"
+            )
         self._kernel.kill(main)
 
     def _make_handler(self) -> EtcdRendezvousHandler:
-        shape, conf, address = self._job.shape, Conf(), host_of(self.number)
+        shape, conf, address = self._host.shape, Conf(), host_of(self.number)
         conf.ttl_s = shape.ttl_s
         params = RendezvousParameters(BACKEND, "etcd", RUN_ID, shape.min_nodes, shape.nodes, local_addr=address)
         return EtcdRendezvousHandler(params, conf)
 
     def _kill_workers(self) -> None:
-        """Workers die with their agent, whose main thread is a process of its own here."""
+        """Workers die with their agent, whose main thread is a separate process here."""
         super()._kill_workers()
         if self._main is not None:
             self._kernel.kill(self._main)
 
 
-def start_processes(job: Job, *, envs: Mapping[int, Mapping[str, str]], **_: object) -> Generation:
+def start_processes(
+    nodes: Sequence[Node], kernel: Kernel, *, envs: Mapping[int, Mapping[str, str]], **_: object
+) -> Generation:
     """Be TorchElastic's function of this name, called by an agent; `envs` has an environment for each local rank."""
-    node = job.nodes[job.kernel.process.node]
+    node = nodes[kernel.process.node]
     assert isinstance(node, RestartNode), "no other node has generations of workers"
     return node.start_generation(envs)

@@ -61,7 +61,7 @@ class Shape:
 
     @property
     def patience_s(self) -> float:
-        """How long a fault that is over may go on having consequences.
+        """How long a fault that is over may still have consequences.
 
         Leases end, peers are waited for, saves are given up, nodes are started again, and some steps pass.
         """

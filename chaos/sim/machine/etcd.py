@@ -1,9 +1,9 @@
 """Etcd with its weather: one store for all, and for every process a client whose calls take time and may fail.
 
 Keys, revisions, guards and leases are those of `rendezvous.membership.memory_store`, the twin that passes the same
-contract tests as the real client. Added is what lies between a process and etcd: delays, one-way and two-way cuts,
+contract tests as the real client. Added is what is between a process and etcd: delays, one-way and two-way cuts,
 outages, answers that are lost after the write has happened, watches that lag or fall silent, leases that run out
-because nobody renewed them, and leases that etcd ends too early.
+because they were not renewed, and leases that etcd ends too early.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 RETRY_S = (0.05, 0.5)
 BROKEN_S = 0.2
-"""How often a watch whose stream is cut tries to go on."""
+"""How often a watch whose stream is cut tries to reconnect."""
 LEAST_TTL_S = 2.0
 SLOWNESS = 100.0
 NUM_MEMBERS = 3
@@ -72,8 +72,8 @@ class Etcd:
             self._shown[prefix] = shown = self.core.get(prefix)
         return shown
 
-    def tell(self) -> None:
-        """Let every watch hear of a change, each after a delay of its own."""
+    def notify(self) -> None:
+        """Let every watch hear of a change, each after its own delay."""
         for watch in list(self.idle):
             watch.expect()
 
@@ -95,18 +95,18 @@ class Etcd:
         return self.kernel.now < self.lost_until and process.pid % NUM_MEMBERS == self.lost_member
 
     def forget(self) -> None:
-        """Lose all data: what is made anew begins with revision 1, and knows no lease."""
+        """Lose all data: what is made afterwards begins with revision 1, and knows no lease."""
         self.core, self._shown = MemoryStore(), {}
         for lease in self.leases:
             lease.core.is_lost = True
         self.leases.clear()
-        self.tell()
+        self.notify()
 
     def end(self, lease: SimLease) -> None:
         if lease in self.leases:
             self.leases.remove(lease)
             self.core.end(lease.core)
-            self.tell()
+            self.notify()
 
 
 class EtcdClient:
@@ -134,7 +134,7 @@ class EtcdClient:
                 raise StoreRefusedError("requested lease not found")
             revision = etcd.core.swap(unwrapped, guards)
             if revision is not None:
-                etcd.tell()
+                etcd.notify()
             return revision
 
         asked = self._lives.ask()
@@ -289,7 +289,7 @@ class SimWatch:
                 self._next_piece_at = kernel.now + etcd.piece_s
                 self._changed.notify_all()
                 if process.listening is not None:
-                    kernel.wake(process.listening)  # behind the thread that follows the watch
+                    kernel.wake(process.listening)  # after the thread that follows the watch
 
 
 def _in_life(snapshot: Snapshot, life: int) -> Snapshot:
@@ -298,5 +298,5 @@ def _in_life(snapshot: Snapshot, life: int) -> Snapshot:
 
 
 def _core_of(lease: Lease | None) -> MemoryLease | None:
-    assert lease is None or isinstance(lease, SimLease), "a key of the simulated etcd hangs on a lease of its own"
+    assert lease is None or isinstance(lease, SimLease), "a key of the simulated etcd hangs on a simulated lease"
     return None if lease is None else lease.core

@@ -1,8 +1,8 @@
 """Virtual time: processes whose threads run one at a time, in an order that a seed alone decides.
 
-A task has a stack of its own, a greenlet's, and gives way to another where the code that it runs would block. So the
+A task has its own stack, a greenlet's, and gives way to another where the code that it runs would block. So the
 product's blocking code runs as it is. Between two blocking calls a task is alone, and time stands still: time goes on
-only when nobody is left to run, to the next event in the queue.
+only when no task is left to run, to the next event in the queue.
 
 A process that is paused gets no turn until it is resumed; one that is dead gets one more, to raise `Killed` wherever it
 was. Whatever a dead process still tries on its way out is refused with the same exception.
@@ -23,7 +23,7 @@ EPOCH_S = 1_800_000_000.0
 TICK_S = 1e-6
 """The least that a wait takes: a wait for less than the clock can tell apart would never end."""
 MOST_AT_ONCE = 100_000
-"""Turns of tasks within one moment, after which somebody must be turning in a circle."""
+"""Turns of tasks within one moment, after which a task must be looping without waiting."""
 
 
 class Killed(BaseException):
@@ -31,7 +31,7 @@ class Killed(BaseException):
 
 
 class Timeless(AssertionError):  # noqa: N818 - what happened to time
-    """Time stands still: nothing is left that could happen, or somebody turns in a circle without ever waiting."""
+    """Time stands still: nothing is left that could happen, or a task loops without ever waiting."""
 
 
 class Process:
@@ -45,8 +45,8 @@ class Process:
         self.hangs_until = self.stopped_s = self.stopped_at = 0.0
         self.held: list[Task] = []
         self.listening: Task | None = None
-        """Who is to look again when the process hears of a change of membership."""
-        self.tasks: dict[Task, None] = {}  # in the order of their start: a set's order is no seed's
+        """The task that is to look again when the process hears of a change of membership."""
+        self.tasks: dict[Task, None] = {}  # in the order of their start: a set's order does not follow from the seed
         self.at_resume: list[Callable[[], None]] = []
         self.at_death: dict[str, Callable[[], None]] = {}
         """What its end does to others, by name: what it held before under a name is let go of."""
@@ -84,7 +84,7 @@ class Task:
 
 
 class Kernel:
-    """The clock, the queue of events, and who runs."""
+    """The clock, the queue of events, and the task that runs."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -103,7 +103,7 @@ class Kernel:
     @property
     def process(self) -> Process:
         """The process whose code runs now."""
-        assert self.current.process is not None, "the conductor is no process"
+        assert self.current.process is not None, "the conductor is not a process"
         return self.current.process
 
     def at(self, moment: float, act: Callable[[], object]) -> None:
@@ -141,7 +141,7 @@ class Kernel:
             self._ready.append(task)
 
     def park(self, timeout_s: float | None = None) -> None:
-        """Block the running task until somebody wakes it, or the time is over."""
+        """Block the running task until it is woken, or the time is over."""
         task = self.current
         self.check(task)
         task.turn += 1
@@ -161,14 +161,14 @@ class Kernel:
             raise self.failure
 
     def sleep(self, seconds: float) -> None:
-        """Block the running task for so long."""
+        """Block the running task for some seconds."""
         until = self.now + max(0.0, seconds)
         self.park(seconds)
         while self.now < until:
             self.park(until - self.now)
 
     def _give_way(self, mine: Task) -> None:
-        """Let whoever is next run, and come back when it is the caller's turn again."""
+        """Let the next task run, and come back when it is the caller's turn again."""
         self.current = following = self._next()
         if following is not mine:
             (following.stack or self._starter).switch()
@@ -197,7 +197,7 @@ class Kernel:
                     task.is_ready = False
                     self._num_turns += 1
                     if self._num_turns == MOST_AT_ONCE:
-                        self.failure = self.failure or Timeless(f"somebody turns in a circle at {self.now} s")
+                        self.failure = self.failure or Timeless(f"a task loops without waiting at {self.now} s")
                         self.wake(self.conductor)
                     return task
             self._num_turns = 0

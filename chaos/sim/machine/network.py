@@ -7,26 +7,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from datetime import timedelta
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from chaos.sim.machine.kernel import Kernel, Process
-from chaos.sim.machine.rank_group import Hub
-from chaos.sim.machine.stdlib import host_of
-from rendezvous.meeting_point import CALL_TIMEOUT_S
 
 T = TypeVar("T")
 
 SLOWNESS = 100.0
 LOSS, RETRANSMIT_S, MOST_RETRANSMIT_S = 1 / 3, 0.2, 10.0
-RETRY_S = 0.5
-"""How often the client of a store that does not answer tries again."""
-FROZEN_S = 0.5
-"""How often whoever connects looks whether the host of its world runs again."""
+
+
+class Listener(Protocol):
+    """What listens at a port: it is gone when its process is."""
+
+    process: Process
 
 
 class Net:
-    """Which node reaches which, and who listens where."""
+    """Which node reaches which, and what listens where."""
 
     def __init__(self, kernel: Kernel, draws: random.Random, delay_s: float) -> None:
         self.kernel, self.draws, self.delay_s = kernel, draws, delay_s
@@ -34,10 +32,10 @@ class Net:
         """Directed: what the first node sends to the second does not arrive."""
         self.silent: set[int] = set()
         """Machines that are gone: nothing refuses there, nothing answers."""
-        self.ports: dict[int, MeetingStore] = {}
+        self.ports: dict[int, Listener] = {}
         self.slow_until = self.lossy_until = 0.0
         self._waits: list[float] | None = None
-        """What those who connect at once would wait, each by itself."""
+        """What concurrent connections would wait, each by itself."""
 
     def delay(self) -> float:
         delay_s = self.draws.expovariate(1 / self.delay_s)
@@ -54,20 +52,20 @@ class Net:
     def is_connected(self, a: int, b: int) -> bool:
         return self.reaches(a, b) and self.reaches(b, a)
 
-    def listen(self, store: MeetingStore) -> int:
+    def listen(self, listener: Listener) -> int:
         port = 10_000 + len(self.ports)
-        self.ports[port] = store
+        self.ports[port] = listener
         return port
 
     def connect(self, address: str, port: int) -> None:
-        """Raise what a connection to a port would: refused where nobody listens, timed out where nothing answers."""
-        store = self.ports.get(port)
+        """Raise what a connection to a port would: refused where nothing listens, timed out where nothing answers."""
+        listener = self.ports.get(port)
         mine, node = self.kernel.process.node, _node_of(address)
         if node in self.silent or not self.is_connected(mine, node):
             self._wait(1.0)
             raise TimeoutError(f"{address}:{port} does not answer")
         self._wait(self.delay())
-        if store is None or store.process.is_dead:
+        if listener is None or listener.process.is_dead:
             raise ConnectionRefusedError(f"{address}:{port} refuses")
 
     def _wait(self, seconds: float) -> None:
@@ -90,7 +88,7 @@ class Net:
             self._waits = None
 
     def is_refused(self, endpoint: str) -> bool:
-        """Say what `rendezvous.torchelastic.addresses.is_refused` does: nobody listens there any more, and the machine
+        """Say what `rendezvous.torchelastic.addresses.is_refused` does: nothing listens there any more, and the machine
         says so.
         """
         address, _, port = endpoint.rpartition(":")
@@ -115,7 +113,7 @@ class Net:
 
 
 class AtOnce:
-    """A pool of threads that connect: whoever asks waits once for all that are under way together."""
+    """A pool of threads that connect: the caller waits once for all that are under way together."""
 
     def __init__(self, net: Net, num_threads: int) -> None:
         self._net, self._num_threads = net, num_threads
@@ -134,43 +132,3 @@ class AtOnce:
 
 def _node_of(address: str) -> int:
     return int(address.removeprefix("node-"))
-
-
-class MeetingStore:
-    """What stands for a TCPStore: it names the world that meets at it, and dies with its process."""
-
-    def __init__(self, net: Net, address: str, port: int, *, is_master: bool, **options: object) -> None:
-        self.net = net
-        if is_master:
-            self.process: Process = net.kernel.process
-            self.port = net.listen(self)
-            self.hub = Hub(net)
-            return
-        net.connect(address, port)
-        hosted = net.ports[port]
-        until = net.kernel.now + CALL_TIMEOUT_S
-        while hosted.process.is_paused and net.kernel.now < until:
-            net.kernel.sleep(FROZEN_S)  # its machine has answered for it
-        if not hosted.process.is_running:
-            raise TimeoutError(f"{address}:{port} does not answer")
-        self.process, self.port, self.hub = hosted.process, port, hosted.hub
-
-
-def agent_port(net: Net) -> str:
-    """Open the port by which a node's agent is known to live; called by the agent."""
-    store = MeetingStore(net, "", 0, is_master=True)
-    return f"{host_of(net.kernel.process.node)}:{store.port}"
-
-
-def agent_store(
-    net: Net, address: str, port: int, _: object, is_master: bool, timeout: timedelta, **__: object
-) -> object:
-    """Be a TCPStore's client, which tries on until its host answers; RuntimeError behind its time."""
-    until = net.kernel.now + timeout.total_seconds()
-    while True:
-        try:
-            return MeetingStore(net, address, port, is_master=is_master)
-        except OSError as error:
-            if net.kernel.now >= until:
-                raise RuntimeError(str(error)) from error
-            net.kernel.sleep(RETRY_S)

@@ -2,7 +2,7 @@
 
 A create is atomic, as every store promises; its answer may be lost, and what was sent may arrive long after its sender
 has given up, or has died. A file that is being written is there in part, and stays so if its writer dies. Files of a
-commit may be damaged behind everybody's back.
+commit may be damaged without anyone noticing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Storage:
         self.num_lost_answers = 0
         self.is_to_tear = False
         self.at_tear: Callable[[Process], None] = lambda process: None
-        """Is told of who dies in the middle of a file."""
+        """Called with a process that dies in the middle of a file."""
         self.damaged: dict[str, str] = {}
         """Attempts of which a file was damaged, and the names of their records."""
 

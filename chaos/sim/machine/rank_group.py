@@ -1,136 +1,19 @@
-"""Groups of ranks over the simulated network.
-
-A collective is whole when every rank has come; its result then travels to each rank on its own, so a rank that dies, or
-a link that is cut, at that moment leaves some ranks with the result and others without: the seam at which survivors are
-at step s or at s+1.
-"""
+"""The product's group of ranks, over the simulated network; `chaos.sim.machine.collectives` says how calls travel."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from chaos.sim.machine.kernel import Process, Task
+from chaos.sim.machine.collectives import RESET_S, Collective
+from chaos.sim.machine.meeting import MeetingStore
 from elastic_train.parallel.group import Group
 
-if TYPE_CHECKING:
-    from chaos.sim.machine.network import MeetingStore, Net
-
 T = TypeVar("T")
-
-RESET_S = 0.05
-
-
-class Hub:
-    """What the ranks of one world send one another."""
-
-    def __init__(self, net: Net) -> None:
-        self.net = net
-        self.members: dict[int, Process] = {}
-        self.collectives: dict[int, Collective] = {}
-        self.letters: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
-        self.lost: set[int] = set()
-        """Ranks that are known to be gone."""
-        self.waiting: dict[int, Task] = {}
-        self.has_dead = False
-
-    def join(self, rank: int, process: Process) -> None:
-        self.members[rank] = process
-        process.at_death["world"] = lambda: self.leave(rank)
-
-    def leave(self, rank: int) -> None:
-        """Reset the connections of a rank whose process has ended; those of a machine that is gone stay silent.
-
-        What a process that ends by itself has sent arrives before the end of its connections.
-        """
-        if self.members[rank].code is not None:
-            self.flush()
-        else:
-            self.has_dead = True
-        if self.members[rank].node not in self.net.silent:
-            self.net.kernel.after(RESET_S * self.net.draws.random(), lambda: self._reset(rank))
-
-    def _reset(self, rank: int) -> None:
-        self.lost.add(rank)
-        self.wake()
-
-    def flush(self) -> None:
-        """Let all that every rank has given to arrive wherever no link is cut."""
-        for collective in self.collectives.values():
-            if len(collective.given) == collective.size:
-                collective.has_result.update(rank for rank in collective.given if self.is_whole_for(rank))
-        self.wake()
-
-    def wake(self, rank: int | None = None) -> None:
-        """Let a rank look again whether what it waits for has come; without one, all of them."""
-        for other in list(self.waiting) if rank is None else [rank]:
-            if other in self.waiting:
-                self.net.kernel.wake(self.waiting[other])
-
-    def is_whole_for(self, rank: int) -> bool:
-        """Say whether every link between a rank and its peers is open."""
-        if not self.net.cuts:
-            return True
-        mine = self.members[rank].node
-        return all(self.net.is_connected(mine, peer.node) for peer in self.members.values())
-
-    def collective(self, number: int, kind: str, size: int) -> Collective:
-        if number not in self.collectives:
-            self.collectives[number] = Collective(self, kind, size)
-        found = self.collectives[number]
-        assert found.kind == kind, f"one rank is in {kind}, another in {found.kind}: the ranks' ways have parted"
-        return found
-
-
-class Collective:
-    """One collective call of all ranks: what each gave, and who has the result."""
-
-    def __init__(self, hub: Hub, kind: str, size: int) -> None:
-        self.hub, self.kind, self.size = hub, kind, size
-        self.given: dict[int, object] = {}
-        self.has_result: set[int] = set()
-        self.num_left = size
-        self._source = int(kind.partition(":")[2] or -1)
-        self._made: list[object] = []
-
-    def give(self, rank: int, value: object) -> None:
-        self.given[rank] = value
-        if self._source >= 0:
-            if rank == self._source:
-                self.has_result.add(rank)
-                for other in self.given:
-                    self._deliver(other)
-            elif self._source in self.given:
-                self._deliver(rank)
-        elif len(self.given) == self.size:
-            for other in self.given:
-                self._deliver(other)
-
-    def made(self, make: Callable[[list[object]], T]) -> T:
-        """Return what is made of all ranks' values, by rank: it is the same for all, so the first one makes it."""
-        if not self._made:
-            self._made.append(make([self.given[rank] for rank in range(self.size)]))
-        return cast(T, self._made[0])
-
-    def _deliver(self, rank: int) -> None:
-        if rank in self.has_result:
-            return
-        net = self.hub.net
-        net.kernel.after(net.delay(), lambda: self._arrive(rank))
-
-    def _arrive(self, rank: int) -> None:
-        if not self.hub.is_whole_for(rank):
-            self.hub.net.kernel.after(0.2, lambda: self._arrive(rank))  # what is cut is sent again
-            return
-        if self.hub.has_dead and self.hub.net.draws.random() < 0.5:
-            return  # it was on its way when its sender died
-        self.has_result.add(rank)
-        self.hub.wake(rank)
 
 
 class SimGroup(Group):
@@ -166,7 +49,7 @@ class SimGroup(Group):
     def all_gather(self, tensor: Tensor) -> Tensor:
         if self.size == 1:
             return tensor.unsqueeze(0).clone()
-        return self._collect("gather", tensor.clone()).made(_stack)  # one for all: whoever gathers only reads
+        return self._collect("gather", tensor.clone()).made(_stack)  # one for all: it is only read
 
     def broadcast_object(self, value: object, source: int = 0) -> object:
         if self.size == 1:
@@ -192,7 +75,7 @@ class SimGroup(Group):
         tensor.copy_(letters.popleft())
 
     def abandon(self) -> None:
-        """Leave: whoever still waits for this rank learns of it."""
+        """Leave: ranks that still wait for this one learn of it."""
         if self.size > 1 and self.rank not in self._hub.lost:
             self._kernel.after(RESET_S, lambda: self._hub._reset(self.rank))
 

@@ -38,14 +38,14 @@ class Time:
 
 
 class TrueTime(Time):
-    """The clock of whoever watches from outside: no fault sets it."""
+    """The clock of an outside observer: no fault sets it."""
 
     def time(self) -> float:
         return EPOCH_S + self._kernel.now
 
 
 class Lock:
-    """A lock that its holder may take again; who waits for it is parked."""
+    """A lock that its holder may take again; waiting tasks are parked."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -84,7 +84,7 @@ class Lock:
 
 
 class Condition(Lock):
-    """A condition with a lock of its own."""
+    """A condition with its own lock."""
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)

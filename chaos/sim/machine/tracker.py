@@ -1,6 +1,6 @@
 """A tracker with its weather, and what stands for the job's run in it (`elastic_train.tracking.mlflow_run.MlflowRun`).
 
-All above that is the product's: the local files, which lie in a folder of the machine, the thread that sends what is
+All above that is the product's: the local files, which are in a folder of the machine, the thread that sends what is
 settled, the delivery, and `elastic-train sync`. A call may not arrive, may be done without an answer, or be done long
 after its sender has given up. As a database of MLflow does, it keeps one of two points that are equal in all.
 """
@@ -11,16 +11,13 @@ import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from chaos.judge.evidence.run_files import Line, metrics_of
-from chaos.sim.machine.kernel import Kernel
+from chaos.sim.machine.kernel import Kernel, Process
 from elastic_train.tracking.metric_log import MetricsWriter, Values
 from elastic_train.tracking.mlflow_run import metric_name
 from elastic_train.tracking.mlflow_sync import sync
-
-if TYPE_CHECKING:
-    from chaos.sim.job.job import Job
 
 T = TypeVar("T")
 
@@ -112,35 +109,37 @@ class Writer(MetricsWriter):
 
 
 class Tracking:
-    """A job's tracker, and the folder in which its metrics lie; both are there only for a job that is tracked."""
+    """A job's tracker, and the folder with its metrics; both are there only for a job that is tracked."""
 
-    def __init__(self, job: Job) -> None:
-        self.server = TrackingServer(job.kernel, job.draws("tracker"), 3 * job.shape.delay_s)
-        self._job, self._writers = job, list[Writer]()
+    def __init__(
+        self, kernel: Kernel, draws: random.Random, delay_s: float, make_process: Callable[[int, str], Process]
+    ) -> None:
+        self.server = TrackingServer(kernel, draws, delay_s)
+        self._kernel, self._make_process, self._writers = kernel, make_process, list[Writer]()
         shared = Path("/dev/shm")
         self._folder = tempfile.TemporaryDirectory(prefix="elastic-sim-", dir=shared if shared.is_dir() else None)
         self.folder = Path(self._folder.name)
 
     def writer(self, run_dir: Path, term: int) -> Writer:
-        self._writers.append(Writer(self._job.kernel, run_dir, term))
+        self._writers.append(Writer(self._kernel, run_dir, term))
         return self._writers[-1]
 
     def sync(self) -> None:
-        """Send what is missing when all is over, as somebody does with `elastic-train sync`."""
-        job = self._job
+        """Send what is missing when all is over, as a user does with `elastic-train sync`."""
+        kernel = self._kernel
         if not list(self.folder.glob("metrics/*")):
             return
-        job.kernel.sleep(max(0.0, self.server.down_until - job.kernel.now) + TIMEOUT_S + max(LATE_S))
-        process = job.process(0, "sync")
+        kernel.sleep(max(0.0, self.server.down_until - kernel.now) + TIMEOUT_S + max(LATE_S))
+        process = self._make_process(0, "sync")
 
         def run() -> None:
             sync(self.folder)
-            job.kernel.kill(process)
+            kernel.kill(process)
 
-        process.at_death["sync"] = lambda: job.kernel.wake(job.kernel.conductor)
-        job.kernel.spawn(process, run)
+        process.at_death["sync"] = lambda: kernel.wake(kernel.conductor)
+        kernel.spawn(process, run)
         while not process.is_dead:
-            job.kernel.park(TIMEOUT_S)
+            kernel.park(TIMEOUT_S)
 
     def __enter__(self) -> Tracking:
         return self

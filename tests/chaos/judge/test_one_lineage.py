@@ -82,7 +82,7 @@ def test_what_lies_behind_a_damaged_commit_is_passed_over_once() -> None:
     ]
     assert durability(Evidence(Path("drawn"), [lines], [], {}, None, None)) == "3 commits published, none lost"
     first["skipped"] = [[key(3, 3), "a file is missing"]]
-    with pytest.raises(Violated, match="term 4 went on from"):
+    with pytest.raises(Violated, match="term 4 continued from"):
         durability(Evidence(Path("drawn"), [lines], [], {}, None, None))
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chaos.judge.evidence import recovery_cost
-from chaos.judge.evidence.recovery_cost import behind_the_last_step, recoveries, ridden_out
+from chaos.judge.evidence.recovery_cost import after_the_last_step, recoveries, ridden_out
 from chaos.judge.evidence.run_files import (
     Evidence,
     Line,
@@ -106,7 +106,7 @@ def test_a_fault_between_two_worlds_costs_what_lies_between(tmp_path: Path) -> N
     assert [(cost.kind, cost.rpo_steps) for cost in recoveries(run)] == [("kill_node", 3), ("start_node", 0)]
 
 
-def test_a_fault_behind_the_last_step_is_answered_by_the_jobs_end() -> None:
+def test_a_fault_after_the_last_step_is_answered_by_the_jobs_end() -> None:
     """A kill while the last step was applied, or later, has no next world's step; earlier it has changed nothing."""
     lines: list[Line] = [
         {"op": "form", "t": 1.0, "term": 1, "rank": 0, "pid": 7, "world": 1},
@@ -114,9 +114,9 @@ def test_a_fault_behind_the_last_step_is_answered_by_the_jobs_end() -> None:
         *({"op": "step", "t": 2.0 + step, "term": 1, "rank": 0, "step": step} for step in (1, 2, 3)),
         *({"op": "fault", "t": t, "kind": "kill_worker", "node": 0, "pids": [7]} for t in (3.5, 4.5, 6.0)),
     ]
-    assert behind_the_last_step(Evidence(Path("drawn"), [lines], [], {}, None, None)) == {}, "the job is not done"
+    assert after_the_last_step(Evidence(Path("drawn"), [lines], [], {}, None, None)) == {}, "the job is not done"
     lines.append({"op": "end", "t": 7.0, "term": 1, "rank": 0, "status": "done"})
-    assert list(behind_the_last_step(Evidence(Path("drawn"), [lines], [], {}, None, None))) == [1, 2]
+    assert list(after_the_last_step(Evidence(Path("drawn"), [lines], [], {}, None, None))) == [1, 2]
 
 
 def test_a_process_leaves_when_it_is_seen_no_more() -> None:
@@ -214,7 +214,7 @@ def test_a_fault_of_a_spare_node_is_ridden_out() -> None:
         with pytest.raises(Unknown, match="0 of 1 faults were recovered from"):
             rto(told({**spare, "kind": kind}))
     assert rpo(told(spare)) == "0 applied steps computed again; 1 faults were ridden out"
-    assert rto(told(spare)) == "no world had to be formed anew: 1 faults were ridden out"
+    assert rto(told(spare)) == "no new world had to be formed: 1 faults were ridden out"
     with pytest.raises(Unknown, match="nothing was recovered from"):
         rpo(told())
     with pytest.raises(Unknown, match="0 of 1 faults were recovered from"):

@@ -17,13 +17,13 @@ import pytest
 
 from chaos.errors import RunError
 from chaos.real.acts import ACTS
-from chaos.real.acts.failpoints import folders
 from chaos.real.history_tail import Followed
 from chaos.real.job import Job
 from chaos.scenario.model import Point, Scenario, Soak
 from chaos.scenario.schedule import Due
 from chaos.services.etcd_proxy import Proxies, Way
 from chaos.services.s3_server import S3
+from chaos.services.surroundings import folders
 from chaos.services.torchrun_node import Node, clean_environ
 from tests.chaos import fake_trainer
 from tests.processes import is_running
@@ -261,7 +261,7 @@ def answered(url: str) -> int:
         return error.code
 
 
-def test_the_end_of_an_s3s_spell_does_not_end_a_later_one(tmp_path: Path) -> None:
+def test_the_end_of_an_s3s_fault_does_not_end_a_later_one(tmp_path: Path) -> None:
     """Two faults of the S3 overlap: the first one's undoing leaves the second, whose own end heals all."""
     waiting = job(tmp_path, 1)
     with S3() as s3:
@@ -335,7 +335,7 @@ def test_a_role_that_nobody_ever_has_is_told(node: Node, tmp_path: Path) -> None
     waiting._points.give_up(waiting)
     (missed,) = recorded(tmp_path)
     assert (missed["op"], missed["kind"], missed["point"], missed["node"]) == ("missed", "kill", "form", None)
-    assert "nobody was 'leader'" in str(missed["why"])
+    assert "no node was 'leader'" in str(missed["why"])
 
 
 def test_a_soak_does_without_what_cannot_be_armed(node: Node, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Being told to stop once, and twice."""
+"""Being calls to stop once, and twice."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from types import FrameType
 
 import pytest
 
-from chaos.real.stopping import told_once
+from chaos.real.stopping import on_first_signal
 
 
 def test_what_the_second_one_has_set_stays() -> None:
-    """Whoever is told a second time may ask to be left alone while it cleans up: nothing takes that back."""
-    told = list[str]()
+    """Whoever is calls a second time may ask to be left alone while it cleans up: nothing takes that back."""
+    calls = list[str]()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -21,12 +21,12 @@ def test_what_the_second_one_has_set_stays() -> None:
 
     before = signal.signal(signal.SIGINT, interrupt)
     try:
-        with told_once(lambda: told.append("once")):
+        with on_first_signal(lambda: calls.append("once")):
             os.kill(os.getpid(), signal.SIGINT)
-        assert told == ["once"] and signal.getsignal(signal.SIGINT) is interrupt
-        with pytest.raises(KeyboardInterrupt), told_once(lambda: told.append("again")):
+        assert calls == ["once"] and signal.getsignal(signal.SIGINT) is interrupt
+        with pytest.raises(KeyboardInterrupt), on_first_signal(lambda: calls.append("again")):
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
-        assert told == ["once", "again"] and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert calls == ["once", "again"] and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)

@@ -23,7 +23,7 @@ from chaos.report import render
 from chaos.report.cells import moments_grid, points_grid
 from chaos.report.figures.svg import Axis, path
 from chaos.report.reading import Reader
-from chaos.report.story import tell
+from chaos.report.story import story_of
 from tests.chaos.crowd import Crowd, gather
 from tests.chaos.recorded import STEPS, record
 
@@ -184,7 +184,7 @@ def test_a_dead_branch_that_others_passed_over_cuts_nothing_off() -> None:
         ]
 
     lines = [*told(1, 7, 0, None, range(1, 6)), *told(2, 8, 2, 1, range(3, 5)), *told(3, 7, 5, 1, range(6, 9))]
-    story = tell(Reader(Evidence(Path("drawn"), [lines], [], {}, None, None)))
+    story = story_of(Reader(Evidence(Path("drawn"), [lines], [], {}, None, None)))
     assert [(branch.term, branch.lo, branch.cut, branch.hi) for branch in story.branches] == [
         (1, 0, 5, 5),
         (2, 2, 2, 4),
@@ -223,7 +223,7 @@ def test_a_thousand_nodes_are_readable() -> None:
     html = render(verdict)
     page = Page(html)
     assert len(html) < 300_000
-    assert len(tell(Reader(run)).lanes) == 1000
+    assert len(story_of(Reader(run)).lanes) == 1000
     assert page.sum("lanes", "data-faults") == page.sum("cursor", "data-faults") == 6
     assert page.sum("cursor", "data-commits") == 7
     lost = [item.text for item in page.find("lineage", "path", "dead-branch")]
@@ -250,7 +250,7 @@ def test_a_thousand_terms_stay_small() -> None:
 def test_processes_lie_in_their_nodes_lanes() -> None:
     """The executor's lines place a process; one that nobody placed gets a slot, which later processes share."""
     run = gather(Crowd(nodes=3, terms=3, steps=2, lost=1))
-    lanes = tell(Reader(run)).lanes
+    lanes = story_of(Reader(run)).lanes
     assert [lane.name for lane in lanes] == ["node 0", "node 1", "node 2"]
     assert sum(len(lane.spans) for lane in lanes) == len(run.of("form"))
     placed = {pid: line["node"] for line in run.of("node") for pid in line["pids"]}  # type: ignore[attr-defined]
@@ -258,7 +258,7 @@ def test_processes_lie_in_their_nodes_lanes() -> None:
         assert {placed[span.pid] for span in lane.spans} == {lane.node}
         assert len(lane.tracks) == 1
     unplaced = replace(run, processes=[[line for line in process if line["op"] != "node"] for process in run.processes])
-    slots = [lane for lane in tell(Reader(unplaced)).lanes if lane.node is None]
+    slots = [lane for lane in story_of(Reader(unplaced)).lanes if lane.node is None]
     assert 0 < len(slots) <= 3
     assert all(
         before.hi <= after.lo for lane in slots for before, after in zip(lane.spans, lane.spans[1:], strict=False)
@@ -269,14 +269,14 @@ def test_cells_that_were_never_hit_are_told(healthy: Path, tmp_path: Path) -> No
     """What the executor could have done and did not is never; without its word, only what was done is known."""
     shutil.copytree(healthy, tmp_path / "run")
     reader = Reader(collect(healthy / "faulted"))
-    assert not moments_grid(reader, tell(reader)).is_told
+    assert not moments_grid(reader, story_of(reader)).is_listed
     told = {"kinds": ["kill_node", "start_node", "freeze_node"], "points": ["commit", "form"], "point_kinds": ["kill"]}
     rewrite(tmp_path / "run", "chaos.jsonl", told, "scenario")
     path = tmp_path / "run" / "faulted" / "history" / "chaos.jsonl"
     fault = {"op": "fault", "t": 1_800_000_002.0, "kind": "kill@commit", "node": 0, "seen_step": 1, "pids": [1]}
     path.write_text(path.read_text() + json.dumps(fault) + "\n")
     reader = Reader(collect(tmp_path / "run" / "faulted"))
-    moments, points = moments_grid(reader, tell(reader)), points_grid(reader, tell(reader))
+    moments, points = moments_grid(reader, story_of(reader)), points_grid(reader, story_of(reader))
     assert dict(moments.hits) == {("kill_node", "computing"): 1, ("start_node", "computing"): 1}
     assert ("freeze_node", "computing") in moments.never
     assert len(moments.never) == 3 * len(moments.columns) - 2

@@ -111,9 +111,9 @@ def test_what_cannot_happen_is_refused(tmp_path: Path, faults: str, expected: st
             "s3: true\nsoak: {faults: 5}",
             "'scenario': a soak damages and counts commits in the run's folder: leave out s3",
         ),
-        ("soak: {kinds: [storage_slow]}", "'soak.kinds': storage_slow needs an S3, which a soak has not: leave it out"),
+        ("soak: {kinds: [storage_slow]}", "'soak.kinds': storage_slow needs an S3, and a soak has none: leave it out"),
         ("soak: {kinds: [tracker_outage]}", "'soak.kinds': tracker_outage needs tracker: true"),
-        ("soak: {kinds: [start_node]}", "'soak.kinds': start_node comes by itself"),
+        ("soak: {kinds: [start_node]}", "'soak.kinds': start_node only follows a fault that ends a node"),
     ],
 )
 def test_a_soak_that_could_never_begin_is_refused(tmp_path: Path, soak: str, expected: str) -> None:

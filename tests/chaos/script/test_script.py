@@ -126,9 +126,9 @@ PLANTED: dict[str, tuple[Callable[[Line], Line | None], str, str, str]] = {
         "was never applied; in all 0 rows repeated, 1 skipped",
     ),
     "foreign row": (rows(lambda ids: [*ids, 1000], 30), "coverage", "false", "row 1000 of a dataset that has 128"),
-    "untold": (
+    "unreported": (
         without(lambda line: (line["op"], line.get("rank"), line.get("step")) == ("step", 1, 30)),
-        *("coverage", "unknown", "told of by 1 of 2 ranks"),
+        *("coverage", "unknown", "reported by 1 of 2 ranks"),
     ),
     "no hook": (without(lambda line: line["op"] in ("step", "restore")), "coverage", "unknown", "three lines"),
     "no hook, rto": (without(lambda line: line["op"] in ("step", "restore")), "rto", "unknown", "three lines"),
@@ -160,7 +160,7 @@ PLANTED: dict[str, tuple[Callable[[Line], Line | None], str, str, str]] = {
         lambda line: {**line, "op": "stuck", "why": "the job hung"} if line["op"] == "clean" else line,
         *("faults", "unknown", "the job hung"),
     ),
-    "nobody looked": (without(lambda line: line["op"] == "clean"), "cleanliness", "unknown", "nobody looked"),
+    "not looked for": (without(lambda line: line["op"] == "clean"), "cleanliness", "unknown", "it was not checked"),
     "orphan": (only("clean", orphans=[4711]), "cleanliness", "false", "4711"),
     "failed": (only("exit", code=1), "finished", "false", "node 0 with code 1"),
     "unreadable": (only("step", ids=3), "coverage", "unknown", "the check could not be made"),
@@ -207,7 +207,7 @@ def test_what_is_ridden_out_starts_nobody(healthy: Path, tmp_path: Path) -> None
     (folder / "history" / "froze.jsonl").write_text(json.dumps(froze) + "\n")
     assert judging.restarts(collect(folder)) == before
     edit(folder, lambda line: None if line.get("kind") == "kill_worker" else line)
-    assert judging.restarts(collect(folder)) == "no world had to be started anew: 1 faults may be ridden out"
+    assert judging.restarts(collect(folder)) == "no new world had to be started: 1 faults may be ridden out"
 
 
 def test_epochs_that_begin_at_one_are_drawn(healthy: Path, tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def test_mistakes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("brought", "fault", "expected"),
     [
-        ("", "{kind: cut_node, node: 0, at_step: 3, for_s: 2}", "only the last node, 1, has a cable of its own"),
+        ("", "{kind: cut_node, node: 0, at_step: 3, for_s: 2}", "only the last node, 1, has its own cable"),
         ("", "{kind: lose_node, node: 0, at_step: 3, for_s: 2}", "lose_node is for the simulator alone"),
         ("own_data: true", "{kind: bad_row_group, at_step: 3}", "bad_row_group is for our own trainer"),
         ("own_data: true", "{kind: kill_worker, node: 0, at_step: 3}", "own_data is for our own trainer"),

@@ -1,14 +1,14 @@
-"""What each kind of fault does to a running job; it returns the processes that it hits, by which it is told.
+"""What each kind of fault does to a running job; it returns the processes that it hits, for the record.
 
-A kind that hits nobody has not happened, except to etcd and storage, which everybody meets sooner or later.
+A kind that hits no process has not happened, except to etcd and storage, which all meet sooner or later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from chaos.sim.job.fault import SimFault
+from chaos.sim.job.fleet import Fleet
 from chaos.sim.job.kinds import (
     data,
     etcd,
@@ -19,10 +19,7 @@ from chaos.sim.job.kinds import (
 )
 from chaos.sim.machine.kernel import Process
 
-if TYPE_CHECKING:
-    from chaos.sim.job.job import Job
-
-KINDS: Mapping[str, Callable[[Job, SimFault], list[Process]]] = {
+KINDS: Mapping[str, Callable[[Fleet, SimFault], list[Process]]] = {
     **{act.__name__: act for act in (*machines.ACTS, *network.ACTS, *etcd.ACTS, *data.ACTS, *tracker.ACTS)},
     **storage.ACTS,
 }

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from chaos.judge.evidence.run_files import is_void
 from chaos.sim.job.fault import SimFault
+from chaos.sim.job.fleet import Fleet
 from chaos.sim.machine.kernel import Process
 
-if TYPE_CHECKING:
-    from chaos.sim.job.job import Job
-
-Act = Callable[["Job", SimFault], list[Process]]
+Act = Callable[[Fleet, SimFault], list[Process]]
 Record = dict[str, Any]
 
 WEATHER: Mapping[str, str] = {
@@ -34,29 +32,29 @@ WEATHER: Mapping[str, str] = {
 
 
 def _weather(what: str) -> Act:
-    def act(job: Job, fault: SimFault) -> list[Process]:
-        setattr(job.storage, f"{what}_until", job.kernel.now + fault.for_s)
-        return job.all_workers()
+    def act(fleet: Fleet, fault: SimFault) -> list[Process]:
+        setattr(fleet.around.storage, f"{what}_until", fleet.kernel.now + fault.for_s)
+        return fleet.all_workers()
 
     return act
 
 
-def tear_write(job: Job, fault: SimFault) -> list[Process]:
-    """Whoever writes a file next dies in the middle of it."""
-    if job.storage.is_to_tear:
+def tear_write(fleet: Fleet, fault: SimFault) -> list[Process]:
+    """The process that writes a file next dies in the middle of it."""
+    if fleet.around.storage.is_to_tear:
         return []  # one that waits for its writer is not yet another
-    job.storage.is_to_tear = True
-    return job.all_workers()
+    fleet.around.storage.is_to_tear = True
+    return fleet.all_workers()
 
 
 def _damage(change: Callable[[bytes], bytes | None]) -> Act:
-    """Change a file of the newest commit, behind everybody's back, if the one that it continues is whole."""
+    """Change a file of the newest commit, unnoticed by the job, if the one that it continues is whole."""
 
-    def act(job: Job, fault: SimFault) -> list[Process]:
-        files = job.storage.files
+    def act(fleet: Fleet, fault: SimFault) -> list[Process]:
+        files = fleet.around.storage.files
         newest = max((key for key in files if key.startswith("commits/") and not is_void(files[key][0])), default=None)
         record = None if newest is None else json.loads(files[newest][0])
-        if record is None or not (_is_whole(job, record) and _is_whole(job, _parent_of(job, record))):
+        if record is None or not (_is_whole(fleet, record) and _is_whole(fleet, _parent_of(fleet, record))):
             return []
         held = [name for name, file in sorted(record["files"].items()) if file["size"] > 2]
         key = f"{record['attempt']}/{held[fault.other % len(held)]}"
@@ -64,22 +62,22 @@ def _damage(change: Callable[[bytes], bytes | None]) -> Act:
         if changed is None:
             del files[key]
         else:
-            job.storage.put(key, changed)
-        job.storage.damaged[record["attempt"]] = str(newest).removeprefix("commits/")
-        return job.all_workers()
+            fleet.around.storage.put(key, changed)
+        fleet.around.storage.damaged[record["attempt"]] = str(newest).removeprefix("commits/")
+        return fleet.all_workers()
 
     return act
 
 
-def _parent_of(job: Job, record: Record) -> Record | None:
-    found = job.storage.files.get(str(record["parent_key"]))
+def _parent_of(fleet: Fleet, record: Record) -> Record | None:
+    found = fleet.around.storage.files.get(str(record["parent_key"]))
     return None if found is None else json.loads(found[0])
 
 
-def _is_whole(job: Job, record: Record | None) -> bool:
-    if record is None or record["attempt"] in job.storage.damaged:
+def _is_whole(fleet: Fleet, record: Record | None) -> bool:
+    if record is None or record["attempt"] in fleet.around.storage.damaged:
         return False
-    files, found = record["files"], job.storage.files
+    files, found = record["files"], fleet.around.storage.files
     return all(len(found.get(f"{record['attempt']}/{name}", (b"",))[0]) == file["size"] for name, file in files.items())
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from chaos.sim.job.fault import SimFault
+from chaos.sim.job.fleet import Fleet
 from chaos.sim.machine.kernel import Process
 
-if TYPE_CHECKING:
-    from chaos.sim.job.job import Job
 
-
-def tracker_outage(job: Job, fault: SimFault) -> list[Process]:
-    """The tracker answers nobody; what it is asked meanwhile may still be done, at once or late."""
-    if job.tracking is None:
+def tracker_outage(fleet: Fleet, fault: SimFault) -> list[Process]:
+    """The tracker does not answer; what it is asked meanwhile may still be done, at once or late."""
+    if fleet.around.tracking is None:
         return []
-    job.tracking.server.down_until = job.kernel.now + fault.for_s
-    return job.all_workers()
+    fleet.around.tracking.server.down_until = fleet.kernel.now + fault.for_s
+    return fleet.all_workers()
 
 
 ACTS = (tracker_outage,)

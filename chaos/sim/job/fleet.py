@@ -1,0 +1,103 @@
+"""The nodes of a simulated job, and what faults do to them: a node is killed, stopped, frozen, and comes back."""
+
+from __future__ import annotations
+
+from chaos.sim.job.fault import SimFault
+from chaos.sim.job.host import Host
+from chaos.sim.job.live_node import Node
+from chaos.sim.job.restart_node import RestartNode
+from chaos.sim.machine.kernel import Process
+
+
+class Fleet:
+    """All nodes of a job; `busy_until` is when all that was done to them, or to what they need, is over."""
+
+    def __init__(self, host: Host) -> None:
+        self.around, self.record, self.shape, self.kernel = host.around, host.record, host.shape, host.kernel
+        self._host = host
+        self.nodes = [self._make_node(number) for number in range(host.shape.nodes)]
+        self.busy_until = 0.0
+
+    @property
+    def restarts(self) -> bool:
+        """Whether a fault ends all processes of a world, and others begin again from a commit."""
+        return self.shape.recovery == "restart"
+
+    # Whom a fault hits.
+
+    def node(self, fault: SimFault) -> int:
+        if fault.node >= 0:
+            return fault.node % self.shape.nodes
+        leader = self.record.leader
+        return leader.node if leader is not None else 0
+
+    def worker(self, fault: SimFault) -> list[Process]:
+        """Return the worker that a fault is for, if it lives."""
+        leader = self.record.leader
+        if fault.node < 0 and leader is not None:
+            return [] if leader.is_dead else [leader]
+        process = self.nodes[self.node(fault)].workers.get(fault.rank % self.shape.ranks)
+        return [] if process is None or process.is_dead else [process]
+
+    def member(self, fault: SimFault) -> list[Process]:
+        """Return the process that holds the lease by which others know of a worker: the agent's in `restart` mode."""
+        hit = self.worker(fault)
+        return [agent for process in hit for agent in self.nodes[process.node].live_agent()] if self.restarts else hit
+
+    def all_workers(self) -> list[Process]:
+        return [process for node in self.nodes for process in node.live_workers()]
+
+    # What is done to nodes.
+
+    def freeze(self, processes: list[Process], for_s: float) -> None:
+        for process in processes:
+            self.kernel.pause(process)
+            self.kernel.after(for_s, lambda process=process: self.kernel.resume(process))  # type: ignore[misc]
+        self.keep_busy(for_s)
+
+    def kill_node(self, number: int, for_s: float) -> list[Process]:
+        hit = self.nodes[number].kill()
+        self._start_after(number, for_s)
+        return hit
+
+    def stop_node(self, number: int, for_s: float) -> list[Process]:
+        hit = self.nodes[number].stop()
+        self._start_after(number, for_s)
+        return hit
+
+    def start_guests(self, for_s: float) -> None:
+        """Start as many nodes again, under the same run id, and kill them after a while."""
+        first = self.shape.nodes
+        self.nodes += [self._make_node(number) for number in range(len(self.nodes), 2 * first)]
+        for number in range(first, 2 * first):
+            self.start_node(number)
+            self.kernel.after(for_s, lambda number=number: self._end_guest(self.nodes[number]))  # type: ignore[misc]
+        self.keep_busy(for_s)
+
+    def start_again(self, number: int) -> None:
+        """Undo what has ended a node."""
+        if not self.nodes[number].is_up:
+            self.record.write("chaos", "undo", kind="kill_node", node=number, pids=[])
+        self.start_node(number)
+
+    def start_node(self, number: int) -> None:
+        """Start a node, unless it is up or the job is done."""
+        if not self.record.is_done:
+            self.nodes[number].start()
+
+    def keep_busy(self, for_s: float) -> None:
+        """Take something to last so long from now."""
+        self.busy_until = max(self.busy_until, self.kernel.now + for_s)
+
+    def _end_guest(self, node: Node) -> None:
+        self.record.write("chaos", "undo", kind="start_twin", pids=[process.pid for process in node.live_workers()])
+        node.kill()
+
+    def _start_after(self, number: int, for_s: float) -> None:
+        self.kernel.after(for_s, lambda: self.start_again(number))
+        node = self.nodes[number]
+        node.away_until = max(node.away_until, self.kernel.now + for_s)
+        self.keep_busy(for_s)
+
+    def _make_node(self, number: int) -> Node:
+        return (RestartNode if self.restarts else Node)(self._host, number)

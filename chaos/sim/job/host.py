@@ -1,0 +1,68 @@
+"""What the product asks of the machine that it runs on: a plan, context and environment, the time that work takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chaos.sim.job.run_record import RunRecord
+from chaos.sim.job.shape import make_plan
+from chaos.sim.job.surroundings import Surroundings
+from chaos.sim.machine.kernel import Process
+from elastic_train.checkpoint.saving.abandonment import LEAST_S
+from elastic_train.system.preemption import LeaveRequest
+from rendezvous.context import LiveContext
+
+
+class SimLeaveRequest(LeaveRequest):
+    """A request to leave without the signals that make one."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self.since_s = 0.0
+
+    def ask(self, now: float) -> None:
+        if not self.is_set:
+            self.is_set, self.since_s = True, now
+
+
+@dataclass(eq=False)
+class Worker:
+    """What the launcher passes to a worker."""
+
+    context: LiveContext | None
+    """None in `restart` mode, in which the environment says all."""
+    local_rank: int
+    leave: SimLeaveRequest
+
+
+class Host:
+    """The product's side of a simulated job; a question is answered for the process that asks it."""
+
+    def __init__(self, around: Surroundings, record: RunRecord) -> None:
+        self.around, self.record = around, record
+        self.kernel, self.shape = around.kernel, around.shape
+        self.plan = make_plan(around.shape, around.data, record.take_witness)
+        self.pace = around.draws("pace")
+        self.workers: dict[Process, Worker] = {}
+        self._environs: dict[Process, dict[str, str]] = {}
+
+    def context(self) -> LiveContext | None:
+        return self.workers[self.kernel.process].context
+
+    def environ_of(self, process: Process) -> dict[str, str]:
+        """Return the environment of a process, which it may change."""
+        return self._environs.setdefault(process, {})
+
+    def compute(self, num_lanes: int) -> None:
+        """Take the time of a step's lanes; while a process is stopped, it computes nothing."""
+        process = self.kernel.process
+        left_s = self.shape.lane_s * num_lanes * process.slowness * self.pace.uniform(0.8, 1.4)
+        while left_s > 0:
+            stopped_s = process.stopped_s
+            self.kernel.sleep(left_s)
+            left_s = max(process.stopped_s - stopped_s, process.hangs_until - self.kernel.now)
+
+    def copy(self) -> None:
+        """Take the time of a save's copy: often less than a step's, now and then more; only a slow one is given up."""
+        seconds = min(self.shape.lane_s * self.pace.choice((0.1, 1.0, 5.0)), LEAST_S / 2)
+        self.kernel.sleep(seconds * self.kernel.process.slowness)

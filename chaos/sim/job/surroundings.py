@@ -1,0 +1,39 @@
+"""What is simulated under a job: time, network, etcd, storage, training data and a tracker, all drawn from one seed."""
+
+from __future__ import annotations
+
+import random
+
+from chaos.sim.job.shape import Shape
+from chaos.sim.machine.etcd import Etcd
+from chaos.sim.machine.kernel import Kernel, Process
+from chaos.sim.machine.network import Net
+from chaos.sim.machine.object_store import Storage
+from chaos.sim.machine.tracker import Tracking
+from chaos.sim.modelled.training_data import Dataset
+
+
+class Surroundings:
+    """The simulated machines of one job; `tracking` is None for a job that has no tracker."""
+
+    def __init__(self, shape: Shape, seed: int, *, may_spoil_data: bool, first_pid: int) -> None:
+        self.shape, self.seed = shape, seed
+        self._next_pid = first_pid
+        self.kernel = Kernel()
+        self.net = Net(self.kernel, self.draws("net"), shape.delay_s)
+        self.etcd = Etcd(self.kernel, self.draws("etcd"), shape.delay_s, shape.piece_s)
+        self.storage = Storage(self.kernel, self.draws("storage"), 3 * shape.delay_s)
+        self.data = Dataset(self.kernel, may_spoil=may_spoil_data)
+        self.tracking = self._make_tracking() if shape.tracked else None
+
+    def draws(self, name: str) -> random.Random:
+        """Return a stream of its own for each use, so that a fault left out changes no other's draws."""
+        return random.Random(f"{self.seed}/{name}")
+
+    def process(self, node: int, name: str) -> Process:
+        """Make a process with a number that no other has had."""
+        self._next_pid += 1
+        return Process(self._next_pid, node, name)
+
+    def _make_tracking(self) -> Tracking:
+        return Tracking(self.kernel, self.draws("tracker"), 3 * self.shape.delay_s, self.process)

@@ -1,0 +1,57 @@
+"""Where the ranks of a world meet: what stands for a TCPStore, and the port by which a node's agent is known."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from chaos.sim.machine.collectives import Hub
+from chaos.sim.machine.kernel import Process
+from chaos.sim.machine.network import Net
+from chaos.sim.machine.stdlib import host_of
+from rendezvous.meeting_point import CALL_TIMEOUT_S
+
+RETRY_S = 0.5
+"""How often the client of a store that does not answer tries again."""
+FROZEN_S = 0.5
+"""How often a connecting process looks whether the host of its world runs again."""
+
+
+class MeetingStore:
+    """What stands for a TCPStore: it names the world that meets at it, and dies with its process."""
+
+    def __init__(self, net: Net, address: str, port: int, *, is_master: bool, **options: object) -> None:
+        self.net = net
+        if is_master:
+            self.process: Process = net.kernel.process
+            self.port = net.listen(self)
+            self.hub = Hub(net)
+            return
+        net.connect(address, port)
+        hosted = net.ports[port]
+        assert isinstance(hosted, MeetingStore), "nothing else listens"
+        until = net.kernel.now + CALL_TIMEOUT_S
+        while hosted.process.is_paused and net.kernel.now < until:
+            net.kernel.sleep(FROZEN_S)  # its machine has answered for it
+        if not hosted.process.is_running:
+            raise TimeoutError(f"{address}:{port} does not answer")
+        self.process, self.port, self.hub = hosted.process, port, hosted.hub
+
+
+def agent_port(net: Net) -> str:
+    """Open the port by which a node's agent is known to live; called by the agent."""
+    store = MeetingStore(net, "", 0, is_master=True)
+    return f"{host_of(net.kernel.process.node)}:{store.port}"
+
+
+def agent_store(
+    net: Net, address: str, port: int, _: object, is_master: bool, timeout: timedelta, **__: object
+) -> object:
+    """Be a TCPStore's client, which tries on until its host answers; RuntimeError once its time is over."""
+    until = net.kernel.now + timeout.total_seconds()
+    while True:
+        try:
+            return MeetingStore(net, address, port, is_master=is_master)
+        except OSError as error:
+            if net.kernel.now >= until:
+                raise RuntimeError(str(error)) from error
+            net.kernel.sleep(RETRY_S)
