@@ -205,8 +205,8 @@ def _run_agent(plan: Launch, endpoint: str) -> int:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, RendezvousTimeoutError
 
-    from rendezvous.torchelastic.bound_agent import BoundAgent, make_agent
-    from rendezvous.torchelastic.entry_point import create_handler
+    from rendezvous.torchelastic.bound_agent import BoundAgent
+    from rendezvous.torchelastic.entry_point import create_handler, make_agent
 
     parameters = RendezvousParameters(
         backend="etcd",

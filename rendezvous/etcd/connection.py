@@ -23,7 +23,8 @@ from pyetcd import utils
 
 from rendezvous.errors import StoreRefusedError, StoreUnavailableError
 from rendezvous.etcd.data_loss import Lives
-from rendezvous.etcd.options import EtcdOptions, split_endpoint
+from rendezvous.etcd.options import EtcdOptions
+from rendezvous.membership.probes import split_endpoint
 from rendezvous.membership.store import Entry, Snapshot
 
 T = TypeVar("T")

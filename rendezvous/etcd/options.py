@@ -67,11 +67,6 @@ def etcd_options(endpoint: str | Iterable[str], conf: Mapping[str, str] | None =
     return EtcdOptions(endpoints, **{name: str(conf[name]) for name in ETCD_KEYS if conf and name in conf})
 
 
-def split_endpoint(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.rpartition(":")
-    return host, int(port)
-
-
 def unknown_keys(conf: Iterable[str], known: Iterable[str]) -> list[str]:
     """Say for each key that nobody reads what was probably meant."""
     names = sorted(known)

@@ -6,8 +6,8 @@ nodes would knock at one door ten times a second.
 
 from __future__ import annotations
 
+from rendezvous.membership.probes import is_refused
 from rendezvous.membership.records import Member, View
-from rendezvous.torchelastic.addresses import is_refused
 
 LOOK_S = 1.0
 """The longest that a wait goes without looking again, whatever the watch says."""

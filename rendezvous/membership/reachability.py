@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from rendezvous.errors import StoreError
 from rendezvous.membership import decisions
 from rendezvous.membership.participant import Node
+from rendezvous.membership.probes import is_reachable
 from rendezvous.membership.records import Member
-from rendezvous.torchelastic.addresses import is_reachable
 
 AGAIN_S = 1.0
 """A second look at nodes that did not answer comes so long after the first."""

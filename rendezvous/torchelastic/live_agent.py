@@ -1,4 +1,4 @@
-"""The node in `live` mode: a rendezvous that is node-local, and an agent that buries and replaces single workers.
+"""The agent of `live` mode, which removes and replaces single workers.
 
 The agent knows nothing of the job's worlds. It starts workers, each of which becomes a member by itself; when one
 dies, or is stopped, it removes that worker's member from etcd at once, so that the others need not wait for a lease
@@ -16,35 +16,23 @@ import os
 import signal
 import sys
 import time
-import uuid
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-from rendezvous.context import LIVE_VARIABLE, LiveContext
-from rendezvous.errors import StoreError
-from rendezvous.etcd.connection import Connection, list_prefix
-from rendezvous.etcd.store import EtcdStore
-from rendezvous.live_member import member_prefix
-from rendezvous.membership.records import Keys
-from rendezvous.torchelastic.addresses import address_towards, machine_name
 from rendezvous.torchelastic.bound_agent import BoundAgent
-from rendezvous.torchelastic.conf import BACKEND, Conf
+from rendezvous.torchelastic.live_handler import LiveRendezvousHandler
 from rendezvous.torchelastic.standby import Program, Standby
 
 PER_S = 3600.0
 STOPPED_S, STOPPED_FOR_GOOD_S, AWAY_S = 0.5, 60.0, 10.0
 """After so long the others go on without a worker that is stopped; after so long another takes its place. An agent that
 has not looked for so long was stopped itself, with its node: what it knew of who is stopped is no more."""
-START_PATIENCE_S = 15.0
 SHORT_LIFE_S = 20.0
 LONGEST_PAUSE_S = 30.0
 DONE_GRACE_S = 60.0
@@ -54,73 +42,6 @@ FINAL_CODES = frozenset({2, 65})
 LEAVING_CODES = frozenset({74, 75, 77})
 
 _log = logging.getLogger("rendezvous")
-
-
-class LiveRendezvousHandler(RendezvousHandler):
-    """TorchElastic's view of a node whose workers form their worlds themselves: a world of this node alone."""
-
-    def __init__(self, params: RendezvousParameters, conf: Conf) -> None:
-        self._run_id = params.run_id
-        self._etcd = EtcdStore(conf.etcd)
-        self._keys = Keys(params.run_id)
-        self.has_standby = conf.has_standby
-        # No etcd is an error now, not in every worker; but a node may come back while others ride out its absence.
-        with contextlib.closing(Connection(conf.etcd)) as connection:
-            list_prefix(connection, self._keys.world, START_PATIENCE_S)
-        self._address = params.local_addr or address_towards(conf.etcd)
-        self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
-        self.node = f"{machine_name()}-{uuid.uuid4().hex[:8]}"
-        self.told = LiveContext(
-            endpoints=conf.etcd.endpoints,
-            run_id=params.run_id,
-            node=self.node,
-            host=machine_name(),
-            address=self._address,
-            agent=f"{self._address}:{self._store.port}",
-            min_nodes=params.min_nodes,
-            max_nodes=params.max_nodes,
-            ttl_s=conf.ttl_s,
-            last_call_s=conf.last_call_s,
-            timeout_s=conf.timeout_s,
-            options=conf.etcd.secrets(),
-        )
-
-    def get_backend(self) -> str:
-        return BACKEND
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        os.environ[LIVE_VARIABLE] = self.told.encode()
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(self._address, self._store.port))
-
-    def num_nodes_waiting(self) -> int:
-        """Nobody waits for this node's agent: its workers make room for others themselves."""
-        return 0
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """A node never closes a job: its workers do, when they have finished."""
-
-    def shutdown(self) -> bool:
-        self._etcd.close()
-        return True
-
-    def bury(self, local_rank: int) -> None:
-        """Remove the members of a worker that is dead or stopped: a stopped one joins anew when it goes on."""
-        prefix = self._keys.member(member_prefix(self.node, local_rank)) + "-"
-        try:
-            for key in self._etcd.get(prefix).entries:
-                self._etcd.swap({key: None}, {})
-        except StoreError as error:
-            _log.warning("could not remove a lost worker's member, its lease will run out: %s", error)
 
 
 class LiveAgent(BoundAgent):

@@ -51,6 +51,7 @@ PRODUCT = (
     "rendezvous.membership.participant",
     "rendezvous.live_member",
     "rendezvous.torchelastic.live_agent",
+    "rendezvous.torchelastic.live_handler",
     "rendezvous.meeting_point",
     "rendezvous.membership.fence",
     "rendezvous.membership.decisions",
@@ -186,7 +187,7 @@ def _launch(job: Job, client: Callable[..., EtcdClient]) -> Iterable[tuple[Modul
     yield from _in(f"{agents}.local_elastic_agent", start_processes=functools.partial(start_processes, job))
     yield from _in(f"{agents}.api", record=_nothing, put_metric=_nothing, _get_fq_hostname=str)
     yield from _in(
-        "rendezvous.torchelastic.entry_point",
+        "rendezvous.torchelastic.restart_handler",
         EtcdStore=client,
         machine_name=lambda: stdlib.host_of(job.kernel.process.node),
         **mine,

@@ -11,9 +11,9 @@ from rendezvous.membership import reachability as reach
 from rendezvous.membership.decisions import Policy
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Node
+from rendezvous.membership.probes import is_reachable
 from rendezvous.membership.reachability import Reach
 from rendezvous.membership.records import World
-from rendezvous.torchelastic.addresses import is_reachable
 from tests.rendezvous.rendezvous_sides import eventually
 
 
