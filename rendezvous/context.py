@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from rendezvous.etcd.options import etcd_options
-from rendezvous.etcd.store import EtcdStore
 from rendezvous.membership.fence import EtcdFence
 from rendezvous.membership.records import Cause
 
@@ -82,5 +81,7 @@ def open_fence(context: RendezvousContext, *, give_up_after_s: float = 10.0) -> 
 
     Its calls outlast an election of etcd's, and raise StoreUnavailableError after `give_up_after_s`.
     """
+    from rendezvous.etcd.store import EtcdStore  # only here, because etcd's client is slow to import
+
     store = EtcdStore(etcd_options(context.endpoints, context.options), give_up_after_s=give_up_after_s)
     return EtcdFence(store, context.run_id, world_term=context.term)
