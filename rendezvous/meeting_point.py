@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
 
 from rendezvous.membership.decisions import Seal
-from rendezvous.membership.participant import Node
+from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import World
 from rendezvous.waiting import Bystander, GivenUp
 
@@ -29,9 +29,11 @@ _log = logging.getLogger("rendezvous")
 class Meeting:
     """One member's side of the meetings of its worlds."""
 
-    def __init__(self, node: Node, address: str, timeout_s: float, is_broken: Callable[[float], bool]) -> None:
+    def __init__(
+        self, participant: Participant, address: str, timeout_s: float, is_broken: Callable[[float], bool]
+    ) -> None:
         """`is_broken(waited_s)` ends the waiting for others."""
-        self._node, self._address, self._timeout_s, self._is_broken = node, address, timeout_s, is_broken
+        self._participant, self._address, self._timeout_s, self._is_broken = participant, address, timeout_s, is_broken
         self._hosted: TCPStore | None = None
         self._hosted_for = 0
 
@@ -43,14 +45,14 @@ class Meeting:
         if self._hosted is None or self._hosted_for != seal.term:
             self._hosted = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
             self._hosted_for = seal.term
-        hosts = {member.host for member in self._node.view.members}
-        is_alone = hosts <= {self._node.place.host}
+        hosts = {member.host for member in self._participant.view.members}
+        is_alone = hosts <= {self._participant.place.host}
         is_local = self._address.startswith("127.") or self._address == "localhost"
         return (self._address if is_alone or not is_local else socket.getfqdn()), self._hosted.port
 
     def connect(self, world: World) -> Store | None:
         """Reach the TCPStore of a world, or return None as soon as the world has fallen apart."""
-        if self._hosted is not None and self._hosted.port == world.port and world.rank_of(self._node.id) == 0:
+        if self._hosted is not None and self._hosted.port == world.port and world.rank_of(self._participant.id) == 0:
             return self._hosted
         started = time.monotonic()
         while (waited_s := time.monotonic() - started) < self._timeout_s and not self._is_broken(waited_s):

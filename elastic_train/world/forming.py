@@ -132,7 +132,7 @@ class LiveWorlds:
                 time.sleep(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
                 continue
-            return Formed(group, world.told)
+            return Formed(group, world.context)
 
     def _be_member(self) -> LiveMember:
         """Begin the membership; an etcd that is away is waited for, as those wait who are members already."""

@@ -22,7 +22,7 @@ from pyetcd import exceptions as failures
 from pyetcd import utils
 
 from rendezvous.errors import StoreRefusedError, StoreUnavailableError
-from rendezvous.etcd.data_loss import Lives
+from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.etcd.options import EtcdOptions
 from rendezvous.membership.probes import split_endpoint
 from rendezvous.membership.store import Entry, Snapshot
@@ -158,12 +158,12 @@ def list_prefix(connection: Connection, prefix: str, give_up_after_s: float = GI
 
 
 def list_in_life(
-    connection: Connection, prefix: str, lives: Lives, give_up_after_s: float = GIVE_UP_AFTER_S
+    connection: Connection, prefix: str, data_loss: DataLossDetector, give_up_after_s: float = GIVE_UP_AFTER_S
 ) -> Snapshot:
     """Read all keys below `prefix`, and tell in which of etcd's lives."""
-    asked = lives.ask()
+    asked = data_loss.ask()
     listed = list_prefix(connection, prefix, give_up_after_s)
-    return replace(listed, life=lives.heard(asked, listed.revision))
+    return replace(listed, life=data_loss.heard(asked, listed.revision))
 
 
 class _Endpoint(pyetcd.Endpoint):  # type: ignore[misc]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 
 
-class Lives:
+class DataLossDetector:
     """The lives of one etcd, as the readers of one process know them."""
 
     def __init__(self) -> None:

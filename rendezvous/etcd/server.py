@@ -128,12 +128,12 @@ class EtcdServer:
         scheme = "https" if self._tls else "http"
         client = f"{scheme}://{self._host}:{self._port}"
         peers = {name: f"http://127.0.0.1:{port}" for name, port in self._peer_ports.items()}
-        told = (
+        advertised = (
             f"{scheme}://{self.endpoint}" if self._host != "0.0.0.0" else f"{scheme}://{socket.getfqdn()}:{self._port}"
         )
         flags = {
             "name": self._name, "data-dir": str(self.data_dir / "member"), "log-level": "error", "logger": "zap",
-            "listen-client-urls": client, "advertise-client-urls": told,
+            "listen-client-urls": client, "advertise-client-urls": advertised,
             "listen-peer-urls": peers[self._name], "initial-advertise-peer-urls": peers[self._name],
             "initial-cluster": ",".join(f"{name}={peer}" for name, peer in peers.items()),
             # A single member waits for nobody's vote, so a short election only means a quick start.

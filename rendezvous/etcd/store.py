@@ -21,7 +21,7 @@ from rendezvous.etcd.connection import (
     Connection,
     list_in_life,
 )
-from rendezvous.etcd.data_loss import Lives
+from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.etcd.options import EtcdOptions
 from rendezvous.etcd.watch import Mirror
 from rendezvous.membership.store import (
@@ -42,10 +42,10 @@ class EtcdStore:
     def __init__(self, options: EtcdOptions, *, give_up_after_s: float = GIVE_UP_AFTER_S) -> None:
         self._connection = Connection(options)
         self._give_up_after_s = give_up_after_s
-        self._lives = Lives()
+        self._data_loss = DataLossDetector()
 
     def get(self, prefix: str) -> Snapshot:
-        return list_in_life(self._connection, prefix, self._lives, self._give_up_after_s)
+        return list_in_life(self._connection, prefix, self._data_loss, self._give_up_after_s)
 
     def swap(self, writes: Writes, guards: Guards) -> int | None:
         tries = 0
@@ -58,12 +58,12 @@ class EtcdStore:
             succeeded, responses = client.transaction(compare=compare, success=operations, failure=[])
             return _revision(responses) if succeeded else None
 
-        asked = self._lives.ask()
+        asked = self._data_loss.ask()
         revision = self._connection.call(transact, give_up_after_s=self._give_up_after_s)
         if revision is None and tries > 1:
             return self._written_before(writes)
         if revision is not None:
-            self._lives.heard(asked, revision)
+            self._data_loss.heard(asked, revision)
         return revision
 
     def lease(self, ttl_s: float, *, renew: bool = True) -> EtcdLease:
@@ -76,7 +76,7 @@ class EtcdStore:
         return EtcdLease(connection, granted.id, ttl_s, renew=renew)
 
     def watch(self, prefix: str) -> Watch:
-        return Mirror(self._connection.options, prefix, first=self.get(prefix), lives=self._lives)
+        return Mirror(self._connection.options, prefix, first=self.get(prefix), data_loss=self._data_loss)
 
     def close(self) -> None:
         self._connection.close()

@@ -28,7 +28,7 @@ from pyetcd import watch as streams
 
 from rendezvous.errors import StoreError
 from rendezvous.etcd.connection import GIVE_UP_AFTER_S, Connection, list_in_life
-from rendezvous.etcd.data_loss import Lives
+from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.etcd.options import EtcdOptions
 from rendezvous.membership.store import Entry, Snapshot
 
@@ -41,10 +41,10 @@ _Said: TypeAlias = streams.WatchResponse | Exception | None
 class Mirror:
     """The Watch of EtcdStore: a thread that keeps the newest snapshot."""
 
-    def __init__(self, options: EtcdOptions, prefix: str, *, first: Snapshot, lives: Lives) -> None:
+    def __init__(self, options: EtcdOptions, prefix: str, *, first: Snapshot, data_loss: DataLossDetector) -> None:
         self._connection = Connection(options)
         self._prefix = prefix
-        self._snapshot, self._lives = first, lives
+        self._snapshot, self._data_loss = first, data_loss
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._said: queue.SimpleQueue[_Said] = queue.SimpleQueue()
@@ -102,11 +102,11 @@ class Mirror:
             if not isinstance(answer, streams.WatchResponse):
                 return
             shown = _applied(self._snapshot, answer)
-            self._lives.shown(shown.life, shown.revision)
+            self._data_loss.shown(shown.life, shown.revision)
             self._publish(shown)
 
     def _list(self) -> None:
-        listed = list_in_life(self._connection, self._prefix, self._lives)
+        listed = list_in_life(self._connection, self._prefix, self._data_loss)
         if listed.life > self._snapshot.life:
             _log.warning("etcd has lost its data: it is at revision %d again", listed.revision)
         self._publish(listed)

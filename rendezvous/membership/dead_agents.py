@@ -31,7 +31,7 @@ def is_looking(view: View, own: str) -> bool:
     return not ready or own in firsts.values()
 
 
-class Lookout:
+class DeadAgentProbe:
     """A member's looks, from a machine."""
 
     def __init__(self, host: str) -> None:

@@ -22,7 +22,7 @@ class Now(NamedTuple):
     same_for_s: float
 
 
-class Seen:
+class LatestView:
     """One thread shows, others read and wait."""
 
     def __init__(self, keys: Keys, first: Snapshot) -> None:

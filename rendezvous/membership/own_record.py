@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rendezvous.errors import StoreRefusedError
 from rendezvous.membership import decisions
 from rendezvous.membership.decisions import Change
-from rendezvous.membership.latest_view import Seen
+from rendezvous.membership.latest_view import LatestView
 from rendezvous.membership.records import Keys, Member, View
 from rendezvous.membership.store import (
     ABSENT,
@@ -44,14 +44,14 @@ class Place:
 class OwnRecord:
     """The record of the member at a place; it has none until it has registered, and another id whenever it does."""
 
-    def __init__(self, store: Store, keys: Keys, place: Place, seen: Seen, ttl_s: float) -> None:
+    def __init__(self, store: Store, keys: Keys, place: Place, latest: LatestView, ttl_s: float) -> None:
         self.id = ""
         self.place = place
         """What it says from its next registration on."""
         self.ttl_s = ttl_s
         """What the lease lasts: etcd may grant more than was asked for."""
         self.lease: Lease | None = None
-        self._store, self._keys, self._seen = store, keys, seen
+        self._store, self._keys, self._latest = store, keys, latest
         self._writing = threading.Lock()
 
     @property
@@ -70,7 +70,7 @@ class OwnRecord:
         """Rewrite the record; False if its lease is over."""
         for _ in range(MOST_TRIES):
             with self._writing:
-                now = self._seen.now()
+                now = self._latest.now()
                 mine = now.view.member(self.id)
                 if mine is None:
                     return False
@@ -80,7 +80,7 @@ class OwnRecord:
                         return True
                 except StoreRefusedError:
                     return False
-            self._seen.await_change(now.snapshot, PAUSE_S)
+            self._latest.await_change(now.snapshot, PAUSE_S)
         return False
 
     def swap(self, change: Change, lease: Lease | None) -> bool:
@@ -88,7 +88,7 @@ class OwnRecord:
         writes = {key: None if text is None else Put(text, lease) for key, text in change.writes.items()}
         if self._store.swap(writes, change.guards) is None:
             return False
-        self._seen.show(self._store.get(self._keys.prefix))
+        self._latest.show(self._store.get(self._keys.prefix))
         return True
 
     def revoke(self) -> None:
@@ -108,7 +108,7 @@ class OwnRecord:
             host=place.host,
             address=place.address,
             num_workers=place.num_workers,
-            after=self._seen.newest_term,
+            after=self._latest.newest_term,
             node=place.node,
             node_members=place.node_members,
             agent=place.agent,

@@ -21,7 +21,7 @@ from rendezvous.errors import (
     TooFewNodesError,
 )
 from rendezvous.membership import decisions
-from rendezvous.membership.dead_agents import LOOK_S, Lookout, is_looking
+from rendezvous.membership.dead_agents import LOOK_S, DeadAgentProbe, is_looking
 from rendezvous.membership.decisions import (
     Change,
     Decision,
@@ -32,7 +32,7 @@ from rendezvous.membership.decisions import (
     Seal,
     Wait,
 )
-from rendezvous.membership.latest_view import Seen
+from rendezvous.membership.latest_view import LatestView
 from rendezvous.membership.own_record import OwnRecord, Place
 from rendezvous.membership.records import (
     Closed,
@@ -47,7 +47,7 @@ from rendezvous.membership.store import Snapshot, Store
 _log = logging.getLogger("rendezvous")
 
 
-class Node:
+class Participant:
     """A member of a job: `join`, `next_world`, serve until `num_waiting()`, join again, and at last `leave`."""
 
     def __init__(self, store: Store, run_id: str, policy: Policy, place: Place, *, ttl_s: float) -> None:
@@ -57,10 +57,10 @@ class Node:
         self.joined_at = 0.0
         self._store = store
         self._watch = store.watch(self.keys.prefix)
-        self._seen = Seen(self.keys, self._watch.snapshot)
-        self._own = OwnRecord(store, self.keys, place, self._seen, ttl_s)
+        self._latest = LatestView(self.keys, self._watch.snapshot)
+        self._own = OwnRecord(store, self.keys, place, self._latest, ttl_s)
         self._left = threading.Event()
-        self._lookout = Lookout(place.host)
+        self._dead_agents = DeadAgentProbe(place.host)
         threading.Thread(target=self._follow, name=f"membership {run_id}", daemon=True).start()
 
     @property
@@ -83,7 +83,7 @@ class Node:
 
     @property
     def view(self) -> View:
-        return self._seen.now().view
+        return self._latest.now().view
 
     def join(self, timeout_s: float, is_stopped: Callable[[], bool] = lambda: False) -> None:
         """Be ready for the next world: register, or leave the world that this node was in.
@@ -150,15 +150,15 @@ class Node:
         mates = decisions.mates_of(self.view, world) if world is not None else ()
         leaves = world is not None and any(mate.node_id in nodes for mate in mates)
 
-        def told(member: Member, view: View) -> Member:
+        def reported(member: Member, view: View) -> Member:
             after = max(member.after, world.term) if leaves and world is not None else member.after
             return replace(member, missed=tuple(sorted(nodes)), after=after)
 
-        self._own.update(told)
+        self._own.update(reported)
 
     def wants_to_grow(self, quiet_s: float) -> bool:
         """Whether members wait to be admitted, and none has come or gone for `quiet_s`, so that they come together."""
-        return self._seen.now().same_for_s >= quiet_s and self.num_waiting() > 0
+        return self._latest.now().same_for_s >= quiet_s and self.num_waiting() > 0
 
     def is_only_growing(self) -> bool:
         return self.world is not None and decisions.is_only_growing(self.view, self.world)
@@ -172,14 +172,14 @@ class Node:
         assert world is not None, "workers run in a world"
         deadline = time.monotonic() + self.ttl_s + 2.0
         while time.monotonic() < deadline:
-            now = self._seen.now()
+            now = self._latest.now()
             verdict = decisions.blame(now.view, self.id, world)
             reported = now.view.failure is not None and now.view.failure.term >= world.term
             if verdict != "wait":
                 return verdict == "pay"
             if not reported:
                 self._try(decisions.report_failure(now.snapshot, self.keys, Failure(world.term, self.id)))
-            self._seen.await_change(now.snapshot, 0.2)
+            self._latest.await_change(now.snapshot, 0.2)
         return True
 
     def finish(self, timeout_s: float) -> None:
@@ -192,13 +192,13 @@ class Node:
         deadline = time.monotonic() + timeout_s
         self._say_done(world.term, deadline)
         while time.monotonic() < deadline:
-            now = self._seen.now()
+            now = self._latest.now()
             verdict = decisions.ending(now.view, self.id, world)
             if verdict == "close":
                 self.close(world.term)
             if verdict != "wait":
                 return
-            self._seen.await_change(now.snapshot, LOOK_S)
+            self._latest.await_change(now.snapshot, LOOK_S)
 
     def _say_done(self, term: int, deadline: float) -> None:
         while time.monotonic() < deadline:
@@ -232,7 +232,7 @@ class Node:
 
     def _decide(self) -> tuple[Decision, Snapshot]:
         """Return what to do next, and the snapshot that says so: acting on a newer one would guard what nobody saw."""
-        now = self._seen.now()
+        now = self._latest.now()
         return decisions.decide(now.view, self.id, self.policy, now.same_for_s), now.snapshot
 
     def _act(
@@ -244,7 +244,7 @@ class Node:
             _log.warning("the lease of this node ended: it joins as a new member")
             try:
                 self._own.register()
-                self._seen.await_change(snapshot, min(left_s, LOOK_S))  # of an etcd without its data the watch tells
+                self._latest.await_change(snapshot, min(left_s, LOOK_S))  # of an etcd without its data the watch tells
             except StoreUnavailableError as error:
                 _log.warning("waiting for etcd: %s", error)
                 time.sleep(min(left_s, LOOK_S))
@@ -253,18 +253,18 @@ class Node:
             if decision.why == "members" and is_looking(self.view, self.id):
                 if self._bury(snapshot):
                     return
-                pause_s = self._lookout.pause_s(self.view) if self.place.agent else LOOK_S
-            self._seen.await_change(snapshot, min(left_s, pause_s if decision.seconds is None else decision.seconds))
+                pause_s = self._dead_agents.pause_s(self.view) if self.place.agent else LOOK_S
+            self._latest.await_change(snapshot, min(left_s, pause_s if decision.seconds is None else decision.seconds))
 
     def _seal(self, decision: Seal, host: Callable[[Seal], tuple[str, int]], snapshot: Snapshot) -> None:
         address, port = host(decision)
         world = World(decision.term, decision.seats, decision.cause, address, port, time.time())
         if not self._try(decisions.seal(snapshot, self.keys, world)):
-            self._seen.await_change(snapshot, 0.2)
+            self._latest.await_change(snapshot, 0.2)
 
     def _bury(self, snapshot: Snapshot) -> bool:
         """Remove the members that everybody waits for and whose agent is gone; say whether any was."""
-        gone = self._lookout.gone(self.view)
+        gone = self._dead_agents.gone(self.view)
         return any([self._try(decisions.bury(snapshot, self.keys, dead.id)) for dead in gone])  # noqa: C419 - all of them
 
     def _try(self, change: Change) -> bool:
@@ -281,7 +281,7 @@ class Node:
             snapshot = self._watch.wait(revision, LOOK_S, life)
             if snapshot is not None:
                 revision, life = snapshot.revision, snapshot.life
-                self._seen.show(snapshot)
+                self._latest.show(snapshot)
             if not self._left.is_set():
                 self._show_life()
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from rendezvous.errors import StoreError
 from rendezvous.membership import decisions
-from rendezvous.membership.participant import Node
+from rendezvous.membership.participant import Participant
 from rendezvous.membership.probes import is_reachable
 from rendezvous.membership.records import Member
 
@@ -30,11 +30,11 @@ _MOST_AT_ONCE = 16
 _log = logging.getLogger("rendezvous")
 
 
-class Reach:
+class Reachability:
     """One member's knowledge of whom it reaches; a thread looks when `ask`ed, and now and then at who was missed."""
 
-    def __init__(self, node: Node, probe: Callable[[str], bool] = is_reachable) -> None:
-        self._node, self._probe = node, probe
+    def __init__(self, participant: Participant, probe: Callable[[str], bool] = is_reachable) -> None:
+        self._participant, self._probe = participant, probe
         self._silent: frozenset[str] = frozenset()
         self._looked_at = 0.0
         self._asked, self._closed = threading.Event(), threading.Event()
@@ -51,8 +51,8 @@ class Reach:
 
     def look(self) -> None:
         """Connect to the nodes of this member's world and to those that it misses, and say what has changed."""
-        view, world = self._node.view, self._node.world
-        mine = view.member(self._node.id)
+        view, world = self._participant.view, self._participant.world
+        mine = view.member(self._participant.id)
         self._looked_at = time.monotonic()
         if mine is None:
             return
@@ -66,7 +66,7 @@ class Reach:
         self._silent = silent
         if missed != missed_before:
             _log.warning("out of reach although etcd is not: %s", ", ".join(sorted(missed)) or "nobody any more")
-            self._node.report_missed(missed)
+            self._participant.report_missed(missed)
 
     def _silent_of(self, agents: Mapping[str, Member]) -> frozenset[str]:
         if not agents:
@@ -93,5 +93,5 @@ class Reach:
                     _log.debug("could not say who is out of reach: %s", error)
 
     def _misses_somebody(self) -> bool:
-        mine = self._node.view.member(self._node.id)
+        mine = self._participant.view.member(self._participant.id)
         return mine is not None and bool(mine.missed)

@@ -39,7 +39,7 @@ class LiveRendezvousHandler(RendezvousHandler):
         self._address = params.local_addr or address_towards(conf.etcd)
         self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
         self.node = f"{machine_name()}-{uuid.uuid4().hex[:8]}"
-        self.told = LiveContext(
+        self.context = LiveContext(
             endpoints=conf.etcd.endpoints,
             run_id=params.run_id,
             node=self.node,
@@ -65,7 +65,7 @@ class LiveRendezvousHandler(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        os.environ[LIVE_VARIABLE] = self.told.encode()
+        os.environ[LIVE_VARIABLE] = self.context.encode()
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(self._address, self._store.port))
 
     def num_nodes_waiting(self) -> int:

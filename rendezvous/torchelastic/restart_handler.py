@@ -28,7 +28,7 @@ from rendezvous.etcd.store import EtcdStore
 from rendezvous.meeting_point import Meeting
 from rendezvous.membership.decisions import Policy
 from rendezvous.membership.own_record import Place
-from rendezvous.membership.participant import Node
+from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import World
 from rendezvous.torchelastic.addresses import address_towards, machine_name
 from rendezvous.torchelastic.conf import BACKEND, Conf
@@ -48,7 +48,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._store = EtcdStore(conf.etcd)
         policy = Policy(params.min_nodes, params.max_nodes, conf.last_call_s)
         place = Place(machine_name(), self._local_address, num_workers=0)
-        self.node = Node(self._store, params.run_id, policy, place, ttl_s=conf.ttl_s)
+        self.node = Participant(self._store, params.run_id, policy, place, ttl_s=conf.ttl_s)
         self._meeting = Meeting(self.node, self._local_address, conf.timeout_s, lambda _: self.node.is_broken())
         self._is_restart_free = False
         # After SIGTERM the launcher skips shutdown(); the others should not have to wait for the lease to end.
@@ -124,7 +124,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def _enter(self, world: World, store: Store) -> RendezvousInfo:
         rank = world.rank_of(self.node.id)
         assert rank is not None, "a node enters only a world that it has a seat in"
-        told = RendezvousContext(
+        context = RendezvousContext(
             endpoints=self._conf.etcd.endpoints,
             run_id=self._run_id,
             term=world.term,
@@ -135,6 +135,6 @@ class EtcdRendezvousHandler(RendezvousHandler):
             num_nodes=len(world.seats),
             options=self._conf.etcd.secrets(),
         )
-        os.environ[VARIABLE] = told.encode()
+        os.environ[VARIABLE] = context.encode()
         address = RendezvousStoreInfo(world.address, world.port)
         return RendezvousInfo(store, rank, len(world.seats), address)

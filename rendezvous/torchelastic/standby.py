@@ -74,8 +74,8 @@ class Standby:
 
     def start(self, program: Program, env: Mapping[str, str], stdout: str | None, stderr: str | None) -> ForkedWorker:
         """Start a worker; `stdout` and `stderr` are files to write to, the node's own if None or empty."""
-        told = {**os.environ, **env}
-        process = self._context.Process(target=_become, args=(program, told, stdout, stderr), daemon=True)
+        environ = {**os.environ, **env}
+        process = self._context.Process(target=_become, args=(program, environ, stdout, stderr), daemon=True)
         process.start()
         return ForkedWorker(process)
 

@@ -41,7 +41,7 @@ from elastic_train.training.session import Session
 from elastic_train.world import handover
 from rendezvous.context import RendezvousContext
 from rendezvous.membership.fence import EtcdFence
-from rendezvous.membership.reachability import SELDOM_S, Reach
+from rendezvous.membership.reachability import SELDOM_S, Reachability
 from rendezvous.membership.records import read_view
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def _world(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
         return EtcdFence(client(give_up_after_s=give_up_after_s), told.run_id, world_term=told.term)
 
     yield from _in("rendezvous.live_member", EtcdStore=client, etcd_options=lambda *_: None, os=_Launcher(job))
-    yield from _in("rendezvous.live_member", Reach=functools.partial(Reach, probe=job.net.is_reachable))
+    yield from _in("rendezvous.live_member", Reachability=functools.partial(Reachability, probe=job.net.is_reachable))
     seldom_s = SELDOM_S * job.shape.look_s
     yield from _in("rendezvous.membership.reachability", ThreadPoolExecutor=job.net.at_once, SELDOM_S=seldom_s)
     yield from _launch(job, client)

@@ -23,7 +23,7 @@ from elastic_train.launch.node import (
     resolve,
 )
 from rendezvous import EtcdStore, TooFewNodesError
-from rendezvous.membership.participant import Node
+from rendezvous.membership.participant import Participant
 from rendezvous.torchelastic import live_handler
 from tests.conftest import ROOT, start
 from tests.elastic_train.training.test_live import history, until_whole, write_config
@@ -128,7 +128,7 @@ def test_too_few_nodes_end_with_77(
     def wait_in_vain(*_: object) -> None:
         raise TooFewNodesError("1 of 2 nodes came")
 
-    monkeypatch.setattr(Node, "next_world", wait_in_vain)
+    monkeypatch.setattr(Participant, "next_world", wait_in_vain)
     code, told = ended(capsys, tmp_path, "--recovery", "restart")
     assert (code, told.splitlines()[-1]) == (77, "error: 1 of 2 nodes came")
 
