@@ -30,6 +30,7 @@ from rendezvous.errors import StoreError
 from rendezvous.etcd.connection import GIVE_UP_AFTER_S, Connection, list_in_life
 from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.etcd.options import EtcdOptions
+from rendezvous.membership.latest_view import LatestSnapshot
 from rendezvous.membership.store import Entry, Snapshot
 
 PROBE_S = 3.0
@@ -39,13 +40,12 @@ _Said: TypeAlias = streams.WatchResponse | Exception | None
 
 
 class Mirror:
-    """The Watch of EtcdStore: a thread that keeps the newest snapshot."""
+    """The Watch of EtcdStore: a thread that brings the newest snapshot."""
 
     def __init__(self, options: EtcdOptions, prefix: str, *, first: Snapshot, data_loss: DataLossDetector) -> None:
         self._connection = Connection(options)
         self._prefix = prefix
-        self._snapshot, self._data_loss = first, data_loss
-        self._changed = threading.Condition()
+        self._latest, self._data_loss = LatestSnapshot(first), data_loss
         self._closed = threading.Event()
         self._said: queue.SimpleQueue[_Said] = queue.SimpleQueue()
         self._listed_at = 0.0
@@ -53,14 +53,10 @@ class Mirror:
 
     @property
     def snapshot(self) -> Snapshot:
-        with self._changed:
-            return self._snapshot
+        return self._latest.snapshot
 
     def wait(self, after: int, timeout_s: float, life: int = 0) -> Snapshot | None:
-        seen = Snapshot(after, {}, life)
-        with self._changed:
-            arrived = self._changed.wait_for(lambda: self._snapshot.is_newer(seen), timeout_s)
-            return self._snapshot if arrived else None
+        return self._latest.wait(Snapshot(after, {}, life), timeout_s)
 
     def close(self) -> None:
         self._closed.set()
@@ -101,15 +97,15 @@ class Mirror:
                 continue
             if not isinstance(answer, streams.WatchResponse):
                 return
-            shown = _applied(self._snapshot, answer)
+            shown = _applied(self.snapshot, answer)
             self._data_loss.shown(shown.life, shown.revision)
-            self._publish(shown)
+            self._latest.show(shown)
 
     def _list(self) -> None:
         listed = list_in_life(self._connection, self._prefix, self._data_loss)
-        if listed.life > self._snapshot.life:
+        if listed.life > self.snapshot.life:
             _log.warning("etcd has lost its data: it is at revision %d again", listed.revision)
-        self._publish(listed)
+        self._latest.show(listed)
         self._listed_at = time.monotonic()
 
     def _probe(self) -> None:
@@ -122,14 +118,8 @@ class Mirror:
             )
 
     def _open(self, tell: Callable[[_Said], None], client: object) -> int:
-        start = self._snapshot.revision + 1
+        start = self.snapshot.revision + 1
         return int(client.add_watch_prefix_callback(self._prefix, tell, start_revision=start))  # type: ignore[attr-defined]
-
-    def _publish(self, snapshot: Snapshot) -> None:
-        with self._changed:
-            if snapshot.is_newer(self._snapshot):
-                self._snapshot = snapshot
-                self._changed.notify_all()
 
 
 def _applied(snapshot: Snapshot, response: streams.WatchResponse) -> Snapshot:

@@ -80,7 +80,7 @@ class OwnRecord:
                         return True
                 except StoreRefusedError:
                     return False
-            self._latest.await_change(now.snapshot, PAUSE_S)
+            self._latest.wait(now.snapshot, PAUSE_S)
         return False
 
     def swap(self, change: Change, lease: Lease | None) -> bool:

@@ -179,7 +179,7 @@ class Participant:
                 return verdict == "pay"
             if not reported:
                 self._try(decisions.report_failure(now.snapshot, self.keys, Failure(world.term, self.id)))
-            self._latest.await_change(now.snapshot, 0.2)
+            self._latest.wait(now.snapshot, 0.2)
         return True
 
     def finish(self, timeout_s: float) -> None:
@@ -198,7 +198,7 @@ class Participant:
                 self.close(world.term)
             if verdict != "wait":
                 return
-            self._latest.await_change(now.snapshot, LOOK_S)
+            self._latest.wait(now.snapshot, LOOK_S)
 
     def _say_done(self, term: int, deadline: float) -> None:
         while time.monotonic() < deadline:
@@ -244,7 +244,7 @@ class Participant:
             _log.warning("the lease of this node ended: it joins as a new member")
             try:
                 self._own.register()
-                self._latest.await_change(snapshot, min(left_s, LOOK_S))  # of an etcd without its data the watch tells
+                self._latest.wait(snapshot, min(left_s, LOOK_S))  # of an etcd without its data the watch tells
             except StoreUnavailableError as error:
                 _log.warning("waiting for etcd: %s", error)
                 time.sleep(min(left_s, LOOK_S))
@@ -254,13 +254,13 @@ class Participant:
                 if self._bury(snapshot):
                     return
                 pause_s = self._dead_agents.pause_s(self.view) if self.place.agent else LOOK_S
-            self._latest.await_change(snapshot, min(left_s, pause_s if decision.seconds is None else decision.seconds))
+            self._latest.wait(snapshot, min(left_s, pause_s if decision.seconds is None else decision.seconds))
 
     def _seal(self, decision: Seal, host: Callable[[Seal], tuple[str, int]], snapshot: Snapshot) -> None:
         address, port = host(decision)
         world = World(decision.term, decision.seats, decision.cause, address, port, time.time())
         if not self._try(decisions.seal(snapshot, self.keys, world)):
-            self._latest.await_change(snapshot, 0.2)
+            self._latest.wait(snapshot, 0.2)
 
     def _bury(self, snapshot: Snapshot) -> bool:
         """Remove the members that everybody waits for and whose agent is gone; say whether any was."""
