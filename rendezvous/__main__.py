@@ -1,4 +1,4 @@
-"""An etcd for demos and tests: `python -m rendezvous [--port PORT]` runs one until it is told to stop.
+"""An etcd for demos and tests: `python -m rendezvous [--port PORT]` runs one until SIGTERM or Ctrl-C.
 
 Never for production: one member, on a free port of this machine, its files in a temporary folder.
 """

@@ -2,7 +2,8 @@
 
 The agent's rendezvous is node-local. Each worker is a member by itself, registers when it has warmed up, and forms
 worlds with the others through etcd; a fault costs the survivors a new world, not a new process. The worker asks
-`is_broken()` while it waits for others and `wants_to_grow()` between its steps, and calls `next_world()` for both.
+`is_broken()` while it waits for others and `wants_to_grow()` between its steps; if either is true, it calls
+`next_world()`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rendezvous.membership.reachability import Reachability
 from rendezvous.membership.records import World
 
 GROW_QUIET_S = 0.5
-"""Nobody has come or gone for so long before a world makes room: workers of one node are admitted together."""
+"""A world grows once no member has come or gone for this long, so that workers of one node are admitted together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class LiveMember:
     def is_broken(self, waited_s: float = 0.0) -> bool:
         """Whether the present world can take no further step: a member is gone or has left, or a newer one exists.
 
-        Who has waited for others for longer than a lease has them looked for: they may be out of reach.
+        After waiting for longer than a lease lasts, the others' nodes are probed: they may be out of reach.
         """
         if waited_s > self._participant.ttl_s:
             self._reachability.ask()
@@ -97,12 +98,12 @@ class LiveMember:
         return self._participant.wants_to_grow(GROW_QUIET_S)
 
     def close_job(self) -> None:
-        """Mark the job as done: members that come late leave."""
+        """Mark the job as done: members that join later leave."""
         assert self._participant.world is not None, "a job is closed by a world"
         self._participant.close(self._participant.world.term)
 
     def leave(self) -> None:
-        """Be gone at once for the others."""
+        """Leave at once: the others need not wait for a lease to end."""
         self._reachability.close()
         self._participant.leave()
 
@@ -121,5 +122,5 @@ class LiveMember:
 
 
 def member_prefix(node: str, local_rank: int) -> str:
-    """Return how the ids of a node's worker begin, so that its agent finds the member of a worker that died."""
+    """Return the prefix of the member ids of a node's worker, by which its agent finds the member of a dead worker."""
     return f"{node}.{local_rank}"

@@ -1,6 +1,6 @@
 """Where the members of a world meet: a TCPStore that its first seat hosts, a new one for every world.
 
-So nothing that an older world left behind can be met again.
+So a world can never read what an older one has left there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Meeting:
     def host(self, seal: Seal) -> tuple[str, int]:
         """Start the TCPStore of a world that this member is about to seal; return the address for all of its seats.
 
-        A term has one: the answer to a first try to seal it may have been lost.
+        There is one per term, because the first try to seal it may have succeeded although its answer was lost.
         """
         if self._hosted is None or self._hosted_for != seal.term:
             self._hosted = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
@@ -60,7 +60,7 @@ class Meeting:
                 socket.create_connection((world.address, world.port), timeout=1.0).close()
                 return self._open(world, started)
             time.sleep(RETRY_S)
-        _log.warning("the world of term %d fell apart before it began", world.term)
+        _log.warning("the world of term %d broke before all of its members had connected", world.term)
         return None
 
     def _open(self, world: World, started: float) -> TCPStore:

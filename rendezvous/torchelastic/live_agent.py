@@ -4,8 +4,8 @@ The agent knows nothing of the job's worlds. It starts workers, each of which be
 dies, or is stopped, it removes that worker's member from etcd at once, so that the others need not wait for a lease
 to end. In a dead one's place it starts another, while the node's other workers train on.
 
-Restarts are counted per cause and hour: `max_restarts` deaths by signal, and as many by an error of the worker's own.
-A node that has used them up leaves; the job goes on for the others.
+Restarts are counted per cause and hour: `max_restarts` deaths by signal, and as many by an error of the worker itself.
+A node that has used them up leaves; the job continues for the others.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from rendezvous.torchelastic.standby import Program, Standby
 
 PER_S = 3600.0
 STOPPED_S, STOPPED_FOR_GOOD_S, AWAY_S = 0.5, 60.0, 10.0
-"""After so long the others go on without a worker that is stopped; after so long another takes its place. An agent that
-has not looked for so long was stopped itself, with its node: what it knew of who is stopped is no more."""
+"""When the others continue without a stopped worker, and when another takes its place. An agent that has not looked for
+longer than the third was stopped itself, with its node, so what it knew of stopped workers is out of date."""
 SHORT_LIFE_S = 20.0
 LONGEST_PAUSE_S = 30.0
 DONE_GRACE_S = 60.0
-# Codes with which a worker says that another in its place would end alike: bad input, damage.
+# Codes of errors that another worker in its place would meet as well: bad input, damage.
 FINAL_CODES = frozenset({2, 65})
-# Codes with which a worker leaves of its own accord: done without its result, preempted, too few nodes.
+# Codes with which a worker leaves by itself: done without its result, preempted, too few nodes.
 LEAVING_CODES = frozenset({74, 75, 77})
 
 _log = logging.getLogger("rendezvous")
@@ -110,13 +110,13 @@ class LiveAgent(BoundAgent):
             try:
                 self._standby = Standby(preload)
             except OSError as error:  # such as a TMPDIR that is too long for a socket's address
-                _log.warning("no standby process, workers are started in the ordinary way: %s", error)
+                _log.warning("no standby process, workers are started the ordinary way: %s", error)
         return started
 
     def _bury_if_stopped(self, rank: int, pid: int, now: float) -> None:
         """Do not let the others wait for the lease of a worker that was stopped by a signal or a debugger.
 
-        One that nobody lets go on is ended, and so replaced; a debugger may take its time.
+        If nobody continues it, it is killed and replaced; a debugger may take its time.
         """
         how = stopped_by(pid)
         if how is None:
@@ -126,10 +126,10 @@ class LiveAgent(BoundAgent):
         stopped_s = now - self._stopped_since.setdefault(pid, now)
         if stopped_s > STOPPED_S and pid not in self._buried_stopped:
             self._buried_stopped.add(pid)  # once is enough: while it is stopped it cannot join
-            _log.warning("worker %d is stopped: the others go on without it", rank)
+            _log.warning("worker %d is stopped: the others continue without it", rank)
             self._rendezvous_handler.bury(rank)
         if stopped_s > STOPPED_FOR_GOOD_S and how == "signal":
-            _log.warning("worker %d was stopped by a signal %.0f s ago: it is ended, for another", rank, stopped_s)
+            _log.warning("worker %d was stopped by a signal %.0f s ago: killing and replacing it", rank, stopped_s)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -137,7 +137,7 @@ class LiveAgent(BoundAgent):
         """There is nothing to wait for: the workers have closed the job together."""
 
     def _end_the_rest(self, now: float) -> None:
-        """Kill workers that outlive a job that is done for long: they are frozen, or hang."""
+        """Kill workers that still run long after the job is done: they are frozen, or hang."""
         self._done_since = self._done_since or now
         if now - self._done_since > DONE_GRACE_S:
             self._done_since = None  # those that take their place learn that the job is done, and leave
@@ -151,7 +151,7 @@ class LiveAgent(BoundAgent):
         return result
 
     def _pause_s(self, rank: int, now: float) -> float:
-        """Return how long to wait: not at all, unless it died young again and again."""
+        """Return how long to wait before a restart: not at all, unless the worker repeatedly died young."""
         if now - self._born_at.get(rank, 0.0) > SHORT_LIFE_S:
             self._young_deaths[rank] = 0
             return 0.0
@@ -178,7 +178,7 @@ class LiveAgent(BoundAgent):
                 return self._standby.start(program, env, stdout, stderr)
             except (OSError, EOFError) as error:
                 self._standby = None
-                _log.warning("the standby process does not serve, and is not used any more: %s", error)
+                _log.warning("the standby process failed and is no longer used: %s", error)
         assert isinstance(context.entrypoint, str), "a bound worker is a program"
         return get_subprocess_handler(
             entrypoint=context.entrypoint,
@@ -201,7 +201,7 @@ def codes(handlers: Mapping[int, SubprocessHandler]) -> list[int | None]:
 
 
 def stopped_by(pid: int) -> Literal["signal", "debugger"] | None:
-    """Say what a process was stopped by; None if it was not, or where there is no /proc."""
+    """Return what has stopped a process; None if it is not stopped, or there is no /proc."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
     except OSError:
@@ -210,7 +210,7 @@ def stopped_by(pid: int) -> Literal["signal", "debugger"] | None:
 
 
 class Budget:
-    """At most so many restarts per cause within an hour."""
+    """A maximum of restarts per cause within an hour."""
 
     def __init__(self, most: int) -> None:
         self._most = most

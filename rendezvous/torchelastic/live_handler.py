@@ -33,7 +33,7 @@ class LiveRendezvousHandler(RendezvousHandler):
         self._etcd = EtcdStore(conf.etcd)
         self._keys = Keys(params.run_id)
         self.has_standby = conf.has_standby
-        # No etcd is an error now, not in every worker; but a node may come back while others ride out its absence.
+        # A missing etcd is reported here, not by every worker; but wait a little, as a running job does in an outage.
         with contextlib.closing(Connection(conf.etcd)) as connection:
             list_prefix(connection, self._keys.world, START_PATIENCE_S)
         self._address = params.local_addr or address_towards(conf.etcd)
@@ -69,24 +69,24 @@ class LiveRendezvousHandler(RendezvousHandler):
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(self._address, self._store.port))
 
     def num_nodes_waiting(self) -> int:
-        """Nobody waits for this node's agent: its workers make room for others themselves."""
+        """Return 0: no agent waits, because the workers admit others by themselves."""
         return 0
 
     def is_closed(self) -> bool:
         return False
 
     def set_closed(self) -> None:
-        """A node never closes a job: its workers do, when they have finished."""
+        """Do nothing: the workers close the job when they have finished."""
 
     def shutdown(self) -> bool:
         self._etcd.close()
         return True
 
     def bury(self, local_rank: int) -> None:
-        """Remove the members of a worker that is dead or stopped: a stopped one joins anew when it goes on."""
+        """Remove the members of a worker that is dead or stopped; a stopped one joins again when it continues."""
         prefix = self._keys.member(member_prefix(self.node, local_rank)) + "-"
         try:
             for key in self._etcd.get(prefix).entries:
                 self._etcd.swap({key: None}, {})
         except StoreError as error:
-            _log.warning("could not remove a lost worker's member, its lease will run out: %s", error)
+            _log.warning("could not remove the member of a lost worker, its lease will expire: %s", error)

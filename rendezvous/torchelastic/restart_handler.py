@@ -75,7 +75,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for a world, and leave its description for the workers.
+        """Wait for a world, and leave its description in the environment of the workers.
 
         Raises RendezvousTimeoutError if too few nodes come, RendezvousGracefulExitError if the job is done.
         """
@@ -89,7 +89,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
             except StoreError as error:
                 raise RendezvousConnectionError(str(error)) from None
             if world is None:
-                raise RendezvousGracefulExitError(f"the job {self._run_id!r} is done: nothing is left for this node")
+                raise RendezvousGracefulExitError(
+                    f"the job {self._run_id!r} is done: there is nothing left to do for this node"
+                )
             if (store := self._meeting.connect(world)) is not None:
                 return self._enter(world, store)
 
@@ -102,7 +104,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         try:
             self._is_restart_free = not self.node.is_to_blame()
         except StoreError as error:
-            _log.warning("cannot find out whose fault it was: %s", error)
+            _log.warning("cannot find out which node failed first, so the restart is charged to this one: %s", error)
         return self._is_restart_free
 
     @property
@@ -117,7 +119,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self.node.close(self.node.view.term)
 
     def shutdown(self) -> bool:
-        """Leave: the lease is revoked. The job goes on for the others, unless its workers finished."""
+        """Leave by revoking the lease. The job continues for the others, unless its workers have finished."""
         self.node.leave()
         return True
 
