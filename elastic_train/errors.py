@@ -15,12 +15,18 @@ ElasticTrainError               1
 ├── HungError                  76   no step in the time allowed
 ├── TooFewNodesError           77   not enough nodes in time
 
+Those that `rendezvous` has as well derive from its own: ConfigError from OptionError, Preempted from StoppedWaiting,
+FencedError and TooFewNodesError from their namesakes. `translated` makes them of rendezvous' errors.
+
 A message says what happened, where (file, key, step, term), and what to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator
+
+from rendezvous import errors as rendezvous_errors
 
 
 class ElasticTrainError(Exception):
@@ -29,14 +35,10 @@ class ElasticTrainError(Exception):
     exit_code = 1
 
 
-class ConfigError(ElasticTrainError):
+class ConfigError(ElasticTrainError, rendezvous_errors.OptionError):
     """One or more things in the configuration are wrong; all of them are in `problems`."""
 
     exit_code = 2
-
-    def __init__(self, *problems: str) -> None:
-        self.problems: Sequence[str] = problems
-        super().__init__("\n".join(problems))
 
 
 class CorruptError(ElasticTrainError):
@@ -65,7 +67,7 @@ class SavesFailedError(ElasticTrainError):
     exit_code = StorageError.exit_code
 
 
-class FencedError(ElasticTrainError):
+class FencedError(ElasticTrainError, rendezvous_errors.FencedError):
     """A newer term owns the lineage: this world must stop and must not publish."""
 
 
@@ -79,7 +81,7 @@ class PeerLostError(ElasticTrainError):
     """A collective failed because a member of the world is gone."""
 
 
-class Preempted(ElasticTrainError):  # noqa: N818 - not a failure: the job left because it was told to
+class Preempted(ElasticTrainError, rendezvous_errors.StoppedWaiting):  # noqa: N818 - not a failure: the job left because it was told to
     """The job was told to leave; its applied state is committed."""
 
     exit_code = 75
@@ -89,8 +91,34 @@ class HungError(ElasticTrainError):
     exit_code = 76
 
 
-class TooFewNodesError(ElasticTrainError):
+class TooFewNodesError(ElasticTrainError, rendezvous_errors.TooFewNodesError):
     exit_code = 77
+
+
+_KINDS: tuple[tuple[type[rendezvous_errors.RendezvousError], type[ElasticTrainError]], ...] = (
+    (rendezvous_errors.FencedError, FencedError),
+    (rendezvous_errors.TooFewNodesError, TooFewNodesError),
+    (rendezvous_errors.StoppedWaiting, Preempted),
+    (rendezvous_errors.StoreError, StorageError),
+)
+
+
+@contextlib.contextmanager
+def translated() -> Iterator[None]:
+    """Raise rendezvous' errors as errors of this package, with the same message.
+
+    All ranks and the exit code depend on the kind. An etcd that cannot be used is a StorageError, and what has no kind
+    of its own a plain ElasticTrainError.
+    """
+    try:
+        yield
+    except ElasticTrainError:
+        raise  # it may derive from one of rendezvous' errors
+    except rendezvous_errors.OptionError as error:
+        raise ConfigError(*error.problems) from error
+    except rendezvous_errors.RendezvousError as error:
+        kind = next((ours for theirs, ours in _KINDS if isinstance(error, theirs)), ElasticTrainError)
+        raise kind(str(error)) from error
 
 
 def explain(error: ElasticTrainError) -> str:

@@ -1,7 +1,13 @@
 """Membership and fencing over etcd v3; knows nothing of training.
 
-`torchrun --rdzv_backend=etcd` finds its handler here, a trainer its fence, a demo its etcd.
+`torchrun --rdzv_backend=etcd` finds its handler here, a trainer its fence, a demo its etcd. `__all__` is the public
+interface. What needs etcd's client is imported at its first use: an error class alone must not cost that import.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from rendezvous.context import RendezvousContext, context, open_fence
 from rendezvous.errors import (
@@ -15,13 +21,15 @@ from rendezvous.errors import (
     TooFewNodesError,
 )
 from rendezvous.etcd.options import EtcdOptions, etcd_options
-from rendezvous.etcd.server import EtcdServer
-from rendezvous.etcd.store import EtcdStore
 from rendezvous.membership.fence import EtcdFence
 from rendezvous.membership.memory_store import MemoryStore
 from rendezvous.membership.records import Head
 from rendezvous.membership.store import Store
 from rendezvous.orphans import die_with_parent
+
+if TYPE_CHECKING:
+    from rendezvous.etcd.server import EtcdServer
+    from rendezvous.etcd.store import EtcdStore
 
 __all__ = [
     "EtcdFence",
@@ -45,3 +53,11 @@ __all__ = [
     "etcd_options",
     "open_fence",
 ]
+
+_LATE = {"EtcdServer": "rendezvous.etcd.server", "EtcdStore": "rendezvous.etcd.store"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LATE[name]), name)

@@ -1,4 +1,4 @@
-"""An etcd for demos and tests: `python -m rendezvous [--port PORT]` runs one until it is told to stop.
+"""An etcd for demos and tests: `python -m rendezvous [--port PORT]` runs one until SIGTERM or Ctrl-C.
 
 Never for production: one member, on a free port of this machine, its files in a temporary folder.
 """
@@ -21,15 +21,15 @@ def main() -> None:
     asked = parser.parse_args()
     # Python's own handlers run between two steps of a program: a signal that comes just before a wait begins is not
     # heard by the wait. What the interpreter writes to a socket in the very moment is read whenever the wait begins.
-    told, tells = socket.socketpair()
-    tells.setblocking(False)
-    signal.set_wakeup_fd(tells.fileno())
+    woken, wakes = socket.socketpair()
+    wakes.setblocking(False)
+    signal.set_wakeup_fd(wakes.fileno())
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     with EtcdServer(port=asked.port, data_dir=asked.data_dir) as server:
         sys.stdout.write(server.endpoint + "\n")
         sys.stdout.flush()
-        told.recv(1)
+        woken.recv(1)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What a node tells its workers about their world, in one environment variable.
+"""What a node passes to its workers about their world, in one environment variable.
 
 A worker reads `context()`, and opens the fence of its job with `open_fence(context)`. The variable carries the
-credentials for etcd, if there are any: it is as private as the process's environment.
+credentials for etcd, if there are any, and is as private as the process's environment.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from rendezvous.etcd.options import etcd_options
-from rendezvous.etcd.store import EtcdStore
 from rendezvous.membership.fence import EtcdFence
 from rendezvous.membership.records import Cause
 
@@ -40,7 +39,7 @@ class RendezvousContext:
 
 @dataclass(frozen=True, slots=True)
 class LiveContext:
-    """What a worker needs to form worlds by itself (`recovery=live`), the same over all of its worlds."""
+    """What a worker needs to form worlds by itself (`recovery=live`); the same for all of its worlds."""
 
     endpoints: tuple[str, ...]
     run_id: str
@@ -60,7 +59,7 @@ class LiveContext:
 
 
 def live_context() -> LiveContext | None:
-    """Return what the launcher left for a worker in `live` mode, None in every other."""
+    """Return what the launcher left for a worker in `live` mode; None in any other mode."""
     text = os.environ.get(LIVE_VARIABLE)
     if not text:
         return None
@@ -69,7 +68,7 @@ def live_context() -> LiveContext | None:
 
 
 def context() -> RendezvousContext | None:
-    """Return the context that the launcher left, or None under another launcher or none."""
+    """Return the context that our launcher left; None under another launcher or without one."""
     text = os.environ.get(VARIABLE)
     if not text:
         return None
@@ -80,7 +79,9 @@ def context() -> RendezvousContext | None:
 def open_fence(context: RendezvousContext, *, give_up_after_s: float = 10.0) -> EtcdFence:
     """Connect to the job's etcd as one of its workers; the fence knows the term of the worker's world.
 
-    Its calls outlast an election of etcd's, and raise StoreUnavailableError after `give_up_after_s`.
+    Its calls survive an election in etcd, and raise StoreUnavailableError after `give_up_after_s`.
     """
+    from rendezvous.etcd.store import EtcdStore  # only here, because etcd's client is slow to import
+
     store = EtcdStore(etcd_options(context.endpoints, context.options), give_up_after_s=give_up_after_s)
     return EtcdFence(store, context.run_id, world_term=context.term)

@@ -6,8 +6,8 @@ RendezvousError
 │   ├── StoreUnavailableError no member of etcd answered within the deadline, retries included
 │   └── StoreRefusedError     etcd answered, and refused: credentials, permissions, space
 ├── FencedError               a newer world exists; this one may neither claim a term nor publish
-├── TooFewNodesError          fewer than min_nodes came in time
-├── StoppedWaiting            told to leave before a world came
+├── TooFewNodesError          fewer than min_nodes joined in time
+├── StoppedWaiting            asked to leave before a world was formed
 └── ServerError               the etcd of a demo or a test could not be started
 
 A message says what happened, where (endpoint, key, term), and what to do.
@@ -41,15 +41,15 @@ class StoreRefusedError(StoreError):
 
 
 class FencedError(RendezvousError):
-    """A newer world exists: this one must stop, and must not publish."""
+    """A newer world exists; this one must stop and must not publish."""
 
 
 class TooFewNodesError(RendezvousError):
-    """Fewer nodes than `min_nodes` came in time."""
+    """Fewer nodes than `min_nodes` joined in time."""
 
 
 class StoppedWaiting(RendezvousError):  # noqa: N818 - not a failure
-    """Whoever waited for a world was told to leave."""
+    """A member was asked to leave while it waited for a world."""
 
 
 class ServerError(RendezvousError):

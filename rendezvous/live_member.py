@@ -2,7 +2,8 @@
 
 The agent's rendezvous is node-local. Each worker is a member by itself, registers when it has warmed up, and forms
 worlds with the others through etcd; a fault costs the survivors a new world, not a new process. The worker asks
-`is_broken()` while it waits for others and `wants_to_grow()` between its steps, and calls `next_world()` for both.
+`is_broken()` while it waits for others and `wants_to_grow()` between its steps; if either is true, it calls
+`next_world()`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from rendezvous.etcd.store import EtcdStore
 from rendezvous.meeting_point import Meeting
 from rendezvous.membership.decisions import Policy, count_nodes, mates_of
 from rendezvous.membership.own_record import Place
-from rendezvous.membership.participant import Node
-from rendezvous.membership.reachability import Reach
+from rendezvous.membership.participant import Participant
+from rendezvous.membership.reachability import Reachability
 from rendezvous.membership.records import World
 
 GROW_QUIET_S = 0.5
-"""Nobody has come or gone for so long before a world makes room: workers of one node are admitted together."""
+"""A world grows once no member has come or gone for this long, so that workers of one node are admitted together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,38 +36,38 @@ class LiveWorld:
     rank: int
     size: int
     store: TorchStore
-    told: RendezvousContext
+    context: RendezvousContext
 
 
 class LiveMember:
     """A worker's membership over the life of its process."""
 
-    def __init__(self, told: LiveContext, max_members: int) -> None:
+    def __init__(self, context: LiveContext, max_members: int) -> None:
         """`max_members` is the most that a world can use: further ones wait, warmed up, until one is lost.
 
         Raises StoreUnavailableError if etcd does not answer.
         """
-        self._told = told
-        options = etcd_options(told.endpoints, told.options)
+        self._context = context
+        options = etcd_options(context.endpoints, context.options)
         local_rank, local_size = os.environ["LOCAL_RANK"], int(os.environ["LOCAL_WORLD_SIZE"])
         place = Place(
-            host=told.host,
-            address=told.address,
+            host=context.host,
+            address=context.address,
             num_workers=1,
-            name=member_prefix(told.node, int(local_rank)),
-            node=told.node,
+            name=member_prefix(context.node, int(local_rank)),
+            node=context.node,
             node_members=local_size,
-            agent=told.agent,
+            agent=context.agent,
         )
-        policy = Policy(told.min_nodes, told.max_nodes, told.last_call_s, max_members)
+        policy = Policy(context.min_nodes, context.max_nodes, context.last_call_s, max_members)
         store = EtcdStore(options)
         try:
-            self._node = Node(store, told.run_id, policy, place, ttl_s=told.ttl_s)
+            self._participant = Participant(store, context.run_id, policy, place, ttl_s=context.ttl_s)
         except StoreError:
             store.close()
             raise
-        self._reach = Reach(self._node)
-        self._meeting = Meeting(self._node, told.address, told.timeout_s, self.is_broken)
+        self._reachability = Reachability(self._participant)
+        self._meeting = Meeting(self._participant, context.address, context.timeout_s, self.is_broken)
 
     def next_world(self, is_stopped: Callable[[], bool]) -> LiveWorld | None:
         """Leave the world that this worker is in, if any, and wait for the next; None if the job is done.
@@ -74,52 +75,52 @@ class LiveMember:
         Raises TooFewNodesError if fewer nodes than the minimum come in time, StoppedWaiting when `is_stopped()`.
         """
         while True:
-            self._node.join(self._told.timeout_s, is_stopped)
-            world = self._node.next_world(self._meeting.host, self._told.timeout_s, is_stopped)
+            self._participant.join(self._context.timeout_s, is_stopped)
+            world = self._participant.next_world(self._meeting.host, self._context.timeout_s, is_stopped)
             if world is None:
                 return None
             store = self._meeting.connect(world)
-            rank = world.rank_of(self._node.id)
+            rank = world.rank_of(self._participant.id)
             if store is not None and rank is not None:
                 return LiveWorld(rank, len(world.seats), store, self._context_of(world))
 
     def is_broken(self, waited_s: float = 0.0) -> bool:
         """Whether the present world can take no further step: a member is gone or has left, or a newer one exists.
 
-        Who has waited for others for longer than a lease has them looked for: they may be out of reach.
+        After waiting for longer than a lease lasts, the others' nodes are probed: they may be out of reach.
         """
-        if waited_s > self._node.ttl_s:
-            self._reach.ask()
-        return self._node.is_broken()
+        if waited_s > self._participant.ttl_s:
+            self._reachability.ask()
+        return self._participant.is_broken()
 
     def wants_to_grow(self) -> bool:
         """Whether warmed-up members wait to be admitted."""
-        return self._node.wants_to_grow(GROW_QUIET_S)
+        return self._participant.wants_to_grow(GROW_QUIET_S)
 
     def close_job(self) -> None:
-        """Mark the job as done: members that come late leave."""
-        assert self._node.world is not None, "a job is closed by a world"
-        self._node.close(self._node.world.term)
+        """Mark the job as done: members that join later leave."""
+        assert self._participant.world is not None, "a job is closed by a world"
+        self._participant.close(self._participant.world.term)
 
     def leave(self) -> None:
-        """Be gone at once for the others."""
-        self._reach.close()
-        self._node.leave()
+        """Leave at once: the others need not wait for a lease to end."""
+        self._reachability.close()
+        self._participant.leave()
 
     def _context_of(self, world: World) -> RendezvousContext:
         return RendezvousContext(
-            endpoints=self._told.endpoints,
-            run_id=self._told.run_id,
+            endpoints=self._context.endpoints,
+            run_id=self._context.run_id,
             term=world.term,
-            member_id=self._node.id,
-            joined_at=self._node.joined_at,
+            member_id=self._participant.id,
+            joined_at=self._participant.joined_at,
             sealed_at=world.sealed_at,
             cause=world.cause,
-            num_nodes=count_nodes(mates_of(self._node.view, world)),
-            options=self._told.options,
+            num_nodes=count_nodes(mates_of(self._participant.view, world)),
+            options=self._context.options,
         )
 
 
 def member_prefix(node: str, local_rank: int) -> str:
-    """Return how the ids of a node's worker begin, so that its agent finds the member of a worker that died."""
+    """Return the prefix of the member ids of a node's worker, by which its agent finds the member of a dead worker."""
     return f"{node}.{local_rank}"

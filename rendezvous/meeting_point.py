@@ -1,6 +1,6 @@
 """Where the members of a world meet: a TCPStore that its first seat hosts, a new one for every world.
 
-So nothing that an older world left behind can be met again.
+So a world can never read what an older one has left there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
 
 from rendezvous.membership.decisions import Seal
-from rendezvous.membership.participant import Node
+from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import World
 from rendezvous.waiting import Bystander, GivenUp
 
@@ -29,28 +29,30 @@ _log = logging.getLogger("rendezvous")
 class Meeting:
     """One member's side of the meetings of its worlds."""
 
-    def __init__(self, node: Node, address: str, timeout_s: float, is_broken: Callable[[float], bool]) -> None:
+    def __init__(
+        self, participant: Participant, address: str, timeout_s: float, is_broken: Callable[[float], bool]
+    ) -> None:
         """`is_broken(waited_s)` ends the waiting for others."""
-        self._node, self._address, self._timeout_s, self._is_broken = node, address, timeout_s, is_broken
+        self._participant, self._address, self._timeout_s, self._is_broken = participant, address, timeout_s, is_broken
         self._hosted: TCPStore | None = None
         self._hosted_for = 0
 
     def host(self, seal: Seal) -> tuple[str, int]:
         """Start the TCPStore of a world that this member is about to seal; return the address for all of its seats.
 
-        A term has one: the answer to a first try to seal it may have been lost.
+        There is one per term, because the first try to seal it may have succeeded although its answer was lost.
         """
         if self._hosted is None or self._hosted_for != seal.term:
             self._hosted = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
             self._hosted_for = seal.term
-        hosts = {member.host for member in self._node.view.members}
-        is_alone = hosts <= {self._node.place.host}
+        hosts = {member.host for member in self._participant.view.members}
+        is_alone = hosts <= {self._participant.place.host}
         is_local = self._address.startswith("127.") or self._address == "localhost"
         return (self._address if is_alone or not is_local else socket.getfqdn()), self._hosted.port
 
     def connect(self, world: World) -> Store | None:
         """Reach the TCPStore of a world, or return None as soon as the world has fallen apart."""
-        if self._hosted is not None and self._hosted.port == world.port and world.rank_of(self._node.id) == 0:
+        if self._hosted is not None and self._hosted.port == world.port and world.rank_of(self._participant.id) == 0:
             return self._hosted
         started = time.monotonic()
         while (waited_s := time.monotonic() - started) < self._timeout_s and not self._is_broken(waited_s):
@@ -58,7 +60,7 @@ class Meeting:
                 socket.create_connection((world.address, world.port), timeout=1.0).close()
                 return self._open(world, started)
             time.sleep(RETRY_S)
-        _log.warning("the world of term %d fell apart before it began", world.term)
+        _log.warning("the world of term %d broke before all of its members had connected", world.term)
         return None
 
     def _open(self, world: World, started: float) -> TCPStore:

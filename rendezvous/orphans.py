@@ -1,9 +1,9 @@
-"""A child that dies with its parent: no worker trains on after its agent was killed, no etcd outlives its test.
+"""Child processes that die with their parent, so that no worker survives its agent and no etcd survives its test.
 
-`die_with_parent()` is for a process that knows about it. Any other program is started through this file,
+`die_with_parent()` is for a process that can call it. Any other program is started through this file,
 `python -I -S orphans.py PARENT_PID PROGRAM ARGS…`, which asks the kernel and then becomes the program: the request
-survives exec. Linux only (PR_SET_PDEATHSIG); elsewhere both do nothing. The kernel means the parent's *thread*: start
-such children from a thread that lives as long as they should.
+survives exec. Linux only (PR_SET_PDEATHSIG); elsewhere both do nothing. The kernel watches the parent's *thread*:
+start such children from a thread that lives as long as they should.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def bound_command(*command: str) -> list[str]:
 def _become(parent: int, command: list[str]) -> None:
     die_with_parent()
     if os.getppid() != parent:
-        sys.exit(f"{command[0]}: the process that asked for it is gone")
+        sys.exit(f"{command[0]}: its parent process is gone, so it is not started")
     os.execvp(command[0], command)
 
 

@@ -1,8 +1,8 @@
-"""Calls that may never return, and can be given up: they run on a thread, and the caller watches something else.
+"""Calls that may never return and can be abandoned: they run on a thread, and the caller watches a condition.
 
-Nothing can unblock a collective whose peer is frozen: not `abort()`, not dropping the group, whose destructor blocks,
-too. So the thread that is stuck in it keeps the group and its buffers until the group's own timeout, and nobody waits
-for the thread.
+Nothing can unblock a collective whose peer is frozen: neither `abort()` nor dropping the group, whose destructor blocks
+as well. So the stuck thread keeps the group and its buffers until the group's own timeout, and nothing waits for the
+thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Call(Generic[T]):
 
 
 class Bystander:
-    """A thread that makes one call after another for a caller who may walk away."""
+    """A thread that makes one call after another for a caller that may stop waiting."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[_Call[object] | None] = SimpleQueue()
@@ -59,7 +59,7 @@ class Bystander:
         return call.result  # type: ignore[return-value]
 
     def leave(self, last_words: Callable[[], object]) -> None:
-        """End the thread with a last call, once it is free; nobody waits for it."""
+        """End the thread with a last call, once it is free; returns at once."""
         self._calls.put(_Call(last_words))
         self._calls.put(None)
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_train.errors import ConfigError, ElasticTrainError, Preempted, TooFewNodesError
+from elastic_train.errors import ConfigError, ElasticTrainError, Preempted, TooFewNodesError, translated
 from elastic_train.system.preemption import EXIT_AT_ONCE, SAME_REQUEST_S
 
 RECOVERIES = ("live", "restart")
@@ -118,14 +118,10 @@ def launch(plan: Launch) -> int:
     # torch takes seconds to import: not before the arguments are read
     from torch.distributed.elastic.rendezvous import RendezvousError as TorchRendezvousError
 
-    from rendezvous.errors import OptionError, RendezvousError
-
     try:
-        with _etcd(plan) as endpoint:
+        with translated(), _etcd(plan) as endpoint:
             return _run_agent(plan, endpoint)
-    except OptionError as error:
-        raise ConfigError(*error.problems) from error
-    except (RendezvousError, TorchRendezvousError) as error:
+    except TorchRendezvousError as error:
         raise ElasticTrainError(str(error)) from error
 
 
@@ -205,8 +201,8 @@ def _run_agent(plan: Launch, endpoint: str) -> int:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, RendezvousTimeoutError
 
-    from rendezvous.torchelastic.bound_agent import BoundAgent, make_agent
-    from rendezvous.torchelastic.entry_point import create_handler
+    from rendezvous.torchelastic.bound_agent import BoundAgent
+    from rendezvous.torchelastic.entry_point import create_handler, make_agent
 
     parameters = RendezvousParameters(
         backend="etcd",

@@ -11,14 +11,13 @@ was returned before.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,8 +25,7 @@ from elastic_train.checkpoint.commits.reader import commit_keys
 from elastic_train.checkpoint.commits.writer import Unheard
 from elastic_train.checkpoint.stores.store import Store, create_once, read
 from elastic_train.core.lineage import COMMITS, place_of
-from elastic_train.errors import FencedError, StorageError
-from rendezvous import errors as rendezvous_errors
+from elastic_train.errors import FencedError, StorageError, translated
 
 TERMS = "terms/"
 _CLAIM_TRIES = 100
@@ -105,33 +103,23 @@ class JoinedFence:
         self._control = control
 
     def claim(self, at_least: int = 1) -> int:
-        with _translated():
+        with translated():
             return _claim_in(self._store, lambda lowest: self._control.claim(max(at_least, lowest)))
 
     def publish(self, term: int, commit: str) -> None:
         self._claims.publish(term, commit)
         try:
-            with _translated():
+            with translated():
                 self._control.publish(term, commit)
         except StorageError as error:
             raise Unheard(str(error)) from error
 
     def head(self) -> HeadLike | None:
-        with _translated():
+        with translated():
             return self._control.head()
 
     def close(self) -> None:
         self._control.close()
-
-
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    try:
-        yield
-    except rendezvous_errors.FencedError as error:
-        raise FencedError(str(error)) from error
-    except rendezvous_errors.StoreError as error:
-        raise StorageError(str(error)) from error
 
 
 def _claim_in(store: Store, propose: Callable[[int], int]) -> int:

@@ -16,11 +16,11 @@ from typing import Protocol
 import torch
 
 from elastic_train.config.schema import Config
-from elastic_train.errors import PeerLostError, Preempted, StorageError, TooFewNodesError
+from elastic_train.errors import PeerLostError, Preempted, StorageError, translated
 from elastic_train.parallel.group import Group, connect
 from elastic_train.system.watchdog import Watchdog
-from rendezvous import errors as rendezvous_errors
 from rendezvous.context import LiveContext, RendezvousContext, context, live_context
+from rendezvous.errors import StoreUnavailableError
 from rendezvous.live_member import LiveMember
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 5.0
@@ -114,7 +114,8 @@ class LiveWorlds:
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                world = self._member.next_world(self._is_stopped)
+                with translated():
+                    world = self._member.next_world(self._is_stopped)
                 if world is None:
                     return None
                 group = Group(
@@ -131,13 +132,7 @@ class LiveWorlds:
                 time.sleep(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
                 continue
-            except rendezvous_errors.StoppedWaiting as error:
-                raise Preempted(str(error)) from error
-            except rendezvous_errors.TooFewNodesError as error:
-                raise TooFewNodesError(str(error)) from error
-            except rendezvous_errors.StoreError as error:
-                raise StorageError(str(error)) from error
-            return Formed(group, world.told)
+            return Formed(group, world.context)
 
     def _be_member(self) -> LiveMember:
         """Begin the membership; an etcd that is away is waited for, as those wait who are members already."""
@@ -145,7 +140,7 @@ class LiveWorlds:
         while True:
             try:
                 return LiveMember(self._told, self._num_lanes)
-            except rendezvous_errors.StoreUnavailableError as error:
+            except StoreUnavailableError as error:
                 if self._is_stopped():
                     raise Preempted("told to leave while etcd was away") from error
                 if time.monotonic() > deadline:

@@ -1,9 +1,9 @@
-"""A connection to etcd over pyetcd, with what that client leaves out.
+"""A connection to etcd over pyetcd, with deadlines, retries and fail-over that pyetcd lacks.
 
-Every call has a deadline and a bounded number of retries with jitter; a member of etcd that failed is skipped for a
-moment, not for five minutes, by a clock that nobody sets; an expired token is renewed.
+Every call has a deadline and is retried with jitter until then; a member of etcd that failed is skipped for a moment,
+not for five minutes, by the monotonic clock; an expired token is renewed.
 
-Invariant: a client is closed once nobody has it on loan. gRPC ends the *process* that uses a channel that is closed.
+Invariant: a client is closed only when no call uses it. gRPC ends the *process* that uses a closed channel.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from pyetcd import exceptions as failures
 from pyetcd import utils
 
 from rendezvous.errors import StoreRefusedError, StoreUnavailableError
-from rendezvous.etcd.data_loss import Lives
-from rendezvous.etcd.options import EtcdOptions, split_endpoint
+from rendezvous.etcd.data_loss import DataLossDetector
+from rendezvous.etcd.options import EtcdOptions
+from rendezvous.membership.probes import split_endpoint
 from rendezvous.membership.store import Entry, Snapshot
 
 T = TypeVar("T")
@@ -40,7 +41,7 @@ _CHANNEL = {
     "grpc.initial_reconnect_backoff_ms": 50,
     "grpc.min_reconnect_backoff_ms": 50,
     "grpc.max_reconnect_backoff_ms": 500,
-    # The control plane is never behind the proxy that a cluster sets for downloads.
+    # The control plane is never reached through the proxy that a cluster sets for downloads.
     "grpc.enable_http_proxy": 0,
 }
 _TRANSIENT = {
@@ -66,7 +67,7 @@ class _Lent:
 
 
 class Connection:
-    """One pyetcd client to all endpoints, made when it is first needed and made anew when its token expires.
+    """One pyetcd client to all endpoints, made when it is first needed and replaced when its token expires.
 
     Threads may share it.
     """
@@ -92,12 +93,12 @@ class Connection:
             raise self._explain(error, give_up_after_s) from error
 
     def client(self) -> pyetcd.MultiEndpointEtcd3Client:
-        """Return the present client, which is not lent: for a connection of one thread."""
+        """Return the present client without counting a use of it: only for a connection that one thread uses."""
         with self._lock:
             return self._lend().client
 
     def close(self) -> None:
-        """Let go of the client; calls that are under way go on, and close it behind them."""
+        """Release the client; if calls are using it, the last of them closes it."""
         with self._lock:
             lent, self._current = self._current, None
         if lent is not None and lent.num_calls == 0:
@@ -157,12 +158,12 @@ def list_prefix(connection: Connection, prefix: str, give_up_after_s: float = GI
 
 
 def list_in_life(
-    connection: Connection, prefix: str, lives: Lives, give_up_after_s: float = GIVE_UP_AFTER_S
+    connection: Connection, prefix: str, data_loss: DataLossDetector, give_up_after_s: float = GIVE_UP_AFTER_S
 ) -> Snapshot:
-    """Read all keys below `prefix`, and tell in which of etcd's lives."""
-    asked = lives.ask()
+    """Read all keys below `prefix`, and note in which of etcd's lives that was."""
+    asked = data_loss.ask()
     listed = list_prefix(connection, prefix, give_up_after_s)
-    return replace(listed, life=lives.heard(asked, listed.revision))
+    return replace(listed, life=data_loss.heard(asked, listed.revision))
 
 
 class _Endpoint(pyetcd.Endpoint):  # type: ignore[misc]

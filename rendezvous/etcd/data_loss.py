@@ -1,9 +1,9 @@
-"""How often etcd has lost its data: a linearizable read never answers with a lower revision than one before it did.
+"""How often etcd has lost its data: a linearizable read never answers with a lower revision than an earlier read.
 
-Etcd itself does not tell: one that comes back empty, as a pod without a volume does, counts its revisions from 1 again.
-Whoever asks notes what had been heard by then; an answer below that is of another life.
+Etcd itself does not report a loss. If it comes back empty, as a pod without a volume does, its revisions start at 1
+again. So every request notes the newest revision known when it was sent; a lower one in the answer means another life.
 
-Invariant: an answer is counted to the life that it was asked in, or to a later one that it proves.
+Invariant: an answer belongs to the life in which it was requested, or to a later one that it proves.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from __future__ import annotations
 import threading
 
 
-class Lives:
-    """The lives of one etcd, as the readers of one process know them."""
+class DataLossDetector:
+    """The lives of one etcd, as far as this process can know them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._life = self._newest = 0
 
     def ask(self) -> tuple[int, int]:
-        """Return the life, and the newest revision heard of in it, as they are before a request."""
+        """Return the current life and the newest revision known in it; call it before a request, for `heard`."""
         with self._lock:
             return self._life, self._newest
 
     def shown(self, life: int, revision: int) -> None:
-        """Note what a stream of a life has brought: who asks from now on is answered with no less."""
+        """Note a revision that a stream of a life has brought: later reads answer with at least that one."""
         with self._lock:
             if life == self._life:
                 self._newest = max(self._newest, revision)
 
     def heard(self, asked: tuple[int, int], revision: int) -> int:
-        """Return the life that the answer to a request is of."""
+        """Return the life that an answer belongs to; `asked` is what `ask` returned before the request."""
         life, newest = asked
         with self._lock:
             if revision >= newest:

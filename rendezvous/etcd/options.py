@@ -1,6 +1,6 @@
 """How etcd is reached: endpoints, TLS, user; parsed from what torchrun passes, and passed on to the workers.
 
-Bad input is refused before anything is connected: every problem at once, with the nearest valid name.
+Bad input is refused before any connection is made: every problem at once, with the nearest valid name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DEFAULT_PORT = 2379
 
 @dataclass(frozen=True, slots=True)
 class EtcdOptions:
-    """Everything a process needs to reach the same etcd as its neighbours."""
+    """Everything a process needs to reach its job's etcd."""
 
     endpoints: tuple[str, ...]
     ca_cert: str | None = None
@@ -47,7 +47,7 @@ class EtcdOptions:
         return ", ".join(self.endpoints)
 
     def secrets(self) -> dict[str, str]:
-        """What `from_conf` needs beside the endpoints."""
+        """The options that `etcd_options` needs beside the endpoints."""
         return {name: value for name, value in asdict(self).items() if name != "endpoints" and value is not None}
 
 
@@ -67,13 +67,8 @@ def etcd_options(endpoint: str | Iterable[str], conf: Mapping[str, str] | None =
     return EtcdOptions(endpoints, **{name: str(conf[name]) for name in ETCD_KEYS if conf and name in conf})
 
 
-def split_endpoint(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.rpartition(":")
-    return host, int(port)
-
-
 def unknown_keys(conf: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Say for each key that nobody reads what was probably meant."""
+    """Return a message for each unknown key, with the name that was probably meant."""
     names = sorted(known)
     return [f"--rdzv_conf: unknown key {key!r}{_hint(key, names)}" for key in conf if key not in names]
 

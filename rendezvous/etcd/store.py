@@ -1,7 +1,7 @@
-"""The store on etcd v3: calls go through a `connection`, watches are `mirror`s.
+"""The store on etcd v3: calls go through a `Connection`, a watch is a `Mirror`.
 
-A transaction whose answer was lost is looked up instead of being reported as refused. Leases are renewed at a third of
-their time to live on a thread and connection of their own.
+If the answer to a transaction was lost, its keys are read to find out whether it succeeded. Each lease is renewed at a
+third of its time to live, on a thread and a connection for this alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rendezvous.etcd.connection import (
     Connection,
     list_in_life,
 )
-from rendezvous.etcd.data_loss import Lives
+from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.etcd.options import EtcdOptions
 from rendezvous.etcd.watch import Mirror
 from rendezvous.membership.store import (
@@ -42,10 +42,10 @@ class EtcdStore:
     def __init__(self, options: EtcdOptions, *, give_up_after_s: float = GIVE_UP_AFTER_S) -> None:
         self._connection = Connection(options)
         self._give_up_after_s = give_up_after_s
-        self._lives = Lives()
+        self._data_loss = DataLossDetector()
 
     def get(self, prefix: str) -> Snapshot:
-        return list_in_life(self._connection, prefix, self._lives, self._give_up_after_s)
+        return list_in_life(self._connection, prefix, self._data_loss, self._give_up_after_s)
 
     def swap(self, writes: Writes, guards: Guards) -> int | None:
         tries = 0
@@ -58,12 +58,12 @@ class EtcdStore:
             succeeded, responses = client.transaction(compare=compare, success=operations, failure=[])
             return _revision(responses) if succeeded else None
 
-        asked = self._lives.ask()
+        asked = self._data_loss.ask()
         revision = self._connection.call(transact, give_up_after_s=self._give_up_after_s)
         if revision is None and tries > 1:
             return self._written_before(writes)
         if revision is not None:
-            self._lives.heard(asked, revision)
+            self._data_loss.heard(asked, revision)
         return revision
 
     def lease(self, ttl_s: float, *, renew: bool = True) -> EtcdLease:
@@ -71,18 +71,18 @@ class EtcdStore:
             lambda client: client.lease(max(1, math.ceil(ttl_s))), give_up_after_s=self._give_up_after_s
         )
         ttl_s = float(granted.ttl)
-        # A member of etcd that says nothing must not cost a lease: there has to be time left to ask another.
+        # A member of etcd that does not answer must not cost a lease: there must be time left to ask another.
         connection = Connection(self._connection.options, call_timeout_s=min(CALL_TIMEOUT_S, ttl_s / 4))
         return EtcdLease(connection, granted.id, ttl_s, renew=renew)
 
     def watch(self, prefix: str) -> Watch:
-        return Mirror(self._connection.options, prefix, first=self.get(prefix), lives=self._lives)
+        return Mirror(self._connection.options, prefix, first=self.get(prefix), data_loss=self._data_loss)
 
     def close(self) -> None:
         self._connection.close()
 
     def _written_before(self, writes: Writes) -> int | None:
-        """Return the revision that wrote exactly `writes`: an earlier try whose answer was lost."""
+        """Return the revision of an earlier try that wrote exactly `writes` although its answer was lost, else None."""
         revisions = set()
         for key, put in writes.items():
             entry = self.get(key).entries.get(key)
@@ -93,7 +93,7 @@ class EtcdStore:
 
 
 class EtcdLease:
-    """A lease that a thread renews at a third of its time to live, until etcd itself says that it is over."""
+    """A lease that a thread renews at a third of its time to live, until etcd says that it has ended."""
 
     def __init__(self, connection: Connection, lease_id: int, ttl_s: float, *, renew: bool) -> None:
         self.id = lease_id
@@ -115,7 +115,7 @@ class EtcdLease:
         try:
             self._connection.call(lambda client: client.revoke_lease(self.id), give_up_after_s=CALL_TIMEOUT_S)
         except StoreRefusedError:
-            _log.debug("lease %x was over before it was revoked", self.id)
+            _log.debug("lease %x had ended before it was revoked", self.id)
         finally:
             self._lost.set()
             self._connection.close()
@@ -131,14 +131,14 @@ class EtcdLease:
             try:
                 left_s = self._connection.call(self._refresh, give_up_after_s=self.ttl_s / 3)
             except StoreError as error:
-                # Etcd keeps leases over its own outage, so only its word ends this one; "too many requests" is not it.
+                # Etcd keeps leases over its own outage: only its explicit answer ends this one, not any other error.
                 if not is_silent:
-                    _log.warning("cannot renew the lease, trying on: %s", error)
+                    _log.warning("cannot renew the lease, retrying: %s", error)
                 is_silent = True
             else:
                 if left_s <= 0:
                     ago_s = time.monotonic() - renewed_s
-                    _log.warning("the lease of %.0f s is over, last renewed %.1f s ago", self.ttl_s, ago_s)
+                    _log.warning("the lease of %.0f s has expired; it was last renewed %.1f s ago", self.ttl_s, ago_s)
                     self._lost.set()
                     self._connection.close()
                     return
@@ -146,7 +146,7 @@ class EtcdLease:
             pause_s = max(0.0, self.ttl_s / 3 - (time.monotonic() - started))
 
     def _refresh(self, client: pyetcd.MultiEndpointEtcd3Client) -> float:
-        """Return the seconds that the lease has left; 0 if etcd does not know it any more."""
+        """Return the seconds that the lease has left; 0 if etcd no longer knows it."""
         return max((float(answer.TTL) for answer in client.refresh_lease(self.id)), default=0.0)
 
 

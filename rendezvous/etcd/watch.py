@@ -1,12 +1,12 @@
-"""A mirror of an etcd prefix that follows every change, whatever breaks on the way.
+"""A mirror of an etcd prefix that follows every change through broken streams, restarts and compactions.
 
 It lists at revision R and streams from R+1, from the member of etcd that has just answered. When the stream breaks, or
 starts at a revision that was compacted away, it lists again, through another member if need be, and streams from there.
-After `PROBE_S` of silence that member has to answer once more, and after `RELIST_S` the whole list is read: so a stream
-that died without a sign is not believed for long.
+After `PROBE_S` of silence that member has to answer a request, and after `RELIST_S` the whole list is read again, so a
+stream that died silently is noticed soon.
 
-Invariant: each revision it shows is a state that etcd had, and none is older than the one before, or of an earlier life
-of etcd, before it lost its data.
+Invariant: each snapshot is a state that etcd had at that revision, and none is older than the one before it or of an
+earlier life of etcd, before it lost its data.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from pyetcd import watch as streams
 
 from rendezvous.errors import StoreError
 from rendezvous.etcd.connection import GIVE_UP_AFTER_S, Connection, list_in_life
-from rendezvous.etcd.data_loss import Lives
+from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.etcd.options import EtcdOptions
+from rendezvous.membership.latest_view import LatestSnapshot
 from rendezvous.membership.store import Entry, Snapshot
 
 PROBE_S = 3.0
@@ -39,13 +40,12 @@ _Said: TypeAlias = streams.WatchResponse | Exception | None
 
 
 class Mirror:
-    """The Watch of EtcdStore: a thread that keeps the newest snapshot."""
+    """The Watch of EtcdStore: a thread that brings the newest snapshot."""
 
-    def __init__(self, options: EtcdOptions, prefix: str, *, first: Snapshot, lives: Lives) -> None:
+    def __init__(self, options: EtcdOptions, prefix: str, *, first: Snapshot, data_loss: DataLossDetector) -> None:
         self._connection = Connection(options)
         self._prefix = prefix
-        self._snapshot, self._lives = first, lives
-        self._changed = threading.Condition()
+        self._latest, self._data_loss = LatestSnapshot(first), data_loss
         self._closed = threading.Event()
         self._said: queue.SimpleQueue[_Said] = queue.SimpleQueue()
         self._listed_at = 0.0
@@ -53,14 +53,10 @@ class Mirror:
 
     @property
     def snapshot(self) -> Snapshot:
-        with self._changed:
-            return self._snapshot
+        return self._latest.snapshot
 
     def wait(self, after: int, timeout_s: float, life: int = 0) -> Snapshot | None:
-        seen = Snapshot(after, {}, life)
-        with self._changed:
-            arrived = self._changed.wait_for(lambda: self._snapshot.is_newer(seen), timeout_s)
-            return self._snapshot if arrived else None
+        return self._latest.wait(Snapshot(after, {}, life), timeout_s)
 
     def close(self) -> None:
         self._closed.set()
@@ -76,20 +72,20 @@ class Mirror:
         self._connection.close()
 
     def _stream(self) -> None:
-        """List, then apply what one stream says until it breaks, or its member of etcd does not answer any more."""
+        """List, then apply what one stream brings until it breaks or its member of etcd no longer answers."""
         self._list()
         said: queue.SimpleQueue[_Said] = queue.SimpleQueue()
         self._said = said
         watch_id = self._connection.call(functools.partial(self._open, said.put), give_up_after_s=2.0)
         try:
             self._apply(said)
-        finally:  # else its answers would be kept for nobody
-            # A member that was left has taken the watch along, and there may be no other to ask.
+        finally:  # or its answers would pile up unread
+            # If that member of etcd is gone, so is the watch, and there may be no other member to ask.
             with contextlib.suppress(grpc.RpcError, failures.Etcd3Exception):
                 self._connection.client().cancel_watch(watch_id)
 
     def _apply(self, said: queue.SimpleQueue[_Said]) -> None:
-        """Show what a stream says, until it breaks or its member is left."""
+        """Show what a stream brings, until it breaks or the connection moves to another member."""
         streaming_from = self._connection.client().endpoint_in_use
         while not self._closed.is_set():
             try:
@@ -101,19 +97,19 @@ class Mirror:
                 continue
             if not isinstance(answer, streams.WatchResponse):
                 return
-            shown = _applied(self._snapshot, answer)
-            self._lives.shown(shown.life, shown.revision)
-            self._publish(shown)
+            shown = _applied(self.snapshot, answer)
+            self._data_loss.shown(shown.life, shown.revision)
+            self._latest.show(shown)
 
     def _list(self) -> None:
-        listed = list_in_life(self._connection, self._prefix, self._lives)
-        if listed.life > self._snapshot.life:
-            _log.warning("etcd has lost its data: it is at revision %d again", listed.revision)
-        self._publish(listed)
+        listed = list_in_life(self._connection, self._prefix, self._data_loss)
+        if listed.life > self.snapshot.life:
+            _log.warning("etcd has lost its data: its revision went back to %d", listed.revision)
+        self._latest.show(listed)
         self._listed_at = time.monotonic()
 
     def _probe(self) -> None:
-        """Ask for something small; a member that does not answer is left for another."""
+        """Ask for something small; if this member does not answer, the connection moves to another."""
         if time.monotonic() - self._listed_at >= RELIST_S:
             self._list()
         else:
@@ -121,15 +117,9 @@ class Mirror:
                 lambda client: client.get_response(self._prefix, count_only=True), give_up_after_s=GIVE_UP_AFTER_S
             )
 
-    def _open(self, tell: Callable[[_Said], None], client: object) -> int:
-        start = self._snapshot.revision + 1
-        return int(client.add_watch_prefix_callback(self._prefix, tell, start_revision=start))  # type: ignore[attr-defined]
-
-    def _publish(self, snapshot: Snapshot) -> None:
-        with self._changed:
-            if snapshot.is_newer(self._snapshot):
-                self._snapshot = snapshot
-                self._changed.notify_all()
+    def _open(self, on_answer: Callable[[_Said], None], client: object) -> int:
+        start = self.snapshot.revision + 1
+        return int(client.add_watch_prefix_callback(self._prefix, on_answer, start_revision=start))  # type: ignore[attr-defined]
 
 
 def _applied(snapshot: Snapshot, response: streams.WatchResponse) -> Snapshot:

@@ -1,4 +1,4 @@
-"""Who trains together: pure decisions over a view of the store, and the guarded writes that carry them out.
+"""Which members train together: pure decisions on a view of the store, and the guarded writes that carry them out.
 
 A member is ready for a world of a term above its `after`. The leader, the ready member that registered first, seals a
 world as soon as every live member is ready: at once when it continues a job, after a short quiet time when nobody of
@@ -72,7 +72,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Expelled:
-    """This member's lease is over: register anew."""
+    """This member's lease has ended: register again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,9 @@ def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
 def mutually_reachable(members: tuple[Member, ...], last: World | None = None) -> tuple[Member, ...]:
     """The members left when no two of them miss each other's nodes.
 
-    Of the nodes that cannot reach each other the one with the most such others goes first: so the larger part of a
-    network that has split goes on. If in doubt one goes that was not in the last world, which others are further than,
-    and else the latest.
+    Of the nodes that cannot reach each other, the one with the most such others is dropped first, so the larger part of
+    a network that has split continues. If two have as many, the one that was not in the last world is dropped, because
+    the others have trained further; else the later one.
     """
     if not any(member.missed for member in members):
         return members
@@ -191,7 +191,7 @@ def blame(view: View, me: str, world: World) -> Blame:
     """Say whether a member whose workers failed pays for the restart.
 
     Workers fail when a node is lost, too. Only the member that was the first to fail in a term pays, and only once
-    every other has shown that it is alive; if one is gone, or a new world exists, nobody does.
+    every other has shown that it is alive; if one is gone, or a new world exists, none pays.
     """
     mates = [mate for mate in mates_of(view, world) if mate.id != me]
     if view.term > world.term or len(mates) + 1 < len(world.seats) or view.member(me) is None:
@@ -231,12 +231,12 @@ def update(snapshot: Snapshot, keys: Keys, member: Member) -> Change:
 
 
 def report_failure(snapshot: Snapshot, keys: Keys, failure: Failure) -> Change:
-    """Be the first to fail in a term; fails if somebody was faster."""
+    """Be the first to fail in a term; fails if another member was faster."""
     return Change({keys.failure: encode(failure)}, {keys.failure: snapshot.revision_of(keys.failure)})
 
 
 def bury(snapshot: Snapshot, keys: Keys, member_id: str) -> Change:
-    """Remove a member that is known to be dead; if it is not, it finds itself expelled and joins anew."""
+    """Remove a member that is known to be dead; if it is alive, it finds itself expelled and joins again."""
     key = keys.member(member_id)
     return Change({key: None}, {key: snapshot.revision_of(key)})
 

@@ -1,4 +1,4 @@
-"""The fence around a job's lineage: whoever has claimed the newest term may publish, nobody else.
+"""The fence around a job's lineage: only the holder of the newest claimed term may publish.
 
 Two worlds may compute at once, and nothing can prevent that; two worlds may never both extend the lineage. A world
 claims a term before it reads anything, and publishes only while the head still carries that term.
@@ -58,7 +58,9 @@ class EtcdFence:
         return self._store.swap(writes, change.guards) is not None
 
     def _contended(self) -> StoreUnavailableError:
-        return StoreUnavailableError(f"{self._keys.head} changed at each of {MAX_TRIES} tries; is the run id shared?")
+        return StoreUnavailableError(
+            f"{self._keys.head} changed during each of {MAX_TRIES} tries; does another job use the same run id?"
+        )
 
 
 def raise_head(snapshot: Snapshot, keys: Keys, at_least: int, claim: str, world_term: int | None) -> tuple[int, Change]:
@@ -69,8 +71,8 @@ def raise_head(snapshot: Snapshot, keys: Keys, at_least: int, claim: str, world_
     view = read_view(snapshot, keys)
     if world_term is not None and view.term != world_term:
         raise FencedError(
-            f"the world of term {world_term} may not claim: etcd's newest is of term {view.term} "
-            f"({keys.world}). A newer world trains on, or etcd has lost its data; stop this one."
+            f"the world of term {world_term} may not claim: the newest world in etcd has term {view.term} "
+            f"({keys.world}). A newer world is training, or etcd has lost its data; stop this one."
         )
     old = view.head
     term = max(at_least, 1 if old is None else old.term + 1)
@@ -86,7 +88,7 @@ def carry(snapshot: Snapshot, keys: Keys, term: int, commit: str) -> Change:
         held = "nobody" if old is None else f"term {old.term}"
         raise FencedError(
             f"term {term} may not publish {commit}: the head is held by {held} ({keys.head}). "
-            "A newer world trains on; stop this one."
+            "A newer world is training; stop this one."
         )
     return Change({keys.head: encode(Head(term, commit, old.claim))}, {keys.head: snapshot.revision_of(keys.head)})
 

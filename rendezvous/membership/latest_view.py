@@ -1,7 +1,7 @@
-"""What a member has seen of its job: the newest snapshot, as the watch or its own write brought it, and its view.
+"""The newest snapshot of a job's keys, from whichever thread brought it, and what it says.
 
-Invariant: what is seen never goes back, to an older revision or to a life of etcd before it lost its data, and snapshot
-and view of one `now` belong together.
+Invariant: the newest snapshot is never replaced by one of an older revision, or of a life of etcd before it lost its
+data; and snapshot and view of one `now` belong together.
 """
 
 from __future__ import annotations
@@ -14,6 +14,32 @@ from rendezvous.membership.records import Keys, View, read_view
 from rendezvous.membership.store import Snapshot
 
 
+class LatestSnapshot:
+    """Some threads show snapshots, others read the newest one or wait for the next."""
+
+    def __init__(self, first: Snapshot) -> None:
+        self._changed = threading.Condition()
+        self._snapshot = first
+
+    @property
+    def snapshot(self) -> Snapshot:
+        with self._changed:
+            return self._snapshot
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Take a snapshot in, if it is newer."""
+        with self._changed:
+            if snapshot.is_newer(self._snapshot):
+                self._snapshot = snapshot
+                self._changed.notify_all()
+
+    def wait(self, seen: Snapshot, timeout_s: float) -> Snapshot | None:
+        """Return the newest snapshot as soon as it is newer than `seen`; None after the timeout."""
+        with self._changed:
+            arrived = self._changed.wait_for(lambda: self._snapshot.is_newer(seen), timeout_s)
+            return self._snapshot if arrived else None
+
+
 class Now(NamedTuple):
     """A snapshot, what it says, and for how many seconds the same members have been ready."""
 
@@ -22,33 +48,28 @@ class Now(NamedTuple):
     same_for_s: float
 
 
-class Seen:
-    """One thread shows, others read and wait."""
+class LatestView(LatestSnapshot):
+    """The newest snapshot, with the records in it, as the watch or a write of the member itself brought it."""
 
     def __init__(self, keys: Keys, first: Snapshot) -> None:
+        super().__init__(first)
         self._keys = keys
-        self._changed = threading.Condition()
-        self._snapshot, self._view = first, read_view(first, keys)
+        self._view = read_view(first, keys)
         self._same_since = time.monotonic()
         self.newest_term = self._view.term
-        """Of all worlds that were seen, in any life."""
+        """The highest term of any world that was seen, in any life of etcd."""
 
     def now(self) -> Now:
         with self._changed:
             return Now(self._snapshot, self._view, time.monotonic() - self._same_since)
 
     def show(self, snapshot: Snapshot) -> None:
-        """Take a snapshot in, if it is newer."""
-        view = read_view(snapshot, self._keys)
+        """Take a snapshot in, with the records in it, if it is newer."""
+        view = read_view(snapshot, self._keys)  # outside the lock: a thousand members take a while to read
         with self._changed:
             if snapshot.is_newer(self._snapshot):
                 if view.ready != self._view.ready:
                     self._same_since = time.monotonic()
-                self._snapshot, self._view = snapshot, view
+                self._view = view
                 self.newest_term = max(self.newest_term, view.term)
-                self._changed.notify_all()
-
-    def await_change(self, seen: Snapshot, timeout_s: float) -> None:
-        """Return once there is a newer snapshot than this, or after the timeout."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._snapshot.is_newer(seen), timeout_s)
+                super().show(snapshot)

@@ -1,4 +1,4 @@
-"""A store in memory, with a clock of its own: the twin of etcd in unit tests and in simulation.
+"""A store in memory, with a virtual clock: the twin of etcd in unit tests and in simulation.
 
 Time passes only by `advance`. A lease that is renewed never ends; an abandoned one ends when its time to live has
 been advanced over. Threads may share one store: a watch wakes when another thread writes.
@@ -63,7 +63,7 @@ class MemoryStore:
         return MemoryWatch(self, prefix)
 
     def close(self) -> None:
-        """Nothing to let go of: other holders of this store go on."""
+        """Nothing to release: others may still use this store."""
 
     def advance(self, seconds: float) -> None:
         """Let time pass, and end the leases that nobody renewed meanwhile."""
@@ -125,7 +125,7 @@ class MemoryLease:
 
 
 class MemoryWatch:
-    """Look at the store itself: the mirror is never behind."""
+    """A watch that reads the store itself, so that it is never late."""
 
     def __init__(self, store: MemoryStore, prefix: str) -> None:
         self._store = store

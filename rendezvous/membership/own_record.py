@@ -1,7 +1,7 @@
-"""A member's own record: what it says of itself to all others, under a lease that ends with the member.
+"""A member's own record: what it publishes about itself, under a lease that ends with the member.
 
-Every write of a member goes through `swap`, which shows what has come of it before it returns: so a decision is made on
-a view that contains the member's own last write. One thread rewrites the record at a time.
+Every write of a member goes through `swap`, which updates the view before it returns, so a decision is made on a view
+that contains the member's own last write. One thread rewrites the record at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rendezvous.errors import StoreRefusedError
 from rendezvous.membership import decisions
 from rendezvous.membership.decisions import Change
-from rendezvous.membership.latest_view import Seen
+from rendezvous.membership.latest_view import LatestView
 from rendezvous.membership.records import Keys, Member, View
 from rendezvous.membership.store import (
     ABSENT,
@@ -25,7 +25,7 @@ from rendezvous.membership.store import (
 )
 
 MOST_TRIES, PAUSE_S = 20, 0.1
-"""How often a rewriting is tried whose record has changed meanwhile, and the longest wait to hear of that change."""
+"""How often an update is tried if the record keeps changing, and the longest wait for the watch to bring a change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +42,21 @@ class Place:
 
 
 class OwnRecord:
-    """The record of the member at a place; it has none until it has registered, and another id whenever it does."""
+    """The record of the member at a place; there is none before it registers, and each registration has a new id."""
 
-    def __init__(self, store: Store, keys: Keys, place: Place, seen: Seen, ttl_s: float) -> None:
+    def __init__(self, store: Store, keys: Keys, place: Place, latest: LatestView, ttl_s: float) -> None:
         self.id = ""
         self.place = place
-        """What it says from its next registration on."""
+        """What the record says from the next registration on."""
         self.ttl_s = ttl_s
-        """What the lease lasts: etcd may grant more than was asked for."""
+        """How long the lease lasts; etcd may grant more than was asked for."""
         self.lease: Lease | None = None
-        self._store, self._keys, self._seen = store, keys, seen
+        self._store, self._keys, self._latest = store, keys, latest
         self._writing = threading.Lock()
 
     @property
     def is_gone(self) -> bool:
-        """Whether there is no record, or its lease is known to be over."""
+        """Whether there is no record, or its lease is known to have ended."""
         return self.lease is None or self.lease.is_lost
 
     def register(self) -> None:
@@ -64,13 +64,13 @@ class OwnRecord:
         try:
             self._register()
         except StoreRefusedError:
-            self._register()  # the lease was over before its first use: this process was frozen meanwhile
+            self._register()  # the lease ended before its first use, because this process was frozen in between
 
     def update(self, change: Callable[[Member, View], Member]) -> bool:
-        """Rewrite the record; False if its lease is over."""
+        """Rewrite the record; False if its lease has ended."""
         for _ in range(MOST_TRIES):
             with self._writing:
-                now = self._seen.now()
+                now = self._latest.now()
                 mine = now.view.member(self.id)
                 if mine is None:
                     return False
@@ -80,15 +80,15 @@ class OwnRecord:
                         return True
                 except StoreRefusedError:
                     return False
-            self._seen.await_change(now.snapshot, PAUSE_S)
+            self._latest.wait(now.snapshot, PAUSE_S)
         return False
 
     def swap(self, change: Change, lease: Lease | None) -> bool:
-        """Try a transaction whose keys hang on a lease, or on none, and see its result in the view before returning."""
+        """Try a transaction, its keys under a lease or under none, and have its result in the view before returning."""
         writes = {key: None if text is None else Put(text, lease) for key, text in change.writes.items()}
         if self._store.swap(writes, change.guards) is None:
             return False
-        self._seen.show(self._store.get(self._keys.prefix))
+        self._latest.show(self._store.get(self._keys.prefix))
         return True
 
     def revoke(self) -> None:
@@ -108,7 +108,7 @@ class OwnRecord:
             host=place.host,
             address=place.address,
             num_workers=place.num_workers,
-            after=self._seen.newest_term,
+            after=self._latest.newest_term,
             node=place.node,
             node_members=place.node_members,
             agent=place.agent,

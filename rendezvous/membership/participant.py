@@ -1,7 +1,7 @@
-"""One node's membership, carried out: it registers, follows the job, and does what `membership` decides.
+"""One member's part in a job: it registers, follows the job, and does what `decisions` decides.
 
-A thread follows the watch and shows the node's sign of life when somebody's workers failed; the caller's thread joins,
-waits for its world, and asks. Knows nothing of torch: the agent of TorchElastic uses it, and so may a worker.
+A thread follows the watch, and shows a sign of life when another member's workers failed; the caller's thread joins,
+waits for its world, and asks questions. Knows nothing of torch: an agent of TorchElastic uses it, and so does a worker.
 
 Invariant: a decision is made on a view that contains the node's own last write.
 """
@@ -21,7 +21,7 @@ from rendezvous.errors import (
     TooFewNodesError,
 )
 from rendezvous.membership import decisions
-from rendezvous.membership.dead_agents import LOOK_S, Lookout, is_looking
+from rendezvous.membership.dead_agents import LOOK_S, DeadAgentProbe, is_looking
 from rendezvous.membership.decisions import (
     Change,
     Decision,
@@ -32,7 +32,7 @@ from rendezvous.membership.decisions import (
     Seal,
     Wait,
 )
-from rendezvous.membership.latest_view import Seen
+from rendezvous.membership.latest_view import LatestView
 from rendezvous.membership.own_record import OwnRecord, Place
 from rendezvous.membership.records import (
     Closed,
@@ -47,7 +47,7 @@ from rendezvous.membership.store import Snapshot, Store
 _log = logging.getLogger("rendezvous")
 
 
-class Node:
+class Participant:
     """A member of a job: `join`, `next_world`, serve until `num_waiting()`, join again, and at last `leave`."""
 
     def __init__(self, store: Store, run_id: str, policy: Policy, place: Place, *, ttl_s: float) -> None:
@@ -57,10 +57,10 @@ class Node:
         self.joined_at = 0.0
         self._store = store
         self._watch = store.watch(self.keys.prefix)
-        self._seen = Seen(self.keys, self._watch.snapshot)
-        self._own = OwnRecord(store, self.keys, place, self._seen, ttl_s)
+        self._latest = LatestView(self.keys, self._watch.snapshot)
+        self._own = OwnRecord(store, self.keys, place, self._latest, ttl_s)
         self._left = threading.Event()
-        self._lookout = Lookout(place.host)
+        self._dead_agents = DeadAgentProbe(place.host)
         threading.Thread(target=self._follow, name=f"membership {run_id}", daemon=True).start()
 
     @property
@@ -69,7 +69,7 @@ class Node:
 
     @property
     def place(self) -> Place:
-        """Where this node is, and what it says of itself from its next registration on."""
+        """Where this member is, and what it publishes about itself from its next registration on."""
         return self._own.place
 
     @place.setter
@@ -78,17 +78,17 @@ class Node:
 
     @property
     def ttl_s(self) -> float:
-        """How long a sign of life lasts."""
+        """How long the lease lasts, in seconds."""
         return self._own.ttl_s
 
     @property
     def view(self) -> View:
-        return self._seen.now().view
+        return self._latest.now().view
 
     def join(self, timeout_s: float, is_stopped: Callable[[], bool] = lambda: False) -> None:
-        """Be ready for the next world: register, or leave the world that this node was in.
+        """Be ready for the next world: register, or leave the world that this member was in.
 
-        An etcd that does not answer is waited for; raises StoreUnavailableError after `timeout_s`, StoppedWaiting when
+        Waits for etcd if it does not answer; raises StoreUnavailableError after `timeout_s`, StoppedWaiting when
         `is_stopped()`.
         """
         self.joined_at = time.time()
@@ -99,7 +99,7 @@ class Node:
                     self._own.register()
             except StoreUnavailableError as error:
                 if is_stopped():
-                    raise StoppedWaiting("told to leave while etcd was away") from error
+                    raise StoppedWaiting("asked to leave while etcd was away") from error
                 if time.monotonic() > deadline:
                     raise
                 _log.warning("waiting for etcd: %s", error)
@@ -113,11 +113,11 @@ class Node:
         timeout_s: float,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> World | None:
-        """Wait for a world with this node in it, sealing it if this node leads; None if the job is done.
+        """Wait for a world with this member in it, sealing it if this member leads; None if the job is done.
 
         `host` starts the store of a world that is about to be sealed and returns its address. Raises
-        TooFewNodesError after `timeout_s`, StoppedWaiting when `is_stopped()`; a node for which there is no room waits
-        without end.
+        TooFewNodesError after `timeout_s`, StoppedWaiting when `is_stopped()`; a member for which there is no room
+        waits without end.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -131,74 +131,74 @@ class Node:
                 deadline = time.monotonic() + timeout_s
             left_s = deadline - time.monotonic()
             if is_stopped():
-                raise StoppedWaiting("told to leave while waiting for a world")
+                raise StoppedWaiting("asked to leave while waiting for a world")
             if left_s <= 0:
                 raise TooFewNodesError(self._too_few(timeout_s))
             self._act(decision, snapshot, host, left_s)
 
     def num_waiting(self) -> int:
-        """How many changes ask for a new round; 0 while the world stands."""
+        """How many changes require a new round; 0 while the world stands."""
         return 0 if self.world is None else decisions.num_waiting(self.view, self.id, self.world, self.policy)
 
     def is_broken(self) -> bool:
-        """Whether the world that this node is in can take no further step."""
+        """Whether the world that this member is in can take no further step."""
         return self.world is not None and decisions.is_broken(self.view, self.id, self.world)
 
     def report_missed(self, nodes: frozenset[str]) -> None:
-        """Say which nodes this member cannot reach, and leave its world if one of them is in it."""
+        """Publish which nodes this member cannot reach, and leave its world if one of them is in it."""
         world = self.world
         mates = decisions.mates_of(self.view, world) if world is not None else ()
         leaves = world is not None and any(mate.node_id in nodes for mate in mates)
 
-        def told(member: Member, view: View) -> Member:
+        def reported(member: Member, view: View) -> Member:
             after = max(member.after, world.term) if leaves and world is not None else member.after
             return replace(member, missed=tuple(sorted(nodes)), after=after)
 
-        self._own.update(told)
+        self._own.update(reported)
 
     def wants_to_grow(self, quiet_s: float) -> bool:
         """Whether members wait to be admitted, and none has come or gone for `quiet_s`, so that they come together."""
-        return self._seen.now().same_for_s >= quiet_s and self.num_waiting() > 0
+        return self._latest.now().same_for_s >= quiet_s and self.num_waiting() > 0
 
     def is_only_growing(self) -> bool:
         return self.world is not None and decisions.is_only_growing(self.view, self.world)
 
     def is_to_blame(self) -> bool:
-        """Report that this node's workers failed, and find out whether a restart is this node's to pay.
+        """Report that this node's workers failed, and return whether the restart is charged to this node.
 
-        Waits until every other member has shown a sign of life, or one is gone: a time to live at most.
+        Waits until every other member has shown a sign of life, or one is gone: at most for a lease and two seconds.
         """
         world = self.world
         assert world is not None, "workers run in a world"
         deadline = time.monotonic() + self.ttl_s + 2.0
         while time.monotonic() < deadline:
-            now = self._seen.now()
+            now = self._latest.now()
             verdict = decisions.blame(now.view, self.id, world)
             reported = now.view.failure is not None and now.view.failure.term >= world.term
             if verdict != "wait":
                 return verdict == "pay"
             if not reported:
                 self._try(decisions.report_failure(now.snapshot, self.keys, Failure(world.term, self.id)))
-            self._seen.await_change(now.snapshot, 0.2)
+            self._latest.wait(now.snapshot, 0.2)
         return True
 
     def finish(self, timeout_s: float) -> None:
-        """Say that this node's workers are done, wait for the others, and close the job with the last of them.
+        """Publish that this node's workers are done, wait for the others, and close the job with the last of them.
 
-        An etcd that does not answer is waited for: what the workers have done is done.
+        Waits for etcd if it does not answer, since the workers have finished either way.
         """
         world = self.world
         assert world is not None, "workers run in a world"
         deadline = time.monotonic() + timeout_s
         self._say_done(world.term, deadline)
         while time.monotonic() < deadline:
-            now = self._seen.now()
+            now = self._latest.now()
             verdict = decisions.ending(now.view, self.id, world)
             if verdict == "close":
                 self.close(world.term)
             if verdict != "wait":
                 return
-            self._seen.await_change(now.snapshot, LOOK_S)
+            self._latest.wait(now.snapshot, LOOK_S)
 
     def _say_done(self, term: int, deadline: float) -> None:
         while time.monotonic() < deadline:
@@ -210,7 +210,7 @@ class Node:
                 return
 
     def close(self, term: int, for_s: float = 300.0) -> None:
-        """Mark the job as done for `for_s`: until then late joiners leave, afterwards the run id may be used again."""
+        """Mark the job as done for `for_s`: members that join by then leave, and later the run id may be used again."""
         change = decisions.close(self.keys, Closed(term, time.time()))
         try:
             lease = self._store.lease(for_s, renew=False)
@@ -227,12 +227,12 @@ class Node:
         try:
             self._own.revoke()
         except StoreError as error:
-            _log.warning("could not revoke the lease, it will run out: %s", error)
+            _log.warning("could not revoke the lease, it will expire: %s", error)
         self._store.close()
 
     def _decide(self) -> tuple[Decision, Snapshot]:
-        """Return what to do next, and the snapshot that says so: acting on a newer one would guard what nobody saw."""
-        now = self._seen.now()
+        """Return what to do next, and the snapshot behind the decision, whose revisions guard the write."""
+        now = self._latest.now()
         return decisions.decide(now.view, self.id, self.policy, now.same_for_s), now.snapshot
 
     def _act(
@@ -241,10 +241,10 @@ class Node:
         if isinstance(decision, Seal):
             self._seal(decision, host, snapshot)
         elif isinstance(decision, Expelled):
-            _log.warning("the lease of this node ended: it joins as a new member")
+            _log.warning("the lease of this member has ended: it joins as a new member")
             try:
                 self._own.register()
-                self._seen.await_change(snapshot, min(left_s, LOOK_S))  # of an etcd without its data the watch tells
+                self._latest.wait(snapshot, min(left_s, LOOK_S))  # the watch notices if etcd has lost its data
             except StoreUnavailableError as error:
                 _log.warning("waiting for etcd: %s", error)
                 time.sleep(min(left_s, LOOK_S))
@@ -253,22 +253,22 @@ class Node:
             if decision.why == "members" and is_looking(self.view, self.id):
                 if self._bury(snapshot):
                     return
-                pause_s = self._lookout.pause_s(self.view) if self.place.agent else LOOK_S
-            self._seen.await_change(snapshot, min(left_s, pause_s if decision.seconds is None else decision.seconds))
+                pause_s = self._dead_agents.pause_s(self.view) if self.place.agent else LOOK_S
+            self._latest.wait(snapshot, min(left_s, pause_s if decision.seconds is None else decision.seconds))
 
     def _seal(self, decision: Seal, host: Callable[[Seal], tuple[str, int]], snapshot: Snapshot) -> None:
         address, port = host(decision)
         world = World(decision.term, decision.seats, decision.cause, address, port, time.time())
         if not self._try(decisions.seal(snapshot, self.keys, world)):
-            self._seen.await_change(snapshot, 0.2)
+            self._latest.wait(snapshot, 0.2)
 
     def _bury(self, snapshot: Snapshot) -> bool:
-        """Remove the members that everybody waits for and whose agent is gone; say whether any was."""
-        gone = self._lookout.gone(self.view)
+        """Remove the late members whose agent is gone; return whether any was."""
+        gone = self._dead_agents.gone(self.view)
         return any([self._try(decisions.bury(snapshot, self.keys, dead.id)) for dead in gone])  # noqa: C419 - all of them
 
     def _try(self, change: Change) -> bool:
-        """Like `OwnRecord.swap`, but an etcd that does not answer is tried again later."""
+        """Like `OwnRecord.swap`, but False if etcd does not answer: the caller tries again later."""
         try:
             return self._own.swap(change, None)
         except StoreError as error:
@@ -281,12 +281,12 @@ class Node:
             snapshot = self._watch.wait(revision, LOOK_S, life)
             if snapshot is not None:
                 revision, life = snapshot.revision, snapshot.life
-                self._seen.show(snapshot)
+                self._latest.show(snapshot)
             if not self._left.is_set():
                 self._show_life()
 
     def _show_life(self) -> None:
-        """Tell a member whose workers failed that this node is not the one that was lost."""
+        """Show a member whose workers failed that this member is not the one that was lost."""
         view, world = self.view, self.world
         mine = view.member(self.id)
         if world is None or mine is None or view.failure is None or view.failure.term != world.term:

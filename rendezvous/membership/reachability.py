@@ -1,8 +1,8 @@
-"""Which nodes a member cannot reach although all of them reach etcd: no lease ends, and every world of both hangs.
+"""Finds nodes that a member cannot reach although all of them reach etcd: no lease ends, yet a world of both hangs.
 
 A member that has waited for its peers for longer than a lease connects to the agents of their nodes; one does it for
-all workers of a node. Those that do not answer twice in a row it names in its own record, and `membership` makes worlds
-without such pairs. What was out of reach is tried again, so that a network that heals needs nobody's help.
+all workers of a node. It names those that do not answer twice in a row in its own record, and `decisions` makes worlds
+without such pairs. It keeps probing what was out of reach, so that a network that heals is used again.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from concurrent.futures import ThreadPoolExecutor
 
 from rendezvous.errors import StoreError
 from rendezvous.membership import decisions
-from rendezvous.membership.participant import Node
+from rendezvous.membership.participant import Participant
+from rendezvous.membership.probes import is_reachable
 from rendezvous.membership.records import Member
-from rendezvous.torchelastic.addresses import is_reachable
 
 AGAIN_S = 1.0
-"""A second look at nodes that did not answer comes so long after the first."""
+"""How long after the first probe nodes that did not answer are probed again."""
 
 LOOK_EVERY_S = 10.0
 SELDOM_S = 60.0
-"""How often a member asks its own record whether it misses somebody: an answer of etcd's may have been lost."""
+"""How often a member checks whether its own record misses any node: an answer from etcd may have been lost."""
 _MOST_AT_ONCE = 16
 
 _log = logging.getLogger("rendezvous")
 
 
-class Reach:
-    """One member's knowledge of whom it reaches; a thread looks when `ask`ed, and now and then at who was missed."""
+class Reachability:
+    """Which nodes one member reaches; a thread probes when `ask`ed, and those that were out of reach now and then."""
 
-    def __init__(self, node: Node, probe: Callable[[str], bool] = is_reachable) -> None:
-        self._node, self._probe = node, probe
+    def __init__(self, participant: Participant, probe: Callable[[str], bool] = is_reachable) -> None:
+        self._participant, self._probe = participant, probe
         self._silent: frozenset[str] = frozenset()
         self._looked_at = 0.0
         self._asked, self._closed = threading.Event(), threading.Event()
         threading.Thread(target=self._serve, name="reach", daemon=True).start()
 
     def ask(self) -> None:
-        """Have a look at all nodes of this member's world soon; returns at once."""
+        """Have all nodes of this member's world probed soon; returns at once."""
         if time.monotonic() - self._looked_at > (AGAIN_S if self._silent else LOOK_EVERY_S):
             self._asked.set()
 
@@ -50,9 +50,9 @@ class Reach:
         self._asked.set()
 
     def look(self) -> None:
-        """Connect to the nodes of this member's world and to those that it misses, and say what has changed."""
-        view, world = self._node.view, self._node.world
-        mine = view.member(self._node.id)
+        """Probe the nodes of this member's world and those that it misses, and report what has changed."""
+        view, world = self._participant.view, self._participant.world
+        mine = view.member(self._participant.id)
         self._looked_at = time.monotonic()
         if mine is None:
             return
@@ -65,8 +65,10 @@ class Reach:
         missed = frozenset(name for name in silent if name in self._silent or name in missed_before)
         self._silent = silent
         if missed != missed_before:
-            _log.warning("out of reach although etcd is not: %s", ", ".join(sorted(missed)) or "nobody any more")
-            self._node.report_missed(missed)
+            _log.warning(
+                "nodes in etcd that cannot be reached from here: %s", ", ".join(sorted(missed)) or "none any more"
+            )
+            self._participant.report_missed(missed)
 
     def _silent_of(self, agents: Mapping[str, Member]) -> frozenset[str]:
         if not agents:
@@ -77,21 +79,21 @@ class Reach:
 
     @staticmethod
     def _can_tell(other: Member, mine: Member) -> bool:
-        """A loopback address means another machine there; the own machine needs no look."""
+        """Whether a probe tells anything: it does not for this node, nor for a loopback address, which is this host."""
         is_near = other.agent.startswith(("127.", "localhost", "[::1]"))
         return bool(other.agent) and not is_near and other.node_id != mine.node_id
 
     def _serve(self) -> None:
-        """Look when asked, and every few seconds as long as this member's record says that it misses somebody."""
+        """Probe when asked, and every few seconds while this member's record misses any node."""
         while not self._closed.is_set():
-            is_asked = self._asked.wait(LOOK_EVERY_S if self._misses_somebody() else SELDOM_S)
+            is_asked = self._asked.wait(LOOK_EVERY_S if self._misses_any() else SELDOM_S)
             self._asked.clear()
-            if is_asked or self._misses_somebody():
+            if is_asked or self._misses_any():
                 try:
                     self.look()
                 except StoreError as error:
-                    _log.debug("could not say who is out of reach: %s", error)
+                    _log.debug("could not report the nodes that are out of reach: %s", error)
 
-    def _misses_somebody(self) -> bool:
-        mine = self._node.view.member(self._node.id)
+    def _misses_any(self) -> bool:
+        mine = self._participant.view.member(self._participant.id)
         return mine is not None and bool(mine.missed)

@@ -1,10 +1,10 @@
-"""What the store holds about a job, as typed records, and the keys where they lie.
+"""What the store holds about a job, as typed records, and their keys.
 
-/elastic/<run id>/members/<id>   Member   leased: it vanishes with the node
+/elastic/<run id>/members/<id>   Member   leased: it is deleted with the node's lease
                   world          World    the sealed world of the highest term
-                  failure        Failure  the first member whose workers failed by themselves in a term
+                  failure        Failure  the first member whose workers failed in a term
                   head           Head     the newest claimed term and the commit published under it
-                  closed         Closed   the job is done; late joiners leave
+                  closed         Closed   the job is done: members that join later leave
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Whose workers failed first in a term, without a node being lost: it pays for the restart."""
+    """The member whose workers failed first in a term; unless a node was lost, the restart is charged to it."""
 
     term: int
     member: str
@@ -141,7 +141,7 @@ class Closed:
 class View:
     """The whole job at one revision; members in the order in which they registered.
 
-    What follows from it is worked out once, by the object: every worker asks many times a second, of all members.
+    What follows from it is computed once per object: every worker asks many times a second, about all members.
     """
 
     revision: int
@@ -206,7 +206,7 @@ class View:
     def is_ending(self) -> bool:
         """Whether all members of the present world that are alive have finished: one of them is about to close the job.
 
-        Nobody may be admitted in between; should they all die before they have closed it, it begins again.
+        Nobody is admitted in between. If all of them die before they have closed it, the job starts again.
         """
         return bool(self.mates) and all(self.is_finishing(mate) for mate in self.mates)
 

@@ -1,10 +1,10 @@
-"""The seam between membership and whatever keeps it: etcd in production, memory in tests and simulation.
+"""The protocol between membership and what keeps it: etcd in production, memory in tests and simulation.
 
 A store maps keys to short texts. Every write is one transaction on revisions (`swap`), every read is a consistent
-snapshot of a prefix (`get`), every wait is a `watch` with a deadline, and a key may hang on a lease that ends with
-its holder. Nothing else is needed to elect, to seal and to fence.
+snapshot of a prefix (`get`), every wait is a `watch` with a deadline, and a key may be attached to a lease that ends
+with its holder. Nothing else is needed to elect, to seal and to fence.
 
-Invariant: revisions grow by at least one with every write, in one order for all who look; a store that loses its data
+Invariant: revisions grow by at least one with every write, in one order for all readers; a store that loses its data
 begins another life.
 """
 
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 ABSENT = 0
-"""The revision of a key that does not exist: guard with it to create."""
+"""The revision of a key that does not exist; as a guard, it makes a write create the key."""
 
 MOST_GUARDS = 128
-"""The most guards of a transaction: what etcd takes by default (--max-txn-ops)."""
+"""The most guards that a transaction may have: etcd's default (--max-txn-ops)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Snapshot:
     revision: int
     entries: Mapping[str, Entry]
     life: int = 0
-    """How often, as far as its reader knows, the store had lost its data by then: its revisions begin at 1 again."""
+    """How often the store had lost its data by then, as far as the reader knows; then revisions start at 1 again."""
 
     def is_newer(self, other: Snapshot) -> bool:
         """Say whether this is of a later life, or of the same and a later revision."""
@@ -56,18 +56,18 @@ class Lease(Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the store has said that the lease is over. An unreachable store says nothing."""
+        """Whether the store has said that the lease has ended; False while the store cannot be reached."""
 
     def revoke(self) -> None:
-        """End the lease and delete its keys now; harmless if it is over already."""
+        """End the lease and delete its keys now; harmless if it has ended already."""
 
     def abandon(self) -> None:
-        """Stop renewing without revoking, as a crash would: the keys go when the time to live is over."""
+        """Stop renewing without revoking, as a crash would: the keys are deleted when the time to live is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """A text to write, and the lease that the key hangs on (none: it stays)."""
+    """A text to write, and the lease with which the key is deleted (None: it stays)."""
 
     value: str
     lease: Lease | None = None
@@ -110,4 +110,4 @@ class Store(Protocol):
     def watch(self, prefix: str) -> Watch: ...
 
     def close(self) -> None:
-        """Let go of connections and threads; leases that were not revoked run out."""
+        """Release connections and threads; leases that were not revoked expire."""

@@ -1,15 +1,12 @@
-"""Where this machine is, and whether a process on another one still listens."""
+"""The address and the name of this machine, as other nodes use them."""
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from pathlib import Path
 
-from rendezvous.etcd.options import EtcdOptions, split_endpoint
-
-PROBE_TIMEOUT_S = 0.2
-REACH_TIMEOUT_S = 1.0
+from rendezvous.etcd.options import EtcdOptions
+from rendezvous.membership.probes import split_endpoint
 
 
 def address_towards(options: EtcdOptions) -> str:
@@ -29,27 +26,3 @@ def machine_name() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id")
     suffix = boot.read_text().strip()[:8] if boot.exists() else ""
     return f"{socket.gethostname()}-{suffix}"
-
-
-def is_refused(endpoint: str) -> bool:
-    """Say whether host:port refuses a connection: nobody listens there any more.
-
-    A machine that is gone, or cut off, does not refuse: that is not known here, and is what leases are for.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        try:
-            socket.create_connection(split_endpoint(endpoint), timeout=PROBE_TIMEOUT_S).close()
-        except ConnectionRefusedError:
-            return True
-    return False
-
-
-def is_reachable(endpoint: str) -> bool:
-    """Say whether the machine of host:port answers, if only by a refusal."""
-    try:
-        socket.create_connection(split_endpoint(endpoint), timeout=REACH_TIMEOUT_S).close()
-    except ConnectionRefusedError:
-        return True
-    except (OSError, ValueError):
-        return False
-    return True

@@ -1,56 +1,45 @@
 """`torchrun --rdzv_backend=etcd`, against a current etcd (v3), for any script.
 
 `load` puts our creator into TorchElastic's registry in place of the built-in one, which speaks the removed v2 API.
-The handler maps membership to TorchElastic's terms: a world is a rendezvous, its first seat is group rank 0, and each
-world gets a TCPStore of its own, hosted by that seat's agent, so that nothing of an older world can be met again.
+This is the one module that knows all handlers and agents: it picks the pair for the mode, and none of them imports it.
+
+TorchElastic's registry imports this module in the middle of importing TorchElastic itself, of which much is incomplete
+by then. So this module imports torch, and what builds on it, only inside its functions.
 """
 
 from __future__ import annotations
 
-import atexit
-import logging
-import os
-from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from torch._C._distributed_c10d import Store
-from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
-    RendezvousGracefulExitError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousTimeoutError,
-    rendezvous_handler_registry,
-)
-from torch.distributed.elastic.rendezvous.api import RendezvousHandlerCreator, RendezvousStoreInfo
-
-from rendezvous.context import VARIABLE, RendezvousContext
-from rendezvous.errors import StoreError, TooFewNodesError
-from rendezvous.etcd.store import EtcdStore
-from rendezvous.meeting_point import Meeting
-from rendezvous.membership.decisions import Policy
-from rendezvous.membership.own_record import Place
-from rendezvous.membership.participant import Node
-from rendezvous.membership.records import World
-from rendezvous.torchelastic.addresses import address_towards, machine_name
+from rendezvous.errors import StoreError
 from rendezvous.torchelastic.conf import BACKEND, Conf
 
-GROWTH_GRACE_S = 30.0
-
-_log = logging.getLogger("rendezvous")
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+    from torch.distributed.elastic.rendezvous.api import RendezvousHandlerCreator
 
 
 def load() -> RendezvousHandlerCreator:
     """Take the name `etcd` in the registry, and return the creator that now has it."""
-    # register() refuses a name that another creator holds, and offers no way to let go of it.
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+
+    # register() refuses a name that another creator holds, and offers no way to release it.
     rendezvous_handler_registry._registry[BACKEND] = create_handler
     return create_handler
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Check the options, connect, and return the handler; our agent takes the place of the stock one."""
-    from rendezvous.torchelastic.bound_agent import install
-    from rendezvous.torchelastic.live_agent import LiveRendezvousHandler
+    """Check the options, connect, and return the handler of the mode; our agents replace the stock one.
+
+    Raises OptionError with everything that is wrong with the options, and RendezvousConnectionError if etcd cannot be
+    used.
+    """
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+    from rendezvous.torchelastic.live_handler import LiveRendezvousHandler
+    from rendezvous.torchelastic.restart_handler import EtcdRendezvousHandler
 
     try:
         conf = Conf.read(params)
@@ -61,103 +50,23 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     return handler
 
 
-class EtcdRendezvousHandler(RendezvousHandler):
-    """TorchElastic's view of a node's membership."""
+def install() -> None:
+    """Let the launcher make our agents; it looks the name up right after it has made the handler."""
+    import torch.distributed.launcher.api as launcher
 
-    def __init__(self, params: RendezvousParameters, conf: Conf) -> None:
-        self._run_id = params.run_id
-        self._conf = conf
-        self._local_address = params.local_addr or address_towards(conf.etcd)
-        self._store = EtcdStore(conf.etcd)
-        policy = Policy(params.min_nodes, params.max_nodes, conf.last_call_s)
-        place = Place(machine_name(), self._local_address, num_workers=0)
-        self.node = Node(self._store, params.run_id, policy, place, ttl_s=conf.ttl_s)
-        self._meeting = Meeting(self.node, self._local_address, conf.timeout_s, lambda _: self.node.is_broken())
-        self._is_restart_free = False
-        # After SIGTERM the launcher skips shutdown(); the others should not have to wait for the lease to end.
-        atexit.register(self.node.leave)
+    launcher.LocalElasticAgent = make_agent  # type: ignore[attr-defined, assignment]
 
-    def get_backend(self) -> str:
-        return BACKEND
 
-    def get_run_id(self) -> str:
-        return self._run_id
+def make_agent(spec: WorkerSpec, **options: Any) -> LocalElasticAgent:
+    """Return our agents for our handlers, the stock one for any other."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-    @property
-    def num_workers(self) -> int:
-        """How many workers this node brings; the agent says so before the first round."""
-        return self.node.place.num_workers
+    from rendezvous.torchelastic.live_agent import LiveAgent
+    from rendezvous.torchelastic.live_handler import LiveRendezvousHandler
+    from rendezvous.torchelastic.restart_agent import ElasticAgent
+    from rendezvous.torchelastic.restart_handler import EtcdRendezvousHandler
 
-    @num_workers.setter
-    def num_workers(self, count: int) -> None:
-        self.node.place = replace(self.node.place, num_workers=count)
-
-    @property
-    def use_agent_store(self) -> bool:
-        """The agent hosts the TCPStore, and every worker connects to it."""
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for a world, and leave its description for the workers.
-
-        Raises RendezvousTimeoutError if too few nodes come, RendezvousGracefulExitError if the job is done.
-        """
-        self._is_restart_free = False
-        while True:
-            try:
-                self.node.join(self._conf.timeout_s)
-                world = self.node.next_world(self._meeting.host, self._conf.timeout_s)
-            except TooFewNodesError as error:
-                raise RendezvousTimeoutError(str(error)) from None
-            except StoreError as error:
-                raise RendezvousConnectionError(str(error)) from None
-            if world is None:
-                raise RendezvousGracefulExitError(f"the job {self._run_id!r} is done: nothing is left for this node")
-            if (store := self._meeting.connect(world)) is not None:
-                return self._enter(world, store)
-
-    def num_nodes_waiting(self) -> int:
-        """Count the changes that ask for a new round: joiners, losses, members that restart."""
-        return 1 if self._is_restart_free else self.node.num_waiting()
-
-    def is_restart_free(self) -> bool:
-        """Whether workers that failed may be restarted without spending `max_restarts`: the fault is not theirs."""
-        try:
-            self._is_restart_free = not self.node.is_to_blame()
-        except StoreError as error:
-            _log.warning("cannot find out whose fault it was: %s", error)
-        return self._is_restart_free
-
-    @property
-    def stop_grace_s(self) -> float:
-        """How long workers may take to stop: long when they can still save, short when a peer is gone."""
-        return GROWTH_GRACE_S if self.node.is_only_growing() else self._conf.stop_grace_s
-
-    def is_closed(self) -> bool:
-        return self.node.view.closed is not None
-
-    def set_closed(self) -> None:
-        self.node.close(self.node.view.term)
-
-    def shutdown(self) -> bool:
-        """Leave: the lease is revoked. The job goes on for the others, unless its workers finished."""
-        self.node.leave()
-        return True
-
-    def _enter(self, world: World, store: Store) -> RendezvousInfo:
-        rank = world.rank_of(self.node.id)
-        assert rank is not None, "a node enters only a world that it has a seat in"
-        told = RendezvousContext(
-            endpoints=self._conf.etcd.endpoints,
-            run_id=self._run_id,
-            term=world.term,
-            member_id=self.node.id,
-            joined_at=self.node.joined_at,
-            sealed_at=world.sealed_at,
-            cause=world.cause,
-            num_nodes=len(world.seats),
-            options=self._conf.etcd.secrets(),
-        )
-        os.environ[VARIABLE] = told.encode()
-        address = RendezvousStoreInfo(world.address, world.port)
-        return RendezvousInfo(store, rank, len(world.seats), address)
+    if isinstance(spec.rdzv_handler, LiveRendezvousHandler):
+        return LiveAgent(spec=spec, **options)
+    kind = ElasticAgent if isinstance(spec.rdzv_handler, EtcdRendezvousHandler) else LocalElasticAgent
+    return kind(spec=spec, **options)

@@ -1,11 +1,11 @@
-"""The node in `live` mode: a rendezvous that is node-local, and an agent that buries and replaces single workers.
+"""The agent of `live` mode, which removes and replaces single workers.
 
 The agent knows nothing of the job's worlds. It starts workers, each of which becomes a member by itself; when one
 dies, or is stopped, it removes that worker's member from etcd at once, so that the others need not wait for a lease
 to end. In a dead one's place it starts another, while the node's other workers train on.
 
-Restarts are counted per cause and hour: `max_restarts` deaths by signal, and as many by an error of the worker's own.
-A node that has used them up leaves; the job goes on for the others.
+Restarts are counted per cause and hour: `max_restarts` deaths by signal, and as many by an error of the worker itself.
+A node that has used them up leaves; the job continues for the others.
 """
 
 from __future__ import annotations
@@ -16,111 +16,32 @@ import os
 import signal
 import sys
 import time
-import uuid
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-from rendezvous.context import LIVE_VARIABLE, LiveContext
-from rendezvous.errors import StoreError
-from rendezvous.etcd.connection import Connection, list_prefix
-from rendezvous.etcd.store import EtcdStore
-from rendezvous.live_member import member_prefix
-from rendezvous.membership.records import Keys
-from rendezvous.torchelastic.addresses import address_towards, machine_name
 from rendezvous.torchelastic.bound_agent import BoundAgent
-from rendezvous.torchelastic.conf import BACKEND, Conf
+from rendezvous.torchelastic.live_handler import LiveRendezvousHandler
 from rendezvous.torchelastic.standby import Program, Standby
 
 PER_S = 3600.0
 STOPPED_S, STOPPED_FOR_GOOD_S, AWAY_S = 0.5, 60.0, 10.0
-"""After so long the others go on without a worker that is stopped; after so long another takes its place. An agent that
-has not looked for so long was stopped itself, with its node: what it knew of who is stopped is no more."""
-START_PATIENCE_S = 15.0
+"""When the others continue without a stopped worker, and when another takes its place. An agent that has not looked for
+longer than the third was stopped itself, with its node, so what it knew of stopped workers is out of date."""
 SHORT_LIFE_S = 20.0
 LONGEST_PAUSE_S = 30.0
 DONE_GRACE_S = 60.0
-# Codes with which a worker says that another in its place would end alike: bad input, damage.
+# Codes of errors that another worker in its place would meet as well: bad input, damage.
 FINAL_CODES = frozenset({2, 65})
-# Codes with which a worker leaves of its own accord: done without its result, preempted, too few nodes.
+# Codes with which a worker leaves by itself: done without its result, preempted, too few nodes.
 LEAVING_CODES = frozenset({74, 75, 77})
 
 _log = logging.getLogger("rendezvous")
-
-
-class LiveRendezvousHandler(RendezvousHandler):
-    """TorchElastic's view of a node whose workers form their worlds themselves: a world of this node alone."""
-
-    def __init__(self, params: RendezvousParameters, conf: Conf) -> None:
-        self._run_id = params.run_id
-        self._etcd = EtcdStore(conf.etcd)
-        self._keys = Keys(params.run_id)
-        self.has_standby = conf.has_standby
-        # No etcd is an error now, not in every worker; but a node may come back while others ride out its absence.
-        with contextlib.closing(Connection(conf.etcd)) as connection:
-            list_prefix(connection, self._keys.world, START_PATIENCE_S)
-        self._address = params.local_addr or address_towards(conf.etcd)
-        self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
-        self.node = f"{machine_name()}-{uuid.uuid4().hex[:8]}"
-        self.told = LiveContext(
-            endpoints=conf.etcd.endpoints,
-            run_id=params.run_id,
-            node=self.node,
-            host=machine_name(),
-            address=self._address,
-            agent=f"{self._address}:{self._store.port}",
-            min_nodes=params.min_nodes,
-            max_nodes=params.max_nodes,
-            ttl_s=conf.ttl_s,
-            last_call_s=conf.last_call_s,
-            timeout_s=conf.timeout_s,
-            options=conf.etcd.secrets(),
-        )
-
-    def get_backend(self) -> str:
-        return BACKEND
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        os.environ[LIVE_VARIABLE] = self.told.encode()
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(self._address, self._store.port))
-
-    def num_nodes_waiting(self) -> int:
-        """Nobody waits for this node's agent: its workers make room for others themselves."""
-        return 0
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """A node never closes a job: its workers do, when they have finished."""
-
-    def shutdown(self) -> bool:
-        self._etcd.close()
-        return True
-
-    def bury(self, local_rank: int) -> None:
-        """Remove the members of a worker that is dead or stopped: a stopped one joins anew when it goes on."""
-        prefix = self._keys.member(member_prefix(self.node, local_rank)) + "-"
-        try:
-            for key in self._etcd.get(prefix).entries:
-                self._etcd.swap({key: None}, {})
-        except StoreError as error:
-            _log.warning("could not remove a lost worker's member, its lease will run out: %s", error)
 
 
 class LiveAgent(BoundAgent):
@@ -189,13 +110,13 @@ class LiveAgent(BoundAgent):
             try:
                 self._standby = Standby(preload)
             except OSError as error:  # such as a TMPDIR that is too long for a socket's address
-                _log.warning("no standby process, workers are started in the ordinary way: %s", error)
+                _log.warning("no standby process, workers are started the ordinary way: %s", error)
         return started
 
     def _bury_if_stopped(self, rank: int, pid: int, now: float) -> None:
         """Do not let the others wait for the lease of a worker that was stopped by a signal or a debugger.
 
-        One that nobody lets go on is ended, and so replaced; a debugger may take its time.
+        If nobody continues it, it is killed and replaced; a debugger may take its time.
         """
         how = stopped_by(pid)
         if how is None:
@@ -205,10 +126,10 @@ class LiveAgent(BoundAgent):
         stopped_s = now - self._stopped_since.setdefault(pid, now)
         if stopped_s > STOPPED_S and pid not in self._buried_stopped:
             self._buried_stopped.add(pid)  # once is enough: while it is stopped it cannot join
-            _log.warning("worker %d is stopped: the others go on without it", rank)
+            _log.warning("worker %d is stopped: the others continue without it", rank)
             self._rendezvous_handler.bury(rank)
         if stopped_s > STOPPED_FOR_GOOD_S and how == "signal":
-            _log.warning("worker %d was stopped by a signal %.0f s ago: it is ended, for another", rank, stopped_s)
+            _log.warning("worker %d was stopped by a signal %.0f s ago: killing and replacing it", rank, stopped_s)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -216,7 +137,7 @@ class LiveAgent(BoundAgent):
         """There is nothing to wait for: the workers have closed the job together."""
 
     def _end_the_rest(self, now: float) -> None:
-        """Kill workers that outlive a job that is done for long: they are frozen, or hang."""
+        """Kill workers that still run long after the job is done: they are frozen, or hang."""
         self._done_since = self._done_since or now
         if now - self._done_since > DONE_GRACE_S:
             self._done_since = None  # those that take their place learn that the job is done, and leave
@@ -230,7 +151,7 @@ class LiveAgent(BoundAgent):
         return result
 
     def _pause_s(self, rank: int, now: float) -> float:
-        """Return how long to wait: not at all, unless it died young again and again."""
+        """Return how long to wait before a restart: not at all, unless the worker repeatedly died young."""
         if now - self._born_at.get(rank, 0.0) > SHORT_LIFE_S:
             self._young_deaths[rank] = 0
             return 0.0
@@ -257,7 +178,7 @@ class LiveAgent(BoundAgent):
                 return self._standby.start(program, env, stdout, stderr)
             except (OSError, EOFError) as error:
                 self._standby = None
-                _log.warning("the standby process does not serve, and is not used any more: %s", error)
+                _log.warning("the standby process failed and is no longer used: %s", error)
         assert isinstance(context.entrypoint, str), "a bound worker is a program"
         return get_subprocess_handler(
             entrypoint=context.entrypoint,
@@ -280,7 +201,7 @@ def codes(handlers: Mapping[int, SubprocessHandler]) -> list[int | None]:
 
 
 def stopped_by(pid: int) -> Literal["signal", "debugger"] | None:
-    """Say what a process was stopped by; None if it was not, or where there is no /proc."""
+    """Return what has stopped a process; None if it is not stopped, or there is no /proc."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
     except OSError:
@@ -289,7 +210,7 @@ def stopped_by(pid: int) -> Literal["signal", "debugger"] | None:
 
 
 class Budget:
-    """At most so many restarts per cause within an hour."""
+    """A maximum of restarts per cause within an hour."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -1,11 +1,11 @@
-"""Workers that begin where the imports end: forked from a standby process that has done them already.
+"""Workers that start with their imports done: forked from a standby process that has done them already.
 
 Starting a worker costs seconds of imports, at the expense of the node's other workers. One standby process per node
 has imported what a worker needs, and a worker that takes a dead one's place is forked from it in milliseconds. The
 standby process is the forkserver of multiprocessing; it holds no thread of Python's and no device.
 
-A program says what to import by a module `preload` in its package; a program without one, or that is no module, is
-started as ever.
+A program names what to import in a module `preload` of its package; a program without one, or that is not a module, is
+started in the ordinary way.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Program:
 
 
 class Standby:
-    """The standby process of a node; make it in the thread whose end is the node's end."""
+    """The standby process of a node; create it in the thread with whose end it is to die."""
 
     def __init__(self, preload: str) -> None:
         self._context = multiprocessing.get_context("forkserver")
@@ -59,7 +59,7 @@ class Standby:
 
     @staticmethod
     def preload_of(command: Sequence[str]) -> str | None:
-        """Return the module that says what a program needs imported, None if there is none."""
+        """Return the module that names a program's imports, None if there is none."""
         program = Program.of(command)
         name = f"{program.module}.preload" if program else ""
         try:
@@ -74,8 +74,8 @@ class Standby:
 
     def start(self, program: Program, env: Mapping[str, str], stdout: str | None, stderr: str | None) -> ForkedWorker:
         """Start a worker; `stdout` and `stderr` are files to write to, the node's own if None or empty."""
-        told = {**os.environ, **env}
-        process = self._context.Process(target=_become, args=(program, told, stdout, stderr), daemon=True)
+        environ = {**os.environ, **env}
+        process = self._context.Process(target=_become, args=(program, environ, stdout, stderr), daemon=True)
         process.start()
         return ForkedWorker(process)
 
@@ -109,7 +109,7 @@ class ForkedWorker:
         return self._process.exitcode
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Signal the worker and all that it has started; one that has just ended, or just begun, is no error."""
+        """Signal the worker and all that it has started; no error if it has just ended or just begun."""
         if self._process.exitcode is None:
             with contextlib.suppress(ProcessLookupError):
                 try:
@@ -119,7 +119,7 @@ class ForkedWorker:
 
 
 def _become(program: Program, env: dict[str, str], stdout: str | None, stderr: str | None) -> None:
-    """In the forked process: be what a process that was started with the program's command line would be."""
+    """In the forked process: become what the program's command line would have started."""
     from rendezvous.torchelastic.standby_process import dispositions  # not in the agent: importing it ignores signals
 
     os.setsid()
@@ -137,7 +137,7 @@ def _become(program: Program, env: dict[str, str], stdout: str | None, stderr: s
     os.environ.update(env)
     for path, stream in ((stdout, sys.stdout), (stderr, sys.stderr)):
         if path:
-            with Path(path).open("a") as file:  # behind the last words of the one before
+            with Path(path).open("a") as file:  # after the last lines of its predecessor
                 os.dup2(file.fileno(), stream.fileno())
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(write_through=True)  # as torchrun's `-u` does
@@ -146,4 +146,4 @@ def _become(program: Program, env: dict[str, str], stdout: str | None, stderr: s
 
 
 def _nothing() -> None:
-    """Show that the standby process serves."""
+    """Run in a fork, to show that the standby process works."""

@@ -1,7 +1,7 @@
-"""Imported by a node's standby process alone, before all else: it dies with its agent, and with nothing less.
+"""Imported only by a node's standby process, before anything else: it dies with its agent and ignores other signals.
 
-A scheduler that tells a whole process tree to leave means the workers: they would die with the standby process, which
-is their parent. So does a terminal that is closed.
+A scheduler that signals a whole process tree to leave means the workers, and so does a terminal that is closed. If the
+standby process left, the workers would die with it, because it is their parent.
 """
 
 import signal
@@ -13,4 +13,4 @@ dispositions = {
     number: signal.signal(number, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
 }
-"""What a program that is started by the agent finds for the signals that the standby process ignores."""
+"""The handlers, before they were replaced, of the signals that the standby process ignores; workers restore them."""

@@ -45,13 +45,14 @@ from elastic_train.training.step_sums import LaneSums
 from elastic_train.world import handover
 from rendezvous.context import RendezvousContext
 from rendezvous.membership.fence import EtcdFence
-from rendezvous.membership.reachability import SELDOM_S, Reach
+from rendezvous.membership.reachability import SELDOM_S, Reachability
 from rendezvous.membership.records import read_view
 
 PRODUCT = (
     "rendezvous.membership.participant",
     "rendezvous.live_member",
     "rendezvous.torchelastic.live_agent",
+    "rendezvous.torchelastic.live_handler",
     "rendezvous.meeting_point",
     "rendezvous.membership.fence",
     "rendezvous.membership.decisions",
@@ -165,7 +166,9 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
         return EtcdFence(client(give_up_after_s=give_up_after_s), context.run_id, world_term=context.term)
 
     yield from _in("rendezvous.live_member", EtcdStore=client, etcd_options=lambda *_: None, os=_Launcher(host))
-    yield from _in("rendezvous.live_member", Reach=functools.partial(Reach, probe=around.net.is_reachable))
+    yield from _in(
+        "rendezvous.live_member", Reachability=functools.partial(Reachability, probe=around.net.is_reachable)
+    )
     seldom_s = SELDOM_S * around.shape.look_s
     yield from _in("rendezvous.membership.reachability", ThreadPoolExecutor=around.net.at_once, SELDOM_S=seldom_s)
     yield from _in("rendezvous.waiting", SimpleQueue=functools.partial(stdlib.Queue, around.kernel))
@@ -205,7 +208,7 @@ def _launch(host: Host, nodes: Sequence[Node]) -> Iterable[tuple[ModuleType, str
     )
     yield from _in(f"{agents}.api", record=_nothing, put_metric=_nothing, _get_fq_hostname=str)
     yield from _in(
-        "rendezvous.torchelastic.entry_point",
+        "rendezvous.torchelastic.restart_handler",
         EtcdStore=client,
         machine_name=lambda: stdlib.host_of(around.kernel.process.node),
         **mine,

@@ -1,7 +1,7 @@
 """A machine in `restart` mode: torchrun's agent and our handler, round by round; only processes are modelled.
 
-What runs is `rendezvous.torchelastic.entry_point.EtcdRendezvousHandler` under
-`rendezvous.torchelastic.bound_agent.ElasticAgent`, and so TorchElastic's own loop: it joins a round, starts a
+What runs is `rendezvous.torchelastic.restart_handler.EtcdRendezvousHandler` under
+`rendezvous.torchelastic.restart_agent.ElasticAgent`, and so TorchElastic's own loop: it joins a round, starts a
 generation of workers, looks at them ten times a second, and ends them all for the next round. A worker trains in the
 one world that its environment names, and begins with the newest commit.
 """
@@ -22,9 +22,9 @@ from chaos.sim.job.live_node import LOOK_S, RUN_ID, Node
 from chaos.sim.machine.kernel import Kernel, Process
 from chaos.sim.machine.stdlib import host_of
 from rendezvous.errors import RendezvousError
-from rendezvous.torchelastic.bound_agent import make_agent
 from rendezvous.torchelastic.conf import BACKEND, Conf
-from rendezvous.torchelastic.entry_point import EtcdRendezvousHandler
+from rendezvous.torchelastic.entry_point import make_agent
+from rendezvous.torchelastic.restart_handler import EtcdRendezvousHandler
 
 STOP_GRACE_S = 30
 """How long torchrun waits for its workers when it is asked to stop, or when one of them has failed."""

@@ -18,7 +18,7 @@ from chaos.sim.machine.kernel import Kernel, Process
 from chaos.sim.machine.stdlib import Condition
 from rendezvous.errors import StoreRefusedError, StoreUnavailableError
 from rendezvous.etcd.connection import CALL_TIMEOUT_S, GIVE_UP_AFTER_S
-from rendezvous.etcd.data_loss import Lives
+from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.etcd.store import EtcdStore
 from rendezvous.etcd.watch import RELIST_S
 from rendezvous.membership.memory_store import MemoryLease, MemoryStore
@@ -116,12 +116,12 @@ class EtcdClient:
 
     def __init__(self, etcd: Etcd, process: Process, give_up_after_s: float = GIVE_UP_AFTER_S) -> None:
         self._etcd, self._process, self._give_up_after_s = etcd, process, give_up_after_s
-        self._lives = Lives()
+        self._data_loss = DataLossDetector()
 
     def get(self, prefix: str) -> Snapshot:
-        asked = self._lives.ask()
+        asked = self._data_loss.ask()
         found = self._call(lambda: self._etcd.show(prefix), self._give_up_after_s)
-        return _in_life(found, self._lives.heard(asked, found.revision))
+        return _in_life(found, self._data_loss.heard(asked, found.revision))
 
     def swap(self, writes: Writes, guards: Guards) -> int | None:
         tries, etcd = 0, self._etcd
@@ -137,10 +137,10 @@ class EtcdClient:
                 etcd.notify()
             return revision
 
-        asked = self._lives.ask()
+        asked = self._data_loss.ask()
         revision = self._call(transact, self._give_up_after_s)
         if revision is not None:
-            self._lives.heard(asked, revision)
+            self._data_loss.heard(asked, revision)
         if revision is None and tries > 1:
             return EtcdStore._written_before(self, writes)  # type: ignore[arg-type]  # the same rule over the same calls
         return revision
@@ -152,7 +152,7 @@ class EtcdClient:
         )
 
     def watch(self, prefix: str) -> SimWatch:
-        return SimWatch(self._etcd, self._process, prefix, self.get(prefix), self._lives)
+        return SimWatch(self._etcd, self._process, prefix, self.get(prefix), self._data_loss)
 
     def close(self) -> None:
         """Connections are not modelled."""
@@ -232,8 +232,8 @@ class SimLease:
 class SimWatch:
     """A mirror that hears of changes late, and of none while its stream is broken."""
 
-    def __init__(self, etcd: Etcd, process: Process, prefix: str, first: Snapshot, lives: Lives) -> None:
-        self.snapshot, self._lives = first, lives
+    def __init__(self, etcd: Etcd, process: Process, prefix: str, first: Snapshot, data_loss: DataLossDetector) -> None:
+        self.snapshot, self._data_loss = first, data_loss
         self.process = process
         self.silent_until = self._next_piece_at = 0.0
         self._etcd, self._prefix = etcd, prefix
@@ -283,7 +283,7 @@ class SimWatch:
             if self in etcd.watches:
                 etcd.idle[self] = None
             found = etcd.show(self._prefix)
-            fresh = _in_life(found, self._lives.heard(self._lives.ask(), found.revision))
+            fresh = _in_life(found, self._data_loss.heard(self._data_loss.ask(), found.revision))
             if fresh.is_newer(self.snapshot):
                 self.snapshot = fresh
                 self._next_piece_at = kernel.now + etcd.piece_s

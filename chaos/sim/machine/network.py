@@ -88,7 +88,7 @@ class Net:
             self._waits = None
 
     def is_refused(self, endpoint: str) -> bool:
-        """Say what `rendezvous.torchelastic.addresses.is_refused` does: nothing listens there any more, and the machine
+        """Say what `rendezvous.membership.probes.is_refused` does: nothing listens there any more, and the machine
         says so.
         """
         address, _, port = endpoint.rpartition(":")
@@ -101,7 +101,7 @@ class Net:
         return False
 
     def is_reachable(self, endpoint: str) -> bool:
-        """Say what `rendezvous.torchelastic.addresses.is_reachable` does: the machine answers, if only by a refusal."""
+        """Say what `rendezvous.membership.probes.is_reachable` does: the machine answers, if only by a refusal."""
         address, _, port = endpoint.rpartition(":")
         try:
             self.connect(address, int(port))

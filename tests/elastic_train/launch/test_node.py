@@ -23,8 +23,8 @@ from elastic_train.launch.node import (
     resolve,
 )
 from rendezvous import EtcdStore, TooFewNodesError
-from rendezvous.membership.participant import Node
-from rendezvous.torchelastic import live_agent
+from rendezvous.membership.participant import Participant
+from rendezvous.torchelastic import live_handler
 from tests.conftest import ROOT, start
 from tests.elastic_train.training.test_live import history, until_whole, write_config
 from tests.processes import command_lines_below
@@ -107,7 +107,7 @@ def test_a_control_plane_that_is_not_there_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, recovery: str
 ) -> None:
     """What is no endpoint ends with 2; one where nobody answers, and no etcd to start, with 1: a line, no traceback."""
-    monkeypatch.setattr(live_agent, "START_PATIENCE_S", 0.2)
+    monkeypatch.setattr(live_handler, "START_PATIENCE_S", 0.2)
     monkeypatch.setitem(EtcdStore.__init__.__kwdefaults__, "give_up_after_s", 0.2)
     how = ("--recovery", recovery)
     code, told = ended(capsys, tmp_path, *how, "--endpoint", "a:b")
@@ -128,7 +128,7 @@ def test_too_few_nodes_end_with_77(
     def wait_in_vain(*_: object) -> None:
         raise TooFewNodesError("1 of 2 nodes came")
 
-    monkeypatch.setattr(Node, "next_world", wait_in_vain)
+    monkeypatch.setattr(Participant, "next_world", wait_in_vain)
     code, told = ended(capsys, tmp_path, "--recovery", "restart")
     assert (code, told.splitlines()[-1]) == (77, "error: 1 of 2 nodes came")
 

@@ -21,7 +21,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-import rendezvous
 from chaos.services.etcd_cluster import EtcdCluster, frozen
 from rendezvous import (
     EtcdServer,
@@ -344,14 +343,3 @@ def test_options_say_everything_that_is_wrong(tmp_path: Path) -> None:
 def test_endpoints_are_read(text: str, expected: tuple[str, ...]) -> None:
     """Endpoints come with or without scheme, port and brackets."""
     assert etcd_options(text).endpoints == expected
-
-
-def test_public_names() -> None:
-    """The package exports these names, and only these."""
-    assert sorted(rendezvous.__all__) == [
-        "EtcdFence", "EtcdOptions", "EtcdServer", "EtcdStore", "FencedError", "Head", "MemoryStore",
-        "OptionError", "RendezvousContext", "RendezvousError", "ServerError", "Store", "StoreError",
-        "StoreRefusedError", "StoreUnavailableError", "TooFewNodesError", "context", "die_with_parent",
-        "etcd_options", "open_fence",
-    ]  # fmt: skip
-    assert all(hasattr(rendezvous, name) for name in rendezvous.__all__)

@@ -11,12 +11,12 @@ import pytest
 
 from rendezvous import EtcdServer, EtcdStore, MemoryStore, TooFewNodesError, etcd_options
 from rendezvous.errors import StoreRefusedError, StoreUnavailableError
-from rendezvous.etcd.data_loss import Lives
+from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.membership.dead_agents import is_looking
 from rendezvous.membership.decisions import Policy
-from rendezvous.membership.latest_view import Seen
+from rendezvous.membership.latest_view import LatestView
 from rendezvous.membership.own_record import Place
-from rendezvous.membership.participant import Node
+from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import Keys, World
 from rendezvous.membership.store import (
     Entry,
@@ -42,16 +42,18 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-def make_node(store: MemoryStore | EtcdStore, *, most: int = 2, least: int = 1, last_call_s: float = 5.0) -> Node:
-    return Node(store, "job", Policy(least, most, last_call_s), Place("host", "127.0.0.1", 1), ttl_s=TTL_S)
+def make_node(
+    store: MemoryStore | EtcdStore, *, most: int = 2, least: int = 1, last_call_s: float = 5.0
+) -> Participant:
+    return Participant(store, "job", Policy(least, most, last_call_s), Place("host", "127.0.0.1", 1), ttl_s=TTL_S)
 
 
-def enter(node: Node, timeout_s: float = 10.0) -> World | None:
+def enter(node: Participant, timeout_s: float = 10.0) -> World | None:
     node.join(timeout_s)
     return node.next_world(lambda seal: ("127.0.0.1", 1), timeout_s)
 
 
-def pair(store: MemoryStore, pool: ThreadPoolExecutor) -> tuple[Node, Node]:
+def pair(store: MemoryStore, pool: ThreadPoolExecutor) -> tuple[Participant, Participant]:
     """Two nodes in their first world, the leader first."""
     nodes = [make_node(store), make_node(store)]
     worlds = list(pool.map(enter, nodes))
@@ -60,7 +62,7 @@ def pair(store: MemoryStore, pool: ThreadPoolExecutor) -> tuple[Node, Node]:
     return first, second
 
 
-def crash(store: MemoryStore, node: Node) -> None:
+def crash(store: MemoryStore, node: Participant) -> None:
     """End a node as SIGKILL does: nothing is revoked, and its lease runs out."""
     node._left.set()
     assert node._own.lease is not None
@@ -75,7 +77,7 @@ def test_nodes_started_together_make_one_world(store: MemoryStore, pool: ThreadP
     assert [seat.member for seat in store_world(first).seats] == [first.id, second.id]
 
 
-def store_world(node: Node) -> World:
+def store_world(node: Participant) -> World:
     assert node.world is not None
     return node.world
 
@@ -115,7 +117,7 @@ def test_a_lost_node_is_free_for_the_survivor(store: MemoryStore, pool: ThreadPo
 
 def test_one_node_pays_for_a_failed_worker(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
     """When workers of both nodes fail and both nodes live, exactly one pays, without waiting for a lease."""
-    assert sorted(pool.map(Node.is_to_blame, pair(store, pool))) == [False, True]
+    assert sorted(pool.map(Participant.is_to_blame, pair(store, pool))) == [False, True]
 
 
 def test_the_last_to_finish_closes_the_job(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
@@ -258,7 +260,7 @@ def test_an_etcd_that_comes_back_without_its_data_is_joined_anew() -> None:
 
 def test_what_was_read_before_the_loss_is_not_shown_behind_it() -> None:
     """An answer of the etcd that was may arrive late, and has the higher revision."""
-    seen, lives = Seen(Keys("job"), Snapshot(70, {})), Lives()
+    seen, lives = LatestView(Keys("job"), Snapshot(70, {})), DataLossDetector()
     assert lives.heard(lives.ask(), 70) == 0
     late, other = lives.ask(), lives.ask()
     assert lives.heard(lives.ask(), 3) == 1
@@ -295,7 +297,7 @@ def test_one_worker_of_a_node_looks_for_agents_that_are_gone(
     asked: list[str] = []
     monkeypatch.setattr("rendezvous.membership.dead_agents.is_refused", lambda agent: bool(asked.append(agent)))
     places = [Place("host", "127.0.0.1", 1, node=name, agent=f"{name}:1") for name in ("here", "here", "there")]
-    nodes = [Node(store, "job", Policy(1, 2, 0.0), place, ttl_s=TTL_S) for place in places]
+    nodes = [Participant(store, "job", Policy(1, 2, 0.0), place, ttl_s=TTL_S) for place in places]
     for node in nodes:
         node.join(10.0)
     eventually(lambda: all(len(node.view.members) == 3 for node in nodes), "all members")
@@ -304,7 +306,7 @@ def test_one_worker_of_a_node_looks_for_agents_that_are_gone(
     for node in nodes[:2]:
         node.join(10.0)
     eventually(lambda: all(len(node.view.ready) == 2 for node in nodes), "those who wait")
-    snapshot = nodes[0]._seen.now().snapshot
+    snapshot = nodes[0]._latest.now().snapshot
     assert [is_looking(node.view, node.id) for node in nodes[:2]] == [True, False]
     assert not nodes[0]._bury(snapshot) and asked == ["there:1"]
     for node in nodes:

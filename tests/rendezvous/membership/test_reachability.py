@@ -10,19 +10,19 @@ from rendezvous import MemoryStore
 from rendezvous.membership import reachability as reach
 from rendezvous.membership.decisions import Policy
 from rendezvous.membership.own_record import Place
-from rendezvous.membership.participant import Node
-from rendezvous.membership.reachability import Reach
+from rendezvous.membership.participant import Participant
+from rendezvous.membership.probes import is_reachable
+from rendezvous.membership.reachability import Reachability
 from rendezvous.membership.records import World
-from rendezvous.torchelastic.addresses import is_reachable
 from tests.rendezvous.rendezvous_sides import eventually
 
 
-def make_node(store: MemoryStore, name: str) -> Node:
+def make_node(store: MemoryStore, name: str) -> Participant:
     place = Place(name, name, 1, name=name, node=name, agent=f"{name}:1")
-    return Node(store, "job", Policy(1, 3, 5.0), place, ttl_s=3.0)
+    return Participant(store, "job", Policy(1, 3, 5.0), place, ttl_s=3.0)
 
 
-def enter(node: Node) -> World:
+def enter(node: Participant) -> World:
     node.join(10.0)
     world = node.next_world(lambda seal: (node.place.host, 1), 10.0)
     assert world is not None
@@ -37,7 +37,7 @@ def test_a_node_that_is_cut_off_from_the_others_is_left_out_until_it_can_be_reac
     def sees(name: str, agent: str) -> bool:
         return (name in cut) == (agent[0] in cut)
 
-    reaches = {name: Reach(node, lambda agent, name=name: sees(name, agent)) for name, node in nodes.items()}  # type: ignore[misc]
+    reaches = {name: Reachability(node, lambda agent, name=name: sees(name, agent)) for name, node in nodes.items()}  # type: ignore[misc]
     with ThreadPoolExecutor(3) as pool:
         assert {len(world.seats) for world in pool.map(enter, nodes.values())} == {3}
         reaches["a"].look()
@@ -65,7 +65,7 @@ def test_who_is_missed_by_the_record_alone_is_looked_for(monkeypatch: pytest.Mon
     monkeypatch.setattr(reach, "SELDOM_S", 0.05)
     store = MemoryStore()
     nodes = {name: make_node(store, name) for name in "ab"}
-    reaches = [Reach(node, lambda agent: True) for node in nodes.values()]
+    reaches = [Reachability(node, lambda agent: True) for node in nodes.values()]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(enter, nodes.values()))
     nodes["a"].report_missed(frozenset("b"))

@@ -35,7 +35,8 @@ from rendezvous.torchelastic.conf import (
     Factor,
     Ignored,
 )
-from rendezvous.torchelastic.entry_point import EtcdRendezvousHandler, create_handler
+from rendezvous.torchelastic.entry_point import create_handler
+from rendezvous.torchelastic.restart_handler import EtcdRendezvousHandler
 
 ENDPOINT = "127.0.0.1:1"
 FILES = ("ca_cert", "cert", "key", "cacert", "ssl_cert", "ssl_cert_key")

@@ -12,7 +12,8 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, Re
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler, handler_registry
 
 from rendezvous import EtcdServer, OptionError, context
-from rendezvous.torchelastic.entry_point import EtcdRendezvousHandler, create_handler, load
+from rendezvous.torchelastic.entry_point import create_handler, load
+from rendezvous.torchelastic.restart_handler import EtcdRendezvousHandler
 from tests.processes import is_running
 from tests.rendezvous.rendezvous_sides import eventually
 
@@ -31,6 +32,19 @@ def test_load_takes_the_name_and_may_be_repeated() -> None:
     handler_registry.register("etcd", load())
     with pytest.raises(OptionError, match="not HOST:PORT"):
         get_rendezvous_handler(RendezvousParameters("etcd", "host:x", "id", 1, 1))
+
+
+@pytest.mark.parametrize("module", ["entry_point", "live_handler", "restart_agent"])
+def test_our_backend_is_registered_whatever_is_imported_first(module: str) -> None:
+    """Torch's registry imports our entry point in the middle of its own import, and swallows any error of it."""
+    source = (
+        f"import rendezvous.torchelastic.{module}\n"
+        "from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registry\n"
+        "print(registry._registry['etcd'].__module__)"
+    )
+    ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["rendezvous.torchelastic.entry_point"]
+    assert "Exception while registering" not in ended.stderr
 
 
 def test_every_round_has_a_fresh_store(etcd: EtcdServer, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:

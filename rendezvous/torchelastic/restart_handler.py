@@ -1,0 +1,142 @@
+"""The handler of `restart` mode: TorchElastic's view of a node's membership.
+
+A world is a rendezvous, its first seat is group rank 0, and each world gets a TCPStore of its own, hosted by that
+seat's agent, so that nothing of an older world can be met again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from dataclasses import replace
+
+from torch._C._distributed_c10d import Store
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+
+from rendezvous.context import VARIABLE, RendezvousContext
+from rendezvous.errors import StoreError, TooFewNodesError
+from rendezvous.etcd.store import EtcdStore
+from rendezvous.meeting_point import Meeting
+from rendezvous.membership.decisions import Policy
+from rendezvous.membership.own_record import Place
+from rendezvous.membership.participant import Participant
+from rendezvous.membership.records import World
+from rendezvous.torchelastic.addresses import address_towards, machine_name
+from rendezvous.torchelastic.conf import BACKEND, Conf
+
+GROWTH_GRACE_S = 30.0
+
+_log = logging.getLogger("rendezvous")
+
+
+class EtcdRendezvousHandler(RendezvousHandler):
+    """TorchElastic's view of a node's membership."""
+
+    def __init__(self, params: RendezvousParameters, conf: Conf) -> None:
+        self._run_id = params.run_id
+        self._conf = conf
+        self._local_address = params.local_addr or address_towards(conf.etcd)
+        self._store = EtcdStore(conf.etcd)
+        policy = Policy(params.min_nodes, params.max_nodes, conf.last_call_s)
+        place = Place(machine_name(), self._local_address, num_workers=0)
+        self.node = Participant(self._store, params.run_id, policy, place, ttl_s=conf.ttl_s)
+        self._meeting = Meeting(self.node, self._local_address, conf.timeout_s, lambda _: self.node.is_broken())
+        self._is_restart_free = False
+        # After SIGTERM the launcher skips shutdown(); the others should not have to wait for the lease to end.
+        atexit.register(self.node.leave)
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers this node brings; the agent says so before the first round."""
+        return self.node.place.num_workers
+
+    @num_workers.setter
+    def num_workers(self, count: int) -> None:
+        self.node.place = replace(self.node.place, num_workers=count)
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The agent hosts the TCPStore, and every worker connects to it."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for a world, and leave its description in the environment of the workers.
+
+        Raises RendezvousTimeoutError if too few nodes come, RendezvousGracefulExitError if the job is done.
+        """
+        self._is_restart_free = False
+        while True:
+            try:
+                self.node.join(self._conf.timeout_s)
+                world = self.node.next_world(self._meeting.host, self._conf.timeout_s)
+            except TooFewNodesError as error:
+                raise RendezvousTimeoutError(str(error)) from None
+            except StoreError as error:
+                raise RendezvousConnectionError(str(error)) from None
+            if world is None:
+                raise RendezvousGracefulExitError(
+                    f"the job {self._run_id!r} is done: there is nothing left to do for this node"
+                )
+            if (store := self._meeting.connect(world)) is not None:
+                return self._enter(world, store)
+
+    def num_nodes_waiting(self) -> int:
+        """Count the changes that ask for a new round: joiners, losses, members that restart."""
+        return 1 if self._is_restart_free else self.node.num_waiting()
+
+    def is_restart_free(self) -> bool:
+        """Whether workers that failed may be restarted without spending `max_restarts`: the fault is not theirs."""
+        try:
+            self._is_restart_free = not self.node.is_to_blame()
+        except StoreError as error:
+            _log.warning("cannot find out which node failed first, so the restart is charged to this one: %s", error)
+        return self._is_restart_free
+
+    @property
+    def stop_grace_s(self) -> float:
+        """How long workers may take to stop: long when they can still save, short when a peer is gone."""
+        return GROWTH_GRACE_S if self.node.is_only_growing() else self._conf.stop_grace_s
+
+    def is_closed(self) -> bool:
+        return self.node.view.closed is not None
+
+    def set_closed(self) -> None:
+        self.node.close(self.node.view.term)
+
+    def shutdown(self) -> bool:
+        """Leave by revoking the lease. The job continues for the others, unless its workers have finished."""
+        self.node.leave()
+        return True
+
+    def _enter(self, world: World, store: Store) -> RendezvousInfo:
+        rank = world.rank_of(self.node.id)
+        assert rank is not None, "a node enters only a world that it has a seat in"
+        context = RendezvousContext(
+            endpoints=self._conf.etcd.endpoints,
+            run_id=self._run_id,
+            term=world.term,
+            member_id=self.node.id,
+            joined_at=self.node.joined_at,
+            sealed_at=world.sealed_at,
+            cause=world.cause,
+            num_nodes=len(world.seats),
+            options=self._conf.etcd.secrets(),
+        )
+        os.environ[VARIABLE] = context.encode()
+        address = RendezvousStoreInfo(world.address, world.port)
+        return RendezvousInfo(store, rank, len(world.seats), address)
