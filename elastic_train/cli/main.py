@@ -62,11 +62,11 @@ def launch(
     or restart. --max-restarts of workers, in live mode per cause and hour. --ttl-s: seconds after which a silent worker
     is lost. --grace-s: seconds from SIGTERM to SIGKILL. Any key of CONFIG can follow.
     """
-    from elastic_train.launch import node as launching
+    from elastic_train.launch import node, options
 
-    sources.load(config, environ=os.environ, arguments=overrides)  # a mistake is told once, not by every rank
-    flags = launching.Flags(nodes, ranks, endpoint, run_id, recovery, max_restarts, ttl_s, grace_s)
-    return launching.launch(launching.resolve(config, overrides, flags, os.environ, launching.count_gpus()))
+    sources.load(config, environ=os.environ, arguments=overrides)  # report a mistake once, not from every rank
+    flags = options.Flags(nodes, ranks, endpoint, run_id, recovery, max_restarts, ttl_s, grace_s)
+    return node.launch(options.resolve(config, overrides, flags, os.environ, options.count_gpus()))
 
 
 @app.command

@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -25,7 +26,6 @@ from pydantic import (
     model_validator,
 )
 
-from elastic_train.best import parse_best
 from elastic_train.config import yaml12
 from elastic_train.errors import ConfigError
 
@@ -266,3 +266,11 @@ def nearest(name: str, known: Sequence[str]) -> str:
         tails = {known_name.rsplit(".", 1)[-1]: known_name for known_name in known}
         close = [tails[tail] for tail in difflib.get_close_matches(name.rsplit(".", 1)[-1], list(tails), n=1)]
     return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def parse_best(text: str) -> tuple[str, bool]:
+    """Return the metric, and whether more of it is better; raise ConfigError if that is not said."""
+    found = re.fullmatch(r"(min|max)\s+(\S+)", text.strip())
+    if found is None:
+        raise ConfigError(f"'{text}' names no best commit; write 'min loss', or 'max' and a metric's name")
+    return found[2], found[1] == "max"

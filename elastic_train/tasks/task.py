@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # torchmetrics takes over a second to import, which every rec
     from torchmetrics import Metric
 
 Batch = dict[str, Tensor]
+OWN_VALUES = ("loss", "samples")
+"""What a validation reports besides the task's metrics; a task's metrics must not use these names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,4 +122,4 @@ def load_task(config: TaskConfig) -> Task:
     return task
 
 
-__all__ = ["Batch", "Finishing", "LaneLoss", "Limited", "Matching", "Task", "load_task"]
+__all__ = ["OWN_VALUES", "Batch", "Finishing", "LaneLoss", "Limited", "Matching", "Task", "load_task"]
