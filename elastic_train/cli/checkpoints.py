@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
 from pydantic import ByteSize, TypeAdapter, ValidationError
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from elastic_train.checkpoint.commits import listing, pins_and_holds
 from elastic_train.checkpoint.commits.export import Format, export
@@ -28,9 +25,11 @@ from elastic_train.checkpoint.commits.retention_policies import Best, Retention
 from elastic_train.checkpoint.commits.sweeping import sweep
 from elastic_train.checkpoint.interval.forecast import Outlook, forecast
 from elastic_train.checkpoint.interval.measured import Measured, measure
-from elastic_train.checkpoint.interval.young_daly import SaveCost, shown
+from elastic_train.checkpoint.interval.young_daly import SaveCost
 from elastic_train.checkpoint.stores.store import Store
+from elastic_train.cli.output import Flag, Json, cell, narrow_table, print_json, print_text
 from elastic_train.errors import CommitError, ConfigError
+from elastic_train.system.wording import duration, size
 from elastic_train.world.fencing import newest_term
 
 app = App(
@@ -43,8 +42,6 @@ app = App(
     ),
 )
 
-Json = Annotated[bool, Parameter(name="--json", negative="")]
-Flag = Annotated[bool, Parameter(negative="")]
 STALL_S_PER_GB, WRITE_MB_S = 0.11, 500.0
 """What is assumed of a save where no run has measured it: the most that benchmarks allow, and a local disk's rate."""
 
@@ -62,22 +59,22 @@ def ls(run: str, *, best: str = "min loss", verify: Flag = False, json_: Json = 
     found = listing.survey_store(store, metric, is_thorough=verify)
     rows = [row.fields(metric.metric, time.time()) for row in found.rows]
     if json_:
-        return _print_json(rows)
-    table = _table("step", "term", "epoch", "age", "size", "world", metric.metric, "validity", "marks")
+        return print_json(rows)
+    table = narrow_table("step", "term", "epoch", "age", "size", "world", metric.metric, "validity", "marks")
     for row, fields in zip(found.rows, rows, strict=True):
         age_s = None if row.record is None else time.time() - row.record.created_at
         table.add_row(
-            *(_cell(fields[name]) for name in ("step", "term", "epoch")),
-            "-" if age_s is None else listing.age(age_s),
-            "-" if row.record is None else listing.size(row.record.num_bytes),
-            *(_cell(fields[name]) for name in ("world", metric.metric)),
+            *(cell(fields[name]) for name in ("step", "term", "epoch")),
+            "-" if age_s is None else duration(age_s),
+            "-" if row.record is None else size(row.record.num_bytes),
+            *(cell(fields[name]) for name in ("world", metric.metric)),
             f"[red]{row.wrong}" if row.wrong else f"[green]{'whole' if verify else 'sizes ok'}",
             ", ".join(row.marks),
         )
     Console().print(table if rows else f"{store.url}: no commits")
     if rows or found.abandoned:
-        left = f"; {listing.size(found.abandoned_bytes)} in {found.abandoned} abandoned attempts, see `ckpt prune`"
-        Console().print(f"{listing.size(found.num_bytes)} in {len(rows)} commits{left if found.abandoned else ''}")
+        left = f"; {size(found.abandoned_bytes)} in {found.abandoned} abandoned attempts, see `ckpt prune`"
+        Console().print(f"{size(found.num_bytes)} in {len(rows)} commits{left if found.abandoned else ''}")
     return 0
 
 
@@ -89,8 +86,8 @@ def show(run: str, commit: str | None = None, *, json_: Json = False) -> int:
     fields["files"] = {name: {"size": file.size, file.algorithm: file.digest} for name, file in record.files.items()}
     fields = {"key": record.key, "digest": record.digest, **fields}
     if json_:
-        return _print_json(fields)
-    table = _table("field", "value")
+        return print_json(fields)
+    table = narrow_table("field", "value")
     for name, value in fields.items():
         table.add_row(name, value if isinstance(value, str) else json.dumps(value))
     Console().print(table)
@@ -107,9 +104,9 @@ def verify(run: str, commit: str | None = None, *, json_: Json = False) -> int:
     keys = commit_keys(store) if commit is None else [name_to_key(store, commit)]
     found = [{"key": key, "wrong": _wrong_with(store, key)} for key in keys]
     if json_:
-        _print_json(found)
+        print_json(found)
     else:
-        table = _table("commit", "verdict")
+        table = narrow_table("commit", "verdict")
         for row in found:
             table.add_row(str(row["key"]), f"[red]{row['wrong']}" if row["wrong"] else "[green]whole")
         Console().print(table if found else f"{store.url}: no commits")
@@ -149,12 +146,12 @@ def prune_(
     swept = sweep(store, newest_term(store), is_rehearsal=dry_run)
     num_bytes = pruned.num_bytes + swept.num_bytes
     if json_:
-        return _print_json({"commits": pruned.commits, "attempts": swept.attempts, "bytes": num_bytes})
+        return print_json({"commits": pruned.commits, "attempts": swept.attempts, "bytes": num_bytes})
     for key in (*pruned.commits, *swept.attempts):
-        _print(key)
-    return _print(
+        print_text(key)
+    return print_text(
         f"{'would be ' if dry_run else ''}deleted: {len(pruned.commits)} commits, {len(swept.attempts)} attempts, "
-        f"{listing.size(num_bytes)}"
+        f"{size(num_bytes)}"
     )
 
 
@@ -164,7 +161,7 @@ def pin(run: str, commit: str, *, json_: Json = False) -> int:
     store = open_run(run)
     record = find(store, commit)
     pins_and_holds.pin(store, record.key)
-    return _print_json({"pinned": record.key}) if json_ else _print(f"{record.key} is pinned")
+    return print_json({"pinned": record.key}) if json_ else print_text(f"{record.key} is pinned")
 
 
 @app.command
@@ -173,7 +170,7 @@ def unpin(run: str, commit: str, *, json_: Json = False) -> int:
     store = open_run(run)
     key = name_to_key(store, commit)
     pins_and_holds.unpin(store, key)
-    return _print_json({"unpinned": key}) if json_ else _print(f"{key} is not pinned any more")
+    return print_json({"unpinned": key}) if json_ else print_text(f"{key} is not pinned any more")
 
 
 @app.command(name="export")
@@ -189,8 +186,8 @@ def export_(
     with pins_and_holds.holding(store, record.key):
         num_tensors = export(store, record, target, format_)
     if json_:
-        return _print_json({"commit": record.key, "target": str(target), "tensors": num_tensors})
-    return _print(f"{num_tensors} tensors of {record.key} written to {target}")
+        return print_json({"commit": record.key, "target": str(target), "tensors": num_tensors})
+    return print_text(f"{num_tensors} tensors of {record.key} written to {target}")
 
 
 @app.command
@@ -222,19 +219,19 @@ def plan(
     if json_:
         told = {"chosen_s": choice.interval_s, "reason": choice.reason, "num_saves_measured": facts.num_saves}
         taken = {"state_gb": state_gb, "mtbf_s": mtbf_s, "stall_s": cost.stall_s, "publish_s": cost.publish_s}
-        return _print_json({**told, **taken, "rows": [_outlook(r) for r in rows]})
-    table = _table("interval", "wasted", "by stalls", "by faults", "lost at most", "saved a day", "")
+        return print_json({**told, **taken, "rows": [_outlook(r) for r in rows]})
+    table = narrow_table("interval", "wasted", "by stalls", "by faults", "lost at most", "saved a day", "")
     for row in rows:
         chosen = "[green]chosen " if row.interval_s == choice.interval_s else ""
         mark = f"{chosen}{'' if row.is_allowed else '[red]over the RPO'}"
         shares = (f"{share:.2%}" for share in (row.waste, row.stall_share, row.fault_share))
-        written = listing.size(86400 / row.interval_s * state_gb * 1e9)
-        table.add_row(shown(row.interval_s), *shares, shown(row.rpo_s), written, mark)
+        written = size(86400 / row.interval_s * state_gb * 1e9)
+        table.add_row(duration(row.interval_s), *shares, duration(row.rpo_s), written, mark)
     Console().print(table)
     source = f"measured by the last {facts.num_saves} saves of {run}" if facts.cost else "assumed, not measured"
-    return _print(
+    return print_text(
         f"{choice.reason}\na save's cost is {source}\n"
-        f"keep_last {keep_last} holds {listing.size((keep_last + 1) * state_gb * 1e9)} at most"
+        f"keep_last {keep_last} holds {size((keep_last + 1) * state_gb * 1e9)} at most"
     )
 
 
@@ -265,25 +262,6 @@ def _bytes(text: str) -> int:
 
 def _outlook(row: Outlook) -> dict[str, object]:
     return {name: getattr(row, name) for name in Outlook.__dataclass_fields__}
-
-
-def _table(*columns: str) -> Table:
-    """Return a table that is narrow enough for a terminal."""
-    return Table(*columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-
-
-def _cell(value: object) -> str:
-    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _print(text: str) -> int:
-    Console().print(text, highlight=False, markup=False, soft_wrap=True)
-    return 0
-
-
-def _print_json(value: object) -> int:
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
-    return 0
 
 
 def _check_best(store: Store, text: str) -> None:

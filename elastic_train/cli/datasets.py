@@ -7,18 +7,17 @@ say that it is there already. DATA is a folder or fsspec URL with a manifest, or
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import fsspec
 from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
+from elastic_train.cli.output import Json, print_json, print_text
 from elastic_train.data.corpora import origin, synthetic
 from elastic_train.data.corpora import text as corpora
 from elastic_train.data.corpora.text import Imported, Options
@@ -31,8 +30,6 @@ from elastic_train.system.progress_bar import shown
 app = App(name="data", help="Make datasets, look into them, check them.")
 imports = App(name="import", help="Make a dataset of text: OUT/train and OUT/validation, with a tokeniser of its own.")
 app.command(imports)
-
-Json = Annotated[bool, Parameter(name="--json", negative="")]
 
 
 @Parameter(name="*")
@@ -100,14 +97,14 @@ def synth(
 
     if "://" in out:
         _refuse_existing(out, replace=replace)
-        return _say_written(write(out))
+        return _report_written(write(out))
     folder = Path(out)
     made_from = {"source": "synth", "rows": rows, "schema": schema, "seed": seed, "rows_per_group": rows_per_group}
     if origin.is_finished(folder, made_from, replace=replace):
-        return _say(f"{out}: is there already, made of the same {rows:,} rows, schema and seed; nothing to do")
+        return print_text(f"{out}: is there already, made of the same {rows:,} rows, schema and seed; nothing to do")
     with origin.filled(folder, made_from) as partial:
         write(str(partial))
-    return _say_written(load_manifest(out))
+    return _report_written(load_manifest(out))
 
 
 @app.command(name="lengths")
@@ -121,7 +118,7 @@ def lengths_(data: str, *, column: str = "input_ids") -> int:
     """
     for manifest in _manifests(data):
         made = row_lengths.make_lengths(manifest, column, track=shown)
-        _say(f"{manifest.url}/{row_lengths.NAME}: lengths of {manifest.num_rows:,} rows by '{made.column}'")
+        print_text(f"{manifest.url}/{row_lengths.NAME}: lengths of {manifest.num_rows:,} rows by '{made.column}'")
     return 0
 
 
@@ -131,7 +128,7 @@ def describe_(data: str, *, json_: Json = False) -> int:
     facts = [describe.describe(manifest, track=shown) for manifest in _manifests(data)]
     if json_:
         rows = [fact.to_dict() for fact in facts]
-        return _say(json.dumps(rows[0] if len(rows) == 1 else rows, indent=2))
+        return print_json(rows[0] if len(rows) == 1 else rows)
     for fact in facts:
         describe.render(fact, Console())
     return 0
@@ -146,7 +143,7 @@ def verify_(data: str, *, json_: Json = False) -> int:
         for verdict in verify.verify(manifest, track=shown)
     ]
     if json_:
-        _say(json.dumps([{"path": path, "wrong": wrong} for path, wrong in found], indent=2))
+        print_json([{"path": path, "wrong": wrong} for path, wrong in found])
     else:
         table = Table("file", "verdict")
         for path, wrong in found:
@@ -178,20 +175,15 @@ def _refuse_existing(url: str, *, replace: bool) -> None:
 
 def _report(out: Path, imported: Imported) -> int:
     if not imported.is_new:
-        return _say(f"{out}: is there already, made of the same sources and options; nothing to do")
+        return print_text(f"{out}: is there already, made of the same sources and options; nothing to do")
     for manifest in (imported.train, imported.validation):
-        _say_written(manifest)
+        _report_written(manifest)
     return 0
 
 
-def _say_written(manifest: Manifest) -> int:
+def _report_written(manifest: Manifest) -> int:
     num_labels = len(manifest.label_counts or ())
-    return _say(
+    return print_text(
         f"{manifest.url}: {manifest.num_rows:,} rows in {len(manifest.files)} files, {num_labels} labels, "
         f"digest {manifest.digest[:12]}"
     )
-
-
-def _say(text: str) -> int:
-    sys.stdout.write(text + "\n")
-    return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 from rich.table import Table
 
+from elastic_train.cli.output import Flag, Json, print_json, print_text
 from elastic_train.config import schema as configuration
 from elastic_train.config import sources
 from elastic_train.errors import ConfigError, ElasticTrainError, explain
@@ -77,18 +77,16 @@ def validate(config: Path, *overrides: Overrides) -> int:
     resolved = sources.load(config, environ=os.environ, arguments=overrides)
     facts = make_plan(resolved).describe()
     print_text(resolved.to_yaml())
-    print_text("\n".join(f"# {name}: {value}" for name, value in facts.items()))
-    return 0
+    return print_text("\n".join(f"# {name}: {value}" for name, value in facts.items()))
 
 
 @app.command
-def keys(*, json_: Annotated[bool, Parameter(name="--json")] = False) -> int:
+def keys(*, json_: Json = False) -> int:
     """List every key of a configuration: its type, its default, what it means."""
     rows = list(configuration.keys())
     if json_:
         fields = ("key", "type", "default", "meaning")
-        print_text(json.dumps([dict(zip(fields, row, strict=True)) for row in rows], indent=2))
-        return 0
+        return print_json([dict(zip(fields, row, strict=True)) for row in rows])
     table = Table("key", "type", "default", "meaning")
     for row in rows:
         table.add_row(*row)
@@ -97,17 +95,14 @@ def keys(*, json_: Annotated[bool, Parameter(name="--json")] = False) -> int:
 
 
 @app.command
-def compare(
-    run_a: str, run_b: str, *, mlflow_uri: str | None = None, json_: Annotated[bool, Parameter(name="--json")] = False
-) -> int:
+def compare(run_a: str, run_b: str, *, mlflow_uri: str | None = None, json_: Json = False) -> int:
     """Show how two runs differ: configuration, metrics, weights. RUN is a run's folder, or an MLflow run id."""
     from elastic_train.tracking.compare import compare as compare_runs
 
     comparison = compare_runs(run_a, run_b, mlflow_uri=mlflow_uri)
     if json_:
-        print_text(comparison.to_json())
-    else:
-        Console().print(comparison.render())
+        return print_text(comparison.to_json())
+    Console().print(comparison.render())
     return 0
 
 
@@ -116,8 +111,8 @@ def audit(
     run: str,
     *,
     data: str | None = None,
-    forensic: Annotated[bool, Parameter(negative="")] = False,
-    json_: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    forensic: Flag = False,
+    json_: Json = False,
 ) -> int:
     """Prove from RUN's commits that every sample counted once; say in words what is proven, and what is not.
 
@@ -136,13 +131,7 @@ def sync(run: Path, *, mlflow_uri: str | None = None) -> int:
     """Send what MLflow has missed (a tracker that was down, a killed run) from RUN's local metrics."""
     from elastic_train.tracking.mlflow_sync import sync as sync_run
 
-    print_text(f"{sync_run(run, mlflow_uri=mlflow_uri)}")
-    return 0
-
-
-def print_text(text: str) -> None:
-    """Print text as it is, without markup."""
-    sys.stdout.write(text + "\n")
+    return print_text(f"{sync_run(run, mlflow_uri=mlflow_uri)}")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -6,12 +6,11 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +27,7 @@ from pydantic import (
 
 from elastic_train.config import yaml12
 from elastic_train.errors import ConfigError
+from elastic_train.system.wording import nearest
 
 Value = object
 
@@ -259,13 +259,11 @@ def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, 
         yield f"{prefix}{name}", shown, default, field.description or ""
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """Return '; did you mean ...?' for the closest known name, or an empty text if none is close."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if not close:
-        tails = {known_name.rsplit(".", 1)[-1]: known_name for known_name in known}
-        close = [tails[tail] for tail in difflib.get_close_matches(name.rsplit(".", 1)[-1], list(tails), n=1)]
-    return f"; did you mean '{close[0]}'?" if close else ""
+def nearest_key(name: str) -> str | None:
+    """Return the key or section closest to an unknown one, else the closest by its last part; None if none is alike."""
+    known = [*(key for key, *_ in keys()), *Config.model_fields]
+    by_tail = {key.rpartition(".")[2]: key for key in known}
+    return nearest(name, known, cutoff=0.5) or by_tail.get(nearest(name.rpartition(".")[2], by_tail) or "")
 
 
 def parse_best(text: str) -> tuple[str, bool]:

@@ -16,11 +16,11 @@ from elastic_train.config import yaml12
 from elastic_train.config.schema import (
     Config,
     Value,
-    keys,
-    nearest,
+    nearest_key,
 )
 from elastic_train.config.yaml12 import NOT_YAML
 from elastic_train.errors import ConfigError
+from elastic_train.system.wording import did_you_mean
 
 Tree = dict[str, Value]
 ENV_PREFIX = "ELASTIC_TRAIN__"
@@ -138,7 +138,7 @@ def _explain(item: Mapping[str, object], sources: Mapping[str, str], lines: Mapp
     if where == path and key in lines:
         where = f"{path}:{lines[key]}"
     if item["type"] == "extra_forbidden":
-        return f"{where}: unknown key '{key}'{nearest(key, [name for name, *_ in keys()] + list(Config.model_fields))}"
+        return f"{where}: unknown key '{key}'{did_you_mean(nearest_key(key))}"
     if item["type"] == "missing":
         return f"{where}: '{key}' is missing; it has no default"
     message = str(item["msg"]).removeprefix("Value error, ")

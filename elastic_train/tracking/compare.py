@@ -13,25 +13,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from elastic_train.errors import ConfigError
+from elastic_train.system.wording import first_line
 from elastic_train.tracking.metric_log import final_metrics
 from elastic_train.tracking.mlflow_run import (
     WEIGHTS_TAG,
     bound_requests,
     connect,
     flatten,
-    reason_of,
     resolve,
     sqlite_path,
     tracker_errors,
     without_password,
 )
-from elastic_train.tracking.mlflow_sync import read_mapping
+from elastic_train.tracking.run_folder import RunFolder
 
 DEFAULT_MLFLOW_URI = "sqlite:///mlflow.db"
 _ABSENT = "-"
@@ -118,11 +117,8 @@ def _find(run: str | Path, mlflow_uri: str | None) -> Finding:
 
 
 def _from_folder(folder: Path) -> Finding:
-    if not (folder / "config.yaml").exists():
-        raise ConfigError(f"{folder} is no run's folder: it has no config.yaml; name a run.dir")
-    config = read_mapping(folder / "config.yaml", yaml.safe_load)
-    path = folder / "result.json"
-    result = read_mapping(path, json.loads) if path.exists() else {}
+    run = RunFolder(folder)
+    config, result = run.config(), run.result() or {}
     weights, measured = result.get("weights_sha256"), result.get("metrics")
     validation = {
         f"validation/{name}": value for name, value in (measured if isinstance(measured, dict) else {}).items()
@@ -138,7 +134,7 @@ def _from_mlflow(run_id: str, mlflow_uri: str) -> Finding:
     try:
         run = connect(uri).get_run(run_id)
     except tracker_errors() as error:
-        reason = reason_of(error)
+        reason = first_line(error)
         raise ConfigError(
             f"{run_id}: neither a folder nor a run in MLflow at {without_password(mlflow_uri)}: {reason}; "
             "name a run.dir or a run id, and the tracker with --mlflow-uri"

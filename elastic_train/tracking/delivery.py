@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import yaml
 
+from elastic_train.errors import ConfigError
 from elastic_train.tracking.metric_log import Settled, Values
 from elastic_train.tracking.mlflow_run import (
     GIT_TAG,
@@ -21,6 +21,7 @@ from elastic_train.tracking.mlflow_run import (
     MlflowRun,
     metric_name,
 )
+from elastic_train.tracking.run_folder import RunFolder
 
 SEND_EVERY_S = 1.0
 LOCK = "mlflow.lock"
@@ -132,6 +133,7 @@ def code_tags() -> dict[str, str]:
 
 def _weights_sha256(run_dir: Path) -> str | None:
     try:
-        return str(json.loads((run_dir / "result.json").read_text())["weights_sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        digest = (RunFolder(run_dir).result() or {}).get("weights_sha256")
+    except ConfigError:
+        return None  # a damaged result costs the tag, not the run's end
+    return None if digest is None else str(digest)

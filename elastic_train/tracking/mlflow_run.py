@@ -8,7 +8,6 @@ steps in one call, so that no value is there twice whoever sent it.
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import re
@@ -16,19 +15,17 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
-from elastic_train.system.atomic_files import write_atomically
 from elastic_train.tracking.metric_log import Values
+from elastic_train.tracking.run_folder import Link, RunFolder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Run
 
-LINK = "mlflow.json"
 JOB_TAG = "elastic_train.job"
 CONFIG_TAG = "elastic_train.config"
 WEIGHTS_TAG = "elastic_train.weights_sha256"
@@ -45,23 +42,6 @@ _PARAM_CHARS, _TAG_CHARS, _NAME_CHARS = 6000, 5000, 250
 _OPEN_TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What mlflow.json says: the job's own name, its run in MLflow, and where that is (without a password)."""
-
-    job: str
-    run_id: str | None = None
-    mlflow_uri: str | None = None
-
-
-def read_link(run_dir: Path) -> Link | None:
-    """Return the job's link to MLflow, None if it never had one."""
-    try:
-        return Link(**json.loads((run_dir / LINK).read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
-        return None
-
-
 def tracker_errors() -> tuple[type[Exception], ...]:
     """Return what MLflow and its stores raise."""
     from mlflow.exceptions import MlflowException
@@ -75,11 +55,6 @@ def is_no_tracker(error: Exception) -> bool:
     from sqlalchemy.exc import DatabaseError, OperationalError
 
     return isinstance(error, DatabaseError) and not isinstance(error, OperationalError)
-
-
-def reason_of(error: Exception) -> str:
-    """Return an error's first line, as far as people read."""
-    return (str(error) or type(error).__name__).partition("\n")[0][:300]
 
 
 def bound_requests() -> None:
@@ -116,12 +91,12 @@ class MlflowRun:
         self._client = connect(mlflow_uri)
         # A server's folder is not a folder here, whatever its artifacts' URI looks like.
         self._is_local = sqlite_path(mlflow_uri) is not None
-        link = read_link(run_dir) or Link(uuid.uuid4().hex)
-        write_atomically(run_dir / LINK, json.dumps(asdict(link)) + "\n")
+        folder = RunFolder(run_dir)
+        link = folder.link() or Link(uuid.uuid4().hex)
+        folder.write_link(link)
         run = self._find(link, experiment) or self._make(link, mlflow_uri, experiment, run_name)
         self.run_id: str = run.info.run_id
-        known = Link(link.job, self.run_id, without_password(mlflow_uri))
-        write_atomically(run_dir / LINK, json.dumps(asdict(known)) + "\n")
+        folder.write_link(Link(link.job, self.run_id, without_password(mlflow_uri)))
 
     def description(self, config: Mapping[str, object], text: str) -> list[Callable[[], None]]:
         """Return the parts of recording the configuration; none needs another: parameters, a tag, a file."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from elastic_train.errors import ConfigError, StorageError
+from elastic_train.system.wording import first_line
 from elastic_train.tracking.delivery import (
     LOCK,
     SEND_EVERY_S,
@@ -28,11 +26,10 @@ from elastic_train.tracking.mlflow_run import (
     bound_requests,
     is_no_tracker,
     locked_by,
-    read_link,
-    reason_of,
     resolve,
     tracker_errors,
 )
+from elastic_train.tracking.run_folder import RunFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +70,9 @@ def sync(run_dir: Path, mlflow_uri: str | None = None) -> Synced:
     except tracker_errors() as error:
         if is_no_tracker(error):
             raise ConfigError(
-                f"{job.mlflow_uri} is no MLflow database: {reason_of(error)}; name a tracker with --mlflow-uri"
+                f"{job.mlflow_uri} is no MLflow database: {first_line(error)}; name a tracker with --mlflow-uri"
             ) from error
-        raise StorageError(f"{job.mlflow_uri}: MLflow cannot be reached, sync later: {reason_of(error)}") from error
+        raise StorageError(f"{job.mlflow_uri}: MLflow cannot be reached, sync later: {first_line(error)}") from error
 
 
 def _repair(job: Job) -> Synced:
@@ -95,37 +92,20 @@ def _repair(job: Job) -> Synced:
     if end is not None:
         delivery.end(end.status)
     if failed:
-        raise StorageError(f"{job.mlflow_uri}: MLflow did not take everything, sync later: {reason_of(failed[0])}")
+        raise StorageError(f"{job.mlflow_uri}: MLflow did not take everything, sync later: {first_line(failed[0])}")
     num_waiting = count_values(read_metrics(job.run_dir)) - num_settled
     return Synced(run_id, job.mlflow_uri, num_sent, num_settled - num_sent, num_waiting, end.status if end else None)
 
 
-def read_mapping(path: Path, parse: Callable[[str], object]) -> Mapping[str, object]:
-    """Read a run's config.yaml or result.json; raises ConfigError for what no run writes."""
-    try:
-        fields = parse(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {reason_of(error)}; name the folder of a run") from error
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{path} holds no keys, it is empty or of another program; name the folder of a run")
-    return fields
-
-
 def _job_of(run_dir: Path, mlflow_uri: str | None) -> Job:
-    path = run_dir / "config.yaml"
-    if not path.is_file() or not terms(run_dir):
-        raise ConfigError(f"{run_dir} is no run's folder: it lacks config.yaml or metrics/; name a run.dir")
-    config = read_mapping(path, yaml.safe_load)
-    link = read_link(run_dir)
+    folder = RunFolder(run_dir)
+    config = folder.config()
+    if not terms(run_dir):
+        raise ConfigError(f"{run_dir} has no metrics to send; name the run.dir of a run that has trained")
+    link = folder.link()
     uri = mlflow_uri or (link.mlflow_uri if link and "***@" not in (link.mlflow_uri or "") else None)
-    uri = uri or _text(config, "tracking", "mlflow_uri")
+    uri = uri or folder.setting("tracking", "mlflow_uri")
     if uri is None:
         raise ConfigError(f"{run_dir} was not tracked in MLflow; name a tracker with --mlflow-uri")
-    experiment = _text(config, "tracking", "experiment") or "elastic-train"
-    return Job(run_dir, config, resolve(uri), experiment, _text(config, "run", "name") or run_dir.resolve().name)
-
-
-def _text(config: Mapping[str, object], section: str, key: str) -> str | None:
-    keys = config.get(section)
-    value = keys.get(key) if isinstance(keys, dict) else None
-    return str(value) if value else None
+    experiment = folder.setting("tracking", "experiment") or "elastic-train"
+    return Job(run_dir, config, resolve(uri), experiment, folder.setting("run", "name") or run_dir.resolve().name)

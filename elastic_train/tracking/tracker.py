@@ -18,6 +18,7 @@ from pathlib import Path
 
 from elastic_train.core.lineage import Interval
 from elastic_train.errors import StorageError
+from elastic_train.system.wording import first_line
 from elastic_train.tracking.delivery import (
     LOCK,
     SEND_EVERY_S,
@@ -37,11 +38,10 @@ from elastic_train.tracking.mlflow_run import (
     COMMIT_TAG,
     bound_requests,
     locked_by,
-    read_link,
-    reason_of,
     resolve,
     without_password,
 )
+from elastic_train.tracking.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class _Sending:
         self._piece: list[Values | Settled] = []
         self._failures_in_a_row = 0
         self._told: set[str] = set()
-        link = read_link(job.run_dir)
+        link = RunFolder(job.run_dir).link()
         self._run_id = link.run_id if link and link.mlflow_uri == without_password(job.mlflow_uri) else None
         self._has_answer = threading.Event()
         self._is_awaited = threading.Event()
@@ -255,4 +255,4 @@ class _Sending:
         self.num_failures += 1
         if what not in self._told:
             self._told.add(what)
-            log.warning("MLflow %s, training goes on with local metrics: %s", what, reason_of(error))
+            log.warning("MLflow %s, training goes on with local metrics: %s", what, first_line(error))
