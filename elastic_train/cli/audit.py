@@ -1,4 +1,4 @@
-"""`elastic-train audit`: an audit's findings as lines for people, or as JSON."""
+"""`elastic-train audit`: print an audit's findings as text or as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def audit(run: str, *, data: str | None, is_forensic: bool, is_json: bool) -> in
     head = read_record(store, found.commit)
     if is_forensic:
         if "://" in run:
-            raise ConfigError(f"{run}: with --forensic name the run's folder, in which its history is")
+            raise ConfigError(f"{run}: --forensic needs the run's folder, which has its history")
         if head.order is not None and head.account is not None:
             look_closely(found, Path(run), head, manifest)
     if is_json:
@@ -48,5 +48,5 @@ def _as_text(found: Audit) -> str:
     lines += [f"proven: {text}" for text in found.proven]
     lines += [f"NOT PROVEN: {text}" for text in found.unproven]
     lines += [f"WRONG: {text}" for text in found.wrong]
-    lines += [f"rows that were cut because they were too long: {found.num_truncated}"] if found.num_truncated else []
+    lines += [f"rows truncated because they were too long: {found.num_truncated}"] if found.num_truncated else []
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`elastic-train ckpt`: look at the commits of a run, check them, delete old ones, take the weights out, plan saves."""
+"""`elastic-train ckpt`: list, verify, prune, pin and export a run's commits; plan how often to save."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ from elastic_train.world.fencing import newest_term
 app = App(
     name="ckpt",
     help=(
-        "Look at the commits of a run, check them, delete old ones, take the weights out, plan how often to save.\n\n"
-        "RUN is a run's folder, or the folder or URL that its commits are in (s3://bucket/run). A COMMIT is named by "
-        "its step (4000), by term-step (3-4000), or by its key; without a name it is the one that training would go "
-        "on from. Every command takes --json."
+        "List, verify, prune, pin and export the commits of a run; plan how often to save.\n\n"
+        "RUN is a run's folder, or the folder or URL of its commits (s3://bucket/run). Name a COMMIT by its step "
+        "(4000), by term-step (3-4000), or by its key; the default is the one that training would resume from. Every "
+        "command takes --json."
     ),
 )
 
 STALL_S_PER_GB, WRITE_MB_S = 0.11, 500.0
-"""What is assumed of a save where no run has measured it: the most that benchmarks allow, and a local disk's rate."""
+"""Assumed cost of a save that no run has measured: the most that the benchmarks allow, and a local disk's rate."""
 
 FormatOption = Annotated[Format, Parameter(name="--format")]
 
 
 @app.command
 def ls(run: str, *, best: str = "min loss", verify: Flag = False, json_: Json = False) -> int:
-    """List the commits of RUN, the newest first, and mark the head, the best, pinned ones and those that are held.
+    """List the commits of RUN, newest first; mark the head, the best, pinned and held ones.
 
-    --best 'max macro_f1' names the metric that is shown and that decides which is best. Records are checked, and files
-    by their sizes; --verify reads all files, too.
+    --best 'max macro_f1' is the metric to show and to choose the best by. Records and file sizes are checked; --verify
+    also reads all files.
     """
     store, metric = open_run(run), Best.parse(best)
     found = listing.survey_store(store, metric, is_thorough=verify)
@@ -80,7 +80,7 @@ def ls(run: str, *, best: str = "min loss", verify: Flag = False, json_: Json = 
 
 @app.command
 def show(run: str, commit: str | None = None, *, json_: Json = False) -> int:
-    """Show everything that is recorded of one commit of RUN."""
+    """Show the whole record of one commit of RUN."""
     record = find(open_run(run), commit)
     fields = json.loads(record.encode())
     fields["files"] = {name: {"size": file.size, file.algorithm: file.digest} for name, file in record.files.items()}
@@ -96,9 +96,10 @@ def show(run: str, commit: str | None = None, *, json_: Json = False) -> int:
 
 @app.command
 def verify(run: str, commit: str | None = None, *, json_: Json = False) -> int:
-    """Read all files of RUN's commits, or of one, and compare them with their records; 65 if the head would be none.
+    """Read all files of RUN's commits, or of one COMMIT, and compare them with their records.
 
-    Without a commit's name a damaged one is reported, and the code is 0 as long as training can go on from another.
+    Exit code 65 if none of them is whole. A damaged commit is reported, but the code is 0 while training can resume
+    from another.
     """
     store = open_run(run)
     keys = commit_keys(store) if commit is None else [name_to_key(store, commit)]
@@ -125,12 +126,12 @@ def prune_(
     dry_run: Flag = False,
     json_: Json = False,
 ) -> int:
-    """Delete the commits of RUN that no rule keeps, and what failed saves have left; see first with --dry-run.
+    """Delete the commits of RUN that no rule keeps and the remains of failed saves; try --dry-run first.
 
-    A commit stays if any rule wants it: --keep-last N, --keep-every-steps K and --keep-every-s S (the first of every
-    period), --keep-best 'max macro_f1'. With --storage-budget 200GB, in place of --keep-last, as many of the newest as
-    fit. Pinned commits stay, those that a reader holds, and the newest whole one. Attempts of the newest term are left
-    alone for six hours, since a writer may be at them.
+    A commit is kept if any rule asks for it: --keep-last N, --keep-every-steps K and --keep-every-s S (the first of
+    every period), --keep-best 'max macro_f1'. --storage-budget 200GB replaces --keep-last: as many of the newest as
+    fit. Pinned commits, those that a reader holds, and the newest whole one are always kept. Attempts of the newest
+    term are left alone for six hours, because a save may still be writing them.
     """
     retention = Retention.of(
         last=keep_last,
@@ -157,7 +158,7 @@ def prune_(
 
 @app.command
 def pin(run: str, commit: str, *, json_: Json = False) -> int:
-    """Keep COMMIT of RUN, whatever retention says, until `ckpt unpin`."""
+    """Keep COMMIT of RUN, whatever the retention rules say, until `ckpt unpin`."""
     store = open_run(run)
     record = find(store, commit)
     pins_and_holds.pin(store, record.key)
@@ -166,20 +167,20 @@ def pin(run: str, commit: str, *, json_: Json = False) -> int:
 
 @app.command
 def unpin(run: str, commit: str, *, json_: Json = False) -> int:
-    """Let retention delete COMMIT of RUN again."""
+    """Let the retention rules delete COMMIT of RUN again."""
     store = open_run(run)
     key = name_to_key(store, commit)
     pins_and_holds.unpin(store, key)
-    return print_json({"unpinned": key}) if json_ else print_text(f"{key} is not pinned any more")
+    return print_json({"unpinned": key}) if json_ else print_text(f"{key} is no longer pinned")
 
 
 @app.command(name="export")
 def export_(
     run: str, target: Path, commit: str | None = None, *, format_: FormatOption = "safetensors", json_: Json = False
 ) -> int:
-    """Write the weights of one commit of RUN to the file TARGET, once all of its files have been verified.
+    """Verify all files of one commit of RUN and write its weights to the file TARGET.
 
-    --format safetensors names the commit in the file's header; --format torch is a plain state dict, for torch.load.
+    --format safetensors (the default) names the commit in its header; --format torch is a state dict for torch.load.
     """
     store = open_run(run)
     record = find(store, commit)
@@ -203,12 +204,13 @@ def plan(
     keep_last: int = 5,
     json_: Json = False,
 ) -> int:
-    """Show what saving often or seldom costs, in time, lost work and storage: for RUN's numbers, or for your own.
+    """Show what saving more or less often costs in time, lost work and storage, for RUN's measurements or your numbers.
 
-    Of a RUN size, stall, time to publication and faults are taken as its folder tells them; what you give goes over
-    that. --state-gb: what a commit holds (for AdamW in fp32 three times the weights). --mtbf-h: hours between faults
-    that end the whole job; one node in N fails N times as often. --stall-s: how long a save stops training (without a
-    RUN 0.11 s a GB). --write-mb-s: how fast the store takes it (500). --restart-s: from a fault to training again.
+    RUN's folder gives the size, stall, time to publication and fault rate; options override them. --state-gb: size of a
+    commit (for AdamW in fp32 three times the weights). --mtbf-h: hours between faults that end the whole job (N nodes
+    fail N times as often as one). --rpo-min: minutes of training that a fault may cost at most. --stall-s: how long a
+    save stops training (without RUN 0.11 s per GB). --write-mb-s: the store's write rate (500). --restart-s: seconds
+    from a fault to training again.
     """
     facts = measure(run) if run else Measured(None, None, None, 0)
     state_gb, mtbf_s = state_gb or facts.state_gb, mtbf_h * 3600 if mtbf_h else facts.mtbf_s
@@ -220,7 +222,7 @@ def plan(
         told = {"chosen_s": choice.interval_s, "reason": choice.reason, "num_saves_measured": facts.num_saves}
         taken = {"state_gb": state_gb, "mtbf_s": mtbf_s, "stall_s": cost.stall_s, "publish_s": cost.publish_s}
         return print_json({**told, **taken, "rows": [_outlook(r) for r in rows]})
-    table = narrow_table("interval", "wasted", "by stalls", "by faults", "lost at most", "saved a day", "")
+    table = narrow_table("interval", "wasted", "by stalls", "by faults", "lost at most", "written a day", "")
     for row in rows:
         chosen = "[green]chosen " if row.interval_s == choice.interval_s else ""
         mark = f"{chosen}{'' if row.is_allowed else '[red]over the RPO'}"
@@ -228,15 +230,15 @@ def plan(
         written = size(86400 / row.interval_s * state_gb * 1e9)
         table.add_row(duration(row.interval_s), *shares, duration(row.rpo_s), written, mark)
     Console().print(table)
-    source = f"measured by the last {facts.num_saves} saves of {run}" if facts.cost else "assumed, not measured"
+    source = f"measured from the last {facts.num_saves} saves of {run}" if facts.cost else "assumed, not measured"
     return print_text(
         f"{choice.reason}\na save's cost is {source}\n"
-        f"keep_last {keep_last} holds {size((keep_last + 1) * state_gb * 1e9)} at most"
+        f"keep_last {keep_last} takes {size((keep_last + 1) * state_gb * 1e9)} at most"
     )
 
 
 def _cost(measured: SaveCost | None, state_gb: float, stall_s: float | None, write_mb_s: float | None) -> SaveCost:
-    """Return what a save costs: as given, else as measured, else as assumed."""
+    """Return the cost of a save: as given, else as measured, else as assumed."""
     if stall_s is None:
         stall_s = measured.stall_s if measured else STALL_S_PER_GB * state_gb
     if measured and write_mb_s is None:
@@ -256,7 +258,7 @@ def _bytes(text: str) -> int:
         return TypeAdapter(ByteSize).validate_python(text)
     except ValidationError as error:
         raise ConfigError(
-            f"--storage-budget '{text}' is no amount of bytes; write 200GB, 1.5TiB or a number"
+            f"--storage-budget '{text}' is not a size; write 200GB, 1.5TiB or a number of bytes"
         ) from error
 
 
@@ -265,9 +267,9 @@ def _outlook(row: Outlook) -> dict[str, object]:
 
 
 def _check_best(store: Store, text: str) -> None:
-    """Refuse a best commit by a metric that no commit has: it would keep none, and the best would be deleted."""
+    """Refuse a metric that no commit has: the rule would keep nothing, and the best commit would be deleted."""
     found = [record for _, record, _ in records(store) if record is not None]
     known = sorted({name for record in found for name in record.metrics})
     if found and Best.parse(text).metric not in known:
-        has = f"they have {', '.join(known)}" if known else "none was validated"
-        raise ConfigError(f"--keep-best '{text}': no commit of {store.url} has it; {has}")
+        has = f"they have {', '.join(known)}" if known else "none of them was validated"
+        raise ConfigError(f"--keep-best '{text}': no commit of {store.url} has this metric; {has}")
