@@ -1,4 +1,4 @@
-"""Sends afterwards what MLflow does not have of a run: it was down, slow or unknown while the run trained."""
+"""Sends MLflow afterwards what it lacks of a run: it was down, slow or not configured while the run trained."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from elastic_train.tracking.run_folder import RunFolder
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """What a repair has sent; `status` is None for a run whose end nobody wrote down.
+    """What `sync` has sent; `status` is None for a run whose end was not recorded.
 
-    Of such a run, and of one that was told to leave, the values after its newest commit wait: they will be computed
-    again.
+    The values after the newest commit of such a run, or of one that was asked to leave, wait: their steps will be
+    computed again.
     """
 
     run_id: str
@@ -50,29 +50,31 @@ class Synced:
     def __str__(self) -> str:
         sent = f"sent {self.num_sent} values" if self.num_sent else "nothing was missing"
         waiting = f", {self.num_waiting} wait for a commit" if self.num_waiting else ""
-        end = f"it is {self.status}" if self.status else "it stays RUNNING: no end was written down"
-        return f"MLflow run {self.run_id}: {sent}, {self.num_present} were there already{waiting}; {end}"
+        end = f"it is {self.status}" if self.status else "it stays RUNNING, because no end was recorded"
+        return f"MLflow run {self.run_id}: {sent}, {self.num_present} were already there{waiting}; {end}"
 
 
 def sync(run_dir: Path, mlflow_uri: str | None = None) -> Synced:
-    """Send what MLflow does not have of a run's metrics, and how it ended.
+    """Send the metrics of a run that MLflow does not have, and how the run ended.
 
-    Raises ConfigError if the folder is no run or no tracker is known, StorageError if the tracker cannot be reached or
-    a trainer is sending.
+    Raises ConfigError if the folder is not a run's or no tracker is known, StorageError if the tracker cannot be
+    reached or a trainer is sending.
     """
     job = _job_of(run_dir, mlflow_uri)
     bound_requests()
     try:
         with (run_dir / LOCK).open("w") as lock:
             if not locked_by(lock.fileno(), 2 * SEND_EVERY_S):
-                raise StorageError(f"{run_dir}: a trainer is running and sends its metrics itself; sync when it ended")
+                raise StorageError(
+                    f"{run_dir}: a trainer is running and sends its metrics itself; sync after it has ended"
+                )
             return _repair(job)
     except tracker_errors() as error:
         if is_no_tracker(error):
             raise ConfigError(
-                f"{job.mlflow_uri} is no MLflow database: {first_line(error)}; name a tracker with --mlflow-uri"
+                f"{job.mlflow_uri} is not an MLflow database: {first_line(error)}; name a tracker with --mlflow-uri"
             ) from error
-        raise StorageError(f"{job.mlflow_uri}: MLflow cannot be reached, sync later: {first_line(error)}") from error
+        raise StorageError(f"{job.mlflow_uri}: MLflow cannot be reached; sync later: {first_line(error)}") from error
 
 
 def _repair(job: Job) -> Synced:
@@ -92,7 +94,7 @@ def _repair(job: Job) -> Synced:
     if end is not None:
         delivery.end(end.status)
     if failed:
-        raise StorageError(f"{job.mlflow_uri}: MLflow did not take everything, sync later: {first_line(failed[0])}")
+        raise StorageError(f"{job.mlflow_uri}: MLflow did not take everything; sync later: {first_line(failed[0])}")
     num_waiting = count_values(read_metrics(job.run_dir)) - num_settled
     return Synced(run_id, job.mlflow_uri, num_sent, num_settled - num_sent, num_waiting, end.status if end else None)
 

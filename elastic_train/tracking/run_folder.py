@@ -1,4 +1,4 @@
-"""The folder that a run leaves behind, read by its file names: config.yaml, result.json, mlflow.json.
+"""A run's folder, read by the names of its files: config.yaml, result.json, mlflow.json.
 
 A run writes each of them whole or not at all. A file that is damaged or of another program is the user's mistake, and
 raises ConfigError with its path; a file that is not there yet is None.
@@ -62,7 +62,7 @@ class RunFolder:
             return None
 
     def write_link(self, link: Link) -> None:
-        """Keep the link for whoever opens the run next."""
+        """Store the link for the next process that opens the run."""
         write_atomically(self.path / LINK, json.dumps(asdict(link)) + "\n")
 
 

@@ -81,7 +81,7 @@ def test_sync_into_a_file_that_is_no_database_is_the_users_error(
     """A garbage database ends `elastic-train sync` with one line that names it, and code 2; so does a missing run."""
     start(tmp_path, None).finish("FINISHED")
     (tmp_path / "garbage.db").write_bytes(b"no database " * 1000)
-    for run, expected in ((tmp_path, "is no MLflow database"), (tmp_path / "none", "is not a run's folder")):
+    for run, expected in ((tmp_path, "is not an MLflow database"), (tmp_path / "none", "is not a run's folder")):
         with pytest.raises(SystemExit) as left:
             main.main(["sync", str(run), "--mlflow-uri", f"sqlite:///{tmp_path}/garbage.db"])
         assert left.value.code == 2

@@ -247,5 +247,5 @@ def test_without_a_tracker_there_is_only_the_local_file(tmp_path: Path) -> None:
     assert tracker.wait_run_id(20) is None
     tracker.finish("FINISHED")
     assert RunFolder(tmp_path).link() is None
-    with pytest.raises(ValueError, match="none of"):
+    with pytest.raises(ValueError, match="not one of"):
         tracker.finish("DONE")
