@@ -43,6 +43,9 @@ def test_sync_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     """No run's folder and no known tracker are the user's error; a tracker that is down is a StorageError."""
     with pytest.raises(ConfigError, match="is not a run's folder"):
         sync(tmp_path, DOWN)
+    (tmp_path / "config.yaml").write_text("epochs: 1\n")
+    with pytest.raises(ConfigError, match="no metrics to send"):
+        sync(tmp_path, DOWN)
     start(tmp_path, None).finish("FINISHED")
     with pytest.raises(ConfigError, match="--mlflow-uri"):
         sync(tmp_path)
