@@ -6,12 +6,12 @@ ElasticTrainError               1
 │   ├── DataError              65   a dataset is missing, truncated, changed, or lacks a column
 │   │   └── UnreadableError    65   a row group cannot be read, also after trying again
 │   └── CommitError            65   a commit or one of its files does not match its record
-├── StorageError                1   a save failed (disk full, store unreachable); training goes on
+├── StorageError                1   a save failed (disk full, store unreachable); training continues
 ├── SavesFailedError            1   too many saves in a row failed; training ends
 ├── FencedError                 1   a newer world owns the lineage; this one must not publish
 ├── ResultError                74   done and committed, but the result could not be written
 ├── PeerLostError               1   a collective failed: a member of the world is gone
-├── Preempted                  75   told to leave, committed, requeue
+├── Preempted                  75   asked to leave, committed, requeue
 ├── HungError                  76   no step in the time allowed
 ├── TooFewNodesError           77   not enough nodes in time
 
@@ -50,7 +50,7 @@ class DataError(CorruptError):
 
 
 class UnreadableError(DataError):
-    """A row group cannot be read: its file is missing, truncated or damaged. One that was changed is no such."""
+    """A row group cannot be read: its file is missing, truncated or damaged; one that changed is a plain DataError."""
 
 
 class CommitError(CorruptError):
@@ -81,8 +81,8 @@ class PeerLostError(ElasticTrainError):
     """A collective failed because a member of the world is gone."""
 
 
-class Preempted(ElasticTrainError, rendezvous_errors.StoppedWaiting):  # noqa: N818 - not a failure: the job left because it was told to
-    """The job was told to leave; its applied state is committed."""
+class Preempted(ElasticTrainError, rendezvous_errors.StoppedWaiting):  # noqa: N818 - not a failure: the job left as asked
+    """The job was asked to leave; its applied state is committed."""
 
     exit_code = 75
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import yaml
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+
+from elastic_train.tracking.run_folder import RunFolder
 
 TRACKED = "tracked.json"
 
@@ -17,16 +18,15 @@ def note(folder: Path, database_uri: str | None = None) -> None:
 
     Where the server's own database is at hand, it is read in the server's place.
     """
-    config = yaml.safe_load((folder / "config.yaml").read_text()) if (folder / "config.yaml").exists() else {}
-    uri = (config.get("tracking") or {}).get("mlflow_uri")
-    link = json.loads((folder / "mlflow.json").read_text()) if (folder / "mlflow.json").exists() else {}
-    if uri is None or "run_id" not in link:
+    run = RunFolder(folder)
+    uri, link = run.setting("tracking", "mlflow_uri"), run.link()
+    if uri is None or link is None or link.run_id is None:
         return
     client = MlflowClient(tracking_uri=database_uri or uri)
     try:
-        names = client.get_run(link["run_id"]).data.metrics
+        names = client.get_run(link.run_id).data.metrics
         held = {
-            name: [[metric.step, metric.value] for metric in client.get_metric_history(link["run_id"], name)]
+            name: [[metric.step, metric.value] for metric in client.get_metric_history(link.run_id, name)]
             for name in names
         }
     except MlflowException:

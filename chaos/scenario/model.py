@@ -6,7 +6,6 @@ they are.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 from chaos.errors import ScenarioError
 from chaos.scenario.kinds import KINDS, LOCAL, ON_DISK
 from elastic_train.system.failpoints import POINTS
+from elastic_train.system.wording import did_you_mean, nearest
 
 FOLDER = Path(__file__).parent / "shipped"
 Role = Literal["leader", "other", "lost", "one", "minority", "majority", "writer", "all"]
@@ -40,7 +40,7 @@ class Point(_Section):
     @classmethod
     def _is_known(cls, name: str) -> str:
         if name not in POINTS:
-            raise ValueError(f"no failpoint '{name}'{_nearest(name, list(POINTS))}")
+            raise ValueError(f"no failpoint '{name}'{_hint(name, list(POINTS))}")
         return name
 
 
@@ -69,7 +69,7 @@ class Fault(_Section):
     @classmethod
     def _is_kind(cls, kind: str) -> str:
         if kind not in KINDS:
-            raise ValueError(f"no '{kind}'{_nearest(kind, list(KINDS))}")
+            raise ValueError(f"no '{kind}'{_hint(kind, list(KINDS))}")
         return kind
 
     @field_validator("node")
@@ -145,7 +145,7 @@ class Soak(_Section):
     def _are_known(cls, kinds: tuple[str, ...] | None) -> tuple[str, ...] | None:
         unknown = [kind for kind in kinds or () if kind not in LOCAL]
         if unknown:
-            raise ValueError(f"no '{unknown[0]}'{_nearest(unknown[0], list(LOCAL))}")
+            raise ValueError(f"no '{unknown[0]}'{_hint(unknown[0], list(LOCAL))}")
         return kinds
 
 
@@ -195,7 +195,7 @@ def find(name: str) -> Path:
         return path
     known = sorted(file.stem for file in FOLDER.glob("*.yaml"))
     if name not in known:
-        raise ScenarioError(f"no scenario '{name}'{_nearest(name, known)}")
+        raise ScenarioError(f"no scenario '{name}'{_hint(name, known)}")
     return FOLDER / f"{name}.yaml"
 
 
@@ -307,12 +307,11 @@ def _explain(section: type[_Section], item: Mapping[str, object]) -> str:
     if item["type"] == "extra_forbidden":
         inner: dict[object, type[_Section]] = {"nodes": Nodes, "faults": Fault, "soak": Soak}
         owner = inner.get(location[0], section) if len(location) > 1 else section
-        return f"unknown key '{key}'{_nearest(last, sorted(owner.model_fields))}"
+        return f"unknown key '{key}'{_hint(last, sorted(owner.model_fields))}"
     if item["type"] == "missing":
         return f"'{key}' is missing"
     return f"'{key}': {str(item['msg']).removeprefix('Value error, ')}"
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean '{close[0]}'?" if close else f"; there are: {', '.join(known)}"
+def _hint(name: str, known: list[str]) -> str:
+    return did_you_mean(nearest(name, known), f"; there are: {', '.join(known)}")

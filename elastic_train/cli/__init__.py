@@ -1,1 +1,1 @@
-"""The command line: train and launch, checkpoints, datasets, audit."""
+"""The command line: train and launch, checkpoints, datasets, audit, and the output that they share."""

@@ -1,21 +1,19 @@
-"""`elastic-train audit`: an audit's findings as lines for people, or as JSON."""
+"""`elastic-train audit`: print an audit's findings as text or as JSON."""
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
-
-import yaml
 
 from elastic_train.checkpoint.audit.coverage_proof import Audit
 from elastic_train.checkpoint.audit.coverage_proof import audit as examine
 from elastic_train.checkpoint.audit.sample_forensics import look_closely
 from elastic_train.checkpoint.commits.lookup import open_run
 from elastic_train.checkpoint.commits.reader import read_record
+from elastic_train.cli.output import print_json, print_text
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.errors import ConfigError, DataError
+from elastic_train.tracking.run_folder import RunFolder
 
 
 def audit(run: str, *, data: str | None, is_forensic: bool, is_json: bool) -> int:
@@ -26,19 +24,22 @@ def audit(run: str, *, data: str | None, is_forensic: bool, is_json: bool) -> in
     head = read_record(store, found.commit)
     if is_forensic:
         if "://" in run:
-            raise ConfigError(f"{run}: with --forensic name the run's folder, in which its history is")
+            raise ConfigError(f"{run}: --forensic needs the run's folder, which has its history")
         if head.order is not None and head.account is not None:
             look_closely(found, Path(run), head, manifest)
-    sys.stdout.write(_as_json(found) if is_json else _as_text(found))
+    if is_json:
+        print_json({**asdict(found), "is_proven": found.exit_code == 0})
+    else:
+        print_text(_as_text(found))
     return found.exit_code
 
 
 def _manifest_of(run: str) -> Manifest | None:
-    """Return the manifest of the dataset that a run's configuration names; None if it cannot be had from here."""
+    """Return the manifest of the dataset that a run's configuration names; None if it cannot be read from here."""
     try:
-        tree = yaml.safe_load((Path(run) / "config.yaml").read_text())
-        return load_manifest(str(tree["data"]["train"]))
-    except (OSError, yaml.YAMLError, KeyError, TypeError, DataError):
+        url = RunFolder(Path(run)).setting("data", "train")
+        return load_manifest(url) if url else None
+    except (ConfigError, DataError):
         return None
 
 
@@ -47,9 +48,5 @@ def _as_text(found: Audit) -> str:
     lines += [f"proven: {text}" for text in found.proven]
     lines += [f"NOT PROVEN: {text}" for text in found.unproven]
     lines += [f"WRONG: {text}" for text in found.wrong]
-    lines += [f"rows that were cut because they were too long: {found.num_truncated}"] if found.num_truncated else []
-    return "\n".join(lines) + "\n"
-
-
-def _as_json(found: Audit) -> str:
-    return json.dumps({**asdict(found), "is_proven": found.exit_code == 0}, indent=2) + "\n"
+    lines += [f"rows truncated because they were too long: {found.num_truncated}"] if found.num_truncated else []
+    return "\n".join(lines)

@@ -1,18 +1,15 @@
-"""`elastic-train ckpt`: look at the commits of a run, check them, delete old ones, take the weights out, plan saves."""
+"""`elastic-train ckpt`: list, verify, prune, pin and export a run's commits; plan how often to save."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
 from pydantic import ByteSize, TypeAdapter, ValidationError
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from elastic_train.checkpoint.commits import listing, pins_and_holds
 from elastic_train.checkpoint.commits.export import Format, export
@@ -28,69 +25,69 @@ from elastic_train.checkpoint.commits.retention_policies import Best, Retention
 from elastic_train.checkpoint.commits.sweeping import sweep
 from elastic_train.checkpoint.interval.forecast import Outlook, forecast
 from elastic_train.checkpoint.interval.measured import Measured, measure
-from elastic_train.checkpoint.interval.young_daly import SaveCost, shown
+from elastic_train.checkpoint.interval.young_daly import SaveCost
 from elastic_train.checkpoint.stores.store import Store
+from elastic_train.cli.output import Flag, Json, cell, narrow_table, print_json, print_text
 from elastic_train.errors import CommitError, ConfigError
+from elastic_train.system.wording import duration, size
 from elastic_train.world.fencing import newest_term
 
 app = App(
     name="ckpt",
     help=(
-        "Look at the commits of a run, check them, delete old ones, take the weights out, plan how often to save.\n\n"
-        "RUN is a run's folder, or the folder or URL that its commits are in (s3://bucket/run). A COMMIT is named by "
-        "its step (4000), by term-step (3-4000), or by its key; without a name it is the one that training would go "
-        "on from. Every command takes --json."
+        "List, verify, prune, pin and export the commits of a run; plan how often to save.\n\n"
+        "RUN is a run's folder, or the folder or URL of its commits (s3://bucket/run). Name a COMMIT by its step "
+        "(4000), by term-step (3-4000), or by its key; the default is the one that training would resume from. Every "
+        "command takes --json."
     ),
 )
 
-Json = Annotated[bool, Parameter(name="--json", negative="")]
-Flag = Annotated[bool, Parameter(negative="")]
 STALL_S_PER_GB, WRITE_MB_S = 0.11, 500.0
-"""What is assumed of a save where no run has measured it: the most that benchmarks allow, and a local disk's rate."""
+"""Assumed cost of a save that no run has measured: the most that the benchmarks allow, and a local disk's rate."""
 
 FormatOption = Annotated[Format, Parameter(name="--format")]
 
 
 @app.command
 def ls(run: str, *, best: str = "min loss", verify: Flag = False, json_: Json = False) -> int:
-    """List the commits of RUN, the newest first, and mark the head, the best, pinned ones and those that are held.
+    """List the commits of RUN, newest first; mark the head, the best, pinned and held ones.
 
-    --best 'max macro_f1' names the metric that is shown and that decides which is best. Records are checked, and files
-    by their sizes; --verify reads all files, too.
+    --best 'max macro_f1' is the metric to show and to choose the best by. Records and file sizes are checked; --verify
+    also reads all files.
     """
     store, metric = open_run(run), Best.parse(best)
     found = listing.survey_store(store, metric, is_thorough=verify)
     rows = [row.fields(metric.metric, time.time()) for row in found.rows]
     if json_:
-        return _print_json(rows)
-    table = _table("step", "term", "epoch", "age", "size", "world", metric.metric, "validity", "marks")
+        return print_json(rows)
+    table = narrow_table("step", "term", "epoch", "age", "size", "world", metric.metric, "validity", "marks")
     for row, fields in zip(found.rows, rows, strict=True):
         age_s = None if row.record is None else time.time() - row.record.created_at
         table.add_row(
-            *(_cell(fields[name]) for name in ("step", "term", "epoch")),
-            "-" if age_s is None else listing.age(age_s),
-            "-" if row.record is None else listing.size(row.record.num_bytes),
-            *(_cell(fields[name]) for name in ("world", metric.metric)),
+            *(cell(fields[name]) for name in ("step", "term", "epoch")),
+            "-" if age_s is None else duration(age_s),
+            "-" if row.record is None else size(row.record.num_bytes),
+            *(cell(fields[name]) for name in ("world", metric.metric)),
             f"[red]{row.wrong}" if row.wrong else f"[green]{'whole' if verify else 'sizes ok'}",
             ", ".join(row.marks),
         )
     Console().print(table if rows else f"{store.url}: no commits")
     if rows or found.abandoned:
-        left = f"; {listing.size(found.abandoned_bytes)} in {found.abandoned} abandoned attempts, see `ckpt prune`"
-        Console().print(f"{listing.size(found.num_bytes)} in {len(rows)} commits{left if found.abandoned else ''}")
+        left = f"; {size(found.abandoned_bytes)} in {found.abandoned} abandoned attempts, see `ckpt prune`"
+        Console().print(f"{size(found.num_bytes)} in {len(rows)} commits{left if found.abandoned else ''}")
     return 0
 
 
 @app.command
 def show(run: str, commit: str | None = None, *, json_: Json = False) -> int:
-    """Show everything that is recorded of one commit of RUN."""
+    """Show the whole record of one commit of RUN."""
     record = find(open_run(run), commit)
     fields = json.loads(record.encode())
     fields["files"] = {name: {"size": file.size, file.algorithm: file.digest} for name, file in record.files.items()}
     fields = {"key": record.key, "digest": record.digest, **fields}
     if json_:
-        return _print_json(fields)
-    table = _table("field", "value")
+        return print_json(fields)
+    table = narrow_table("field", "value")
     for name, value in fields.items():
         table.add_row(name, value if isinstance(value, str) else json.dumps(value))
     Console().print(table)
@@ -99,17 +96,18 @@ def show(run: str, commit: str | None = None, *, json_: Json = False) -> int:
 
 @app.command
 def verify(run: str, commit: str | None = None, *, json_: Json = False) -> int:
-    """Read all files of RUN's commits, or of one, and compare them with their records; 65 if the head would be none.
+    """Read all files of RUN's commits, or of one COMMIT, and compare them with their records.
 
-    Without a commit's name a damaged one is reported, and the code is 0 as long as training can go on from another.
+    Exit code 65 if none of them is whole. A damaged commit is reported, but the code is 0 while training can resume
+    from another.
     """
     store = open_run(run)
     keys = commit_keys(store) if commit is None else [name_to_key(store, commit)]
     found = [{"key": key, "wrong": _wrong_with(store, key)} for key in keys]
     if json_:
-        _print_json(found)
+        print_json(found)
     else:
-        table = _table("commit", "verdict")
+        table = narrow_table("commit", "verdict")
         for row in found:
             table.add_row(str(row["key"]), f"[red]{row['wrong']}" if row["wrong"] else "[green]whole")
         Console().print(table if found else f"{store.url}: no commits")
@@ -128,12 +126,12 @@ def prune_(
     dry_run: Flag = False,
     json_: Json = False,
 ) -> int:
-    """Delete the commits of RUN that no rule keeps, and what failed saves have left; see first with --dry-run.
+    """Delete the commits of RUN that no rule keeps and the remains of failed saves; try --dry-run first.
 
-    A commit stays if any rule wants it: --keep-last N, --keep-every-steps K and --keep-every-s S (the first of every
-    period), --keep-best 'max macro_f1'. With --storage-budget 200GB, in place of --keep-last, as many of the newest as
-    fit. Pinned commits stay, those that a reader holds, and the newest whole one. Attempts of the newest term are left
-    alone for six hours, since a writer may be at them.
+    A commit is kept if any rule asks for it: --keep-last N, --keep-every-steps K and --keep-every-s S (the first of
+    every period), --keep-best 'max macro_f1'. --storage-budget 200GB replaces --keep-last: as many of the newest as
+    fit. Pinned commits, those that a reader holds, and the newest whole one are always kept. Attempts of the newest
+    term are left alone for six hours, because a save may still be writing them.
     """
     retention = Retention.of(
         last=keep_last,
@@ -149,48 +147,48 @@ def prune_(
     swept = sweep(store, newest_term(store), is_rehearsal=dry_run)
     num_bytes = pruned.num_bytes + swept.num_bytes
     if json_:
-        return _print_json({"commits": pruned.commits, "attempts": swept.attempts, "bytes": num_bytes})
+        return print_json({"commits": pruned.commits, "attempts": swept.attempts, "bytes": num_bytes})
     for key in (*pruned.commits, *swept.attempts):
-        _print(key)
-    return _print(
+        print_text(key)
+    return print_text(
         f"{'would be ' if dry_run else ''}deleted: {len(pruned.commits)} commits, {len(swept.attempts)} attempts, "
-        f"{listing.size(num_bytes)}"
+        f"{size(num_bytes)}"
     )
 
 
 @app.command
 def pin(run: str, commit: str, *, json_: Json = False) -> int:
-    """Keep COMMIT of RUN, whatever retention says, until `ckpt unpin`."""
+    """Keep COMMIT of RUN, whatever the retention rules say, until `ckpt unpin`."""
     store = open_run(run)
     record = find(store, commit)
     pins_and_holds.pin(store, record.key)
-    return _print_json({"pinned": record.key}) if json_ else _print(f"{record.key} is pinned")
+    return print_json({"pinned": record.key}) if json_ else print_text(f"{record.key} is pinned")
 
 
 @app.command
 def unpin(run: str, commit: str, *, json_: Json = False) -> int:
-    """Let retention delete COMMIT of RUN again."""
+    """Let the retention rules delete COMMIT of RUN again."""
     store = open_run(run)
     key = name_to_key(store, commit)
     pins_and_holds.unpin(store, key)
-    return _print_json({"unpinned": key}) if json_ else _print(f"{key} is not pinned any more")
+    return print_json({"unpinned": key}) if json_ else print_text(f"{key} is no longer pinned")
 
 
 @app.command(name="export")
 def export_(
     run: str, target: Path, commit: str | None = None, *, format_: FormatOption = "safetensors", json_: Json = False
 ) -> int:
-    """Write the weights of one commit of RUN to the file TARGET, once all of its files have been verified.
+    """Verify all files of one commit of RUN and write its weights to the file TARGET.
 
-    --format safetensors names the commit in the file's header; --format torch is a plain state dict, for torch.load.
+    --format safetensors (the default) names the commit in its header; --format torch is a state dict for torch.load.
     """
     store = open_run(run)
     record = find(store, commit)
     with pins_and_holds.holding(store, record.key):
         num_tensors = export(store, record, target, format_)
     if json_:
-        return _print_json({"commit": record.key, "target": str(target), "tensors": num_tensors})
-    return _print(f"{num_tensors} tensors of {record.key} written to {target}")
+        return print_json({"commit": record.key, "target": str(target), "tensors": num_tensors})
+    return print_text(f"{num_tensors} tensors of {record.key} written to {target}")
 
 
 @app.command
@@ -206,12 +204,13 @@ def plan(
     keep_last: int = 5,
     json_: Json = False,
 ) -> int:
-    """Show what saving often or seldom costs, in time, lost work and storage: for RUN's numbers, or for your own.
+    """Show what saving more or less often costs in time, lost work and storage, for RUN's measurements or your numbers.
 
-    Of a RUN size, stall, time to publication and faults are taken as its folder tells them; what you give goes over
-    that. --state-gb: what a commit holds (for AdamW in fp32 three times the weights). --mtbf-h: hours between faults
-    that end the whole job; one node in N fails N times as often. --stall-s: how long a save stops training (without a
-    RUN 0.11 s a GB). --write-mb-s: how fast the store takes it (500). --restart-s: from a fault to training again.
+    RUN's folder gives the size, stall, time to publication and fault rate; options override them. --state-gb: size of a
+    commit (for AdamW in fp32 three times the weights). --mtbf-h: hours between faults that end the whole job (N nodes
+    fail N times as often as one). --rpo-min: minutes of training that a fault may cost at most. --stall-s: how long a
+    save stops training (without RUN 0.11 s per GB). --write-mb-s: the store's write rate (500). --restart-s: seconds
+    from a fault to training again.
     """
     facts = measure(run) if run else Measured(None, None, None, 0)
     state_gb, mtbf_s = state_gb or facts.state_gb, mtbf_h * 3600 if mtbf_h else facts.mtbf_s
@@ -222,24 +221,24 @@ def plan(
     if json_:
         told = {"chosen_s": choice.interval_s, "reason": choice.reason, "num_saves_measured": facts.num_saves}
         taken = {"state_gb": state_gb, "mtbf_s": mtbf_s, "stall_s": cost.stall_s, "publish_s": cost.publish_s}
-        return _print_json({**told, **taken, "rows": [_outlook(r) for r in rows]})
-    table = _table("interval", "wasted", "by stalls", "by faults", "lost at most", "saved a day", "")
+        return print_json({**told, **taken, "rows": [_outlook(r) for r in rows]})
+    table = narrow_table("interval", "wasted", "by stalls", "by faults", "lost at most", "written a day", "")
     for row in rows:
         chosen = "[green]chosen " if row.interval_s == choice.interval_s else ""
         mark = f"{chosen}{'' if row.is_allowed else '[red]over the RPO'}"
         shares = (f"{share:.2%}" for share in (row.waste, row.stall_share, row.fault_share))
-        written = listing.size(86400 / row.interval_s * state_gb * 1e9)
-        table.add_row(shown(row.interval_s), *shares, shown(row.rpo_s), written, mark)
+        written = size(86400 / row.interval_s * state_gb * 1e9)
+        table.add_row(duration(row.interval_s), *shares, duration(row.rpo_s), written, mark)
     Console().print(table)
-    source = f"measured by the last {facts.num_saves} saves of {run}" if facts.cost else "assumed, not measured"
-    return _print(
+    source = f"measured from the last {facts.num_saves} saves of {run}" if facts.cost else "assumed, not measured"
+    return print_text(
         f"{choice.reason}\na save's cost is {source}\n"
-        f"keep_last {keep_last} holds {listing.size((keep_last + 1) * state_gb * 1e9)} at most"
+        f"keep_last {keep_last} takes {size((keep_last + 1) * state_gb * 1e9)} at most"
     )
 
 
 def _cost(measured: SaveCost | None, state_gb: float, stall_s: float | None, write_mb_s: float | None) -> SaveCost:
-    """Return what a save costs: as given, else as measured, else as assumed."""
+    """Return the cost of a save: as given, else as measured, else as assumed."""
     if stall_s is None:
         stall_s = measured.stall_s if measured else STALL_S_PER_GB * state_gb
     if measured and write_mb_s is None:
@@ -259,7 +258,7 @@ def _bytes(text: str) -> int:
         return TypeAdapter(ByteSize).validate_python(text)
     except ValidationError as error:
         raise ConfigError(
-            f"--storage-budget '{text}' is no amount of bytes; write 200GB, 1.5TiB or a number"
+            f"--storage-budget '{text}' is not a size; write 200GB, 1.5TiB or a number of bytes"
         ) from error
 
 
@@ -267,29 +266,10 @@ def _outlook(row: Outlook) -> dict[str, object]:
     return {name: getattr(row, name) for name in Outlook.__dataclass_fields__}
 
 
-def _table(*columns: str) -> Table:
-    """Return a table that is narrow enough for a terminal."""
-    return Table(*columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-
-
-def _cell(value: object) -> str:
-    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _print(text: str) -> int:
-    Console().print(text, highlight=False, markup=False, soft_wrap=True)
-    return 0
-
-
-def _print_json(value: object) -> int:
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
-    return 0
-
-
 def _check_best(store: Store, text: str) -> None:
-    """Refuse a best commit by a metric that no commit has: it would keep none, and the best would be deleted."""
+    """Refuse a metric that no commit has: the rule would keep nothing, and the best commit would be deleted."""
     found = [record for _, record, _ in records(store) if record is not None]
     known = sorted({name for record in found for name in record.metrics})
     if found and Best.parse(text).metric not in known:
-        has = f"they have {', '.join(known)}" if known else "none was validated"
-        raise ConfigError(f"--keep-best '{text}': no commit of {store.url} has it; {has}")
+        has = f"they have {', '.join(known)}" if known else "none of them was validated"
+        raise ConfigError(f"--keep-best '{text}': no commit of {store.url} has this metric; {has}")

@@ -1,24 +1,23 @@
-"""`elastic-train data`: make datasets, look into them, check them.
+"""`elastic-train data`: make, describe and verify datasets.
 
-`import` and `synth` write a folder under another name and rename it when it is whole; asked again for the same they
-say that it is there already. DATA is a folder or fsspec URL with a manifest, or a folder with `train/` and
+`import` and `synth` write to a temporary folder and rename it when it is whole; run again with the same options, they
+leave a finished dataset as it is. DATA is a folder or fsspec URL with a manifest, or one with `train/` and
 `validation/` in it.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import fsspec
 from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
+from elastic_train.cli.output import Json, print_json, print_text
 from elastic_train.data.corpora import origin, synthetic
 from elastic_train.data.corpora import text as corpora
 from elastic_train.data.corpora.text import Imported, Options
@@ -28,11 +27,11 @@ from elastic_train.data.parquet.sources import reaching
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.progress_bar import shown
 
-app = App(name="data", help="Make datasets, look into them, check them.")
-imports = App(name="import", help="Make a dataset of text: OUT/train and OUT/validation, with a tokeniser of its own.")
+app = App(name="data", help="Make, describe and verify datasets.")
+imports = App(
+    name="import", help="Make a dataset from text: OUT/train and OUT/validation, with a tokeniser trained on it."
+)
 app.command(imports)
-
-Json = Annotated[bool, Parameter(name="--json", negative="")]
 
 
 @Parameter(name="*")
@@ -41,15 +40,15 @@ class Chosen:
     """Options of every import."""
 
     samples: int = corpora.DEFAULTS.num_samples
-    "Samples to take; a long tail of them for `docstrings`. `text` always takes every row."
+    "Samples to take, for `docstrings`; `text` takes every row."
     seed: int = corpora.DEFAULTS.seed
-    "Decides which samples are taken, the split, and the order of rows."
+    "Decides which samples are taken, the split, and the row order."
     vocabulary: int = corpora.DEFAULTS.vocabulary
-    "Ids of the byte-level BPE tokeniser."
+    "Size of the byte-level BPE tokeniser's vocabulary."
     max_tokens: int = corpora.DEFAULTS.max_tokens
-    "Tokens kept of each text."
+    "Most tokens to keep of a text."
     replace: bool = False
-    "Put the new dataset in the place of whatever OUT holds."
+    "Replace whatever is in OUT."
 
     def options(self) -> Options:
         if self.samples < 2 or self.vocabulary < 512 or self.max_tokens < 1 or self.seed < 0:
@@ -59,12 +58,12 @@ class Chosen:
 
 @imports.command(name="docstrings")
 def import_docstrings(out: Path, *, chosen: Chosen | None = None, site_packages: Path | None = None) -> int:
-    """Import the docstrings of the libraries installed here; the label is the library. Nothing is downloaded or run.
+    """Import the docstrings of the installed libraries; the label is the library. Nothing is downloaded or executed.
 
     Parameters
     ----------
     site_packages
-        Folder to read the libraries from instead of the running interpreter's.
+        Folder to read the libraries from; default: the running interpreter's.
     """
     options = (chosen or Chosen()).options()
     return _report(out, corpora.import_docstrings(out, options, site_packages=site_packages, track=shown))
@@ -74,7 +73,7 @@ def import_docstrings(out: Path, *, chosen: Chosen | None = None, site_packages:
 def import_text(
     out: Path, files: list[Path], *, chosen: Chosen | None = None, text_key: str = "text", label_key: str = "label"
 ) -> int:
-    """Import your own FILES: .jsonl or .csv with a text and a label in each row, or .txt named after their label."""
+    """Import your own FILES: .jsonl or .csv with a text and a label in each row, or .txt named after the label."""
     options = (chosen or Chosen()).options()
     imported = corpora.import_text(out, files, options, text_key=text_key, label_key=label_key, track=shown)
     return _report(out, imported)
@@ -90,9 +89,9 @@ def synth(
     rows_per_group: int = 2048,
     replace: bool = False,
 ) -> int:
-    """Write any number of synthetic rows to OUT, in constant memory; their labels can be learned.
+    """Write any number of synthetic rows, with labels that can be learned, to OUT, in constant memory.
 
-    OUT may be an fsspec URL; only a local folder appears at once when it is whole.
+    OUT may be an fsspec URL; only a local folder appears in one step, when it is whole.
     """
 
     def write(url: str) -> Manifest:
@@ -100,38 +99,38 @@ def synth(
 
     if "://" in out:
         _refuse_existing(out, replace=replace)
-        return _say_written(write(out))
+        return _report_written(write(out))
     folder = Path(out)
     made_from = {"source": "synth", "rows": rows, "schema": schema, "seed": seed, "rows_per_group": rows_per_group}
     if origin.is_finished(folder, made_from, replace=replace):
-        return _say(f"{out}: is there already, made of the same {rows:,} rows, schema and seed; nothing to do")
+        return print_text(f"{out} already exists, with the same {rows:,} rows, schema and seed; nothing to do")
     with origin.filled(folder, made_from) as partial:
         write(str(partial))
-    return _say_written(load_manifest(out))
+    return _report_written(load_manifest(out))
 
 
 @app.command(name="lengths")
 def lengths_(data: str, *, column: str = "input_ids") -> int:
-    """Write how long the rows of DATA are beside the manifest, for `data.length_bucketing`.
+    """Write the lengths of DATA's rows next to the manifest, for `data.length_bucketing`.
 
     Parameters
     ----------
     column
-        A column of lists, or one that holds lengths.
+        A column of lists, or of lengths.
     """
     for manifest in _manifests(data):
         made = row_lengths.make_lengths(manifest, column, track=shown)
-        _say(f"{manifest.url}/{row_lengths.NAME}: lengths of {manifest.num_rows:,} rows by '{made.column}'")
+        print_text(f"{manifest.url}/{row_lengths.NAME}: lengths of {manifest.num_rows:,} rows, from '{made.column}'")
     return 0
 
 
 @app.command(name="describe")
 def describe_(data: str, *, json_: Json = False) -> int:
-    """Show what DATA holds: rows, files, labels, lengths, missing values."""
+    """Show what is in DATA: rows, files, labels, lengths, missing values."""
     facts = [describe.describe(manifest, track=shown) for manifest in _manifests(data)]
     if json_:
         rows = [fact.to_dict() for fact in facts]
-        return _say(json.dumps(rows[0] if len(rows) == 1 else rows, indent=2))
+        return print_json(rows[0] if len(rows) == 1 else rows)
     for fact in facts:
         describe.render(fact, Console())
     return 0
@@ -139,14 +138,14 @@ def describe_(data: str, *, json_: Json = False) -> int:
 
 @app.command(name="verify")
 def verify_(data: str, *, json_: Json = False) -> int:
-    """Read every file of DATA and compare it with the manifest; 65 if any is damaged, all of them named."""
+    """Read every file of DATA and compare it with the manifest; list damaged ones and exit with 65 if there are any."""
     found = [
         (f"{manifest.url}/{verdict.path}", verdict.wrong)
         for manifest in _manifests(data)
         for verdict in verify.verify(manifest, track=shown)
     ]
     if json_:
-        _say(json.dumps([{"path": path, "wrong": wrong} for path, wrong in found], indent=2))
+        print_json([{"path": path, "wrong": wrong} for path, wrong in found])
     else:
         table = Table("file", "verdict")
         for path, wrong in found:
@@ -172,26 +171,21 @@ def _refuse_existing(url: str, *, replace: bool) -> None:
         fs, root = fsspec.core.url_to_fs(url)
         if fs.exists(root) and fs.ls(root):
             if not replace:
-                raise ConfigError(f"{url}: holds something already; choose another place, or add --replace")
+                raise ConfigError(f"{url} is not empty; choose another place, or add --replace")
             fs.rm(root, recursive=True)
 
 
 def _report(out: Path, imported: Imported) -> int:
     if not imported.is_new:
-        return _say(f"{out}: is there already, made of the same sources and options; nothing to do")
+        return print_text(f"{out} already exists, made from the same sources and options; nothing to do")
     for manifest in (imported.train, imported.validation):
-        _say_written(manifest)
+        _report_written(manifest)
     return 0
 
 
-def _say_written(manifest: Manifest) -> int:
+def _report_written(manifest: Manifest) -> int:
     num_labels = len(manifest.label_counts or ())
-    return _say(
+    return print_text(
         f"{manifest.url}: {manifest.num_rows:,} rows in {len(manifest.files)} files, {num_labels} labels, "
         f"digest {manifest.digest[:12]}"
     )
-
-
-def _say(text: str) -> int:
-    sys.stdout.write(text + "\n")
-    return 0

@@ -1,8 +1,7 @@
-"""`elastic-train`: what people type. A command checks its input first, and ends with the code that errors.py names."""
+"""The `elastic-train` command. Each command checks its input first; exit codes are in elastic_train/errors.py."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 from rich.table import Table
 
+from elastic_train.cli.output import Flag, Json, print_json, print_text
 from elastic_train.config import schema as configuration
 from elastic_train.config import sources
 from elastic_train.errors import ConfigError, ElasticTrainError, explain
@@ -20,7 +20,7 @@ app = App(
     name="elastic-train",
     help="Elastic, fault-tolerant training: every sample counts once, and the weights do not depend on what broke.",
 )
-# Imported by name on first use: `data` and `ckpt` pull in pyarrow and torch, which `--help` need not wait for.
+# Imported by name on first use: `--help` need not wait for pyarrow and torch.
 app.command("elastic_train.cli.datasets:app", name="data")
 app.command("elastic_train.cli.checkpoints:app", name="ckpt")
 
@@ -29,10 +29,11 @@ Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
 
 @app.command
 def train(config: Path, *overrides: Overrides) -> int:
-    """Train as CONFIG says, or go on from the newest valid commit in its run.dir.
+    """Train as CONFIG says, or resume from the newest valid commit in its run.dir.
 
-    Start it by itself for one process, or let torchrun start `-m elastic_train CONFIG` on many. Any key can be set on
-    the command line: --batch.micro-batch 8 (see `elastic-train keys`), or as ELASTIC_TRAIN__BATCH__MICRO_BATCH=8.
+    This runs one process; for several use `elastic-train launch`, or let torchrun start `-m elastic_train CONFIG`. Any
+    key can be set on the command line, --batch.micro-batch 8, or in the environment,
+    ELASTIC_TRAIN__BATCH__MICRO_BATCH=8; `elastic-train keys` lists them.
     """
     from elastic_train.training.supervisor import (
         run,  # torch takes seconds to import: not before the arguments are read
@@ -54,41 +55,40 @@ def launch(
     ttl_s: float = 3.0,
     grace_s: float = 30.0,
 ) -> int:
-    """Start one node of a job: run the same line on every node, and see exit codes that a scheduler can act on.
+    """Start one node of a job: run the same line on every node; the exit codes are ones that a scheduler can act on.
 
-    --nodes MIN:MAX (1), --ranks N per node (its GPUs, else 1), --endpoint HOST:PORT of an etcd, --id JOB: what is not
-    given is taken from PET_* variables (Kubernetes operators) or Slurm's. Without an endpoint an etcd is started for a
-    job of one node, or on a Slurm job's first; several nodes elsewhere need one. --recovery live (survivors never stop)
-    or restart. --max-restarts of workers, in live mode per cause and hour. --ttl-s: seconds after which a silent worker
-    is lost. --grace-s: seconds from SIGTERM to SIGKILL. Any key of CONFIG can follow.
+    --nodes MIN:MAX (default 1), --ranks N per node (its GPUs, else 1), --endpoint HOST:PORT of an etcd, --id JOB. What
+    is not given is read from PET_* variables (Kubernetes operators set them), then from Slurm's. Without an endpoint,
+    launch starts an etcd for a job of one node, or on the first node of a Slurm job; several nodes elsewhere need one.
+    --recovery live (survivors never stop) or restart. --max-restarts of workers (live: per cause and hour). --ttl-s:
+    seconds after which a silent worker counts as lost. --grace-s: seconds from SIGTERM to SIGKILL. Any key of CONFIG
+    can follow.
     """
-    from elastic_train.launch import node as launching
+    from elastic_train.launch import node, options
 
-    sources.load(config, environ=os.environ, arguments=overrides)  # a mistake is told once, not by every rank
-    flags = launching.Flags(nodes, ranks, endpoint, run_id, recovery, max_restarts, ttl_s, grace_s)
-    return launching.launch(launching.resolve(config, overrides, flags, os.environ, launching.count_gpus()))
+    sources.load(config, environ=os.environ, arguments=overrides)  # report a mistake once, not from every rank
+    flags = options.Flags(nodes, ranks, endpoint, run_id, recovery, max_restarts, ttl_s, grace_s)
+    return node.launch(options.resolve(config, overrides, flags, os.environ, options.count_gpus()))
 
 
 @app.command
 def validate(config: Path, *overrides: Overrides) -> int:
-    """Check CONFIG, its task and its data without training; print all keys as resolved, and what follows from them."""
+    """Check CONFIG, its task and its data without training; print the resolved keys and what follows from them."""
     from elastic_train.job.plan import make_plan
 
     resolved = sources.load(config, environ=os.environ, arguments=overrides)
     facts = make_plan(resolved).describe()
     print_text(resolved.to_yaml())
-    print_text("\n".join(f"# {name}: {value}" for name, value in facts.items()))
-    return 0
+    return print_text("\n".join(f"# {name}: {value}" for name, value in facts.items()))
 
 
 @app.command
-def keys(*, json_: Annotated[bool, Parameter(name="--json")] = False) -> int:
-    """List every key of a configuration: its type, its default, what it means."""
+def keys(*, json_: Json = False) -> int:
+    """List every configuration key with its type, default and meaning."""
     rows = list(configuration.keys())
     if json_:
         fields = ("key", "type", "default", "meaning")
-        print_text(json.dumps([dict(zip(fields, row, strict=True)) for row in rows], indent=2))
-        return 0
+        return print_json([dict(zip(fields, row, strict=True)) for row in rows])
     table = Table("key", "type", "default", "meaning")
     for row in rows:
         table.add_row(*row)
@@ -97,17 +97,14 @@ def keys(*, json_: Annotated[bool, Parameter(name="--json")] = False) -> int:
 
 
 @app.command
-def compare(
-    run_a: str, run_b: str, *, mlflow_uri: str | None = None, json_: Annotated[bool, Parameter(name="--json")] = False
-) -> int:
-    """Show how two runs differ: configuration, metrics, weights. RUN is a run's folder, or an MLflow run id."""
+def compare(run_a: str, run_b: str, *, mlflow_uri: str | None = None, json_: Json = False) -> int:
+    """Show how two runs differ: configuration, metrics, weights. A run is its folder or its MLflow run id."""
     from elastic_train.tracking.compare import compare as compare_runs
 
     comparison = compare_runs(run_a, run_b, mlflow_uri=mlflow_uri)
     if json_:
-        print_text(comparison.to_json())
-    else:
-        Console().print(comparison.render())
+        return print_text(comparison.to_json())
+    Console().print(comparison.render())
     return 0
 
 
@@ -116,15 +113,15 @@ def audit(
     run: str,
     *,
     data: str | None = None,
-    forensic: Annotated[bool, Parameter(negative="")] = False,
-    json_: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    forensic: Flag = False,
+    json_: Json = False,
 ) -> int:
-    """Prove from RUN's commits that every sample counted once; say in words what is proven, and what is not.
+    """Prove from RUN's commits that every sample counted once; print what is proven and what is not.
 
-    RUN is a run's folder, or the URL of its commits; the job may be running. --data: the training set's folder or URL,
-    if it is not where the run's config.yaml says; only an unfinished epoch needs it. --forensic names the samples that
-    are repeated or missing, where the run was trained with `run.forensic`. Ends with 0 if all is proven, 65 if
-    something is wrong, 1 if something could not be proven.
+    RUN is a run's folder or the URL of its commits; the job may still be running. --data: folder or URL of the training
+    set, if it has moved since; only an unfinished epoch needs it. --forensic names the repeated or missing samples of a
+    run that was trained with `run.forensic`. Exit code 0: everything is proven; 65: something is wrong; 1: something
+    could not be proven.
     """
     from elastic_train.cli.audit import audit as audit_run
 
@@ -133,24 +130,18 @@ def audit(
 
 @app.command
 def sync(run: Path, *, mlflow_uri: str | None = None) -> int:
-    """Send what MLflow has missed (a tracker that was down, a killed run) from RUN's local metrics."""
+    """Send MLflow what it has missed of RUN (the tracker was down, the run was killed), from RUN's local metrics."""
     from elastic_train.tracking.mlflow_sync import sync as sync_run
 
-    print_text(f"{sync_run(run, mlflow_uri=mlflow_uri)}")
-    return 0
-
-
-def print_text(text: str) -> None:
-    """Print text as it is, without markup."""
-    sys.stdout.write(text + "\n")
+    return print_text(f"{sync_run(run, mlflow_uri=mlflow_uri)}")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command and leave with its exit code."""
+    """Run a command and exit with its code."""
     try:
         result = app(arguments, result_action="return_value", exit_on_error=False)
     except CycloptsError:
-        sys.exit(ConfigError.exit_code)  # cyclopts has said what is wrong
+        sys.exit(ConfigError.exit_code)  # cyclopts has printed what is wrong
     except ElasticTrainError as error:
         sys.stderr.write(explain(error) + "\n")
         sys.exit(error.exit_code)
@@ -158,7 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def main_train() -> None:
-    """`python -m elastic_train CONFIG ...` is `elastic-train train CONFIG ...`."""
+    """Run `python -m elastic_train CONFIG ...` as `elastic-train train CONFIG ...`."""
     if sys.argv[1:2] == ["--help"] or len(sys.argv) < 2:
         main(["train", "--help"])
     main(["train", *sys.argv[1:]])

@@ -1,16 +1,16 @@
 """The configuration of a run: one tree of typed keys, each with a good default.
 
-`elastic_train.config.sources` says where values come from. The lanes of a run are not a key: they follow from
+`elastic_train.config.sources` reads the values. The number of lanes is not a key: it is
 `batch.global_batch / batch.micro_batch`.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -25,22 +25,22 @@ from pydantic import (
     model_validator,
 )
 
-from elastic_train.best import parse_best
 from elastic_train.config import yaml12
 from elastic_train.errors import ConfigError
+from elastic_train.system.wording import nearest
 
 Value = object
 
 
 def _folder(value: str | None) -> str | None:
-    """Refuse an address where a folder is meant."""
+    """Refuse a URL where a local folder is needed."""
     if value is not None and "://" in value:
-        raise ValueError("is an address, not a folder; only data and commits (checkpoint.url) may be far away")
+        raise ValueError("must be a local folder; only data.train, data.validation and checkpoint.url accept URLs")
     return _home(value)
 
 
 def _home(value: str | None) -> str | None:
-    """Read ~ as a shell does, which does not see what is written in a file."""
+    """Expand ~, which no shell expands in a file."""
     return None if value is None else os.path.expanduser(value)  # noqa: PTH111 - a Path would change the rest of it
 
 
@@ -50,59 +50,59 @@ class _Section(BaseModel):
 
 class RunConfig(_Section):
     dir: str = "runs/default"
-    """Folder that holds everything this run leaves behind; start again with the same one to resume."""
+    """Local folder for everything that the run writes; start again with the same one to resume."""
     name: str | None = None
-    """Name shown in MLflow; the folder's name if not given."""
+    """Name shown in MLflow; default: the folder's name."""
     seed: int = Field(default=1, ge=0, lt=2**63)
-    """The one seed of order, initial weights, dropout and augmentation."""
+    """Seed of the order, initial weights, dropout and augmentation."""
     forensic: bool = False
-    """Keep every step's sample ids in the history, so that `elastic-train audit --forensic` can name the wrong ones."""
+    """Record every step's sample ids in the history, for `elastic-train audit --forensic` to name the wrong ones."""
 
     _is_folder = field_validator("dir")(_folder)
 
 
 class TaskConfig(_Section):
     path: str = "elastic_train.tasks.text_classifier:TextClassifier"
-    """What is trained, as module:Class; see elastic_train.tasks.Task for the six methods of your own."""
+    """The task to train, as module:Class; elastic_train.tasks.task.Task has the six methods of your own."""
     params: dict[str, Value] = Field(default_factory=dict)
-    """Keyword arguments of the task's class."""
+    """Keyword arguments for the task's class."""
 
 
 class DataConfig(_Section):
     train: str
-    """Folder or URL of the training set; it holds a manifest.json (make one with `elastic-train data`)."""
+    """Folder or URL of the training set, with a manifest.json (`elastic-train data` makes one)."""
     validation: str | None = None
-    """Folder or URL of the validation set; no validation if not given."""
+    """Folder or URL of the validation set; null for no validation."""
     block_row_groups: PositiveInt = 8
-    """Row groups shuffled together: more mixes better and keeps more of them in memory."""
+    """Row groups shuffled together: more of them mix better and take more memory."""
     length_bucketing: bool = False
-    """Put rows of similar length into a micro-batch, alike on all ranks; needs `elastic-train data lengths`."""
+    """Put rows of similar length into one micro-batch; run `elastic-train data lengths` first."""
     num_workers: int = Field(default=0, ge=0)
-    """Loader processes of each rank; 0 reads by threads, faster unless collating is slow."""
+    """Loader processes per rank; 0 reads with threads, which is faster unless collating is slow."""
     unreadable: Literal["fail", "quarantine"] = "fail"
-    """A row group that cannot be read: end the run, or go on without its samples, which every commit then lists."""
+    """If a row group cannot be read: end the run, or continue without its samples, which every commit then lists."""
     too_long: Literal["fail", "truncate"] = "fail"
-    """A row with more values than the task takes: end the run, or cut it there and count it."""
+    """If a row has more values than the task takes: end the run, or truncate the row and count it."""
     cache_dir: str | None = None
-    """Folder of every node for decoded row groups: a restart, another epoch, and all its ranks read them there."""
+    """Local folder on every node for decoded row groups, shared by ranks, epochs and restarts; null for no cache."""
     cache_bytes: PositiveInt = 64 << 30
-    """Bytes that the cache may take; the least recently used row groups are deleted first."""
+    """Size limit of the cache in bytes; the least recently used row groups are deleted first."""
 
     _is_folder = field_validator("cache_dir")(_folder)
 
 
 class BatchConfig(_Section):
     global_batch: PositiveInt = 64
-    """Samples of one optimizer step; it never changes, whatever the number of nodes."""
+    """Samples per optimizer step, whatever the number of nodes."""
     micro_batch: PositiveInt = 8
-    """Samples of one lane in one step; global_batch / micro_batch lanes, at least as many as ranks."""
+    """Samples per lane and step. There are global_batch / micro_batch lanes; a job can use at most that many ranks."""
 
     @model_validator(mode="after")
     def _divides(self) -> BatchConfig:
         if self.global_batch % self.micro_batch:
             below = self.global_batch - self.global_batch % self.micro_batch
             raise ValueError(
-                f"global_batch {self.global_batch} is no multiple of micro_batch {self.micro_batch}; "
+                f"global_batch {self.global_batch} is not a multiple of micro_batch {self.micro_batch}; "
                 f"the nearest are {below} and {below + self.micro_batch}"
             )
         return self
@@ -116,60 +116,60 @@ class OptimizerConfig(_Section):
     name: Literal["adamw", "sgd"] = "adamw"
     """Update rule."""
     lr: PositiveFloat = 1e-3
-    """Learning rate at the end of the warm-up."""
+    """Peak learning rate, reached at the end of the warm-up."""
     weight_decay: float = Field(default=0.01, ge=0)
     """Decoupled weight decay (adamw) or L2 (sgd)."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of adamw's two moments."""
+    """AdamW's decay rates of the first and second moment."""
     clip_norm: PositiveFloat | None = 1.0
-    """Largest norm of the step's whole gradient; null for no clipping."""
+    """Largest norm of the whole gradient of a step; null for no clipping."""
     warmup_steps: int = Field(default=20, ge=0)
-    """Steps over which the rate rises from 0."""
+    """Steps over which the learning rate rises from 0."""
     schedule: Literal["cosine", "constant"] = "cosine"
-    """After the warm-up: down to zero along a cosine, or constant."""
+    """Learning rate after the warm-up: down to zero along a cosine, or constant."""
 
     @field_validator("betas")
     @classmethod
     def _decay(cls, betas: tuple[float, float]) -> tuple[float, float]:
         if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError("each of the two must be at least 0 and less than 1")
+            raise ValueError("both must be at least 0 and less than 1")
         return betas
 
 
 class ValidationConfig(_Section):
     every_steps: PositiveInt | None = 100
-    """Validate after every so many steps; null for only at the end."""
+    """Validate every this many steps; null for only at the end."""
     max_samples: PositiveInt | None = None
-    """Use only the first so many samples; null for all."""
+    """Validate on the first this many samples only; null for all."""
 
 
 class CheckpointConfig(_Section):
     url: str | None = None
-    """Where commits are published, a folder or an fsspec URL; run.dir if not given."""
+    """Folder or fsspec URL where commits are published; default: run.dir."""
     near_dir: str | None = None
-    """Folder on every node, such as tmpfs, for a copy of the newest commits, which is read instead if it matches."""
+    """Local folder on every node, such as tmpfs, for copies of the newest commits; a matching copy is read first."""
     every_steps: PositiveInt | None = 50
-    """Commit after every so many steps; null for never by count."""
+    """Commit every this many steps; null to ignore the step count."""
     every_s: PositiveFloat | None = 900.0
-    """Commit when so many seconds have passed since the last; null for never by time."""
+    """Commit this many seconds after the last commit; null to ignore the time."""
     interval: Literal["auto"] | None = None
-    """auto: in place of every_steps and every_s, what wastes least by the saves and faults so far, within rpo_s."""
+    """auto: in place of every_steps and every_s, the interval that wastes least time by saves and faults so far."""
     rpo_s: PositiveFloat = 900.0
-    """With interval: auto, how many seconds of training a fault may cost at most."""
+    """With interval: auto, the most seconds of training that a fault may cost (recovery point objective)."""
     when_busy: Literal["skip", "wait"] = "skip"
-    """A commit that is due while the last one is being written: skip it, or wait for the last."""
+    """If a commit is due while the last one is still being written: skip it, or wait."""
     give_up_after: PositiveInt | None = 10
-    """Failed commits in a row after which training ends with an error; null for never."""
+    """End training with an error after this many failed commits in a row; null for never."""
     keep_last: PositiveInt = 5
-    """The newest commits are kept, so many; the newest verified one, pinned and held ones are never deleted."""
+    """Newest commits to keep. The newest verified commit, pinned ones and those in use are never deleted."""
     keep_every_steps: PositiveInt | None = None
-    """Also keep the first commit at or behind every multiple of so many steps."""
+    """Also keep the first commit at or after every multiple of this many steps."""
     keep_every_s: PositiveFloat | None = None
-    """Also keep the first commit of every period of so many seconds."""
+    """Also keep the first commit of every period of this many seconds."""
     keep_best: str | None = None
     """Also keep the commit with the best value of a validation metric: 'min loss', 'max macro_f1'."""
     storage_budget: ByteSize | None = Field(default=None, gt=0)
-    """In place of keep_last, as many of the newest commits as fit into 200GB, say, beside what else is kept."""
+    """In place of keep_last: as many of the newest commits as fit, with what other rules keep, into 200GB, say."""
 
     _is_folder = field_validator("near_dir")(_folder)
     _expands = field_validator("url")(_home)
@@ -187,9 +187,9 @@ class CheckpointConfig(_Section):
 
 class TrackingConfig(_Section):
     mlflow_uri: str | None = None
-    """MLflow's tracking URI, sqlite:///mlflow.db for a local file; null to keep only the local metrics."""
+    """MLflow tracking URI, such as sqlite:///mlflow.db; null for local metrics only."""
     experiment: str = "elastic-train"
-    """MLflow's experiment."""
+    """MLflow experiment."""
 
 
 class Config(_Section):
@@ -204,21 +204,21 @@ class Config(_Section):
     epochs: PositiveInt = 1
     """Passes over the training set."""
     max_steps: PositiveInt | None = None
-    """Stop after so many steps, in the middle of an epoch if need be; overrides epochs."""
+    """Stop after this many steps, even in the middle of an epoch; overrides epochs."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16: autocast. fp16: autocast and a gradient scaler."""
     reduction: Literal["canonical", "fast"] = "canonical"
-    """canonical: the same bits at any world size. fast: all_reduce, only the rounding varies."""
+    """canonical: the same bits at any world size. fast: all_reduce, whose rounding varies with the world size."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: the node's GPUs if it has any."""
+    """auto: the node's GPUs if it has any, else the CPU."""
     threads_per_rank: PositiveInt = 1
-    """Compute threads of each rank, equal in all worlds, since another count may round otherwise."""
+    """Compute threads per rank, the same in all worlds: another number may round differently."""
     peer_timeout_s: PositiveFloat = 300.0
-    """How long a collective waits for a silent peer before the world is given up."""
+    """Seconds that a collective waits for a silent peer before the world is abandoned."""
     hang_timeout_s: PositiveFloat | None = None
-    """How long a rank may work without progress before it dumps its stacks and ends; null: learned from its steps.
+    """Seconds that a rank may work without progress before it dumps its stacks and exits; null: learned from its steps.
 
-    To warm up, before its first world, a process may take ten times as long; with null, ten minutes."""
+    Warming up, before the first world, may take ten times as long; with null, ten minutes."""
 
     @property
     def checkpoint_url(self) -> str:
@@ -229,21 +229,21 @@ class Config(_Section):
         return self.run.name or Path(self.run.dir).name
 
     def identity(self) -> str:
-        """Return a digest of the keys that fix order and state; a run cannot be resumed with another one.
+        """Return a digest of the keys that determine order and state; a run resumes only with the same digest.
 
-        The manifest's digest stands beside it in every commit. Other keys (a rate, a longer horizon) may change.
+        Every commit records it next to the manifest's digest. Other keys (a learning rate, more epochs) may change.
         """
         fixed = [self.run.seed, self.task.model_dump(mode="json"), self.batch.model_dump(), self.data.block_row_groups]
         fixed += ["length_bucketing"] if self.data.length_bucketing else []
         return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
     def to_yaml(self) -> str:
-        """Return the resolved configuration as YAML, which `load` reads back to the same values."""
+        """Return the resolved configuration as YAML; `load` reads it back to the same values."""
         return yaml12.write(self.model_dump(mode="json"))
 
 
 def keys() -> Iterator[tuple[str, str, str, str]]:
-    """Yield (key, type, default, meaning) of every key, for `elastic-train keys` and for the nearest name."""
+    """Yield (key, type, default, meaning) of every key."""
     yield from _keys_of(Config, "")
 
 
@@ -259,10 +259,16 @@ def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, 
         yield f"{prefix}{name}", shown, default, field.description or ""
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """Return '; did you mean ...?' for the closest known name, or an empty text if none is close."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if not close:
-        tails = {known_name.rsplit(".", 1)[-1]: known_name for known_name in known}
-        close = [tails[tail] for tail in difflib.get_close_matches(name.rsplit(".", 1)[-1], list(tails), n=1)]
-    return f"; did you mean '{close[0]}'?" if close else ""
+def nearest_key(name: str) -> str | None:
+    """Return the key or section closest to an unknown one, else the closest by its last part; None if none is alike."""
+    known = [*(key for key, *_ in keys()), *Config.model_fields]
+    by_tail = {key.rpartition(".")[2]: key for key in known}
+    return nearest(name, known, cutoff=0.5) or by_tail.get(nearest(name.rpartition(".")[2], by_tail) or "")
+
+
+def parse_best(text: str) -> tuple[str, bool]:
+    """Parse 'min METRIC' or 'max METRIC': return the metric and whether more of it is better; raises ConfigError."""
+    found = re.fullmatch(r"(min|max)\s+(\S+)", text.strip())
+    if found is None:
+        raise ConfigError(f"'{text}' does not say which commit is best; write 'min loss', or 'max' and a metric")
+    return found[2], found[1] == "max"

@@ -16,11 +16,11 @@ from elastic_train.config import yaml12
 from elastic_train.config.schema import (
     Config,
     Value,
-    keys,
-    nearest,
+    nearest_key,
 )
 from elastic_train.config.yaml12 import NOT_YAML
 from elastic_train.errors import ConfigError
+from elastic_train.system.wording import did_you_mean
 
 Tree = dict[str, Value]
 ENV_PREFIX = "ELASTIC_TRAIN__"
@@ -51,24 +51,24 @@ def _read_yaml(path: Path, problems: list[str]) -> tuple[Tree, dict[str, int]]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{path}:{line}: is no UTF-8 ({error.reason}): save the file as UTF-8") from error
+        raise ConfigError(f"{path}:{line}: not valid UTF-8 ({error.reason}); save the file as UTF-8") from error
     except NOT_YAML as error:
-        raise ConfigError(f"{path}: is no YAML: {error}") from error
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: must be a mapping of keys, such as 'run:', 'data:' and 'batch:'")
+        raise ConfigError(f"{path}: must be a mapping with keys such as 'run:', 'data:' and 'batch:'")
     lines: dict[str, int] = {}
     _note_lines(node, "", lines, str(path), problems)
     return tree, lines
 
 
 def _note_lines(node: yaml.Node | None, prefix: str, lines: dict[str, int], path: str, problems: list[str]) -> None:
-    """Note the line of every key; one that is there twice is a mistake, since YAML's parser would drop the first."""
+    """Note the line of every key; a duplicate is a problem, since YAML's parser would silently drop the first."""
     if not isinstance(node, yaml.MappingNode):
         return
     for key, value in node.value:
         name, line = f"{prefix}{key.value}", key.start_mark.line + 1
         if name in lines:
-            problems.append(f"{path}:{line}: '{name}' is there already, in line {lines[name]}: put both together")
+            problems.append(f"{path}:{line}: duplicate key '{name}' (first on line {lines[name]}); merge the two")
         lines[name] = line
         _note_lines(value, f"{name}.", lines, path, problems)
 
@@ -86,13 +86,13 @@ def _from_environment(environ: Mapping[str, str], problems: list[str]) -> Iterat
 
 
 def _from_arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[tuple[str, str, Value]]:
-    """Read `--a.b-c value` and `--a.b-c=value`; values are YAML: null, true, 1e-3 and [1, 2] mean what they say."""
+    """Read `--a.b-c value` and `--a.b-c=value`; values are YAML, such as null, true, 1e-3 and [1, 2]."""
     rest = list(arguments)
     while rest:
         token = rest.pop(0)
         name, has_value, text = token.partition("=")
         if not name.startswith("--"):
-            problems.append(f"command line: '{token}' is no option; write --section.key value")
+            problems.append(f"command line: '{token}' is not an option; write --section.key value")
             continue
         if not has_value:
             if not rest or rest[0].startswith("--"):
@@ -109,7 +109,7 @@ def _from_arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[t
 
 def _not_yaml(source: str, text: str, error: Exception) -> str:
     why = getattr(error, "problem", None) or str(error)
-    return f"{source}: {text!r} is no YAML ({why}); to mean the text itself, quote it for YAML, too: \"'{text}'\""
+    return f"{source}: {text!r} is not valid YAML ({why}); to pass it as a string, quote it: \"'{text}'\""
 
 
 def _put(tree: Tree, key: str, value: Value) -> None:
@@ -130,7 +130,7 @@ def _leaves(tree: Mapping[str, Value], prefix: str = "") -> Iterator[str]:
 
 
 def _explain(item: Mapping[str, object], sources: Mapping[str, str], lines: Mapping[str, int], path: str) -> str:
-    """Turn one pydantic error into: where, key, what is wrong, what to do."""
+    """Turn one pydantic error into a line: where, which key, what is wrong, what to do."""
     location = item["loc"]
     assert isinstance(location, tuple)
     key = ".".join(str(part) for part in location)
@@ -138,7 +138,7 @@ def _explain(item: Mapping[str, object], sources: Mapping[str, str], lines: Mapp
     if where == path and key in lines:
         where = f"{path}:{lines[key]}"
     if item["type"] == "extra_forbidden":
-        return f"{where}: unknown key '{key}'{nearest(key, [name for name, *_ in keys()] + list(Config.model_fields))}"
+        return f"{where}: unknown key '{key}'{did_you_mean(nearest_key(key))}"
     if item["type"] == "missing":
         return f"{where}: '{key}' is missing; it has no default"
     message = str(item["msg"]).removeprefix("Value error, ")

@@ -1,4 +1,4 @@
-"""YAML as people write it: 1e-3 is a number, as in version 1.2 of the format; PyYAML's 1.1 takes it for text."""
+"""YAML as people write it: 1e-3 is a number, as in YAML 1.2; PyYAML implements 1.1, where it is a string."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Mapping
 
 import yaml
 
-# Of what looks like a date or a number, and is none, the parser raises the ValueError of Python's own.
+# For text that looks like a date or a number but is not valid, the parser raises Python's own ValueError.
 NOT_YAML = (yaml.YAMLError, ValueError)
 
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
 
 
 class _Loader(yaml.SafeLoader):
-    """What is read."""
+    """Reads such numbers as floats."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """What is written: text that looks like such a number is quoted."""
+    """Quotes strings that look like such numbers."""
 
 
 for _kind in (_Loader, _Dumper):
@@ -26,17 +26,17 @@ for _kind in (_Loader, _Dumper):
 
 
 def parse(text: str) -> object:
-    """Return the value that a text stands for; raises one of NOT_YAML."""
+    """Return the value of a YAML text; raises one of NOT_YAML."""
     return yaml.load(text, Loader=_Loader)
 
 
 def compose(text: str) -> yaml.Node | None:
-    """Return the nodes of a text, which know their lines; raises one of NOT_YAML."""
+    """Return the syntax tree of a YAML text, with line numbers; raises one of NOT_YAML."""
     node: yaml.Node | None = yaml.compose(text, Loader=_Loader)
     return node
 
 
 def write(tree: Mapping[str, object]) -> str:
-    """Return a text that `parse` reads back to the same values, and so does any other reader of YAML."""
+    """Return YAML that `parse`, and any other reader, reads back to the same values."""
     text: str = yaml.dump(dict(tree), Dumper=_Dumper, sort_keys=False)
     return text

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from elastic_train.best import parse_best
 from elastic_train.checkpoint import CommitRecord, Retention
-from elastic_train.config.schema import Config, nearest
+from elastic_train.config.schema import Config, parse_best
 from elastic_train.core.keyed_random import derive
 from elastic_train.core.length_buckets import Arrangement, LengthBuckets
 from elastic_train.core.order import VERSION, Order
@@ -25,8 +24,8 @@ from elastic_train.data.dataset.row_lengths import load_lengths
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.job.sample_streams import Feed
 from elastic_train.job.state import AppliedState, build_state
-from elastic_train.tasks.task import Task, load_task
-from elastic_train.training.evaluation import OWN_VALUES
+from elastic_train.system.wording import did_you_mean, nearest
+from elastic_train.tasks.task import OWN_VALUES, Task, load_task
 
 _INITIAL_WEIGHTS = 4  # separates the initial weights' random numbers from order and dropout
 
@@ -186,7 +185,7 @@ def check_best(config: Config, task: Task) -> None:
         return  # to ask a task for its metrics may import them, for a second
     known = [*OWN_VALUES, *task.metrics()]
     if metric not in known:
-        meant = nearest(metric, known) or f"; it has {', '.join(known)}"
+        meant = did_you_mean(nearest(metric, known), f"; it has {', '.join(known)}")
         raise ConfigError(f"checkpoint.keep_best '{text}': a validation of {config.task.path} has no '{metric}'{meant}")
 
 

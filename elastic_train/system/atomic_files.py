@@ -1,4 +1,4 @@
-"""Small files that are replaced as a whole."""
+"""Small files that are replaced in one step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file: readers see the old text or the new one. A draft that cannot be finished is removed."""
+    """Replace a file in one step: readers see the old text or the new one. A draft that fails is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,6 +1,6 @@
-"""Packages that only an extra of the installation brings, and what to do where one is missing.
+"""Packages that only an optional extra installs, and what to do if one is missing.
 
-The base installation trains, reads data and sends metrics. What needs more imports it inside of `needed_for`, so that
+The base installation trains, reads data and sends metrics. Code that needs more imports it within `needed_for`, so that
 importing this project, and `--help`, need no extra.
 """
 
@@ -24,7 +24,7 @@ _EXTRA_OF = {
 
 @contextmanager
 def needed_for(purpose: str) -> Iterator[None]:
-    """Import what `purpose` needs; ConfigError with the command that installs it if an extra's package is missing."""
+    """Import what `purpose` needs; raises ConfigError with the command to install an extra's missing package."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -34,7 +34,7 @@ def needed_for(purpose: str) -> Iterator[None]:
 
 
 def install_command(error: BaseException | None) -> str | None:
-    """Return the command that installs what an import, or the import that caused it, did not find; None if unknown."""
+    """Return the command that installs the package that an import error, or its cause, lacks; None if unknown."""
     while error is not None:
         if isinstance(error, ModuleNotFoundError) and error.name:
             extra = _EXTRA_OF.get(error.name.partition(".")[0])

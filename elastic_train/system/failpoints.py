@@ -1,8 +1,8 @@
-"""Named places at which a fault can be planted while a job runs: one line each in the code, and nothing unless armed.
+"""Named places at which a fault can be planted while a job runs: one line of code each, without effect unless armed.
 
-ELASTIC_FAILPOINTS names a folder that the processes of a job, or of a node, share. Whoever writes a file there, named
-after a place and holding a kind, arms it: the n-th time that any of them comes to the place, the file is taken away (it
-is renamed to <place>.<pid>), and the fault happens there.
+ELASTIC_FAILPOINTS names a folder that the processes of a job, or of a node, share. A file there, named after a place
+and holding a kind, arms it: the n-th time that any of the processes comes to the place, the file is renamed to
+<place>.<pid>, and the fault happens there.
 
 Kinds: kill (SIGKILL), stop (SIGSTOP), raise (RuntimeError), hang (in Python), hang-native (holding the interpreter's
 lock, so that no other thread of the process runs), slow (a second), full and eio (the operating system's errors).
@@ -45,20 +45,20 @@ _folder = Path(os.environ[VARIABLE]) if VARIABLE in os.environ else None
 
 
 def reach(name: str) -> None:
-    """Say that this process has come to a place."""
+    """Mark a place: have the fault that is armed here, if any."""
     if _folder is not None:
         _look(_folder, name)
 
 
 def arm(folder: Path, name: str, kind: str, nth: int = 1) -> None:
-    """Let the n-th process that comes to a place, counted from 1, have a fault."""
+    """Plant a fault for the n-th arrival at a place, counted from 1."""
     assert name in POINTS and kind in KINDS, f"no {kind} at '{name}'; there are {KINDS} at {POINTS}"
     (folder / f"{name}.new").write_text(f"{kind} {nth}")
     (folder / f"{name}.new").rename(folder / name)
 
 
 def disarm(folder: Path, name: str) -> bool:
-    """Take back what nobody has come to; return whether it was there."""
+    """Remove a fault that has not happened; return whether there was one."""
     try:
         (folder / name).unlink()
     except FileNotFoundError:
@@ -67,7 +67,7 @@ def disarm(folder: Path, name: str) -> bool:
 
 
 def _look(folder: Path, name: str) -> None:
-    assert name in POINTS, f"'{name}' is in no list"
+    assert name in POINTS, f"'{name}' is not in POINTS"
     kind = _take(folder, name)
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -86,7 +86,7 @@ def _look(folder: Path, name: str) -> None:
 
 
 def _take(folder: Path, name: str) -> str | None:
-    """Return the kind that is due at a place, and take it away; None, and one less to come, before that."""
+    """Return the kind of a fault that is due at a place and disarm it; count down and return None before that."""
     try:
         descriptor = os.open(folder / name, os.O_RDWR)
     except FileNotFoundError:

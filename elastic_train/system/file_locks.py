@@ -1,7 +1,7 @@
-"""Locks between the threads of all processes of a node: bytes of a file, let go of by whoever dies.
+"""Locks between the threads of all processes of a node: bytes of a file, released when their holder dies.
 
-Open-file-description locks (Linux) belong to one opening of the file, so that threads exclude each other, too, and no
-lock file is left behind for each thing that is locked.
+Open-file-description locks (Linux) belong to one opening of the file, so threads exclude each other, too, and one file
+serves for many locks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LOCK = "hhqqi4x"  # struct flock: type, whence, start, length, process
 
 @contextmanager
 def locked(path: Path, place: int) -> Iterator[int]:
-    """Hold the lock of one place of a file; gives the open file."""
+    """Hold the lock of one place of a file; yields the file's descriptor."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.fcntl(file, fcntl.F_OFD_SETLKW, _lock_of(place))
@@ -28,7 +28,7 @@ def locked(path: Path, place: int) -> Iterator[int]:
 
 
 def is_locked(path: Path, place: int) -> bool:
-    """Say whether anybody holds the lock of a place."""
+    """Return whether any thread of any process holds the lock of a place."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, _lock_of(place))

@@ -1,7 +1,7 @@
-"""A file mapped into memory, of which nothing is read before it is used, or all of it in the thread that says so.
+"""A file mapped into memory: nothing is read before it is used, or all of it in the thread that calls `populate`.
 
-pyarrow's own mapping asks the kernel for the whole file as soon as a buffer of it is made, so that a first batch of a
-few rows waits behind megabytes; Python's keeps a descriptor open for as long as the mapping lives.
+pyarrow's own mapping asks the kernel for the whole file as soon as a buffer is made, so a first batch of a few rows
+waits for megabytes; Python's keeps a descriptor open for as long as the mapping lives.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pyarrow as pa
 
 _MADV_POPULATE_READ = 22
 _FAILED = ctypes.c_void_p(-1).value
-_libc = ctypes.CDLL(None, use_errno=True)  # lets go of the interpreter's lock in every call
+_libc = ctypes.CDLL(None, use_errno=True)  # releases the interpreter's lock in every call
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
@@ -27,7 +27,7 @@ class Mapping:
         self._size, self._address = size, _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file, 0)
         if self._address == _FAILED:
             self._size = 0
-            raise OSError(ctypes.get_errno(), f"{size} bytes of a file cannot be mapped")
+            raise OSError(ctypes.get_errno(), f"{size} bytes of a file could not be mapped into memory")
 
     def __del__(self) -> None:
         if self._size:
@@ -39,5 +39,5 @@ class Mapping:
         return pa.foreign_buffer(self._address, self._size, base=self)
 
     def populate(self) -> None:
-        """Read all of it now, as far as the kernel can (Linux 5.14); else it is read where it is used."""
+        """Read all of it now if the kernel can (Linux 5.14); otherwise pages are read when they are used."""
         _libc.madvise(self._address, self._size, _MADV_POPULATE_READ)

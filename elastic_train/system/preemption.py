@@ -1,8 +1,8 @@
-"""Being told to leave: SIGTERM and SIGUSR1 set a flag that the loop reads at step boundaries.
+"""Preemption: SIGTERM and SIGUSR1 set a flag that the loop reads at step boundaries.
 
-The flag rides on every step's collective, so all ranks stop behind the same step, commit once, and leave together.
-A second SIGTERM leaves at once, without a commit; one that follows within seconds is the same request, since a
-scheduler that signals a whole process tree reaches a worker twice: by itself and through its agent.
+The flag is part of every step's collective, so all ranks stop after the same step, commit once, and leave together.
+A second SIGTERM exits at once, without a commit, but one that follows within seconds is the same request: a scheduler
+that signals a whole process tree reaches a worker twice, directly and through its agent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SAME_REQUEST_S = 3.0
 
 
 class LeaveRequest:
-    """Whether this process was told to leave, and since when (monotonic seconds); create one, in the main thread."""
+    """Whether this process was asked to leave, and since when (monotonic seconds); create one, in the main thread."""
 
     def __init__(self) -> None:
         self.is_set = False

@@ -1,4 +1,4 @@
-"""Progress of work that takes a while: a bar on a terminal, plain lines elsewhere, nothing in a library call."""
+"""Progress of long work: a bar on a terminal, plain lines elsewhere, nothing in a library call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 
 class Track(Protocol):
-    """Passes items through unchanged and shows how far they are."""
+    """Passes items through unchanged and shows how many are done."""
 
     def __call__(self, items: Iterable[Item], what: str, total: int) -> Iterable[Item]: ...
 
@@ -23,7 +23,7 @@ def silent(items: Iterable[Item], what: str, total: int) -> Iterable[Item]:
 
 
 def shown(items: Iterable[Item], what: str, total: int) -> Iterable[Item]:
-    """Show a bar on a terminal's standard error; elsewhere a line at the start, at each quarter, and none more."""
+    """Show a bar on a terminal's standard error; elsewhere a line at the start and after each of three quarters."""
     console = Console(stderr=True)
     if console.is_terminal:
         return rich_track(items, what, total=total, console=console, transient=True)

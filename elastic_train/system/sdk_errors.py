@@ -1,7 +1,7 @@
-"""What remote file systems raise besides OSError: an SDK's own errors, where no answer came (no credentials, no host).
+"""What remote file systems raise besides OSError: errors of an SDK that got no answer (no credentials, no host).
 
-fsspec's file systems translate the answers that they get, and pass everything else through as it is. An error can only
-come from a package that has been imported, so nothing is imported to know it.
+fsspec's file systems translate the answers that they get and pass other errors on. Only a package that has been
+imported can raise its errors, so nothing is imported here.
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ _NAMES = (
 
 
 def sdk_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
-    """Return `others` and the classes of such errors, of the packages that are in use."""
+    """Return `others` and the SDK error classes of the packages that are in use."""
     return *others, *(getattr(sys.modules[module], name) for module, name in _NAMES if module in sys.modules)

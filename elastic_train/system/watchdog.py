@@ -1,12 +1,13 @@
-"""A watchdog over a process's own progress: a worker that hangs says where, and ends, so that the others go on.
+"""A watchdog over a process's own progress: a worker that hangs reports where and exits, so that the others continue.
 
-Time spent waiting for peers does not count: who waits for a hung rank is not hung. The limit is learned from the
-longest stretch of work so far. Two watchers look: a thread, which dumps every thread's stack and ends the process with
-the code for a hang; and faulthandler's timer, which needs no interpreter lock, for a hang that holds it: the thread
-sets it back as long as it runs, so it goes off, and ends the process, when no thread has run for longer than the limit.
+Time spent waiting for peers does not count: a rank that waits for a hung one is not hung. The limit is learned from the
+longest stretch of work so far. There are two watchers. A thread dumps every thread's stack and ends the process with
+the exit code for a hang. faulthandler's timer, which needs no interpreter lock, catches a hang that holds that lock:
+the thread resets the timer as long as it runs, so it fires, and ends the process, once no thread has run for longer
+than the limit.
 
-On its way into a world a process makes no steps: there every answer of the storage and every wait for peers is
-progress, and what lies between two of them is short, whatever the state's size.
+While it enters a world a process makes no steps: then every answer of the storage and every wait for peers is progress,
+and the time between two of them is short, whatever the size of the state.
 """
 
 from __future__ import annotations
@@ -28,15 +29,14 @@ T = TypeVar("T")
 TIMES_LONGEST = 10.0
 LEAST_S, MOST_S = 20.0, 600.0
 ENTERING_S = 30.0
-"""At least so long between two signs of progress before a world's first step: calls to etcd and to storage have shorter
+"""Least limit between two signs of progress before a world's first step; calls to etcd and storage have shorter
 deadlines."""
 BACKSTOP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """Work without beats: its limit is so many `times` what is known of steps, at least `least_s`; `unknown_s` where
-    nothing is."""
+    """Work without beats: its limit is `times` the limit of steps, at least `least_s`; `unknown_s` before any step."""
 
     least_s: float
     unknown_s: float
@@ -50,7 +50,7 @@ _COPYING = _LEAVING = _WAITING = _Stage(MOST_S, MOST_S)
 
 
 class Watchdog:
-    """Watches one process; `limit_s` fixes the longest stretch of work without progress, None learns it."""
+    """Watches one process; `limit_s` is the longest stretch of work without progress, None to learn it."""
 
     def __init__(self, limit_s: float | None = None) -> None:
         self._fixed_s = limit_s
@@ -63,7 +63,7 @@ class Watchdog:
 
     @property
     def limit_s(self) -> float:
-        """How long work may go on without progress, as of now."""
+        """How long work may currently continue without progress, in seconds."""
         known_s = self._fixed_s
         if known_s is None and self._longest_s is not None:
             known_s = min(MOST_S, max(LEAST_S, TIMES_LONGEST * self._longest_s))
@@ -73,33 +73,33 @@ class Watchdog:
         return max(stage.least_s, stage.unknown_s if known_s is None else stage.times * known_s)
 
     def beat(self) -> None:
-        """Say that there was progress, and that work goes on."""
+        """Report progress; work continues."""
         self._learn()
-        self._since = time.monotonic()  # before the stage: who looks must not measure an old stretch by a new limit
+        self._since = time.monotonic()  # before the stage: the watcher must not measure an old stretch by a new limit
         was_staged, self._stage = self._stage is not None, None
         self._start()
         if was_staged:
             self._arm()
 
     def warm_up(self) -> None:
-        """Say that a first batch is read and run, before there is a world: that loads and compiles what steps need."""
+        """Report that a first batch runs before there is a world: that loads and compiles what steps need."""
         self._begin(_WARMING)
 
     def enter(self) -> None:
-        """Say that a world begins: up to the first batch `moved` and waits are progress."""
+        """Report that a world begins: up to the first batch, `moved` and waits are progress."""
         self._begin(_ENTERING)
 
     def await_first(self) -> None:
-        """Say that the first batch is asked for: nobody knows how long it takes before one has come."""
+        """Report that the first batch is requested: how long it takes is unknown until one has come."""
         self._begin(_FIRST)
 
     def leave(self) -> None:
-        """Say that a world ends; trackers and results take their time."""
+        """Report that a world ends; trackers and results take their time."""
         self._begin(_LEAVING)
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Give the work inside the longest limit: a large state is copied, the first time to fresh memory."""
+        """Allow the longest limit for the work inside: a large state is copied, the first time to fresh memory."""
         if self._since is None:
             yield
             return
@@ -113,7 +113,7 @@ class Watchdog:
             self._arm()
 
     def moved(self) -> None:
-        """Say, from any thread, that what a stage does gets on; while there are steps, they alone are progress."""
+        """Report progress of a stage, from any thread; while there are steps, only they are progress."""
         if self._stage is not None and self._since is not None:
             self._since = time.monotonic()
 
@@ -130,7 +130,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """Do not count the time inside: it is somebody else's, or has a limit of its own."""
+        """Do not count the time inside: it is a peer's, or has its own limit."""
         self._learn()
         was_working, self._since = self._since is not None, None
         try:
@@ -143,13 +143,13 @@ class Watchdog:
             self._longest_s = max(time.monotonic() - self._since, self._longest_s or 0.0)
 
     def rest(self) -> None:
-        """Stop counting until the next beat; who is frozen meanwhile may be so for the longest limit."""
+        """Stop counting until the next beat; meanwhile a process may be frozen for the longest limit."""
         self._since, self._stage = None, _WAITING
         if self._thread is not None:
             self._arm()
 
     def close(self) -> None:
-        """Watch no more, for good: the interpreter's own end may take its time."""
+        """Stop watching for good: the interpreter's shutdown may take its time."""
         with self._arming:
             self._is_closed, self._since = True, None
             faulthandler.cancel_dump_traceback_later()
@@ -166,7 +166,7 @@ class Watchdog:
             self.look()
 
     def look(self) -> None:
-        """End the process if it has worked for longer than the limit without progress; a thread looks all the time."""
+        """End the process if it has worked for longer than the limit without progress; the thread calls this."""
         limit_s = self.limit_s  # first: a stretch that begins meanwhile is too short for any limit
         since = self._since
         if since is not None and time.monotonic() - since > limit_s:
@@ -181,8 +181,8 @@ class Watchdog:
     def _end(self, stuck_s: float) -> None:
         with contextlib.suppress(ValueError, OSError):
             sys.stderr.write(
-                f"error: no progress for {stuck_s:.0f} s (limit {self.limit_s:.0f} s): this process hangs and ends; "
-                "where every thread is:\n"
+                f"error: no progress for {stuck_s:.0f} s (limit {self.limit_s:.0f} s): this process hangs and exits; "
+                "the stacks of its threads:\n"
             )
             faulthandler.dump_traceback(all_threads=True)
             sys.stderr.flush()

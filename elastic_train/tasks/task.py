@@ -19,14 +19,17 @@ import numpy.typing as npt
 import pyarrow as pa
 from torch import Tensor, nn
 
-from elastic_train.config.schema import TaskConfig, nearest
+from elastic_train.config.schema import TaskConfig
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
+from elastic_train.system.wording import did_you_mean, nearest
 
 if TYPE_CHECKING:  # torchmetrics takes over a second to import, which every recovery would wait for
     from torchmetrics import Metric
 
 Batch = dict[str, Tensor]
+OWN_VALUES = ("loss", "samples")
+"""What a validation reports besides the task's metrics; a task's metrics must not use these names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,9 @@ def load_task(config: TaskConfig) -> Task:
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     unknown = [name for name in config.params if name not in known and not takes_any]
     if unknown:
-        raise ConfigError(*(f"task.params: '{config.path}' has no '{name}'{nearest(name, known)}" for name in unknown))
+        raise ConfigError(
+            *(f"task.params: '{config.path}' has no '{name}'{did_you_mean(nearest(name, known))}" for name in unknown)
+        )
     try:
         task: Task = factory(**config.params)
     except (TypeError, ValueError) as error:
@@ -132,4 +137,4 @@ def load_task(config: TaskConfig) -> Task:
     return task
 
 
-__all__ = ["Batch", "Counting", "Finishing", "LaneLoss", "Limited", "Matching", "Task", "load_task"]
+__all__ = ["OWN_VALUES", "Batch", "Counting", "Finishing", "LaneLoss", "Limited", "Matching", "Task", "load_task"]

@@ -1,7 +1,7 @@
-"""How two runs differ: configuration, final metrics, and whether their weights are the same bits.
+"""How two runs differ: configuration, final metrics, and whether their weights have the same bits.
 
-A run is named by its folder, which is read without MLflow, or by its run id in MLflow. Keys and values are compared as
-MLflow keeps them, as text by dotted name, so that a folder can be set against a run whose folder is gone.
+A run is named by its folder, which is read without MLflow, or by its MLflow run id. Keys and values are compared as
+MLflow stores them, text by dotted name, so that a folder can be compared with a run whose folder is gone.
 """
 
 from __future__ import annotations
@@ -13,25 +13,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from elastic_train.errors import ConfigError
+from elastic_train.system.wording import first_line
 from elastic_train.tracking.metric_log import final_metrics
 from elastic_train.tracking.mlflow_run import (
     WEIGHTS_TAG,
     bound_requests,
     connect,
     flatten,
-    reason_of,
     resolve,
     sqlite_path,
     tracker_errors,
     without_password,
 )
-from elastic_train.tracking.mlflow_sync import read_mapping
+from elastic_train.tracking.run_folder import RunFolder
 
 DEFAULT_MLFLOW_URI = "sqlite:///mlflow.db"
 _ABSENT = "-"
@@ -39,7 +38,7 @@ _ABSENT = "-"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is known of one run; None for weights that no result names."""
+    """What is known of one run; `weights_sha256` is None if no result names it."""
 
     name: str
     config: Mapping[str, str]
@@ -49,7 +48,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two runs beside each other."""
+    """Two runs side by side."""
 
     a: Finding
     b: Finding
@@ -72,7 +71,7 @@ class Comparison:
         return self.a.weights_sha256 == self.b.weights_sha256
 
     def to_json(self) -> str:
-        """Return the comparison for programs; a value that is not finite is text, for JSON has none."""
+        """Return the comparison as JSON; a value that is not finite becomes a string, because JSON has none."""
         return json.dumps(
             {
                 "a": self.a.name,
@@ -89,8 +88,8 @@ class Comparison:
         )
 
     def render(self) -> RenderableType:
-        """Return the comparison for people."""
-        answer = {True: "the same bits", False: "different", None: "unknown: a run has no result"}[self.same_weights()]
+        """Return the comparison for a terminal."""
+        answer = {True: "the same bits", False: "different", None: "unknown (a run has no result)"}[self.same_weights()]
         parts: list[RenderableType] = [Text(f"a: {self.a.name}\nb: {self.b.name}"), Text(f"weights: {answer}")]
         config = Table("key", "a", "b", title="configuration, where it differs", title_justify="left")
         for key, (of_a, of_b) in self.config().items():
@@ -104,7 +103,7 @@ class Comparison:
 
 
 def compare(run_a: str | Path, run_b: str | Path, mlflow_uri: str | None = None) -> Comparison:
-    """Compare two runs; raises ConfigError for one that is not there."""
+    """Compare two runs, each a folder or an MLflow run id; raises ConfigError for one that does not exist."""
     return Comparison(_find(run_a, mlflow_uri), _find(run_b, mlflow_uri))
 
 
@@ -114,15 +113,12 @@ def _find(run: str | Path, mlflow_uri: str | None) -> Finding:
         return _from_folder(folder)
     if folder.name == str(run) and folder.suffix == "":
         return _from_mlflow(str(run), mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_MLFLOW_URI)
-    raise ConfigError(f"{run}: there is no such folder, and it is no MLflow run id")
+    raise ConfigError(f"{run}: there is no such folder, and it is not an MLflow run id")
 
 
 def _from_folder(folder: Path) -> Finding:
-    if not (folder / "config.yaml").exists():
-        raise ConfigError(f"{folder} is no run's folder: it has no config.yaml; name a run.dir")
-    config = read_mapping(folder / "config.yaml", yaml.safe_load)
-    path = folder / "result.json"
-    result = read_mapping(path, json.loads) if path.exists() else {}
+    run = RunFolder(folder)
+    config, result = run.config(), run.result() or {}
     weights, measured = result.get("weights_sha256"), result.get("metrics")
     validation = {
         f"validation/{name}": value for name, value in (measured if isinstance(measured, dict) else {}).items()
@@ -138,7 +134,7 @@ def _from_mlflow(run_id: str, mlflow_uri: str) -> Finding:
     try:
         run = connect(uri).get_run(run_id)
     except tracker_errors() as error:
-        reason = reason_of(error)
+        reason = first_line(error)
         raise ConfigError(
             f"{run_id}: neither a folder nor a run in MLflow at {without_password(mlflow_uri)}: {reason}; "
             "name a run.dir or a run id, and the tracker with --mlflow-uri"
@@ -147,7 +143,7 @@ def _from_mlflow(run_id: str, mlflow_uri: str) -> Finding:
 
 
 def _refuse_missing_database(run_id: str, uri: str) -> None:
-    """Raise instead of letting MLflow make an empty database where there is none."""
+    """Raise ConfigError rather than let MLflow create an empty database."""
     database = sqlite_path(uri)
     if database is not None and not database.exists():
         raise ConfigError(f"{run_id}: there is no such folder, and no MLflow database {database}; set --mlflow-uri")

@@ -1,8 +1,7 @@
-"""Brings a run's metric lines to MLflow, each value once, and what describes the run."""
+"""Sends a run's metrics to MLflow, each value once, and its description."""
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import yaml
 
+from elastic_train.errors import ConfigError
 from elastic_train.tracking.metric_log import Settled, Values
 from elastic_train.tracking.mlflow_run import (
     GIT_TAG,
@@ -21,6 +21,7 @@ from elastic_train.tracking.mlflow_run import (
     MlflowRun,
     metric_name,
 )
+from elastic_train.tracking.run_folder import RunFolder
 
 SEND_EVERY_S = 1.0
 LOCK = "mlflow.lock"
@@ -29,7 +30,7 @@ _GIT_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the tracker's run is made from."""
+    """What a job's run in MLflow is created from."""
 
     run_dir: Path
     config: Mapping[str, object]
@@ -38,12 +39,12 @@ class Job:
     run_name: str
 
     def config_text(self) -> str:
-        """Return the configuration as the run keeps it, without passwords."""
+        """Return the configuration as YAML, without passwords in URLs."""
         return re.sub(r"://[^/@\s]+@", "://***@", yaml.safe_dump(dict(self.config), sort_keys=False))
 
 
 class Delivery:
-    """Brings a job's lines to its run in MLflow, each value once. After a failure it is opened again, and goes on."""
+    """Sends a job's lines to its run in MLflow, each value once; after a failure, `open` again and continue."""
 
     def __init__(self, job: Job, *, goes_on: bool) -> None:
         self._job, self._goes_on = job, goes_on
@@ -55,17 +56,17 @@ class Delivery:
 
     @property
     def is_open(self) -> bool:
-        """Say whether the run was found or made."""
+        """Whether the run was found or created."""
         return self._run is not None
 
     def open(self) -> str:
-        """Find or make the run, and return its id; ask it what it has, for a call that timed out may have arrived."""
+        """Find or create the run, return its id, and ask what it has: a call that timed out may have arrived."""
         self._run = MlflowRun(self._job.run_dir, self._job.mlflow_uri, self._job.experiment, self._job.run_name)
         self._marks = self._run.marks()
         return self._run.run_id
 
     def describe(self) -> list[Exception]:
-        """Record the configuration, and that the run goes on; return what failed; the next call repeats it."""
+        """Record the configuration and that the run is running; return what failed, which the next call retries."""
         if self._undone is None:
             run = self._opened()
             reopening = [run.reopen] if self._goes_on else []
@@ -75,7 +76,7 @@ class Delivery:
         return list(failed.values())
 
     def send(self, lines: Sequence[Values | Settled]) -> int:
-        """Send the values that MLflow does not have, and return how many they were; remember the tags."""
+        """Send the values that MLflow does not have; return how many. Tags are kept for `tag`."""
         missing, marks, tags = [], dict(self._marks), dict(self._tags)
         for line in lines:
             if isinstance(line, Settled):
@@ -89,13 +90,13 @@ class Delivery:
         return count_values(missing)
 
     def tag(self) -> None:
-        """Set the newest tags, if they are not those that were set last."""
+        """Set the newest tags unless they are set already."""
         if self._tags != self._tags_set:
             self._opened().tag(self._tags)
             self._tags_set = self._tags
 
     def end(self, status: str) -> None:
-        """Set how the run ended."""
+        """Record how the run ended, and the weights' hash unless it failed."""
         self._opened().end(status, None if status == "FAILED" else _weights_sha256(self._job.run_dir))
 
     def _opened(self) -> MlflowRun:
@@ -104,24 +105,24 @@ class Delivery:
 
 
 def attempt(part: Callable[[], object]) -> list[Exception]:
-    """Do one of several things that do not need each other; return the error if it failed."""
+    """Do one of several independent things; return the error, in a list, if it failed."""
     try:
         part()
-    except Exception as error:  # noqa: BLE001 - artifact stores raise what their libraries raise; the caller tells it
+    except Exception as error:  # noqa: BLE001 - artifact stores raise what their libraries raise; the caller reports it
         return [error]
     return []
 
 
 def count_values(lines: Iterable[Values | Settled]) -> int:
-    """Return how many values the lines hold."""
+    """Count the values in the lines."""
     return sum(len(line.by_name) for line in lines if isinstance(line, Values))
 
 
 def code_tags() -> dict[str, str]:
-    """Return which code runs: this package's version and torch's, and the commit that the working folder is at."""
+    """Return tags for the code that runs: versions of this package and torch, the working folder's git commit."""
     tags = {}
     for tag, package in ((VERSION_TAG, "elastic-train"), (TORCH_TAG, "torch")):
-        with suppress(metadata.PackageNotFoundError):  # a checkout that was not installed
+        with suppress(metadata.PackageNotFoundError):  # a checkout that is not installed
             tags[tag] = metadata.version(package)
     with suppress(OSError, subprocess.SubprocessError):  # no git, or no answer from it
         command = ["git", "rev-parse", "--verify", "HEAD"]
@@ -132,6 +133,7 @@ def code_tags() -> dict[str, str]:
 
 def _weights_sha256(run_dir: Path) -> str | None:
     try:
-        return str(json.loads((run_dir / "result.json").read_text())["weights_sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        digest = (RunFolder(run_dir).result() or {}).get("weights_sha256")
+    except ConfigError:
+        return None  # a damaged result costs the tag, not the run's end
+    return None if digest is None else str(digest)

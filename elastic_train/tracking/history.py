@@ -1,8 +1,7 @@
-"""The history of a run: one JSON line for each thing that happened, in one file per process.
+"""The history of a run: one JSON line per event, in one file per process.
 
-A line reaches the operating system before the call returns, so it survives the process's SIGKILL; a torn last line (the
-machine died) is passed over by readers. The operations are those that a run is judged by afterwards: form, restore,
-step, commit, rollback, end.
+A line reaches the operating system before the call returns, so it survives SIGKILL; readers skip a torn last line (the
+machine died). The events are those by which a run is judged afterwards: form, restore, step, commit, rollback, end.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class LastApplied:
 class History:
     """Appends this process's lines to <run.dir>/history/<term>-<rank>-<pid>.jsonl.
 
-    Opening raises StorageError where nothing can be written. A line that cannot be written later (a full disk) is
-    counted and told once, and training goes on: the proof in the commits does not need it, the checker's does.
+    Opening raises StorageError if nothing can be written. A later line that cannot be written (a full disk) is counted
+    and logged once, and training continues: the proof in the commits does not need it; only the chaos judge does.
     """
 
     def __init__(self, run_dir: str | Path, term: int, rank: int) -> None:
@@ -73,10 +72,10 @@ class History:
         skipped: list[tuple[str, str]],
         resumed: Mapping[str, object] | None,
     ) -> None:
-        """The applied state was read from a commit, kept or handed over by a rank, or began anew.
+        """The applied state was read from a commit, kept, handed over by a rank, or initialised.
 
-        `commit` is the one that the next continues; `applied_by` is the term that applied the state's last step;
-        `resumed` is what people were told of it.
+        `commit` is the parent of the next commit; `applied_by` is the term that applied the state's last step;
+        `resumed` is what the banner said of it.
         """
         place = {"step": step, "epoch": epoch, "offset": offset, "commit": commit}
         place |= {"given_by": given_by, "applied_by": applied_by}
@@ -97,16 +96,16 @@ class History:
     ) -> None:
         """A step was applied: every lane's offsets [lo, hi) of the epoch; `step` counts the steps applied so far.
 
-        `num_left_out` of the places lie in holes: no sample of theirs was read.
+        `num_left_out` of these samples are in holes and were not read.
         """
         where = {"epoch": epoch, "lo": lo, "hi": hi, "lanes": lanes}
         counts = {"num_samples": num_samples, **({"num_left_out": num_left_out} if num_left_out else {})}
         self._write("step", step=step, **where, **counts, world=world, loss=loss)
 
     def read(self, *, step: int, epoch: int, ids: Ranges) -> None:
-        """A rank is about to give the samples of these ids to the step; only if it is applied do they count.
+        """A rank is about to use the samples of these ids in the step; they count only if the step is applied.
 
-        Told before the reduction, so of every applied step all ranks' lines are there, whoever died afterwards.
+        Written before the reduction, so every applied step has the lines of all ranks, even of one that died later.
         """
         self._write("read", step=step, epoch=epoch, ids=ids)
 
@@ -123,17 +122,17 @@ class History:
     ) -> None:
         """A commit was published, `seconds` after it had begun; training waited `stall_s` of them.
 
-        It is told of at a later step boundary, which may come when retention has deleted it, record and all.
+        It is written at a later step boundary, when retention may already have deleted the commit and its record.
         """
         times = {"created_at": created_at, "seconds": seconds, "stall_s": stall_s}
         self._write("commit", step=step, key=key, digest=digest, parent=parent, **times)
 
     def rollback(self, *, from_step: int, to_step: int) -> None:
-        """This process gives up steps that it had applied: what its world goes on from has `to_step` of them."""
+        """This process gives up steps that it had applied: its world resumes from `to_step`."""
         self._write("rollback", from_step=from_step, to_step=to_step)
 
     def end(self, *, status: str, step: int, weights_sha256: str, coverage: CoverageSums) -> None:
-        """The process is through."""
+        """The process has finished."""
         self._write("end", status=status, step=step, weights_sha256=weights_sha256, coverage=asdict(coverage))
 
     def close(self) -> None:
@@ -152,9 +151,7 @@ class History:
         except OSError as error:
             self.num_failures += 1
             if self.num_failures == 1:
-                log.warning(
-                    "%s: the run's history has holes from here on: %s; make room on the disk", self._path, error
-                )
+                log.warning("%s: the run's history has gaps from here on: %s; make room on the disk", self._path, error)
 
 
 def last_applied(run_dir: str | Path, before_term: int) -> LastApplied | None:

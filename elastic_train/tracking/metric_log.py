@@ -1,11 +1,11 @@
-"""The local truth about a run's metrics: <run>/metrics/<term>.jsonl, one JSON line for each thing that a term tells.
+"""The local record of a run's metrics, which is authoritative: <run>/metrics/<term>.jsonl, one JSON line per event.
 
-A line says from which step the term goes on, or is the values of a step, or says that everything up to a step is
-settled (a commit), or how the term ended. It reaches the operating system before the call returns, so it survives the
-process's SIGKILL; a torn line is passed over. Only a term's leader writes its file. Steps that were given up and
-computed again stand in the files of several terms. Which of them holds is what the newest term's beginning says: it
-names the terms that applied the steps before it, as commits do. (The highest term alone does not tell: a branch that
-was begun behind a frozen process's back is dead once that process comes back with more steps.)
+A line says from which step the term resumes, or has the values of a step, or says that everything up to a step is
+settled (a commit), or how the term ended. It reaches the operating system before the call returns, so it survives
+SIGKILL; a torn line is skipped. Only a term's leader writes its file. Steps that were given up and computed again are
+in the files of several terms. The newest term's first line decides which of them count: it names the terms that applied
+the steps before it, as commits do. (The highest term alone does not decide: a branch that began while a process was
+frozen is dead once that process comes back with more steps.)
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _MAX_LINES_HELD = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The term goes on from this applied step; `intervals` tile [0, step) by the terms that applied it.
+    """The term resumes from this applied step; `intervals` tile [0, step) by the terms that applied it.
 
-    They are None in files of older versions, and where the line is missing, for the disk was full: what older terms
-    wrote up to the step is taken to hold then.
+    They are None in files of older versions and where the line is missing (the disk was full): then everything that
+    older terms wrote up to the step counts.
     """
 
     step: int
@@ -41,7 +41,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """What one step measured, at unix time `t`; `is_higher_better` names those of which a best is kept."""
+    """What one step measured, at Unix time `t`; `is_higher_better` names the metrics whose best is kept."""
 
     t: float
     step: int
@@ -51,7 +51,7 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A commit holds all up to this step, so nothing up to it is computed again; what is known of the run since."""
+    """A commit holds everything up to this step, so none of it is computed again; `tags` describe the run since."""
 
     step: int
     tags: Mapping[str, str]
@@ -65,7 +65,7 @@ class End:
 
     @property
     def is_final(self) -> bool:
-        """Say whether the job is over; one that was told to leave goes on later."""
+        """Whether the job is over; one that was asked to leave resumes later."""
         return self.status != "KILLED"
 
 
@@ -80,7 +80,7 @@ class MetricsWriter:
         self._is_torn = os.fstat(self._file).st_size > 0
 
     def begin(self, intervals: Sequence[Interval]) -> None:
-        """Append which terms applied the steps that the term goes on from."""
+        """Append which terms applied the steps before this one."""
         step = intervals[-1].hi if intervals else 0
         self._append({"begins_at": step, "intervals": [(i.term, i.lo, i.hi) for i in intervals]})
 
@@ -91,7 +91,7 @@ class MetricsWriter:
         self._append({"step": step, "values": floats, **better})
 
     def settled(self, step: int, tags: Mapping[str, str]) -> None:
-        """Append that a commit holds all up to a step, and what is known of the run since."""
+        """Append that a commit holds everything up to a step, and tags that describe the run since."""
         self._append({"step": step, "tags": dict(tags)})
 
     def end(self, status: str) -> None:
@@ -102,12 +102,12 @@ class MetricsWriter:
             self.close()
 
     def close(self) -> None:
-        """Close the file of a term that another follows."""
+        """Close the file without an end: another term follows."""
         os.close(self._file)
 
     def _append(self, fields: Mapping[str, object]) -> None:
         text = json.dumps({"t": time.time(), "term": self._term, **fields})
-        # An empty line is passed over; it keeps this line whole if the one before it was torn.
+        # Readers skip an empty line; it keeps this line whole if the one before it was torn.
         line = (b"\n" if self._is_torn else b"") + text.encode() + b"\n"
         self._is_torn = True
         if os.write(self._file, line) != len(line):
@@ -132,17 +132,17 @@ class MetricsReader:
         return list(_parse(whole.splitlines())) if newline else None
 
     def begin(self) -> Begin | None:
-        """Return how the term began; None if nothing tells, yet."""
+        """Return how the term began; None if that is not known yet."""
         with self._path.open("rb") as file:
             first = next((line for line in _parse(file) if isinstance(line, Begin | Values)), None)
         return Begin(first.step - 1) if isinstance(first, Values) else first
 
 
 class LineageReader:
-    """Reads what holds of all terms, each step once, in order; a best rides on the values that set it.
+    """Reads the lines of all terms that count, each step once, in order; a best comes with the values that set it.
 
-    A line holds if the newest term's lineage has the line's step by the terms by which the line's own term had it. The
-    `newest` term is the one with the newest file, or the one that says itself from which terms it goes on.
+    A line counts if the newest term's lineage has the line's step by the same terms as the line's own term. `newest` is
+    a term and the intervals that it resumes from; by default the term with the newest file.
     """
 
     def __init__(self, run_dir: Path, newest: tuple[int, Sequence[Interval]] | None = None) -> None:
@@ -186,7 +186,7 @@ class LineageReader:
 
 
 def metrics_path(run_dir: Path, term: int) -> Path:
-    """Return where a term's metrics lie."""
+    """Return the file of a term's metrics."""
     return run_dir / FOLDER / f"{term:08d}.jsonl"
 
 
@@ -196,7 +196,7 @@ def terms(run_dir: Path) -> list[int]:
 
 
 def read_metrics(run_dir: Path) -> Iterator[Values | Settled]:
-    """Yield what holds of all terms, in the order of steps."""
+    """Yield the lines of all terms that count, in the order of steps."""
     reader = LineageReader(run_dir)
     while lines := reader.read():
         yield from lines
@@ -231,7 +231,7 @@ def settled_step(run_dir: Path) -> float:
 
 
 def _lineage_of(files: Sequence[MetricsReader]) -> tuple[Interval, ...]:
-    """Return which terms applied which steps for the newest of these that says how it began, itself at the end."""
+    """Return which terms applied which steps, by the newest file that says how it began; its own term is the last."""
     untold: list[tuple[int, int]] = []
     before: tuple[Interval, ...] = ()
     for file in reversed(files):
@@ -247,9 +247,9 @@ def _lineage_of(files: Sequence[MetricsReader]) -> tuple[Interval, ...]:
 
 
 def _last_kept(file: MetricsReader, lineage: Sequence[Interval]) -> int | None:
-    """Return the last step of which a term wrote what holds; None if nothing does.
+    """Return the last step at which a term's lines count; None if none do.
 
-    One that applied nothing may have validated at its first step what those before it did not get to.
+    A term that applied no step may still have validated, at its first step, what earlier terms did not get to.
     """
     own = next((interval for interval in lineage if interval.term == file.term), None)
     begin = file.begin() if own is None else None
@@ -271,8 +271,8 @@ def _parse(content: Iterator[bytes] | Sequence[bytes]) -> Iterator[Begin | Value
             elif "tags" in fields:
                 yield Settled(int(fields["step"]), dict(fields["tags"]))
             elif "begins_at" in fields:
-                told = fields.get("intervals")
-                intervals = None if told is None else tuple(Interval(*map(int, interval)) for interval in told)
+                tiles = fields.get("intervals")
+                intervals = None if tiles is None else tuple(Interval(*map(int, tile)) for tile in tiles)
                 yield Begin(int(fields["begins_at"]), intervals)
             elif "status" in fields:
                 yield End(fields["status"])

@@ -1,14 +1,13 @@
-"""The one run that a job has in MLflow, over all its restarts; everything here may be repeated without harm.
+"""The one run that a job has in MLflow over all its restarts; every call may be repeated without harm.
 
-<run>/mlflow.json names the job before the run is made, and the run carries that name as a tag: a process killed in
-between leaves a run that the next one finds. What MLflow already holds is asked of MLflow, of all metrics the furthest
-steps in one call, so that no value is there twice whoever sent it.
+<run>/mlflow.json names the job before the run is created, and the run carries that name as a tag: a process killed in
+between leaves a run that the next process finds. MLflow itself is asked which steps it has, for all metrics in one
+call, so no value is stored twice, whichever process sent it.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import re
@@ -16,19 +15,17 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
-from elastic_train.system.atomic_files import write_atomically
 from elastic_train.tracking.metric_log import Values
+from elastic_train.tracking.run_folder import Link, RunFolder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Run
 
-LINK = "mlflow.json"
 JOB_TAG = "elastic_train.job"
 CONFIG_TAG = "elastic_train.config"
 WEIGHTS_TAG = "elastic_train.weights_sha256"
@@ -45,25 +42,8 @@ _PARAM_CHARS, _TAG_CHARS, _NAME_CHARS = 6000, 5000, 250
 _OPEN_TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What mlflow.json says: the job's own name, its run in MLflow, and where that is (without a password)."""
-
-    job: str
-    run_id: str | None = None
-    mlflow_uri: str | None = None
-
-
-def read_link(run_dir: Path) -> Link | None:
-    """Return the job's link to MLflow, None if it never had one."""
-    try:
-        return Link(**json.loads((run_dir / LINK).read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
-        return None
-
-
 def tracker_errors() -> tuple[type[Exception], ...]:
-    """Return what MLflow and its stores raise."""
+    """Return the exceptions that MLflow and its stores raise."""
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -71,19 +51,14 @@ def tracker_errors() -> tuple[type[Exception], ...]:
 
 
 def is_no_tracker(error: Exception) -> bool:
-    """Say whether what was named as a tracker can never be one, such as a file that is no database."""
+    """Whether an error means that this can never be a tracker, such as a file that is not a database."""
     from sqlalchemy.exc import DatabaseError, OperationalError
 
     return isinstance(error, DatabaseError) and not isinstance(error, OperationalError)
 
 
-def reason_of(error: Exception) -> str:
-    """Return an error's first line, as far as people read."""
-    return (str(error) or type(error).__name__).partition("\n")[0][:300]
-
-
 def bound_requests() -> None:
-    """Let a tracker that is down be noticed within seconds; what the user has set stays."""
+    """Make MLflow notice within seconds that a tracker is down; settings of the user stay."""
     for name, value in (("TIMEOUT", "5"), ("MAX_RETRIES", "1"), ("BACKOFF_FACTOR", "0")):
         os.environ.setdefault(f"MLFLOW_HTTP_REQUEST_{name}", value)
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -93,8 +68,8 @@ def bound_requests() -> None:
 def connect(mlflow_uri: str) -> MlflowClient:
     """Return a client; a sqlite database is created and upgraded by one process at a time.
 
-    A new one appears as a whole: a process killed in the middle of MLflow's migrations would leave a file that no later
-    one can repair.
+    A new database appears in one step: a process killed during MLflow's migrations would leave a file that no later
+    process can repair.
     """
     from mlflow import MlflowClient
 
@@ -110,26 +85,26 @@ def connect(mlflow_uri: str) -> MlflowClient:
 
 
 class MlflowRun:
-    """The job's run: found or made, described once, appended to, and ended."""
+    """The job's run: found or created, described once, appended to, and ended."""
 
     def __init__(self, run_dir: Path, mlflow_uri: str, experiment: str, run_name: str) -> None:
         self._client = connect(mlflow_uri)
         # A server's folder is not a folder here, whatever its artifacts' URI looks like.
         self._is_local = sqlite_path(mlflow_uri) is not None
-        link = read_link(run_dir) or Link(uuid.uuid4().hex)
-        write_atomically(run_dir / LINK, json.dumps(asdict(link)) + "\n")
+        folder = RunFolder(run_dir)
+        link = folder.link() or Link(uuid.uuid4().hex)
+        folder.write_link(link)
         run = self._find(link, experiment) or self._make(link, mlflow_uri, experiment, run_name)
         self.run_id: str = run.info.run_id
-        known = Link(link.job, self.run_id, without_password(mlflow_uri))
-        write_atomically(run_dir / LINK, json.dumps(asdict(known)) + "\n")
+        folder.write_link(Link(link.job, self.run_id, without_password(mlflow_uri)))
 
     def description(self, config: Mapping[str, object], text: str) -> list[Callable[[], None]]:
-        """Return the parts of recording the configuration; none needs another: parameters, a tag, a file."""
+        """Return the independent parts of recording the configuration: parameters, a tag, a file."""
         flat = {metric_name(key): value[:_PARAM_CHARS] for key, value in flatten(config).items()}
         return [lambda: self._set_params(flat), lambda: self.tag({CONFIG_TAG: text}), lambda: self._upload(text)]
 
     def _set_params(self, params: Mapping[str, str]) -> None:
-        """Record parameters that are new; MLflow lets none change."""
+        """Record new parameters; MLflow lets none change."""
         from mlflow.entities import Param
 
         known = self._client.get_run(self.run_id).data.params
@@ -138,28 +113,28 @@ class MlflowRun:
             self._client.log_batch(self.run_id, params=new[lo : lo + _PARAMS_A_BATCH])
 
     def _upload(self, config_text: str) -> None:
-        """Keep the configuration as a file where the artifacts are local."""
+        """Store the configuration as a file if the artifacts are local."""
         folder = self._client.get_run(self.run_id).info.artifact_uri
         if self._is_local and urlsplit(folder).scheme in ("", "file"):
             self._client.log_text(self.run_id, config_text, "config.yaml")
 
     def marks(self) -> dict[str, int]:
-        """Return the furthest step that MLflow has of every metric.
+        """Return the furthest step that MLflow has for every metric.
 
-        MLflow keeps each metric's latest value, by step, beside the run; `RunData.metrics` leaves its step out, the
-        public `to_proto` does not. The history, which grows with the run, is never asked for.
+        MLflow keeps each metric's latest value and step with the run. `RunData.metrics` leaves the step out; the public
+        `to_proto` does not. The metric history, which grows with the run, is never fetched.
         """
         latest = self._client.get_run(self.run_id).data.to_proto().metrics
         return {metric.key: metric.step for metric in latest}
 
     def tag(self, tags: Mapping[str, str]) -> None:
-        """Set tags; what they were before is replaced."""
+        """Set tags, replacing their earlier values."""
         from mlflow.entities import RunTag
 
         self._client.log_batch(self.run_id, tags=[RunTag(key, text[:_TAG_CHARS]) for key, text in tags.items()])
 
     def append(self, lines: Sequence[Values]) -> None:
-        """Send values; all of a call's thousand arrive, or none."""
+        """Send values in calls of a thousand; all values of a call arrive, or none."""
         metrics = list(_metrics(lines))
         for lo in range(0, len(metrics), _METRICS_A_BATCH):
             self._client.log_batch(self.run_id, metrics=metrics[lo : lo + _METRICS_A_BATCH])
@@ -169,7 +144,7 @@ class MlflowRun:
         self._client.update_run(self.run_id, status="RUNNING")
 
     def end(self, status: str, weights_sha256: str | None) -> None:
-        """Set how the run ended, and the hash of its weights where it is known."""
+        """Record how the run ended, and the hash of its weights if it is known."""
         self._client.set_terminated(self.run_id, status)
         if weights_sha256 is not None:
             self.tag({WEIGHTS_TAG: weights_sha256})
@@ -196,16 +171,16 @@ class MlflowRun:
 
         if self._client.get_experiment_by_name(experiment) is None:
             database = sqlite_path(mlflow_uri)
-            # MLflow's own default is a folder below whatever the current one happens to be.
+            # MLflow's default is a folder below the current one, whichever that is.
             artifacts = None if database is None else (database.parent / "mlruns").as_uri()
-            with suppress(MlflowException):  # another job made it first; if not, the next call says what is wrong
+            with suppress(MlflowException):  # another job created it first; if not, the next call says what is wrong
                 self._client.create_experiment(experiment, artifact_location=artifacts)
         made = self._client.get_experiment_by_name(experiment)
         return self._client.create_run(made.experiment_id, tags={JOB_TAG: link.job}, run_name=run_name)
 
 
 def flatten(config: Mapping[str, object], prefix: str = "") -> dict[str, str]:
-    """Return a nested mapping as `section.key` -> text; passwords in URLs are left out."""
+    """Return a nested mapping as `section.key` -> text, without passwords in URLs."""
     flat: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -216,7 +191,7 @@ def flatten(config: Mapping[str, object], prefix: str = "") -> dict[str, str]:
 
 
 def without_password(text: str) -> str:
-    """Return a URL without its user and password; any other text as it is."""
+    """Return a URL without its user and password, and any other text unchanged."""
     try:
         parts = urlsplit(text)
         if "@" not in parts.netloc:
@@ -227,13 +202,13 @@ def without_password(text: str) -> str:
 
 
 def sqlite_path(mlflow_uri: str) -> Path | None:
-    """Return where a sqlite database lies; None for every other tracker."""
+    """Return the file of a sqlite database; None for any other tracker."""
     prefix, slashes, path = mlflow_uri.partition(":///")
     return Path(path.partition("?")[0]).absolute() if slashes and prefix.startswith("sqlite") and path else None
 
 
 def resolve(mlflow_uri: str) -> str:
-    """Return the URI with a sqlite file's path made absolute, so that it means the same from every folder."""
+    """Return the URI with a sqlite file's path made absolute, so that it means the same in every folder."""
     database = sqlite_path(mlflow_uri)
     if database is None:
         return mlflow_uri
@@ -251,13 +226,13 @@ def _metrics(lines: Sequence[Values]) -> Iterator[Metric]:
 
 
 def metric_name(text: str) -> str:
-    """Return a name with what MLflow refuses in names replaced."""
+    """Return a metric's name with the characters that MLflow refuses replaced."""
     return re.sub(r"[^\w\-. :/]", "_", text, flags=re.ASCII)[:_NAME_CHARS]
 
 
 @contextmanager
 def _alone(database: Path | None) -> Iterator[None]:
-    """Hold the lock beside a sqlite database; without it after a minute, for its holder may be stopped."""
+    """Hold the lock of a sqlite database; continue without it after a minute, as its holder may be frozen."""
     if database is None:
         yield
         return
@@ -268,9 +243,9 @@ def _alone(database: Path | None) -> Iterator[None]:
 
 
 def locked_by(file: int, timeout_s: float) -> bool:
-    """Lock an open file until it is closed or its process dies; False if another has it for `timeout_s`.
+    """Lock an open file until it is closed or its process dies; False if another process holds it for `timeout_s`.
 
-    A file system without locks answers True: two senders at once are rare, and cost a repeated value at most.
+    True on a file system without locks: two senders at once are rare and cost a repeated value at most.
     """
     deadline = time.monotonic() + timeout_s
     while True:

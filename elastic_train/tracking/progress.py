@@ -1,7 +1,7 @@
-"""What people see while a run goes on: a live panel on a terminal, else plain lines, and a banner on resumption.
+"""Progress of a run for people: a live panel on a terminal, plain lines elsewhere, and a banner when a run resumes.
 
-Training does not depend on being seen: a closed pipe or a full disk behind a stream is told once on stderr, and every
-later line is tried anew.
+Training does not depend on it: a closed pipe or a full disk behind the stream is reported once on stderr, and every
+later line is tried again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PANEL_EVERY_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class ResumeBanner:
-    """From where a run goes on, and what the interruption cost; None where it is not known."""
+    """Where a run resumes and what the interruption cost; None for what is not known."""
 
     commit: str
     step: int
@@ -42,7 +42,7 @@ class ResumeBanner:
     skipped: tuple[tuple[str, str], ...] = ()
 
     def lines(self) -> list[str]:
-        """Return the banner's text, a fact a line."""
+        """Return the banner's text, one fact per line."""
 
         def seconds(value: float | None) -> str:
             return "unknown" if value is None else f"{value:.1f} s"
@@ -76,7 +76,7 @@ class Status:
 
 
 class Progress:
-    """Shows the newest status; on a terminal in place, elsewhere as at most one line in `LINE_EVERY_S`."""
+    """Shows the newest status: in place on a terminal, elsewhere as a line at most every `LINE_EVERY_S` seconds."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console or Console(soft_wrap=True)
@@ -88,18 +88,18 @@ class Progress:
         self._has_failed = False
 
     def update(self, status: Status) -> None:
-        """Show a status; cheap, and mostly nothing, when called for every step."""
+        """Show a status; cheap enough to call at every step."""
         now = self._clock()
         self._unshown = status
         if now - self._shown_at >= (PANEL_EVERY_S if self._console.is_terminal else LINE_EVERY_S):
             self._contain(lambda: self._draw(status, now))
 
     def event(self, text: str) -> None:
-        """Show one line that stays."""
+        """Show a line that stays."""
         self._contain(lambda: self._console.print(text, highlight=False, markup=False))
 
     def banner(self, banner: ResumeBanner) -> None:
-        """Show from where the run goes on."""
+        """Show where the run resumes."""
         lines = banner.lines()
         if self._console.is_terminal:
             panel = Panel(Text("\n".join(lines)), title="resumed", border_style="yellow")
@@ -121,13 +121,13 @@ class Progress:
             draw()
         except (OSError, ValueError, SystemExit) as error:  # rich answers a closed pipe with SystemExit
             was_quiet, self._console.quiet = self._console.quiet, True
-            self._console.print()  # a quiet console drops what it could not write, instead of keeping it for ever
+            self._console.print()  # a quiet console drops what it could not write instead of keeping it forever
             self._console.quiet = was_quiet
             if not self._has_failed:
                 self._has_failed = True
                 reason = "the pipe is closed" if isinstance(error, SystemExit) else error
                 with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be gone as well
-                    sys.stderr.write(f"progress cannot be shown, training goes on: {reason}\n")
+                    sys.stderr.write(f"progress cannot be shown ({reason}); training continues\n")
                     sys.stderr.flush()
 
     def _draw(self, status: Status, now: float) -> None:
@@ -176,7 +176,7 @@ class Progress:
 
 
 def flush_streams() -> None:
-    """Write out stdout and stderr; one that cannot be written to is silenced, lest it fail the process's exit."""
+    """Flush stdout and stderr; silence one that cannot be written to, or it would fail the process's exit."""
     for stream in (sys.stdout, sys.stderr):
         if stream is None:
             continue

@@ -1,9 +1,9 @@
-"""Tracking that training never waits for: values go to a local file, and a thread sends the file's lines to MLflow.
+"""Tracking that training never waits for: values go to a local file, and a thread sends its lines to MLflow.
 
-The local file is the truth; MLflow may be down, slow or gone. MLflow forgets nothing that it was sent, so the thread
-sends what is settled: up to the newest commit, and all of a job that is over. It skips what is at or below the furthest
-step that MLflow has of the metric. So a value is there once, and is that of the lineage, after restarts, rollbacks and
-failed calls. A thread whose run has a newer term stops: the newer one sends in its stead. `sync` does the same
+The local file is authoritative; MLflow may be down, slow or gone. MLflow cannot take back what it was sent, so the
+thread sends only what is settled: everything up to the newest commit, and all of a job that is over. It skips steps up
+to the furthest that MLflow has of the metric. Each value therefore arrives once, and is the lineage's, after restarts,
+rollbacks and failed calls. A thread stops when its run has a newer term, which sends in its place. `sync` does the same
 afterwards.
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from elastic_train.core.lineage import Interval
 from elastic_train.errors import StorageError
+from elastic_train.system.wording import first_line
 from elastic_train.tracking.delivery import (
     LOCK,
     SEND_EVERY_S,
@@ -37,11 +38,10 @@ from elastic_train.tracking.mlflow_run import (
     COMMIT_TAG,
     bound_requests,
     locked_by,
-    read_link,
-    reason_of,
     resolve,
     without_password,
 )
+from elastic_train.tracking.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ _LONGEST_PAUSE_S = 60.0
 
 
 class Tracker:
-    """One term's values: `log` writes them down, a daemon thread sends them once they are settled."""
+    """One term's values: `log` records them, a daemon thread sends them once they are settled."""
 
     def __init__(self, writer: MetricsWriter, sending: _Sending | None) -> None:
         self._writer: MetricsWriter | None = writer
@@ -75,8 +75,8 @@ class Tracker:
     ) -> Tracker:
         """Begin a term's file, and the thread that sends it if there is a tracker; raises StorageError.
 
-        The term goes on from the steps that the terms of `intervals` applied, of which `settled` are in a commit;
-        `tags` are what else is known of it.
+        The term resumes from the steps that the terms of `intervals` applied, of which `settled` are in a commit;
+        `tags` describe it further.
         """
         try:
             writer = MetricsWriter(run_dir, term)
@@ -92,36 +92,36 @@ class Tracker:
         return tracker
 
     def log(self, step: int, values: Mapping[str, float], is_higher_better: Mapping[str, bool] | None = None) -> None:
-        """Write down a step's values; a best is kept of those of which it is known what is better.
+        """Record a step's values; the best is kept of those in `is_higher_better`.
 
-        A disk that is full costs values, never the training.
+        A full disk costs values, never the training.
         """
         self._write(lambda writer: writer.values(step, values, is_higher_better or {}))
 
     def commit(self, step: int, key: str) -> None:
-        """Write down that a commit was published: what was logged up to its step is settled, and is sent."""
+        """Record that a commit was published: what was logged up to its step is settled, and is sent."""
         self._settle(step, {COMMIT_TAG: key})
 
     def wait_run_id(self, timeout_s: float) -> str | None:
-        """Return the run's id in MLflow; None if the tracker failed a few times from now on, or until the deadline."""
+        """Return the run's id in MLflow; None after `timeout_s`, or sooner if the tracker fails a few times."""
         return None if self._sending is None else self._sending.wait_run_id(timeout_s)
 
     def finish(self, status: str, *, goes_on: bool = False) -> None:
-        """Write down how the term ended, and give the thread a bounded time to send the rest and say so.
+        """Record how the term ended, and give the thread a bounded time to send the rest and the status.
 
-        Of a job that `goes_on` in another process, what no commit holds is computed again: it is not sent.
+        If the job `goes_on` in another process, steps that no commit holds are computed again and not sent.
         """
         if status not in STATUSES:
-            raise ValueError(f"status {status!r} is none of {', '.join(STATUSES)}")
+            raise ValueError(f"status {status!r} is not one of {', '.join(STATUSES)}")
         if self._writer is None:
             return
         self._write(lambda writer: writer.end(status))
         self._writer = None
         if self._sending is not None and not self._sending.finish(status, FLUSH_TIMEOUT_S[status], goes_on):
-            log.warning("MLflow does not know all of this run yet; `elastic-train sync RUN` sends the rest")
+            log.warning("MLflow does not have all of this run yet; `elastic-train sync RUN` sends the rest")
 
     def pause(self) -> None:
-        """End the term without an end of the run: another term's tracker goes on."""
+        """Close the term's file without ending the run: another term's tracker continues."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -139,7 +139,7 @@ class Tracker:
         except OSError as error:
             self._num_lost += 1
             if self._num_lost == 1:
-                log.warning("metrics are being lost, training goes on: %s; make room on the disk", error)
+                log.warning("metrics are being lost, training continues: %s; make room on the disk", error)
 
 
 class _Sending:
@@ -152,8 +152,8 @@ class _Sending:
         self._delivery, self._lines = Delivery(job, goes_on=True), LineageReader(job.run_dir, (term, intervals))
         self._piece: list[Values | Settled] = []
         self._failures_in_a_row = 0
-        self._told: set[str] = set()
-        link = read_link(job.run_dir)
+        self._reported: set[str] = set()
+        link = RunFolder(job.run_dir).link()
         self._run_id = link.run_id if link and link.mlflow_uri == without_password(job.mlflow_uri) else None
         self._has_answer = threading.Event()
         self._is_awaited = threading.Event()
@@ -172,7 +172,7 @@ class _Sending:
         return self._run_id
 
     def finish(self, status: str, timeout_s: float, goes_on: bool) -> bool:
-        if status != "KILLED" and not goes_on:  # told to leave, a job goes on later
+        if status != "KILLED" and not goes_on:  # a job that was asked to leave resumes later
             self.settled = math.inf
         self._status = status
         self._hurry()
@@ -233,11 +233,11 @@ class _Sending:
     def _describe(self) -> bool:
         failed = self._delivery.describe()
         for error in failed:
-            self._show("did not take what describes the run", error)
+            self._show("did not take the run's description", error)
         return not failed
 
     def _end(self) -> bool:
-        assert self._status is not None, "the status is set before the thread is told to end"
+        assert self._status is not None, "the status is set before the thread is asked to end"
         is_described = self._describe()
         self._delivery.end(self._status)
         return is_described
@@ -253,6 +253,6 @@ class _Sending:
 
     def _show(self, what: str, error: Exception) -> None:
         self.num_failures += 1
-        if what not in self._told:
-            self._told.add(what)
-            log.warning("MLflow %s, training goes on with local metrics: %s", what, reason_of(error))
+        if what not in self._reported:
+            self._reported.add(what)
+            log.warning("MLflow %s, training continues with local metrics: %s", what, first_line(error))

@@ -17,14 +17,11 @@ from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import ConfigError
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import gather_tables, tree_sum
-from elastic_train.tasks.task import Task
+from elastic_train.tasks.task import OWN_VALUES, Task
 from elastic_train.world.world import World
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
-
-OWN_VALUES = ("loss", "samples")
-"""What a validation has beside the task's metrics."""
 
 
 @torch.no_grad()

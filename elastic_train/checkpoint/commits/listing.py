@@ -118,20 +118,3 @@ def _marks(
 
 def _always(record: CommitRecord) -> Callable[[], CommitRecord]:
     return lambda: record
-
-
-def age(seconds: float) -> str:
-    """Return a duration for people."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def size(num_bytes: float) -> str:
-    """Return an amount of storage for people."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} TB"

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
-
-import yaml
 
 from elastic_train.checkpoint.commits.reader import commit_keys, discover, read_record
 from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.checkpoint.stores.store import Store, open_store
 from elastic_train.core.lineage import COMMITS, place_of
 from elastic_train.errors import ConfigError
+from elastic_train.system.wording import did_you_mean, nearest
+from elastic_train.tracking.run_folder import RunFolder
 
 
 def open_run(run: str) -> Store:
-    """Open the store of a run's commits; ConfigError if a folder is not there."""
+    """Open the store of a run's commits, where the run's configuration says; ConfigError if there is no such folder."""
     if "://" in run:
         return open_store(run)
     folder = Path(run)
     if not folder.is_dir():
         beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
-        close = difflib.get_close_matches(folder.name, beside, n=1)
-        hint = f"did you mean '{folder.parent / close[0]}'?" if close else "name a run's folder, or a URL"
-        raise ConfigError(f"{run}: there is no such folder; {hint}")
-    return open_store((not (folder / COMMITS).is_dir() and _url_of(folder)) or run)
-
-
-def _url_of(folder: Path) -> str | None:
-    """Return where a run's resolved configuration says that its commits are, if not in its folder."""
-    try:
-        tree = yaml.safe_load((folder / "config.yaml").read_text())
-    except (OSError, yaml.YAMLError):
-        return None
-    checkpoint = tree.get("checkpoint") if isinstance(tree, dict) else None
-    url = checkpoint.get("url") if isinstance(checkpoint, dict) else None
-    return str(url) if url else None
+        meant = nearest(folder.name, beside)
+        hint = did_you_mean(meant and str(folder.parent / meant), "; name a run's folder, or a URL")
+        raise ConfigError(f"{run}: there is no such folder{hint}")
+    has_commits = (folder / COMMITS).is_dir()
+    return open_store((not has_commits and RunFolder(folder).setting("checkpoint", "url")) or run)
 
 
 def find(store: Store, name: str | None) -> CommitRecord:

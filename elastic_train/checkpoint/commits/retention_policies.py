@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from elastic_train.best import parse_best
 from elastic_train.checkpoint.commits.record import CommitRecord
+from elastic_train.config.schema import parse_best
 from elastic_train.core.lineage import cut, place_of
 from elastic_train.errors import ConfigError
 

@@ -15,6 +15,8 @@ import statistics
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from elastic_train.system.wording import duration
+
 PRIOR_FAULTS, PRIOR_S = 1.0, 86400.0
 """As if one fault had been seen in a day of training."""
 NUM_MEASURED = 9
@@ -72,17 +74,17 @@ def choose(cost: SaveCost, mtbf_s: float, rpo_s: float, restart_s: float = 0.0) 
     allowed_s = rpo_s - cost.publish_s
     interval_s = max(shortest_s, min(optimal_s, allowed_s))
     facts = (
-        f"a save stalls training for {shown(cost.stall_s)} and is published after {shown(cost.publish_s)}, "
-        f"a fault is expected every {shown(mtbf_s)}: least is wasted at {shown(optimal_s)}"
+        f"a save stalls training for {duration(cost.stall_s)} and is published after {duration(cost.publish_s)}, "
+        f"a fault is expected every {duration(mtbf_s)}: least is wasted at {duration(optimal_s)}"
     )
     if allowed_s < shortest_s:
-        facts += f"; the RPO budget of {shown(rpo_s)} cannot be kept, since publishing takes too long"
+        facts += f"; the RPO budget of {duration(rpo_s)} cannot be kept, since publishing takes too long"
     elif allowed_s < optimal_s:
-        facts += f", but the RPO budget of {shown(rpo_s)} allows {shown(allowed_s)}"
+        facts += f", but the RPO budget of {duration(rpo_s)} allows {duration(allowed_s)}"
     elif optimal_s < shortest_s:
         facts += ", but one save is in flight at a time"
     share = waste(interval_s, cost, mtbf_s, restart_s)
-    return Choice(interval_s, f"commit every {shown(interval_s)}: {facts}; {share:.2%} of the time is wasted")
+    return Choice(interval_s, f"commit every {duration(interval_s)}: {facts}; {share:.2%} of the time is wasted")
 
 
 def optimum(stall_s: float, mtbf_s: float) -> float:
@@ -106,11 +108,3 @@ def waste(interval_s: float, cost: SaveCost, mtbf_s: float, restart_s: float = 0
     if segment + lost > 700:
         return 1.0
     return 1 - interval_s / mtbf_s / (math.exp(lost) * math.expm1(segment))
-
-
-def shown(seconds: float) -> str:
-    """Return a duration for people."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"

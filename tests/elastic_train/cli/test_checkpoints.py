@@ -146,7 +146,7 @@ def test_prune_keeps_what_a_rule_keeps(local_store: Store, capsys: pytest.Captur
     [
         (("--keep-last", "0"), "at least 1"),
         (("--keep-best", "loss"), "write 'min loss'"),
-        (("--keep-best", "max macrof1"), "no commit of .* has it; they have .*loss"),
+        (("--keep-best", "max macrof1"), "no commit of .* has this metric; they have .*loss"),
         (("--storage-budget", "much"), "write 200GB"),
     ],
 )
@@ -170,7 +170,7 @@ def test_a_plan_shows_the_curve(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*options) == 0
     printed = capsys.readouterr().out
     assert "chosen" in printed
-    assert "keep_last 5 holds 72 GB" in printed
+    assert "keep_last 5 takes 72 GB" in printed
 
 
 def test_a_plan_takes_what_a_run_has_measured(local_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +201,7 @@ def test_a_plan_takes_what_a_run_has_measured(local_store: Store, capsys: pytest
     assert facts["state_gb"] == commit.num_bytes / 1e9
     assert facts["mtbf_s"] == pytest.approx(86400 / 2, rel=0.01)
     assert run("plan", local_store.url) == 0
-    assert f"measured by the last 9 saves of {local_store.url}" in capsys.readouterr().out
+    assert f"measured from the last 9 saves of {local_store.url}" in capsys.readouterr().out
     facts = run_json(capsys, "plan", local_store.url, "--stall-s", "5", "--state-gb", "30", "--write-mb-s", "500")
     assert isinstance(facts, dict)
     assert (facts["stall_s"], facts["publish_s"]) == (5.0, 60.0)

@@ -69,7 +69,7 @@ def test_text_is_imported_once(tmp_path: Path, call: Call) -> None:
         + [f"{part}/part-0000{number}.parquet" for part in ("train", "validation") for number in range(4)]
     )
     again = call("import", "text", out, path)
-    assert (again.code, "is there already" in again.output) == (0, True)
+    assert (again.code, "already exists" in again.output) == (0, True)
     other = call("import", "text", out, path, "--seed", 8)
     assert (other.code, "made differently (seed)" in other.output) == (2, True)
     assert snapshot(out) == before

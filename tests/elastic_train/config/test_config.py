@@ -45,22 +45,27 @@ def test_lanes_follow_from_the_batch_keys(tmp_path):
         ({}, {}, (), ["'data' is missing"]),
         ({**GOOD, "epochs": "many"}, {}, (), ["config.yaml:3", "'epochs'", "'many'"]),
         ({**GOOD, "epochs": 0}, {}, (), ["'epochs'", "greater than 0"]),
-        ({**GOOD, "batch": {"global_batch": 10, "micro_batch": 4}}, {}, (), ["no multiple", "8 and 12"]),
+        ({**GOOD, "batch": {"global_batch": 10, "micro_batch": 4}}, {}, (), ["not a multiple", "8 and 12"]),
         (GOOD, {"ELASTIC_TRAIN__EPOCHS": "x"}, (), ["environment ELASTIC_TRAIN__EPOCHS"]),
         (GOOD, {}, ("--precision", "fp8"), ["command line --precision", "'fp8'"]),
         (GOOD, {}, ("--epochs",), ["--epochs needs a value"]),
-        (GOOD, {}, ("epochs",), ["'epochs' is no option"]),
+        (GOOD, {}, ("epochs",), ["'epochs' is not an option"]),
         (GOOD, {}, ("--run.dri", "x"), ["command line --run.dri", "did you mean 'run.dir'"]),
         ([1], {}, (), ["must be a mapping"]),
-        (GOOD, {}, ("--run.name", "[draft"), ["command line --run.name", "'[draft' is no YAML", "\"'[draft'\""]),
-        (GOOD, {}, ("--run.name=*",), ["command line --run.name", "'*' is no YAML"]),
-        (GOOD, {}, ("--run.name", "2024-13-45"), ["command line --run.name", "'2024-13-45' is no YAML"]),
-        (GOOD, {"ELASTIC_TRAIN__RUN__NAME": "@x"}, (), ["environment ELASTIC_TRAIN__RUN__NAME", "'@x' is no YAML"]),
+        (GOOD, {}, ("--run.name", "[draft"), ["command line --run.name", "'[draft' is not valid YAML", "\"'[draft'\""]),
+        (GOOD, {}, ("--run.name=*",), ["command line --run.name", "'*' is not valid YAML"]),
+        (GOOD, {}, ("--run.name", "2024-13-45"), ["command line --run.name", "'2024-13-45' is not valid YAML"]),
+        (
+            GOOD,
+            {"ELASTIC_TRAIN__RUN__NAME": "@x"},
+            (),
+            ["environment ELASTIC_TRAIN__RUN__NAME", "'@x' is not valid YAML"],
+        ),
         (GOOD, {}, ("--optimizer.betas", "[1.0, 0.9]"), ["command line --optimizer.betas", "less than 1", "given"]),
         (GOOD, {}, ("--optimizer.betas", "[0.9, -.1]"), ["'optimizer.betas'", "at least 0"]),
-        (GOOD, {}, ("--run.dir", "s3://bucket/run"), ["'run.dir'", "is an address", "checkpoint.url"]),
-        (GOOD, {}, ("--data.cache-dir", "file:///x"), ["'data.cache_dir'", "is an address"]),
-        (GOOD, {}, ("--checkpoint.near-dir", "s3://x"), ["'checkpoint.near_dir'", "is an address"]),
+        (GOOD, {}, ("--run.dir", "s3://bucket/run"), ["'run.dir'", "must be a local folder", "checkpoint.url"]),
+        (GOOD, {}, ("--data.cache-dir", "file:///x"), ["'data.cache_dir'", "must be a local folder"]),
+        (GOOD, {}, ("--checkpoint.near-dir", "s3://x"), ["'checkpoint.near_dir'", "must be a local folder"]),
     ],
 )
 def test_a_mistake_names_its_place_and_its_key(tmp_path, tree, environ, arguments, expected):
@@ -112,7 +117,7 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     """All that stands below the first would be dropped without a word."""
     path = tmp_path / "config.yaml"
     path.write_text("data:\n  train: a\noptimizer:\n  lr: 0.1\nepochs: 2\noptimizer:\n  name: sgd\n")
-    with pytest.raises(ConfigError, match=r"config\.yaml:6: 'optimizer' is there already, in line 3"):
+    with pytest.raises(ConfigError, match=r"config\.yaml:6: duplicate key 'optimizer' \(first on line 3\)"):
         sources.load(path, environ={})
 
 
@@ -148,10 +153,10 @@ def test_an_unreadable_file_is_said_so(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         sources.load(tmp_path / "none.yaml", environ={})
     (tmp_path / "bad.yaml").write_text("a: [1")
-    with pytest.raises(ConfigError, match="no YAML"):
+    with pytest.raises(ConfigError, match="not valid YAML"):
         sources.load(tmp_path / "bad.yaml", environ={})
     (tmp_path / "latin.yaml").write_bytes("run:\n  name: naïve\n".encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"latin\.yaml:2: is no UTF-8"):
+    with pytest.raises(ConfigError, match=r"latin\.yaml:2: not valid UTF-8"):
         sources.load(tmp_path / "latin.yaml", environ={})
 
 

@@ -1,10 +1,9 @@
-"""The launcher: what it takes from flags, Kubernetes and Slurm, and the exit codes that a scheduler sees."""
+"""The launcher with real agents and workers: the exit codes that a scheduler sees."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import signal
 import subprocess
 import sys
@@ -14,83 +13,12 @@ from pathlib import Path
 import pytest
 
 from elastic_train.cli import main
-from elastic_train.errors import ConfigError
-from elastic_train.launch.node import (
-    Flags,
-    Launch,
-    exit_code,
-    first_host,
-    resolve,
-)
 from rendezvous import EtcdStore, TooFewNodesError
 from rendezvous.membership.participant import Participant
 from rendezvous.torchelastic import live_handler
 from tests.conftest import ROOT, start
 from tests.elastic_train.training.test_live import history, until_whole, write_config
 from tests.processes import command_lines_below
-
-SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "gpu[07-10]", "SLURM_NODEID": "2"}
-KUBERNETES = {"PET_NNODES": "2:8", "PET_NPROC_PER_NODE": "4", "PET_RDZV_ENDPOINT": "etcd:2379", "PET_RDZV_ID": "k1"}
-
-
-def resolved(flags: Flags, environ: dict[str, str], num_gpus: int = 0) -> Launch:
-    return resolve(Path("c.yaml"), ["--epochs", "2"], flags, environ, num_gpus)
-
-
-def test_alone_it_needs_nothing() -> None:
-    """One node, a rank for each GPU, an etcd and a name of its own."""
-    plan = resolved(Flags(), {}, num_gpus=8)
-    assert (plan.min_nodes, plan.max_nodes, plan.ranks, plan.endpoint, plan.is_etcd_host) == (1, 1, 8, None, True)
-    assert plan.arguments() == ["-m", "elastic_train", "c.yaml", "--epochs", "2"]
-    assert resolved(Flags(), {}).ranks == 1
-
-
-def test_kubernetes_variables_are_read_and_flags_win() -> None:
-    """PET_* variables say what torchrun would take from them; the command line goes over them."""
-    plan = resolved(Flags(ranks=2, run_id="mine"), KUBERNETES)
-    assert (plan.min_nodes, plan.max_nodes, plan.ranks, plan.endpoint, plan.run_id) == (2, 8, 2, "etcd:2379", "mine")
-
-
-def test_slurm_shares_the_first_nodes_etcd() -> None:
-    """Without an endpoint the first host of the list has the job's etcd; only that node starts it."""
-    plan = resolved(Flags(), SLURM)
-    assert (plan.max_nodes, plan.run_id, plan.etcd_address, plan.is_etcd_host) == (4, "77", "gpu07", False)
-    assert resolved(Flags(), {**SLURM, "SLURM_NODEID": "0"}).is_etcd_host
-
-
-@pytest.mark.parametrize(
-    ("nodelist", "first"),
-    [("a1", "a1"), ("a1,b[2-3]", "a1"), ("gpu[07-10,12]", "gpu07"), ("r1n[3,5]", "r1n3"), ("x[1-2],y4", "x1")],
-)
-def test_the_first_host_of_a_list(nodelist: str, first: str) -> None:
-    """Slurm's short forms name the same host first as `scontrol show hostnames`."""
-    assert first_host(nodelist) == first
-
-
-def test_all_mistakes_are_told_at_once() -> None:
-    """Nodes, recovery, endpoint and name: one error with everything that is wrong."""
-    with pytest.raises(ConfigError) as told:
-        resolved(Flags(nodes="0", recovery="life"), {"PET_NPROC_PER_NODE": "many"})
-    assert len(told.value.problems) == 3
-    with pytest.raises(ConfigError) as told:
-        resolved(Flags(nodes="2"), {})
-    assert [problem.split()[0] for problem in told.value.problems] == ["--endpoint", "--id"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (Flags(ranks=0), "--ranks must be at least 1, not 0"),
-        (Flags(ranks=-1), "--ranks must be at least 1, not -1"),
-        (Flags(ttl_s=math.inf), "--ttl-s must be a number of seconds"),
-        (Flags(grace_s=math.nan), "--grace-s must be a number of seconds"),
-        (Flags(grace_s=-1.0), "--grace-s must be a number of seconds"),
-    ],
-)
-def test_numbers_that_mean_nothing_are_refused(flags: Flags, told: str) -> None:
-    """No count of ranks below 1 is taken for another, and no time that is none gets as far as etcd."""
-    with pytest.raises(ConfigError, match=told):
-        resolved(flags, {}, num_gpus=8)
 
 
 def ended(capsys: pytest.CaptureFixture[str], folder: Path, *flags: str) -> tuple[int, str]:
@@ -131,35 +59,6 @@ def test_too_few_nodes_end_with_77(
     monkeypatch.setattr(Participant, "next_world", wait_in_vain)
     code, told = ended(capsys, tmp_path, "--recovery", "restart")
     assert (code, told.splitlines()[-1]) == (77, "error: 1 of 2 nodes came")
-
-
-@pytest.mark.parametrize(
-    ("codes", "has_failed", "expected"),
-    [
-        ([0, 0], False, 0),
-        ([75, 0], False, 75),
-        ([75, 75], True, 75),
-        ([75, -9], True, 1),
-        ([1, 65, -15], True, 65),
-        ([2, 65], True, 65),
-        ([77, 75], True, 77),
-        ([0, 74], True, 74),
-        ([], True, 1),
-        ([0, 1], True, 1),
-    ],
-)
-def test_codes_that_say_more_win(codes: list[int], has_failed: bool, expected: int) -> None:
-    """Damage, a bad configuration, a hang, too few nodes, a lost result are passed on; the rest is 0, 75 or 1."""
-    assert exit_code(codes, has_failed=has_failed) == expected
-
-
-@pytest.mark.parametrize(
-    ("codes", "expected"),
-    [([-15], 75), ([75, -15], 75), ([0, -15], 75), ([], 75), ([-9], 1), ([65, -15], 65), ([0], 0)],
-)
-def test_who_is_told_before_its_workers_listen_has_lost_nothing(codes: list[int], expected: int) -> None:
-    """A worker that SIGTERM itself ends was still importing; told at any other time it leaves by a code of its own."""
-    assert exit_code(codes, has_failed=False, is_told=True) == expected
 
 
 def command(config: str, *flags: str) -> list[str]:

@@ -58,5 +58,5 @@ def test_what_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
     """No bytes, and what is no file, are the operating system's error, not a crash."""
     (tmp_path / "empty").touch()
     for path, size in ((tmp_path / "empty", 0), (tmp_path, 8)):
-        with pytest.raises(OSError, match="cannot be mapped"):
+        with pytest.raises(OSError, match="could not be mapped"):
             map_file(path, size)

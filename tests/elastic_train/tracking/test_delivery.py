@@ -19,13 +19,12 @@ from elastic_train.errors import StorageError
 from elastic_train.tracking import delivery, mlflow_run
 from elastic_train.tracking import tracker as tracking
 from elastic_train.tracking.mlflow_run import (
-    Link,
     flatten,
-    read_link,
     resolve,
     without_password,
 )
 from elastic_train.tracking.mlflow_sync import sync
+from elastic_train.tracking.run_folder import Link, RunFolder
 from tests.elastic_train.tracking.jobs import DOWN, EXPERIMENT, run_of, start, steps, wait_until
 
 
@@ -183,7 +182,7 @@ def test_terms_that_come_and_go_while_the_tracker_is_down_leave_one_sender_and_o
     is_back.set()
     tracker.finish("FINISHED")
     experiment = client.get_experiment_by_name(EXPERIMENT)
-    link = read_link(tmp_path)
+    link = RunFolder(tmp_path).link()
     assert link is not None
     (run,) = client.search_runs([experiment.experiment_id], f"tags.`{mlflow_run.JOB_TAG}` = '{link.job}'")
     assert run.info.status == "FINISHED"
@@ -196,7 +195,7 @@ def test_a_process_killed_between_naming_and_making_the_run_makes_no_second(
     """A run that was made but not yet written down is found again by the job's name."""
     tracker = start(tmp_path, uri)
     tracker.finish("FINISHED")
-    link = read_link(tmp_path)
+    link = RunFolder(tmp_path).link()
     assert link is not None
     (tmp_path / "mlflow.json").write_text(json.dumps({"job": link.job}))
     assert sync(tmp_path, uri).run_id == link.run_id
@@ -311,6 +310,6 @@ def test_flatten_names_nested_keys_with_dots() -> None:
 def test_a_damaged_link_is_as_none(tmp_path: Path) -> None:
     """mlflow.json that cannot be read does not stop a job."""
     (tmp_path / "mlflow.json").write_text('{"job"')
-    assert read_link(tmp_path) is None
+    assert RunFolder(tmp_path).link() is None
     (tmp_path / "mlflow.json").write_text('{"job": "a"}')
-    assert read_link(tmp_path) == Link("a")
+    assert RunFolder(tmp_path).link() == Link("a")

@@ -127,7 +127,7 @@ def test_a_full_disk_stops_no_training(
     step(history, 3)
     assert history.num_failures == 2
     assert [line["step"] for line in read_history(tmp_path)] == [3]
-    assert caplog.text.count("history has holes") == 1
+    assert caplog.text.count("history has gaps") == 1
 
 
 def test_a_history_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:

@@ -41,7 +41,10 @@ def test_sync_of_a_run_without_an_end_says_running(tmp_path: Path, uri: str, cli
 
 def test_sync_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     """No run's folder and no known tracker are the user's error; a tracker that is down is a StorageError."""
-    with pytest.raises(ConfigError, match="no run's folder"):
+    with pytest.raises(ConfigError, match="is not a run's folder"):
+        sync(tmp_path, DOWN)
+    (tmp_path / "config.yaml").write_text("epochs: 1\n")
+    with pytest.raises(ConfigError, match="no metrics to send"):
         sync(tmp_path, DOWN)
     start(tmp_path, None).finish("FINISHED")
     with pytest.raises(ConfigError, match="--mlflow-uri"):
@@ -81,7 +84,7 @@ def test_sync_into_a_file_that_is_no_database_is_the_users_error(
     """A garbage database ends `elastic-train sync` with one line that names it, and code 2; so does a missing run."""
     start(tmp_path, None).finish("FINISHED")
     (tmp_path / "garbage.db").write_bytes(b"no database " * 1000)
-    for run, expected in ((tmp_path, "is no MLflow database"), (tmp_path / "none", "no run's folder")):
+    for run, expected in ((tmp_path, "is not an MLflow database"), (tmp_path / "none", "is not a run's folder")):
         with pytest.raises(SystemExit) as left:
             main.main(["sync", str(run), "--mlflow-uri", f"sqlite:///{tmp_path}/garbage.db"])
         assert left.value.code == 2

@@ -173,7 +173,7 @@ def test_a_stream_that_is_full_is_told_once_and_tried_again(
     assert "lost" not in stream.getvalue()
     told = [line for line in capsys.readouterr().err.splitlines() if line]
     assert len(told) == 1
-    assert "training goes on" in told[0]
+    assert "training continues" in told[0]
     assert "No space left" in told[0]
 
 
@@ -198,5 +198,5 @@ def test_a_process_outlives_its_stdout(stdout: str) -> None:
     command = f"set -o pipefail; sleep 0; {shlex.quote(sys.executable)} -c {shlex.quote(PROGRAM)} {redirection}"
     done = subprocess.run(["bash", "-c", command], input="\n", capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("training goes on") == (0 if stdout == "none" else 1)
+    assert done.stderr.count("training continues") == (0 if stdout == "none" else 1)
     assert done.stderr.endswith("the end\n")

@@ -25,8 +25,8 @@ from elastic_train.tracking.metric_log import (
     metrics_path,
     read_metrics,
 )
-from elastic_train.tracking.mlflow_run import read_link
 from elastic_train.tracking.mlflow_sync import sync
+from elastic_train.tracking.run_folder import RunFolder
 from tests.elastic_train.tracking.jobs import CONFIG, DOWN, EXPERIMENT, run_of, start, steps, values, wait_until
 
 
@@ -246,6 +246,6 @@ def test_without_a_tracker_there_is_only_the_local_file(tmp_path: Path) -> None:
     tracker = start(tmp_path, None)
     assert tracker.wait_run_id(20) is None
     tracker.finish("FINISHED")
-    assert read_link(tmp_path) is None
-    with pytest.raises(ValueError, match="none of"):
+    assert RunFolder(tmp_path).link() is None
+    with pytest.raises(ValueError, match="not one of"):
         tracker.finish("DONE")

@@ -284,7 +284,7 @@ def test_data_that_changed_since_the_commit_is_refused(tmp_path: Path, rows: Pat
         (["--task.params", "{vocabulry: 64}"], 2, ["has no 'vocabulry'", "did you mean 'vocabulary'"]),
         (["--task.path", "tests.tasks:Missing"], 2, ["cannot be imported", "tests.tasks:Missing"]),
         (["--batch.global_bach", "8"], 2, ["unknown key 'batch.global_bach'", "batch.global_batch"]),
-        (["--batch.global-batch", "10", "--epochs", "x"], 2, ["no multiple", "'epochs'"]),
+        (["--batch.global-batch", "10", "--epochs", "x"], 2, ["not a multiple", "'epochs'"]),
         (["--checkpoint.url", "nope://x"], 2, ["nope"]),
     ],
 )

@@ -208,7 +208,7 @@ def test_lengths_that_cannot_be_used_are_refused(tmp_path: Path, capsys: pytest.
         with pytest.raises(ConfigError, match=f"column '{column}' is"):
             make_lengths(manifest, column)
     assert lengths_(str(folder)) == 0
-    assert "lengths of 60 rows by 'input_ids'" in capsys.readouterr().out
+    assert "lengths of 60 rows, from 'input_ids'" in capsys.readouterr().out
     content = (folder / NAME).read_bytes()
     (folder / NAME).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(DataError, match="is damaged; make it again"):

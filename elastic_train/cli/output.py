@@ -1,0 +1,35 @@
+"""What commands share: the types of their flags, and how they print text, JSON and tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+Json = Annotated[bool, Parameter(name="--json", negative="")]
+Flag = Annotated[bool, Parameter(negative="")]
+
+
+def print_text(text: str) -> int:
+    """Print text as it is, without markup or wrapping; return the exit code of success."""
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+def print_json(value: object) -> int:
+    """Print a value as indented JSON; return the exit code of success."""
+    return print_text(json.dumps(value, indent=2))
+
+
+def narrow_table(*columns: str) -> Table:
+    """Return an empty table without vertical lines, for many columns on a terminal."""
+    return Table(*columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+
+
+def cell(value: object) -> str:
+    """Return a value as a table's cell: '-' for None, four digits of a float."""
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

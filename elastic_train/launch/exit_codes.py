@@ -1,0 +1,33 @@
+"""The one exit code of a node, from those of its workers: what a scheduler can act on (the codes are in errors.py)."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+
+from elastic_train.errors import ConfigError, CorruptError, HungError, Preempted, ResultError, TooFewNodesError
+
+TELLING_CODES = (
+    CorruptError.exit_code,
+    ConfigError.exit_code,
+    HungError.exit_code,
+    TooFewNodesError.exit_code,
+    ResultError.exit_code,
+)
+"""The codes that say more than "it failed", the most specific first."""
+
+
+def exit_code(codes: Sequence[int], *, has_failed: bool, is_asked: bool = False) -> int:
+    """Return the node's code: its workers' most specific one; 75 if all left cleanly and some early; else 0 or 1.
+
+    `is_asked`: this node was asked to leave. A worker that SIGTERM killed had not installed its handler yet and held
+    no state, so it counts as preempted; so does a node without workers.
+    """
+    if is_asked:
+        codes = [Preempted.exit_code if code == -signal.SIGTERM else code for code in codes] or [Preempted.exit_code]
+    telling = next((code for code in TELLING_CODES if code in codes), None)
+    if telling is not None:
+        return telling
+    if Preempted.exit_code in codes and set(codes) <= {0, Preempted.exit_code}:
+        return Preempted.exit_code
+    return int(has_failed or any(codes))

@@ -1,0 +1,40 @@
+"""Wording that messages and tables share: durations, sizes, an error in one line, the name that was meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+_LONGEST_LINE = 300
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in the largest unit of which there are two, such as '90 s', '2.5 min', '3.0 d'."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+
+
+def size(num_bytes: float) -> str:
+    """Return an amount of storage in decimal units, such as '1.5 GB'."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its class where it has none."""
+    return (str(error) or type(error).__name__).partition("\n")[0][:_LONGEST_LINE]
+
+
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the known name most like a mistyped one; None if none is alike by `cutoff`, difflib's ratio in [0, 1]."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(meant: str | None, otherwise: str = "") -> str:
+    """Return the end of a message about an unknown name: what was probably meant, else `otherwise`."""
+    return otherwise if meant is None else f"; did you mean '{meant}'?"

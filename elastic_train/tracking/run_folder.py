@@ -1,0 +1,76 @@
+"""A run's folder, read by the names of its files: config.yaml, result.json, mlflow.json.
+
+A run writes each of them whole or not at all. A file that is damaged or of another program is the user's mistake, and
+raises ConfigError with its path; a file that is not there yet is None.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import yaml
+
+from elastic_train.errors import ConfigError
+from elastic_train.system.atomic_files import write_atomically
+from elastic_train.system.wording import first_line
+
+CONFIG, RESULT, LINK = "config.yaml", "result.json", "mlflow.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A job's own name, the id of its run in MLflow, and where that MLflow is (without a password)."""
+
+    job: str
+    run_id: str | None = None
+    mlflow_uri: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """A run's folder (`run.dir`); nothing is read before it is asked for."""
+
+    path: Path
+
+    def config(self) -> Mapping[str, object]:
+        """Return the resolved configuration; raises ConfigError if there is none: the folder is not a run's."""
+        if not (self.path / CONFIG).is_file():
+            raise ConfigError(f"{self.path} is not a run's folder: it has no {CONFIG}; name a run.dir")
+        return _mapping(self.path / CONFIG, yaml.safe_load)
+
+    def setting(self, section: str, key: str) -> str | None:
+        """Return one value of the configuration as text; None if it is unset or there is no configuration."""
+        if not (self.path / CONFIG).is_file():
+            return None
+        keys = self.config().get(section)
+        value = keys.get(key) if isinstance(keys, dict) else None
+        return str(value) if value else None
+
+    def result(self) -> Mapping[str, object] | None:
+        """Return how the run ended (see docs/operations.md); None while it has not."""
+        path = self.path / RESULT
+        return _mapping(path, json.loads) if path.exists() else None
+
+    def link(self) -> Link | None:
+        """Return the run's link to MLflow; None if it never had one, or a power cut left half of one."""
+        try:
+            return Link(**json.loads((self.path / LINK).read_text()))
+        except (FileNotFoundError, ValueError, TypeError):
+            return None
+
+    def write_link(self, link: Link) -> None:
+        """Store the link for the next process that opens the run."""
+        write_atomically(self.path / LINK, json.dumps(asdict(link)) + "\n")
+
+
+def _mapping(path: Path, parse: Callable[[str], object]) -> Mapping[str, object]:
+    try:
+        fields = parse(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {first_line(error)}; name the folder of a run") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path} has no keys (it is empty, or not a run's); name the folder of a run")
+    return fields

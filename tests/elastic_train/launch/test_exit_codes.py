@@ -1,0 +1,36 @@
+"""The exit code of a node, from those of its workers."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_train.launch.exit_codes import exit_code
+
+
+@pytest.mark.parametrize(
+    ("codes", "has_failed", "expected"),
+    [
+        ([0, 0], False, 0),
+        ([75, 0], False, 75),
+        ([75, 75], True, 75),
+        ([75, -9], True, 1),
+        ([1, 65, -15], True, 65),
+        ([2, 65], True, 65),
+        ([77, 75], True, 77),
+        ([0, 74], True, 74),
+        ([], True, 1),
+        ([0, 1], True, 1),
+    ],
+)
+def test_codes_that_say_more_win(codes: list[int], has_failed: bool, expected: int) -> None:
+    """Damage, a bad configuration, a hang, too few nodes, a lost result are passed on; the rest is 0, 75 or 1."""
+    assert exit_code(codes, has_failed=has_failed) == expected
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [([-15], 75), ([75, -15], 75), ([0, -15], 75), ([], 75), ([-9], 1), ([65, -15], 65), ([0], 0)],
+)
+def test_who_is_asked_before_its_workers_listen_has_lost_nothing(codes: list[int], expected: int) -> None:
+    """A worker that SIGTERM killed was still importing; asked at any other time it leaves with a code of its own."""
+    assert exit_code(codes, has_failed=False, is_asked=True) == expected

@@ -1,0 +1,35 @@
+"""Durations, sizes, errors and mistyped names, as people read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_train.system.wording import did_you_mean, duration, first_line, nearest, size
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0312, "0.031 s"), (90, "90 s"), (150, "2.5 min"), (7199, "120.0 min"), (7200, "2.0 h"), (259200, "3.0 d")],
+)
+def test_a_duration_is_in_the_largest_unit_of_which_there_are_two(seconds: float, text: str) -> None:
+    """Two digits below ten seconds, whole seconds up to two minutes, one decimal from there on."""
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(("num_bytes", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2e15, "2000.0 TB")])
+def test_a_size_is_in_decimal_units(num_bytes: float, text: str) -> None:
+    """Three digits, thousands apart; terabytes are the largest unit."""
+    assert size(num_bytes) == text
+
+
+def test_an_error_is_its_first_line_or_its_class() -> None:
+    """A traceback's worth of text becomes one line, and an empty message the error's class."""
+    assert first_line(ValueError("no\nat all")) == "no"
+    assert first_line(ValueError()) == "ValueError"
+    assert len(first_line(ValueError("x" * 1000))) == 300
+
+
+def test_a_mistyped_name_is_answered_by_the_nearest() -> None:
+    """A typo suggests the known name; a name like none of them gets the alternative text."""
+    assert did_you_mean(nearest("micro_bach", ["micro_batch", "global_batch"])) == "; did you mean 'micro_batch'?"
+    assert did_you_mean(nearest("zzz", ["micro_batch"]), "; there is micro_batch") == "; there is micro_batch"

@@ -1,0 +1,23 @@
+"""The layout that imports cannot say: no crowded folder, and every folder says what it is for."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+MOST_MODULES = 12
+FOLDERS = sorted(
+    {path.parent for package in ("elastic_train", "rendezvous", "chaos") for path in (ROOT / package).rglob("*.py")}
+)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(ROOT)))
+def test_a_folder_is_a_package_of_at_most_a_dozen_modules(folder: Path) -> None:
+    """A newcomer finds a module by name among a dozen, and reads in __init__.py what the folder is for."""
+    modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+    assert len(modules) <= MOST_MODULES, sorted(modules)
+    assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
