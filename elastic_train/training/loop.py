@@ -74,7 +74,7 @@ def train(session: Session) -> Outcome:
             session.quarantine(lanes)
             continue
         cursor = session.plan.order.advance(state.cursor, session.plan.micro_batch)
-        session.await_staging()
+        session.commits.await_staging()
         reach("apply")
         account = state.reached.account.advance(state.step, session.holes, sums.num_left_out, sums.num_truncated)
         norm = state.apply(cursor, sums.coverage, session.world.term, account)
@@ -86,34 +86,34 @@ def train(session: Session) -> Outcome:
             break
         if session.is_validation_due():
             session.validate()
-        session.note_saves()
+        session.commits.collect()
         end = _end(session, flags, sums)
         if end is Outcome.PREEMPTED:
-            session.commit_or_fail()
+            session.commits.finish()
         elif end is None and _is_time_to_commit(session, sums):
-            session.commit(is_busy=bool(sums.any_flags & _BUSY))
+            session.commits.begin(is_any_busy=bool(sums.any_flags & _BUSY))
         if end is not None:
             return end
     session.validate()
-    session.commit_or_fail()
+    session.commits.finish()
     return Outcome.DONE
 
 
 def _flags(session: Session) -> int:
     """Return what this rank tells the others with the step that it has computed its lanes of."""
-    flags = _LEAVE * session.leave.is_set + _GROW * session.worlds.wants_to_grow() + _BUSY * session.saves.is_busy
-    return flags + _COMMIT * session.is_commit_overdue() + _GIVE_UP * session.is_saving_hopeless()
+    flags = _LEAVE * session.leave.is_set + _GROW * session.worlds.wants_to_grow() + _BUSY * session.commits.is_busy
+    return flags + _COMMIT * session.commits.is_overdue() + _GIVE_UP * session.commits.is_hopeless()
 
 
 def _is_time_to_commit(session: Session, sums: StepSums) -> bool:
     """Say whether a commit is due behind this step; one that is overdue stays so until no rank is busy."""
-    return session.is_commit_due() or sums.any_flags & (_COMMIT | _BUSY) == _COMMIT
+    return session.commits.is_due() or sums.any_flags & (_COMMIT | _BUSY) == _COMMIT
 
 
 def _end(session: Session, flags: int, sums: StepSums) -> Outcome | None:
     """Say whether the world ends behind this step, alike on every rank; None if it goes on."""
     if sums.any_flags & _GIVE_UP:
-        raise session.saves_failed()
+        raise session.commits.failed()
     if sums.all_flags & _LEAVE or (sums.any_flags & _LEAVE and not session.worlds.is_live):
         return Outcome.PREEMPTED
     if flags & _LEAVE:

@@ -35,7 +35,7 @@ from elastic_train.errors import StorageError
 from elastic_train.job.commit_facts import describe_commit
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
-from elastic_train.parallel.gradient_sum import make_gradient_sum
+from elastic_train.parallel.gradient_sum import GradientSum, make_gradient_sum
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.tracking.history import faults_before
 from elastic_train.tracking.mlflow_run import (
@@ -45,6 +45,7 @@ from elastic_train.tracking.mlflow_run import (
     WORLD_TAG,
 )
 from elastic_train.tracking.tracker import Tracker
+from elastic_train.training.commits import Commits
 from elastic_train.training.session import Process, Session
 from elastic_train.world.fencing import StoreFence, claim_of
 from elastic_train.world.forming import Formed
@@ -68,29 +69,36 @@ def _open_in(process: Process, world: World) -> Session:
     plan, state = process.plan, process.state
     check_alike(world.group, plan)
     head = restore(plan, world, state)
-    kind = plan.config.reduction
-    if kind == "canonical" and not has_equal_kernels(world.group, plan.device):
-        kind = "fast"
-        world.tell("the ranks' devices differ, so bits cannot be equal: going on with `reduction: fast`")
+    gradients = _bind_gradients(plan, world, state)
+    saves = open_saves(process, world, head)
+    tracker = start_tracker(plan, world, state, head)
+    cadence = open_cadence(process, world, head)
     session = Session(
         plan=plan,
         world=world,
         state=state,
-        gradients=make_gradient_sum(kind, list(state.model.parameters()), world.group, plan.num_lanes),
+        gradients=gradients,
         lanes=owned_lanes(world.group.rank, world.group.size, plan.num_lanes),
         leave=process.leave,
         worlds=process.worlds,
         watchdog=process.watchdog,
-        saves=open_saves(process, world, head),
-        tracker=start_tracker(plan, world, state, head),
-        head=head,
-        cadence=open_cadence(process, world, head),
+        commits=Commits(plan, world, state, process.watchdog, saves, cadence, tracker, head),
+        tracker=tracker,
         holes=known_holes(world, plan, state),
     )
-    world.tell(
+    world.announce(
         f"term {world.term}: {world.group.size} ranks, {plan.num_lanes} lanes, {plan.total_steps} steps, {plan.device}"
     )
     return session
+
+
+def _bind_gradients(plan: Plan, world: World, state: AppliedState) -> GradientSum:
+    """Bind the restored parameters' gradients to the sum that is configured, or that the ranks' devices allow."""
+    kind = plan.config.reduction
+    if kind == "canonical" and not has_equal_kernels(world.group, plan.device):
+        kind = "fast"
+        world.announce("the ranks' devices differ, so bits cannot be equal: going on with `reduction: fast`")
+    return make_gradient_sum(kind, list(state.model.parameters()), world.group, plan.num_lanes)
 
 
 def open_cadence(process: Process, world: World, head: CommitRecord | None) -> Cadence:
@@ -172,12 +180,12 @@ def start_tracker(plan: Plan, world: World, state: AppliedState, head: CommitRec
     try:
         write_atomically(folder / "config.yaml", config.to_yaml())
     except OSError as error:
-        world.tell(f"{folder}/config.yaml cannot be written, training goes on: {error}; make room on the disk")
+        world.announce(f"{folder}/config.yaml cannot be written, training goes on: {error}; make room on the disk")
     if config.checkpoint.url is not None:
         try:
             world.store.create(f"configs/{world.term:08d}.yaml", config.to_yaml().encode())
         except StorageError as error:
-            world.tell(f"the configuration cannot be kept beside the commits, training goes on: {error}")
+            world.announce(f"the configuration cannot be kept beside the commits, training goes on: {error}")
     return Tracker.start(
         run_dir=folder,
         term=world.term,
