@@ -67,7 +67,7 @@ def open_session(process: Process, formed: Formed) -> Session:
 
 def _open_in(process: Process, world: World) -> Session:
     plan, state = process.plan, process.state
-    check_alike(world.group, plan)
+    check_alike(world.group, plan, state.grouping)
     head = restore(plan, world, state)
     gradients = _bind_gradients(plan, world, state)
     saves = open_saves(process, world, head)
