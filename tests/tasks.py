@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor, nn
 
-from elastic_train.tasks.task import Batch, LaneLoss
+from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
 from elastic_train.tasks.text_classifier import TextClassifier
 
 
@@ -56,3 +57,14 @@ class WithBatchNorm(FailsOnce):
 
 class WithSyncBatchNorm(WithBatchNorm):
     norm = nn.SyncBatchNorm
+
+
+class Grouped(FailsOnce):
+    """Trains its head faster and without decay, and its first block not at all; THAWED in the environment trains it."""
+
+    def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
+        names = [name for name, _ in model.named_parameters()]
+        head = ParameterGroup([name for name in names if name.startswith("head.")], lr_factor=3.0, weight_decay=0.0)
+        if "THAWED" in os.environ:
+            return [head]
+        return [head, ParameterGroup([name for name in names if name.startswith("blocks.0.")], is_frozen=True)]

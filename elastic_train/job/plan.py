@@ -25,7 +25,7 @@ from elastic_train.errors import ConfigError, DataError
 from elastic_train.job.sample_streams import Feed
 from elastic_train.job.state import AppliedState, build_state
 from elastic_train.system.wording import did_you_mean, nearest
-from elastic_train.tasks.task import OWN_VALUES, Task, load_task
+from elastic_train.tasks.task import OWN_VALUES, Grouping, Task, load_task
 
 _INITIAL_WEIGHTS = 4  # separates the initial weights' random numbers from order and dropout
 
@@ -63,13 +63,17 @@ class Plan:
         )
 
     def build_state(self) -> AppliedState:
-        """Build model and optimizer from the run's seed, so that every rank begins with the same bits."""
+        """Build model and optimizer from the run's seed, so that every rank begins with the same bits.
+
+        Raises ConfigError if the task's parameter groups do not fit its model.
+        """
         torch.manual_seed(derive(self.config.run.seed, _INITIAL_WEIGHTS) >> 1)
         model = self.task.build_model().to(self.device)
         check_model(model)
         model.train()
         is_fp16 = self.config.precision == "fp16"
-        return build_state(model, self.config.optimizer, self.total_steps, self.device.type, is_fp16)
+        groups = self.task.parameter_groups(model) if isinstance(self.task, Grouping) else ()
+        return build_state(model, self.config.optimizer, self.total_steps, self.device.type, is_fp16, groups)
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which a lane's loss is computed."""

@@ -28,6 +28,8 @@ from elastic_train.core.accounting import Account
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval, extend
 from elastic_train.core.order import Cursor
+from elastic_train.job.parameter_groups import build_groups, describe_groups, regroup
+from elastic_train.tasks.task import ParameterGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,11 @@ class AppliedState:
     @property
     def coverage(self) -> CoverageSums:
         return self.reached.coverage
+
+    @property
+    def grouping(self) -> Sequence[str]:
+        """What tells the optimizer's parameter groups from another rank's, one line each."""
+        return describe_groups(self.model, self.optimizer)
 
     def apply(
         self,
@@ -138,8 +145,8 @@ class AppliedState:
     def restore(self, fill: Callable[[State], None], reached: Reached, *, keeps_rates: bool = False) -> None:
         """Take over what `tensors` saved and `fill` reads back; gradients must be bound to buffers anew afterwards.
 
-        With `keeps_rates` learning rate, betas and decay stay those that the state was built with: a configuration may
-        have changed since what it takes over was saved.
+        With `keeps_rates` learning rate, betas, decay and parameter groups stay those that the state was built with: a
+        configuration or a task may have changed since what it takes over was saved.
         """
         own = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
         bases = [float(base) for base in self.scheduler.base_lrs]
@@ -148,7 +155,8 @@ class AppliedState:
         tensors: State = {"model": get_model_state_dict(self.model), "optimizer": {}, "scheduler": {}, "scaler": {}}
         fill(tensors)
         set_model_state_dict(self.model, tensors["model"])  # type: ignore[arg-type]
-        set_optimizer_state_dict(self.model, self.optimizer, tensors["optimizer"])  # type: ignore[arg-type]
+        optimizer = regroup(tensors["optimizer"], self.model, self.optimizer) if keeps_rates else tensors["optimizer"]  # type: ignore[arg-type]
+        set_optimizer_state_dict(self.model, self.optimizer, optimizer)  # type: ignore[arg-type]
         self.scheduler.load_state_dict(tensors["scheduler"])  # type: ignore[arg-type]
         if tensors["scaler"]:
             self.scaler.load_state_dict(tensors["scaler"])  # type: ignore[arg-type]
@@ -166,15 +174,22 @@ class AppliedState:
 
 
 def build_state(
-    model: nn.Module, config: OptimizerConfig, total_steps: int, device: str, is_fp16: bool
+    model: nn.Module,
+    config: OptimizerConfig,
+    total_steps: int,
+    device: str,
+    is_fp16: bool,
+    groups: Sequence[ParameterGroup] = (),
 ) -> AppliedState:
-    """Build optimizer, schedule and scaler around a model that lies on its device."""
+    """Build optimizer, schedule and scaler around a model that is on its device; freezes what `groups` say.
+
+    Raises ConfigError if the groups do not fit the model.
+    """
+    built = build_groups(model, groups, config)
     if config.name == "sgd":
-        optimizer: Optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+        optimizer: Optimizer = torch.optim.SGD(built, lr=config.lr, weight_decay=config.weight_decay)
     else:
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
-        )
+        optimizer = torch.optim.AdamW(built, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
     scheduler = LambdaLR(optimizer, lambda step: rate_factor(step, config, total_steps))
     scaler = torch.amp.GradScaler(device, enabled=is_fp16)
     return AppliedState(model, optimizer, scheduler, scaler, config.clip_norm)

@@ -88,6 +88,33 @@ class Limited(Protocol):
         """Return how many values of such a column a row may have; `data.too_long` says what becomes of longer ones."""
 
 
+@dataclass(frozen=True, slots=True)
+class ParameterGroup:
+    """Parameters of the model, by their full names, that are trained in a way of their own.
+
+    Their learning rate is the configured one, after warm-up and schedule, times `lr_factor`. `weight_decay` replaces
+    the configured one; None keeps it. Frozen parameters get no gradient and take no memory in the optimizer, but are
+    saved and handed over with the others; buffers that a forward pass changes still change. A tied parameter may be
+    named by any of its names.
+    """
+
+    names: Sequence[str]
+    lr_factor: float = 1.0
+    weight_decay: float | None = None
+    is_frozen: bool = False
+
+
+@runtime_checkable
+class Grouping(Protocol):
+    """A task that says which parameters get which rate and decay, and which are frozen."""
+
+    def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
+        """Return the groups of the model that `build_model` built; parameters in none are trained as configured.
+
+        Must depend on nothing but the task's parameters and the model, so that all ranks return the same.
+        """
+
+
 @runtime_checkable
 class Counting(Protocol):
     """A task whose model counts something in integer buffers in its forward pass."""
@@ -137,4 +164,16 @@ def load_task(config: TaskConfig) -> Task:
     return task
 
 
-__all__ = ["OWN_VALUES", "Batch", "Counting", "Finishing", "LaneLoss", "Limited", "Matching", "Task", "load_task"]
+__all__ = [
+    "OWN_VALUES",
+    "Batch",
+    "Counting",
+    "Finishing",
+    "Grouping",
+    "LaneLoss",
+    "Limited",
+    "Matching",
+    "ParameterGroup",
+    "Task",
+    "load_task",
+]

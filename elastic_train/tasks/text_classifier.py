@@ -25,7 +25,7 @@ from elastic_train.data.arrow.numbers import numbers_of, whole
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.tasks.models.text_encoder import EncoderShape, TextEncoder
-from elastic_train.tasks.task import Batch, LaneLoss
+from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -40,7 +40,8 @@ class TextClassifier:
 
     `numeric` and `categorical` name the metadata columns (default: all of the schema's). `class_weights="balanced"`
     weighs each sample by the inverse share of its class in the training set. `vocabulary` counts the token ids; it is
-    needed only for data without a tokenizer.
+    needed only for data without a tokenizer. With `decay_biases_and_norms=False` weight decay leaves out biases and the
+    weights of norms.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class TextClassifier:
         categorical: Sequence[str] | None = None,
         category_buckets: int = 64,
         vocabulary: int | None = None,
+        decay_biases_and_norms: bool = True,
     ) -> None:
         sizes = {"max_tokens": (max_tokens, 1), "dim": (dim, 1), "depth": (depth, 0), "heads": (heads, 1)}
         sizes |= {"category_buckets": (category_buckets, 2), "vocabulary": (1 if vocabulary is None else vocabulary, 1)}
@@ -72,7 +74,7 @@ class TextClassifier:
         self.max_tokens, self.dim, self.depth, self.heads, self.dropout = max_tokens, dim, depth, heads, dropout
         self.class_weights, self.category_buckets = class_weights, category_buckets
         self._label, self._tokens, self._numeric, self._categorical = label, tokens, numeric, categorical
-        self.vocabulary = vocabulary
+        self.vocabulary, self.decay_biases_and_norms = vocabulary, decay_biases_and_norms
         self._weights: Tensor | None = None
         self._known: Manifest | None = None
 
@@ -142,6 +144,13 @@ class TextClassifier:
                 category_buckets=self.category_buckets,
             )
         )
+
+    def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
+        if self.decay_biases_and_norms:
+            return ()
+        # In this model these are the parameters of one dimension.
+        names = [name for name, parameter in model.named_parameters() if parameter.ndim == 1]
+        return [ParameterGroup(names, weight_decay=0.0)]
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
         _check_whole(rows, self._tokens, str(self._label), ids)

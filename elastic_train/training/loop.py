@@ -40,9 +40,10 @@ def train(session: Session) -> Outcome:
         sums = computed.sums
         if sums.is_unreadable:
             session.quarantine(lanes)
+            clock.start()
             continue
         cursor = session.plan.order.advance(state.cursor, session.plan.micro_batch)
-        session.await_staging()
+        session.commits.await_staging()
         reach("apply")
         account = state.reached.account.advance(state.step, session.holes, sums.num_left_out, sums.num_truncated)
         norm = state.apply(cursor, sums.coverage, session.world.term, account, computed.buffers)
@@ -54,29 +55,29 @@ def train(session: Session) -> Outcome:
             break
         if session.is_validation_due():
             session.validate()
-        session.note_saves()
+        session.commits.collect()
         end = _end(session, computed.flags, sums)
         if end is Outcome.PREEMPTED:
-            session.commit_or_fail()
+            session.commits.finish()
         elif end is None and _is_time_to_commit(session, sums):
-            session.commit(is_busy=bool(sums.any_flags & BUSY))
+            session.commits.begin(is_any_busy=bool(sums.any_flags & BUSY))
         if end is not None:
             return end
         clock.start()
     session.validate()
-    session.commit_or_fail()
+    session.commits.finish()
     return Outcome.DONE
 
 
 def _is_time_to_commit(session: Session, sums: StepSums) -> bool:
-    """Say whether a commit is due behind this step; one that is overdue stays so until no rank is busy."""
-    return session.is_commit_due() or sums.any_flags & (COMMIT | BUSY) == COMMIT
+    """Say whether a commit is due after this step; one that is overdue stays so until no rank is busy."""
+    return session.commits.is_due() or sums.any_flags & (COMMIT | BUSY) == COMMIT
 
 
 def _end(session: Session, flags: int, sums: StepSums) -> Outcome | None:
     """Say whether the world ends behind this step, alike on every rank; None if it goes on."""
     if sums.any_flags & GIVE_UP:
-        raise session.saves_failed()
+        raise session.commits.failed()
     if sums.all_flags & LEAVE or (sums.any_flags & LEAVE and not session.worlds.is_live):
         return Outcome.PREEMPTED
     if flags & LEAVE:

@@ -48,6 +48,7 @@ from elastic_train.tracking.mlflow_run import (
     WORLD_TAG,
 )
 from elastic_train.tracking.tracker import Tracker
+from elastic_train.training.commits import Commits
 from elastic_train.training.session import Process, Session
 from elastic_train.world.fencing import StoreFence, claim_of
 from elastic_train.world.forming import Formed
@@ -55,6 +56,8 @@ from elastic_train.world.quarantine import known_holes
 from elastic_train.world.restore import parent_of, restore
 from elastic_train.world.uniformity import check_alike, has_equal_kernels
 from elastic_train.world.world import World, enter_world
+
+Reduction = Literal["canonical", "fast"]
 
 
 def open_session(process: Process, formed: Formed) -> Session:
@@ -69,39 +72,46 @@ def open_session(process: Process, formed: Formed) -> Session:
 
 def _open_in(process: Process, world: World) -> Session:
     plan, state = process.plan, process.state
-    check_alike(world.group, plan)
+    check_alike(world.group, plan, state.grouping)
     head = restore(plan, world, state)
-    kind = plan.config.reduction
-    if kind == "canonical" and not has_equal_kernels(world.group, plan.device):
-        kind = "fast"
-        world.tell("the ranks' devices differ, so bits cannot be equal: going on with `reduction: fast`")
+    kind = _pick_reduction(plan, world)
+    gradients = make_gradient_sum(kind, list(state.model.parameters()), world.replicas, plan.num_lanes)
+    saves = open_saves(process, world, head)
+    tracker = start_tracker(plan, world, state, head)
+    cadence = open_cadence(process, world, head)
     session = Session(
         plan=plan,
         world=world,
         state=state,
-        gradients=make_gradient_sum(kind, list(state.model.parameters()), world.replicas, plan.num_lanes),
+        gradients=gradients,
         buffers=open_buffers(plan, world, state, kind),
         lanes=owned_lanes(world.mesh.replica, world.mesh.num_replicas, plan.num_lanes),
         leave=process.leave,
         worlds=process.worlds,
         watchdog=process.watchdog,
-        saves=open_saves(process, world, head),
-        tracker=start_tracker(plan, world, state, head),
-        head=head,
-        cadence=open_cadence(process, world, head),
+        commits=Commits(plan, world, state, process.watchdog, saves, cadence, tracker, head),
+        tracker=tracker,
         holes=known_holes(world, plan, state),
     )
-    world.tell(
+    world.announce(
         f"term {world.term}: {world.group.size} ranks, {plan.num_lanes} lanes, {plan.total_steps} steps, {plan.device}"
     )
     return session
 
 
-def open_buffers(plan: Plan, world: World, state: AppliedState, kind: Literal["canonical", "fast"]) -> BufferMean:
+def open_buffers(plan: Plan, world: World, state: AppliedState, kind: Reduction) -> BufferMean:
     """Return the buffers that forward passes may change; the task says which of the integer ones count."""
     summed = plan.task.summed_buffers() if isinstance(plan.task, Counting) else ()
     replicas = world.replicas
     return BufferMean(state.model, summed, replicas, lambda flats: make_sum(kind, flats, replicas, plan.num_lanes))
+
+
+def _pick_reduction(plan: Plan, world: World) -> Reduction:
+    """Return the reduction that is configured, or the one that the ranks' devices allow."""
+    if plan.config.reduction == "canonical" and not has_equal_kernels(world.group, plan.device):
+        world.announce("the ranks' devices differ, so bits cannot be equal: continuing with `reduction: fast`")
+        return "fast"
+    return plan.config.reduction
 
 
 def open_cadence(process: Process, world: World, head: CommitRecord | None) -> Cadence:
@@ -183,12 +193,12 @@ def start_tracker(plan: Plan, world: World, state: AppliedState, head: CommitRec
     try:
         write_atomically(folder / "config.yaml", config.to_yaml())
     except OSError as error:
-        world.tell(f"{folder}/config.yaml cannot be written, training goes on: {error}; make room on the disk")
+        world.announce(f"{folder}/config.yaml cannot be written, training goes on: {error}; make room on the disk")
     if config.checkpoint.url is not None:
         try:
             world.store.create(f"configs/{world.term:08d}.yaml", config.to_yaml().encode())
         except StorageError as error:
-            world.tell(f"the configuration cannot be kept beside the commits, training goes on: {error}")
+            world.announce(f"the configuration cannot be kept beside the commits, training goes on: {error}")
     return Tracker.start(
         run_dir=folder,
         term=world.term,

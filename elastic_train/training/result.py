@@ -50,8 +50,8 @@ def write_result(session: Session, status: str) -> ResultError | None:
         "num_left_out": session.state.reached.account.left_out,
         "num_truncated": session.state.reached.account.truncated,
         "world": session.world.group.size,
-        "num_failed_saves": session.num_failed_saves,
-        "num_skipped_saves": session.num_skipped_saves,
+        "num_failed_saves": session.commits.num_failed,
+        "num_skipped_saves": session.commits.num_skipped,
         "mlflow_run_id": session.tracker.wait_run_id(TRACKER_TIMEOUT_S) if session.tracker else None,
     }
     with _noting(unwritten, f"{folder}/result.json"):

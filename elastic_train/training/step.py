@@ -105,8 +105,8 @@ def _run_lane(session: Session, batch: LaneBatch) -> LaneSums:
 
 def _flags(session: Session, lanes: Sequence[LaneBatch]) -> int:
     """Return what this rank asks of the others with the step whose lanes it has run."""
-    flags = LEAVE * session.leave.is_set + GROW * session.worlds.wants_to_grow() + BUSY * session.saves.is_busy
-    flags += COMMIT * session.is_commit_overdue() + GIVE_UP * session.is_saving_hopeless()
+    flags = LEAVE * session.leave.is_set + GROW * session.worlds.wants_to_grow() + BUSY * session.commits.is_busy
+    flags += COMMIT * session.commits.is_overdue() + GIVE_UP * session.commits.is_hopeless()
     flags += BUFFERS * (session.buffers.has_changed and not session.buffers.is_tracking)
     return flags + UNREADABLE * any(batch.unreadable for batch in lanes)
 

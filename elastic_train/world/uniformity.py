@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
 
@@ -26,12 +26,13 @@ _KEYS = {
 _TOP = ("epochs", "max_steps", "precision", "reduction", "threads_per_rank")
 
 
-def check_alike(group: Group, plan: Plan) -> None:
+def check_alike(group: Group, plan: Plan, grouping: Sequence[str]) -> None:
     """Raise ConfigError, with every key that differs, on each rank whose configuration or data are not rank 0's.
 
-    Rank 0 is the member that has been there for longest: who comes with something else is not let in.
+    `grouping` describes the optimizer's parameter groups, which follow from the task's code. Rank 0 is the member that
+    has been there for longest: who comes with something else is not let in.
     """
-    mine = deciding(plan)
+    mine = deciding(plan) | {"the list of parameter groups": list(grouping)}
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).digest()
     seen = group.all_gather(torch.tensor(int.from_bytes(digest[:7], "big"))).flatten()
     if bool((seen == seen[0]).all()):
@@ -48,8 +49,8 @@ def check_alike(group: Group, plan: Plan) -> None:
         )
 
 
-def deciding(plan: Plan) -> Mapping[str, object]:
-    """Return all that decides what is computed, by the names of the keys; made of JSON's types."""
+def deciding(plan: Plan) -> dict[str, object]:
+    """Return what decides, in configuration and data, what is computed: JSON's types, by the names of the keys."""
     config = plan.config.model_dump(mode="json")
     found = {key: config[key] for key in _TOP} | {"the training set's digest": plan.manifest.digest}
     for section in _SECTIONS:

@@ -60,7 +60,7 @@ class World:
         """Say whether this rank decides, publishes and shows: rank 0."""
         return self.group.rank == 0
 
-    def tell(self, text: str) -> None:
+    def announce(self, text: str) -> None:
         """Show one line to people, once for the whole world."""
         if self.progress is not None:
             self.progress.event(text)

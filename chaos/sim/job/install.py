@@ -66,7 +66,7 @@ PRODUCT = (
     "elastic_train.training.supervisor",
     "elastic_train.training.loop",
     "elastic_train.training.step_clock",
-    "elastic_train.training.session",
+    "elastic_train.training.commits",
     "elastic_train.training.open_session",
     "elastic_train.world.world",
     "elastic_train.world.restore",

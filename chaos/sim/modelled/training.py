@@ -81,6 +81,7 @@ class ModelledState:
     model: Weights
     reached: Reached = field(default_factory=Reached)
     scheduler: Rate = field(default_factory=Rate)
+    grouping: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:

@@ -19,7 +19,7 @@ from elastic_train.system.watchdog import (
     Watchdog,
 )
 from elastic_train.training import supervisor
-from elastic_train.training.session import Session
+from elastic_train.training.commits import Commits
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_a_process_that_is_through_may_end_slowly(closed: bool) -> None:
     """Once it is closed neither the thread nor the timer ends the process; until then one of them does."""
     program = f"""
 import time
-from elastic_train import watchdog
+from elastic_train.system import watchdog
 watchdog.BACKSTOP_S = 0.0
 watched = watchdog.Watchdog(0.5)
 watched.beat()
@@ -199,8 +199,9 @@ def test_a_copy_and_a_failed_end_may_take_long(clock: list[float], monkeypatch: 
     clock[0] += 1.0
     saves = SimpleNamespace(is_staging=True, await_staging=take_long)
     worlds = SimpleNamespace(is_launched=False)
-    session = SimpleNamespace(watchdog=watched, saves=saves, worlds=worlds, close=take_long, pause=take_long)
-    Session.await_staging(session)  # type: ignore[arg-type]
+    commits = SimpleNamespace(watchdog=watched, saves=saves)
+    Commits.await_staging(commits)  # type: ignore[arg-type]
+    session = SimpleNamespace(watchdog=watched, worlds=worlds, close=take_long, pause=take_long)
     assert watched.limit_s == LEAST_S
     for error in (ZeroDivisionError(), PeerLostError("gone")):
         monkeypatch.setattr(supervisor, "train", Mock(side_effect=error))

@@ -18,9 +18,9 @@ def test_who_is_told_to_leave_in_the_midst_of_a_step_leaves_behind_it(monkeypatc
     """And not behind the next: a step may take as long as the time that a machine is given to leave."""
     session = MagicMock()
     session.lanes = range(1)
-    session.leave.is_set = session.saves.is_busy = False
+    session.leave.is_set = session.commits.is_busy = False
     session.plan.config.run.forensic = False
-    for asked in (session.worlds.wants_to_grow, session.is_commit_overdue, session.is_saving_hopeless):
+    for asked in (session.worlds.wants_to_grow, session.commits.is_overdue, session.commits.is_hopeless):
         asked.return_value = False
 
     session.buffers.has_changed, session.clock = False, StepClock()

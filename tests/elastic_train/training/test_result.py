@@ -49,7 +49,7 @@ class Ended:
             is_launched=is_launched,
             leave=lambda *, is_job_done: self.acts.append("job closed" if is_job_done else "left"),
         )
-        self.tracker, self.num_failed_saves, self.num_skipped_saves = None, 0, 0
+        self.tracker, self.commits = None, SimpleNamespace(num_failed=0, num_skipped=0)
 
     def close(self, status: str) -> None:
         self.acts.append(status)

@@ -33,13 +33,16 @@ PLANS = [
     ),
     plan_with({"optimizer": {"clip_norm": 0.5}, "validation": {"every_steps": 7}, "task": {"params": {"dim": 8}}}),
     plan_with({}, digest="other rows"),
+    plan_with({}),
 ]
+GROUPING = ["2 parameters, rate 0.1"]
+OTHER_GROUPING = ["1 parameters, rate 0.1", "1 parameters, rate 0.01"]
 
 
 def compare(rank: int, size: int, folder: str) -> None:
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     try:
-        check_alike(group, PLANS[rank])
+        check_alike(group, PLANS[rank], OTHER_GROUPING if rank == 4 else GROUPING)
         told: list[str] = []
     except ConfigError as error:
         told = list(error.problems)
@@ -59,6 +62,8 @@ def test_whoever_differs_from_rank_0_is_told_in_what(tmp_path: Path) -> None:
     ]
     assert told[2][0] == "optimizer.clip_norm is 0.5 here and 1.0 on rank 0: all nodes must have the same"
     assert [problem.partition(" is ")[0] for problem in told[3]] == ["the training set's digest"]
+    differing = f"the list of parameter groups is {OTHER_GROUPING!r} here and {GROUPING!r} on rank 0"
+    assert told[4] == [f"{differing}: all nodes must have the same"]
 
 
 def test_every_key_that_is_named_exists() -> None:

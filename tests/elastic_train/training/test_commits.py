@@ -1,4 +1,4 @@
-"""What a session makes of saves beside its steps: due ones meanwhile, failures, the end of a job or of a world."""
+"""Commits beside the steps: those due while one is written, failures, the end of a job or of a world."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from elastic_train.job.state import build_state
 from elastic_train.parallel.group import Group
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.training import loop
-from elastic_train.training.session import LAST_COMMIT_TRIES, Session
+from elastic_train.training.commits import LAST_COMMIT_TRIES, Commits
 from elastic_train.training.step import Computed
 from elastic_train.training.step_sums import StepSums
 from elastic_train.world.fencing import JoinedFence, StoreFence
@@ -33,10 +33,10 @@ from tests.elastic_train.checkpoint.saving.test_background_saves import FullStor
 
 
 class Ears:
-    """What was told, and the history's commit lines."""
+    """What was announced, and the history's commit lines."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.announced: list[str] = []
         self.commits: list[dict[str, object]] = []
 
     def commit(self, **fields: object) -> None:
@@ -60,13 +60,18 @@ class AwayEtcd:
         self.published.append(commit)
 
 
-def session(
-    store: Store, *, is_live: bool = False, etcd: AwayEtcd | None = None, **checkpoint: object
-) -> tuple[Session, Ears]:
-    """Open a session of one rank, with a tiny model, whose commits go to a store."""
+def opened_on(store: Store, *, etcd: AwayEtcd | None = None, **checkpoint: object) -> tuple[Commits, Ears]:
+    """Open the commits of one rank, with a tiny model, in a store."""
     background, ears = open_saves(store, fence=etcd and JoinedFence(store, etcd)), Ears()  # type: ignore[arg-type]
     config = SimpleNamespace(
         checkpoint=CheckpointConfig(**checkpoint), run=SimpleNamespace(seed=1), identity=lambda: "config"
+    )
+    plan = SimpleNamespace(
+        config=config,
+        manifest=SimpleNamespace(digest="manifest", num_rows=9),
+        order=SimpleNamespace(block_row_groups=8, arrangement=None),
+        num_lanes=8,
+        micro_batch=8,
     )
     world = SimpleNamespace(
         group=Group(0, 1, None, 1.0),
@@ -74,38 +79,33 @@ def session(
         term=1,
         store=store,
         history=ears,
-        tell=ears.told.append,
-        close=lambda: None,
+        announce=ears.announced.append,
     )
-    opened = Session(
-        plan=SimpleNamespace(  # type: ignore[arg-type]
-            config=config,
-            manifest=SimpleNamespace(digest="manifest", num_rows=9),
-            order=SimpleNamespace(block_row_groups=8, arrangement=None),
-            num_lanes=8,
-            micro_batch=8,
-        ),
+    commits = Commits(
+        plan=plan,  # type: ignore[arg-type]
         world=world,  # type: ignore[arg-type]
         state=build_state(torch.nn.Linear(3, 2), OptimizerConfig(), 100, "cpu", is_fp16=False),
-        gradients=None,  # type: ignore[arg-type]
-        lanes=range(1),
-        leave=None,  # type: ignore[arg-type]
-        worlds=SimpleNamespace(is_live=is_live),  # type: ignore[arg-type]
         watchdog=Watchdog(),
         saves=background,
+        cadence=Cadence(config.checkpoint, Faults(0, 0.0)),
         tracker=None,
         head=None,
-        cadence=Cadence(config.checkpoint, Faults(0, 0.0)),
     )
-    return opened, ears
+    return commits, ears
 
 
-def take_step(opened: Session) -> None:
+def take_step(commits: Commits) -> None:
     """Do what the loop does for a step, up to its boundary."""
-    opened.state.model(torch.ones(1, 3)).sum().backward()
-    opened.await_staging()
-    opened.state.apply(Cursor(), CoverageSums(), opened.world.term, Account())
-    opened.note_saves()
+    commits.state.model(torch.ones(1, 3)).sum().backward()
+    commits.await_staging()
+    commits.state.apply(Cursor(), CoverageSums(), commits.world.term, Account())
+    commits.collect()
+
+
+def save(commits: Commits) -> None:
+    """Commit the applied state, and wait until it is known how that ended."""
+    commits.begin(is_any_busy=False)
+    commits._take(commits.saves.wait())
 
 
 def let_through(store: HeldStore, after_s: float = 0.0) -> None:
@@ -116,20 +116,20 @@ def let_through(store: HeldStore, after_s: float = 0.0) -> None:
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_train.checkpoint.saving.save_thread.RETRY_PAUSES_S", (0.0, 0.0))
-    monkeypatch.setattr("elastic_train.training.session.LAST_COMMIT_PAUSE_S", 0.0)
+    monkeypatch.setattr("elastic_train.training.commits.LAST_COMMIT_PAUSE_S", 0.0)
 
 
 def test_a_commit_due_while_one_is_written_is_skipped_and_counted(tmp_path: Path) -> None:
     """The next one continues the one that was in flight, with the right intervals; the history tells of each once."""
     store = HeldStore(tmp_path)
-    opened, ears = session(store)
+    commits, ears = opened_on(store)
     for _ in range(2):
-        take_step(opened)
-        opened.commit(is_busy=opened.saves.is_busy)
-    assert opened.num_skipped_saves == 1 and "step 2 skipped (1 so far)" in ears.told[0] and ears.steps == []
+        take_step(commits)
+        commits.begin(is_any_busy=commits.is_busy)
+    assert commits.num_skipped == 1 and "step 2 skipped (1 so far)" in ears.announced[0] and ears.steps == []
     let_through(store)
-    take_step(opened)
-    opened.commit_or_fail()
+    take_step(commits)
+    commits.finish()
     first, last = ears.commits
     assert ears.steps == [1, 3] and last["parent"] == first["digest"]
     head = discover(store).head
@@ -139,68 +139,67 @@ def test_a_commit_due_while_one_is_written_is_skipped_and_counted(tmp_path: Path
 def test_a_due_commit_can_wait_for_the_last(tmp_path: Path) -> None:
     """With `when_busy: wait` none is left out."""
     store = HeldStore(tmp_path)
-    opened, ears = session(store, when_busy="wait")
-    take_step(opened)
-    opened.commit(is_busy=False)
-    take_step(opened)
+    commits, ears = opened_on(store, when_busy="wait")
+    take_step(commits)
+    commits.begin(is_any_busy=False)
+    take_step(commits)
     let_through(store, after_s=0.1)
-    opened.commit(is_busy=True)
-    opened.commit_or_fail()
-    assert ears.steps == [1, 2] and opened.num_skipped_saves == 0 and ears.told == []
+    commits.begin(is_any_busy=True)
+    commits.finish()
+    assert ears.steps == [1, 2] and commits.num_skipped == 0 and ears.announced == []
 
 
 def test_a_job_ends_behind_the_save_in_flight(tmp_path: Path) -> None:
     """The last commit comes after it, of the last step, and is there when the call returns."""
     store = HeldStore(tmp_path)
-    opened, ears = session(store)
-    take_step(opened)
-    opened.commit(is_busy=False)
-    take_step(opened)
-    opened.tracker = MagicMock()
+    commits, ears = opened_on(store)
+    take_step(commits)
+    commits.begin(is_any_busy=False)
+    take_step(commits)
+    commits.tracker = MagicMock()
     let_through(store, after_s=0.1)
-    opened.commit_or_fail()
+    commits.finish()
     assert ears.steps == [1, 2] and ears.commits[1]["parent"] == ears.commits[0]["digest"]
-    assert [call.args[0] for call in opened.tracker.log.call_args_list] == [1, 2], "both are noted at step 2"
-    assert discover(store).head == opened.head
+    assert [call.args[0] for call in commits.tracker.log.call_args_list] == [1, 2], "both are noted at step 2"
+    assert discover(store).head == commits.head
 
 
 def test_saves_that_fail_in_a_row_end_training(tmp_path: Path) -> None:
     """Each is counted and shown; one that succeeds makes up for those before; then enough is enough."""
     store = FullStore(tmp_path, 3 * 2)
-    opened, ears = session(store, give_up_after=3)
+    commits, ears = opened_on(store, give_up_after=3)
     for number in range(1, 7):
-        assert not opened.is_saving_hopeless()
-        take_step(opened)
-        opened.commit(is_busy=False)
-        opened._note(opened.saves.wait())
+        assert not commits.is_hopeless()
+        take_step(commits)
+        save(commits)
         if number == 3:
-            assert ears.steps == [3] and opened.num_failed_saves == 2
+            assert ears.steps == [3] and commits.num_failed == 2
             store.num_left = 1000
-    assert opened.is_saving_hopeless() and opened.num_failed_saves == 5
-    assert "commit at step 6 FAILED (5 so far), going on" in ears.told[-1] and "No space left" in ears.told[-1]
-    error = opened.saves_failed()
+    assert commits.is_hopeless() and commits.num_failed == 5
+    assert (
+        "commit at step 6 FAILED (5 so far), going on" in ears.announced[-1] and "No space left" in ears.announced[-1]
+    )
+    error = commits.failed()
     assert isinstance(error, SavesFailedError) and error.exit_code == StorageError.exit_code
     assert "3 saves in a row have failed" in str(error) and str(tmp_path) in str(error)
     with pytest.raises(StorageError, match="could not be committed in 3 tries"):
-        opened.commit_or_fail()
+        commits.finish()
     assert [entry.key.split("/")[1] for entry in store.list("data/")] == ["step-000000000003"] * 2
 
 
 def test_commits_that_etcd_has_not_heard_of_are_no_failures(tmp_path: Path) -> None:
     """The store has them; the first behind the outage is their child, and counts for all."""
     etcd = AwayEtcd()
-    opened, ears = session(LocalStore(tmp_path), etcd=etcd, give_up_after=2)
+    commits, ears = opened_on(LocalStore(tmp_path), etcd=etcd, give_up_after=2)
     for number in range(1, 5):
-        take_step(opened)
-        opened.commit(is_busy=False)
-        opened._note(opened.saves.wait())
-        assert ears.steps == [] and not opened.is_saving_hopeless() and opened.num_failed_saves == 0
-        assert f"commit at step {number} exists, which etcd has not heard of yet" in ears.told[-1]
+        take_step(commits)
+        save(commits)
+        assert ears.steps == [] and not commits.is_hopeless() and commits.num_failed == 0
+        assert f"commit at step {number} exists, which etcd has not heard of yet" in ears.announced[-1]
     etcd.is_away = False
-    take_step(opened)
-    opened.commit(is_busy=False)
-    opened._note(opened.saves.wait())
-    assert ears.steps == [5] and len(etcd.published) == 1 and len(ears.told) == 4
+    take_step(commits)
+    save(commits)
+    assert ears.steps == [5] and len(etcd.published) == 1 and len(ears.announced) == 4
     head = discover(LocalStore(tmp_path)).head
     assert head is not None
     assert (head.key, head.parent_key) == (etcd.published[0], head.key.replace("5.json", "4.json"))
@@ -208,36 +207,35 @@ def test_commits_that_etcd_has_not_heard_of_are_no_failures(tmp_path: Path) -> N
 
 def test_a_job_ends_without_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody comes behind the last commit who could make up for it, so the store's word is enough, after some tries."""
-    monkeypatch.setattr("elastic_train.training.session.LAST_COMMIT_PAUSE_S", 0.01)
-    opened, ears = session(LocalStore(tmp_path), etcd=AwayEtcd())
-    take_step(opened)
-    opened.commit_or_fail()
-    assert ears.steps == [1] and opened.head == discover(LocalStore(tmp_path)).head
-    assert len(ears.told) == LAST_COMMIT_TRIES
+    monkeypatch.setattr("elastic_train.training.commits.LAST_COMMIT_PAUSE_S", 0.01)
+    commits, ears = opened_on(LocalStore(tmp_path), etcd=AwayEtcd())
+    take_step(commits)
+    commits.finish()
+    assert ears.steps == [1] and commits.head == discover(LocalStore(tmp_path)).head
+    assert len(ears.announced) == LAST_COMMIT_TRIES
 
 
 def test_what_exists_is_not_written_again(tmp_path: Path) -> None:
     """Told to leave while etcd is away: rank 0 asks it again, and nobody uploads the state once more for that."""
-    opened, _ = session(LocalStore(tmp_path))
-    take_step(opened)
-    opened.commit(is_busy=False)
-    opened._note(opened.saves.wait())
+    commits, _ = opened_on(LocalStore(tmp_path))
+    take_step(commits)
+    save(commits)
     answers = iter([[False, False], [False, True], [False, True], [True, True]])
     group = SimpleNamespace(rank=1, size=2, check=None, broadcast_object=lambda *_: {"value": next(answers)})
-    opened.world.group, opened.world.is_leader = group, False  # type: ignore[assignment,misc]
-    opened.saves = MagicMock(wait=lambda check: None)
-    opened.commit_or_fail()
-    assert opened.saves.begin.call_count == 1 and not list(answers)
+    commits.world.group, commits.world.is_leader = group, False  # type: ignore[assignment,misc]
+    commits.saves = MagicMock(wait=lambda check: None)
+    commits.finish()
+    assert commits.saves.begin.call_count == 1 and not list(answers)
 
 
 def test_who_is_fenced_in_the_store_does_not_end_well_without_etcd(tmp_path: Path) -> None:
     """The store alone tells that a newer world is there."""
     store = LocalStore(tmp_path)
-    opened, ears = session(store, etcd=AwayEtcd())
-    take_step(opened)
+    commits, ears = opened_on(store, etcd=AwayEtcd())
+    take_step(commits)
     StoreFence(store).claim()
     with pytest.raises(FencedError, match="term 2 was claimed"):
-        opened.commit_or_fail()
+        commits.finish()
     assert ears.steps == []
 
 
@@ -245,27 +243,28 @@ def test_who_is_fenced_in_the_store_does_not_end_well_without_etcd(tmp_path: Pat
 def test_a_world_that_ends_gives_its_save_up_or_time(tmp_path: Path, is_live: bool) -> None:
     """Survivors hold the state and go on at once; a process that ends lets the job go on from what it was writing."""
     store = HeldStore(tmp_path)
-    opened, ears = session(store, is_live=is_live)
-    take_step(opened)
-    opened.commit(is_busy=False)
+    commits, ears = opened_on(store)
+    take_step(commits)
+    commits.begin(is_any_busy=False)
     assert store.is_writing.wait(30)
     if not is_live:
         let_through(store, after_s=0.1)
-    opened.pause()
+    commits.abandon(is_live=is_live)
     let_through(store)
     head = discover(LocalStore(tmp_path)).head
     assert ears.steps == ([] if is_live else [1]) and (head is None) == is_live
 
 
-@pytest.mark.parametrize(("flags", "num_commits"), [(loop._COMMIT, 3), (loop._COMMIT | loop._BUSY, 0)])
+@pytest.mark.parametrize(("flags", "num_commits"), [(loop.COMMIT, 3), (loop.COMMIT | loop.BUSY, 0)])
 def test_an_overdue_commit_waits_until_nobody_is_busy(
     monkeypatch: pytest.MonkeyPatch, flags: int, num_commits: int
 ) -> None:
     """A rank that gave its part up asks again with every step, and no step is a commit that was skipped."""
     sums = StepSums(0.0, 1.0, CoverageSums(), 0, 0, flags, 0)
     monkeypatch.setattr(loop, "compute_step", lambda *_: Computed(sums, flags, ()))
-    opened = MagicMock()
-    opened.steps.return_value = [()] * 3
-    opened.is_validation_due.return_value = opened.is_commit_due.return_value = False
-    assert loop.train(opened) is loop.Outcome.DONE
-    assert opened.commit.call_count == num_commits
+    session = MagicMock()
+    session.steps.return_value = [()] * 3
+    session.clock.lap.return_value = 0.0
+    session.is_validation_due.return_value = session.commits.is_due.return_value = False
+    assert loop.train(session) is loop.Outcome.DONE
+    assert session.commits.begin.call_count == num_commits

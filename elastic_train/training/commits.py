@@ -1,0 +1,190 @@
+"""The commits of a session: when one is due, how it begins, how it ended, and what a job ends with.
+
+Saves run beside the steps. A save that fails is counted and shown, and training goes on, until so many in a row have
+failed that it should not; the last commit of a job is tried again before the job fails.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from elastic_train.checkpoint import CommitRecord, Ended, Saves, Unheard
+from elastic_train.checkpoint.interval.cadence import Cadence
+from elastic_train.errors import SavesFailedError, StorageError
+from elastic_train.job.commit_facts import describe_commit
+from elastic_train.job.plan import Plan
+from elastic_train.job.state import AppliedState
+from elastic_train.system.failpoints import reach
+from elastic_train.system.watchdog import Watchdog
+from elastic_train.tracking.tracker import Tracker
+from elastic_train.world.agreement import agree
+from elastic_train.world.world import World
+
+LAST_COMMIT_TRIES = 3
+LAST_COMMIT_PAUSE_S = 2.0
+LAST_SAVE_PATIENCE_S = 5.0
+"""How long a process that ends with its world waits for a save in flight: the job resumes from it."""
+
+
+@dataclass(slots=True)
+class Commits:
+    """The commits that one process takes part in while it is in one world.
+
+    Rank 0 alone knows how saves ended: `head` is the newest commit that it knows of, and the counters are its own.
+    `num_skipped` is the same on every rank.
+    """
+
+    plan: Plan
+    world: World
+    state: AppliedState
+    watchdog: Watchdog
+    saves: Saves
+    cadence: Cadence
+    tracker: Tracker | None
+    head: CommitRecord | None
+    num_failed: int = 0
+    num_failed_in_a_row: int = 0
+    num_skipped: int = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Say whether this rank's part of the last save is still being written."""
+        return self.saves.is_busy
+
+    def is_due(self) -> bool:
+        """Say whether the step that was just applied is one that the configuration commits; alike on every rank."""
+        return self.cadence.is_due(self.state.step)
+
+    def is_overdue(self) -> bool:
+        """Say whether the time for a commit has come: by rank 0's clock, or since an earlier world's was given up."""
+        if self.saves.is_busy:
+            return False
+        return self.saves.is_owed or (self.world.is_leader and self.cadence.is_overdue())
+
+    def is_hopeless(self) -> bool:
+        """Say whether so many saves in a row have failed that training should end; only rank 0 knows."""
+        limit = self.plan.config.checkpoint.give_up_after
+        return limit is not None and self.num_failed_in_a_row >= limit
+
+    def begin(self, *, is_any_busy: bool) -> None:
+        """Begin to save the applied state, if no rank is busy with the last save; else do what the policy says."""
+        if is_any_busy and self.plan.config.checkpoint.when_busy == "skip":
+            self.num_skipped += 1
+            self.world.announce(
+                f"commit at step {self.state.step} skipped ({self.num_skipped} so far): the last one is still "
+                "being written; commit less often, or set checkpoint.when_busy to wait"
+            )
+            return
+        if is_any_busy:
+            with self.watchdog.resting():  # a store has deadlines of its own
+                self._take(self.saves.wait(self.world.group.check))
+        self._begin()
+
+    def await_staging(self) -> None:
+        """Return when the state may change: a save in flight has its own copy."""
+        if self.saves.is_staging:
+            with self.watchdog.copying():
+                self.saves.await_staging()
+
+    def collect(self) -> None:
+        """Record a save that has ended, if one has; raise its error unless the storage caused it."""
+        self._take(self.saves.collect())
+
+    def finish(self) -> None:
+        """Commit what a job ends with: tries again for a while, and raises StorageError on every rank if it fails.
+
+        Where etcd is away for longer the store's word is enough: after the last commit none makes up for it. Until
+        then rank 0 alone tries again, for what exists need not be written again.
+        """
+        for num_left in range(LAST_COMMIT_TRIES, -1, -1):
+            with self.watchdog.resting():
+                ended = self.saves.wait(self.world.group.check)
+                is_through, is_there = agree(self.world.group, lambda: self._look(ended, num_left))  # noqa: B023 - called at once
+                if is_through:
+                    return
+                if num_left < LAST_COMMIT_TRIES:
+                    time.sleep(LAST_COMMIT_PAUSE_S)
+            if self.world.is_leader or not is_there:
+                self._begin()
+
+    def abandon(self, *, is_live: bool) -> None:
+        """Give up the save in flight; where the job resumes from commits, not from live members, wait for it first."""
+        ended = self.saves.abandon(0.0 if is_live else LAST_SAVE_PATIENCE_S)
+        if ended is not None and ended.commit is not None and self.world.is_leader:
+            self._record_commit(ended, ended.commit)
+
+    def failed(self) -> SavesFailedError:
+        """Return the error that ends training on every rank."""
+        limit = self.plan.config.checkpoint.give_up_after
+        return SavesFailedError(
+            f"{limit} saves in a row have failed, the last before step {self.state.step}: make {self.world.store.url} "
+            "writable and start again, or set checkpoint.give_up_after to null"
+        )
+
+    def _begin(self) -> None:
+        self.cadence.begin()
+        reach("commit")
+        facts = describe_commit(self.plan, self.state, self.world.group.size)
+        self.saves.begin(self.state.tensors(), facts, self.state.reached.intervals, self.state.stillness())
+
+    def _take(self, ended: Ended | None) -> None:
+        """Record how a save ended, on rank 0, which learns of every rank's failure; raise what is not the storage's."""
+        if ended is None:
+            return
+        if self.world.is_leader:
+            self._record(ended)
+        if ended.error is not None and not isinstance(ended.error, StorageError):
+            raise ended.error
+
+    def _record(self, ended: Ended) -> None:
+        if ended.commit is not None:
+            self._record_commit(ended, ended.commit)
+        elif isinstance(ended.error, Unheard):
+            self.num_failed_in_a_row = 0  # the store has taken it
+            self.world.announce(f"commit at step {ended.step} exists, which etcd has not heard of yet: {ended.error}")
+        elif isinstance(ended.error, StorageError):
+            self.num_failed += 1
+            self.num_failed_in_a_row += 1
+            self.world.announce(
+                f"commit at step {ended.step} FAILED ({self.num_failed} so far), going on: {ended.error}"
+            )
+        if self.tracker is not None:
+            counts = {"failed": self.num_failed, "skipped": self.num_skipped}
+            times = {"seconds": ended.seconds, "stall_s": ended.stall_s}
+            # At the step that was saved: two saves may be recorded at one, and MLflow is sent one value a step.
+            self.tracker.log(ended.step, {f"commit/{name}": value for name, value in {**counts, **times}.items()})
+
+    def _record_commit(self, ended: Ended, commit: CommitRecord) -> None:
+        self.head, self.num_failed_in_a_row = commit, 0
+        self.world.history.commit(
+            step=commit.step,
+            key=commit.key,
+            digest=commit.digest,
+            parent=commit.parent,
+            created_at=commit.created_at,
+            seconds=ended.seconds,
+            stall_s=ended.stall_s,
+        )
+        if (reason := self.cadence.measured(ended.stall_s, ended.seconds)) is not None:
+            self.world.announce(reason)
+        if self.tracker is not None:
+            self.tracker.commit(commit.step, commit.key)
+        if ended.tidying_error is not None:
+            self.world.announce(f"old commits could not be deleted: {ended.tidying_error}")
+
+    def _look(self, ended: Ended | None, num_left: int) -> tuple[bool, bool]:
+        """Say whether the applied state is committed, and whether its commit exists, if only by the store."""
+        self._take(ended)
+        if self.head is not None and self.head.step == self.state.step:
+            return True, True
+        if ended is not None and isinstance(ended.error, Unheard) and ended.error.commit.step == self.state.step:
+            if num_left == 0:
+                self._record_commit(ended, ended.error.commit)
+            return num_left == 0, True
+        if num_left == 0:
+            raise StorageError(
+                f"step {self.state.step} could not be committed in {LAST_COMMIT_TRIES} tries: make room in "
+                f"{self.world.store.url} and start again, to go on from step {self.head.step if self.head else 0}"
+            )
+        return False, False

@@ -1,0 +1,230 @@
+"""A task's parameter groups: the optimizer's rates and decays, what is frozen, mistakes, and groups that change."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elastic_train.config.schema import OptimizerConfig
+from elastic_train.core.accounting import Account
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.order import Cursor
+from elastic_train.errors import ConfigError
+from elastic_train.job.parameter_groups import describe_groups
+from elastic_train.job.state import AppliedState, build_state
+from elastic_train.parallel.gradient_sum import bind_gradients
+from elastic_train.tasks.task import ParameterGroup
+from elastic_train.tasks.text_classifier import TextClassifier
+
+CONFIG = OptimizerConfig(lr=0.1, weight_decay=0.5, warmup_steps=2)
+BODY, HEAD = ("0.weight", "0.bias"), ("2.weight", "2.bias")
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, and a bias each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.outer.weight = self.inner.weight
+
+
+def built(*groups: ParameterGroup, config: OptimizerConfig = CONFIG) -> AppliedState:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    return build_state(model, config, 20, "cpu", is_fp16=False, groups=groups)
+
+
+def step(state: AppliedState, times: int = 1) -> None:
+    for _ in range(times):
+        for number, parameter in enumerate(state.model.parameters()):
+            parameter.grad = torch.full_like(parameter, 0.25 + number) if parameter.requires_grad else None
+        state.apply(Cursor(0, state.step + 1), CoverageSums(), 1, Account())
+
+
+def resumed(state: AppliedState, other: AppliedState) -> AppliedState:
+    """Return the other state, which has taken over this one as from a commit."""
+    saved = copy.deepcopy(state.tensors())
+    other.restore(lambda tensors: tensors.update(saved), state.reached, keeps_rates=True)
+    return other
+
+
+def settings(state: AppliedState) -> list[tuple[int, float, float]]:
+    return [(len(group["params"]), group["lr"], group["weight_decay"]) for group in state.optimizer.param_groups]
+
+
+def weights(state: AppliedState) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
+
+
+def moments(state: AppliedState, name: str) -> dict[str, Tensor]:
+    return state.optimizer.state[dict(state.model.named_parameters())[name]]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_groups_have_their_rates_and_decays(name: str) -> None:
+    """The default group comes first; every rate follows warm-up and schedule."""
+    config = OptimizerConfig(name=name, lr=0.1, weight_decay=0.5, warmup_steps=2)  # type: ignore[arg-type]
+    state = built(ParameterGroup(["2.weight"], lr_factor=4.0, weight_decay=0.0), config=config)
+    assert settings(state) == [(3, 0.05, 0.5), (1, 0.2, 0.0)], "the first of two steps of warm-up"
+    step(state)
+    assert settings(state) == [(3, 0.1, 0.5), (1, 0.4, 0.0)]
+    assert state.scheduler.get_last_lr()[0] == 0.1
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_without_groups_nothing_changes(name: str) -> None:
+    """Not a key of the optimizer's state, nor a bit of the weights, differs from torch's optimizer by itself."""
+    config = OptimizerConfig(name=name, lr=0.1, weight_decay=0.5, warmup_steps=0, schedule="constant", clip_norm=None)  # type: ignore[arg-type]
+    state, alone = built(config=config), built(config=config).model
+    plain = (
+        torch.optim.SGD(alone.parameters(), lr=0.1, weight_decay=0.5)
+        if name == "sgd"
+        else torch.optim.AdamW(alone.parameters(), lr=0.1, betas=config.betas, weight_decay=0.5)
+    )
+    step(state, times=3)
+    for _ in range(3):
+        for number, parameter in enumerate(alone.parameters()):
+            parameter.grad = torch.full_like(parameter, 0.25 + number)
+        plain.step()
+    assert all(torch.equal(tensor, alone.state_dict()[key]) for key, tensor in weights(state).items())
+    [mine], [theirs] = state.optimizer.state_dict()["param_groups"], plain.state_dict()["param_groups"]
+    mine.pop("initial_lr")
+    assert list(mine.items()) == list(theirs.items())
+
+
+def test_what_is_frozen_is_saved_and_not_trained() -> None:
+    """No gradient buffer, no moments, no decay; but a place in every commit and hand-over."""
+    state = built(ParameterGroup(BODY, is_frozen=True))
+    before = weights(state)
+    assert sum(flat.numel() for flat in bind_gradients(list(state.model.parameters()))) == 3 * 2 + 2
+    step(state, times=2)
+    after, saved = weights(state), state.tensors()
+    assert [torch.equal(before[name], after[name]) for name in (*BODY, *HEAD)] == [True, True, False, False]
+    assert list(saved["model"]) == [*BODY, *HEAD] and set(saved["optimizer"]["state"]) == set(HEAD)  # type: ignore[call-overload,index]
+
+
+def test_a_tied_parameter_is_one_under_any_of_its_names() -> None:
+    """It is in one group, once, and two groups cannot share it under two names."""
+    groups = [ParameterGroup(["outer.weight", "inner.weight"], weight_decay=0.0)]
+    state = build_state(Tied(), CONFIG, 20, "cpu", is_fp16=False, groups=groups)
+    assert settings(state) == [(2, 0.05, 0.5), (1, 0.05, 0.0)]
+    step(state)
+    again = resumed(state, build_state(Tied(), CONFIG, 20, "cpu", is_fp16=False, groups=groups))
+    assert torch.equal(moments(again, "inner.weight")["exp_avg"], moments(state, "inner.weight")["exp_avg"])
+    with pytest.raises(
+        ConfigError, match=r"'inner\.weight' is in group 0 already as 'outer\.weight', which is the same"
+    ):
+        build_state(
+            Tied(),
+            CONFIG,
+            20,
+            "cpu",
+            is_fp16=False,
+            groups=[ParameterGroup(["outer.weight"]), ParameterGroup(["inner.weight"])],
+        )
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    """With the group, the value or the nearest name; and nothing is frozen then."""
+    groups = [
+        ParameterGroup(["0.wieght", "2.bias"], lr_factor=-1.0),
+        ParameterGroup(["2.bias"], weight_decay=float("nan")),
+        ParameterGroup(["0.bias"], lr_factor=2.0, is_frozen=True),
+    ]
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    with pytest.raises(ConfigError) as caught:
+        build_state(model, CONFIG, 20, "cpu", is_fp16=False, groups=groups)
+    where = "the task's parameter_groups, group"
+    assert list(caught.value.problems) == [
+        f"{where} 0: lr_factor must be a finite number of at least 0, not -1.0",
+        f"{where} 0: the model has no parameter '0.wieght'; did you mean '0.weight'?",
+        f"{where} 1: weight_decay must be a finite number of at least 0, not nan",
+        f"{where} 1: '2.bias' is in group 0 already; name it in one group",
+        f"{where} 2: it is frozen, so lr_factor and weight_decay would have no effect; leave them out",
+    ]
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_model_that_is_frozen_as_a_whole_is_refused() -> None:
+    with pytest.raises(ConfigError, match="every parameter is frozen, so there is nothing to train"):
+        built(ParameterGroup(BODY, is_frozen=True), ParameterGroup(HEAD, is_frozen=True))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((), (ParameterGroup(HEAD, lr_factor=0.5),)),
+        ((ParameterGroup(HEAD, lr_factor=2.0),), (ParameterGroup(HEAD, lr_factor=0.5, weight_decay=0.0),)),
+        ((ParameterGroup(HEAD),), (ParameterGroup(BODY, lr_factor=3.0),)),
+        ((ParameterGroup(["2.weight"]), ParameterGroup(["2.bias"])), ()),
+        ((), (ParameterGroup(BODY, lr_factor=2.0), ParameterGroup(HEAD, lr_factor=0.5))),
+    ],
+    ids=["split", "another factor", "moved", "merged", "all named"],
+)
+def test_changed_groups_keep_every_parameters_moments(
+    before: Sequence[ParameterGroup], after: Sequence[ParameterGroup]
+) -> None:
+    """Rates and decays are today's; moments go by name, whichever group the parameter was in, and so do later ones."""
+    state = built(*before)
+    step(state, times=4)
+    again, never_stopped = resumed(state, built(*after)), built(*after)
+    step(never_stopped, times=4)
+    assert settings(again) == settings(never_stopped) and len(again.scheduler.base_lrs) == len(settings(again))
+    for name in (*BODY, *HEAD):
+        for key, value in moments(state, name).items():
+            assert torch.equal(moments(again, name)[key], value), f"{key} of {name}"
+    step(again, times=2)
+    step(never_stopped, times=2)
+    assert settings(again) == settings(never_stopped)
+    step(resumed(again, built(*after)))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_layer_may_be_frozen_and_thawed_between_runs(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Frozen, its moments are dropped and it keeps its weights; thawed, it begins as at a first step, and says so."""
+    config = OptimizerConfig(name=name, lr=0.1, warmup_steps=0)  # type: ignore[arg-type]
+    state = built(config=config)
+    step(state, times=3)
+    frozen = resumed(state, built(ParameterGroup(BODY, is_frozen=True), config=config))
+    kept = weights(frozen)
+    step(frozen, times=2)
+    assert all(torch.equal(kept[name], weights(frozen)[name]) for name in BODY)
+    assert set(frozen.tensors()["optimizer"]["state"]) <= set(HEAD)  # type: ignore[call-overload,index]
+    thawed = resumed(frozen, built(config=config))
+    assert all(torch.equal(kept[name], weights(thawed)[name]) for name in BODY)
+    if name == "adamw":
+        assert [int(moments(thawed, name)["step"]) for name in (*BODY, *HEAD)] == [0, 0, 5, 5]
+        assert not moments(thawed, "0.weight")["exp_avg"].any()
+        assert "2 parameters that were not trained begin with zero moments: 0.weight, 0.bias" in caplog.text
+    step(thawed)
+    assert not torch.equal(kept["0.weight"], weights(thawed)["0.weight"])
+
+
+def test_descriptions_differ_where_groups_do() -> None:
+    """Ranks compare them: by parameters, rates and decays, whatever the order of the names."""
+
+    def of(*groups: ParameterGroup) -> list[str]:
+        state = built(*groups)
+        return describe_groups(state.model, state.optimizer)
+
+    assert of(ParameterGroup(HEAD)) == of(ParameterGroup(HEAD[::-1]))
+    some = [of(), of(ParameterGroup(HEAD)), of(ParameterGroup(BODY)), of(ParameterGroup(HEAD, lr_factor=2.0))]
+    some += [of(ParameterGroup(HEAD, weight_decay=0.0)), of(ParameterGroup(HEAD, is_frozen=True))]
+    assert len({tuple(lines) for lines in some}) == len(some)
+    state = built(ParameterGroup(HEAD, lr_factor=2.0))
+    lines = list(state.grouping)
+    step(state)
+    assert lines == state.grouping and lines[1].endswith("rate 0.2, weight decay 0.5")
+
+
+def test_the_text_classifier_decays_biases_and_norms_unless_told() -> None:
+    """The option leaves out all of one dimension, and nothing else."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    assert list(TextClassifier().parameter_groups(model)) == []
+    [group] = TextClassifier(decay_biases_and_norms=False).parameter_groups(model)
+    assert group == ParameterGroup(["0.bias", "1.weight", "1.bias"], weight_decay=0.0)
