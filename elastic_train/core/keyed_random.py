@@ -10,10 +10,8 @@ Golden vectors in the tests pin all three: a change here would silently reorder 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-UInt64s = npt.NDArray[np.uint64]
-Int64s = npt.NDArray[np.int64]
+from elastic_train.core.arrays import Int64s, UInt64s
 
 NUM_ROUNDS = 8
 _MASK = (1 << 64) - 1

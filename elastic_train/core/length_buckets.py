@@ -16,7 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
-from elastic_train.core.keyed_random import Int64s, permute
+from elastic_train.core.arrays import Int64s
+from elastic_train.core.keyed_random import permute
 
 WINDOW_STEPS = 64
 

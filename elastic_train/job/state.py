@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from elastic_train.checkpoint.commits.record import Path
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.config.schema import OptimizerConfig
-from elastic_train.core.accounting import Account
+from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval, extend
 from elastic_train.core.order import Cursor
@@ -39,14 +39,14 @@ class Reached:
     coverage: CoverageSums = field(default_factory=CoverageSums)
     intervals: tuple[Interval, ...] = ()
     validation: Mapping[str, float | None] = field(default_factory=dict)
-    account: Account = field(default_factory=Account)
+    account: SampleAccount = field(default_factory=SampleAccount)
 
     @property
     def term(self) -> int:
         """The term that applied the last step; 0 before the first."""
         return self.intervals[-1].term if self.intervals else 0
 
-    def advance(self, cursor: Cursor, coverage: CoverageSums, term: int, account: Account) -> Reached:
+    def advance(self, cursor: Cursor, coverage: CoverageSums, term: int, account: SampleAccount) -> Reached:
         """Return the place one step further."""
         intervals, total = extend(self.intervals, term, self.step, self.step + 1), self.coverage + coverage
         if cursor.epoch > self.cursor.epoch:
@@ -78,7 +78,7 @@ class AppliedState:
     def coverage(self) -> CoverageSums:
         return self.reached.coverage
 
-    def apply(self, cursor: Cursor, coverage: CoverageSums, term: int, account: Account) -> float:
+    def apply(self, cursor: Cursor, coverage: CoverageSums, term: int, account: SampleAccount) -> float:
         """Take one optimizer step of a term with the reduced gradients in place; return their norm.
 
         `coverage` are the step's own sums, `account` is what is known of all samples once it is applied.

@@ -31,7 +31,7 @@ from chaos.sim.modelled.training import ModelledPlan
 from chaos.sim.modelled.training_data import Dataset
 from elastic_train.checkpoint.saving.abandonment import LEAST_S
 from elastic_train.config.schema import Config
-from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.arrays import Int64s
 from rendezvous.context import LiveContext
 from rendezvous.membership.records import Keys
 

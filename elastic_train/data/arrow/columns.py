@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.arrays import Int64s
 from elastic_train.data.arrow.binary_views import MAX_BYTES, copy_strings, views_of
 from elastic_train.data.arrow.numbers import column_of, numbers_of
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.arrays import Int64s
 
 _NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}
 

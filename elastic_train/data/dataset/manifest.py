@@ -19,8 +19,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from elastic_train.core.arrays import Int64s, group_of
 from elastic_train.core.coverage import CoverageSums
-from elastic_train.core.keyed_random import Int64s
 from elastic_train.core.order import first_ids
 from elastic_train.data.parquet.files import (
     footer_sha256,
@@ -86,7 +86,7 @@ class Manifest:
 
     def place_of_group(self, group: int) -> tuple[int, int]:
         """Return the number of the file that holds a row group, and the row group's own number within the file."""
-        number = int(np.searchsorted(self._first_group, group, side="right")) - 1
+        number = group_of(self._first_group, group)
         return number, group - int(self._first_group[number])
 
     @cached_property
@@ -131,7 +131,7 @@ def _content(url: str, path: str) -> bytes:
     except FileNotFoundError as error:
         raise DataError(
             f"{url}: no {NAME} there; make the dataset with `elastic-train data import|synth`, or describe Parquet "
-            "files of your own with elastic_train.data.build_manifest"
+            "files of your own with elastic_train.build_manifest"
         ) from error
     return content
 

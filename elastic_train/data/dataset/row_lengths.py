@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.arrays import Int64s, group_of
+from elastic_train.data.arrow.lists import lengths_of
 from elastic_train.data.arrow.numbers import numbers_of
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.row_groups import RowGroups
-from elastic_train.data.loading.batch_builder import lengths_of
 from elastic_train.data.parquet.sources import NUM_FETCHERS, LocalSource, open_source
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.progress_bar import Track, silent
@@ -59,7 +59,7 @@ class Lengths:
 
     def __call__(self, ids: Int64s) -> Int64s:
         """Return how long the rows of the ids are; DataError if the file is damaged."""
-        groups = np.searchsorted(self._first_id, ids, side="right") - 1
+        groups = group_of(self._first_id, ids)
         lengths = np.empty(len(ids), dtype=np.int64)
         with self._lock:
             wanted = np.unique(groups).tolist()

@@ -10,10 +10,10 @@ import heapq
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 
-from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.arrays import Int64s
 from elastic_train.core.order import Block, Cursor, Order
 from elastic_train.data.arrow.rows import Joined, Rows
-from elastic_train.data.loading.batch_builder import Decoder
+from elastic_train.data.loading.sample_rules import Decoder
 
 BLOCKS_AHEAD = 4
 
@@ -70,7 +70,7 @@ class BlockSchedule:
         self._next: list[tuple[int, int, DecodedBlock]] = []
         for lane in lanes:
             cursor = order.cursor_at(steps.start, micro_batch)
-            self._plan(lane, Cursor(cursor.epoch, order.reach(cursor.offset, cursor.offset)[0]))
+            self._plan(lane, Cursor(cursor.epoch, order.window_around(cursor.offset, cursor.offset)[0]))
 
     @property
     def row_bytes(self) -> float | None:

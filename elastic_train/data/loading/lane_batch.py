@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from torch import Tensor
 
-from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.arrays import Int64s
 
 Collate = Callable[[pa.Table, npt.NDArray[np.int64]], dict[str, Tensor]]
 

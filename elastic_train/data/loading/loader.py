@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from elastic_train.core.order import Cursor, Order
-from elastic_train.data.loading.batch_builder import AS_THEY_ARE, Rules
 from elastic_train.data.loading.lane_batch import Collate, LaneBatch
 from elastic_train.data.loading.read_ahead import PREFETCH_BYTES, ReadAhead
 from elastic_train.data.loading.reader import Reader
+from elastic_train.data.loading.sample_rules import AS_THEY_ARE, SampleRules
 from elastic_train.system.failpoints import reach
 
-__all__ = ["Collate", "LaneBatch", "LaneLoader", "Rules"]
+__all__ = ["Collate", "LaneBatch", "LaneLoader", "SampleRules"]
 
 
 class LaneLoader:
@@ -41,7 +41,7 @@ class LaneLoader:
         num_steps: int,
         num_workers: int = 0,
         prefetch_bytes: int = PREFETCH_BYTES,
-        rules: Rules = AS_THEY_ARE,
+        rules: SampleRules = AS_THEY_ARE,
     ) -> None:
         self._reader, self._order, self._collate = reader, order, collate
         self._lanes, self._micro_batch = lanes, micro_batch

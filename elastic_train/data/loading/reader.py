@@ -13,7 +13,7 @@ from functools import partial
 import pyarrow as pa
 import tenacity
 
-from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.arrays import Int64s
 from elastic_train.data.arrow.rows import Rows, gather
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.row_groups import RowGroups

@@ -19,9 +19,10 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from elastic_train.core.order import Cursor, Order
-from elastic_train.data.loading.batch_builder import Rules, Sifter
+from elastic_train.data.loading.batch_builder import BatchBuilder
 from elastic_train.data.loading.lane_batch import Collate, LaneBatch
 from elastic_train.data.loading.reader import Reader
+from elastic_train.data.loading.sample_rules import SampleRules
 
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)  # torchdata's own call
 
@@ -43,15 +44,15 @@ class LaneSlice:
 class LaneDataset:
     """Maps a slice to its micro-batch; the carrier calls `__getitems__` once for each."""
 
-    def __init__(self, reader: Reader, order: Order, collate: Collate, micro_batch: int, rules: Rules) -> None:
+    def __init__(self, reader: Reader, order: Order, collate: Collate, micro_batch: int, rules: SampleRules) -> None:
         self._reader, self._order, self._micro_batch = reader, order, micro_batch
-        self._sifter = Sifter(reader.first_id, micro_batch, collate, rules)
+        self._builder = BatchBuilder(reader.first_id, micro_batch, collate, rules)
 
     def __getitem__(self, slice_: LaneSlice) -> LaneBatch:
         ids = self._order.epoch(slice_.epoch).ids(slice_.lane, slice_.lo, slice_.hi)
         cursor = Cursor(slice_.epoch, slice_.lo)
         step = self._order.step_of(cursor, self._micro_batch)
-        return self._sifter.batch(self._sifter.take(slice_.lane, cursor, step, ids, self._reader.rows_of), 0)
+        return self._builder.batch(self._builder.take(slice_.lane, cursor, step, ids, self._reader.rows_of), 0)
 
     def __getitems__(self, slices: list[LaneSlice]) -> list[LaneBatch]:
         return [self[slice_] for slice_ in slices]

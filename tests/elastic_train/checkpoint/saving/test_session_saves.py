@@ -15,7 +15,7 @@ from elastic_train.checkpoint.interval.cadence import Cadence
 from elastic_train.checkpoint.interval.young_daly import Faults
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.config.schema import CheckpointConfig, OptimizerConfig
-from elastic_train.core.accounting import Account
+from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval
 from elastic_train.core.order import Cursor
@@ -103,7 +103,7 @@ def take_step(opened: Session) -> None:
     """Do what the loop does for a step, up to its boundary."""
     opened.state.model(torch.ones(1, 3)).sum().backward()
     opened.await_staging()
-    opened.state.apply(Cursor(), CoverageSums(), opened.world.term, Account())
+    opened.state.apply(Cursor(), CoverageSums(), opened.world.term, SampleAccount())
     opened.note_saves()
 
 
