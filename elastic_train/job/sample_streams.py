@@ -50,7 +50,11 @@ class Feed:
         return self._loader(self._manifest, order, lanes, cursor, num_steps, rules, cache)
 
     def validation(self, lanes: range) -> Iterable[Sequence[LaneBatch]] | None:
-        """Return one pass over the validation set, None without one; what cannot be read of it ends the run."""
+        """Return one pass over the validation set, None without one; what cannot be read of it ends the run.
+
+        Its order has seed 0 and every pass is epoch 0, so a task's `collate` draws the same random numbers each time,
+        in every run.
+        """
         if self._held_out is None:
             return None
         num_steps = self._held_out_order.num_steps(self._config.batch.micro_batch)

@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
 from torch import Tensor, nn
 
 from elastic_train.config.schema import TaskConfig, nearest
 from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.data.loading.collate import Collate, takes_draw
 from elastic_train.errors import ConfigError
 
 if TYPE_CHECKING:  # torchmetrics takes over a second to import, which every recovery would wait for
@@ -56,8 +54,14 @@ class Task(Protocol):
     def build_model(self) -> nn.Module:
         """Build the model on the CPU; random numbers are seeded before."""
 
-    def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
-        """Turn rows, in order, into tensors whose shapes depend on the rows alone."""
+    @property
+    def collate(self) -> Collate:
+        """A method `collate(rows, ids)` or `collate(rows, ids, draw)`: turn rows, in order, into tensors.
+
+        `rows` is a pyarrow.Table with the columns, `ids` are its sample ids, int64 of shape (rows,), and `draw` is a
+        `SampleRandom`, from which augmentation takes its random numbers: they follow from the run's seed, the epoch and
+        the sample ids. The tensors' shapes may depend on these alone. It is called in a thread or a worker process.
+        """
 
     def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
         """Compute the summed loss of one micro-batch."""
@@ -116,7 +120,11 @@ def load_task(config: TaskConfig) -> Task:
         name for name in ("prepare", "columns", "build_model", "collate", "loss", "metrics") if not hasattr(task, name)
     ]
     if missing:
-        raise ConfigError(f"task.path: '{config.path}' is no Task, it lacks {', '.join(missing)}")
+        raise ConfigError(f"task.path: '{config.path}' is not a Task, it lacks {', '.join(missing)}")
+    try:
+        takes_draw(task.collate)
+    except TypeError as error:
+        raise ConfigError(f"task.path: '{config.path}': {error}") from error
     return task
 
 

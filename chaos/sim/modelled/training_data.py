@@ -155,7 +155,7 @@ def _sifted(
     cursor, micro_batch = Cursor(epoch, lo), micro_batch_of(order)
     ids = _batch(order, epoch, lane, lo, hi).ids
     rules = SampleRules(left_out, quarantines=True)
-    builder = BatchBuilder(order.group_first_id, micro_batch, lambda rows, ids: {}, rules)
+    builder = BatchBuilder(order.group_first_id, micro_batch, lambda rows, ids: {}, rules, seed=order.seed)
     return builder.batch(builder.take(lane, cursor, order.step_of(cursor, micro_batch), ids, rows_of), 0)
 
 

@@ -18,7 +18,8 @@ from elastic_train.core.arrays import Int64s, group_of
 from elastic_train.core.order import Cursor
 from elastic_train.data.arrow.lists import lengths_of, truncate_lists
 from elastic_train.data.arrow.rows import Joined, Rows, groups_of
-from elastic_train.data.loading.lane_batch import Collate, LaneBatch
+from elastic_train.data.loading.collate import Collate, Collator
+from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.data.loading.sample_rules import SampleRules
 from elastic_train.errors import DataError, UnreadableError
 
@@ -42,10 +43,14 @@ class TakenRows:
 
 
 class BatchBuilder:
-    """Takes rows for a lane's steps, and makes micro-batches of them, by some rules."""
+    """Takes rows for a lane's steps, and makes micro-batches of them, by some rules; picklable if `collate` is.
 
-    def __init__(self, first_id: Int64s, micro_batch: int, collate: Collate, rules: SampleRules) -> None:
-        self._first_id, self._micro_batch, self._collate, self._rules = first_id, micro_batch, collate, rules
+    `seed` is what the random numbers of `collate` follow from, together with epoch and sample id.
+    """
+
+    def __init__(self, first_id: Int64s, micro_batch: int, collate: Collate, rules: SampleRules, *, seed: int) -> None:
+        self._first_id, self._micro_batch, self._rules = first_id, micro_batch, rules
+        self._collate, self._seed = Collator(collate), seed
 
     def take(
         self,
@@ -106,7 +111,7 @@ class BatchBuilder:
             rows = taken.rows.slice(first, end - first)
             if not taken.fit:
                 rows, num_truncated = self._fit(rows, ids)
-            tensors = self._collate(rows, ids)
+            tensors = self._collate(rows, ids, self._seed, taken.cursor.epoch)
         return LaneBatch(
             taken.lane,
             taken.cursor.epoch,

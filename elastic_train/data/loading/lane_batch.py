@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
 from torch import Tensor
 
 from elastic_train.core.arrays import Int64s
-
-Collate = Callable[[pa.Table, npt.NDArray[np.int64]], dict[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)

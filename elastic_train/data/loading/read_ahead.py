@@ -19,7 +19,8 @@ from elastic_train.core.order import Cursor, EpochOrder, Order
 from elastic_train.data.dataset.row_groups import num_decoders
 from elastic_train.data.loading.batch_builder import BatchBuilder
 from elastic_train.data.loading.block_schedule import BlockSchedule, DecodedBlock
-from elastic_train.data.loading.lane_batch import Collate, LaneBatch
+from elastic_train.data.loading.collate import Collate
+from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.data.loading.reader import Reader
 from elastic_train.data.loading.sample_rules import AS_THEY_ARE, SampleRules, SkippingHoles
 
@@ -49,7 +50,7 @@ class ReadAhead:
         rules: SampleRules = AS_THEY_ARE,
     ) -> None:
         self._reader, self._order, self._rules = reader, order, rules
-        self._builder = BatchBuilder(reader.first_id, micro_batch, collate, rules)
+        self._builder = BatchBuilder(reader.first_id, micro_batch, collate, rules, seed=order.seed)
         self._lanes, self._micro_batch, self._prefetch_bytes = lanes, micro_batch, prefetch_bytes
         self._is_pinned = torch.cuda.is_available()
         self._ids = {lane: _LaneIds(lane) for lane in lanes}

@@ -231,7 +231,7 @@ def open_cache(place, max_bytes=3500):
 def die_after(num_lines):
     def trace(frame, event, argument):
         nonlocal num_lines
-        if frame.f_code.co_filename.endswith(("data/cache.py", "data/locks.py")):
+        if frame.f_code.co_filename.endswith(("loading/row_cache.py", "system/file_locks.py")):
             num_lines -= event == "line"
             if num_lines < 0:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -147,7 +147,7 @@ def test_a_row_group_behind_a_silent_store_is_unreadable(
     with pytest.raises(UnreadableError, match=r"a\.parquet: row group 1 cannot be read \(Could not connect"):
         rows.decode(1)
     order = Order(manifest.group_rows, num_lanes=1, seed=1, is_shuffled=False)
-    builder = BatchBuilder(rows.first_id, 20, lambda rows, ids: {}, SampleRules(quarantines=True))
+    builder = BatchBuilder(rows.first_id, 20, lambda rows, ids: {}, SampleRules(quarantines=True), seed=0)
     taken = builder.take(0, Cursor(), 0, order.epoch(0).ids(0, 10, 20), rows.decode)
     assert list(builder.batch(taken, 0).unreadable) == [1]
     silent.error = None
