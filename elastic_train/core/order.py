@@ -22,7 +22,7 @@ from elastic_train.core.length_buckets import Arrangement
 from elastic_train.core.stratified import stratified_order
 
 VERSION = 2
-"""Counts the orders that the same numbers have meant; a run goes on only in the one that it began with."""
+"""Counts the orders that the same numbers have meant; a run continues only in the one that it began with."""
 
 _GROUPS, _BLOCK, _WINDOW = 1, 2, 5  # separate the keys of the permutations
 
@@ -93,7 +93,7 @@ class Order:
         return lane * self.num_samples // self.num_lanes, (lane + 1) * self.num_samples // self.num_lanes
 
     def window_around(self, lo: int, hi: int) -> tuple[int, int]:
-        """Return the offsets of a lane among which the samples of [lo, hi) of the shuffled order come to lie."""
+        """Return the offsets of a lane that hold the samples of the shuffled [lo, hi) once they are arranged."""
         if self.arrangement is None:
             return lo, hi
         size = self.arrangement.size
@@ -118,7 +118,7 @@ class Order:
         return Cursor(cursor.epoch, offset)
 
     def step_of(self, cursor: Cursor, micro_batch: int) -> int:
-        """Return how many steps lie before the cursor."""
+        """Return how many steps are before the cursor."""
         return cursor.epoch * self.num_steps(micro_batch) + cursor.offset // micro_batch
 
     def cursor_at(self, step: int, micro_batch: int) -> Cursor:
@@ -147,7 +147,7 @@ class EpochOrder:
 
     def ids(self, lane: int, lo: int, hi: int) -> Int64s:
         """Return the sample ids at offsets [lo, hi) of a lane, clipped to the lane's end; shape (n,), int64."""
-        assert 0 <= lo <= hi, f"[{lo}, {hi}) is no interval"
+        assert 0 <= lo <= hi, f"[{lo}, {hi}) is not an interval"
         arrangement = self._order.arrangement
         if arrangement is None:
             return self._shuffled_ids(lane, lo, hi)
@@ -181,7 +181,7 @@ class EpochOrder:
         return Block(lo - first, hi - first, self._groups[lo_place : hi_place + 1])
 
     def ids_of_group(self, group: int, until: int) -> Int64s:
-        """Return the samples of a row group that lie below an offset of their lanes."""
+        """Return the samples of a row group that are below an offset of their lanes."""
         place = int(np.flatnonzero(self._groups == group)[0])
         lo, hi = int(self._starts[place]), int(self._starts[place + 1])
         order, found = self._order, [np.zeros(0, dtype=np.int64)]

@@ -1,4 +1,4 @@
-"""The seam between the trainer and what it trains: six methods, brought by a dotted path in the configuration.
+"""The seam between the trainer and what it trains: six methods of a class that the configuration names by its path.
 
 A task never sees a rank, a world or a device count. It turns rows into tensors, tensors into one *summed* loss with
 its weight, and names the metrics of a validation. The trainer divides by the sum of weights of the whole step after
@@ -72,12 +72,12 @@ class Task(Protocol):
 
 @runtime_checkable
 class Finishing(Protocol):
-    """A task that leaves something behind at the end."""
+    """A task that writes results at the end."""
 
     def finish(self, model: nn.Module, folder: Path) -> None:
-        """Write results below the run's folder; called once, on rank 0, behind the last commit.
+        """Write results below the run's folder; called once, on rank 0, after the last commit.
 
-        An OSError is told, and the job is done without them; any other error fails the process.
+        An OSError is logged, and the job ends well without them; any other error fails the process.
         """
 
 

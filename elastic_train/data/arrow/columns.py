@@ -33,7 +33,7 @@ class Column(Protocol):
     """A column of row groups that stand side by side."""
 
     def take(self, numbers: Int64s, slots: Int64s) -> pa.Array:
-        """Take rows: `slots` count through all row groups, `numbers` say in which of them each lies."""
+        """Take rows: `slots` count through all row groups, `numbers` say which of them holds each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ def whole(column: pa.Array | pa.ChunkedArray) -> pa.Array:
 def numbers_of(column: pa.Array | pa.ChunkedArray, missing: float | None = None) -> npt.NDArray[Any]:
     """Return the values of a column of integers or floats; read-only, or a copy with `missing` where there is none."""
     array = whole(column)
-    assert array.null_count == 0 or missing is not None, "a missing value is no number"
+    assert array.null_count == 0 or missing is not None, "a missing value is not a number"
     dtype = _dtype_of(array.type)
     if not len(array):
         return np.zeros(0, dtype=dtype)

@@ -51,6 +51,6 @@ def gather(rows_of: Callable[[int], Rows], first_id: Int64s, ids: Int64s) -> tup
 
 
 def groups_of(first_id: Int64s, ids: Int64s) -> list[int]:
-    """Return the row groups in which ids lie."""
+    """Return the row groups that hold the ids, each once, ascending."""
     groups: list[int] = np.unique(group_of(first_id, ids)).tolist()
     return groups

@@ -1,7 +1,8 @@
 """The length of every row, in a file beside the manifest, so that an order can depend on lengths without reading rows.
 
 `manifest.lengths` is a line of JSON, a CRC-32 for each row group, and all lengths in the order of sample ids, two or
-four bytes each: where a row group's lie is arithmetic. What is used is read a row group at a time, and compared.
+four bytes each: where a row group's begin is arithmetic. They are read, and compared
+with the CRC-32, a row group at a time.
 It is made once, by `elastic-train data lengths`, from a list column, or from a column that holds lengths.
 """
 
@@ -144,5 +145,5 @@ def _lengths_in(rows: pa.Table, name: str) -> Int64s:
         )
     lengths: Int64s = numbers_of(column).astype(np.int64)
     if lengths.min() < 0:
-        raise ConfigError(f"column '{name}' holds {lengths.min()}, which is no length")
+        raise ConfigError(f"column '{name}' holds {lengths.min()}, which is not a length")
     return lengths

@@ -61,10 +61,10 @@ class BatchBuilder:
         rows_of: Callable[[int], Rows],
         joined: Joined | None = None,
     ) -> TakenRows:
-        """Take the rows of the ids of consecutive steps, from `step` on, which lies at the cursor.
+        """Take the rows of the ids of consecutive steps, from `step` on, which is at the cursor.
 
         `rows_of` returns the rows of a row group by its number, or raises UnreadableError; `joined`, if they are known
-        to be there, are all row groups that the ids lie in.
+        to be there, are all row groups that hold the ids.
         """
         bounds = [*range(0, len(ids), self._micro_batch), len(ids)]
         num_places, none_left_out = np.diff(bounds).tolist(), [0] * (len(bounds) - 1)
@@ -125,7 +125,7 @@ class BatchBuilder:
         )
 
     def _is_kept(self, ids: Int64s, steps: Int64s) -> npt.NDArray[np.bool_]:
-        """Say which samples do not lie in a hole, in their steps."""
+        """Say which samples are not in a hole that is in effect at their steps; shape of `ids`."""
         is_kept = np.ones(len(ids), dtype=bool)
         if self._rules.holes:
             groups = group_of(self._first_id, ids)
@@ -161,7 +161,7 @@ class BatchBuilder:
                 worst = int(lengths.argmax())
                 raise DataError(
                     f"sample {ids[worst]} has {lengths[worst]} values in column '{name}', the task takes {longest}: "
-                    "let it take more, or set `data.too_long: truncate` to cut such rows there"
+                    "let the task take more, or set `data.too_long: truncate` to cut such rows"
                 )
             rows = truncate_lists(rows, name, longest)
         return rows, int(is_long.sum())

@@ -15,7 +15,7 @@ class LaneBatch:
     """One lane's micro-batch of the places [lo, hi) of its epoch; `ids` are those actually read.
 
     `tensors` is None where no sample is left, or where row groups are `unreadable` (by number, and why): such a
-    micro-batch must not be trained on. `num_left_out` places lie in holes, `num_truncated` rows were cut.
+    micro-batch must not be trained on. `num_left_out` places are in holes, `num_truncated` rows were cut.
     """
 
     lane: int

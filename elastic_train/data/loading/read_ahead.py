@@ -1,8 +1,8 @@
 """Reading ahead: threads decode the blocks that are needed next, and one thread makes micro-batches of their rows.
 
-The order tells the future, so nothing is guessed. Rows are taken for many steps at once, a chunk of steps, and then cut
-into micro-batches: no Python runs for a single row. The thread that asks for steps makes the first one and does all the
-bookkeeping; tasks of the pools only compute, and end by themselves.
+The order is known in advance, so nothing is guessed. Rows are taken for many steps at once, a chunk of steps, and then
+cut into micro-batches: no Python runs for a single row. The thread that asks for steps makes the first one and does all
+the bookkeeping; tasks of the pools only compute, and end by themselves.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ReadAhead:
         assembler = ThreadPoolExecutor(1, "assemble")
         chunks: deque[tuple[int, Future[list[Step]]]] = deque()
         try:
-            if next_ < end:  # whoever waits for the first step makes it: no other thread has to wake up
+            if next_ < end:  # the thread that waits for the first step makes it, so no other has to wake up
                 yield from self._assemble(next_, next_ + 1, schedule.require(next_, next_ + 1, decoders))
                 next_ += 1
             if next_ < end:
@@ -93,7 +93,7 @@ class ReadAhead:
         return step + max(1, min(num_steps - step % num_steps, rows // (self._micro_batch * len(self._lanes))))
 
     def _assemble(self, lo: int, hi: int, blocks: Sequence[Sequence[DecodedBlock]]) -> list[Step]:
-        """Make the micro-batches of the steps [lo, hi), which lie in one epoch."""
+        """Make the micro-batches of the steps [lo, hi), which are in one epoch."""
         cursor = self._order.cursor_at(lo, self._micro_batch)
         epoch = self._order.epoch(cursor.epoch)
         end = cursor.offset + (hi - lo) * self._micro_batch

@@ -52,7 +52,7 @@ class Reader:
         return Rows(self._cache.get(group, decode) if self._cache else decode(group))
 
     def at_hand(self, group: int) -> Rows | None:
-        """Return a row group that need not be decoded; None without."""
+        """Return a row group if it need not be decoded, else None."""
         table = self._cache.at_hand(group) if self._cache else None
         return None if table is None else Rows(table)
 

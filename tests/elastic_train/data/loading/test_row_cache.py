@@ -205,7 +205,7 @@ def test_a_folder_that_cannot_be_used_is_done_without(
     for _ in range(2):
         assert cache.get(1, decode).equals(table_of(1))
     assert decode.decoded[1] == 2
-    assert [record.getMessage().count("decoded rows cannot be kept") for record in caplog.records] == [1]
+    assert [record.getMessage().count("decoded rows cannot be cached") for record in caplog.records] == [1]
 
 
 CRASHES = """
