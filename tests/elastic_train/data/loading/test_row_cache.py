@@ -280,12 +280,12 @@ from pathlib import Path
 import fsspec, numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
-from elastic_train.data import source
+from elastic_train.data.parquet import sources
 from elastic_train.data.loading.row_cache import RowCache
 from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.data.loading.reader import Reader
 
-source.SOONEST_HEDGE_S = 1e6  # what is late is not asked for twice
+sources.SOONEST_HEDGE_S = 1e6  # what is late is not asked for twice
 
 class Counted(LocalFileSystem):
     protocol = ("counted",)
