@@ -154,7 +154,10 @@ class LaneDataLoader(StatefulDataLoader[LaneBatch]):  # type: ignore[misc]  # my
         super().load_state_dict({})  # the next iterator begins where the sampler does
 
     def end(self) -> None:
-        """Let go of the workers, which end with their iterator; the state stays, and another iterator continues."""
+        """End the workers; the state stays, and another iterator continues from it."""
+        # To drop the iterator is not enough: the traceback of an error that a worker reported refers to it, too.
+        if self.num_workers and self._iterator is not None:
+            self._iterator._shutdown_workers()
         self.load_state_dict(self.state_dict())
 
 
@@ -178,8 +181,7 @@ def _read(loader: LaneDataLoader, num_lanes: int) -> Generator[list[LaneBatch], 
                 step = []
     finally:
         loader.end()
-        del batches  # which asks the workers to end
-        for worker in workers:
+        for worker in workers:  # torch terminates those that do not end, with a signal that they ignore
             worker.join(LONGEST_END_S)
             worker.kill()
 
