@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from elastic_train.checkpoint import CommitFacts, CommitRecord, CommitWriter, Role, SaveMemory, Saves, open_store
 from elastic_train.checkpoint.stores.store import Store
 from elastic_train.config.schema import OptimizerConfig
-from elastic_train.core.accounting import Account
+from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.job.state import AppliedState, build_state
@@ -37,7 +37,7 @@ class Training:
         self.state.model(self.batch).square().mean().backward()
 
     def update(self) -> None:
-        self.state.apply(Cursor(), CoverageSums(), 1, Account())
+        self.state.apply(Cursor(), CoverageSums(), 1, SampleAccount())
         self.state.optimizer.zero_grad(set_to_none=False)
 
     def facts(self) -> CommitFacts:

@@ -8,20 +8,19 @@ of the listed holes, and at any step the samples applied and those left out add 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
+from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
-from elastic_train.core.keyed_random import Int64s
-
-Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Hole:
     """A row group that could not be read: the samples [lo, hi) are left out from step `since` on, which is in `epoch`.
 
-    `kept` are those of its ids, as half-open ranges, that this epoch had applied before. `group` is the row group's
-    number through all files, `row_group` that in its file.
+    `applied_before` are those of its ids, as half-open ranges, that this epoch had applied before. `group` is the row
+    group's number through all files, `row_group` its number in its file.
     """
 
     group: int
@@ -31,23 +30,28 @@ class Hole:
     hi: int
     since: int
     epoch: int
-    kept: Ranges
+    applied_before: Ranges = field(metadata={"alias": "kept"})  # `kept` is its key in stored files, which is frozen
     why: str
 
     def left_out_of(self, epoch: int) -> Ranges:
         """Return the ids that an epoch lacks, once it is over, as half-open ranges."""
         if epoch < self.epoch:
             return ()
-        bounds = [self.lo, *(bound for kept in self.kept for bound in kept), self.hi] if epoch == self.epoch else []
-        pairs = zip(bounds[::2], bounds[1::2], strict=True)
-        return tuple((lo, hi) for lo, hi in pairs if lo < hi) if bounds else ((self.lo, self.hi),)
+        if epoch > self.epoch:
+            return ((self.lo, self.hi),)
+        bounds = [self.lo, *(bound for applied in self.applied_before for bound in applied), self.hi]
+        return tuple((lo, hi) for lo, hi in zip(bounds[::2], bounds[1::2], strict=True) if lo < hi)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields under the keys that stored files have them under."""
+        return {each.metadata.get("alias", each.name): getattr(self, each.name) for each in fields(self)}
 
     def __str__(self) -> str:
         return f"row group {self.row_group} of {self.file}, samples [{self.lo}, {self.hi}), from step {self.since} on"
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class SampleAccount:
     """What is known of a run's samples beside their sums.
 
     `epochs` are the coverage sums at the end of every finished epoch, since the beginning. `holes` are those in effect.
@@ -59,12 +63,12 @@ class Account:
     left_out: int = 0
     truncated: int = 0
 
-    def advance(self, step: int, holes: Iterable[Hole], left_out: int, truncated: int) -> Account:
+    def advance(self, step: int, holes: Iterable[Hole], left_out: int, truncated: int) -> SampleAccount:
         """Return the account after one more step, counted from 0, which knew of `holes`."""
         in_effect = tuple(hole for hole in holes if hole.since <= step)
         return replace(self, holes=in_effect, left_out=self.left_out + left_out, truncated=self.truncated + truncated)
 
-    def end_epoch(self, coverage: CoverageSums) -> Account:
+    def end_epoch(self, coverage: CoverageSums) -> SampleAccount:
         """Return the account with the sums at the end of an epoch."""
         return replace(self, epochs=(*self.epochs, coverage))
 
@@ -77,14 +81,3 @@ def expected_sums(whole: CoverageSums, holes: Sequence[Hole], num_epochs: int) -
             total -= CoverageSums.of_range(lo, hi)
         total -= CoverageSums.of_range(hole.lo, hole.hi) * max(0, num_epochs - hole.epoch - 1)
     return total
-
-
-def ranges_of(ids: Int64s) -> Ranges:
-    """Return distinct ids as half-open ranges, in order."""
-    ranges: list[tuple[int, int]] = []
-    for id_ in sorted(ids.tolist()):
-        if ranges and ranges[-1][1] == id_:
-            ranges[-1] = (ranges[-1][0], id_ + 1)
-        else:
-            ranges.append((id_, id_ + 1))
-    return tuple(ranges)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elastic_train.core.keyed_random import Int64s, mix64_array
+from elastic_train.core.arrays import Int64s
+from elastic_train.core.keyed_random import mix64_array
 
 _MASK = (1 << 64) - 1
 _SALT_A, _SALT_B = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)

@@ -1,19 +1,18 @@
 """The keyed mixing functions under order, coverage and randomness: frozen, because stored runs depend on them.
 
 `mix64` is the finaliser of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014),
-a bijection on 64-bit words. `derive` folds any number of words into one key. `permute` is a Feistel network with
+a bijection on 64-bit words. `derive` folds any number of words into one key, `derive_each`
+folds one more into many. `permute` is a Feistel network with
 cycle walking (Black, Rogaway: Ciphers with Arbitrary Finite Domains, 2002): a bijection on [0, n) for every n.
 
-Golden vectors in the tests pin all three: a change here would silently reorder every stored run.
+Golden vectors in the tests pin them: a change here would silently reorder every stored run.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-UInt64s = npt.NDArray[np.uint64]
-Int64s = npt.NDArray[np.int64]
+from elastic_train.core.arrays import Int64s, UInt64s
 
 NUM_ROUNDS = 8
 _MASK = (1 << 64) - 1
@@ -42,6 +41,15 @@ def derive(*words: int) -> int:
     for word in words:
         key = mix64((key + _GAMMA & _MASK) ^ mix64(word + _GAMMA & _MASK))
     return key
+
+
+def derive_each(key: int | UInt64s, words: UInt64s) -> UInt64s:
+    """Fold one more word into a key, or into an array of keys; `derive(*some, word)` is `derive(*some)` and the word.
+
+    Keys and words are broadcast against each other; the result has their common shape, of one dimension at least.
+    """
+    keys = np.atleast_1d(np.asarray(key, dtype=np.uint64))  # numpy warns if a single number overflows
+    return mix64_array((keys + np.uint64(_GAMMA)) ^ mix64_array(words + np.uint64(_GAMMA)))
 
 
 def permute(positions: Int64s, n: int, key: int) -> Int64s:

@@ -1,4 +1,4 @@
-"""Lanes: who computes which, and the fixed binary tree in which their gradients are summed.
+"""Lanes: which rank computes which, and the fixed binary tree in which their gradients are summed.
 
 Replica r of W owns the lanes [r*L//W, (r+1)*L//W). The L lanes are the leaves of one binary tree: the node (level, i)
 covers the lanes [i * 2^level, (i+1) * 2^level), clipped at L. A node without a right child passes its left child up. A
@@ -39,7 +39,7 @@ class Part:
         return Part(self.level, self.index ^ 1)
 
     def is_empty(self, num_lanes: int) -> bool:
-        """Say whether no lane lies below this node: it is beyond the tree's clipped right edge."""
+        """Say whether no lane is below this node: it is beyond the tree's clipped right edge."""
         return self.lo >= num_lanes
 
 

@@ -1,12 +1,12 @@
 """Windows: how the samples of a stretch of a lane are dealt into micro-batches, so that those of one step are alike.
 
-A window is so many steps of a lane. Its samples are those that the shuffled order has there; an arrangement gives them
-another order within the window, by a rule that is the same for all lanes. So the order of an epoch stays a pure
+A window is a number of steps of a lane. Its samples are those that the shuffled order has there; an arrangement gives
+them another order within the window, by a rule that is the same for all lanes. So the order of an epoch stays a pure
 function of the cursor, every sample stays in its window, and what is lost in mixing is bounded by the window.
 
 `LengthBuckets` sorts a window by length, cuts it into micro-batches, and shuffles these by a key that all lanes share:
-in one step every lane takes the micro-batch of the same rank by length. A rule that packs samples into sequences of
-one size would be another arrangement.
+in one step every lane takes the micro-batch of the same rank by length. An arrangement only permutes: packing samples
+into sequences of one size, which changes how many of them a micro-batch has, needs more than another arrangement.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
-from elastic_train.core.keyed_random import Int64s, permute
+from elastic_train.core.arrays import Int64s
+from elastic_train.core.keyed_random import permute
 
 WINDOW_STEPS = 64
 
@@ -30,7 +31,7 @@ class Arrangement(Protocol):
 
     @property
     def fingerprint(self) -> int:
-        """What tells this arrangement from others, not 0: a run cannot go on with another."""
+        """What identifies this arrangement, not 0: a run cannot continue with another."""
 
     def arrange(self, ids: Int64s, shortest: int, key: int) -> Int64s:
         """Return a window's ids in another order; `shortest` of its places are in every lane, and `key` is for all."""

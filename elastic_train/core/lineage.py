@@ -33,7 +33,7 @@ def commit_key(term: int, step: int) -> str:
 
 
 def place_of(key: str) -> tuple[int, int] | None:
-    """Return the (term, step) that a key names, None if it is no record's key; the inverse of `commit_key`."""
+    """Return the (term, step) that a key names, None if it is not a record's key; the inverse of `commit_key`."""
     match = _KEY.fullmatch(key)
     place = (int(match[1]), int(match[2])) if match else None
     return place if place and commit_key(*place) == key else None

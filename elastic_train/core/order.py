@@ -1,10 +1,10 @@
 """The order in which samples are trained on: a pure function of (row groups, seed, epoch), never of the world.
 
-An epoch permutes the row groups (see `spread`), views them as one line, and cuts the line into lanes whose sizes differ
-by at most one. A lane is cut into blocks of whole row groups (clipped at the lane's two ends), and each block is
+An epoch permutes the row groups (see `stratified`), views them as one line, and cuts the line into lanes whose sizes
+differ by at most one. A lane is cut into blocks of whole row groups (clipped at the lane's two ends), and each block is
 shuffled by a keyed permutation. Nothing of the size of the dataset is ever materialised: building touches the row
-groups only, seeking is a binary search, and the whole state of a run is a `Cursor`. An arrangement (see `windows`) may
-reorder the samples of a stretch of a lane among themselves.
+groups only, seeking is a binary search, and the whole state of a run is a `Cursor`. An arrangement (see
+`length_buckets`) may reorder the samples of a stretch of a lane among themselves.
 
 Invariant: over all lanes, `ids` yields every sample id of [0, num_samples) exactly once per epoch.
 """
@@ -16,12 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elastic_train.core.keyed_random import Int64s, derive, permute
+from elastic_train.core.arrays import Int64s, group_of
+from elastic_train.core.keyed_random import derive, permute
 from elastic_train.core.length_buckets import Arrangement
-from elastic_train.core.stratified import spread
+from elastic_train.core.stratified import stratified_order
 
 VERSION = 2
-"""Counts the orders that the same numbers have meant; a run goes on only in the one that it began with."""
+"""Counts the orders that the same numbers have meant; a run continues only in the one that it began with."""
 
 _GROUPS, _BLOCK, _WINDOW = 1, 2, 5  # separate the keys of the permutations
 
@@ -91,8 +92,8 @@ class Order:
         assert 0 <= lane < self.num_lanes, f"no lane {lane} of {self.num_lanes}"
         return lane * self.num_samples // self.num_lanes, (lane + 1) * self.num_samples // self.num_lanes
 
-    def reach(self, lo: int, hi: int) -> tuple[int, int]:
-        """Return the offsets of a lane among which the samples of [lo, hi) of the shuffled order come to lie."""
+    def window_around(self, lo: int, hi: int) -> tuple[int, int]:
+        """Return the offsets of a lane that hold the samples of the shuffled [lo, hi) once they are arranged."""
         if self.arrangement is None:
             return lo, hi
         size = self.arrangement.size
@@ -101,7 +102,7 @@ class Order:
     def steps_of(self, lane: int, lo: int, hi: int, micro_batch: int) -> tuple[int, int]:
         """Return the steps [first, end) of an epoch that may take the samples of a lane's shuffled [lo, hi)."""
         first, end = self.lane_bounds(lane)
-        lo, hi = self.reach(lo, hi)
+        lo, hi = self.window_around(lo, hi)
         return lo // micro_batch, -(-min(hi, end - first) // micro_batch)
 
     def num_steps(self, micro_batch: int) -> int:
@@ -117,7 +118,7 @@ class Order:
         return Cursor(cursor.epoch, offset)
 
     def step_of(self, cursor: Cursor, micro_batch: int) -> int:
-        """Return how many steps lie before the cursor."""
+        """Return how many steps are before the cursor."""
         return cursor.epoch * self.num_steps(micro_batch) + cursor.offset // micro_batch
 
     def cursor_at(self, step: int, micro_batch: int) -> Cursor:
@@ -141,16 +142,16 @@ class EpochOrder:
         self._groups = np.arange(num_groups, dtype=np.int64)
         if order.is_shuffled:
             key = derive(order.seed, epoch, _GROUPS)
-            self._groups = spread(num_groups, order.num_lanes, order.block_row_groups, key)
+            self._groups = stratified_order(num_groups, order.num_lanes, order.block_row_groups, key)
         self._starts = np.concatenate(([0], np.cumsum(order.group_rows[self._groups])))
 
     def ids(self, lane: int, lo: int, hi: int) -> Int64s:
         """Return the sample ids at offsets [lo, hi) of a lane, clipped to the lane's end; shape (n,), int64."""
-        assert 0 <= lo <= hi, f"[{lo}, {hi}) is no interval"
+        assert 0 <= lo <= hi, f"[{lo}, {hi}) is not an interval"
         arrangement = self._order.arrangement
         if arrangement is None:
             return self._shuffled_ids(lane, lo, hi)
-        size, (first, end) = arrangement.size, self._order.reach(lo, hi)
+        size, (first, end) = arrangement.size, self._order.window_around(lo, hi)
         ids = self._shuffled_ids(lane, first, end)
         for at in range(0, len(ids), size):
             ids[at : at + size] = self._arranged(arrangement, ids[at : at + size], (first + at) // size)
@@ -168,19 +169,19 @@ class EpochOrder:
         line = np.arange(first + lo, min(first + hi, end), dtype=np.int64)
         if self._order.is_shuffled and line.size:
             line = self._shuffle(lane, line)
-        places = np.searchsorted(self._starts, line, side="right") - 1
+        places = group_of(self._starts, line)
         return self._order.group_first_id[self._groups[places]] + (line - self._starts[places])
 
     def block_at(self, lane: int, offset: int) -> Block:
-        """Return the block that holds an offset of a lane, in the shuffled order; `reach` says where its ids lie."""
+        """Return the block that holds an offset of a lane, in the shuffled order (see `Order.window_around`)."""
         first, end = self._order.lane_bounds(lane)
         assert 0 <= offset < end - first, f"lane {lane} has no offset {offset}"
         _, lo, hi = self._block_at(lane, first + offset)
-        lo_place, hi_place = np.searchsorted(self._starts, (lo, hi - 1), side="right") - 1
+        lo_place, hi_place = group_of(self._starts, lo), group_of(self._starts, hi - 1)
         return Block(lo - first, hi - first, self._groups[lo_place : hi_place + 1])
 
     def ids_of_group(self, group: int, until: int) -> Int64s:
-        """Return the samples of a row group that lie below an offset of their lanes."""
+        """Return the samples of a row group that are below an offset of their lanes."""
         place = int(np.flatnonzero(self._groups == group)[0])
         lo, hi = int(self._starts[place]), int(self._starts[place + 1])
         order, found = self._order, [np.zeros(0, dtype=np.int64)]
@@ -188,7 +189,7 @@ class EpochOrder:
             first, end = order.lane_bounds(lane)
             if max(lo, first) < min(hi, end):
                 block = self.block_at(lane, max(lo, first) - first)
-                first_offset, end_offset = order.reach(block.lo, block.hi)
+                first_offset, end_offset = order.window_around(block.lo, block.hi)
                 found.append(self.ids(lane, first_offset, max(first_offset, min(end_offset, until))))
         ids = np.concatenate(found)
         first_id = order.group_first_id[group]
@@ -210,8 +211,8 @@ class EpochOrder:
     def _block_at(self, lane: int, position: int) -> tuple[int, int, int]:
         """Return (number, lo, hi) of the lane's block that holds a line position."""
         first, end = self._order.lane_bounds(lane)
-        first_place = int(np.searchsorted(self._starts, first, side="right")) - 1
-        place = int(np.searchsorted(self._starts, position, side="right")) - 1
+        first_place = group_of(self._starts, first)
+        place = group_of(self._starts, position)
         block = (place - first_place) // self._order.block_row_groups
         lo_place = first_place + block * self._order.block_row_groups
         hi_place = min(lo_place + self._order.block_row_groups, self._starts.size - 1)

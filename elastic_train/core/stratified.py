@@ -11,17 +11,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from elastic_train.core.keyed_random import (
-    Int64s,
-    derive,
-    mix64_array,
-    permute,
-)
+from elastic_train.core.arrays import Int64s
+from elastic_train.core.keyed_random import derive, mix64_array, permute
 
 _SHORT, _DEAL, _PLACE = 1, 2, 3  # separate the keys
 
 
-def spread(num_groups: int, num_lanes: int, block_row_groups: int, key: int) -> Int64s:
+def stratified_order(num_groups: int, num_lanes: int, block_row_groups: int, key: int) -> Int64s:
     """Return the permuted row groups, shape (num_groups,), of which lane after lane takes about as many."""
     turns = _turns(num_groups, num_lanes, block_row_groups)
     sizes = np.bincount(turns)  # none is larger than the one before

@@ -9,14 +9,14 @@ import numpy as np
 
 from elastic_train.config.schema import Config
 from elastic_train.core.accounting import Hole
-from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.arrays import Int64s
 from elastic_train.core.order import Cursor, Order
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.data.dataset.row_groups import check_columns
-from elastic_train.data.loading.batch_builder import Rules
 from elastic_train.data.loading.loader import LaneBatch, LaneLoader
 from elastic_train.data.loading.reader import Reader
 from elastic_train.data.loading.row_cache import RowCache
+from elastic_train.data.loading.sample_rules import SampleRules
 from elastic_train.tasks.task import Limited, Matching, Task
 
 
@@ -50,14 +50,18 @@ class Feed:
         return self._loader(self._manifest, order, lanes, cursor, num_steps, rules, cache)
 
     def validation(self, lanes: range) -> Iterable[Sequence[LaneBatch]] | None:
-        """Return one pass over the validation set, None without one; what cannot be read of it ends the run."""
+        """Return one pass over the validation set, None without one; what cannot be read of it ends the run.
+
+        Its order has seed 0 and every pass is epoch 0, so a task's `collate` draws the same random numbers each time,
+        in every run.
+        """
         if self._held_out is None:
             return None
         num_steps = self._held_out_order.num_steps(self._config.batch.micro_batch)
         return self._loader(self._held_out, self._held_out_order, lanes, Cursor(), num_steps, self._rules(), None)
 
-    def _rules(self, holes: Sequence[Hole] = (), *, quarantines: bool = False) -> Rules:
-        return Rules(
+    def _rules(self, holes: Sequence[Hole] = (), *, quarantines: bool = False) -> SampleRules:
+        return SampleRules(
             holes=tuple((hole.group, hole.since) for hole in holes),
             quarantines=quarantines,
             longest=self._task.longest() if isinstance(self._task, Limited) else {},
@@ -71,7 +75,7 @@ class Feed:
         lanes: range,
         cursor: Cursor,
         num_steps: int,
-        rules: Rules,
+        rules: SampleRules,
         cache: RowCache | None,
     ) -> LaneLoader:
         # A lane reads the row groups of one block at a time, of two where a step crosses from one into the next.

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from elastic_train.checkpoint.commits.record import Path
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.config.schema import OptimizerConfig
-from elastic_train.core.accounting import Account
+from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval, extend
 from elastic_train.core.order import Cursor
@@ -41,14 +41,14 @@ class Reached:
     coverage: CoverageSums = field(default_factory=CoverageSums)
     intervals: tuple[Interval, ...] = ()
     validation: Mapping[str, float | None] = field(default_factory=dict)
-    account: Account = field(default_factory=Account)
+    account: SampleAccount = field(default_factory=SampleAccount)
 
     @property
     def term(self) -> int:
         """The term that applied the last step; 0 before the first."""
         return self.intervals[-1].term if self.intervals else 0
 
-    def advance(self, cursor: Cursor, coverage: CoverageSums, term: int, account: Account) -> Reached:
+    def advance(self, cursor: Cursor, coverage: CoverageSums, term: int, account: SampleAccount) -> Reached:
         """Return the place one step further."""
         intervals, total = extend(self.intervals, term, self.step, self.step + 1), self.coverage + coverage
         if cursor.epoch > self.cursor.epoch:
@@ -90,7 +90,7 @@ class AppliedState:
         cursor: Cursor,
         coverage: CoverageSums,
         term: int,
-        account: Account,
+        account: SampleAccount,
         buffers: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> float:
         """Take one optimizer step of a term with the reduced gradients in place; return their norm.

@@ -1,6 +1,6 @@
 """Validation metrics whose states are integer counts, so that they add up exactly over any world.
 
-In a module of its own because torchmetrics takes over a second to import, which a validation can wait for and a
+A separate module because torchmetrics takes over a second to import, which a validation can wait for and a
 recovery should not.
 """
 

@@ -1,4 +1,4 @@
-"""The seam between the trainer and what it trains: six methods, brought by a dotted path in the configuration.
+"""The seam between the trainer and what it trains: six methods of a class that the configuration names by its path.
 
 A task never sees a rank, a world or a device count. It turns rows into tensors, tensors into one *summed* loss with
 its weight, and names the metrics of a validation. The trainer divides by the sum of weights of the whole step after
@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
 from torch import Tensor, nn
 
 from elastic_train.config.schema import TaskConfig
 from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.data.loading.collate import Collate, takes_draw
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
 
@@ -59,8 +57,14 @@ class Task(Protocol):
     def build_model(self) -> nn.Module:
         """Build the model on the CPU; random numbers are seeded before."""
 
-    def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
-        """Turn rows, in order, into tensors whose shapes depend on the rows alone."""
+    @property
+    def collate(self) -> Collate:
+        """A method `collate(rows, ids)` or `collate(rows, ids, draw)`: turn rows, in order, into tensors.
+
+        `rows` is a pyarrow.Table with the columns, `ids` are its sample ids, int64 of shape (rows,), and `draw` is a
+        `SampleRandom`, from which augmentation takes its random numbers: they follow from the run's seed, the epoch and
+        the sample ids. The tensors' shapes may depend on these alone. It is called in a thread or a worker process.
+        """
 
     def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
         """Compute the summed loss of one micro-batch."""
@@ -71,12 +75,12 @@ class Task(Protocol):
 
 @runtime_checkable
 class Finishing(Protocol):
-    """A task that leaves something behind at the end."""
+    """A task that writes results at the end."""
 
     def finish(self, model: nn.Module, folder: Path) -> None:
-        """Write results below the run's folder; called once, on rank 0, behind the last commit.
+        """Write results below the run's folder; called once, on rank 0, after the last commit.
 
-        An OSError is told, and the job is done without them; any other error fails the process.
+        An OSError is logged, and the job ends well without them; any other error fails the process.
         """
 
 
@@ -160,7 +164,11 @@ def load_task(config: TaskConfig) -> Task:
         name for name in ("prepare", "columns", "build_model", "collate", "loss", "metrics") if not hasattr(task, name)
     ]
     if missing:
-        raise ConfigError(f"task.path: '{config.path}' is no Task, it lacks {', '.join(missing)}")
+        raise ConfigError(f"task.path: '{config.path}' is not a Task, it lacks {', '.join(missing)}")
+    try:
+        takes_draw(task.collate)
+    except TypeError as error:
+        raise ConfigError(f"task.path: '{config.path}': {error}") from error
     return task
 
 

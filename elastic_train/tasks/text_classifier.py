@@ -68,7 +68,7 @@ class TextClassifier:
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be at least 0 and less than 1, not {dropout}")
         if dim % heads:
-            raise ValueError(f"dim {dim} is no multiple of heads {heads}")
+            raise ValueError(f"dim {dim} is not a multiple of heads {heads}")
         if class_weights not in (None, "balanced"):
             raise ValueError(f"class_weights must be null or balanced, not {class_weights!r}")
         self.max_tokens, self.dim, self.depth, self.heads, self.dropout = max_tokens, dim, depth, heads, dropout

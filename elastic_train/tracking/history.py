@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from elastic_train.checkpoint.interval.young_daly import Faults, SaveCost
-from elastic_train.core.accounting import Ranges
+from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.errors import StorageError
 

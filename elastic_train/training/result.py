@@ -46,7 +46,7 @@ def write_result(session: Session, status: str) -> ResultError | None:
         "coverage": asdict(session.state.coverage),
         "num_samples": session.plan.manifest.num_rows,
         "epochs": session.state.cursor.epoch,
-        "holes": [asdict(hole) for hole in session.state.reached.account.holes],
+        "holes": [hole.to_dict() for hole in session.state.reached.account.holes],
         "num_left_out": session.state.reached.account.left_out,
         "num_truncated": session.state.reached.account.truncated,
         "world": session.world.group.size,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from elastic_train.core.accounting import ranges_of
+from elastic_train.core.arrays import ranges_of
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import lane_seed
 from elastic_train.data.loading.loader import LaneBatch

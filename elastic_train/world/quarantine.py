@@ -14,12 +14,12 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 
 from pydantic import TypeAdapter, ValidationError
 
 from elastic_train.checkpoint.stores.store import Store, create_once, read
-from elastic_train.core.accounting import Hole, ranges_of
+from elastic_train.core.accounting import Hole
+from elastic_train.core.arrays import ranges_of
 from elastic_train.core.order import Order
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.loading.lane_batch import LaneBatch
@@ -75,7 +75,7 @@ def make_hole(order: Order, manifest: Manifest, micro_batch: int, step: int, gro
         hi=lo + int(order.group_rows[group]),
         since=step,
         epoch=cursor.epoch,
-        kept=ranges_of(order.epoch(cursor.epoch).ids_of_group(group, cursor.offset)),
+        applied_before=ranges_of(order.epoch(cursor.epoch).ids_of_group(group, cursor.offset)),
         why=why,
     )
 
@@ -93,7 +93,7 @@ def _gather(group: Group, mine: Mapping[int, str]) -> dict[int, str]:
 
 def _record(store: Store, term: int, holes: Sequence[Hole]) -> list[object]:
     """Record holes durably; return them as they were written."""
-    written: list[object] = json.loads(json.dumps([asdict(hole) for hole in holes]))
+    written: list[object] = json.loads(json.dumps([hole.to_dict() for hole in holes]))
     key = f"{FOLDER}{term:08d}-{holes[0].since:012d}-{holes[0].group}.json"
     if not create_once(store, key, json.dumps(written, indent=1).encode()):
         raise StorageError(f"{store.url}/{key}: somebody else has recorded holes of this term; who else runs here?")

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 from elastic_train.checkpoint import CommitRecord, Store, discover, load
 from elastic_train.checkpoint.commits.reader import DAMAGE, read_record, records
-from elastic_train.core.accounting import Account
+from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.lineage import Interval, cut, parted_at
 from elastic_train.errors import ElasticTrainError, StorageError
 from elastic_train.job.plan import Plan
@@ -77,7 +77,7 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
 
 
 def _load(store: Store, head: CommitRecord, state: AppliedState) -> None:
-    account = head.account or Account()
+    account = head.account or SampleAccount()
     reached = Reached(head.step, head.cursor, head.coverage, head.intervals, head.metrics, account)
     try:
         # Every rank reads the commit, and all of them have one configuration; a member's state brings its rates along.

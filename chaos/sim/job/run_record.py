@@ -8,7 +8,7 @@ from pathlib import Path
 
 from chaos.judge.evidence.run_files import Line
 from chaos.sim.machine.kernel import EPOCH_S, Kernel, Process
-from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.arrays import Int64s
 
 _SIMPLE = (str, int, float, type(None))
 """What JSON gives back as it is."""

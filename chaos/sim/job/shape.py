@@ -13,7 +13,7 @@ from chaos.sim.machine.tracker import URI
 from chaos.sim.modelled.training import ModelledManifest, ModelledPlan, ModelledTask
 from chaos.sim.modelled.training_data import Dataset, ModelledFeed, order_of
 from elastic_train.config.schema import Config
-from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.arrays import Int64s
 
 Recovery = Literal["live", "restart"]
 

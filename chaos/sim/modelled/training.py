@@ -23,9 +23,10 @@ from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.checkpoint.commits.record import Path as LeafPath
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.config.schema import Config
-from elastic_train.core.accounting import Account
+from elastic_train.core.accounting import SampleAccount
+from elastic_train.core.arrays import Int64s
 from elastic_train.core.coverage import CoverageSums
-from elastic_train.core.keyed_random import Int64s, derive, mix64
+from elastic_train.core.keyed_random import derive, mix64
 from elastic_train.core.order import Cursor, Order
 from elastic_train.job.state import Reached
 
@@ -96,7 +97,7 @@ class ModelledState:
         return self.reached.coverage
 
     def apply(
-        self, cursor: Cursor, coverage: CoverageSums, term: int, account: Account, buffers: Sequence[object] = ()
+        self, cursor: Cursor, coverage: CoverageSums, term: int, account: SampleAccount, buffers: Sequence[object] = ()
     ) -> float:
         weights = self.model
         assert weights.gradient is not None, "a step has a gradient"

@@ -1,7 +1,7 @@
 """The training data as the product meets it: which row groups can be read where, and the lanes that are made of them.
 
-Ids come from the product's own order and sampler, and what is left out or missed from its own sifter; rows are not
-there. What a loader has read it holds for a while, so of two ranks one may still have what the other cannot read.
+Ids come from the product's own order and sampler, and what is left out or missed from its own batch builder; there are
+no rows. What a loader has read it holds for a while, so of two ranks one may still have what the other cannot read.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import pyarrow as pa
 
 from chaos.sim.machine.kernel import Kernel
 from elastic_train.core.accounting import Hole
-from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.arrays import Int64s, group_of
 from elastic_train.core.order import Cursor, Order
 from elastic_train.data.arrow.rows import Rows
-from elastic_train.data.loading.batch_builder import Rules, Sifter
+from elastic_train.data.loading.batch_builder import BatchBuilder
 from elastic_train.data.loading.lane_batch import LaneBatch
+from elastic_train.data.loading.sample_rules import SampleRules
 from elastic_train.data.loading.worker_processes import LaneSampler, LaneSlice
 from elastic_train.errors import UnreadableError
 from elastic_train.system.failpoints import reach
@@ -131,7 +132,7 @@ def _ids_of_lane(order: Order, epoch: int, lane: int) -> Int64s:
 @lru_cache(1 << 14)
 def _groups_of(order: Order, epoch: int, lane: int, lo: int, hi: int) -> tuple[int, ...]:
     ids = _batch(order, epoch, lane, lo, hi).ids
-    return tuple(np.unique(np.searchsorted(order.group_first_id, ids, side="right") - 1).tolist())
+    return tuple(np.unique(group_of(order.group_first_id, ids)).tolist())
 
 
 @lru_cache(1 << 12)
@@ -153,8 +154,9 @@ def _sifted(
 
     cursor, micro_batch = Cursor(epoch, lo), micro_batch_of(order)
     ids = _batch(order, epoch, lane, lo, hi).ids
-    sifter = Sifter(order.group_first_id, micro_batch, lambda rows, ids: {}, Rules(left_out, quarantines=True))
-    return sifter.batch(sifter.take(lane, cursor, order.step_of(cursor, micro_batch), ids, rows_of), 0)
+    rules = SampleRules(left_out, quarantines=True)
+    builder = BatchBuilder(order.group_first_id, micro_batch, lambda rows, ids: {}, rules, seed=order.seed)
+    return builder.batch(builder.take(lane, cursor, order.step_of(cursor, micro_batch), ids, rows_of), 0)
 
 
 @lru_cache(64)

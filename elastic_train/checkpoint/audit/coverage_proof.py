@@ -14,9 +14,9 @@ import numpy as np
 
 from elastic_train.checkpoint import CommitRecord, Store, discover
 from elastic_train.checkpoint.commits.reader import DAMAGE, read_record, records
-from elastic_train.core.accounting import Account, Hole, expected_sums
+from elastic_train.core.accounting import Hole, SampleAccount, expected_sums
+from elastic_train.core.arrays import Int64s
 from elastic_train.core.coverage import CoverageSums
-from elastic_train.core.keyed_random import Int64s
 from elastic_train.core.length_buckets import LengthBuckets
 from elastic_train.core.lineage import cut, tiling_problems
 from elastic_train.core.order import VERSION, Order
@@ -55,7 +55,7 @@ def audit(store: Store, manifest: Manifest | None) -> Audit:
     head = discover(store, damage=_wrong_with_record).head
     if head is None:
         raise ConfigError(f"{store.url}: no commits yet; is this the run's folder, or the URL of its commits?")
-    account = head.account or Account()
+    account = head.account or SampleAccount()
     found = Audit(head.key, head.step, head.cursor.epoch, account.holes, account.truncated)
     _check_steps(found, store, head)
     if head.account is None or head.order is None:
@@ -88,13 +88,13 @@ def _check_steps(found: Audit, store: Store, head: CommitRecord) -> None:
             found.unproven.append(f"{key}: {why}")
         elif record.key != head.key and record.intervals == cut(head.intervals, record.step):
             ancestors += 1
-            mine, theirs = (head.account or Account()).epochs, (record.account or Account()).epochs
+            mine, theirs = (head.account or SampleAccount()).epochs, (record.account or SampleAccount()).epochs
             if theirs != mine[: len(theirs)]:
                 found.wrong.append(f"{key}: its sums at the end of an epoch are not those of {head.key}")
     found.proven.append(f"{ancestors} earlier commits that are still there are part of the same lineage")
 
 
-def _check_epochs(found: Audit, head: CommitRecord, account: Account, order: Numbers) -> None:
+def _check_epochs(found: Audit, head: CommitRecord, account: SampleAccount, order: Numbers) -> None:
     """Hold the sums at the end of every epoch against their closed form."""
     num_samples, num_finished = order["num_samples"], head.cursor.epoch
     longest = -(-num_samples // order["num_lanes"])
@@ -126,7 +126,7 @@ def _check_epochs(found: Audit, head: CommitRecord, account: Account, order: Num
 
 
 def _check_unfinished(
-    found: Audit, head: CommitRecord, account: Account, order: Numbers, manifest: Manifest | None
+    found: Audit, head: CommitRecord, account: SampleAccount, order: Numbers, manifest: Manifest | None
 ) -> None:
     """Hold the sums of the epoch that is not finished against the ids at its applied places."""
     epoch, offset = head.cursor.epoch, head.cursor.offset

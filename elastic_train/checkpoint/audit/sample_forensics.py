@@ -20,7 +20,8 @@ from elastic_train.checkpoint.audit.coverage_proof import (
     applied_ids,
     order_of,
 )
-from elastic_train.core.accounting import Account, Ranges, ranges_of
+from elastic_train.core.accounting import SampleAccount
+from elastic_train.core.arrays import Ranges, ranges_of
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
 from elastic_train.tracking.history import FOLDER
@@ -104,7 +105,7 @@ def _compare(found: Audit, head: CommitRecord, reads: Sequence[Read], epoch: int
 
 
 def _expected(
-    order: Numbers, account: Account, head: CommitRecord, epoch: int, manifest: Manifest | None
+    order: Numbers, account: SampleAccount, head: CommitRecord, epoch: int, manifest: Manifest | None
 ) -> np.ndarray[tuple[int], np.dtype[np.int32]] | None:
     """Return how often each sample should have been applied in an epoch so far; None if that cannot be known."""
     times = np.ones(order["num_samples"], dtype=np.int32)

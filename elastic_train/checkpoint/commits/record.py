@@ -17,7 +17,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from elastic_train.checkpoint.stores.checksums import FileRecord
-from elastic_train.core.accounting import Account
+from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval, commit_key
 from elastic_train.core.order import Cursor
@@ -49,7 +49,7 @@ class CommitFacts:
     config_digest: str
     manifest_digest: str
     world_size: int
-    account: Account | None = None
+    account: SampleAccount | None = None
     order: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class CommitRecord(CommitFacts):
 
     def encode(self) -> bytes:
         """Return the record's bytes; equal records give equal bytes."""
-        fields = _ADAPTER.dump_python(self, mode="json")
+        fields = _ADAPTER.dump_python(self, mode="json", by_alias=True)
         for name in _SINCE_THEN:
             if fields[name] is None:
                 del fields[name]

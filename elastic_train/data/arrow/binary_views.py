@@ -2,7 +2,23 @@
 
 Arrow's binary view names a string by its size, a buffer, and a place in it. To put strings in another order is to put
 views of 16 bytes in another order; a cast to plain binary then copies what they name, one after the other, without the
-interpreter's lock. Strings of up to 12 bytes lie in the view itself.
+interpreter's lock. The rows 2, 0 and 1, gathered from two row groups:
+
+    row group 0, buffer 0              row group 1, buffer 1
+    +---------------+---------------+  +---------------+
+    | row 0         | row 1         |  | row 2         |    as decoded; never moved
+    +---------------+---------------+  +---------------+
+    at 0, 20 bytes   at 20, 30 bytes    at 0, 40 bytes
+
+    views, 16 bytes each, in the order that is wanted:
+    [40 bytes, buffer 1, at 0]  [20 bytes, buffer 0, at 0]  [30 bytes, buffer 0, at 20]
+
+    the cast:
+    +---------------+---------------+---------------+
+    | row 2         | row 0         | row 1         |       one buffer; every byte was copied once
+    +---------------+---------------+---------------+
+
+Strings of up to 12 bytes are stored in the view itself.
 """
 
 from __future__ import annotations
@@ -14,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.arrays import Int64s
 
 Views = npt.NDArray[np.int32]
 Ints = npt.NDArray[Any]

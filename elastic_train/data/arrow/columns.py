@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.arrays import Int64s
 from elastic_train.data.arrow.binary_views import MAX_BYTES, copy_strings, views_of
 from elastic_train.data.arrow.numbers import column_of, numbers_of
 
@@ -33,7 +33,7 @@ class Column(Protocol):
     """A column of row groups that stand side by side."""
 
     def take(self, numbers: Int64s, slots: Int64s) -> pa.Array:
-        """Take rows: `slots` count through all row groups, `numbers` say in which of them each lies."""
+        """Take rows: `slots` count through all row groups, `numbers` say which of them holds each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,21 @@
-"""Late padding: lists of numbers become one tensor-shaped array per micro-batch, as wide as its longest row.
+"""Columns of lists: how long their rows are, cutting rows that are too long, and late padding.
 
-A row is a string of bytes to Arrow, and Arrow pads strings: a copy and a fill for each row, without the interpreter's
-lock. Only then are the numbers widened, into memory of Arrow's pool, which the next micro-batch uses again: to fault
-fresh pages in costs more than to fill them.
+Padding turns the lists of a micro-batch into one array in a tensor's shape, as wide as its longest row. A row is a
+string of bytes to Arrow, and Arrow pads strings: a copy and a fill for each row, without the interpreter's lock. Only
+then are the numbers widened, into memory of Arrow's pool, which the next micro-batch uses again: to fault fresh pages
+in costs more than to fill them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.arrays import Int64s
 from elastic_train.data.arrow.numbers import numbers_of, whole
 
 
@@ -46,7 +47,23 @@ def _cut(offsets: Int64s, values: npt.NDArray[Any], lengths: Int64s) -> tuple[In
 
 def _pad(offsets: Int64s, values: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
     """Return (rows, width) numbers, of rows that are no longer."""
+    import pyarrow.compute as pc  # takes long to import, and not every task pads
+
     bounds = pa.py_buffer(offsets * values.itemsize)
     rows = pa.LargeStringArray.from_buffers(len(offsets) - 1, bounds, pa.py_buffer(values))
     padded = pc.ascii_rpad(rows, width=width * values.itemsize, padding="\0").buffers()[2]
     return np.frombuffer(padded, dtype=values.dtype, count=len(rows) * width).reshape(len(rows), width)
+
+
+def lengths_of(column: pa.ChunkedArray) -> Int64s:
+    """Return how many values each row of a list column has; shape (rows,)."""
+    return np.diff(numbers_of(whole(column).offsets)).astype(np.int64)
+
+
+def truncate_lists(rows: pa.Table, name: str, longest: int) -> pa.Table:
+    """Return the table with the lists of one column cut after `longest` values."""
+    import pyarrow.compute as pc  # takes long to import, and few runs need it
+
+    place, field = rows.column_names.index(name), rows.schema.field(name)
+    cut: Sequence[pa.Array] = [pc.list_slice(chunk, 0, longest) for chunk in rows.column(name).chunks]
+    return rows.set_column(place, field, pa.chunked_array(cut).cast(field.type))

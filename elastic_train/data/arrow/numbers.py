@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.arrays import Int64s
 
 _NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}
 
@@ -29,7 +29,7 @@ def whole(column: pa.Array | pa.ChunkedArray) -> pa.Array:
 def numbers_of(column: pa.Array | pa.ChunkedArray, missing: float | None = None) -> npt.NDArray[Any]:
     """Return the values of a column of integers or floats; read-only, or a copy with `missing` where there is none."""
     array = whole(column)
-    assert array.null_count == 0 or missing is not None, "a missing value is no number"
+    assert array.null_count == 0 or missing is not None, "a missing value is not a number"
     dtype = _dtype_of(array.type)
     if not len(array):
         return np.zeros(0, dtype=dtype)

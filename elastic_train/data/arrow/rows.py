@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pyarrow as pa
 
-from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.arrays import Int64s, group_of
 from elastic_train.data.arrow.columns import join, piece_of
 from elastic_train.data.arrow.numbers import whole
 
@@ -38,10 +38,10 @@ class Joined:
     def take(self, ids: Int64s) -> tuple[pa.Table, Int64s]:
         """Return the rows of the ids, in their order and in one chunk, and the ids of the places they came from."""
         to_first = self._first_id - self._starts
-        numbers = np.searchsorted(self._first_id, ids, side="right") - 1
+        numbers = group_of(self._first_id, ids)
         slots = ids - to_first.take(numbers)
         columns = [column.take(numbers, slots) for column in self._columns]
-        read_from = np.searchsorted(self._starts, slots, side="right") - 1
+        read_from = group_of(self._starts, slots)
         return pa.Table.from_arrays(columns, schema=self._schema), slots + to_first.take(read_from)
 
 
@@ -51,6 +51,6 @@ def gather(rows_of: Callable[[int], Rows], first_id: Int64s, ids: Int64s) -> tup
 
 
 def groups_of(first_id: Int64s, ids: Int64s) -> list[int]:
-    """Return the row groups in which ids lie."""
-    groups: list[int] = np.unique(np.searchsorted(first_id, ids, side="right") - 1).tolist()
+    """Return the row groups that hold the ids, each once, ascending."""
+    groups: list[int] = np.unique(group_of(first_id, ids)).tolist()
     return groups

@@ -55,7 +55,7 @@ def site_packages() -> Path:
 
 
 def versions(folder: Path) -> dict[str, str]:
-    """Return the version of each library that is installed in `folder`, '' where no metadata tells."""
+    """Return the version of each library that is installed in `folder`, '' where no metadata names it."""
     found = {}
     for library, distribution in LIBRARIES.items():
         if (folder / library).is_dir():

@@ -29,7 +29,7 @@ def is_finished(folder: Path, origin: Origin, *, replace: bool = False) -> bool:
     if replace or not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     if found is None:
-        raise ConfigError(f"{folder}: exists and is no imported dataset; choose another folder, or add --replace")
+        raise ConfigError(f"{folder}: exists and is not an imported dataset; choose another folder, or add --replace")
     differing = ", ".join(name for name in {**found, **wanted} if found.get(name) != wanted.get(name))
     raise ConfigError(f"{folder}: holds a dataset made differently ({differing}); choose another folder, or --replace")
 

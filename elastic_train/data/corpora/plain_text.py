@@ -55,9 +55,9 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise ConfigError(f"{path}:{number}: is no JSON: {error}") from error
+                raise ConfigError(f"{path}:{number}: is not JSON: {error}") from error
             if not isinstance(row, dict):
-                raise ConfigError(f"{path}:{number}: is no JSON object")
+                raise ConfigError(f"{path}:{number}: is not a JSON object")
             yield number, row
 
 

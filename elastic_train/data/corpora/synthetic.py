@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.arrays import Int64s
 from elastic_train.data.dataset.manifest import Manifest, build_manifest
 from elastic_train.data.dataset.schemas import (
     LONG_TAIL,

@@ -1,7 +1,7 @@
 """From samples to a dataset: split, train the tokeniser, shuffle, write both parts with their manifests.
 
 A text's hash decides its part, so equal texts never stand on both sides, also under two labels; every label with at
-least two texts of its own is on both. Rows are permuted before they are written: every file is a mix of all labels.
+least two texts is on both. Rows are permuted before they are written: every file is a mix of all labels.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Imported:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What every import can be told: samples to take, seed, ids of the tokeniser, tokens kept of a text."""
+    """Options of every import: samples to take, seed, ids of the tokeniser, tokens kept of a text."""
 
     num_samples: int = 28_000
     seed: int = 7

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from rich.console import Console
 from rich.table import Table
 
-from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.arrays import Int64s
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.schemas import TOKENS
 from elastic_train.data.parquet.files import open_parquet, read_row_group

@@ -19,8 +19,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from elastic_train.core.arrays import Int64s, group_of
 from elastic_train.core.coverage import CoverageSums
-from elastic_train.core.keyed_random import Int64s
 from elastic_train.core.order import first_ids
 from elastic_train.data.parquet.files import (
     footer_sha256,
@@ -52,7 +52,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A dataset; `url` says where it was loaded from and is no part of its identity."""
+    """A dataset; `url` says where it was loaded from and is not part of its identity."""
 
     url: str = field(compare=False)
     files: tuple[FileEntry, ...]
@@ -86,7 +86,7 @@ class Manifest:
 
     def place_of_group(self, group: int) -> tuple[int, int]:
         """Return the number of the file that holds a row group, and the row group's own number within the file."""
-        number = int(np.searchsorted(self._first_group, group, side="right")) - 1
+        number = group_of(self._first_group, group)
         return number, group - int(self._first_group[number])
 
     @cached_property
@@ -114,7 +114,7 @@ def load_manifest(url: str) -> Manifest:
     except ValueError as error:
         raise DataError(f"{path}: cannot be read as a manifest: {error}") from error
     if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
-        raise DataError(f"{path}: is no manifest of format {FORMAT}")
+        raise DataError(f"{path}: is not a manifest of format {FORMAT}; build it again")
     try:
         files = tuple(FileEntry(**{**entry, "row_groups": tuple(entry["row_groups"])}) for entry in found.pop("files"))
         coverage = CoverageSums(**found.pop("coverage"))
@@ -131,7 +131,7 @@ def _content(url: str, path: str) -> bytes:
     except FileNotFoundError as error:
         raise DataError(
             f"{url}: no {NAME} there; make the dataset with `elastic-train data import|synth`, or describe Parquet "
-            "files of your own with elastic_train.data.build_manifest"
+            "files of your own with elastic_train.build_manifest"
         ) from error
     return content
 
@@ -139,7 +139,7 @@ def _content(url: str, path: str) -> bytes:
 def build_manifest(url: str, *, label_column: str | None = None, **facts: Any) -> Manifest:
     """Describe the Parquet files below `url`, in the order of their names, and write the manifest beside them.
 
-    All files must have one schema. `facts` are the other fields of Manifest that the data itself does not tell.
+    All files must have one schema. `facts` are the other fields of Manifest, which the data itself does not show.
     """
     fs, root = fsspec.core.url_to_fs(url)
     # Of files only, in a folder of any name: a glob would read that as a pattern.
@@ -198,7 +198,7 @@ def _describe(fs: fsspec.AbstractFileSystem, path: str, root: str) -> tuple[File
     groups = tuple(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
     relative = path.removeprefix(root).lstrip("/")
     if not groups or 0 in groups:
-        raise DataError(f"{path}: has an empty row group, or none; write it again without")
+        raise DataError(f"{path}: has an empty row group, or none; write it again without empty ones")
     entry = FileEntry(relative, size, footer_sha256(footer), digest, groups)
     return entry, cut_footer(footer, relative), metadata
 

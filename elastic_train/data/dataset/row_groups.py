@@ -69,7 +69,7 @@ class RowGroups:
         return not isinstance(self._source, LocalSource)
 
     def decode(self, group: int) -> pa.Table:
-        """Return the rows of a row group; UnreadableError names the file, plain DataError one that was changed."""
+        """Return the rows of a row group; UnreadableError names the file, a plain DataError one that changed."""
         number, within = self._manifest.place_of_group(group)
         entry = self._manifest.files[number]
         try:
@@ -82,7 +82,10 @@ class RowGroups:
                 "check with `elastic-train data verify`, and restore the file if it is damaged"
             ) from error
         if len(table) != entry.row_groups[within]:
-            raise UnreadableError(f"{self._path(entry)}: row group {within} has {len(table)} rows")
+            raise UnreadableError(
+                f"{self._path(entry)}: row group {within} has {len(table)} rows, the manifest says "
+                f"{entry.row_groups[within]}; check with `elastic-train data verify`"
+            )
         return table
 
     def _decode(self, number: int, entry: FileEntry, within: int) -> pa.Table:
@@ -147,7 +150,7 @@ class RowGroups:
             raise UnreadableError(f"{self._path(entry)}: is truncated: {size} bytes of {entry.size}; copy it again")
         raise DataError(
             f"{self._path(entry)}: the file changed since the manifest was made; "
-            "restore it, or build the manifest anew and start another run"
+            "restore it, or build the manifest again and start another run"
         )
 
     def _path(self, entry: FileEntry) -> str:
@@ -155,9 +158,9 @@ class RowGroups:
 
 
 def _column_ranges(metadata: pq.FileMetaData, columns: Sequence[str]) -> list[Range]:
-    """Return where the chunks of the columns lie in the file, of metadata with one row group."""
+    """Return the byte ranges of the columns' chunks in the file; the metadata has one row group."""
     group, ranges = metadata.row_group(0), []
-    names = tuple(f"{name}." for name in columns)  # a chunk's path goes on below a nested column; a name may have dots
+    names = tuple(f"{name}." for name in columns)  # a nested column's chunks have longer paths; a name may have dots
     for place in range(group.num_columns):
         chunk = group.column(place)
         if f"{chunk.path_in_schema}.".startswith(names):

@@ -1,7 +1,8 @@
 """The length of every row, in a file beside the manifest, so that an order can depend on lengths without reading rows.
 
 `manifest.lengths` is a line of JSON, a CRC-32 for each row group, and all lengths in the order of sample ids, two or
-four bytes each: where a row group's lie is arithmetic. What is used is read a row group at a time, and compared.
+four bytes each: where a row group's begin is arithmetic. They are read, and compared
+with the CRC-32, a row group at a time.
 It is made once, by `elastic-train data lengths`, from a list column, or from a column that holds lengths.
 """
 
@@ -20,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.arrays import Int64s, group_of
+from elastic_train.data.arrow.lists import lengths_of
 from elastic_train.data.arrow.numbers import numbers_of
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.row_groups import RowGroups
-from elastic_train.data.loading.batch_builder import lengths_of
 from elastic_train.data.parquet.sources import NUM_FETCHERS, LocalSource, open_source
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.progress_bar import Track, silent
@@ -59,7 +60,7 @@ class Lengths:
 
     def __call__(self, ids: Int64s) -> Int64s:
         """Return how long the rows of the ids are; DataError if the file is damaged."""
-        groups = np.searchsorted(self._first_id, ids, side="right") - 1
+        groups = group_of(self._first_id, ids)
         lengths = np.empty(len(ids), dtype=np.int64)
         with self._lock:
             wanted = np.unique(groups).tolist()
@@ -144,5 +145,5 @@ def _lengths_in(rows: pa.Table, name: str) -> Int64s:
         )
     lengths: Int64s = numbers_of(column).astype(np.int64)
     if lengths.min() < 0:
-        raise ConfigError(f"column '{name}' holds {lengths.min()}, which is no length")
+        raise ConfigError(f"column '{name}' holds {lengths.min()}, which is not a length")
     return lengths

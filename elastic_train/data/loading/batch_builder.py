@@ -1,48 +1,31 @@
-"""Samples that cannot be used as they are: those of holes, those that cannot be read, and rows that are too long.
+"""From rows to micro-batches: every micro-batch of every run is built here.
 
 Samples of a hole are left out of their micro-batch, and nothing else about it changes. A row group that cannot be read
-is no hole yet: its micro-batch comes without tensors and names it, and whoever trains decides, on all ranks alike, from
+is not a hole yet: its micro-batch comes without tensors and names it, and the trainer decides, on all ranks alike, from
 which step on it is one. Rows that are longer than a task takes are refused, or cut and counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.arrays import Int64s, group_of
 from elastic_train.core.order import Cursor
-from elastic_train.data.arrow.numbers import numbers_of, whole
+from elastic_train.data.arrow.lists import lengths_of, truncate_lists
 from elastic_train.data.arrow.rows import Joined, Rows, groups_of
-from elastic_train.data.loading.lane_batch import Collate, LaneBatch
+from elastic_train.data.loading.collate import Collate, Collator
+from elastic_train.data.loading.lane_batch import LaneBatch
+from elastic_train.data.loading.sample_rules import SampleRules
 from elastic_train.errors import DataError, UnreadableError
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
-    """What to do with samples that cannot be used as they are.
-
-    `holes` are row groups, by number, and the first step without each. With `quarantines` a row group that cannot be
-    read is named in its micro-batch in place of raising. `longest` bounds the values of list columns; rows that have
-    more are cut if `truncates`, else they raise.
-    """
-
-    holes: tuple[tuple[int, int], ...] = ()
-    quarantines: bool = False
-    longest: Mapping[str, int] = field(default_factory=dict)
-    truncates: bool = False
-
-
-AS_THEY_ARE = Rules()
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
+class TakenRows:
     """The rows of some steps of one lane: those of step m, from the first on, are [bounds[m], bounds[m + 1]).
 
     `fit` says that no row is too long.
@@ -59,11 +42,15 @@ class Taken:
     unreadable: Mapping[int, Mapping[int, str]]
 
 
-class Sifter:
-    """Takes rows for a lane's steps, and makes micro-batches of them, by some rules."""
+class BatchBuilder:
+    """Takes rows for a lane's steps, and makes micro-batches of them, by some rules; picklable if `collate` is.
 
-    def __init__(self, first_id: Int64s, micro_batch: int, collate: Collate, rules: Rules) -> None:
-        self._first_id, self._micro_batch, self._collate, self._rules = first_id, micro_batch, collate, rules
+    `seed` is what the random numbers of `collate` follow from, together with epoch and sample id.
+    """
+
+    def __init__(self, first_id: Int64s, micro_batch: int, collate: Collate, rules: SampleRules, *, seed: int) -> None:
+        self._first_id, self._micro_batch, self._rules = first_id, micro_batch, rules
+        self._collate, self._seed = Collator(collate), seed
 
     def take(
         self,
@@ -73,23 +60,23 @@ class Sifter:
         ids: Int64s,
         rows_of: Callable[[int], Rows],
         joined: Joined | None = None,
-    ) -> Taken:
-        """Take the rows of the ids of consecutive steps, from `step` on, which lies at the cursor.
+    ) -> TakenRows:
+        """Take the rows of the ids of consecutive steps, from `step` on, which is at the cursor.
 
         `rows_of` returns the rows of a row group by its number, or raises UnreadableError; `joined`, if they are known
-        to be there, are all row groups that the ids lie in.
+        to be there, are all row groups that hold the ids.
         """
         bounds = [*range(0, len(ids), self._micro_batch), len(ids)]
         num_places, none_left_out = np.diff(bounds).tolist(), [0] * (len(bounds) - 1)
         if joined is not None and len(ids) and not self._rules.holes:
             table, read_ids = joined.take(ids)
-            return Taken(lane, cursor, table, self._fits(table), read_ids, bounds, num_places, none_left_out, {})
+            return TakenRows(lane, cursor, table, self._fits(table), read_ids, bounds, num_places, none_left_out, {})
         steps = np.arange(len(ids)) // self._micro_batch
         is_kept = self._is_kept(ids, step + steps)
         num_left_out = np.bincount(steps[~is_kept], minlength=len(num_places)).tolist()
         rows, wrong = self._read(groups_of(self._first_id, ids[is_kept]), rows_of)
         unreadable: dict[int, dict[int, str]] = {}
-        groups = self._groups_of(ids)
+        groups = group_of(self._first_id, ids)
         for group, why in wrong.items():
             for number in np.unique(steps[is_kept & (groups == group)]).tolist():
                 unreadable.setdefault(number, {})[group] = why
@@ -99,7 +86,7 @@ class Sifter:
         else:
             table, read_ids = None, ids[:0]
         num_kept = np.bincount(steps[is_kept], minlength=len(num_places))
-        return Taken(
+        return TakenRows(
             lane,
             cursor,
             table,
@@ -111,7 +98,7 @@ class Sifter:
             unreadable,
         )
 
-    def batch(self, taken: Taken, number: int) -> LaneBatch:
+    def batch(self, taken: TakenRows, number: int) -> LaneBatch:
         """Make the micro-batch of one of the steps, counted from the first that was taken."""
         lo = taken.cursor.offset + number * self._micro_batch
         if number >= len(taken.num_places):
@@ -124,7 +111,7 @@ class Sifter:
             rows = taken.rows.slice(first, end - first)
             if not taken.fit:
                 rows, num_truncated = self._fit(rows, ids)
-            tensors = self._collate(rows, ids)
+            tensors = self._collate(rows, ids, self._seed, taken.cursor.epoch)
         return LaneBatch(
             taken.lane,
             taken.cursor.epoch,
@@ -138,16 +125,13 @@ class Sifter:
         )
 
     def _is_kept(self, ids: Int64s, steps: Int64s) -> npt.NDArray[np.bool_]:
-        """Say which samples do not lie in a hole, in their steps."""
+        """Say which samples are not in a hole that is in effect at their steps; shape of `ids`."""
         is_kept = np.ones(len(ids), dtype=bool)
         if self._rules.holes:
-            groups = self._groups_of(ids)
+            groups = group_of(self._first_id, ids)
             for hole, since in self._rules.holes:
                 is_kept &= (groups != hole) | (steps < since)
         return is_kept
-
-    def _groups_of(self, ids: Int64s) -> Int64s:
-        return np.searchsorted(self._first_id, ids, side="right") - 1
 
     def _read(self, groups: Sequence[int], rows_of: Callable[[int], Rows]) -> tuple[dict[int, Rows], dict[int, str]]:
         """Return the row groups, and why others cannot be read."""
@@ -177,46 +161,7 @@ class Sifter:
                 worst = int(lengths.argmax())
                 raise DataError(
                     f"sample {ids[worst]} has {lengths[worst]} values in column '{name}', the task takes {longest}: "
-                    "let it take more, or set `data.too_long: truncate` to cut such rows there"
+                    "let the task take more, or set `data.too_long: truncate` to cut such rows"
                 )
-            rows = _cut(rows, name, longest)
+            rows = truncate_lists(rows, name, longest)
         return rows, int(is_long.sum())
-
-
-class Decoder(Protocol):
-    """What decodes row groups, from any thread."""
-
-    def decode(self, group: int) -> Rows:
-        """Return the rows of a row group, or raise UnreadableError."""
-
-    def at_hand(self, group: int) -> Rows | None:
-        """Return the rows of a row group if that takes no time, else None."""
-
-
-class Beyond:
-    """A decoder that reads nothing of holes that begin at or before a step."""
-
-    def __init__(self, decoder: Decoder, rules: Rules, step: int) -> None:
-        self._decoder = decoder
-        self._left_out = frozenset(group for group, since in rules.holes if since <= step)
-
-    def decode(self, group: int) -> Rows:
-        if group in self._left_out:
-            raise UnreadableError(f"row group {group} is in a hole")
-        return self._decoder.decode(group)
-
-    def at_hand(self, group: int) -> Rows | None:
-        return None if group in self._left_out else self._decoder.at_hand(group)
-
-
-def lengths_of(column: pa.ChunkedArray) -> Int64s:
-    """Return how many values the rows of a list column have."""
-    return np.diff(numbers_of(whole(column).offsets)).astype(np.int64)
-
-
-def _cut(rows: pa.Table, name: str, longest: int) -> pa.Table:
-    import pyarrow.compute as pc  # takes long to import, and few runs need it
-
-    place = rows.column_names.index(name)
-    cut: Sequence[pa.Array] = [pc.list_slice(chunk, 0, longest) for chunk in rows.column(name).chunks]
-    return rows.set_column(place, rows.schema.field(name), pa.chunked_array(cut).cast(rows.schema.field(name).type))

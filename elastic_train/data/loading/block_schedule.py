@@ -10,10 +10,10 @@ import heapq
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 
-from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.arrays import Int64s
 from elastic_train.core.order import Block, Cursor, Order
 from elastic_train.data.arrow.rows import Joined, Rows
-from elastic_train.data.loading.batch_builder import Decoder
+from elastic_train.data.loading.sample_rules import Decoder
 
 BLOCKS_AHEAD = 4
 
@@ -29,7 +29,7 @@ class DecodedBlock:
         self._looked_up: list[int] = []
 
     def decode(self, decoder: Decoder, pool: Executor, *, looks_first: bool) -> None:
-        """Have the row groups decoded; with `looks_first` those are taken as they are that are at hand."""
+        """Have the row groups decoded; with `looks_first`, those that need no decoding are taken as they are."""
         for group in self.block.groups.tolist():
             rows = decoder.at_hand(group) if looks_first else None
             if rows is None:
@@ -40,7 +40,7 @@ class DecodedBlock:
                 self._looked_up.append(group)
 
     def read_on(self, decoder: Decoder, pool: Executor) -> None:
-        """Have the row groups read that were at hand, and of which nothing was read but what a first step took."""
+        """Have the row groups read that needed no decoding, of which only a first step's rows have been read so far."""
         for group in self._looked_up:
             self.rows[group] = pool.submit(decoder.decode, group)
         self._joined = None if self._looked_up else self._joined
@@ -70,7 +70,7 @@ class BlockSchedule:
         self._next: list[tuple[int, int, DecodedBlock]] = []
         for lane in lanes:
             cursor = order.cursor_at(steps.start, micro_batch)
-            self._plan(lane, Cursor(cursor.epoch, order.reach(cursor.offset, cursor.offset)[0]))
+            self._plan(lane, Cursor(cursor.epoch, order.window_around(cursor.offset, cursor.offset)[0]))
 
     @property
     def row_bytes(self) -> float | None:
@@ -85,13 +85,13 @@ class BlockSchedule:
         return [[block for block in blocks if block.first < hi and block.end > lo] for blocks in self._held.values()]
 
     def read_on(self, pool: Executor) -> None:
-        """Have everything read behind the first step, for which row groups were only looked up."""
+        """After the first step, for which row groups were only looked up, have all of them read."""
         for blocks in self._held.values():
             for block in blocks:
                 block.read_on(self._decoder, pool)
 
     def prefetch(self, step: int, max_bytes: int, max_groups: int, pool: Executor) -> None:
-        """Have blocks decoded that steps behind `step` need first, and that take up to `max_bytes`.
+        """Have blocks decoded that steps after `step` need first, and that take up to `max_bytes`.
 
         They are a few of each lane, or `max_groups` row groups in all: small rows never fill the bytes.
         """

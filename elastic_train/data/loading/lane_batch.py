@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
 from torch import Tensor
 
-from elastic_train.core.keyed_random import Int64s
-
-Collate = Callable[[pa.Table, npt.NDArray[np.int64]], dict[str, Tensor]]
+from elastic_train.core.arrays import Int64s
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +15,7 @@ class LaneBatch:
     """One lane's micro-batch of the places [lo, hi) of its epoch; `ids` are those actually read.
 
     `tensors` is None where no sample is left, or where row groups are `unreadable` (by number, and why): such a
-    micro-batch must not be trained on. `num_left_out` places lie in holes, `num_truncated` rows were cut.
+    micro-batch must not be trained on. `num_left_out` places are in holes, `num_truncated` rows were cut.
     """
 
     lane: int

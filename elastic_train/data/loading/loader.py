@@ -1,7 +1,7 @@
-"""Feeding lanes from any cursor on; the cursor is the only truth.
+"""Feeding lanes from any cursor on; the cursor is the only state.
 
-Rows are read by threads of this process, since decoding leaves the interpreter's lock alone and nothing has to be
-copied between processes, or by worker processes, where collating is what takes the time. Either way the steps are the
+Rows are read by threads of this process, since decoding releases the interpreter's lock and nothing has to be copied
+between processes, or by worker processes, where collating is what takes the time. Either way the steps are the
 same, and their number, the workers and the lanes may change at every resume.
 """
 
@@ -10,23 +10,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from elastic_train.core.order import Cursor, Order
-from elastic_train.data.loading.batch_builder import AS_THEY_ARE, Rules
-from elastic_train.data.loading.lane_batch import Collate, LaneBatch
+from elastic_train.data.loading.collate import Collate, takes_draw
+from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.data.loading.read_ahead import PREFETCH_BYTES, ReadAhead
 from elastic_train.data.loading.reader import Reader
+from elastic_train.data.loading.sample_rules import AS_THEY_ARE, SampleRules
 from elastic_train.system.failpoints import reach
 
-__all__ = ["Collate", "LaneBatch", "LaneLoader", "Rules"]
+__all__ = ["Collate", "LaneBatch", "LaneLoader", "SampleRules"]
 
 
 class LaneLoader:
     """Yields one list a step: a `LaneBatch` for every owned lane, in lane order.
 
+    `collate(rows, ids)` or `collate(rows, ids, draw)` turns the rows of a micro-batch into tensors. `draw` is a
+    `SampleRandom`: random numbers that follow from the order's seed, the epoch and the sample ids alone. TypeError if
+    the function takes other arguments.
+
     With `num_workers=0` rows are read ahead by threads, which hold up to about `prefetch_bytes` of decoded row groups
     (more where one block of every lane takes more), and `collate` is called by one of them (for the first step by the
-    caller): it must not touch torch's global random numbers. Otherwise `num_workers` processes read. `rules` say what
-    becomes of samples that cannot be used as they are; without them a row group that cannot be read raises, and rows
-    are as long as they are.
+    caller): it must not use torch's or numpy's global random numbers. Otherwise `num_workers` processes read, for a
+    `collate` that is slow. `rules` say what happens to samples that cannot be used as they are; without rules a row
+    group that cannot be read raises UnreadableError, and no row is too long.
     """
 
     def __init__(
@@ -41,8 +46,9 @@ class LaneLoader:
         num_steps: int,
         num_workers: int = 0,
         prefetch_bytes: int = PREFETCH_BYTES,
-        rules: Rules = AS_THEY_ARE,
+        rules: SampleRules = AS_THEY_ARE,
     ) -> None:
+        takes_draw(collate)  # raises here, where the function was passed, if it takes other arguments
         self._reader, self._order, self._collate = reader, order, collate
         self._lanes, self._micro_batch = lanes, micro_batch
         self._cursor, self._num_steps = cursor, num_steps
@@ -69,6 +75,7 @@ class LaneLoader:
             )
             return ahead.steps(self._cursor, self._num_steps)
         from elastic_train.data.loading.worker_processes import (  # torchdata takes long to import
+            LaneDataLoader,
             LaneDataset,
             LaneSampler,
             read_in_workers,
@@ -76,12 +83,12 @@ class LaneLoader:
 
         sampler = LaneSampler(self._order, self._lanes, self._micro_batch, self._cursor, self._num_steps)
         dataset = LaneDataset(self._reader, self._order, self._collate, self._micro_batch, self._rules)
-        return read_in_workers(dataset, sampler, num_lanes=len(self._lanes), num_workers=self._num_workers)
+        return read_in_workers(LaneDataLoader(dataset, sampler, num_workers=self._num_workers), len(self._lanes))
 
     def state_dict(self) -> dict[str, int]:
-        """Return the cursor behind the last step that was yielded: two integers, whatever the lanes and workers."""
+        """Return the cursor after the last step that was yielded: two integers, whatever the lanes and workers."""
         return {"epoch": self._cursor.epoch, "offset": self._cursor.offset}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from a cursor; the number of steps left stays as it is."""
+        """Continue at a cursor; the number of steps left stays as it is."""
         self._cursor = Cursor(state["epoch"], state["offset"])

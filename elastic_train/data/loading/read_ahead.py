@@ -1,8 +1,8 @@
 """Reading ahead: threads decode the blocks that are needed next, and one thread makes micro-batches of their rows.
 
-The order tells the future, so nothing is guessed. Rows are taken for many steps at once, a chunk of steps, and then cut
-into micro-batches: no Python runs for a single row. The thread that asks for steps makes the first one and does all the
-bookkeeping; tasks of the pools only compute, and end by themselves.
+The order is known in advance, so nothing is guessed. Rows are taken for many steps at once, a chunk of steps, and then
+cut into micro-batches: no Python runs for a single row. The thread that asks for steps makes the first one and does all
+the bookkeeping; tasks of the pools only compute, and end by themselves.
 """
 
 from __future__ import annotations
@@ -14,18 +14,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
-from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.arrays import Int64s
 from elastic_train.core.order import Cursor, EpochOrder, Order
 from elastic_train.data.dataset.row_groups import num_decoders
-from elastic_train.data.loading.batch_builder import (
-    AS_THEY_ARE,
-    Beyond,
-    Rules,
-    Sifter,
-)
+from elastic_train.data.loading.batch_builder import BatchBuilder
 from elastic_train.data.loading.block_schedule import BlockSchedule, DecodedBlock
-from elastic_train.data.loading.lane_batch import Collate, LaneBatch
+from elastic_train.data.loading.collate import Collate
+from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.data.loading.reader import Reader
+from elastic_train.data.loading.sample_rules import AS_THEY_ARE, SampleRules, SkippingHoles
 
 PREFETCH_BYTES = 128 << 20
 CHUNK_BYTES, CHUNK_ROWS, CHUNKS_AHEAD = 4 << 20, 512, 4
@@ -50,10 +47,10 @@ class ReadAhead:
         lanes: range,
         micro_batch: int,
         prefetch_bytes: int = PREFETCH_BYTES,
-        rules: Rules = AS_THEY_ARE,
+        rules: SampleRules = AS_THEY_ARE,
     ) -> None:
         self._reader, self._order, self._rules = reader, order, rules
-        self._sifter = Sifter(reader.first_id, micro_batch, collate, rules)
+        self._builder = BatchBuilder(reader.first_id, micro_batch, collate, rules, seed=order.seed)
         self._lanes, self._micro_batch, self._prefetch_bytes = lanes, micro_batch, prefetch_bytes
         self._is_pinned = torch.cuda.is_available()
         self._ids = {lane: _LaneIds(lane) for lane in lanes}
@@ -62,13 +59,13 @@ class ReadAhead:
         """Yield one list a step: a micro-batch for every lane."""
         next_ = first = self._order.step_of(cursor, self._micro_batch)
         end = first + num_steps
-        decoder = Beyond(self._reader, self._rules, first)
+        decoder = SkippingHoles(self._reader, self._rules, first)
         schedule = BlockSchedule(decoder, self._order, self._lanes, self._micro_batch, range(first, end))
         decoders = ThreadPoolExecutor(_num_decoders(self._reader), "decode")
         assembler = ThreadPoolExecutor(1, "assemble")
         chunks: deque[tuple[int, Future[list[Step]]]] = deque()
         try:
-            if next_ < end:  # whoever waits for the first step makes it: no other thread has to wake up
+            if next_ < end:  # the thread that waits for the first step makes it, so no other has to wake up
                 yield from self._assemble(next_, next_ + 1, schedule.require(next_, next_ + 1, decoders))
                 next_ += 1
             if next_ < end:
@@ -96,7 +93,7 @@ class ReadAhead:
         return step + max(1, min(num_steps - step % num_steps, rows // (self._micro_batch * len(self._lanes))))
 
     def _assemble(self, lo: int, hi: int, blocks: Sequence[Sequence[DecodedBlock]]) -> list[Step]:
-        """Make the micro-batches of the steps [lo, hi), which lie in one epoch."""
+        """Make the micro-batches of the steps [lo, hi), which are in one epoch."""
         cursor = self._order.cursor_at(lo, self._micro_batch)
         epoch = self._order.epoch(cursor.epoch)
         end = cursor.offset + (hi - lo) * self._micro_batch
@@ -105,8 +102,8 @@ class ReadAhead:
             ids = self._ids[lane].between(cursor.epoch, epoch, cursor.offset, end)
             rows_of = {group: rows for block in of_lane for group, rows in block.rows.items()}
             joined = of_lane[0].joined(self._reader.first_id) if len(of_lane) == 1 else None
-            taken = self._sifter.take(lane, cursor, lo, ids, lambda group, of=rows_of: of[group].result(), joined)  # type: ignore[misc]
-            lanes.append([self._pinned(self._sifter.batch(taken, number)) for number in range(hi - lo)])
+            taken = self._builder.take(lane, cursor, lo, ids, lambda group, of=rows_of: of[group].result(), joined)  # type: ignore[misc]
+            lanes.append([self._pinned(self._builder.batch(taken, number)) for number in range(hi - lo)])
         return [list(step) for step in zip(*lanes, strict=True)]
 
     def _pinned(self, batch: LaneBatch) -> LaneBatch:

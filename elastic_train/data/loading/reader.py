@@ -13,7 +13,7 @@ from functools import partial
 import pyarrow as pa
 import tenacity
 
-from elastic_train.core.keyed_random import Int64s
+from elastic_train.core.arrays import Int64s
 from elastic_train.data.arrow.rows import Rows, gather
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.row_groups import RowGroups
@@ -52,7 +52,7 @@ class Reader:
         return Rows(self._cache.get(group, decode) if self._cache else decode(group))
 
     def at_hand(self, group: int) -> Rows | None:
-        """Return a row group that need not be decoded; None without."""
+        """Return a row group if it need not be decoded, else None."""
         table = self._cache.at_hand(group) if self._cache else None
         return None if table is None else Rows(table)
 

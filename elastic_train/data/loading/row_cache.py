@@ -48,11 +48,11 @@ class RowCache:
         self._is_broken = False
 
     def at_hand(self, group: int) -> pa.Table | None:
-        """Return a row group that is there, and was written since the machine started; None without."""
+        """Return a row group if it is in the folder and was written since the machine started, else None."""
         return self._map(group, is_read=False)
 
     def get(self, group: int, decode: Callable[[int], pa.Table]) -> pa.Table:
-        """Return a row group, from the folder or decoded and put there; what the folder cannot do is done without."""
+        """Return a row group, from the folder or decoded and put there; if the folder fails, just decoded."""
         if (table := self._map(group)) is not None:
             return table
         with contextlib.ExitStack() as stack:
@@ -74,9 +74,9 @@ class RowCache:
         return self._folder / f"{group}{_NAME}"
 
     def _map(self, group: int, *, is_read: bool = True) -> pa.Table | None:
-        """Return a whole entry; None without. If it is not to be read, no byte of it is before it is used.
+        """Return an entry if it is whole, else None. Unless `is_read`, no byte of it is read before it is used.
 
-        An entry of an earlier boot is not whole before all of it was read, and compared with its checksum.
+        An entry of an earlier boot counts as whole only once all of it was read and matches its checksum.
         """
         try:
             file = os.open(self._path(group), os.O_RDONLY | os.O_CLOEXEC)
@@ -163,10 +163,14 @@ class RowCache:
                 yield path
 
     def _do_without(self, error: OSError) -> None:
-        """Say once that the folder is of no use; rows are read from their files as ever."""
+        """Log once that the folder cannot be used; rows are read from their files."""
         if not self._is_broken:
             self._is_broken = True
-            _LOG.warning("%s: decoded rows cannot be kept: %s; they are decoded again", self._root, error)
+            _LOG.warning(
+                "%s: decoded rows cannot be cached (%s); decoding them each time, check data.cache_dir",
+                self._root,
+                error,
+            )
 
 
 def _write(table: pa.Table, sink: pa.NativeFile) -> None:
@@ -182,5 +186,5 @@ def _mark_used(file: int) -> None:
 
 @cache
 def _boot() -> bytes:
-    """Return what tells this boot of the machine from others."""
+    """Return what identifies this boot of the machine."""
     return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))

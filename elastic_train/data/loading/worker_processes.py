@@ -1,8 +1,12 @@
-"""Feeding lanes from worker processes: torchdata's StatefulDataLoader as the carrier.
+"""Feeding lanes from worker processes, with torchdata's StatefulDataLoader, whose state is the cursor.
 
-One item of the carrier is one lane's micro-batch of one step. Its sampler yields `LaneSlice`s, a pure function of the
-cursor and the lanes; the dataset turns a slice into ids, rows and tensors in a worker. The carrier's own state is never
-saved: a loader begins at any cursor, with any number of workers, for any lanes.
+One item of the loader is one lane's micro-batch of one step. Its sampler yields `LaneSlice`s, a pure function of the
+cursor and the lanes; the dataset turns a slice into ids, rows and tensors in a worker. The sampler's iterator is
+stateful in torchdata's sense, and its state is the cursor. torchdata takes that state when a slice is dispatched to a
+worker and releases it when the micro-batch is yielded, so what workers have prefetched is not in it.
+
+torchdata's own state also names the number of workers and their states, and cannot be loaded with another number.
+`LaneDataLoader.state_dict` returns only the cursor in it, which can be: with any workers, lanes and world.
 """
 
 from __future__ import annotations
@@ -12,16 +16,19 @@ import multiprocessing
 import signal
 import warnings
 import weakref
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from elastic_train.core.order import Cursor, Order
-from elastic_train.data.loading.batch_builder import Rules, Sifter
-from elastic_train.data.loading.lane_batch import Collate, LaneBatch
+from elastic_train.data.loading.batch_builder import BatchBuilder
+from elastic_train.data.loading.collate import Collate
+from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.data.loading.reader import Reader
+from elastic_train.data.loading.sample_rules import SampleRules
 
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)  # torchdata's own call
 
@@ -41,17 +48,17 @@ class LaneSlice:
 
 
 class LaneDataset:
-    """Maps a slice to its micro-batch; the carrier calls `__getitems__` once for each."""
+    """Maps a slice to its micro-batch; the loader calls `__getitems__` once for each."""
 
-    def __init__(self, reader: Reader, order: Order, collate: Collate, micro_batch: int, rules: Rules) -> None:
+    def __init__(self, reader: Reader, order: Order, collate: Collate, micro_batch: int, rules: SampleRules) -> None:
         self._reader, self._order, self._micro_batch = reader, order, micro_batch
-        self._sifter = Sifter(reader.first_id, micro_batch, collate, rules)
+        self._builder = BatchBuilder(reader.first_id, micro_batch, collate, rules, seed=order.seed)
 
     def __getitem__(self, slice_: LaneSlice) -> LaneBatch:
         ids = self._order.epoch(slice_.epoch).ids(slice_.lane, slice_.lo, slice_.hi)
         cursor = Cursor(slice_.epoch, slice_.lo)
         step = self._order.step_of(cursor, self._micro_batch)
-        return self._sifter.batch(self._sifter.take(slice_.lane, cursor, step, ids, self._reader.rows_of), 0)
+        return self._builder.batch(self._builder.take(slice_.lane, cursor, step, ids, self._reader.rows_of), 0)
 
     def __getitems__(self, slices: list[LaneSlice]) -> list[LaneBatch]:
         return [self[slice_] for slice_ in slices]
@@ -61,41 +68,109 @@ class LaneSampler:
     """Yields, step after step, the slice of every owned lane, each as a batch of one."""
 
     def __init__(self, order: Order, lanes: range, micro_batch: int, cursor: Cursor, num_steps: int) -> None:
-        self._order, self._lanes, self.micro_batch = order, lanes, micro_batch
+        self.order, self.lanes, self.micro_batch = order, lanes, micro_batch
         self.cursor, self.num_steps = cursor, num_steps
 
     def __len__(self) -> int:
-        return self.num_steps * len(self._lanes)
+        return self.num_steps * len(self.lanes)
 
-    def __iter__(self) -> Iterator[list[LaneSlice]]:
-        cursor = self.cursor
-        for _ in range(self.num_steps):
-            for lane in self._lanes:
-                yield [LaneSlice(cursor.epoch, lane, cursor.offset, cursor.offset + self.micro_batch)]
-            cursor = self._order.advance(cursor, self.micro_batch)
+    def __iter__(self) -> LaneSlices:
+        return LaneSlices(self)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the cursor at which an iterator begins."""
+        return asdict(self.cursor)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Let iterators begin at a cursor, and end with the step with which they would have ended."""
+        last = self.order.step_of(self.cursor, self.micro_batch) + self.num_steps
+        self.cursor = Cursor(state["epoch"], state["offset"])
+        self.num_steps = max(0, last - self.order.step_of(self.cursor, self.micro_batch))
 
 
-def read_in_workers(
-    dataset: LaneDataset, sampler: LaneSampler, *, num_lanes: int, num_workers: int
-) -> Iterator[list[LaneBatch]]:
-    """Return the sampler's steps, read by worker processes, which end with it, or with this process."""
-    carrier: StatefulDataLoader[LaneBatch] = StatefulDataLoader(
-        dataset,
-        batch_sampler=sampler,
-        collate_fn=_only,
-        num_workers=num_workers,
-        pin_memory=torch.cuda.is_available(),
-        multiprocessing_context="spawn",
-        worker_init_fn=_set_up_worker,
-    )
-    steps = _read(carrier, num_lanes)
+class LaneSlices:
+    """A sampler's iterator; its state is the cursor after the last step of which it has yielded every lane's slice."""
+
+    def __init__(self, sampler: LaneSampler) -> None:
+        self._sampler, self._cursor, self._num_steps = sampler, sampler.cursor, sampler.num_steps
+        self._num_yielded = 0  # lanes of the step at the cursor
+
+    def __iter__(self) -> LaneSlices:
+        return self
+
+    def __next__(self) -> list[LaneSlice]:
+        sampler, cursor = self._sampler, self._cursor
+        if self._num_steps <= 0:
+            raise StopIteration
+        slice_ = LaneSlice(
+            cursor.epoch, sampler.lanes[self._num_yielded], cursor.offset, cursor.offset + sampler.micro_batch
+        )
+        self._num_yielded += 1
+        if self._num_yielded == len(sampler.lanes):
+            self._cursor, self._num_steps = sampler.order.advance(cursor, sampler.micro_batch), self._num_steps - 1
+            self._num_yielded = 0
+        return [slice_]
+
+    def state_dict(self) -> dict[str, int]:
+        return asdict(self._cursor)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue at a cursor, with the first lane, up to the sampler's last step."""
+        self._sampler.load_state_dict(state)
+        self._cursor, self._num_steps, self._num_yielded = self._sampler.cursor, self._sampler.num_steps, 0
+
+
+class LaneDataLoader(StatefulDataLoader[LaneBatch]):  # type: ignore[misc]  # mypy does not follow torchdata
+    """A StatefulDataLoader that yields the lanes' micro-batches, and whose state is the cursor.
+
+    `state_dict()` returns {"epoch", "offset"}: the cursor after the last step of which every lane was yielded.
+    `load_state_dict` takes such a state from any loader of the same order and micro-batch, whatever its workers and
+    lanes, and continues up to the step with which this loader would have ended.
+    """
+
+    def __init__(self, dataset: LaneDataset, sampler: LaneSampler, *, num_workers: int) -> None:
+        super().__init__(
+            dataset,
+            batch_sampler=sampler,
+            collate_fn=_only,
+            num_workers=num_workers,
+            pin_memory=torch.cuda.is_available(),
+            multiprocessing_context="spawn" if num_workers else None,
+            worker_init_fn=_set_up_worker,
+            snapshot_every_n_steps=len(sampler.lanes),  # one of torchdata's steps is an item, a lane of ours
+        )
+        self._lane_sampler = sampler
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._iterator is None:  # to ask torchdata would start the workers
+            return self._lane_sampler.state_dict()
+        state = super().state_dict()
+        if self.num_workers:
+            state = state["_snapshot"]["_main_snapshot"]
+        return dict(state["_sampler_iter_state"])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._lane_sampler.load_state_dict(state_dict)
+        super().load_state_dict({})  # the next iterator begins where the sampler does
+
+    def end(self) -> None:
+        """End the workers; the state stays, and another iterator continues from it."""
+        # To drop the iterator is not enough: the traceback of an error that a worker reported refers to it, too.
+        if self.num_workers and self._iterator is not None:
+            self._iterator._shutdown_workers()
+        self.load_state_dict(self.state_dict())
+
+
+def read_in_workers(loader: LaneDataLoader, num_lanes: int) -> Iterator[list[LaneBatch]]:
+    """Return the loader's steps, one list each; its worker processes end with them, or with this process."""
+    steps = _read(loader, num_lanes)
     _reading.add(steps)
     return steps
 
 
-def _read(carrier: StatefulDataLoader[LaneBatch], num_lanes: int) -> Generator[list[LaneBatch], None, None]:
+def _read(loader: LaneDataLoader, num_lanes: int) -> Generator[list[LaneBatch], None, None]:
     others = set(multiprocessing.active_children())
-    batches = iter(carrier)
+    batches = iter(loader)
     workers = set(multiprocessing.active_children()) - others
     step: list[LaneBatch] = []
     try:
@@ -105,8 +180,8 @@ def _read(carrier: StatefulDataLoader[LaneBatch], num_lanes: int) -> Generator[l
                 yield step
                 step = []
     finally:
-        del batches, carrier  # which asks the workers to end
-        for worker in workers:
+        loader.end()
+        for worker in workers:  # torch terminates those that do not end, with a signal that they ignore
             worker.join(LONGEST_END_S)
             worker.kill()
 

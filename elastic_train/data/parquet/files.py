@@ -1,6 +1,6 @@
 """Parquet files as this package reads them: the footer once, row groups in the calling thread.
 
-By default pyarrow reads ahead in threads of its own, and behind an fsspec file these threads run Python. No thread but
+By default pyarrow reads ahead in its own threads, and under an fsspec file these threads run Python. No thread but
 the caller's may do that here: one that waits for the interpreter's lock while the interpreter ends is cancelled inside
 of C++ code, which can abort a process whose work is done.
 """
@@ -26,7 +26,7 @@ _KEPT_MS = 60_000
 def read_footer(file: BinaryIO, size: int, path: str) -> bytes:
     """Read a Parquet file's footer with its length and magic; DataError if the file does not end as one must."""
     if size < 12:
-        raise DataError(f"{path}: {size} bytes are no Parquet file; it is truncated, copy it again")
+        raise DataError(f"{path}: {size} bytes are not a Parquet file; it is truncated, copy it again")
     file.seek(size - 8)
     tail = file.read(8)
     length = int.from_bytes(tail[:4], "little")

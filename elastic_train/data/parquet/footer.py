@@ -113,7 +113,7 @@ def _list_header(content: bytes, at: int) -> tuple[int, int, int]:
 
 
 def _skip(content: bytes, at: int, kind: int) -> int:
-    """Return where a value ends that begins at `at`; a bool inside a struct has no bytes of its own."""
+    """Return where a value ends that begins at `at`; a bool inside a struct takes no bytes."""
     if kind in _VARINTS:
         while content[at] & 0x80:
             at += 1

@@ -1,6 +1,6 @@
 """All footers of a dataset in one file beside its manifest, cut at their row groups.
 
-With it a reader needs no request before the first row group's own bytes. It is no part of the manifest's identity:
+With it a reader needs no request before the first row group's own bytes. It is not part of the manifest's identity:
 each footer is compared with the fingerprint that the manifest has of it, and a dataset without it is read as well,
 footer by footer.
 """

@@ -1,7 +1,7 @@
 """Ranges of S3's objects by plain HTTP: fsspec signs an object's address, and every range of it is then a bare GET.
 
 A client that signs, parses and checks each request in Python costs more than decoding what it brings; this one reads a
-body straight into Arrow's memory, in the calling thread, over a connection of its own. Credentials, endpoint and
+body straight into Arrow's memory, in the calling thread, over that thread's own connection. Credentials, endpoint and
 addressing stay those of fsspec. Whatever goes wrong is None, and then fsspec is asked, which retries and knows what
 errors mean. Where it does not work at all (behind a proxy, with another way of signing) it is left alone for a while.
 """
@@ -25,7 +25,7 @@ import pyarrow as pa
 SIGNED_FOR_S, SIGN_AGAIN_AFTER_S = 3600, 600
 TIMEOUT_S = 15.0
 MOST_FAILURES = 32
-"""So many in a row, without one range that came, are no accident."""
+"""Failures in a row, without one range that arrived, after which signed addresses are not used for a while."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,7 +50,11 @@ class SignedRanges:
             self._num_failures += 1
             if self._num_failures >= MOST_FAILURES:
                 self._num_failures, self._idle_until_s = 0, time.monotonic() + SIGN_AGAIN_AFTER_S
-                _LOG.warning("%s: signed addresses do not work (%s); fsspec reads for now, slower", path, error)
+                _LOG.warning(
+                    "%s: presigned addresses do not work (%s); reading through fsspec for now, which is slower",
+                    path,
+                    error,
+                )
             return None
         self._num_failures = 0
         return content
@@ -92,7 +96,7 @@ class SignedRanges:
         return content
 
     def _connection(self, address: SplitResult) -> http.client.HTTPConnection:
-        """Return this thread's connection, made anew if the other side has closed it."""
+        """Return this thread's connection, opened again if the other side has closed it."""
         kept: dict[str, http.client.HTTPConnection] = self._of_thread.__dict__
         if address.netloc not in kept:
             host = address.hostname or ""

@@ -82,7 +82,7 @@ def reaching(url: str) -> Iterator[None]:
 
 
 def join_near(ranges: Sequence[Range], max_gap: int = MAX_GAP) -> list[Range]:
-    """Join half-open ranges that touch, overlap, or lie at most `max_gap` bytes apart; the result is in order."""
+    """Join half-open ranges that touch, overlap, or are at most `max_gap` bytes apart; the result is in order."""
     joined: list[Range] = []
     for lo, hi in sorted(ranges):
         if joined and lo - joined[-1][1] <= max_gap:

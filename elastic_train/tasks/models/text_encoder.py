@@ -2,7 +2,7 @@
 
 Architecture: Vaswani et al. 2017 with the pre-norm residual order of Xiong et al. 2020; mean pooling over the real
 tokens. Categorical metadata enter by embeddings, numeric metadata by projections, and a missing value of either kind
-has a learned vector of its own.
+has its own learned vector.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EncoderShape:
 
 
 class Block(nn.Module):
-    """Self-attention and a two-layer perceptron, each behind a norm and inside a residual."""
+    """Self-attention and a two-layer perceptron, each after a norm and inside a residual."""
 
     def __init__(self, shape: EncoderShape) -> None:
         super().__init__()

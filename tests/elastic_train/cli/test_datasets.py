@@ -131,7 +131,7 @@ def test_an_import_never_takes_a_folder_of_something_else(tmp_path: Path, call: 
     path = write_texts(tmp_path / "a.jsonl")
     for arguments in (["import", "text", tmp_path / "thesis", path], ["synth", tmp_path / "thesis"]):
         done = call(*arguments)
-        assert (done.code, "is no imported dataset" in done.output) == (2, True)
+        assert (done.code, "is not an imported dataset" in done.output) == (2, True)
     assert snapshot(tmp_path / "thesis") == {"chapter.txt": b"one"}
 
 

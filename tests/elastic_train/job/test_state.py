@@ -11,7 +11,7 @@ from torch import nn
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.config.schema import OptimizerConfig
-from elastic_train.core.accounting import Account
+from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.job.state import AppliedState, build_state
@@ -25,7 +25,7 @@ def built(config: OptimizerConfig, total_steps: int = 20) -> AppliedState:
 def step(state: AppliedState) -> None:
     for parameter in state.model.parameters():
         parameter.grad = torch.full_like(parameter, 0.25)
-    state.apply(Cursor(0, state.step + 1), CoverageSums(), 1, Account())
+    state.apply(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount())
 
 
 def restored(state: AppliedState, config: OptimizerConfig, total_steps: int = 20) -> AppliedState:

@@ -15,7 +15,7 @@ from elastic_train.checkpoint.interval.cadence import Cadence
 from elastic_train.checkpoint.interval.young_daly import Faults
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.config.schema import CheckpointConfig, OptimizerConfig
-from elastic_train.core.accounting import Account
+from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval
 from elastic_train.core.order import Cursor
@@ -98,7 +98,7 @@ def take_step(commits: Commits) -> None:
     """Do what the loop does for a step, up to its boundary."""
     commits.state.model(torch.ones(1, 3)).sum().backward()
     commits.await_staging()
-    commits.state.apply(Cursor(), CoverageSums(), commits.world.term, Account())
+    commits.state.apply(Cursor(), CoverageSums(), commits.world.term, SampleAccount())
     commits.collect()
 
 

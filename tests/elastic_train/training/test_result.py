@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from elastic_train.core.accounting import Account
+from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.errors import ElasticTrainError, Preempted, ResultError
 from elastic_train.system import atomic_files
@@ -39,7 +39,7 @@ class Ended:
             history=SimpleNamespace(end=lambda **_: self.acts.append("told")),
             term=3,
         )
-        reached = SimpleNamespace(validation={}, account=Account())
+        reached = SimpleNamespace(validation={}, account=SampleAccount())
         cursor = SimpleNamespace(epoch=1)
         self.state = SimpleNamespace(
             model=nn.Linear(2, 1), step=14, coverage=CoverageSums(), reached=reached, cursor=cursor

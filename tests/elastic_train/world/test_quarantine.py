@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -161,7 +160,7 @@ def test_records_ahead_take_effect_and_those_behind_do_not(tmp_path: Path) -> No
 
     assert known(0) == []
     for number, recorded in enumerate([hole(3, 9), hole(1, 4), hole(1, 7), hole(2, 2)]):
-        store.create(f"holes/{number}.json", json.dumps([asdict(recorded)]).encode())
+        store.create(f"holes/{number}.json", json.dumps([recorded.to_dict()]).encode())
     assert known(4) == [hole(1, 4), hole(3, 9)]
     assert known(5, hole(2, 2)) == [hole(2, 2), hole(1, 7), hole(3, 9)]
     assert known(10, hole(1, 4)) == [hole(1, 4)]

@@ -14,9 +14,9 @@ import yaml
 from elastic_train.checkpoint import CommitRecord, open_store
 from elastic_train.checkpoint.audit.coverage_proof import audit
 from elastic_train.cli.audit import audit as audit_run
-from elastic_train.core.accounting import Account, Hole, ranges_of
+from elastic_train.core.accounting import Hole, SampleAccount
+from elastic_train.core.arrays import Int64s, group_of, ranges_of
 from elastic_train.core.coverage import CoverageSums
-from elastic_train.core.keyed_random import Int64s
 from elastic_train.core.length_buckets import LengthBuckets
 from elastic_train.core.lineage import Interval
 from elastic_train.core.order import VERSION, Order
@@ -60,7 +60,7 @@ class Run:
         """Apply steps, the first half by term 1, and commit; return the newest record."""
         store, order, half = open_store(str(self.folder)), self.order, max(1, steps // 2)
         histories: dict[int, list[History]] = {1: [], 2: []}
-        coverage, account, record = CoverageSums(), Account(), None
+        coverage, account, record = CoverageSums(), SampleAccount(), None
         for step in range(steps):
             cursor, term = order.cursor_at(step, MICRO_BATCH), 1 if step < half else 2
             histories[term] = histories[term] or [History(self.folder, term, rank) for rank in range(2)]
@@ -86,7 +86,7 @@ class Run:
             kept &= (ids < hole.lo) | (ids >= hole.hi) | (step < hole.since)
         return ids[kept], int((~kept).sum())
 
-    def _record(self, step: int, half: int, coverage: CoverageSums, account: Account) -> CommitRecord:
+    def _record(self, step: int, half: int, coverage: CoverageSums, account: SampleAccount) -> CommitRecord:
         intervals = (Interval(1, 0, min(step, half)), *([Interval(2, half, step)] if step > half else []))
         return CommitRecord(
             step=step,
@@ -139,9 +139,9 @@ def test_a_good_run_is_proven_at_any_step(tmp_path: Path, dataset: Manifest, ste
 def test_holes_are_left_out_of_the_proof_and_told(tmp_path: Path, dataset: Manifest) -> None:
     """A hole that begins inside an epoch takes just what the epoch had not applied of it."""
     whole = Run(tmp_path, dataset)
-    group = int(np.searchsorted(whole.order.group_first_id, whole.order.epoch(0).ids(0, 0, 1)[0], side="right") - 1)
+    group = int(group_of(whole.order.group_first_id, whole.order.epoch(0).ids(0, 0, 1))[0])
     hole = make_hole(whole.order, dataset, MICRO_BATCH, 1, group, "gone")
-    assert hole.kept
+    assert hole.applied_before
     Run(tmp_path, dataset, holes=(hole,)).train(9, commit_at=(9,))
     found = audit(open_store(str(tmp_path)), dataset)
     assert (found.wrong, found.unproven, found.holes) == ([], [], (hole,))

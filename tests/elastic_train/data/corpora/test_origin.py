@@ -78,12 +78,12 @@ def test_a_folder_of_something_else_is_not_overwritten(tmp_path: Path, text: str
     if text is not None:
         (tmp_path / NAME).write_text(text)
     assert read_origin(tmp_path) is None
-    with pytest.raises(ConfigError, match="exists and is no imported dataset"):
+    with pytest.raises(ConfigError, match="exists and is not an imported dataset"):
         is_finished(tmp_path, ORIGIN)
 
 
 def test_a_file_in_the_way_is_not_overwritten(tmp_path: Path) -> None:
     """The target may be a file by mistake."""
     (tmp_path / "out").write_text("thesis")
-    with pytest.raises(ConfigError, match="exists and is no imported dataset"):
+    with pytest.raises(ConfigError, match="exists and is not an imported dataset"):
         is_finished(tmp_path / "out", ORIGIN)

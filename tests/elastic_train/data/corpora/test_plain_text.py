@@ -73,7 +73,9 @@ BAD: dict[str, tuple[str, str]] = {
 def test_a_bad_row_is_named(tmp_path: Path, case: str) -> None:
     """A row that is no JSON object, or lacks a text or a label, is an error with file and line: line 2 here."""
     name, content = BAD[case]
-    with pytest.raises(ConfigError, match=rf"{name}:2: (is no JSON|no value under '(text|label)'; keys there: text)"):
+    with pytest.raises(
+        ConfigError, match=rf"{name}:2: (is not (a )?JSON|no value under '(text|label)'; keys there: text)"
+    ):
         read(tmp_path / name, content)
 
 

@@ -121,7 +121,10 @@ def test_labels_are_counted(tmp_path: Path) -> None:
 
 BROKEN: dict[str, tuple[Break, str]] = {
     "cut in the middle": (lambda path: cut(path, 500), "a.parquet: does not end as a Parquet file does; .* copy it"),
-    "cut to nothing": (lambda path: cut(path, 0), "a.parquet: 0 bytes are no Parquet file; it is truncated, copy it"),
+    "cut to nothing": (
+        lambda path: cut(path, 0),
+        "a.parquet: 0 bytes are not a Parquet file; it is truncated, copy it",
+    ),
     "no rows": (lambda path: write_ids(path, []), "a.parquet: has an empty row group, or none; write it again"),
     "no label column": (
         lambda path: pq.write_table(pa.table({"id": [1]}), path),
@@ -198,8 +201,8 @@ def without_files(fields: dict[str, object]) -> str:
 
 DAMAGED: dict[str, tuple[Callable[[dict[str, object]], str], str]] = {
     "half of it": (lambda fields: json.dumps(fields)[:80], "cannot be read as a manifest"),
-    "another format": (lambda fields: json.dumps({**fields, "format": 99}), "is no manifest of format 1"),
-    "a list": (lambda _: "[]", "is no manifest of format 1"),
+    "another format": (lambda fields: json.dumps({**fields, "format": 99}), "is not a manifest of format 1"),
+    "a list": (lambda _: "[]", "is not a manifest of format 1"),
     "no files": (without_files, "lacks or has unknown fields: 'files'"),
     "an unknown field": (lambda fields: json.dumps({**fields, "speed": 1}), "lacks or has unknown fields: .*speed"),
 }

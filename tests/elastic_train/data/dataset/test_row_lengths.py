@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_train.cli.datasets import lengths_
-from elastic_train.core.keyed_random import Int64s, mix64_array
+from elastic_train.core.arrays import Int64s
+from elastic_train.core.keyed_random import mix64_array
 from elastic_train.core.lanes import owned_lanes
 from elastic_train.core.length_buckets import LengthBuckets
 from elastic_train.core.order import Order

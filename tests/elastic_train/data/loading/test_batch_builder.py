@@ -18,10 +18,10 @@ from elastic_train.core.lanes import owned_lanes
 from elastic_train.core.order import Order
 from elastic_train.data.arrow.rows import Rows
 from elastic_train.data.dataset.manifest import FileEntry, Manifest, load_manifest
-from elastic_train.data.loading.batch_builder import Rules
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.data.loading.loader import LaneLoader
 from elastic_train.data.loading.reader import Reader
+from elastic_train.data.loading.sample_rules import SampleRules
 from elastic_train.data.loading.worker_processes import LaneDataset, LaneSlice
 from elastic_train.errors import DataError, UnreadableError
 from elastic_train.world.quarantine import make_hole
@@ -72,7 +72,7 @@ def train(
     while (step := len(applied)) < end:
         size = turns[step] if step < len(turns) else 1
         storage.step, cursor = step, order.cursor_at(step, micro_batch)
-        rules = Rules(tuple((hole.group, hole.since) for hole in holes), quarantines=True)
+        rules = SampleRules(tuple((hole.group, hole.since) for hole in holes), quarantines=True)
         batches: list[LaneBatch] = []
         for rank in range(size):
             dataset = LaneDataset(storage, order, check_rows, micro_batch, rules)  # type: ignore[arg-type]
@@ -147,7 +147,7 @@ def test_who_knows_of_a_hole_from_the_beginning_applies_the_same(
     found, holes, _, _ = train(order, micro_batch, worlds, broken)
     assert found == train(order, micro_batch, [], {}, known)[0]
     assert sorted(hole.group for hole in holes) == sorted(broken)
-    assert all(hole.kept == () for hole in holes)
+    assert all(hole.applied_before == () for hole in holes)
 
 
 def test_a_hole_names_its_file_and_what_its_epoch_had_applied() -> None:
@@ -157,7 +157,7 @@ def test_a_hole_names_its_file_and_what_its_epoch_had_applied() -> None:
     step = next(place for place, id_ in enumerate(whole) if 4 <= id_ < 12) // 4 + 1
     hole = make_hole(order, manifest_of(order), 4, step, 1, "gone")
     assert (hole.file, hole.row_group, hole.lo, hole.hi, hole.epoch) == ("1.parquet", 0, 4, 12, 0)
-    kept = [id_ for lo, hi in hole.kept for id_ in range(lo, hi)]
+    kept = [id_ for lo, hi in hole.applied_before for id_ in range(lo, hi)]
     assert kept == sorted(id_ for id_ in whole[: step * 4] if 4 <= id_ < 12) and kept
     left_out = [id_ for lo, hi in hole.left_out_of(0) for id_ in range(lo, hi)]
     assert sorted(kept + left_out) == list(range(4, 12))
@@ -188,16 +188,16 @@ def test_threads_and_workers_name_what_they_cannot_read(tmp_path: Path, num_work
     bad = len(manifest.files[0].row_groups) + 1
     lo, hi = int(order.group_first_id[bad]), int(order.group_first_id[bad] + order.group_rows[bad])
 
-    def steps(rules: Rules) -> list[list[LaneBatch]]:
+    def steps(rules: SampleRules) -> list[list[LaneBatch]]:
         reader = Reader(manifest, ["label"])
         place = {"lanes": range(4), "micro_batch": 3, "cursor": order.cursor_at(0, 3), "num_steps": order.num_steps(3)}
         return list(LaneLoader(reader, order, no_tensors, num_workers=num_workers, rules=rules, **place))  # type: ignore[arg-type]
 
-    whole = steps(Rules())
+    whole = steps(SampleRules())
     damage(folder, "part-1.parquet", 1)
     with pytest.raises(DataError, match=r"part-1\.parquet: row group 1 cannot be read"):
-        steps(Rules())
-    found, known = steps(Rules(quarantines=True)), steps(Rules(holes=((bad, 0),)))
+        steps(SampleRules())
+    found, known = steps(SampleRules(quarantines=True)), steps(SampleRules(holes=((bad, 0),)))
     for was, now, without in zip(*([b for s in run for b in s] for run in (whole, found, known)), strict=True):
         missing = [id_ for id_ in was.ids.tolist() if lo <= id_ < hi]
         kept = [id_ for id_ in was.ids.tolist() if not lo <= id_ < hi]
@@ -220,7 +220,7 @@ def test_a_changed_file_is_refused_also_in_quarantine(tmp_path: Path) -> None:
     (folder / "part-0.parquet").write_bytes(bytes(content))
     order = Order(manifest.group_rows, num_lanes=1, seed=1, is_shuffled=False)
     place = {"lanes": range(1), "micro_batch": 4, "cursor": order.cursor_at(0, 4), "num_steps": 1}
-    loader = LaneLoader(Reader(manifest, ["label"]), order, no_tensors, rules=Rules(quarantines=True), **place)  # type: ignore[arg-type]
+    loader = LaneLoader(Reader(manifest, ["label"]), order, no_tensors, rules=SampleRules(quarantines=True), **place)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"part-0\.parquet: the file changed") as refused:
         list(loader)
     assert not isinstance(refused.value, UnreadableError)
@@ -263,7 +263,7 @@ def test_long_rows_are_cut_and_counted(lists: list[list[int]], longest: int) -> 
         seen.update(zip(ids.tolist(), rows.column("input_ids").to_pylist(), strict=True))
         return {}
 
-    rules = Rules(longest={"input_ids": longest}, truncates=True)
+    rules = SampleRules(longest={"input_ids": longest}, truncates=True)
     dataset = LaneDataset(storage, order, keep, 3, rules)  # type: ignore[arg-type]
     slices = [LaneSlice(0, lane, lo, lo + 3) for lane in range(2) for lo in range(0, len(lists), 3)]
     num_truncated = sum(dataset[slice_].num_truncated for slice_ in slices)
@@ -271,7 +271,7 @@ def test_long_rows_are_cut_and_counted(lists: list[list[int]], longest: int) -> 
     assert num_truncated == sum(len(row) > longest for row in lists)
 
     if num_truncated:
-        refusing = LaneDataset(storage, order, keep, 3, Rules(longest={"input_ids": longest}))  # type: ignore[arg-type]
+        refusing = LaneDataset(storage, order, keep, 3, SampleRules(longest={"input_ids": longest}))  # type: ignore[arg-type]
         with pytest.raises(
             DataError, match=rf"has \d+ values in column 'input_ids', the task takes {longest}: .*trunc"
         ):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pytest
 import torch
 from torch import Tensor
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from elastic_train.core.lanes import owned_lanes
 from elastic_train.core.order import Cursor, Order
@@ -23,7 +25,14 @@ from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.data.loading.loader import LaneBatch, LaneLoader
 from elastic_train.data.loading.reader import Reader
 from elastic_train.data.loading.row_cache import RowCache
-from elastic_train.data.loading.worker_processes import LaneSampler, LaneSlice
+from elastic_train.data.loading.sample_rules import AS_THEY_ARE
+from elastic_train.data.loading.worker_processes import (
+    LaneDataLoader,
+    LaneDataset,
+    LaneSampler,
+    LaneSlice,
+    read_in_workers,
+)
 from tests.conftest import ROOT, write_rows
 
 MICRO_BATCH = 3
@@ -218,6 +227,84 @@ def test_the_number_of_workers_changes_at_every_resume(dataset: Manifest, tmp_pa
         read += [micro_batches(step) for step in steps]
         assert read == expected_steps(order, lanes, done, num_steps)
         done, state = done + num_steps, loader.state_dict()
+
+
+def inner_loader(
+    manifest: Manifest,
+    order: Order,
+    lanes: range,
+    *,
+    num_steps: int,
+    num_workers: int,
+    cursor: Cursor = Cursor(),  # noqa: B008 - frozen
+) -> LaneDataLoader:
+    """Return what carries the lanes of a loader with worker processes."""
+    dataset = LaneDataset(Reader(manifest, ["label"]), order, collate, MICRO_BATCH, AS_THEY_ARE)
+    sampler = LaneSampler(order, lanes, MICRO_BATCH, cursor, num_steps)
+    return LaneDataLoader(dataset, sampler, num_workers=num_workers)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_state_of_the_stateful_data_loader_is_the_cursor(dataset: Manifest, num_workers: int) -> None:
+    """After any step, also across an epoch's end, and after any lane of one: the cursor after the last whole step."""
+    order, lanes = order_of(dataset), range(1, 4)
+    first = order.num_steps(MICRO_BATCH) - 2
+    start = order.cursor_at(first, MICRO_BATCH)
+    loader = inner_loader(dataset, order, lanes, num_steps=4, num_workers=num_workers, cursor=start)
+    assert isinstance(loader, StatefulDataLoader)
+    assert loader.state_dict() == asdict(start), "asked before it is used, it starts no worker"
+    assert not multiprocessing.active_children()
+    for num_yielded, batch in enumerate(loader, 1):
+        steps_done, lanes_of_next = divmod(num_yielded, len(lanes))
+        assert batch.lane == lanes[lanes_of_next - 1]
+        assert loader.state_dict() == asdict(order.cursor_at(first + steps_done, MICRO_BATCH))
+    assert num_yielded == 4 * len(lanes)
+
+
+def test_a_state_is_loaded_with_other_workers_in_another_world(dataset: Manifest) -> None:
+    """Two workers alone, then none in a world of 2, then one in a world of 3: each continues where the last one was."""
+    order, state = order_of(dataset), asdict(Cursor())
+    for turn, (num_workers, world_size) in enumerate(((2, 1), (0, 2), (1, 3))):
+        lanes = owned_lanes(world_size - 1, world_size, NUM_LANES)
+        loader = inner_loader(dataset, order, lanes, num_steps=6, num_workers=num_workers)
+        loader.load_state_dict(state)
+        steps = read_in_workers(loader, len(lanes))
+        assert [micro_batches(next(steps)) for _ in range(2)] == expected_steps(order, lanes, 2 * turn, 2)
+        steps.close()  # type: ignore[attr-defined]
+        assert not multiprocessing.active_children()
+        state = loader.state_dict()
+        assert state == asdict(order.cursor_at(2 * turn + 2, MICRO_BATCH)), "kept when its workers end"
+
+
+def test_a_loaded_loader_ends_where_it_would_have_ended(dataset: Manifest) -> None:
+    """A state from the middle leaves the rest of its steps; one from the end leaves none."""
+    order = order_of(dataset)
+    for step, num_left in ((0, 6), (4, 2), (6, 0), (8, 0)):
+        loader = inner_loader(dataset, order, range(2), num_steps=6, num_workers=0)
+        loader.load_state_dict(asdict(order.cursor_at(step, MICRO_BATCH)))
+        assert [micro_batches([batch])[0] for batch in loader] == [
+            micro for micros in expected_steps(order, range(2), step, num_left) for micro in micros
+        ]
+
+
+def test_torchdatas_own_loader_resumes_by_the_sampler(dataset: Manifest) -> None:
+    """The sampler follows torchdata's protocol: a plain StatefulDataLoader with it goes on where another stood."""
+
+    def plain() -> StatefulDataLoader[list[LaneSlice]]:
+        sampler = LaneSampler(order_of(dataset), range(2), MICRO_BATCH, Cursor(), 3)
+        return StatefulDataLoader(_Slices(), batch_sampler=sampler, collate_fn=list)
+
+    first = plain()
+    slices = iter(first)
+    done = [next(slices) for _ in range(2)]
+    second = plain()
+    second.load_state_dict(first.state_dict())
+    assert done + list(second) == list(plain())
+
+
+class _Slices:
+    def __getitem__(self, slice_: LaneSlice) -> LaneSlice:
+        return slice_
 
 
 UNFINISHED = """

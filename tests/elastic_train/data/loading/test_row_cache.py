@@ -205,7 +205,7 @@ def test_a_folder_that_cannot_be_used_is_done_without(
     for _ in range(2):
         assert cache.get(1, decode).equals(table_of(1))
     assert decode.decoded[1] == 2
-    assert [record.getMessage().count("decoded rows cannot be kept") for record in caplog.records] == [1]
+    assert [record.getMessage().count("decoded rows cannot be cached") for record in caplog.records] == [1]
 
 
 CRASHES = """
@@ -231,7 +231,7 @@ def open_cache(place, max_bytes=3500):
 def die_after(num_lines):
     def trace(frame, event, argument):
         nonlocal num_lines
-        if frame.f_code.co_filename.endswith(("data/cache.py", "data/locks.py")):
+        if frame.f_code.co_filename.endswith(("loading/row_cache.py", "system/file_locks.py")):
             num_lines -= event == "line"
             if num_lines < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -280,12 +280,12 @@ from pathlib import Path
 import fsspec, numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
-from elastic_train.data import source
+from elastic_train.data.parquet import sources
 from elastic_train.data.loading.row_cache import RowCache
 from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.data.loading.reader import Reader
 
-source.SOONEST_HEDGE_S = 1e6  # what is late is not asked for twice
+sources.SOONEST_HEDGE_S = 1e6  # what is late is not asked for twice
 
 class Counted(LocalFileSystem):
     protocol = ("counted",)

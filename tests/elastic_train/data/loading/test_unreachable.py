@@ -19,8 +19,9 @@ from elastic_train.data.dataset.describe import describe
 from elastic_train.data.dataset.manifest import build_manifest, load_manifest
 from elastic_train.data.dataset.verify import verify
 from elastic_train.data.loading import reader
-from elastic_train.data.loading.batch_builder import Rules, Sifter
+from elastic_train.data.loading.batch_builder import BatchBuilder
 from elastic_train.data.loading.reader import Reader
+from elastic_train.data.loading.sample_rules import SampleRules
 from elastic_train.data.parquet import sources
 from elastic_train.data.parquet.footer_index import NAME as FOOTERS
 from elastic_train.data.parquet.sources import RemoteSource, open_source
@@ -146,9 +147,9 @@ def test_a_row_group_behind_a_silent_store_is_unreadable(
     with pytest.raises(UnreadableError, match=r"a\.parquet: row group 1 cannot be read \(Could not connect"):
         rows.decode(1)
     order = Order(manifest.group_rows, num_lanes=1, seed=1, is_shuffled=False)
-    sifter = Sifter(rows.first_id, 20, lambda rows, ids: {}, Rules(quarantines=True))
-    taken = sifter.take(0, Cursor(), 0, order.epoch(0).ids(0, 10, 20), rows.decode)
-    assert list(sifter.batch(taken, 0).unreadable) == [1]
+    builder = BatchBuilder(rows.first_id, 20, lambda rows, ids: {}, SampleRules(quarantines=True), seed=0)
+    taken = builder.take(0, Cursor(), 0, order.epoch(0).ids(0, 10, 20), rows.decode)
+    assert list(builder.batch(taken, 0).unreadable) == [1]
     silent.error = None
     assert rows.decode(1).num_rows == 10
 

@@ -1,0 +1,39 @@
+"""Arrays of whole numbers, as all of the package passes them on, and what is asked of them in several places."""
+
+from __future__ import annotations
+
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+UInt64s = npt.NDArray[np.uint64]
+Int64s = npt.NDArray[np.int64]
+
+Ranges = tuple[tuple[int, int], ...]
+"""Half-open ranges [lo, hi), in ascending order."""
+
+
+@overload
+def group_of(first_id: Int64s, ids: int) -> int: ...
+@overload
+def group_of(first_id: Int64s, ids: Int64s) -> Int64s: ...
+def group_of(first_id: Int64s, ids: Int64s | int) -> Int64s | int:
+    """Return the number of the group that holds each id; the shape of `ids`.
+
+    Groups are consecutive runs of ids: `first_id` has the first id of each, ascending, shape (groups,). No id may be
+    less than the first of them; the last group has no end.
+    """
+    groups = np.searchsorted(first_id, ids, side="right") - 1
+    return int(groups) if isinstance(ids, int) else groups
+
+
+def ranges_of(ids: Int64s) -> Ranges:
+    """Return distinct ids as half-open ranges, in order."""
+    ranges: list[tuple[int, int]] = []
+    for id_ in sorted(ids.tolist()):
+        if ranges and ranges[-1][1] == id_:
+            ranges[-1] = (ranges[-1][0], id_ + 1)
+        else:
+            ranges.append((id_, id_ + 1))
+    return tuple(ranges)

@@ -1,0 +1,70 @@
+"""Random numbers for samples: what `collate` draws from, so that augmentation never depends on the world.
+
+A number is a pure function of (seed, epoch, sample id, name of the draw, its place). So the same sample gets the same
+numbers on any rank, in any world, in a thread or a worker process, before and after a resume, and others in the next
+epoch. The numbers come from this package's own mixing functions, which are frozen: numpy and torch may change what
+their generators yield from version to version, and a run must not change when a library does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from elastic_train.core.arrays import Int64s, UInt64s
+from elastic_train.core.keyed_random import derive, derive_each
+
+_SAMPLES = 6  # separates these keys from those of the order and of the lanes
+
+Float64s = npt.NDArray[np.float64]
+Size = int | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleRandom:
+    """Random numbers for the samples of one micro-batch: row i of every result belongs to `ids[i]`.
+
+    Every draw has a name, such as "crop". The same name gives the same numbers however often and in whatever order it
+    is used; draws of different names are independent. So an augmentation that is added leaves the others as they were.
+    """
+
+    seed: int
+    epoch: int
+    ids: Int64s
+
+    def uniform(self, name: str, size: Size = ()) -> Float64s:
+        """Return numbers in [0, 1), multiples of 2^-53; shape (len(ids), *size)."""
+        return (self._words(name, size) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+    def integers(self, name: str, low: int, high: int, size: Size = ()) -> Int64s:
+        """Return whole numbers in [low, high); shape (len(ids), *size). ValueError if there is no number between them.
+
+        Some numbers are more likely than others, by a factor of at most 1 + (high - low) / 2^64.
+        """
+        if not low < high:
+            raise ValueError(f"draw '{name}': no whole number is in [{low}, {high})")
+        return (self._words(name, size) % np.uint64(high - low)).astype(np.int64) + low
+
+    def seeds(self, name: str) -> UInt64s:
+        """Return a 64-bit seed for each sample, for generators of other libraries; shape (len(ids),)."""
+        return derive_each(self._key(name), self.ids.astype(np.uint64))
+
+    def generator(self, name: str, place: int) -> np.random.Generator:
+        """Return numpy's generator (Philox) for the sample `ids[place]`: for distributions that are not offered here.
+
+        It is as independent of the world as the others, but what it yields may change with numpy's version.
+        """
+        return np.random.Generator(np.random.Philox(key=int(self.seeds(name)[place])))
+
+    def _words(self, name: str, size: Size) -> UInt64s:
+        """Return 64 random bits for each number; shape (len(ids), *size)."""
+        shape = (size,) if isinstance(size, int) else size
+        places = np.arange(np.prod(shape, dtype=np.int64), dtype=np.uint64)
+        return derive_each(self.seeds(name)[:, None], places).reshape(len(self.ids), *shape)
+
+    def _key(self, name: str) -> int:
+        word = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+        return derive(self.seed, _SAMPLES, self.epoch, word)

@@ -1,0 +1,55 @@
+"""The function that turns rows into tensors, with or without random numbers: `collate(rows, ids[, draw])`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from elastic_train.core.sample_random import SampleRandom
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PlainCollate = Callable[[pa.Table, npt.NDArray[np.int64]], "dict[str, Tensor]"]
+DrawingCollate = Callable[[pa.Table, npt.NDArray[np.int64], SampleRandom], "dict[str, Tensor]"]
+Collate = PlainCollate | DrawingCollate
+
+EXPECTED = "collate(rows, ids), or collate(rows, ids, draw) to draw random numbers"
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def takes_draw(collate: Collate) -> bool:
+    """Say whether a function takes random numbers: whether its third parameter is required, or named `draw`.
+
+    A third parameter with a default and another name is the function's own, and left alone. TypeError if the function
+    can be called neither with two arguments nor with three.
+    """
+    signature = inspect.signature(collate)
+    positional = [each for each in signature.parameters.values() if each.kind in _POSITIONAL]
+    third = positional[2] if len(positional) > 2 else None
+    is_drawing = third is not None and (third.name == "draw" or third.default is inspect.Parameter.empty)
+    try:
+        signature.bind(*[None] * (3 if is_drawing else 2))
+    except TypeError as error:
+        name = getattr(collate, "__qualname__", repr(collate))
+        raise TypeError(f"{name}{signature} cannot be called ({error}); expected {EXPECTED}") from error
+    return is_drawing
+
+
+class Collator:
+    """Calls a function of either kind; picklable if the function is."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate, self._takes_draw = collate, takes_draw(collate)
+
+    def __call__(self, rows: pa.Table, ids: npt.NDArray[np.int64], seed: int, epoch: int) -> dict[str, Tensor]:
+        """Turn rows into tensors; random numbers, if the function takes them, follow from seed, epoch and ids."""
+        if self._takes_draw:
+            return cast(DrawingCollate, self._collate)(rows, ids, SampleRandom(seed, epoch, ids))
+        return cast(PlainCollate, self._collate)(rows, ids)

@@ -1,0 +1,54 @@
+"""Rules for samples that cannot be used as they are, and a decoder that follows the rule for holes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from elastic_train.data.arrow.rows import Rows
+from elastic_train.errors import UnreadableError
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRules:
+    """What to do with samples that cannot be used as they are.
+
+    `holes` are row groups, by number, and the first step without each. With `quarantines` a row group that cannot be
+    read is named in its micro-batch in place of raising. `longest` bounds the values of list columns; rows that have
+    more are cut if `truncates`, else they raise.
+    """
+
+    holes: tuple[tuple[int, int], ...] = ()
+    quarantines: bool = False
+    longest: Mapping[str, int] = field(default_factory=dict)
+    truncates: bool = False
+
+
+AS_THEY_ARE = SampleRules()
+
+
+class Decoder(Protocol):
+    """What decodes row groups, from any thread."""
+
+    def decode(self, group: int) -> Rows:
+        """Return the rows of a row group, or raise UnreadableError."""
+
+    def at_hand(self, group: int) -> Rows | None:
+        """Return the rows of a row group if that takes no time, else None."""
+
+
+class SkippingHoles:
+    """A decoder that reads nothing of holes that begin at or before a step."""
+
+    def __init__(self, decoder: Decoder, rules: SampleRules, step: int) -> None:
+        self._decoder = decoder
+        self._left_out = frozenset(group for group, since in rules.holes if since <= step)
+
+    def decode(self, group: int) -> Rows:
+        if group in self._left_out:
+            raise UnreadableError(f"row group {group} is in a hole")
+        return self._decoder.decode(group)
+
+    def at_hand(self, group: int) -> Rows | None:
+        return None if group in self._left_out else self._decoder.at_hand(group)

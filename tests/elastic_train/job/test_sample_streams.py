@@ -1,0 +1,79 @@
+"""The streams of a run's samples: what `collate` draws in training and in validation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pytest
+import torch
+from torch import Tensor
+
+from elastic_train.config.schema import Config
+from elastic_train.core.order import Cursor, Order
+from elastic_train.core.sample_random import SampleRandom
+from elastic_train.data.dataset.manifest import load_manifest
+from elastic_train.data.loading.loader import LaneBatch
+from elastic_train.job.sample_streams import Feed
+from tests.conftest import write_rows
+
+RUN_SEED, NUM_LANES, MICRO_BATCH, NUM_ROWS = 11, 2, 5, 20
+Drawn = dict[int, float]
+
+
+class Drawing:
+    """As much of a task as reading needs."""
+
+    def columns(self) -> Sequence[str]:
+        return ["label"]
+
+    def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64], draw: SampleRandom) -> dict[str, Tensor]:
+        return {"noise": torch.from_numpy(draw.uniform("noise"))}
+
+
+@pytest.fixture
+def feed(tmp_path: Path) -> tuple[Feed, Order]:
+    """A feed over 20 rows for training, and the same 20 for validation."""
+    url = str(write_rows(tmp_path / "rows", NUM_ROWS))
+    config = Config.model_validate(
+        {
+            "run": {"seed": RUN_SEED},
+            "data": {"train": url, "validation": url},
+            "batch": {"global_batch": NUM_LANES * MICRO_BATCH, "micro_batch": MICRO_BATCH},
+        }
+    )
+    manifest = load_manifest(url)
+    order = Order(manifest.group_rows, num_lanes=NUM_LANES, seed=RUN_SEED)
+    return Feed(config, Drawing(), manifest), order  # type: ignore[arg-type]
+
+
+def drawn_in(steps: Iterable[Sequence[LaneBatch]]) -> Drawn:
+    drawn: Drawn = {}
+    for batch in (batch for step in steps for batch in step):
+        assert batch.tensors is not None
+        drawn |= dict(zip(batch.ids.tolist(), batch.tensors["noise"].tolist(), strict=True))
+    return drawn
+
+
+def expected(seed: int, epoch: int) -> Drawn:
+    ids = np.arange(NUM_ROWS)
+    return dict(zip(ids.tolist(), SampleRandom(seed, epoch, ids).uniform("noise").tolist(), strict=True))
+
+
+def test_training_draws_by_the_runs_seed_and_the_epoch(feed: tuple[Feed, Order]) -> None:
+    """Each epoch of a run has numbers of its own."""
+    feed_, order = feed
+    for epoch in (0, 3):
+        steps = feed_.training(order, range(NUM_LANES), Cursor(epoch), order.num_steps(MICRO_BATCH))
+        assert drawn_in(steps) == expected(RUN_SEED, epoch)
+
+
+def test_every_validation_draws_the_same(feed: tuple[Feed, Order]) -> None:
+    """Seed 0 and epoch 0, whatever the run and however far it is: values of two validations can be compared."""
+    feed_, _ = feed
+    for _ in range(2):
+        steps = feed_.validation(range(NUM_LANES))
+        assert steps is not None and drawn_in(steps) == expected(0, 0)

@@ -1,0 +1,41 @@
+"""Loading a task: its `collate` takes rows and ids, and random numbers if it wants them."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_train.config.schema import TaskConfig
+from elastic_train.errors import ConfigError
+from elastic_train.tasks.task import load_task
+
+
+class Plain:
+    """A task of the older kind, whose `collate` takes no random numbers."""
+
+    def collate(self, rows: object, ids: object) -> dict[str, object]:
+        return {}
+
+    prepare = columns = build_model = loss = metrics = lambda self: None
+
+
+class Drawing(Plain):
+    def collate(self, rows: object, ids: object, draw: object) -> dict[str, object]:  # type: ignore[override]
+        return {}
+
+
+class Wrong(Plain):
+    def collate(self, rows: object) -> dict[str, object]:  # type: ignore[override]
+        return {}
+
+
+@pytest.mark.parametrize("kind", [Plain, Drawing])
+def test_tasks_with_and_without_random_numbers(kind: type) -> None:
+    """Both kinds of `collate` make a task."""
+    assert isinstance(load_task(TaskConfig(path=f"{__name__}:{kind.__name__}")), kind)
+
+
+def test_any_other_collate_is_refused() -> None:
+    """The message names the task, what its method takes, and what is expected."""
+    told = r"task.path: '.*:Wrong': Wrong.collate\(rows.* cannot be called .*; expected collate\(rows, ids\)"
+    with pytest.raises(ConfigError, match=told):
+        load_task(TaskConfig(path=f"{__name__}:Wrong"))
