@@ -26,6 +26,7 @@ from elastic_train.checkpoint import (
 from elastic_train.checkpoint.commits.reader import read_record
 from elastic_train.checkpoint.format.layout import leaves_by_path
 from elastic_train.checkpoint.interval.cadence import Cadence
+from elastic_train.checkpoint.interval.measured import faults_before
 from elastic_train.checkpoint.interval.young_daly import Faults
 from elastic_train.checkpoint.saving.abandonment import Attended
 from elastic_train.checkpoint.stores.deadline import PromptStore
@@ -37,7 +38,6 @@ from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.gradient_sum import make_gradient_sum
 from elastic_train.system.atomic_files import write_atomically
-from elastic_train.tracking.history import faults_before
 from elastic_train.tracking.mlflow_run import (
     COMMIT_TAG,
     HOSTS_TAG,

@@ -9,7 +9,6 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from elastic_train.checkpoint.commits.record import Path as LeafPath
 from elastic_train.checkpoint.format import layout
 from elastic_train.checkpoint.format.dcp import WrittenPart
 from elastic_train.checkpoint.format.layout import (
@@ -18,9 +17,11 @@ from elastic_train.checkpoint.format.layout import (
     Part,
     State,
 )
+from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.format.weights_digest import tensor_digest
 from elastic_train.checkpoint.saving.staging import Buffer, Snapshot
-from elastic_train.checkpoint.stores.checksums import FileRecord, open_checked
+from elastic_train.checkpoint.stores.checked_file import open_checked
+from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.checkpoint.stores.hashing_sink import HashingSink
 from elastic_train.checkpoint.stores.store import Store
 
@@ -28,7 +29,7 @@ from elastic_train.checkpoint.stores.store import Store
 class SlowSnapshot(Snapshot):
     """A snapshot whose copy takes time, so that training comes to where it must wait for it."""
 
-    def __init__(self, sleep: Callable[[], None], part: Part, leaves: Leaves, is_still: Callable[[LeafPath], bool]):
+    def __init__(self, sleep: Callable[[], None], part: Part, leaves: Leaves, is_still: Callable[[StatePath], bool]):
         super().__init__(part, leaves, is_still)
         self._sleep = sleep
 
@@ -72,9 +73,9 @@ def finish_attempt(
 
 
 def read_leaves(
-    store: Store, attempt: str, files: Mapping[str, FileRecord], wanted: Mapping[LeafPath, object]
-) -> dict[LeafPath, object]:
-    leaves: dict[LeafPath, object] = {}
+    store: Store, attempt: str, files: Mapping[str, FileRecord], wanted: Mapping[StatePath, object]
+) -> dict[StatePath, object]:
+    leaves: dict[StatePath, object] = {}
     for name, record in files.items():
         content = bytearray(record.size)
         with open_checked(store, f"{attempt}/{name}", record) as file:

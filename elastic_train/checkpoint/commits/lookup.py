@@ -9,7 +9,8 @@ import yaml
 
 from elastic_train.checkpoint.commits.reader import commit_keys, discover, read_record
 from elastic_train.checkpoint.commits.record import CommitRecord
-from elastic_train.checkpoint.stores.store import Store, open_store
+from elastic_train.checkpoint.stores.open import open_store
+from elastic_train.checkpoint.stores.store import Store
 from elastic_train.core.lineage import COMMITS, place_of
 from elastic_train.errors import ConfigError
 

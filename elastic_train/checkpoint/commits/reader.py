@@ -16,7 +16,7 @@ from elastic_train.checkpoint.commits.record import VOID, CommitRecord, decode
 from elastic_train.checkpoint.format.dcp import read_leaves
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import fill, leaves_of
-from elastic_train.checkpoint.stores.checksums import find_damage
+from elastic_train.checkpoint.stores.checked_file import find_damage
 from elastic_train.checkpoint.stores.deadline import PromptStore
 from elastic_train.checkpoint.stores.node_copy import NearStore
 from elastic_train.checkpoint.stores.store import (

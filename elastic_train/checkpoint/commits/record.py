@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.core.accounting import Account
 from elastic_train.core.coverage import CoverageSums
@@ -28,8 +29,6 @@ _FORMATS = (1, FORMAT)  # in format 1 files have SHA-256 in place of BLAKE3
 
 VOID = b'{"void":true}\n'
 """What is no record, and keeps one from being created under its key: far shorter than any, so a listing tells it."""
-
-Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +74,8 @@ class CommitRecord(CommitFacts):
     parent_key: str | None
     intervals: tuple[Interval, ...]
     attempt: str
-    int_keyed: tuple[Path, ...]
-    empty: tuple[Path, ...]
+    int_keyed: tuple[StatePath, ...]
+    empty: tuple[StatePath, ...]
     versions: Mapping[str, str]
     created_at: float
     files: Mapping[str, FileRecord]

@@ -25,11 +25,12 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from elastic_train.checkpoint.commits.record import Path
 from elastic_train.checkpoint.format.layout import AttemptPlan, Part
+from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.format.torch_frame import bytes_of, frame_of
 from elastic_train.checkpoint.format.weights_digest import tensor_digest
-from elastic_train.checkpoint.stores.checksums import CheckedFile, FileRecord, open_checked
+from elastic_train.checkpoint.stores.checked_file import CheckedFile, open_checked
+from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.checkpoint.stores.hashing_sink import Aside, HashingSink
 from elastic_train.checkpoint.stores.store import Store, read
 from elastic_train.errors import CommitError, ConfigError
@@ -86,7 +87,7 @@ def write_part(
     return WrittenPart(part.name, sink.record(), places, {name: digest.result() for name, digest in digests.items()})
 
 
-def live_contents(part: Part, leaves: Mapping[Path, object]) -> Iterator[memoryview]:
+def live_contents(part: Part, leaves: Mapping[StatePath, object]) -> Iterator[memoryview]:
     """Yield the bytes of a part's tensors from where they are, in few copies at a time if they lie on a device."""
     for slot in part.slots:
         tensor = leaves[slot.path]
@@ -115,14 +116,14 @@ def finish_attempt(
 
 
 def read_leaves(
-    store: Store, attempt: str, files: Mapping[str, FileRecord], wanted: Mapping[Path, object]
-) -> dict[Path, object]:
+    store: Store, attempt: str, files: Mapping[str, FileRecord], wanted: Mapping[StatePath, object]
+) -> dict[StatePath, object]:
     """Read every tensor and plain value by its path; tensors among `wanted` are filled in place.
 
     Raises ConfigError, before anything is changed, if a wanted leaf is not in the files or is of another kind there.
     """
     metadata = _read_metadata(store, attempt, files)
-    paths: dict[str, Path] = {name: tuple(path) for name, path in metadata.planner_data.items()}
+    paths: dict[str, StatePath] = {name: tuple(path) for name, path in metadata.planner_data.items()}
     problems = list(_mismatches(metadata, paths, wanted))
     if problems:
         raise ConfigError(*problems)
@@ -247,7 +248,9 @@ def _unpickle(views: list[memoryview], item: ReadItem, target: Tensor) -> None:
     target.copy_(stored)
 
 
-def _mismatches(metadata: Metadata, paths: Mapping[str, Path], wanted: Mapping[Path, object]) -> Iterator[str]:
+def _mismatches(
+    metadata: Metadata, paths: Mapping[str, StatePath], wanted: Mapping[StatePath, object]
+) -> Iterator[str]:
     """Describe every wanted leaf that the files lack, or whose kind there is another: copying would convert it."""
     names = {path: name for name, path in paths.items()}
     for path, leaf in wanted.items():

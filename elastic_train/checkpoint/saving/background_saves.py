@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from elastic_train.checkpoint.commits.record import CommitFacts, CommitRecord, Path
+from elastic_train.checkpoint.commits.record import CommitFacts, CommitRecord
 from elastic_train.checkpoint.commits.writer import CommitWriter, Draft, attempt_folder
 from elastic_train.checkpoint.format.layout import Planner, State, leaves_by_path
+from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.saving.abandonment import LOOK_EVERY_S, Patience
 from elastic_train.checkpoint.saving.save_thread import Ended, Flight
 from elastic_train.checkpoint.saving.staging import Snapshot, Staging
@@ -90,7 +91,7 @@ class Saves:
         state: State,
         facts: CommitFacts,
         intervals: tuple[Interval, ...] | None = None,
-        is_still: Callable[[Path], bool] = lambda path: False,
+        is_still: Callable[[StatePath], bool] = lambda path: False,
     ) -> None:
         """Begin to save a state; the last save must have been collected, and no other rank may skip this one.
 

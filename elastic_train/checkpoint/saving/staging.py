@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from elastic_train.checkpoint.commits.record import Path
 from elastic_train.checkpoint.format.layout import Leaves, Part
+from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.format.torch_frame import bytes_of
 from elastic_train.errors import StorageError
 
@@ -124,7 +124,7 @@ class Staged:
 class Snapshot:
     """A part's tensors as they are at a step boundary; created there, and copied by `copy` before the next update."""
 
-    def __init__(self, part: Part, leaves: Leaves, is_still: Callable[[Path], bool]) -> None:
+    def __init__(self, part: Part, leaves: Leaves, is_still: Callable[[StatePath], bool]) -> None:
         self.part = part
         self._tensors = [_at_boundary(leaves[slot.path], is_still(slot.path)) for slot in part.slots]
         self._versions = [tensor._version for tensor in self._tensors]

@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from elastic_train.checkpoint.stores.checksums import FileRecord, find_damage
+from elastic_train.checkpoint.stores.checked_file import find_damage
+from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.checkpoint.stores.store import Entry, Sink, Store
 from elastic_train.core.lineage import ATTEMPTS

@@ -107,30 +107,6 @@ class Store(Protocol):
         """Remove a key, durably; nothing happens if there is none."""
 
 
-def open_store(url: str, near_dir: str | None = None, *, heard: Callable[[], None] | None = None) -> Store:
-    """Open the store at a folder or an fsspec URL; ConfigError if nothing here can speak its protocol.
-
-    With `near_dir`, a folder on this node, what is written is also kept there, and read from there if it matches. With
-    `heard`, no short call is waited for without end (StorageError), and all that the store does is heard.
-    """
-    from elastic_train.checkpoint.stores.deadline import PromptStore
-    from elastic_train.checkpoint.stores.node_copy import NearStore
-
-    store = _open(url)
-    store = NearStore(store, near_dir) if near_dir else store
-    return PromptStore(store, heard) if heard else store
-
-
-def _open(url: str) -> Store:
-    from elastic_train.checkpoint.stores.fsspec_store import FsspecStore
-    from elastic_train.checkpoint.stores.local import LocalStore
-
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        return LocalStore(url)
-    return LocalStore(rest) if scheme in ("file", "local") else FsspecStore(url)
-
-
 def read(store: Store, key: str) -> bytes:
     """Return the whole content of a small key."""
     with store.open(key) as file:

@@ -18,14 +18,8 @@ from elastic_train.checkpoint.stores import store as stores
 from elastic_train.checkpoint.stores.deadline import PromptStore
 from elastic_train.checkpoint.stores.fsspec_store import FsspecStore
 from elastic_train.checkpoint.stores.local import LocalStore
-from elastic_train.checkpoint.stores.store import (
-    KeyMissing,
-    KeyTaken,
-    Store,
-    Uncertain,
-    create_once,
-    open_store,
-)
+from elastic_train.checkpoint.stores.open import open_store
+from elastic_train.checkpoint.stores.store import KeyMissing, KeyTaken, Store, Uncertain, create_once
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.world.fencing import StoreFence
 
