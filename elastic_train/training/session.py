@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from elastic_train.checkpoint import CommitRecord, Ended, SaveMemory, Saves, Unheard
+from elastic_train.checkpoint import CommitRecord, SaveMemory, SaveOutcome, Saves, Unheard
 from elastic_train.checkpoint.interval.cadence import Cadence
 from elastic_train.core.accounting import Hole
 from elastic_train.data.loading.loader import LaneBatch
@@ -208,7 +208,7 @@ class Session:
         facts = describe_commit(self.plan, self.state, self.world.group.size)
         self.saves.begin(self.state.tensors(), facts, self.state.reached.intervals, self.state.stillness())
 
-    def _note(self, ended: Ended | None) -> None:
+    def _note(self, ended: SaveOutcome | None) -> None:
         if ended is None:
             return
         if self.world.is_leader:  # whoever could not write its part has told rank 0
@@ -216,7 +216,7 @@ class Session:
         if ended.error is not None and not isinstance(ended.error, StorageError):
             raise ended.error
 
-    def _tell(self, ended: Ended) -> None:
+    def _tell(self, ended: SaveOutcome) -> None:
         if ended.commit is not None:
             self._note_commit(ended, ended.commit)
         elif isinstance(ended.error, Unheard):
@@ -234,7 +234,7 @@ class Session:
             # At the step that was saved: two saves may be noted at one, and MLflow is sent one value a step.
             self.tracker.log(ended.step, {f"commit/{name}": value for name, value in {**counts, **times}.items()})
 
-    def _note_commit(self, ended: Ended, commit: CommitRecord) -> None:
+    def _note_commit(self, ended: SaveOutcome, commit: CommitRecord) -> None:
         self.head, self.num_failed_in_a_row = commit, 0
         self.world.history.commit(
             step=commit.step,
@@ -277,7 +277,7 @@ class Session:
             if self.world.is_leader or not is_there:
                 self._begin_save()
 
-    def _look(self, ended: Ended | None, num_left: int) -> tuple[bool, bool]:
+    def _look(self, ended: SaveOutcome | None, num_left: int) -> tuple[bool, bool]:
         """Say whether the applied state is committed, and whether its commit exists, if only by the store."""
         self._note(ended)
         if self.head is not None and self.head.step == self.state.step:

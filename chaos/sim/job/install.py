@@ -142,7 +142,7 @@ def _world(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
     def client(*_: object, give_up_after_s: float = 4.0) -> EtcdClient:
         return EtcdClient(job.etcd, job.kernel.process, give_up_after_s)
 
-    def storage(url: str, near: str | None = None, *, heard: object = None) -> StorageClient:
+    def storage(url: str, near_dir: str | None = None) -> StorageClient:
         return StorageClient(job.storage, job.kernel.process)
 
     def fence(told: RendezvousContext, *, give_up_after_s: float) -> EtcdFence:
@@ -160,11 +160,10 @@ def _world(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
     yield from _in("rendezvous.meeting_point", TCPStore=functools.partial(MeetingStore, job.net))
     yield from _in("elastic_train.world.forming", Group=functools.partial(SimGroup, look_s=job.shape.look_s))
     yield from _in("elastic_train.world.forming", live_context=lambda: job.told(job.kernel.process), os=_Launcher(job))
-    yield from _in(
-        "elastic_train.world.world", open_store=storage, open_fence=fence, last_applied=lambda *_, **__: None
-    )
+    yield from _in("elastic_train.world.world", open_store=storage, DeadlineStore=_undelayed)
+    yield from _in("elastic_train.world.world", open_fence=fence, last_applied=lambda *_, **__: None)
     yield from _in("elastic_train.world.world", History=functools.partial(SimHistory, job), Progress=Silent)
-    yield from _in("elastic_train.training.open_session", open_store=storage)
+    yield from _in("elastic_train.training.open_session", open_store=storage, DeadlineStore=_undelayed)
     yield from _track(job)
     yield from _in("elastic_train.training.open_session", faults_before=lambda *_: Faults(0, 0.0))
     yield from _in(
@@ -216,6 +215,11 @@ def _track(job: Job) -> Iterable[tuple[ModuleType, str, object]]:
 
 
 def _nothing(*_: object) -> None: ...
+
+
+def _undelayed(store: StorageClient, on_progress: object) -> StorageClient:
+    """Return the store itself: simulated calls have deadlines of their own."""
+    return store
 
 
 def _tensors(job: Job) -> Iterable[tuple[ModuleType, str, object]]:

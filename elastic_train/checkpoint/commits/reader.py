@@ -17,8 +17,6 @@ from elastic_train.checkpoint.format.dcp import read_leaves
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import fill, leaves_of
 from elastic_train.checkpoint.stores.checked_file import find_damage
-from elastic_train.checkpoint.stores.deadline import PromptStore
-from elastic_train.checkpoint.stores.node_copy import NearStore
 from elastic_train.checkpoint.stores.store import (
     KeyMissing,
     Store,
@@ -128,9 +126,8 @@ def load(store: Store, record: CommitRecord, state: State) -> None:
     stepped) is added on the CPU. Raises ConfigError if `state` has a leaf that the commit lacks, or of another shape or
     type, and CommitError if the bytes that are read do not match their checksums.
     """
-    if isinstance(store, NearStore | PromptStore):
-        store = store.preferring({f"{record.attempt}/{name}": file for name, file in record.files.items()})
-    leaves = read_leaves(store, record.attempt, record.files, dict(leaves_of(state)))
+    source = store.near({f"{record.attempt}/{name}": file for name, file in record.files.items()})
+    leaves = read_leaves(source, record.attempt, record.files, dict(leaves_of(state)))
     fill(state, leaves, record.int_keyed, record.empty)
 
 

@@ -15,7 +15,7 @@ import dataclasses
 import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -31,9 +31,10 @@ from elastic_train.checkpoint.format.torch_frame import bytes_of, frame_of
 from elastic_train.checkpoint.format.weights_digest import tensor_digest
 from elastic_train.checkpoint.stores.checked_file import CheckedFile, open_checked
 from elastic_train.checkpoint.stores.checksums import FileRecord
-from elastic_train.checkpoint.stores.hashing_sink import Aside, HashingSink
-from elastic_train.checkpoint.stores.store import Store, read
+from elastic_train.checkpoint.stores.hashing_sink import HashingSink, HashingThread
+from elastic_train.checkpoint.stores.store import Store, no_listener, read
 from elastic_train.errors import CommitError, ConfigError
+from rendezvous.waiting import Call
 
 Wanted = tuple[_StorageInfo, ReadItem]
 Landing = tuple[list[memoryview], Callable[[list[memoryview]], None]]
@@ -63,14 +64,21 @@ def write_part(
     plain: Mapping[str, bytes],
     *,
     most_behind: int = _MOST_BEHIND,
+    on_progress: Callable[[], None] = no_listener,
 ) -> WrittenPart:
-    """Write one part's file: its tensors' bytes, in the order of its slots, and encoded plain values behind them.
+    """Write one part's file: its tensors' bytes, in the order of its slots, then encoded plain values.
 
-    About `most_behind` tensors are held beside the one that is written.
+    About `most_behind` tensors are held beside the one that is written. `on_progress` is called when the file is open,
+    for every piece, and when the file is durable.
     """
-    digests: dict[str, Future[str]] = {}
+    digests: dict[str, Call[str]] = {}
     places: dict[str, tuple[int, int]] = {}
-    with store.write(f"{attempt}/{part.name}") as file, HashingSink(file) as sink, Aside(most_behind) as digesting:
+    with (
+        store.write(f"{attempt}/{part.name}") as file,
+        HashingSink(file, on_progress) as sink,
+        HashingThread(most_behind) as digesting,
+    ):
+        on_progress()
         for slot, content in zip(part.slots, contents, strict=True):
             if slot.path[0] == MODEL:
                 name = ".".join(map(str, slot.path[1:]))
@@ -84,6 +92,7 @@ def write_part(
             places[name] = (end, len(encoded))
             end += len(encoded)
         sink.close()
+    on_progress()
     return WrittenPart(part.name, sink.record(), places, {name: digest.result() for name, digest in digests.items()})
 
 

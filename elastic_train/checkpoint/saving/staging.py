@@ -91,13 +91,13 @@ class Staged:
         self._changed = threading.Condition()
 
     def __iter__(self) -> Iterator[memoryview]:
-        """Yield each as soon as it is there; raise what `fail` was told."""
+        """Yield each as soon as it is there; raise the error given to `fail`."""
         for place, content in enumerate(self._contents):
             self._wait_for(place + 1)
             yield content
 
-    def tell(self, num_there: int) -> None:
-        """Say that the first so many have been copied."""
+    def advance(self, num_there: int) -> None:
+        """Record that the first `num_there` have been copied."""
         with self._changed:
             self._num_there = num_there
             self._changed.notify_all()
@@ -108,7 +108,7 @@ class Staged:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Wait for all; raise what `fail` was told."""
+        """Wait for all; raise the error given to `fail`."""
         self._wait_for(len(self._contents))
 
     def _wait_for(self, num_wanted: int) -> None:
@@ -138,8 +138,8 @@ class Snapshot:
     def is_on_device(self) -> bool:
         return self._device is not None
 
-    def copy(self, buffer: Buffer, check: Callable[[], None], tell: Callable[[int], None]) -> None:
-        """Copy the tensors and let go of them; `tell` is called with how many are there, `check` may raise.
+    def copy(self, buffer: Buffer, check: Callable[[], None], advance: Callable[[int], None]) -> None:
+        """Copy the tensors and let go of them; `advance` is called with how many are copied, `check` may raise.
 
         Raises StorageError if a tensor has changed since the boundary.
         """
@@ -150,7 +150,7 @@ class Snapshot:
                 torch._foreach_copy_(views[lo:hi], self._tensors[lo:hi], non_blocking=True)
                 await_copy()
                 self._check_unchanged(lo, hi)
-                tell(hi)
+                advance(hi)
         self._tensors = []
 
     def _check_unchanged(self, lo: int, hi: int) -> None:

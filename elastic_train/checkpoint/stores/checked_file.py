@@ -8,7 +8,7 @@ from typing import BinaryIO
 from isal.isal_zlib import crc32
 
 from elastic_train.checkpoint.stores.checksums import BLOCK_BYTES, HASHES, FileRecord
-from elastic_train.checkpoint.stores.store import Store
+from elastic_train.checkpoint.stores.store import Store, no_listener
 from elastic_train.errors import CommitError
 
 
@@ -29,10 +29,10 @@ class CheckedFile:
         self._file.close()
 
     def fill(self, offset: int, views: Sequence[memoryview]) -> None:
-        """Fill the views, one behind the other, with the bytes from `offset` on.
+        """Fill the views, one after the other, with the bytes from `offset` on.
 
-        Raises CommitError if the file is too short, or a block that they touch does not match; the views are not to be
-        used then.
+        Raises CommitError if the file is too short, or if a block that they touch does not match its checksum; the
+        views' contents must not be used then.
         """
         end = offset + sum(len(view) for view in views)
         if end > self._record.size:
@@ -53,7 +53,7 @@ class CheckedFile:
                     checksum = 0
 
     def _spared(self, num_bytes: int) -> memoryview:
-        """Return room for bytes that are needed for their block's checksum alone."""
+        """Return scratch memory for bytes that only their block's checksum needs."""
         if len(self._spare) < num_bytes:
             self._spare = memoryview(bytearray(BLOCK_BYTES))
         return self._spare[:num_bytes]
@@ -75,14 +75,17 @@ class CheckedFile:
 
 
 def open_checked(store: Store, key: str, record: FileRecord) -> CheckedFile:
-    """Open a file of a commit so that damaged bytes raise CommitError in place of being read."""
+    """Open a file of a commit so that reading damaged bytes raises CommitError."""
     return CheckedFile(store.open(key), record, f"{store.url}/{key}")
 
 
-def find_damage(store: Store, key: str, record: FileRecord, heard: Callable[[], None] = lambda: None) -> str | None:
+def find_damage(
+    store: Store, key: str, record: FileRecord, on_progress: Callable[[], None] = no_listener
+) -> str | None:
     """Read a whole file and say what is wrong with it, None if size, digest and blocks are as recorded.
 
-    The blocks, too: what is found whole here must not be refused by who reads a part of it. `heard` is called for each.
+    The blocks are compared, too: what passes here must not be refused later by a reader of a part. `on_progress` is
+    called for each block.
     """
     digest, size, blocks = HASHES[record.algorithm](), 0, []
     with store.open(key) as file:
@@ -90,7 +93,7 @@ def find_damage(store: Store, key: str, record: FileRecord, heard: Callable[[], 
             digest.update(block)
             blocks.append(crc32(block))
             size += len(block)
-            heard()
+            on_progress()
     if size != record.size:
         return f"{key} has {size} bytes, its record says {record.size}"
     if digest.hexdigest() != record.digest:

@@ -13,7 +13,6 @@ import fcntl
 import mmap
 import os
 from collections import deque
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from elastic_train.system.threads import InTurn
+from rendezvous.waiting import Bystander, Call
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -58,8 +57,8 @@ class DirectFile:
         self._runs = runs
         self._run, self._num_gathered = runs.take(), 0
         self._offset = 0  # of the run that is gathered
-        self._thread: InTurn | None = None
-        self._writing: deque[tuple[Future[None], Run]] = deque()
+        self._thread: Bystander | None = None
+        self._writing: deque[tuple[Call[None], Run]] = deque()
         self._is_direct, self._is_open = False, True
 
     def __enter__(self) -> DirectFile:
@@ -104,17 +103,18 @@ class DirectFile:
 
     def _let_go(self) -> None:
         self._is_open = False
-        if self._thread is not None:
-            self._thread.end()
+        if self._thread is not None:  # what it is writing ends first; what it has not begun is not written
+            self._thread.begin(lambda: None).result()
+            self._thread.leave()
         os.close(self._descriptor)
         self._runs.give(self._run)
 
     def _hand_on(self) -> None:
         """Let a full run be written, and begin another."""
         if self._thread is None:
-            self._thread = InTurn("writing")
+            self._thread = Bystander("writing")
             self._set_direct(True)
-        self._writing.append((self._thread.do(partial(self._put, self._run, self._offset)), self._run))
+        self._writing.append((self._thread.begin(partial(self._put_if_open, self._run, self._offset)), self._run))
         self._offset, self._num_gathered = self._offset + RUN_BYTES, 0
         self._run = self._runs.take() if len(self._writing) < MOST_RUNS else self._await_one()
 
@@ -123,6 +123,10 @@ class DirectFile:
         writing, run = self._writing.popleft()
         writing.result()
         return run
+
+    def _put_if_open(self, run: Run, offset: int) -> None:
+        if self._is_open:
+            self._put(run, offset)
 
     def _put(self, run: Run, offset: int) -> None:
         done = 0

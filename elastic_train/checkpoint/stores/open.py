@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from elastic_train.checkpoint.stores.deadline import PromptStore
 from elastic_train.checkpoint.stores.local import LocalStore
-from elastic_train.checkpoint.stores.node_copy import NearStore
+from elastic_train.checkpoint.stores.node_copy import NodeCopyStore
 from elastic_train.checkpoint.stores.store import Store
 
 
-def open_store(url: str, near_dir: str | None = None, *, heard: Callable[[], None] | None = None) -> Store:
-    """Open the store at a folder or an fsspec URL; ConfigError if nothing here can speak its protocol.
+def open_store(url: str, near_dir: str | None = None) -> Store:
+    """Open the store of a run's commits: at a folder, a `file://` URL, or any fsspec URL (`s3://bucket/run`).
 
-    With `near_dir`, a folder on this node, what is written is also kept there, and read from there if it matches. With
-    `heard`, no short call is waited for without end (StorageError), and all that the store does is heard.
+    Nothing is created before the first write. With `near_dir`, a folder on this node (best on tmpfs), files that are
+    saved are also copied there, and commits are loaded from the copies that match their checksums.
+
+    Raises ConfigError if the URL's protocol is unknown, or needs a package that is not installed. The store's methods
+    raise StorageError where the medium fails, and wait as long as the medium does.
     """
     store = _open(url)
-    store = NearStore(store, near_dir) if near_dir else store
-    return PromptStore(store, heard) if heard else store
+    return NodeCopyStore(store, near_dir) if near_dir else store
 
 
 def _open(url: str) -> Store:

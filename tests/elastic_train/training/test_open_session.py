@@ -110,7 +110,7 @@ def test_storage_that_hangs_holds_up_nobody_who_leaves(
     with pytest.raises(TooFewNodesError):
         _next_world(Process(plan, state, worlds, LeaveRequest(), Watchdog(), 0.0))  # type: ignore[arg-type]
     assert is_hung.is_set() and left == [False]
-    assert "step 9 could not be committed: the storage got no further" in capsys.readouterr().err
+    assert "step 9 could not be committed: the storage made no progress" in capsys.readouterr().err
     monkeypatch.undo()
     assert discover(store).head == first
     may_go_on.set()
