@@ -16,15 +16,15 @@ from elastic_train.errors import ConfigError
 
 
 def open_run(run: str) -> Store:
-    """Open the store of a run's commits; ConfigError if a folder is not there."""
+    """Open the store of a run's commits, by its folder or URL; ConfigError if the folder does not exist."""
     if "://" in run:
         return open_store(run)
     folder = Path(run)
     if not folder.is_dir():
         beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
         close = difflib.get_close_matches(folder.name, beside, n=1)
-        hint = f"did you mean '{folder.parent / close[0]}'?" if close else "name a run's folder, or a URL"
-        raise ConfigError(f"{run}: there is no such folder; {hint}")
+        hint = f"did you mean '{folder.parent / close[0]}'?" if close else "give a run's folder or a URL"
+        raise ConfigError(f"{run}: this folder does not exist; {hint}")
     return open_store((not (folder / COMMITS).is_dir() and _url_of(folder)) or run)
 
 
@@ -40,7 +40,7 @@ def _url_of(folder: Path) -> str | None:
 
 
 def find(store: Store, name: str | None) -> CommitRecord:
-    """Return the commit that a person names, or the newest whole one; ConfigError if there is none such."""
+    """Return the commit that a person names, or the newest intact one; ConfigError if there is none."""
     if name is not None:
         return read_record(store, name_to_key(store, name))
     head = discover(store).head

@@ -41,14 +41,14 @@ Landing = tuple[list[memoryview], Callable[[list[memoryview]], None]]
 _NUM_READERS = 2
 _RUN_BYTES = 32 << 20
 _MOST_BEHIND = 64
-"""Tensors of the model that are staged, and whose SHA-256, which takes longer than the disk, may come behind."""
+"""Staged tensors of the model whose SHA-256, which is slower than the disk, may be computed after they are written."""
 METADATA = ".metadata"
 MODEL = "model"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WrittenPart:
-    """A part that is in the store: its file, where plain values lie in it (offset, length), the weights' digests."""
+    """A part that is in the store: its file, where its plain values are (offset, length), the weights' digests."""
 
     name: str
     file: FileRecord
@@ -97,7 +97,7 @@ def write_part(
 
 
 def live_contents(part: Part, leaves: Mapping[StatePath, object]) -> Iterator[memoryview]:
-    """Yield the bytes of a part's tensors from where they are, in few copies at a time if they lie on a device."""
+    """Yield the bytes of a part's tensors without a copy, or copied one at a time from a device."""
     for slot in part.slots:
         tensor = leaves[slot.path]
         assert isinstance(tensor, Tensor), "the plan is of this state"
@@ -219,7 +219,7 @@ def _stretches(run: list[Wanted]) -> Iterator[list[Wanted]]:
 
 
 def _read_stretch(file: CheckedFile, stretch: list[Wanted], planner: DefaultLoadPlanner) -> None:
-    """Read items that lie one behind the other; nothing is made of their bytes before all of them are checked."""
+    """Read adjacent items; none is used before the bytes of all of them are checked."""
     landings = [_landing(info, item, planner) for info, item in stretch]
     file.fill(stretch[0][0].offset, [view for views, _ in landings for view in views])
     for views, finish in landings:
@@ -229,7 +229,7 @@ def _read_stretch(file: CheckedFile, stretch: list[Wanted], planner: DefaultLoad
 def _landing(info: _StorageInfo, item: ReadItem, planner: DefaultLoadPlanner) -> Landing:
     """Return where an item's bytes go, and what to do once they are there.
 
-    A tensor's go into its own memory if they can lie there as they are: as a whole, contiguous, on the CPU.
+    A tensor's go straight into its own memory if it is complete, contiguous, and on the CPU.
     """
     if item.type == LoadItemType.BYTE_IO:
         return [memoryview(bytearray(info.length))], lambda views: planner.load_bytes(item, io.BytesIO(views[0]))

@@ -1,7 +1,7 @@
-"""The layout of a state in files: who writes what, and where it will lie; the same on every rank that plans it.
+"""The layout of a state in files: which rank writes what, and where; the same on every rank that plans it.
 
 A plan reads no tensor's values. It holds as long as the state keeps its shape, so it is made once and kept: at a save
-only the plain values are encoded anew, and of them only those that changed.
+only the plain values that changed are encoded again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One writer's file; `num_bytes` are those of its tensors, plain values come behind."""
+    """One writer's file; `num_bytes` are those of its framed tensors; plain values follow them."""
 
     name: str
     slots: tuple[Slot, ...]
@@ -128,7 +128,7 @@ class Planner:
 
 
 def _spread(sizes: Sequence[int], num_writers: int) -> list[list[int]]:
-    """Deal the tensors out, the largest first to whoever has the fewest bytes; each share in the state's order."""
+    """Deal the tensors out, the largest first, to the share with the fewest bytes; each share in the state's order."""
     num_parts = max(1, min(num_writers, sum(sizes) // LEAST_PART_BYTES))
     loads = [(0, part) for part in range(num_parts)]
     shares: list[list[int]] = [[] for _ in range(num_parts)]

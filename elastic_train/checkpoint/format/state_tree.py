@@ -73,7 +73,7 @@ def _put(tree: dict[str, object], path: StatePath, value: object, numbered: froz
 def _get(place: object, key: str | int) -> object:
     if isinstance(place, list):
         return place[int(key)] if int(key) < len(place) else None
-    assert isinstance(place, dict), f"'{key}' lies in no container"
+    assert isinstance(place, dict), f"'{key}' is not inside a container"
     return place.get(key)
 
 
@@ -82,7 +82,7 @@ def _set(place: object, key: str | int, value: object) -> None:
         place.extend([None] * (int(key) + 1 - len(place)))
         place[int(key)] = value
     else:
-        assert isinstance(place, dict), f"'{key}' lies in no container"
+        assert isinstance(place, dict), f"'{key}' is not inside a container"
         place[key] = value
 
 

@@ -25,7 +25,7 @@ class Measured:
 def measure(run: str) -> Measured:
     """Read a run's newest record and its histories; histories that are kept elsewhere are not found.
 
-    Raises ConfigError if there is no such run.
+    Raises ConfigError if the run does not exist.
     """
     newest = next((record for _, record, _ in records(open_run(run)) if record), None)
     costs = measured_saves(run, NUM_MEASURED)

@@ -99,7 +99,7 @@ class LastProgress:
 
 
 def call_abandonable(act: Callable[[Callable[[], None]], T], limit_s: float) -> T:
-    """Do something with storage on a thread of its own, and return what it returns or raise what it raises.
+    """Do something with storage on another thread, and return what it returns or raise what it raises.
 
     `act` is given a function to call on every sign of progress. Raises StorageError, and leaves the thread behind, when
     there is none for `limit_s` seconds; what the thread does after that may still take effect.

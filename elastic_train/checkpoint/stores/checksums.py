@@ -18,7 +18,7 @@ BLOCK_BYTES = 1 << 20
 
 
 class Hash(Protocol):
-    """A hash in the making, as hashlib's are."""
+    """An incremental hash, like hashlib's."""
 
     def update(self, content: bytes | memoryview, /) -> object: ...
 
@@ -30,9 +30,9 @@ HASHES: Mapping[str, Callable[[], Hash]] = {"blake3": blake3, "sha256": hashlib.
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a commit knows of one of its files: one digest, and the CRC-32 of every block; the last may be short.
+    """What a commit records of one of its files: size in bytes, digest, and the CRC-32 of every block of `BLOCK_BYTES`.
 
-    The digest is `sha256` in commits of format 1, `blake3` in later ones.
+    The last block may be shorter. The digest is `sha256` in commits of format 1, `blake3` in later ones.
     """
 
     size: int
@@ -56,7 +56,7 @@ class FileRecord:
         return str(getattr(self, self.algorithm))
 
     def is_digest_of(self, content: bytes) -> bool:
-        """Say whether a whole file's bytes have this digest."""
+        """Whether a complete file's bytes have this digest."""
         digest = HASHES[self.algorithm]()
         digest.update(content)
         return digest.hexdigest() == self.digest

@@ -1,8 +1,8 @@
-"""The disk under a local store: five operations, so that a simulated disk can stand in and lose what was not synced.
+"""The disk under a local store: five operations, so that a simulated disk can replace it and lose what was not synced.
 
-What POSIX promises, and what the store builds on: bytes are durable after `sync` of their file, a name after `sync` of
-its directory, and `link` gives a name to a whole file or fails because the name is taken. What is synced in one call
-is synced at once: a file system's journal takes all of it in about the time of one.
+The store relies on what POSIX promises: bytes are durable after `sync` of their file, a name after `sync` of its
+directory, and `link` gives a name to a complete file or fails because the name is taken. What one call syncs is synced
+in parallel: a file system's journal takes all of it in about the time of one.
 """
 
 from __future__ import annotations

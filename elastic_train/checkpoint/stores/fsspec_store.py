@@ -158,7 +158,7 @@ class FsspecStore:
 
 
 def _modified_at(details: Mapping[str, object]) -> float | None:
-    """Return unix seconds from a listing's entry; every file system has a name and a type of its own for them."""
+    """Return unix seconds from a listing's entry; each file system has its own name and type for them."""
     moment = next((details[name] for name in _TIMES if details.get(name)), None)
     if isinstance(moment, str):
         moment = datetime.fromisoformat(moment)

@@ -26,7 +26,7 @@ _MOST_BEHIND = 2
 
 
 class HashingThread:
-    """A thread that hashes while the caller writes, at most so many acts behind; neither holds the interpreter's lock.
+    """A thread that hashes while the caller writes, at most `most_behind` calls behind; neither holds the GIL.
 
     The bytes that it is given must neither change nor be freed until it has ended.
     """
