@@ -159,7 +159,7 @@ def _measure_disk_and_loads(training: Training, figures: Figures, rounds: int, f
         for name, (files, read) in sides.items():
             if number:
                 figures.loads.setdefault(name, []).append(_timed(read, state))
-            _evict(files)
+            evict(files)
             figures.cold_loads.setdefault(name, []).append(_timed(read, state))
 
 
@@ -169,7 +169,7 @@ def _timed(read: Callable[[dict[str, object]], object], state: dict[str, object]
     return time.perf_counter() - started
 
 
-def _evict(folder: Path) -> None:
+def evict(folder: Path) -> None:
     """Take a folder's files, which are on the disk, out of the page cache."""
     for path in folder.iterdir():
         descriptor = os.open(path, os.O_RDONLY)

@@ -1,8 +1,9 @@
-"""Calls that may never return and can be abandoned: they run on a thread, and the caller watches a condition.
+"""Calls that may never return, and can be abandoned: they run on another thread while the caller does something else.
 
-Nothing can unblock a collective whose peer is frozen: neither `abort()` nor dropping the group, whose destructor blocks
-as well. So the stuck thread keeps the group and its buffers until the group's own timeout, and nothing waits for the
-thread.
+Nothing can unblock a collective whose peer is frozen: not `abort()`, not dropping the group, whose destructor blocks,
+too. Nor can a read or a sync of storage that hangs be interrupted. So the thread that is stuck keeps what the call
+needs, for a collective until the group's own timeout, and nobody waits for the thread: it is a daemon, in no executor
+that the interpreter joins at its end.
 """
 
 from __future__ import annotations
@@ -18,53 +19,75 @@ T = TypeVar("T")
 
 
 class GivenUp(Exception):  # noqa: N818 - not a failure: the caller did not want to wait any longer
-    """The watched condition came true before the call returned."""
+    """The caller stopped waiting before the call returned; the call may still take effect."""
 
 
-class _Call(Generic[T]):
-    """One call, its result or its error, and an event that says that it has ended."""
+class Call(Generic[T]):
+    """A call on another thread; `ended` is set when its result or its error is known."""
 
     def __init__(self, function: Callable[[], T]) -> None:
-        self.function: Callable[[], T] | None = function
-        self.done = threading.Event()
-        self.result: T | None = None
-        self.error: BaseException | None = None
+        self._function: Callable[[], T] | None = function
+        self.ended = threading.Event()
+        self._result: T | None = None
+        self._error: BaseException | None = None
 
     def run(self) -> None:
-        assert self.function is not None, "a call runs once"
+        """Make the call, on this thread; a call is made once."""
+        assert self._function is not None, "a call runs once"
         try:
-            self.result = self.function()
+            self._result = self._function()
         except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
-            self.error = error
-        self.function = None
-        self.done.set()
+            self._error = error
+        self._function = None
+        self.ended.set()
+
+    def result(self, timeout_s: float | None = None) -> T:
+        """Return what the call returns or raise what it raises; GivenUp if that takes longer than `timeout_s`."""
+        if not self.ended.wait(timeout_s):
+            raise GivenUp
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+    def result_unless(self, is_hopeless: Callable[[], bool], look_every_s: float = LOOK_EVERY_S) -> T:
+        """Return what the call returns or raise what it raises; GivenUp as soon as `is_hopeless()`."""
+        while not self.ended.wait(look_every_s):
+            if is_hopeless():
+                raise GivenUp
+        return self.result()
+
+
+def begin(name: str, function: Callable[[], T]) -> Call[T]:
+    """Make a call on a thread of its own."""
+    call = Call(function)
+    threading.Thread(target=call.run, name=name, daemon=True).start()
+    return call
 
 
 class Bystander:
     """A thread that makes one call after another for a caller that may stop waiting."""
 
     def __init__(self, name: str) -> None:
-        self._calls: SimpleQueue[_Call[object] | None] = SimpleQueue()
+        self._calls: SimpleQueue[Call[object] | None] = SimpleQueue()
         threading.Thread(target=self._serve, args=(self._calls,), name=name, daemon=True).start()
+
+    def begin(self, function: Callable[[], T]) -> Call[T]:
+        """Make a call once all earlier ones have ended."""
+        call = Call(function)
+        self._calls.put(call)  # type: ignore[arg-type]
+        return call
 
     def call(self, function: Callable[[], T], is_hopeless: Callable[[], bool]) -> T:
         """Return what `function` returns or raise what it raises; GivenUp as soon as `is_hopeless()`."""
-        call = _Call(function)
-        self._calls.put(call)  # type: ignore[arg-type]
-        while not call.done.wait(LOOK_EVERY_S):
-            if is_hopeless():
-                raise GivenUp
-        if call.error is not None:
-            raise call.error
-        return call.result  # type: ignore[return-value]
+        return self.begin(function).result_unless(is_hopeless)
 
-    def leave(self, last_words: Callable[[], object]) -> None:
+    def leave(self, last_words: Callable[[], object] = lambda: None) -> None:
         """End the thread with a last call, once it is free; returns at once."""
-        self._calls.put(_Call(last_words))
+        self._calls.put(Call(last_words))
         self._calls.put(None)
 
     @staticmethod
-    def _serve(calls: SimpleQueue[_Call[object] | None]) -> None:
+    def _serve(calls: SimpleQueue[Call[object] | None]) -> None:
         while (call := calls.get()) is not None:
             call.run()
             del call

@@ -14,19 +14,20 @@ from elastic_train.checkpoint.commits.retention_policies import Retention
 from elastic_train.checkpoint.commits.sweeping import sweep
 from elastic_train.checkpoint.commits.writer import CommitWriter, Unheard
 from elastic_train.checkpoint.saving.background_saves import Role, SaveMemory, Saves
-from elastic_train.checkpoint.saving.save_thread import Ended
-from elastic_train.checkpoint.stores.store import Entry, Store, open_store
+from elastic_train.checkpoint.saving.save_thread import SaveOutcome
+from elastic_train.checkpoint.stores.open import open_store
+from elastic_train.checkpoint.stores.store import Entry, Store
 
 __all__ = [
     "CommitFacts",
     "CommitRecord",
     "CommitWriter",
     "Discovery",
-    "Ended",
     "Entry",
     "Retention",
     "Role",
     "SaveMemory",
+    "SaveOutcome",
     "Saves",
     "Store",
     "Unheard",

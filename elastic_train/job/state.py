@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from elastic_train.checkpoint.commits.record import Path
 from elastic_train.checkpoint.format.layout import State
+from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.config.schema import OptimizerConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
@@ -137,7 +137,7 @@ class AppliedState:
             for value in values.values():
                 yield value.data_ptr() if isinstance(value, Tensor) else value
 
-    def stillness(self) -> Callable[[Path], bool]:
+    def stillness(self) -> Callable[[StatePath], bool]:
         """Return whether `apply` alone changes the tensor at a path of `tensors`; others a forward pass may change."""
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         return lambda path: path[0] == "optimizer" or (path[0] == "model" and path[1] in parameters)

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from elastic_train.checkpoint.interval.young_daly import Faults, SaveCost
 from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.errors import StorageError
@@ -158,61 +157,47 @@ def last_applied(run_dir: str | Path, before_term: int) -> LastApplied | None:
     """Return the furthest step that the newest term before `before_term` applied; reads the ends of its files only."""
     files: dict[int, list[Path]] = {}
     for path in (Path(run_dir) / FOLDER).glob("[0-9]*-*-*.jsonl"):
-        files.setdefault(int(path.name.partition("-")[0]), []).append(path)
+        files.setdefault(term_of(path), []).append(path)
     for term in sorted((term for term in files if term < before_term), reverse=True):
-        lines = [line for path in files[term] for line in _last_steps(path)]
+        lines = [line for path in files[term] for line in last_step_lines(path)]
         if lines:
             last = max(lines, key=lambda line: (int(str(line["step"])), float(str(line["t"]))))
             return LastApplied(term, int(str(last["step"])), int(str(last["world"])), float(str(last["t"])))
     return None
 
 
-def faults_before(run_dir: str | Path, before_term: int) -> Faults:
-    """Return how many terms before `before_term` began behind a step that was applied, and how long all of them were.
-
-    Reads both ends of rank 0's histories only.
-    """
-    num, trained_s = 0, 0.0
-    for path in sorted((Path(run_dir) / FOLDER).glob("[0-9]*-00000-*.jsonl")):
-        if int(path.name.partition("-")[0]) < before_term and (first := _restored(path)):
-            resumed = first.get("resumed")
-            num += isinstance(resumed, dict) and bool(resumed.get("steps_lost"))
-            trained_s += max((float(str(last["t"])) - float(str(first["t"])) for last in _last_steps(path)), default=0)
-    return Faults(num, trained_s)
+def leader_files(run_dir: str | Path) -> list[Path]:
+    """Return the histories of rank 0, the oldest term first."""
+    return sorted((Path(run_dir) / FOLDER).glob("[0-9]*-00000-*.jsonl"))
 
 
-def measured_saves(run_dir: str | Path, num: int) -> list[SaveCost]:
-    """Return what saves have cost whose commits were published, of the newest terms first; `num` of them at most."""
-    costs: list[SaveCost] = []
-    for path in sorted((Path(run_dir) / FOLDER).glob("[0-9]*-00000-*.jsonl"), reverse=True):
-        commits = [line for line in _parse(path.read_bytes()) if line["op"] == "commit"]
-        times = [(float(str(line["stall_s"])), float(str(line["seconds"]))) for line in reversed(commits)]
-        costs += [SaveCost(min(stall_s, publish_s), publish_s) for stall_s, publish_s in times]
-        if len(costs) >= num:
-            break
-    return costs[:num]
+def term_of(path: Path) -> int:
+    """Return the term that a history's file name says."""
+    return int(path.name.partition("-")[0])
 
 
-def _restored(path: Path) -> dict[str, object] | None:
+def restore_line(path: Path) -> dict[str, object] | None:
+    """Return the line that says how a process's state was restored; reads the beginning of its file only."""
     with path.open("rb") as file:
-        return next((line for line in _parse(file.read(_HEAD_BYTES)) if line["op"] == "restore"), None)
+        return next((line for line in lines_of(file.read(_HEAD_BYTES)) if line["op"] == "restore"), None)
 
 
-def _last_steps(path: Path) -> list[dict[str, object]]:
-    """Return the steps among a file's last lines, of ever more of them until there is one."""
+def last_step_lines(path: Path) -> list[dict[str, object]]:
+    """Return the step lines at the end of a history: at least one if it has any; reads the end of its file only."""
     size, num_bytes = path.stat().st_size, _TAIL_BYTES
     while True:
         with path.open("rb") as file:
             file.seek(max(0, size - num_bytes))
             content = file.read()
         # The first line is torn by where we began to read, and no JSON object then.
-        steps = [line for line in _parse(content) if line["op"] == "step"]
+        steps = [line for line in lines_of(content) if line["op"] == "step"]
         if steps or num_bytes >= size:
             return steps
         num_bytes *= 4
 
 
-def _parse(content: bytes) -> Iterator[dict[str, object]]:
+def lines_of(content: bytes) -> Iterator[dict[str, object]]:
+    """Yield the lines of a history, each with its `op`; torn ones are passed over."""
     for line in content.splitlines():
         try:
             fields = json.loads(line)

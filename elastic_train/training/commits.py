@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from elastic_train.checkpoint import CommitRecord, Ended, Saves, Unheard
+from elastic_train.checkpoint import CommitRecord, SaveOutcome, Saves, Unheard
 from elastic_train.checkpoint.interval.cadence import Cadence
 from elastic_train.errors import SavesFailedError, StorageError
 from elastic_train.job.commit_facts import describe_commit
@@ -128,7 +128,7 @@ class Commits:
         facts = describe_commit(self.plan, self.state, self.world.group.size)
         self.saves.begin(self.state.tensors(), facts, self.state.reached.intervals, self.state.stillness())
 
-    def _take(self, ended: Ended | None) -> None:
+    def _take(self, ended: SaveOutcome | None) -> None:
         """Record how a save ended, on rank 0, which learns of every rank's failure; raise what is not the storage's."""
         if ended is None:
             return
@@ -137,7 +137,7 @@ class Commits:
         if ended.error is not None and not isinstance(ended.error, StorageError):
             raise ended.error
 
-    def _record(self, ended: Ended) -> None:
+    def _record(self, ended: SaveOutcome) -> None:
         if ended.commit is not None:
             self._record_commit(ended, ended.commit)
         elif isinstance(ended.error, Unheard):
@@ -155,7 +155,7 @@ class Commits:
             # At the step that was saved: two saves may be recorded at one, and MLflow is sent one value a step.
             self.tracker.log(ended.step, {f"commit/{name}": value for name, value in {**counts, **times}.items()})
 
-    def _record_commit(self, ended: Ended, commit: CommitRecord) -> None:
+    def _record_commit(self, ended: SaveOutcome, commit: CommitRecord) -> None:
         self.head, self.num_failed_in_a_row = commit, 0
         self.world.history.commit(
             step=commit.step,
@@ -173,7 +173,7 @@ class Commits:
         if ended.tidying_error is not None:
             self.world.announce(f"old commits could not be deleted: {ended.tidying_error}")
 
-    def _look(self, ended: Ended | None, num_left: int) -> tuple[bool, bool]:
+    def _look(self, ended: SaveOutcome | None, num_left: int) -> tuple[bool, bool]:
         """Say whether the applied state is committed, and whether its commit exists, if only by the store."""
         self._take(ended)
         if self.head is not None and self.head.step == self.state.step:

@@ -27,9 +27,10 @@ from elastic_train.checkpoint import (
 from elastic_train.checkpoint.commits.reader import read_record
 from elastic_train.checkpoint.format.layout import leaves_by_path
 from elastic_train.checkpoint.interval.cadence import Cadence
+from elastic_train.checkpoint.interval.measured import faults_before
 from elastic_train.checkpoint.interval.young_daly import Faults
-from elastic_train.checkpoint.saving.abandonment import Attended
-from elastic_train.checkpoint.stores.deadline import PromptStore
+from elastic_train.checkpoint.saving.abandonment import call_abandonable
+from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.config.schema import Config
 from elastic_train.core.lanes import owned_lanes
 from elastic_train.errors import StorageError
@@ -40,7 +41,6 @@ from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.gradient_sum import make_gradient_sum, make_sum
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.tasks.task import Counting
-from elastic_train.tracking.history import faults_before
 from elastic_train.tracking.mlflow_run import (
     COMMIT_TAG,
     HOSTS_TAG,
@@ -134,8 +134,7 @@ def open_saves(process: Process, world: World, head: CommitRecord | None) -> Sav
     writers = [0, *(rank for rank in range(1, world.group.size) if seen[rank] and seen[rank] == seen[0])]
     place = writers.index(world.group.rank) if world.group.rank in writers else None
     retention = process.plan.retention
-    # A save that hangs is given up as a whole.
-    store = world.store.patient if isinstance(world.store, PromptStore) else world.store
+    store = world.save_store
     return Saves(
         store,
         CommitWriter(store, world.fence, world.term, head),
@@ -157,12 +156,11 @@ def commit_alone(plan: Plan, state: AppliedState, memory: SaveMemory) -> None:
     """
     tensors = state.tensors()
     num_bytes = memory.planner.plan(tensors, leaves_by_path(tensors), num_writers=1).parts[0].num_bytes
-    attended = Attended(lambda heard: _commit_alone(plan, state, heard))
-    attended.wait(memory.patience.limit_s(num_bytes))
+    call_abandonable(lambda on_progress: _commit_alone(plan, state, on_progress), memory.timeout.limit_s(num_bytes))
 
 
-def _commit_alone(plan: Plan, state: AppliedState, heard: Callable[[], None]) -> None:
-    store = open_store(plan.config.checkpoint_url, heard=heard)
+def _commit_alone(plan: Plan, state: AppliedState, on_progress: Callable[[], None]) -> None:
+    store = DeadlineStore(open_store(plan.config.checkpoint_url), on_progress)
     head = discover(store).head
     if state.step <= (head.step if head else 0):
         return

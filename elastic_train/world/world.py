@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic_train.checkpoint import Store, open_store, sweep
+from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.config.schema import Config
 from elastic_train.core.mesh import Mesh
 from elastic_train.errors import ElasticTrainError, StorageError
@@ -43,6 +44,8 @@ class World:
     progress: Progress | None
     launched: RendezvousContext | None
     formed_at: float
+    save_store: Store
+    """The same store without deadlines: a save that hangs is abandoned as a whole."""
 
     @property
     def mesh(self) -> Mesh:
@@ -73,14 +76,15 @@ class World:
         self.fence.close()
 
 
-def enter_world(config: Config, formed: Formed, started_at: float, heard: Callable[[], None]) -> World:
+def enter_world(config: Config, formed: Formed, started_at: float, on_progress: Callable[[], None]) -> World:
     """Claim the term of a group that has formed; sweep what fenced writers left behind.
 
-    `heard` is called for all that the store does.
+    `on_progress` is called for every answer of the store, and every piece of a file.
     """
     reach("form")
     group, launched = formed.group, formed.launched
-    store = open_store(config.checkpoint_url, config.checkpoint.near_dir, heard=heard)
+    save_store = open_store(config.checkpoint_url, config.checkpoint.near_dir)
+    store = DeadlineStore(save_store, on_progress)
     fence: Fence = _joined(store, launched) if launched and group.rank == 0 else StoreFence(store)
     at_least = launched.term if launched else 1
     try:
@@ -102,7 +106,7 @@ def enter_world(config: Config, formed: Formed, started_at: float, heard: Callab
         except StorageError as error:
             log.warning("what fenced writers left could not be removed: %s", error)
     progress = Progress() if group.rank == 0 else None
-    return World(group, term, store, fence, history, progress, launched, time.time())
+    return World(group, term, store, fence, history, progress, launched, time.time(), save_store)
 
 
 def _joined(store: Store, launched: RendezvousContext) -> Fence:

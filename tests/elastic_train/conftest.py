@@ -12,7 +12,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from moto.server import ThreadedMotoServer
 
-from elastic_train.checkpoint.stores.store import Store, open_store
+from elastic_train.checkpoint.stores.deadline import DeadlineStore
+from elastic_train.checkpoint.stores.open import open_store
+from elastic_train.checkpoint.stores.store import Store
 
 
 class PlainFileSystem(MemoryFileSystem):
@@ -47,7 +49,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     """An empty store of every kind."""
     unique = uuid.uuid4().hex
     if request.param == "local":
-        return open_store(str(tmp_path / "run"), heard=lambda: None)  # as worlds open it
+        return DeadlineStore(open_store(str(tmp_path / "run")), lambda: None)  # as worlds open it
     if request.param == "memory":
         return open_store(f"memory://{unique}/run")
     if request.param == "plain":

@@ -1,4 +1,4 @@
-"""Calls that can be given up: results and errors arrive, and a caller who walks away does not wait."""
+"""Calls that can be abandoned: results and errors arrive, and a caller that walks away does not wait."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from rendezvous.waiting import Bystander, GivenUp
+from rendezvous.waiting import Bystander, GivenUp, begin
 
 
 @pytest.fixture
@@ -33,3 +33,30 @@ def test_a_hopeless_call_is_given_up(bystander: Bystander) -> None:
     assert not has_said.is_set()
     is_free.set()
     assert has_said.wait(10)
+
+
+def test_a_call_on_a_thread_of_its_own_is_waited_for_no_longer_than_asked() -> None:
+    """GivenUp is the caller's alone: the call continues, and its result, or its own TimeoutError, arrives later."""
+    is_free = threading.Event()
+    call = begin("tested", lambda: is_free.wait(30))
+    with pytest.raises(GivenUp):
+        call.result(0.01)
+    is_free.set()
+    assert call.result(10) is True
+
+    def fail() -> None:
+        raise TimeoutError("the call's own")
+
+    with pytest.raises(TimeoutError, match="the call's own"):
+        begin("tested", fail).result(10)
+
+
+def test_calls_are_made_in_the_order_of_their_beginning(bystander: Bystander) -> None:
+    """None begins before the last one has ended; the thread leaves after all of them."""
+    is_free, made, has_left = threading.Event(), list[int](), threading.Event()
+    stuck = bystander.begin(lambda: is_free.wait(30))
+    calls = [bystander.begin(lambda number=number: made.append(number)) for number in range(3)]
+    bystander.leave(has_left.set)
+    assert made == [] and not any(call.ended.is_set() for call in (stuck, *calls))
+    is_free.set()
+    assert has_left.wait(10) and made == [0, 1, 2] and stuck.result(0)

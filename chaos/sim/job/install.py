@@ -159,7 +159,7 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
     """Replace the ways to etcd, storage, peers, and the launcher."""
     around, client = host.around, _client_of(host.around)
 
-    def storage(url: str, near: str | None = None, *, heard: object = None) -> StorageClient:
+    def storage(url: str, near_dir: str | None = None) -> StorageClient:
         return StorageClient(around.storage, around.kernel.process)
 
     def fence(context: RendezvousContext, *, give_up_after_s: float) -> EtcdFence:
@@ -178,10 +178,10 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
     yield from _in("rendezvous.meeting_point", TCPStore=functools.partial(MeetingStore, around.net))
     yield from _in("elastic_train.world.forming", Group=functools.partial(SimGroup, look_s=around.shape.look_s))
     yield from _in("elastic_train.world.forming", live_context=host.context, os=_Launcher(host))
-    yield from _in("elastic_train.world.world", open_store=storage, open_fence=fence)
+    yield from _in("elastic_train.world.world", open_store=storage, DeadlineStore=_undelayed, open_fence=fence)
     yield from _in("elastic_train.world.restore", last_applied=lambda *_, **__: None)
     yield from _in("elastic_train.world.world", History=functools.partial(SimHistory, host), Progress=Silent)
-    yield from _in("elastic_train.training.open_session", open_store=storage)
+    yield from _in("elastic_train.training.open_session", open_store=storage, DeadlineStore=_undelayed)
     yield from _in("elastic_train.training.open_session", faults_before=lambda *_: Faults(0, 0.0))
     yield from _in(
         "elastic_train.training.supervisor",
@@ -237,6 +237,11 @@ def _track(tracking: Tracking | None) -> Iterable[tuple[ModuleType, str, object]
 
 
 def _nothing(*_: object) -> None: ...
+
+
+def _undelayed(store: StorageClient, on_progress: object) -> StorageClient:
+    """Return the store itself: simulated calls have deadlines of their own."""
+    return store
 
 
 def _tensors(host: Host) -> Iterable[tuple[ModuleType, str, object]]:

@@ -9,7 +9,6 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from elastic_train.checkpoint.commits.record import Path as LeafPath
 from elastic_train.checkpoint.format import layout
 from elastic_train.checkpoint.format.dcp import WrittenPart
 from elastic_train.checkpoint.format.layout import (
@@ -18,23 +17,25 @@ from elastic_train.checkpoint.format.layout import (
     Part,
     State,
 )
+from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.format.weights_digest import tensor_digest
 from elastic_train.checkpoint.saving.staging import Buffer, Snapshot
-from elastic_train.checkpoint.stores.checksums import FileRecord, open_checked
+from elastic_train.checkpoint.stores.checked_file import open_checked
+from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.checkpoint.stores.hashing_sink import HashingSink
-from elastic_train.checkpoint.stores.store import Store
+from elastic_train.checkpoint.stores.store import Store, no_listener
 
 
 class SlowSnapshot(Snapshot):
     """A snapshot whose copy takes time, so that training comes to where it must wait for it."""
 
-    def __init__(self, sleep: Callable[[], None], part: Part, leaves: Leaves, is_still: Callable[[LeafPath], bool]):
+    def __init__(self, sleep: Callable[[], None], part: Part, leaves: Leaves, is_still: Callable[[StatePath], bool]):
         super().__init__(part, leaves, is_still)
         self._sleep = sleep
 
-    def copy(self, buffer: Buffer, check: Callable[[], None], tell: Callable[[int], None]) -> None:
+    def copy(self, buffer: Buffer, check: Callable[[], None], advance: Callable[[int], None]) -> None:
         self._sleep()
-        super().copy(buffer, check, tell)
+        super().copy(buffer, check, advance)
 
 
 _plans: dict[tuple[int, int, int], AttemptPlan] = {}
@@ -52,16 +53,25 @@ def plan_attempt(state: State, num_writers: int = 1) -> AttemptPlan:
 
 
 def write_part(
-    store: Store, attempt: str, part: Part, contents: Iterable[memoryview], plain: Mapping[str, bytes], **_: object
+    store: Store,
+    attempt: str,
+    part: Part,
+    contents: Iterable[memoryview],
+    plain: Mapping[str, bytes],
+    *,
+    on_progress: Callable[[], None] = no_listener,
+    **_: object,
 ) -> WrittenPart:
     """Write one part's file as JSON, with the product's checksums."""
     assert not plain, "the modelled state holds tensors"
-    with store.write(f"{attempt}/{part.name}") as file, HashingSink(file) as sink:
+    with store.write(f"{attempt}/{part.name}") as file, HashingSink(file, on_progress) as sink:
+        on_progress()
         held = [(str(slot.path[-1]), slot, content) for slot, content in zip(part.slots, contents, strict=True)]
         numbers = {name: np.frombuffer(content, np.int64).tolist() for name, _, content in held}
         digests = {name: tensor_digest(slot.dtype, slot.shape, content) for name, slot, content in held}
         sink.write(json.dumps(numbers).encode())
         sink.close()
+    on_progress()
     return WrittenPart(part.name, sink.record(), {}, digests)
 
 
@@ -72,9 +82,9 @@ def finish_attempt(
 
 
 def read_leaves(
-    store: Store, attempt: str, files: Mapping[str, FileRecord], wanted: Mapping[LeafPath, object]
-) -> dict[LeafPath, object]:
-    leaves: dict[LeafPath, object] = {}
+    store: Store, attempt: str, files: Mapping[str, FileRecord], wanted: Mapping[StatePath, object]
+) -> dict[StatePath, object]:
+    leaves: dict[StatePath, object] = {}
     for name, record in files.items():
         content = bytearray(record.size)
         with open_checked(store, f"{attempt}/{name}", record) as file:

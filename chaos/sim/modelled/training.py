@@ -20,8 +20,8 @@ from chaos.sim.machine.rank_group import SimGroup
 from chaos.sim.modelled.training_data import ModelledFeed
 from elastic_train.checkpoint import Retention
 from elastic_train.checkpoint.commits.record import CommitRecord
-from elastic_train.checkpoint.commits.record import Path as LeafPath
 from elastic_train.checkpoint.format.layout import State
+from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.config.schema import Config
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.arrays import Int64s
@@ -111,7 +111,7 @@ class ModelledState:
         """Return the saved part; its tensors are the live ones."""
         return {"model": self.model.state_dict()}
 
-    def stillness(self) -> Callable[[LeafPath], bool]:
+    def stillness(self) -> Callable[[StatePath], bool]:
         """Only `apply` changes anything."""
         return lambda path: True
 

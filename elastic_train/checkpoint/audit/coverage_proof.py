@@ -50,7 +50,7 @@ class Audit:
 def audit(store: Store, manifest: Manifest | None) -> Audit:
     """Examine the newest commit of a store and those before it; CommitError if there are only damaged ones.
 
-    `manifest` is the dataset's, which only the unfinished epoch needs. ConfigError if there is no commit.
+    `manifest` is the dataset's, which only the unfinished epoch needs. ConfigError if the store has no commit.
     """
     head = discover(store, damage=_wrong_with_record).head
     if head is None:
@@ -151,7 +151,7 @@ def _check_unfinished(
         found.proven.append(f"{where}: their {expected.count} samples counted exactly once, and no other did")
     else:
         found.wrong.append(
-            f"{where}: {sums.count} samples counted, and they are not the {expected.count} that lie there"
+            f"{where}: {sums.count} samples counted, and they are not the {expected.count} of these places"
         )
 
 

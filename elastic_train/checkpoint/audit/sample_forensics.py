@@ -62,7 +62,7 @@ def look_closely(found: Audit, run_dir: Path, head: CommitRecord, manifest: Mani
 def _applied_reads(run_dir: Path, head: CommitRecord) -> list[Read]:
     """Return what was given to the steps of a commit's lineage."""
     term_of = {step: i.term for i in head.intervals for step in range(i.lo + 1, i.hi + 1)}
-    # A step that was begun anew in the same term, without a hole's samples, is told of twice: the last counts.
+    # A step that was begun again in the same term, without a hole's samples, was recorded twice: the last counts.
     reads = {(read.term, read.rank, read.step): read for read in _reads(run_dir)}
     return [read for read in reads.values() if term_of.get(read.step) == read.term]
 

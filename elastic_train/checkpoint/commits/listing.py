@@ -1,7 +1,6 @@
-"""What there is in a store, for people: a row for every commit, which one training would go on from, and which is best.
+"""What a store contains, for people: a row for every commit, which one training would resume from, and which is best.
 
-Looking is cheap: records are read and files are compared by their sizes, from one listing. Only `is_thorough` reads the
-files, too.
+This is cheap: records are read, and files are compared by size, from one listing. Only `is_thorough` reads the files.
 """
 
 from __future__ import annotations
@@ -101,11 +100,11 @@ def wrong_with(store: Store, record: CommitRecord, sizes: Mapping[str, int] | No
 def _marks(
     store: Store, best: Best, found: Mapping[str, CommitRecord | None], wrong: Mapping[str, str | None]
 ) -> dict[str, tuple[str, ...]]:
-    """Return each commit's marks: head (training would go on from it), best, pinned, held."""
+    """Return each commit's marks: head (training would resume from it), best, pinned, held."""
     try:
         head = discover(store, damage=lambda _, key: wrong.get(key)).head
     except CommitError:
-        head = None  # every row says why
+        head = None  # every row has the reason
     whole = [Candidate(key, record.step, _always(record)) for key, record in found.items() if record and not wrong[key]]
     named = {
         "head": {head.key} if head else set(),

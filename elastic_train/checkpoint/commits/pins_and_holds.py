@@ -1,10 +1,10 @@
 """Pins and holds: small objects beside the commits that keep retention from deleting one.
 
-A pin (`pins/<term>-<step>`) stays until it is taken off. A hold (`holds/<term>-<step>/<until>-<unique>`) is a reader's:
+A pin (`pins/<term>-<step>`) stays until it is removed. A hold (`holds/<term>-<step>/<until>-<unique>`) is a reader's:
 it names the unix second at which it ends by itself, by the reader's clock, so that a reader that died does not keep a
-commit for ever. Whoever reads longer holds again in time.
+commit for ever. A reader that needs longer creates another hold in time.
 
-Held, then looked at: a reader that sees the record after it has created its hold has the files until the hold ends,
+The order makes it safe: a reader that sees the record after creating its hold has the files until the hold ends,
 because retention deletes a record first, looks for holds after that, and leaves the files of a held commit alone.
 """
 
@@ -38,13 +38,13 @@ _HOLD = re.compile(r"holds/(?P<name>\d+-\d+)/(?P<until>\d+)-[0-9a-f]+")
 
 
 def pin(store: Store, key: str) -> None:
-    """Keep a commit until `unpin`; nothing changes if it is pinned already."""
+    """Keep a commit until `unpin`; pinning it again changes nothing."""
     with contextlib.suppress(KeyTaken):
         store.create(f"{PINS}{_name(key)}", _whose())
 
 
 def unpin(store: Store, key: str) -> None:
-    """Let retention have a commit again."""
+    """Let retention delete a commit again."""
     store.delete(f"{PINS}{_name(key)}")
 
 
@@ -55,9 +55,11 @@ def pinned(store: Store) -> set[str]:
 
 @contextlib.contextmanager
 def holding(store: Store, key: str, ttl_s: float = HOLD_TTL_S) -> Iterator[None]:
-    """Keep a commit's files while it is read, for `ttl_s` seconds at most.
+    """Keep retention from deleting the commit of a key (`CommitRecord.key`) while a context lasts.
 
-    Raises KeyMissing if the commit is not there. A store that cannot be written to is read without a hold.
+    The hold ends with the context, after `ttl_s` seconds at the latest: hold again before that to read longer. A store
+    that cannot be written to is read without a hold, with a warning. Raises KeyMissing (a StorageError) if the commit
+    does not exist.
     """
     marker = f"{HOLDS}{_name(key)}/{int(time.time() + ttl_s)}-{uuid.uuid4().hex}"
     with contextlib.ExitStack() as undo:
@@ -65,14 +67,14 @@ def holding(store: Store, key: str, ttl_s: float = HOLD_TTL_S) -> Iterator[None]
             store.create(marker, _whose())
             undo.callback(_let_go, store, marker)
         except StorageError as error:
-            log.warning("%s is read without a hold, so retention may delete it meanwhile: %s", key, error)
+            log.warning("reading %s without a hold, so retention may delete it meanwhile: %s", key, error)
         if read(store, key) == VOID:
-            raise KeyMissing(f"{store.url}/{key}: was swept before it became a commit")
+            raise KeyMissing(f"{store.url}/{key}: its attempt was swept before it became a commit")
         yield
 
 
 def held(store: Store, now: float | None = None) -> set[str]:
-    """Return the keys of the commits that readers hold, deleting the holds that have ended where that may be done."""
+    """Return the keys of the commits that readers hold; holds that have ended are deleted if the store allows it."""
     moment, keys = time.time() if now is None else now, set()
     for entry in store.list(HOLDS):
         match = _HOLD.fullmatch(entry.key)
@@ -87,11 +89,11 @@ def _let_go(store: Store, marker: str) -> None:
     try:
         store.delete(marker)
     except StorageError as error:
-        log.warning("a hold stays, and counts until its time is over: %s", error)
+        log.warning("a hold could not be deleted, and counts until it ends: %s", error)
 
 
 def _name(key: str) -> str:
-    assert place_of(key), f"{key} is no commit's key"
+    assert place_of(key), f"{key} is not a commit's key"
     return key.removeprefix(COMMITS).removesuffix(".json")
 
 

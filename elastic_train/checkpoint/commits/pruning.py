@@ -1,7 +1,7 @@
 """Retention: the deletion of commits that no policy wants.
 
-A record is deleted before its files, so that what is left at any moment is either a whole commit or an abandoned
-attempt. Never deleted: the newest commit that verifies, pinned ones, and those that a reader holds.
+A record is deleted before its files, so at any moment there are only complete commits and abandoned attempts. Never
+deleted: the newest commit that verifies, pinned ones, and those that a reader holds.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Pruned:
 def prune(
     store: Store, retention: Retention, *, newest: CommitRecord | None = None, is_rehearsal: bool = False
 ) -> Pruned:
-    """Delete the commits that no policy wants, but none that is pinned or held, nor the newest one that verifies.
+    """Delete the commits that no policy wants, except pinned and held ones and the newest one that verifies.
 
-    `newest` is a commit that the caller knows to be whole; without it, or if others have published meanwhile, the
-    newest are read until one is, and if none is, nothing is deleted. A rehearsal deletes nothing and says what it would
-    have deleted.
+    `newest` is a commit that the caller knows to be intact; without it, or if another was published meanwhile, the
+    newest ones are read until one is intact, and if none is, nothing is deleted. A rehearsal deletes nothing and
+    returns what would have been deleted.
     """
     keys, sure = commit_keys(store), pinned(store) | held(store)
     doomed = retention.unwanted([_candidate(store, key) for key in keys], sure)
@@ -58,7 +58,7 @@ def _newest_whole(store: Store, keys: Sequence[str]) -> CommitRecord | None:
 
 def _candidate(store: Store, key: str, newest: CommitRecord | None = None) -> Candidate:
     place = place_of(key)
-    assert place, f"{key} is no commit's key"
+    assert place, f"{key} is not a commit's key"
     return Candidate(key, place[1], functools.partial(_readable, store, key), newest)
 
 
@@ -74,9 +74,9 @@ def _measure_commit(store: Store, key: str) -> int:
 
 
 def _delete_commit(store: Store, key: str) -> int:
-    """Delete a record, then its files; those of an unreadable record stay, for nobody knows which they are.
+    """Delete a record, then its files; those of an unreadable record stay, since it is unknown which they are.
 
-    So do those of a commit that a reader has taken hold of meanwhile: they are swept later.
+    The files of a commit that a reader holds by now stay, too; they are swept later.
     """
     record = _readable(store, key)
     store.delete(key)

@@ -1,10 +1,10 @@
-"""Reading commits: find the newest that is whole, say what was passed over and why, and load its state.
+"""Reading commits: find the newest intact one, report what was passed over and why, and load its state.
 
-Candidates come newest first by (term, step). One that is damaged is passed over for its parent, and so on along the
-lineage; where a record is unreadable, so that its parent is unknown, the order alone decides. Whatever the store
-holds, no pickle is opened before its digest has cleared it, and no byte is used whose block does not match.
+Candidates come newest first by (term, step). A damaged one is passed over for its parent, and so on along the lineage;
+where a record is unreadable, so that its parent is unknown, the order alone decides. Whatever the store holds, no
+pickle is opened before its digest has cleared it, and no byte is used whose block does not match.
 
-A store that cannot be asked is not a damaged commit: that error is passed on, since falling back would lose steps.
+A store that does not respond is not a damaged commit: that error is raised, since falling back would lose steps.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from elastic_train.checkpoint.commits.record import VOID, CommitRecord, decode
 from elastic_train.checkpoint.format.dcp import read_leaves
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import fill, leaves_of
-from elastic_train.checkpoint.stores.checksums import find_damage
-from elastic_train.checkpoint.stores.deadline import PromptStore
-from elastic_train.checkpoint.stores.node_copy import NearStore
+from elastic_train.checkpoint.stores.checked_file import find_damage
 from elastic_train.checkpoint.stores.store import (
     KeyMissing,
     Store,
@@ -29,12 +27,16 @@ from elastic_train.core.lineage import COMMITS, place_of
 from elastic_train.errors import CommitError
 
 DAMAGE = (CommitError, KeyMissing, Unreadable)
-"""What makes a commit be passed over, in place of ending the search."""
+"""Errors that make the search pass over a commit, instead of ending it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
-    """The newest whole commit, None if there is no commit at all, and every newer one that it was not: (key, why)."""
+    """What `discover` found.
+
+    `head` is the newest intact commit, None if the store has none at all; `skipped` are the newer ones that were passed
+    over, as (key, reason).
+    """
 
     head: CommitRecord | None
     skipped: tuple[tuple[str, str], ...]
@@ -43,10 +45,13 @@ class Discovery:
 def discover(
     store: Store, *, published: str | None = None, damage: Callable[[Store, str], str | None] | None = None
 ) -> Discovery:
-    """Find the commit to go on from; raise CommitError if there are commits and none is whole.
+    """Find the commit to resume from: the newest whose record and files all match their checksums.
 
-    `published` is the key that the fence names as head, if it does: that it is gone is reported, not fatal. `damage`
-    says what is wrong with a commit, None if nothing is; without it all files are read.
+    All files of the candidates are read, unless `damage` is given: it returns what is wrong with the commit of a key,
+    None if nothing is. `published` is the key that the fence names as head, if any: its absence is reported among the
+    skipped, and not fatal.
+
+    Raises CommitError if there are commits and none is intact, StorageError if the store cannot be read.
     """
     damage = damage or damage_of
     keys = commit_keys(store)
@@ -62,27 +67,27 @@ def discover(
         skipped.append((key, wrong))
         left = _after(store, key, left, skipped)
     if keys:
-        told = "\n".join(f"  {key}: {why}" for key, why in skipped)
+        listed = "\n".join(f"  {key}: {why}" for key, why in skipped)
         raise CommitError(
-            f"{store.url}: there are commits, and none is whole:\n{told}\n"
-            "restore one from a copy, or start again in another run.dir"
+            f"{store.url}: there are commits, but none is intact:\n{listed}\n"
+            "restore one from a backup, or start again with another run.dir"
         )
     return Discovery(None, tuple(skipped))
 
 
 def commit_keys(store: Store) -> list[str]:
-    """Return the keys of all records, the newest commit first; names that a sweep has taken are no records."""
+    """Return the keys of all records, the newest commit first; the tombstones of sweeps are left out."""
     places = ((place_of(entry.key), entry.key) for entry in store.list(COMMITS) if entry.size != len(VOID))
     return [key for _, key in sorted(((place, key) for place, key in places if place), reverse=True)]
 
 
 def read_record(store: Store, key: str) -> CommitRecord:
-    """Read one record; CommitError if it is damaged, KeyMissing if there is none."""
+    """Read one record; CommitError if it is damaged, KeyMissing if it does not exist."""
     return decode(read(store, key), key)
 
 
 def records(store: Store) -> Iterator[tuple[str, CommitRecord | None, str | None]]:
-    """Yield (key, record, what is wrong with the record) of every commit, the newest first; no file is read."""
+    """Yield (key, record, what is wrong with the record) of every commit, the newest first; the files are not read."""
     for key in commit_keys(store):
         try:
             yield key, read_record(store, key), None
@@ -91,7 +96,7 @@ def records(store: Store) -> Iterator[tuple[str, CommitRecord | None, str | None
 
 
 def wrong_sizes(record: CommitRecord, sizes: Mapping[str, int]) -> list[str]:
-    """Compare the sizes of keys with a commit's record; say what is missing or of another size."""
+    """Compare the sizes of keys with a commit's record; return what is missing or of another size."""
     wrong: list[str] = []
     for name, file in sorted(record.files.items()):
         key = f"{record.attempt}/{name}"
@@ -103,7 +108,7 @@ def wrong_sizes(record: CommitRecord, sizes: Mapping[str, int]) -> list[str]:
 
 
 def verify(store: Store, record: CommitRecord) -> None:
-    """Compare all files of a commit with its record, sizes first; raise CommitError with everything that is wrong."""
+    """Compare all files of a commit with its record, sizes first; CommitError lists everything that is wrong."""
     wrong = wrong_sizes(record, {entry.key: entry.size for entry in store.list(f"{record.attempt}/")})
     for name, file in sorted(record.files.items()):
         if not wrong and (damage := find_damage(store, f"{record.attempt}/{name}", file)):
@@ -113,7 +118,7 @@ def verify(store: Store, record: CommitRecord) -> None:
 
 
 def damage_of(store: Store, key: str) -> str | None:
-    """Read a commit, its record and all of its files; say what is wrong with it, None if it is whole."""
+    """Read a commit, its record and all of its files; return what is wrong with it, None if it is intact."""
     try:
         verify(store, read_record(store, key))
     except DAMAGE as error:
@@ -124,18 +129,23 @@ def damage_of(store: Store, key: str) -> str | None:
 def load(store: Store, record: CommitRecord, state: State) -> None:
     """Fill a nested state with a commit's, in place.
 
-    Tensors that `state` has are overwritten where they are, on their device; what it lacks (an optimizer that has not
-    stepped) is added on the CPU. Raises ConfigError if `state` has a leaf that the commit lacks, or of another shape or
-    type, and CommitError if the bytes that are read do not match their checksums.
+    Tensors in `state` are overwritten where they are, on their device; what it lacks (the state of an optimizer that
+    has not stepped) is added on the CPU. Intact copies of the files on this node are read in place of the store's.
+
+    Raises ConfigError if `state` has a leaf that the commit lacks, or of another shape or type; CommitError if the
+    bytes do not match their checksums; StorageError if the store cannot be read.
     """
-    if isinstance(store, NearStore | PromptStore):
-        store = store.preferring({f"{record.attempt}/{name}": file for name, file in record.files.items()})
-    leaves = read_leaves(store, record.attempt, record.files, dict(leaves_of(state)))
+    source = store.near({f"{record.attempt}/{name}": file for name, file in record.files.items()})
+    leaves = read_leaves(source, record.attempt, record.files, dict(leaves_of(state)))
     fill(state, leaves, record.int_keyed, record.empty)
 
 
 def read_state(store: Store, record: CommitRecord) -> State:
-    """Return a commit's whole state, on the CPU."""
+    """Return a commit's state: nested mappings and lists of tensors on the CPU and plain values, as they were saved.
+
+    `state["model"]` has the model's weights and buffers by name, with the shapes and types that they had. Every byte is
+    checked. Raises CommitError if the files do not match the record, StorageError if the store cannot be read.
+    """
     state: State = {}
     load(store, record, state)
     return state
@@ -150,5 +160,5 @@ def _after(store: Store, key: str, left: list[str], skipped: list[tuple[str, str
     if record.parent_key not in left:
         return left
     at = left.index(record.parent_key)
-    skipped += [(other, f"is no ancestor of {key}: a late record of an older term") for other in left[:at]]
+    skipped += [(other, f"is not an ancestor of {key}: a late record of an older term") for other in left[:at]]
     return left[at:]

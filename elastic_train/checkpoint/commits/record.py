@@ -1,7 +1,7 @@
 """The commit record: the one small file that makes a checkpoint exist, and everything known about it.
 
-Its bytes are canonical JSON that ends in a seal, the SHA-256 of the rest, so a flipped bit anywhere is seen before a
-value is used. The record's digest, the SHA-256 of its bytes, is what a child names as its parent.
+Its bytes are canonical JSON with a seal, the SHA-256 of the rest, so a flipped bit anywhere is detected before a value
+is used. A child names its parent by the record's digest, the SHA-256 of its bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
@@ -27,18 +28,23 @@ FORMAT = 2
 _FORMATS = (1, FORMAT)  # in format 1 files have SHA-256 in place of BLAKE3
 
 VOID = b'{"void":true}\n'
-"""What is no record, and keeps one from being created under its key: far shorter than any, so a listing tells it."""
-
-Path = tuple[str | int, ...]
+"""Tombstone: blocks the creation of a record under its key; recognised by its size in a listing, below any record's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommitFacts:
-    """What the trainer says about the state that it saves; a metric that is not finite is kept as null.
+    """What the trainer records about the state that it saves.
 
-    `account` and `order` let anyone check the coverage sums without the run: `order` has the numbers that the order of
-    samples follows from (version, num_samples, num_lanes, micro_batch, block_row_groups; lengths: their fingerprint, or
-    0). Older commits have neither, or no version.
+    * `step`: optimizer steps applied; `cursor`: the samples applied of the current epoch, on every lane;
+    * `coverage`: sums over the ids of all samples applied so far, which prove that each counted once;
+    * `rng`: the seed and the policy that random numbers follow from;
+    * `metrics`: by name; a value that is not finite is stored as null (None);
+    * `config_digest`, `manifest_digest`: of the configuration's identity and of the dataset's manifest;
+    * `world_size`: ranks at the time of the save. It need not be the same when the commit is loaded.
+
+    `account` and `order` let anyone check the coverage sums without the run: `order` has the numbers from which the
+    order of samples follows (version, num_samples, num_lanes, micro_batch, block_row_groups; lengths: their
+    fingerprint, or 0). Older commits have neither, or no version.
     """
 
     step: int
@@ -61,12 +67,17 @@ class CommitFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class CommitRecord(CommitFacts):
-    """A published checkpoint.
+    """A published checkpoint: everything known about it but its tensors, which `read_state` returns.
 
-    `parent` is the digest of the commit that this one continues, `parent_key` its key. `intervals` tile [0, step) by
-    the terms that applied the steps; they outlive the ancestors that retention deletes. `attempt` is the folder of
-    the files, named below it. `int_keyed` and `empty` name the mappings of the state that the file format would
-    change: those with integer keys, and those with no entry.
+    * `weights_sha256`: one hash over all weights and buffers, equal if and only if they are equal bit for bit;
+    * `term`: the number of the world that published it; commits are ordered by (term, step);
+    * `parent`, `parent_key`: digest and key of the commit that this one continues, None for the first;
+    * `intervals`: tile the steps [0, step) by the terms that applied them; they outlive the ancestors that retention
+      deletes;
+    * `attempt`: the folder of its files in the store; `files`: by name below it, their sizes and checksums;
+    * `int_keyed`, `empty`: the mappings of the state that the file format would change, by path: those with integer
+      keys, and those without entries;
+    * `versions`: of Python and torch; `created_at`: unix seconds, by the clock of the machine that published it.
     """
 
     weights_sha256: str
@@ -75,8 +86,8 @@ class CommitRecord(CommitFacts):
     parent_key: str | None
     intervals: tuple[Interval, ...]
     attempt: str
-    int_keyed: tuple[Path, ...]
-    empty: tuple[Path, ...]
+    int_keyed: tuple[StatePath, ...]
+    empty: tuple[StatePath, ...]
     versions: Mapping[str, str]
     created_at: float
     files: Mapping[str, FileRecord]
@@ -84,18 +95,21 @@ class CommitRecord(CommitFacts):
 
     @property
     def key(self) -> str:
+        """The record's key in the store."""
         return commit_key(self.term, self.step)
 
     @property
     def digest(self) -> str:
+        """The SHA-256 of the record's bytes, in hexadecimal."""
         return hashlib.sha256(self.encode()).hexdigest()
 
     @property
     def num_bytes(self) -> int:
+        """The size of all files together, in bytes."""
         return sum(file.size for file in self.files.values())
 
     def encode(self) -> bytes:
-        """Return the record's bytes; equal records give equal bytes."""
+        """Return the record's bytes; equal records have equal bytes."""
         fields = _ADAPTER.dump_python(self, mode="json", by_alias=True)
         for name in _SINCE_THEN:
             if fields[name] is None:
@@ -115,9 +129,11 @@ def decode(content: bytes, key: str) -> CommitRecord:
     try:
         fields = json.loads(content)
         if not isinstance(fields, dict):
-            raise CommitError(f"{key} is no commit record")
+            raise CommitError(f"{key} is not a commit record")
         if fields.get("format") not in _FORMATS:
-            raise CommitError(f"{key} has format {fields.get('format')}, this version reads up to {FORMAT}")
+            raise CommitError(
+                f"{key} has format {fields.get('format')}, but this version reads up to {FORMAT}; update elastic-train"
+            )
         seal = fields.pop("seal", None)
         if seal != hashlib.sha256(_dump(fields)).hexdigest():
             raise CommitError(f"{key} does not match its seal; the record was damaged")
@@ -125,7 +141,7 @@ def decode(content: bytes, key: str) -> CommitRecord:
     except (ValueError, ValidationError, RecursionError) as error:
         raise CommitError(f"{key} cannot be read as a commit record: {str(error).splitlines()[0]}") from error
     if record.encode() != content:
-        raise CommitError(f"{key} is not written as records are; it was damaged")
+        raise CommitError(f"{key} is not in canonical form; the record was damaged")
     if record.key != key:
         raise CommitError(f"{key} holds the record of {record.key}")
     return record

@@ -1,8 +1,8 @@
 """Which commits stay: policies that each name those worth keeping, and a rule that joins them. No I/O.
 
-A policy looks at all commits, newest first, and says which it wants; a commit stays if any policy wants it. A policy
-that looks back over time wants the first commit of every period, so that what it once wanted it wants for ever, however
-many others have been deleted since.
+A policy sees all commits, newest first, and names those it wants; a commit stays if any policy wants it. A policy over
+periods of time wants the first commit of each, so what it once wanted it always wants, however many others have been
+deleted since.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elastic_train.errors import ConfigError
 
 
 class Candidate:
-    """A commit, of which the record is read only if somebody asks for it; None if it cannot be read."""
+    """A commit whose record is read when it is first needed; None if it cannot be read."""
 
     def __init__(
         self, key: str, step: int, read: Callable[[], CommitRecord | None], newest: CommitRecord | None = None
@@ -35,9 +35,9 @@ class Candidate:
 
     @functools.cached_property
     def is_of_lineage(self) -> bool:
-        """Whether the newest commit's state had this one's; nobody falls back to others, which were given up.
+        """Whether this commit is an ancestor of the newest, or that itself; no search falls back to any other.
 
-        A commit of a term that applied nothing, made by a process that was alone, tells by its record.
+        The commit of a process that left alone, in a term that applied nothing, is recognised by its record.
         """
         newest, place = self._newest, place_of(self.key)
         if newest is None or self.key == newest.key or place is None:
@@ -59,7 +59,7 @@ class Policy(Protocol):
 class Last:
     """Keep the newest `num` commits of the lineage, and what is newer than the last of them.
 
-    Others are no reason to keep fewer of those: were they counted, the only whole commit could be deleted.
+    Commits outside the lineage do not count: if they did, the only intact commit could be deleted.
     """
 
     num: int
@@ -79,7 +79,7 @@ class Last:
 
 @dataclass(frozen=True, slots=True)
 class EverySteps:
-    """Keep the first commit at or behind every multiple of `num` steps."""
+    """Keep the first commit at or after every multiple of `num` steps."""
 
     num: int
 
@@ -89,7 +89,7 @@ class EverySteps:
 
 @dataclass(frozen=True, slots=True)
 class EverySeconds:
-    """Keep the first commit of every period of so many seconds, by the time in its record."""
+    """Keep the first commit of every period of `seconds`, by the time in its record."""
 
     seconds: float
 

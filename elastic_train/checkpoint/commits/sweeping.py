@@ -1,9 +1,9 @@
 """Sweeping: the deletion of attempts that never became a commit, and from then on cannot.
 
-Whoever began such an attempt may be frozen, and publish it when it wakes. So may whoever sweeps be frozen, between any
-look and the deletion behind it. So a sweep first takes the name of the attempt's record, by the same conditional create
-by which its writer would publish: one of them wins, and only what has lost goes. The name stays taken, by a few bytes
-that are no commit.
+The writer of such an attempt may be frozen, and publish it when it wakes. The sweeping process may be frozen as well,
+between any look and the deletion that follows. So a sweep first takes the name of the attempt's record, by the same
+conditional create by which its writer would publish: one of them wins, and only attempts that lost are deleted. The
+name stays taken, by a tombstone of a few bytes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ Place = tuple[int, int]
 def sweep(
     store: Store, term: int, *, now: float | None = None, safe_age_s: float = SAFE_AGE_S, is_rehearsal: bool = False
 ) -> Pruned:
-    """Delete attempts that have no record, once nobody should finish them: of a term below `term`, or long untouched.
+    """Delete attempts without a record that should not be finished any more: of a term below `term`, or old.
 
-    A writer that is still at one is fenced when it comes to publish. A rehearsal deletes nothing.
+    An attempt of the newest term is old when nothing in it has changed for `safe_age_s` seconds. A writer still at work
+    on one is fenced when it publishes. A rehearsal deletes nothing.
     """
     attempts = _attempts(store)
-    recorded = {place_of(key) for key in commit_keys(store)}  # an unreadable record's files stay: nobody knows which
+    recorded = {place_of(key) for key in commit_keys(store)}  # an unreadable record's files stay: it is unknown which
     moment = time.time() if now is None else now
     lost: dict[str, list[Entry]] = {}
     for attempt, entries in attempts.items():
@@ -38,7 +39,7 @@ def sweep(
             continue
         if is_rehearsal or create_once(store, commit_key(*place), VOID):
             lost[attempt] = entries
-    # Whoever holds a commit has seen its record behind its hold: none can begin to, now that the names are taken.
+    # A reader holds a commit, then looks for its record: no hold can succeed any more, now that the names are taken.
     spared = {place_of(key) for key in held(store, now)}
     swept = [attempt for attempt in lost if place_of_attempt(attempt) not in spared]
     measure = _size if is_rehearsal else delete_all

@@ -4,9 +4,9 @@
 2. the record is created conditionally, durable: from here on the commit exists;
 3. the fence is asked to make it the head, which fails if a newer world has claimed a term.
 
-A failure before 2 leaves nothing but, at worst, an abandoned attempt, which retention sweeps. A record that is fenced
-in 3 stays: a newer world may have read it. If it has not, the order of commits passes it over. One that the fence has
-not heard of stays, too, and is an ancestor of the next, which makes up for it.
+A failure before 2 leaves at worst an abandoned attempt, which is swept later. A record that is fenced in 3 stays: a
+newer world may have read it. If it has not, the order of commits passes it over. A record that the fence did not learn
+of stays, too, and is an ancestor of the next commit, of which the fence then learns.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _MOST_COPIES = 2  # of tensors on a device, beside the one that is written
 
 
 class Unheard(StorageError):  # noqa: N818 - the commit exists
-    """By the store nobody newer claims, so `commit` is of the lineage; but the fence's other half does not answer."""
+    """The store knows of no newer term, so `commit` is of the lineage; but the fence's other half did not answer."""
 
     commit: CommitRecord
 
@@ -175,13 +175,13 @@ class CommitWriter:
         """Let later commits continue this one, unless one was published while the store kept this one waiting."""
         with self._lock:
             if self._parent is not None and self._parent.step > record.step:
-                raise Uncertain(f"{self._store.url}/{record.key}: came to exist when the save was given up already")
+                raise Uncertain(f"{self._store.url}/{record.key}: came to exist after its save was abandoned")
             self._parent = record
 
     def _make_head(self, record: CommitRecord) -> None:
         reach("publish")
         if self._parent is not record:
-            raise Uncertain(f"{record.key} is not made the head: a newer one was published meanwhile")
+            raise Uncertain(f"{record.key} was not made the head: a newer commit was published meanwhile")
         try:
             self._fence.publish(self._term, record.key)
         except Unheard as error:
@@ -219,7 +219,7 @@ class CommitWriter:
         for name, file in files.items():
             size = sizes.get(f"{attempt}/{name}")
             if size != file.size:
-                raise StorageError(f"{self._store.url}/{attempt}/{name}: the store has {size} bytes of {file.size}")
+                raise StorageError(f"{self._store.url}/{attempt}/{name}: the store has {size} of {file.size} bytes")
 
     def _abandon(self, attempt: str) -> None:
         """Remove what a failed save has written; what cannot be removed now is swept later."""
@@ -227,4 +227,4 @@ class CommitWriter:
             for entry in self._store.list(f"{attempt}/"):
                 self._store.delete(entry.key)
         except StorageError as error:
-            log.warning("an abandoned attempt stays for now: %s", error)
+            log.warning("an abandoned attempt could not be deleted, and is swept later: %s", error)

@@ -15,7 +15,7 @@ import dataclasses
 import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -25,28 +25,30 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from elastic_train.checkpoint.commits.record import Path
 from elastic_train.checkpoint.format.layout import AttemptPlan, Part
+from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.format.torch_frame import bytes_of, frame_of
 from elastic_train.checkpoint.format.weights_digest import tensor_digest
-from elastic_train.checkpoint.stores.checksums import CheckedFile, FileRecord, open_checked
-from elastic_train.checkpoint.stores.hashing_sink import Aside, HashingSink
-from elastic_train.checkpoint.stores.store import Store, read
+from elastic_train.checkpoint.stores.checked_file import CheckedFile, open_checked
+from elastic_train.checkpoint.stores.checksums import FileRecord
+from elastic_train.checkpoint.stores.hashing_sink import HashingSink, HashingThread
+from elastic_train.checkpoint.stores.store import Store, no_listener, read
 from elastic_train.errors import CommitError, ConfigError
+from rendezvous.waiting import Call
 
 Wanted = tuple[_StorageInfo, ReadItem]
 Landing = tuple[list[memoryview], Callable[[list[memoryview]], None]]
 _NUM_READERS = 2
 _RUN_BYTES = 32 << 20
 _MOST_BEHIND = 64
-"""Tensors of the model that are staged, and whose SHA-256, which takes longer than the disk, may come behind."""
+"""Staged tensors of the model whose SHA-256, which is slower than the disk, may be computed after they are written."""
 METADATA = ".metadata"
 MODEL = "model"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WrittenPart:
-    """A part that is in the store: its file, where plain values lie in it (offset, length), the weights' digests."""
+    """A part that is in the store: its file, where its plain values are (offset, length), the weights' digests."""
 
     name: str
     file: FileRecord
@@ -62,14 +64,21 @@ def write_part(
     plain: Mapping[str, bytes],
     *,
     most_behind: int = _MOST_BEHIND,
+    on_progress: Callable[[], None] = no_listener,
 ) -> WrittenPart:
-    """Write one part's file: its tensors' bytes, in the order of its slots, and encoded plain values behind them.
+    """Write one part's file: its tensors' bytes, in the order of its slots, then encoded plain values.
 
-    About `most_behind` tensors are held beside the one that is written.
+    About `most_behind` tensors are held beside the one that is written. `on_progress` is called when the file is open,
+    for every piece, and when the file is durable.
     """
-    digests: dict[str, Future[str]] = {}
+    digests: dict[str, Call[str]] = {}
     places: dict[str, tuple[int, int]] = {}
-    with store.write(f"{attempt}/{part.name}") as file, HashingSink(file) as sink, Aside(most_behind) as digesting:
+    with (
+        store.write(f"{attempt}/{part.name}") as file,
+        HashingSink(file, on_progress) as sink,
+        HashingThread(most_behind) as digesting,
+    ):
+        on_progress()
         for slot, content in zip(part.slots, contents, strict=True):
             if slot.path[0] == MODEL:
                 name = ".".join(map(str, slot.path[1:]))
@@ -83,11 +92,12 @@ def write_part(
             places[name] = (end, len(encoded))
             end += len(encoded)
         sink.close()
+    on_progress()
     return WrittenPart(part.name, sink.record(), places, {name: digest.result() for name, digest in digests.items()})
 
 
-def live_contents(part: Part, leaves: Mapping[Path, object]) -> Iterator[memoryview]:
-    """Yield the bytes of a part's tensors from where they are, in few copies at a time if they lie on a device."""
+def live_contents(part: Part, leaves: Mapping[StatePath, object]) -> Iterator[memoryview]:
+    """Yield the bytes of a part's tensors without a copy, or copied one at a time from a device."""
     for slot in part.slots:
         tensor = leaves[slot.path]
         assert isinstance(tensor, Tensor), "the plan is of this state"
@@ -115,14 +125,14 @@ def finish_attempt(
 
 
 def read_leaves(
-    store: Store, attempt: str, files: Mapping[str, FileRecord], wanted: Mapping[Path, object]
-) -> dict[Path, object]:
+    store: Store, attempt: str, files: Mapping[str, FileRecord], wanted: Mapping[StatePath, object]
+) -> dict[StatePath, object]:
     """Read every tensor and plain value by its path; tensors among `wanted` are filled in place.
 
     Raises ConfigError, before anything is changed, if a wanted leaf is not in the files or is of another kind there.
     """
     metadata = _read_metadata(store, attempt, files)
-    paths: dict[str, Path] = {name: tuple(path) for name, path in metadata.planner_data.items()}
+    paths: dict[str, StatePath] = {name: tuple(path) for name, path in metadata.planner_data.items()}
     problems = list(_mismatches(metadata, paths, wanted))
     if problems:
         raise ConfigError(*problems)
@@ -209,7 +219,7 @@ def _stretches(run: list[Wanted]) -> Iterator[list[Wanted]]:
 
 
 def _read_stretch(file: CheckedFile, stretch: list[Wanted], planner: DefaultLoadPlanner) -> None:
-    """Read items that lie one behind the other; nothing is made of their bytes before all of them are checked."""
+    """Read adjacent items; none is used before the bytes of all of them are checked."""
     landings = [_landing(info, item, planner) for info, item in stretch]
     file.fill(stretch[0][0].offset, [view for views, _ in landings for view in views])
     for views, finish in landings:
@@ -219,7 +229,7 @@ def _read_stretch(file: CheckedFile, stretch: list[Wanted], planner: DefaultLoad
 def _landing(info: _StorageInfo, item: ReadItem, planner: DefaultLoadPlanner) -> Landing:
     """Return where an item's bytes go, and what to do once they are there.
 
-    A tensor's go into its own memory if they can lie there as they are: as a whole, contiguous, on the CPU.
+    A tensor's go straight into its own memory if it is complete, contiguous, and on the CPU.
     """
     if item.type == LoadItemType.BYTE_IO:
         return [memoryview(bytearray(info.length))], lambda views: planner.load_bytes(item, io.BytesIO(views[0]))
@@ -247,7 +257,9 @@ def _unpickle(views: list[memoryview], item: ReadItem, target: Tensor) -> None:
     target.copy_(stored)
 
 
-def _mismatches(metadata: Metadata, paths: Mapping[str, Path], wanted: Mapping[Path, object]) -> Iterator[str]:
+def _mismatches(
+    metadata: Metadata, paths: Mapping[str, StatePath], wanted: Mapping[StatePath, object]
+) -> Iterator[str]:
     """Describe every wanted leaf that the files lack, or whose kind there is another: copying would convert it."""
     names = {path: name for name, path in paths.items()}
     for path, leaf in wanted.items():

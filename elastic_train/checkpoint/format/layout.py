@@ -1,7 +1,7 @@
-"""The layout of a state in files: who writes what, and where it will lie; the same on every rank that plans it.
+"""The layout of a state in files: which rank writes what, and where; the same on every rank that plans it.
 
 A plan reads no tensor's values. It holds as long as the state keeps its shape, so it is made once and kept: at a save
-only the plain values are encoded anew, and of them only those that changed.
+only the plain values that changed are encoded again.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from elastic_train.checkpoint.commits.record import Path
-from elastic_train.checkpoint.format.state_tree import leaves_of, survey
+from elastic_train.checkpoint.format.state_tree import StatePath, leaves_of, survey
 from elastic_train.checkpoint.format.torch_frame import Frame, frame_of
 from elastic_train.errors import ConfigError
 
 State = dict[str, object]
-Leaves = dict[Path, object]
+Leaves = dict[StatePath, object]
 LEAST_PART_BYTES = 4 << 20
 """A state is not cut into parts smaller than this: each costs requests, and another rank that must not fail."""
 
@@ -32,7 +31,7 @@ LEAST_PART_BYTES = 4 << 20
 class Slot:
     """One tensor's place: its path in the state, and its frame at `offset` of its part's file."""
 
-    path: Path
+    path: StatePath
     dtype: torch.dtype
     shape: torch.Size
     frame: Frame
@@ -42,7 +41,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One writer's file; `num_bytes` are those of its tensors, plain values come behind."""
+    """One writer's file; `num_bytes` are those of its framed tensors; plain values follow them."""
 
     name: str
     slots: tuple[Slot, ...]
@@ -53,7 +52,7 @@ class Part:
 class PlainSlot:
     """One plain value's place in the state."""
 
-    path: Path
+    path: StatePath
     index: MetadataIndex
 
 
@@ -64,8 +63,8 @@ class AttemptPlan:
     parts: tuple[Part, ...]
     plain: Mapping[str, PlainSlot]
     metadata: Metadata
-    int_keyed: tuple[Path, ...]
-    empty: tuple[Path, ...]
+    int_keyed: tuple[StatePath, ...]
+    empty: tuple[StatePath, ...]
 
 
 def plan_attempt(state: State, num_writers: int = 1) -> AttemptPlan:
@@ -77,8 +76,8 @@ def plan_attempt(state: State, num_writers: int = 1) -> AttemptPlan:
         raise ConfigError(f"the state cannot be saved: {error}; rename one of them") from error
     local = planner.create_local_plan()
     _, metadata = planner.create_global_plan([local])
-    paths: dict[str, Path] = {name: tuple(path) for name, path in metadata.planner_data.items()}
-    tensors: list[tuple[Path, Tensor, MetadataIndex]] = []
+    paths: dict[str, StatePath] = {name: tuple(path) for name, path in metadata.planner_data.items()}
+    tensors: list[tuple[StatePath, Tensor, MetadataIndex]] = []
     plain: dict[str, PlainSlot] = {}
     for item in local.items:
         path, value = paths[item.index.fqn], planner.state_dict[item.index.fqn]
@@ -129,7 +128,7 @@ class Planner:
 
 
 def _spread(sizes: Sequence[int], num_writers: int) -> list[list[int]]:
-    """Deal the tensors out, the largest first to whoever has the fewest bytes; each share in the state's order."""
+    """Deal the tensors out, the largest first, to the share with the fewest bytes; each share in the state's order."""
     num_parts = max(1, min(num_writers, sum(sizes) // LEAST_PART_BYTES))
     loads = [(0, part) for part in range(num_parts)]
     shares: list[list[int]] = [[] for _ in range(num_parts)]
@@ -140,7 +139,7 @@ def _spread(sizes: Sequence[int], num_writers: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def _lay_out(number: int, tensors: Sequence[tuple[Path, Tensor, MetadataIndex]]) -> Part:
+def _lay_out(number: int, tensors: Sequence[tuple[StatePath, Tensor, MetadataIndex]]) -> Part:
     slots: list[Slot] = []
     end = 0
     for path, tensor, index in tensors:

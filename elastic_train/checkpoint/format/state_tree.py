@@ -2,7 +2,7 @@
 
 torch.distributed.checkpoint names a leaf by its path, turns every key of a mapping into text, and forgets mappings
 without entries. So a state of one optimizer step (parameters numbered 0, 1, ...) would come back with other keys, and
-plain SGD's without any. A `Path` here is the format's: text for a mapping's key, an integer for a list's index.
+plain SGD's without any.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from elastic_train.checkpoint.commits.record import Path
 from elastic_train.errors import ConfigError
 
+StatePath = tuple[str | int, ...]
+"""A leaf's place in a nested state: text for a mapping's key, an integer for a list's index."""
 
-def survey(tree: object, at: Path = ()) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+
+def survey(tree: object, at: StatePath = ()) -> tuple[tuple[StatePath, ...], tuple[StatePath, ...]]:
     """Return the paths of the mappings with integer keys, and of those without entries."""
     int_keyed = tuple(path for path, mapping in _mappings(tree, at) if mapping and _is_int_keyed(path, mapping))
     empty = tuple(path for path, mapping in _mappings(tree, at) if not mapping and path)
     return int_keyed, empty
 
 
-def leaves_of(tree: object, at: Path = ()) -> Iterator[tuple[Path, object]]:
+def leaves_of(tree: object, at: StatePath = ()) -> Iterator[tuple[StatePath, object]]:
     """Yield every leaf with its path, as torch does; a list without tensors or mappings, however deep, is one leaf."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
@@ -41,7 +43,10 @@ def _is_split(values: list[object]) -> bool:
 
 
 def fill(
-    tree: dict[str, object], leaves: Mapping[Path, object], int_keyed: Sequence[Path], empty: Sequence[Path]
+    tree: dict[str, object],
+    leaves: Mapping[StatePath, object],
+    int_keyed: Sequence[StatePath],
+    empty: Sequence[StatePath],
 ) -> None:
     """Put every leaf where its path says, making the mappings and lists on the way; others stay as they are."""
     numbered = frozenset(int_keyed)
@@ -51,7 +56,7 @@ def fill(
         _put(tree, path, value, numbered)
 
 
-def _put(tree: dict[str, object], path: Path, value: object, numbered: frozenset[Path]) -> None:
+def _put(tree: dict[str, object], path: StatePath, value: object, numbered: frozenset[StatePath]) -> None:
     place: object = tree
     for depth, part in enumerate(path):
         key = int(part) if path[:depth] in numbered else part
@@ -68,7 +73,7 @@ def _put(tree: dict[str, object], path: Path, value: object, numbered: frozenset
 def _get(place: object, key: str | int) -> object:
     if isinstance(place, list):
         return place[int(key)] if int(key) < len(place) else None
-    assert isinstance(place, dict), f"'{key}' lies in no container"
+    assert isinstance(place, dict), f"'{key}' is not inside a container"
     return place.get(key)
 
 
@@ -77,11 +82,11 @@ def _set(place: object, key: str | int, value: object) -> None:
         place.extend([None] * (int(key) + 1 - len(place)))
         place[int(key)] = value
     else:
-        assert isinstance(place, dict), f"'{key}' lies in no container"
+        assert isinstance(place, dict), f"'{key}' is not inside a container"
         place[key] = value
 
 
-def _mappings(tree: object, at: Path) -> Iterator[tuple[Path, Mapping[object, object]]]:
+def _mappings(tree: object, at: StatePath) -> Iterator[tuple[StatePath, Mapping[object, object]]]:
     if isinstance(tree, Mapping):
         yield at, tree
         for key, value in tree.items():
@@ -91,7 +96,7 @@ def _mappings(tree: object, at: Path) -> Iterator[tuple[Path, Mapping[object, ob
             yield from _mappings(value, (*at, index))
 
 
-def _is_int_keyed(path: Path, mapping: Mapping[object, object]) -> bool:
+def _is_int_keyed(path: StatePath, mapping: Mapping[object, object]) -> bool:
     kinds = {type(key) for key in mapping}
     if kinds not in ({str}, {int}):
         names = " and ".join(sorted(kind.__name__ for kind in kinds))

@@ -20,14 +20,14 @@ from elastic_train.checkpoint.interval.young_daly import (
 from elastic_train.config.schema import CheckpointConfig
 
 FIRST_S = 60.0
-"""Before the first save nothing is known of its cost: it comes early, and tells."""
-_WORTH_TELLING = 1.25
+"""Before the first save nothing is known of its cost, so it comes early."""
+_WORTH_REPORTING = 1.25
 
 
 class Cadence:
     """The rule of one process in one world, which begins now; `past` are the faults before it.
 
-    `owed_s` says for how long steps have been applied already that no commit has.
+    `owed_s` is for how many seconds steps have been applied that no commit contains.
     """
 
     def __init__(
@@ -45,19 +45,19 @@ class Cadence:
         self._last_at = self._began_at - owed_s
         self._costs: deque[SaveCost] = deque(maxlen=NUM_MEASURED)
         self._interval_s = min(FIRST_S, config.rpo_s) if self._is_auto else config.every_s
-        self._told_s: float | None = None
+        self._reported_s: float | None = None
 
     def is_due(self, step: int) -> bool:
-        """Say whether a commit is due at a step."""
+        """Whether a commit is due at a step."""
         every = None if self._is_auto else self._config.every_steps
         return every is not None and step % every == 0
 
     def is_overdue(self) -> bool:
-        """Say whether the time for a commit has come."""
+        """Whether the time for a commit has come."""
         return self._interval_s is not None and self._clock() - self._last_at > self._interval_s
 
     def begin(self) -> None:
-        """A save begins now."""
+        """Note that a save begins now."""
         self._last_at = self._clock()
 
     def measured(self, stall_s: float, publish_s: float) -> str | None:
@@ -67,10 +67,10 @@ class Cadence:
         self._costs.append(SaveCost(min(stall_s, publish_s), publish_s))
         choice = self._choose()
         self._interval_s = choice.interval_s
-        told = self._told_s
-        if told is not None and max(told / choice.interval_s, choice.interval_s / told) < _WORTH_TELLING:
+        reported = self._reported_s
+        if reported is not None and max(reported / choice.interval_s, choice.interval_s / reported) < _WORTH_REPORTING:
             return None
-        self._told_s = choice.interval_s
+        self._reported_s = choice.interval_s
         return choice.reason
 
     def _choose(self) -> Choice:

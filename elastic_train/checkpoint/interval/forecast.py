@@ -1,4 +1,4 @@
-"""What saving often or seldom would cost: the curve of waste against interval for numbers of one's own. No I/O."""
+"""What saving often or seldom would cost: waste by interval, for given costs and fault rates. No I/O."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INTERVALS_S = (30.0, 60.0, 120.0, 300.0, 600.0, 900.0, 1800.0, 3600.0, 7200.0, 4
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """One interval: the shares of time that are no progress, and what one fault costs at most, in seconds."""
+    """One interval: the shares of time without progress, and the most that one fault costs, in seconds."""
 
     interval_s: float
     waste: float

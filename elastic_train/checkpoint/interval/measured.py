@@ -1,19 +1,20 @@
-"""What a run's folder tells of its saves: how large a commit is, what a save costs, how often a fault costs steps."""
+"""What a run's folder says about its saves: a commit's size, what a save costs, how often a fault costs steps."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from elastic_train.checkpoint.commits.lookup import open_run
 from elastic_train.checkpoint.commits.reader import records
-from elastic_train.checkpoint.interval.young_daly import NUM_MEASURED, SaveCost, typical
-from elastic_train.tracking.history import faults_before, measured_saves
+from elastic_train.checkpoint.interval.young_daly import NUM_MEASURED, Faults, SaveCost, typical
+from elastic_train.tracking.history import last_step_lines, leader_files, lines_of, restore_line, term_of
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """None is what nothing is known of; `cost` is the median of the `num_saves` newest saves."""
+    """What is known, None where nothing is; `cost` is the median of the `num_saves` newest saves."""
 
     state_gb: float | None
     mtbf_s: float | None
@@ -22,9 +23,9 @@ class Measured:
 
 
 def measure(run: str) -> Measured:
-    """Read a run's newest record and its histories; those that are kept elsewhere tell nothing.
+    """Read a run's newest record and its histories; histories that are kept elsewhere are not found.
 
-    Raises ConfigError if there is no such run.
+    Raises ConfigError if the run does not exist.
     """
     newest = next((record for _, record, _ in records(open_run(run)) if record), None)
     costs = measured_saves(run, NUM_MEASURED)
@@ -35,3 +36,34 @@ def measure(run: str) -> Measured:
         cost=typical(costs) if costs else None,
         num_saves=len(costs),
     )
+
+
+def faults_before(run_dir: str | Path, before_term: int) -> Faults:
+    """Return how many terms before `before_term` lost applied steps at their start, and how long all of them trained.
+
+    Reads both ends of rank 0's histories only.
+    """
+    num, trained_s = 0, 0.0
+    for path in leader_files(run_dir):
+        if term_of(path) < before_term and (first := restore_line(path)):
+            resumed = first.get("resumed")
+            num += isinstance(resumed, dict) and bool(resumed.get("steps_lost"))
+            trained_s += max((_time(last) - _time(first) for last in last_step_lines(path)), default=0)
+    return Faults(num, trained_s)
+
+
+def measured_saves(run_dir: str | Path, num: int) -> list[SaveCost]:
+    """Return the costs of saves whose commits were published, from the newest terms; `num` of them at most."""
+    costs: list[SaveCost] = []
+    for path in reversed(leader_files(run_dir)):
+        commits = [line for line in lines_of(path.read_bytes()) if line["op"] == "commit"]
+        times = [(float(str(line["stall_s"])), float(str(line["seconds"]))) for line in reversed(commits)]
+        costs += [SaveCost(min(stall_s, publish_s), publish_s) for stall_s, publish_s in times]
+        if len(costs) >= num:
+            break
+    return costs[:num]
+
+
+def _time(line: dict[str, object]) -> float:
+    """Return the unix second of a history's line."""
+    return float(str(line["t"]))

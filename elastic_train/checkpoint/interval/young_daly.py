@@ -2,7 +2,7 @@
 
 Young (1974) and Daly (2006): with faults at a constant rate, saving too often wastes the saves' stalls, too seldom the
 steps that are computed again. Of Daly's model the exact optimum is taken, of which sqrt(2 * stall * time between
-faults) is the beginning. Saving goes on in the background here: a commit counts from its publication on, so that time
+faults) is the beginning. Saves run in the background here: a commit counts from its publication on, so that time
 adds to what a fault costs, and one save is in flight at a time, so no interval is shorter.
 
 The fault rate is the mean of its Gamma posterior: what the run has seen, and before it has seen much, a prior.
@@ -20,7 +20,7 @@ from elastic_train.system.wording import duration
 PRIOR_FAULTS, PRIOR_S = 1.0, 86400.0
 """As if one fault had been seen in a day of training."""
 NUM_MEASURED = 9
-"""So many of the newest saves say what one costs."""
+"""The number of newest saves whose median is the cost of one."""
 SHORTEST_S = 1.0
 _BISECTIONS = 80
 
@@ -100,7 +100,7 @@ def optimum(stall_s: float, mtbf_s: float) -> float:
 
 
 def waste(interval_s: float, cost: SaveCost, mtbf_s: float, restart_s: float = 0.0) -> float:
-    """Return the share of time that is no progress: stalls, steps computed again, and restarts (Daly 2006, section 4).
+    """Return the share of time without progress: stalls, steps computed again, and restarts (Daly 2006, section 4).
 
     `restart_s` is the time from a fault to the first step that is computed again.
     """

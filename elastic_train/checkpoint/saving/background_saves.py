@@ -1,14 +1,14 @@
-"""Saves in the background: one in flight for each rank, on a thread without collectives that can be walked away from.
+"""Saves in the background: one in flight for each rank, on a thread without collectives that can be abandoned.
 
 At a step boundary `begin` fixes what is saved. The thread copies it (`await_staging` returns when it has, and must be
-called before the state changes), writes this rank's part and says that it is done; on rank 0 it waits for the others'
-parts and publishes. What became of it is picked up at a later boundary, by `collect`.
+called before the state changes), writes this rank's part and posts a receipt; on rank 0 it waits for the others' parts
+and publishes. `collect` returns the outcome at a later boundary.
 
 A world that ends abandons its save: nothing of it is published from then on, except by a publish that has begun, which
-is the fence's to judge. So the next world, which may be in this process, reads a lineage that nobody here extends.
+the fence judges. So the next world, which may be in this process, reads a lineage that nobody here extends.
 
-A save that gets no further is given up in the same way, within its world: the thread is left where it is stuck, the
-save counts as failed, and the next one begins. When that is, is learned from saves that ended well, as with steps.
+A save that makes no progress is abandoned in the same way, within its world: the thread is left where it is stuck, the
+save counts as failed, and the next one begins. How long that takes is learned from saves that succeeded.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from elastic_train.checkpoint.commits.record import CommitFacts, CommitRecord, Path
+from elastic_train.checkpoint.commits.record import CommitFacts, CommitRecord
 from elastic_train.checkpoint.commits.writer import CommitWriter, Draft, attempt_folder
 from elastic_train.checkpoint.format.layout import Planner, State, leaves_by_path
-from elastic_train.checkpoint.saving.abandonment import LOOK_EVERY_S, Patience
-from elastic_train.checkpoint.saving.save_thread import Ended, Flight
+from elastic_train.checkpoint.format.state_tree import StatePath
+from elastic_train.checkpoint.saving.abandonment import LOOK_EVERY_S, AdaptiveTimeout
+from elastic_train.checkpoint.saving.save_thread import SaveInFlight, SaveOutcome
 from elastic_train.checkpoint.saving.staging import Snapshot, Staging
 from elastic_train.checkpoint.stores.store import Store
 from elastic_train.core.lineage import Interval
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 class Role:
     """A rank's part in its world's saves: it writes as `place` of `num_writers`, place 0 being rank 0; None: nothing.
 
-    `unique` is a word that this world shares and no other has.
+    `unique` is a word that all ranks of this world share, and no other world has.
     """
 
     place: int | None
@@ -44,17 +45,20 @@ class Role:
 
 
 class SaveMemory:
-    """What saves keep over all worlds of a process: plan, staging memory, patience, and whether one was given up."""
+    """What saves keep over all worlds of a process: plan, staging memory, timeout, and whether one was abandoned."""
 
     def __init__(self) -> None:
         self.planner = Planner()
         self.staging = Staging()
-        self.patience = Patience()
+        self.timeout = AdaptiveTimeout()
         self.is_owed = False
 
 
 class Saves:
-    """One rank's saves in one world; `tidy` is called, on the thread, behind every commit."""
+    """One rank's saves in one world; `tidy` is called on the save's thread after every commit.
+
+    `store` needs no deadlines: a save that hangs is abandoned as a whole.
+    """
 
     def __init__(
         self,
@@ -67,22 +71,22 @@ class Saves:
     ) -> None:
         self._store, self._commits, self._term, self._role = store, commits, term, role
         self._memory, self._tidy = memory, tidy
-        self._flight: Flight | None = None
+        self._flight: SaveInFlight | None = None
         self._num_begun = 0
 
     @property
     def is_busy(self) -> bool:
-        """Say whether a save is in flight."""
+        """Whether a save is in flight."""
         return self._flight is not None and not self._flight.ended.is_set()
 
     @property
     def is_staging(self) -> bool:
-        """Say whether the state may not change yet."""
+        """Whether the state may not change yet."""
         return self._flight is not None and not self._flight.staged.is_set()
 
     @property
     def is_owed(self) -> bool:
-        """Say whether the last save was given up, and none has begun since."""
+        """Whether the last save was abandoned, and none has begun since."""
         return self._memory.is_owed
 
     def begin(
@@ -90,7 +94,7 @@ class Saves:
         state: State,
         facts: CommitFacts,
         intervals: tuple[Interval, ...] | None = None,
-        is_still: Callable[[Path], bool] = lambda path: False,
+        is_still: Callable[[StatePath], bool] = lambda path: False,
     ) -> None:
         """Begin to save a state; the last save must have been collected, and no other rank may skip this one.
 
@@ -108,7 +112,9 @@ class Saves:
             return
         draft = Draft(attempt, plan, planner.encode(plan, leaves), facts, intervals)
         snapshot = Snapshot(plan.parts[role.place], leaves, is_still)
-        self._flight = Flight(self._store, self._commits, self._tidy, self._memory.staging, role.place, draft, snapshot)
+        self._flight = SaveInFlight(
+            self._store, self._commits, self._tidy, self._memory.staging, role.place, draft, snapshot
+        )
         self._flight.stall_s = time.perf_counter() - started
 
     def await_staging(self) -> None:
@@ -116,23 +122,23 @@ class Saves:
         if self._flight is not None:
             self._flight.await_staging()
 
-    def collect(self) -> Ended | None:
-        """Return how a save ended that has ended, once; one that gets no further on this rank ends here, failed."""
+    def collect(self) -> SaveOutcome | None:
+        """Return the outcome of a save that has ended, once; one that makes no progress on this rank fails here."""
         flight = self._flight
         if flight is None or not (flight.ended.is_set() or self._is_stuck(flight)):
             return None
         self._flight = None
         if not flight.ended.is_set() and flight.commit is None:
-            return self._give_up(flight)
+            return self._abandon_stuck(flight)
         ended = flight.outcome()
         if ended.error is None:
-            self._memory.patience.learn(ended.seconds)
+            self._memory.timeout.learn(ended.seconds)
         return ended
 
-    def wait(self, check: Callable[[float], None] = lambda waited_s: None) -> Ended | None:
-        """Wait for the save in flight; return how it ended.
+    def wait(self, check: Callable[[float], None] = lambda waited_s: None) -> SaveOutcome | None:
+        """Wait for the save in flight; return its outcome, None if there is none.
 
-        `check`, asked now and then with the seconds waited, may raise: a rank that is lost never writes its part.
+        `check` is called regularly with the seconds waited, and may raise: a rank that is lost never writes its part.
         """
         started = time.monotonic()
         while (flight := self._flight) is not None and not flight.ended.wait(LOOK_EVERY_S):
@@ -141,8 +147,8 @@ class Saves:
             check(time.monotonic() - started)
         return self.collect()
 
-    def abandon(self, patience_s: float = 0.0) -> Ended | None:
-        """Give the save in flight up, after some patience; return how it ended if it has."""
+    def abandon(self, patience_s: float = 0.0) -> SaveOutcome | None:
+        """Abandon the save in flight if it does not end in `patience_s` seconds; return its outcome if it has ended."""
         flight, self._flight = self._flight, None
         if flight is None:
             return None
@@ -152,19 +158,19 @@ class Saves:
         self._memory.is_owed = ended is None or ended.error is not None
         return ended
 
-    def _is_stuck(self, flight: Flight) -> bool:
-        return time.monotonic() - flight.moved_at_s > self._memory.patience.limit_s(flight.num_bytes)
+    def _is_stuck(self, flight: SaveInFlight) -> bool:
+        return flight.progress.idle_s > self._memory.timeout.limit_s(flight.num_bytes)
 
-    def _give_up(self, flight: Flight) -> Ended:
-        limit_s = self._memory.patience.limit_s(flight.num_bytes)
+    def _abandon_stuck(self, flight: SaveInFlight) -> SaveOutcome:
+        limit_s = self._memory.timeout.limit_s(flight.num_bytes)
         flight.abandon()
         if flight.commit is not None:  # a publish had begun, and was waited for
             return flight.outcome()
-        self._memory.patience.lengthen()
+        self._memory.timeout.lengthen()
         self._memory.is_owed = True
         where = f"part {flight.place}" if flight.place else "rank 0"
-        why = f"{self._store.url}: the save got no further for {limit_s:.0f} s ({where}) and was given up"
-        log.warning("%s; does the storage answer?", why)
-        if flight.place:  # rank 0 may have more patience, and all wait for it at a job's end
-            flight.tell(why)
+        why = f"{self._store.url}: the save made no progress for {limit_s:.0f} s ({where}) and was abandoned"
+        log.warning("%s; is the storage reachable?", why)
+        if flight.place:  # rank 0 may wait longer than this rank did, and all ranks wait for rank 0 at a job's end
+            flight.report_failure(why)
         return replace(flight.outcome(), error=StorageError(why))

@@ -1,7 +1,7 @@
-"""Done records: how rank 0 learns, from the store that the ranks share, that another rank has written its part.
+"""Part receipts: how rank 0 learns, from the store that the ranks share, that another rank has written its part.
 
-A record is canonical JSON with a seal, like a commit's; it says what was written, or why nothing could be. A part is
-whole when its record is there, since it is created last.
+A receipt is canonical JSON with a seal, like a commit's record; it says what was written, or why nothing could be. A
+part is complete when its receipt exists, since that is created last.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ from elastic_train.checkpoint.stores.store import (
 from elastic_train.errors import StorageError
 
 STALLED_S = 600.0
-"""How long rank 0, its own part written, waits for another's."""
+"""How long rank 0, once its own part is written, waits for another's."""
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.02, 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class PartReceipt:
     """A part that was written, or why it could not be."""
 
     written: WrittenPart | None
     error: str | None
 
 
-_ADAPTER = TypeAdapter(Done)
+_ADAPTER = TypeAdapter(PartReceipt)
 
 
-def post(store: Store, attempt: str, part: int, done: Done) -> None:
-    """Say that a part is in the store, or that it will not be."""
-    content = _ADAPTER.dump_json(done)
+def post(store: Store, attempt: str, part: int, receipt: PartReceipt) -> None:
+    """Record that a part is in the store, or that it will not be."""
+    content = _ADAPTER.dump_json(receipt)
     create_once(store, _key(attempt, part), hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
 
 
 def wait_for(store: Store, attempt: str, part: int, pause: Callable[[float], None]) -> WrittenPart:
-    """Wait until another rank has written its part; `pause` sleeps so many seconds, and raises to give up.
+    """Wait until another rank has written its part; `pause` sleeps the seconds it is given, or raises to give up.
 
-    Raises StorageError if that rank could not, or says nothing for too long.
+    Raises StorageError if that rank could not write it, or posts no receipt within `STALLED_S`.
     """
     key, waited_s, look_s = _key(attempt, part), 0.0, _FIRST_LOOK_S
     while waited_s < STALLED_S:
         try:
-            done = _decode(read(store, key), f"{store.url}/{key}")
+            receipt = _decode(read(store, key), f"{store.url}/{key}")
         except KeyMissing:
             pause(look_s)
             waited_s, look_s = waited_s + look_s, min(1.5 * look_s, _LONGEST_LOOK_S)
             continue
-        if done.written is None:
-            raise StorageError(f"part {part} was not written: {done.error}")
-        return done.written
+        if receipt.written is None:
+            raise StorageError(f"part {part} was not written: {receipt.error}")
+        return receipt.written
     raise StorageError(f"{store.url}/{key}: part {part} was not written in {STALLED_S:.0f} s")
 
 
@@ -67,11 +67,11 @@ def _key(attempt: str, part: int) -> str:
     return f"{attempt}/done-{part:05d}.json"
 
 
-def _decode(content: bytes, where: str) -> Done:
+def _decode(content: bytes, where: str) -> PartReceipt:
     seal, _, body = content.partition(b"\n")
     try:
         if hashlib.sha256(body).hexdigest().encode() != seal:
             raise StorageError(f"{where}: does not match its seal; it was damaged")
         return _ADAPTER.validate_python(json.loads(body))
     except (ValueError, ValidationError) as error:
-        raise StorageError(f"{where}: is no done record: {error}") from error
+        raise StorageError(f"{where}: is not a valid part receipt: {error}") from error

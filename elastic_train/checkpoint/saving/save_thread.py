@@ -1,7 +1,7 @@
 """One save on a thread of its own: it copies the state, writes this rank's part, and on rank 0 publishes all parts.
 
-No collective is on the way, so it can be walked away from at any moment. Its gate says whether it is still wanted: once
-that is closed nothing is published that was not being published already, and nothing is read of the state any more.
+It uses no collective, so it can be abandoned at any moment. Its gate says whether it is still wanted: once that is
+closed, no publish begins, and the state is not read any more.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.checkpoint.commits.writer import CommitWriter, Draft
 from elastic_train.checkpoint.format.dcp import WrittenPart, write_part
 from elastic_train.checkpoint.saving import part_receipts
-from elastic_train.checkpoint.saving.abandonment import Gate
+from elastic_train.checkpoint.saving.abandonment import LastProgress, PublishGate
+from elastic_train.checkpoint.saving.part_receipts import PartReceipt
 from elastic_train.checkpoint.saving.staging import (
     Buffer,
     Snapshot,
     Staged,
     Staging,
 )
-from elastic_train.checkpoint.stores.deadline import PromptStore
 from elastic_train.checkpoint.stores.store import Store
 from elastic_train.errors import StorageError
 from elastic_train.system.failpoints import reach
+from rendezvous.waiting import begin
 
 RETRY_PAUSES_S = (0.2, 1.0)
 PUBLISH_PATIENCE_S = 1.0
@@ -34,8 +35,11 @@ PUBLISH_PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """How a save ended: rank 0 has a commit, or whoever failed an error; `stall_s` is what training waited for it."""
+class SaveOutcome:
+    """How a save ended: with a commit on rank 0, an error on a rank that failed.
+
+    `seconds` passed from its beginning until it was published, or failed; training waited `stall_s` of them.
+    """
 
     step: int
     commit: CommitRecord | None
@@ -45,7 +49,7 @@ class Ended:
     stall_s: float
 
 
-class Flight:
+class SaveInFlight:
     """One save, which begins at once."""
 
     def __init__(
@@ -62,8 +66,8 @@ class Flight:
         self._staging, self.place, self._draft, self._snapshot = staging, place, draft, snapshot
         self.num_bytes = snapshot.num_bytes
         self._began_at, self._seconds = time.perf_counter(), 0.0
-        self.moved_at_s = time.monotonic()
-        self.gate, self.ended = Gate(), threading.Event()
+        self.progress = LastProgress()
+        self.gate, self.ended = PublishGate(), threading.Event()
         self.staged, self.awaited = threading.Event(), threading.Event()
         self.stall_s = 0.0
         self.commit: CommitRecord | None = None
@@ -72,7 +76,7 @@ class Flight:
         threading.Thread(target=self._supervise, name=f"save of step {draft.facts.step}", daemon=True).start()
 
     def await_staging(self) -> None:
-        """Return when nothing reads the state any more; the time counts as a stall."""
+        """Return when nothing reads the state any more; the time spent here counts as a stall."""
         if not self.staged.is_set():
             started = time.perf_counter()
             self.awaited.set()
@@ -80,27 +84,26 @@ class Flight:
             self.stall_s += time.perf_counter() - started
 
     def abandon(self) -> None:
-        """Let nothing of it be published from here on, nor read of the state; its memory is the next save's then."""
+        """Keep it from being published and from reading the state from here on; the next save may take its memory."""
         self.gate.close(PUBLISH_PATIENCE_S)
         self.staged.wait()
 
-    def tell(self, why: str) -> None:
-        """Tell rank 0 that this part will not be written, as soon as the storage takes it."""
-        threading.Thread(target=self._post, args=(why,), name="telling rank 0", daemon=True).start()
+    def report_failure(self, why: str) -> None:
+        """Let rank 0 know that this part will not be written, as soon as the storage accepts that."""
+        begin("reporting to rank 0", lambda: self._post(None, why))
 
-    def _post(self, why: str) -> None:
-        with contextlib.suppress(StorageError):
-            part_receipts.post(self._store, self._draft.attempt, self.place, part_receipts.Done(None, why))
+    def _post(self, written: WrittenPart | None, error: str | None = None) -> None:
+        part_receipts.post(self._store, self._draft.attempt, self.place, PartReceipt(written, error))
 
-    def outcome(self) -> Ended:
+    def outcome(self) -> SaveOutcome:
         """Return what is known of its end."""
         step = self._draft.facts.step
-        return Ended(step, self.commit, self._error, self._tidying_error, self._seconds, self.stall_s)
+        return SaveOutcome(step, self.commit, self._error, self._tidying_error, self._seconds, self.stall_s)
 
     def _supervise(self) -> None:
         try:
             self._run()
-        except BaseException as error:  # noqa: BLE001 - raised, or told, where it is collected
+        except BaseException as error:  # noqa: BLE001 - raised, or reported, where it is collected
             self._error = error
         finally:
             self._seconds = self._seconds or time.perf_counter() - self._began_at
@@ -111,23 +114,23 @@ class Flight:
         if self.place == 0:
             self.commit = self._commits.publish(self._draft, self._write_all, self._publishing())
             self._seconds = time.perf_counter() - self._began_at
-            self._move()
+            self.progress.note()
             try:
                 self._tidy(self.commit)
             except StorageError as error:
                 self._tidying_error = error
             return
         try:
-            written = part_receipts.Done(self._write_mine(), None)
+            written = self._write_mine()
         except StorageError as error:
-            part_receipts.post(self._store, self._draft.attempt, self.place, part_receipts.Done(None, str(error)))
+            self._post(None, str(error))
             raise
-        self.gate.check()  # else its memory may have been another save's already
-        part_receipts.post(self._store, self._draft.attempt, self.place, written)
+        self.gate.check()  # once it is closed, what was written may be another save's bytes
+        self._post(written)
 
     @contextlib.contextmanager
     def _publishing(self) -> Iterator[None]:
-        """Pass the gate; from here on the state is not read any more, nor was it if the commit exists already."""
+        """Pass the gate; the state is not read any more from here on, nor was it if the commit exists already."""
         self.staged.set()
         with self.gate.passing():
             yield
@@ -140,7 +143,7 @@ class Flight:
 
     def _await_part(self, part: int) -> WrittenPart:
         written = part_receipts.wait_for(self._store, self._draft.attempt, part, self.gate.pause)
-        self._move()
+        self.progress.note()
         return written
 
     def _write_mine(self) -> WrittenPart:
@@ -152,7 +155,7 @@ class Flight:
 
     @contextlib.contextmanager
     def _copying(self, buffer: Buffer) -> Iterator[Staged]:
-        """Copy the state on a thread of its own, and wait for it at the end; give what is written."""
+        """Copy the state on a thread of its own, and wait for it at the end; yield the bytes to write."""
         contents = Staged(buffer.contents_of(self._snapshot.part), self.awaited.is_set)
         name = f"copy of step {self._draft.facts.step}"
         threading.Thread(target=self._copy, args=(buffer, contents), name=name, daemon=True).start()
@@ -163,11 +166,11 @@ class Flight:
 
     def _copy(self, buffer: Buffer, contents: Staged) -> None:
         try:
-            self._snapshot.copy(buffer, self.gate.check, contents.tell)
-        except BaseException as error:  # noqa: BLE001 - raised to who writes
+            self._snapshot.copy(buffer, self.gate.check, contents.advance)
+        except BaseException as error:  # noqa: BLE001 - raised where the bytes are written
             contents.fail(error)
         finally:
-            self._move()
+            self.progress.note()
             self.staged.set()
 
     def _write_stubbornly(self, contents: Staged) -> WrittenPart:
@@ -175,7 +178,7 @@ class Flight:
             try:
                 return self._write(contents)
             except StorageError:
-                contents.wait()  # what cannot be copied will not be written by trying again
+                contents.wait()  # a state that cannot be copied is not worth another try
                 self.gate.pause(pause_s)
         return self._write(contents)
 
@@ -183,14 +186,16 @@ class Flight:
         part = self._draft.plan.parts[self.place]
         plain = self._draft.plain if self.place == 0 else {}
         return write_part(
-            PromptStore(self._store, self._move), self._draft.attempt, part, self._checking(contents), plain
+            self._store,
+            self._draft.attempt,
+            part,
+            self._checking(contents),
+            plain,
+            on_progress=self.progress.note,
         )
 
-    def _move(self) -> None:
-        self.moved_at_s = time.monotonic()
-
     def _checking(self, contents: Iterable[memoryview]) -> Iterator[memoryview]:
-        """Yield the bytes as long as the save is wanted."""
+        """Yield the bytes as long as the save is wanted; Abandoned after that."""
         for content in contents:
             self.gate.check()
             yield content

@@ -1,13 +1,13 @@
-"""Staging: a rank's part of the applied state is copied to host memory, so that training goes on while it is written.
+"""Staging: a rank's part of the applied state is copied to host memory, so that training continues while it is written.
 
-The memory is kept from save to save: fresh memory costs several times the copy. There is one buffer, also while the
-writer of a save that was given up is stuck in a store: what that one reads of it from then on it cannot publish.
+The memory is kept from save to save: fresh memory costs several times the copy. There is one buffer, even while the
+writer of an abandoned save is stuck in a store: whatever that reads from it from then on cannot be published.
 
-What has been copied may be written while the rest is: `Staged` hands it out as it comes. Where training waits for the
-copy, that waits for nobody, and the writing stands back.
+What has been copied may be written while the rest is still being copied: `Staged` hands it out as it comes. While
+training waits for the copy, nothing more is handed out, so that the copy gets the machine.
 
-Only what an optimizer step alone changes may be copied beside the next step's forward and backward. The rest (buffers
-that a forward pass may change) is cloned at once, at the step boundary.
+Only what nothing but an optimizer step changes may be copied beside the next step's forward and backward. The rest
+(buffers that a forward pass may change) is cloned at the step boundary.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from elastic_train.checkpoint.commits.record import Path
 from elastic_train.checkpoint.format.layout import Leaves, Part
+from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.format.torch_frame import bytes_of
 from elastic_train.errors import StorageError
 
@@ -36,7 +36,7 @@ class Buffer:
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
         except RuntimeError as error:
             why = str(error).splitlines()[0]
-            raise StorageError(f"no {num_bytes} bytes of host memory to stage a save: {why}") from error
+            raise StorageError(f"cannot allocate {num_bytes} bytes of host memory to stage a save: {why}") from error
         self._part: Part | None = None
         self._views: list[Tensor] = []
         self._contents: list[memoryview] = []
@@ -68,20 +68,20 @@ class Staging:
         self._buffer: Buffer | None = None
 
     def buffer(self, num_bytes: int, *, is_pinned: bool) -> Buffer:
-        """Return the buffer, made anew if it is too small; whoever had it must be through, or unable to publish.
+        """Return the buffer, replaced if it is too small; the last save must have ended, or be unable to publish.
 
         Raises StorageError if the host's memory is short.
         """
         if self._buffer is None or not self._buffer.fits(num_bytes, is_pinned=is_pinned):
-            self._buffer = None  # let go of it before the new one is there
+            self._buffer = None  # freed before the new one is allocated
             self._buffer = Buffer(num_bytes, is_pinned=is_pinned)
         return self._buffer
 
 
 class Staged:
-    """The bytes of a part's tensors, in order, while they come to be: whoever goes through them waits for each.
+    """The bytes of a part's tensors, in order, while they are being copied: an iteration waits for each.
 
-    Once training waits (`is_awaited`), nothing more is given out before all is there: what copies gets the machine.
+    Once training waits (`is_awaited`), nothing more is handed out before everything is copied.
     """
 
     def __init__(self, contents: Sequence[memoryview], is_awaited: Callable[[], bool]) -> None:
@@ -91,13 +91,13 @@ class Staged:
         self._changed = threading.Condition()
 
     def __iter__(self) -> Iterator[memoryview]:
-        """Yield each as soon as it is there; raise what `fail` was told."""
+        """Yield each as soon as it is copied; raise the error given to `fail`."""
         for place, content in enumerate(self._contents):
             self._wait_for(place + 1)
             yield content
 
-    def tell(self, num_there: int) -> None:
-        """Say that the first so many have been copied."""
+    def advance(self, num_there: int) -> None:
+        """Record that the first `num_there` have been copied."""
         with self._changed:
             self._num_there = num_there
             self._changed.notify_all()
@@ -108,7 +108,7 @@ class Staged:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Wait for all; raise what `fail` was told."""
+        """Wait for all; raise the error given to `fail`."""
         self._wait_for(len(self._contents))
 
     def _wait_for(self, num_wanted: int) -> None:
@@ -124,7 +124,7 @@ class Staged:
 class Snapshot:
     """A part's tensors as they are at a step boundary; created there, and copied by `copy` before the next update."""
 
-    def __init__(self, part: Part, leaves: Leaves, is_still: Callable[[Path], bool]) -> None:
+    def __init__(self, part: Part, leaves: Leaves, is_still: Callable[[StatePath], bool]) -> None:
         self.part = part
         self._tensors = [_at_boundary(leaves[slot.path], is_still(slot.path)) for slot in part.slots]
         self._versions = [tensor._version for tensor in self._tensors]
@@ -138,8 +138,8 @@ class Snapshot:
     def is_on_device(self) -> bool:
         return self._device is not None
 
-    def copy(self, buffer: Buffer, check: Callable[[], None], tell: Callable[[int], None]) -> None:
-        """Copy the tensors and let go of them; `tell` is called with how many are there, `check` may raise.
+    def copy(self, buffer: Buffer, check: Callable[[], None], advance: Callable[[int], None]) -> None:
+        """Copy the tensors and drop them; `advance` is called with how many are copied, `check` may raise.
 
         Raises StorageError if a tensor has changed since the boundary.
         """
@@ -150,7 +150,7 @@ class Snapshot:
                 torch._foreach_copy_(views[lo:hi], self._tensors[lo:hi], non_blocking=True)
                 await_copy()
                 self._check_unchanged(lo, hi)
-                tell(hi)
+                advance(hi)
         self._tensors = []
 
     def _check_unchanged(self, lo: int, hi: int) -> None:
@@ -172,7 +172,7 @@ class Snapshot:
 
     @contextlib.contextmanager
     def _stream(self) -> Iterator[Callable[[], None]]:
-        """Copy on a stream of its own, behind all that was launched before the boundary; give what waits for it."""
+        """Copy on a separate stream, after all that was launched before the boundary; yield what waits for it."""
         if self._event is None:
             yield lambda: None
             return

@@ -1,8 +1,8 @@
-"""A store that answers, or raises: no short call is waited for longer than `ANSWER_S`, and all that it does is heard.
+"""A store with deadlines: it answers or raises, and reports progress.
 
-A file system whose server is away, or a disk that has frozen, answers neither yes nor no, and what hangs in it cannot
-be ended, not even by killing the process. So short calls run on threads that can be left behind. Long ones, a file's
-reading and writing, are heard piece by piece instead: whoever watches over progress sees that they get no further.
+A file system whose server is away, or a disk that has frozen, answers neither yes nor no, and a call that hangs in it
+cannot be ended, not even by killing the process. So short calls run on threads that can be abandoned. Long ones, a
+file's reading and writing, report every piece instead: a watchdog sees when they stop making progress.
 """
 
 from __future__ import annotations
@@ -12,45 +12,49 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import BinaryIO, TypeVar, cast
 
 from elastic_train.checkpoint.stores.checksums import FileRecord
-from elastic_train.checkpoint.stores.node_copy import NearStore
 from elastic_train.checkpoint.stores.store import (
     Entry,
     ReadFile,
     Sink,
     Store,
     Uncertain,
+    no_listener,
 )
 from elastic_train.errors import StorageError
-from elastic_train.system.threads import begin
+from rendezvous.waiting import GivenUp, begin
 
 T = TypeVar("T")
 ANSWER_S = 20.0
-"""Far longer than a disk or an object store takes that works, or that is merely slow."""
+"""Much longer than a disk or an object store that works takes, even a slow one."""
 
 
-class PromptStore:
-    """Another store; `heard` is called, on whatever thread, for every answer and every piece."""
+class DeadlineStore:
+    """Another store whose short calls raise StorageError after `ANSWER_S` seconds without an answer.
 
-    def __init__(self, store: Store, heard: Callable[[], None]) -> None:
-        self._store, self._heard = store, heard
+    `on_progress` is called for every answer and for every piece of a file, on the thread that got it.
+    """
+
+    def __init__(self, store: Store, on_progress: Callable[[], None]) -> None:
+        self._store, self._on_progress = store, on_progress
 
     @property
     def url(self) -> str:
         return self._store.url
 
     def create(self, key: str, content: bytes) -> None:
-        """Create a key; without an answer it may come to exist at any time."""
+        """Create a key; Uncertain without an answer, since the key may still come to exist."""
         self._ask(f"create {key}", lambda: self._store.create(key, content), Uncertain)
 
     @contextlib.contextmanager
     def write(self, key: str) -> Iterator[Sink]:
         with self._store.write(key) as sink:
-            self._heard()
-            yield _HeardSink(sink, self._heard)
-        self._heard()
+            self._on_progress()
+            yield _ReportingSink(sink, self._on_progress)
+        self._on_progress()
 
     def open(self, key: str) -> BinaryIO:
-        return cast(BinaryIO, _HeardFile(self._ask(f"open {key}", lambda: self._store.open(key)), self._heard))
+        file = self._ask(f"open {key}", lambda: self._store.open(key))
+        return cast(BinaryIO, ReadFile(file, lambda: _reporting(self._on_progress)))
 
     def list(self, prefix: str) -> list[Entry]:
         return self._ask(f"list {prefix}", lambda: self._store.list(prefix))
@@ -58,45 +62,31 @@ class PromptStore:
     def delete(self, key: str) -> None:
         self._ask(f"delete {key}", lambda: self._store.delete(key))
 
-    @property
-    def patient(self) -> Store:
-        """The store beneath, for threads that are watched themselves."""
-        return self._store
-
-    def preferring(self, files: Mapping[str, FileRecord]) -> Store:
-        """Return this store for reading; see `NearStore.preferring`."""
-        if isinstance(self._store, NearStore):
-            return PromptStore(self._store.preferring(files, self._heard), self._heard)
-        return self
+    def near(self, files: Mapping[str, FileRecord], on_progress: Callable[[], None] = no_listener) -> Store:
+        return DeadlineStore(self._store.near(files, self._on_progress), self._on_progress)
 
     def _ask(self, what: str, act: Callable[[], T], error: type[StorageError] = StorageError) -> T:
-        answer = begin(f"store: {what}", act)
         try:
-            return answer.result(ANSWER_S)
-        except TimeoutError:
-            if answer.done():
-                raise
-            raise error(f"{self.url}: cannot {what}: no answer in {ANSWER_S:.0f} s; is the storage away?") from None
+            return begin(f"store: {what}", act).result(ANSWER_S)
+        except GivenUp:
+            raise error(
+                f"{self.url}: cannot {what}: no answer in {ANSWER_S:.0f} s; is the storage reachable?"
+            ) from None
         finally:
-            self._heard()
+            self._on_progress()
 
 
-class _HeardSink:
-    def __init__(self, sink: Sink, heard: Callable[[], None]) -> None:
-        self._sink, self._heard = sink, heard
+class _ReportingSink:
+    def __init__(self, sink: Sink, on_progress: Callable[[], None]) -> None:
+        self._sink, self._on_progress = sink, on_progress
 
     def write(self, content: bytes | memoryview, /) -> int:
         num_bytes = self._sink.write(content)
-        self._heard()
+        self._on_progress()
         return num_bytes
 
 
-class _HeardFile(ReadFile):
-    def __init__(self, file: BinaryIO, heard: Callable[[], None]) -> None:
-        super().__init__(file, lambda: _hearing(heard))
-
-
 @contextlib.contextmanager
-def _hearing(heard: Callable[[], None]) -> Iterator[None]:
+def _reporting(on_progress: Callable[[], None]) -> Iterator[None]:
     yield
-    heard()
+    on_progress()

@@ -1,9 +1,9 @@
-"""A new file that is written past the page cache, where new pages cost more than all that a save hashes.
+"""A new file whose writes bypass the page cache (O_DIRECT), where new pages cost more than all hashing of a save.
 
 Bytes are gathered in aligned memory, run by run, which is kept from file to file; a thread writes runs while the next
-is gathered, so the disk is busy from the first run on. What does not fill a page goes through the page cache, a file
-shorter than a run does, and everything does where the file system knows no direct writes. An error of the thread is
-raised by a later call, at the latest by `flush`.
+is gathered, so the disk is busy from the first run on. Ordinary writes are used for what does not fill a page, for a
+file shorter than a run, and where the file system does not support direct ones. An error of the thread is raised by a
+later call, at the latest by `flush`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import fcntl
 import mmap
 import os
 from collections import deque
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from elastic_train.system.threads import InTurn
+from rendezvous.waiting import Bystander, Call
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -32,13 +31,13 @@ Run = npt.NDArray[np.uint8]
 
 
 class Runs:
-    """Memory of files that are closed, for the next."""
+    """Aligned memory that is reused from file to file."""
 
     def __init__(self) -> None:
         self._kept: list[Run] = []
 
     def take(self) -> Run:
-        """Return aligned memory; if it is new, none of it is there before it is touched."""
+        """Return aligned memory of RUN_BYTES."""
         try:
             return self._kept.pop()
         except IndexError:
@@ -50,16 +49,16 @@ class Runs:
 
 
 class DirectFile:
-    """A file open for writing; its bytes are in it for certain after `flush`, or once it is closed."""
+    """A file open for writing; its bytes have been handed to the kernel after `flush`, or once it is closed."""
 
     def __init__(self, path: Path, runs: Runs) -> None:
         """Create the file; FileExistsError if there is one."""
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._runs = runs
         self._run, self._num_gathered = runs.take(), 0
-        self._offset = 0  # of the run that is gathered
-        self._thread: InTurn | None = None
-        self._writing: deque[tuple[Future[None], Run]] = deque()
+        self._offset = 0  # in the file, of the run that is being gathered
+        self._thread: Bystander | None = None
+        self._writing: deque[tuple[Call[None], Run]] = deque()
         self._is_direct, self._is_open = False, True
 
     def __enter__(self) -> DirectFile:
@@ -86,7 +85,7 @@ class DirectFile:
         return len(view)
 
     def flush(self) -> None:
-        """Write what is gathered, and wait for everything."""
+        """Write what has been gathered, and wait for all writes."""
         while self._writing:
             self._runs.give(self._await_one())
         num_whole = self._num_gathered - self._num_gathered % mmap.PAGESIZE if self._is_direct else 0
@@ -104,25 +103,30 @@ class DirectFile:
 
     def _let_go(self) -> None:
         self._is_open = False
-        if self._thread is not None:
-            self._thread.end()
+        if self._thread is not None:  # what it is writing ends first; what it has not begun is not written
+            self._thread.begin(lambda: None).result()
+            self._thread.leave()
         os.close(self._descriptor)
         self._runs.give(self._run)
 
     def _hand_on(self) -> None:
-        """Let a full run be written, and begin another."""
+        """Pass a full run to the thread, and begin another."""
         if self._thread is None:
-            self._thread = InTurn("writing")
+            self._thread = Bystander("writing")
             self._set_direct(True)
-        self._writing.append((self._thread.do(partial(self._put, self._run, self._offset)), self._run))
+        self._writing.append((self._thread.begin(partial(self._put_if_open, self._run, self._offset)), self._run))
         self._offset, self._num_gathered = self._offset + RUN_BYTES, 0
         self._run = self._runs.take() if len(self._writing) < MOST_RUNS else self._await_one()
 
     def _await_one(self) -> Run:
-        """Return the memory of the run that was handed on first, once it is written."""
+        """Return the memory of the oldest run in flight, once it is written."""
         writing, run = self._writing.popleft()
         writing.result()
         return run
+
+    def _put_if_open(self, run: Run, offset: int) -> None:
+        if self._is_open:
+            self._put(run, offset)
 
     def _put(self, run: Run, offset: int) -> None:
         done = 0
@@ -132,12 +136,12 @@ class DirectFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._is_direct:
                     raise
-                self._set_direct(False)  # it takes direct writes, but not this one
+                self._set_direct(False)  # this file system supports direct writes, but not this one
 
     def _set_direct(self, is_direct: bool) -> None:
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
         try:
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if is_direct else 0))
         except OSError:
-            is_direct = False  # the file system knows no direct writes
+            is_direct = False  # not supported by this file system
         self._is_direct = is_direct

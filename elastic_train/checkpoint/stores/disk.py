@@ -1,22 +1,21 @@
-"""The disk under a local store: five operations, so that a simulated disk can stand in and lose what was not synced.
+"""The disk under a local store: five operations, so that a simulated disk can replace it and lose what was not synced.
 
-What POSIX promises, and what the store builds on: bytes are durable after `sync` of their file, a name after `sync` of
-its directory, and `link` gives a name to a whole file or fails because the name is taken. What is synced in one call
-is synced at once: a file system's journal takes all of it in about the time of one.
+The store relies on what POSIX promises: bytes are durable after `sync` of their file, a name after `sync` of its
+directory, and `link` gives a name to a complete file or fails because the name is taken. What one call syncs is synced
+in parallel: a file system's journal takes all of it in about the time of one.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Protocol, cast
 
 from elastic_train.checkpoint.stores.direct_io import DirectFile, Runs
 from elastic_train.system.failpoints import reach
-from elastic_train.system.threads import begin
+from rendezvous.waiting import begin
 
 
 class Disk(Protocol):
@@ -51,9 +50,10 @@ class RealDisk:
         reach("sync")
         acts = [*(partial(_sync_file, file) for file in files), *(partial(_sync_directory, at) for at in directories)]
         syncing = [begin("syncing", act) for act in acts]
-        wait(syncing)  # for all, even if one fails: behind this call they are closed, or removed
-        for each in syncing:
-            each.result()
+        for call in syncing:  # all, even if one fails: the caller closes or removes them next
+            call.ended.wait()
+        for call in syncing:
+            call.result()
 
     def link(self, source: Path, target: Path) -> None:
         target.hardlink_to(source)

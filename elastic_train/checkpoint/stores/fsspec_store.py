@@ -1,9 +1,9 @@
 """A store at any fsspec URL: files are staged on local disk, uploaded whole, and looked at before they count.
 
-S3 (and `memory://`) create conditionally, S3 by `If-None-Match: *`. Of other file systems nothing is known to do so;
-there a create first claims its key: it writes a marker of its own, and goes on only if it then sees no other marker
-and no key. Whoever sees another gives up, so at most one wins (perhaps none), given that a listing sees what was
-written before it.
+S3 (and `memory://`) create conditionally, S3 by `If-None-Match: *`. No other file system is known to; there a create
+first claims its key: it writes a marker of its own, and continues only if it then sees no other marker and no key. A
+writer that sees another gives up, so at most one wins (perhaps none), provided that a listing sees what was written
+before it.
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ import logging
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from fsspec.core import url_to_fs
 
+from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.checkpoint.stores.store import (
     Entry,
     KeyMissing,
     KeyTaken,
     ReadFile,
     Sink,
+    Store,
     Uncertain,
+    no_listener,
 )
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.system.extras import install_command
@@ -49,7 +52,7 @@ class FsspecStore:
         try:
             self._fs, root = url_to_fs(self._url, use_listings_cache=False, skip_instance_cache=True, **(options or {}))
         except (ValueError, ImportError) as error:
-            remedy = install_command(error) or "a folder or an fsspec URL is needed"
+            remedy = install_command(error) or "give a folder or an fsspec URL"
             raise ConfigError(f"{url}: cannot be opened: {error}; {remedy}") from error
         self._root = str(root).rstrip("/")
         protocol = self._fs.protocol if isinstance(self._fs.protocol, str) else self._fs.protocol[0]
@@ -57,7 +60,9 @@ class FsspecStore:
         self._guard = _MEMORY_LOCK if protocol == "memory" else contextlib.nullcontext()
         self._errors = sdk_errors(OSError)
         if not self._is_conditional:
-            log.warning("%s: %s has no conditional create; keys are claimed by markers instead", self._url, protocol)
+            log.warning(
+                "%s: %s has no conditional create; keys are claimed with marker files instead", self._url, protocol
+            )
 
     @property
     def url(self) -> str:
@@ -84,37 +89,37 @@ class FsspecStore:
     def _create_claimed(self, key: str, content: bytes) -> None:
         """Create without the store's help; see the module's docstring for why at most one caller can win."""
         marker = f"claims/{key}/{uuid.uuid4().hex}"
-        with self._telling("create", key):
+        with self._translating("create", key):
             self._fs.pipe_file(self._path(marker), b"")
         try:
             rivals = [entry.key for entry in self.list(f"claims/{key}/") if entry.key != marker]
             if rivals or self._exists(key):
-                raise KeyTaken(f"{self._url}/{key}: exists already, or another writer claims it")
-            with self._telling("create", key):
+                raise KeyTaken(f"{self._url}/{key}: exists already, or another writer is claiming it")
+            with self._translating("create", key):
                 self._fs.pipe_file(self._path(key), content)
         finally:
             self.delete(marker)
 
     @contextlib.contextmanager
     def write(self, key: str) -> Iterator[Sink]:
-        """Stage the file, upload it only if it is whole, then compare its size: a stream would publish a torn one."""
-        with self._telling("write", key), tempfile.NamedTemporaryFile(prefix="elastic-train-") as staged:
+        """Stage the file, upload it only if complete, then compare its size: a stream would publish a truncated one."""
+        with self._translating("write", key), tempfile.NamedTemporaryFile(prefix="elastic-train-") as staged:
             yield staged
             staged.flush()
             self._fs.put_file(staged.name, self._path(key))
             size, expected = self._fs.info(self._path(key))["size"], Path(staged.name).stat().st_size
             if size != expected:
                 self.delete(key)
-                raise StorageError(f"{self._url}/{key}: {size} bytes arrived of {expected}")
+                raise StorageError(f"{self._url}/{key}: {size} bytes of {expected} arrived")
 
     def open(self, key: str) -> BinaryIO:
-        with self._telling("read", key):
+        with self._translating("read", key):
             self._fs.invalidate_cache()
             file: BinaryIO = self._fs.open(self._path(key), "rb")
-        return cast(BinaryIO, ReadFile(file, lambda: self._telling("read", key)))
+        return cast(BinaryIO, ReadFile(file, lambda: self._translating("read", key)))
 
     def list(self, prefix: str) -> list[Entry]:
-        with self._telling("list", prefix):
+        with self._translating("list", prefix):
             self._fs.invalidate_cache()
             found: dict[str, Mapping[str, object]] = self._fs.find(self._path(prefix), detail=True)
         start = len(self._path(""))
@@ -122,14 +127,17 @@ class FsspecStore:
         return sorted(entries, key=lambda entry: entry.key)
 
     def delete(self, key: str) -> None:
-        with self._telling("delete", key), contextlib.suppress(FileNotFoundError):
+        with self._translating("delete", key), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._path(key))
+
+    def near(self, files: Mapping[str, FileRecord], on_progress: Callable[[], None] = no_listener) -> Store:
+        return self
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
 
     def _exists(self, key: str) -> bool:
-        with self._telling("read", key):
+        with self._translating("read", key):
             self._fs.invalidate_cache()
             return bool(self._fs.exists(self._path(key)))
 
@@ -139,8 +147,8 @@ class FsspecStore:
         return Entry(key, size, _modified_at(details))
 
     @contextlib.contextmanager
-    def _telling(self, act: str, key: str) -> Iterator[None]:
-        """Turn whatever the file system's SDK raises into an error of our tree."""
+    def _translating(self, act: str, key: str) -> Iterator[None]:
+        """Turn anything that the file system's SDK raises into a StorageError."""
         try:
             yield
         except FileNotFoundError as error:
@@ -150,7 +158,7 @@ class FsspecStore:
 
 
 def _modified_at(details: Mapping[str, object]) -> float | None:
-    """Return unix seconds from a listing's entry; every file system has a name and a type of its own for them."""
+    """Return unix seconds from a listing's entry; each file system has its own name and type for them."""
     moment = next((details[name] for name in _TIMES if details.get(name)), None)
     if isinstance(moment, str):
         moment = datetime.fromisoformat(moment)

@@ -1,15 +1,14 @@
-"""Hashing while writing: every checksum of a file is made of bytes that are on their way to the store anyway.
+"""Hashing while writing: every checksum of a file is computed on the bytes' way to the store.
 
-Bytes go by in runs of some megabytes, and a run comes to all who read it from the processor's cache: a block's checksum
-is made just before the block is written, and the file's digest right behind, on a thread of its own. What is small
-(frames, plain values) is copied together; what is large is passed on from where it lies.
+Bytes pass in runs of some megabytes, which all their readers find in the processor's cache: a block's checksum is
+computed just before the block is written, and the file's digest right after, on a thread of its own. Small pieces
+(frames, plain values) are copied together; large ones are passed on without a copy.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,36 +16,39 @@ from blake3 import blake3
 from isal.isal_zlib import crc32
 
 from elastic_train.checkpoint.stores.checksums import BLOCK_BYTES, FileRecord
-from elastic_train.checkpoint.stores.store import Sink
+from elastic_train.checkpoint.stores.store import Sink, no_listener
+from rendezvous.waiting import Bystander, Call
 
 T = TypeVar("T")
-_RUN_BYTES = 4 * BLOCK_BYTES  # what is handed on at once, so that threads meet rarely
+_RUN_BYTES = 4 * BLOCK_BYTES  # passed on at once, so that threads synchronise rarely
 _SMALL_BYTES = 64 << 10
 _MOST_BEHIND = 2
 
 
-class Aside:
-    """A thread that hashes beside the writing, at most so many acts behind; neither holds the interpreter's lock.
+class HashingThread:
+    """A thread that hashes while the caller writes, at most `most_behind` calls behind; neither holds the GIL.
 
-    What it is given to read must not change, nor go, until it is through.
+    The bytes that it is given must neither change nor be freed until it has ended.
     """
 
     def __init__(self, most_behind: int) -> None:
         self._most_behind = most_behind
-        self._thread: ThreadPoolExecutor | None = None
-        self._behind: deque[Future[Any]] = deque()
+        self._thread: Bystander | None = None
+        self._behind: deque[Call[Any]] = deque()
 
-    def __enter__(self) -> Aside:
+    def __enter__(self) -> HashingThread:
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._thread is not None:
-            self._thread.shutdown()
+            self._thread.leave()
+            for call in self._behind:
+                call.ended.wait()
 
-    def do(self, act: Callable[[], T]) -> Future[T]:
-        """Do something behind all that was given before; wait while too much of that is left."""
-        self._thread = self._thread or ThreadPoolExecutor(1, "hashing")
-        result = self._thread.submit(act)
+    def do(self, act: Callable[[], T]) -> Call[T]:
+        """Do something after everything given before; wait while too much of that is left."""
+        self._thread = self._thread or Bystander("hashing")
+        result = self._thread.begin(act)
         self._behind.append(result)
         if len(self._behind) > self._most_behind:
             self._behind.popleft().result()
@@ -60,16 +62,17 @@ class Aside:
 class HashingSink:
     """Pass bytes on in runs and keep their checksums; `close` passes on the last.
 
-    What is written must not change until `close` has returned, since a long file is hashed aside.
+    What is written must not change until `close` has returned, since a long file is hashed on another thread.
+    `on_progress` is called for every piece that the sink has taken.
     """
 
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
+    def __init__(self, sink: Sink, on_progress: Callable[[], None] = no_listener) -> None:
+        self._sink, self._on_progress = sink, on_progress
         self._small = bytearray()
         self._digest = blake3()
         self._undigested: list[memoryview] = []
         self._num_undigested = 0
-        self._aside = Aside(_MOST_BEHIND)
+        self._hashing = HashingThread(_MOST_BEHIND)
         self._blocks: list[int] = []
         self._checksum = self._size = 0
         self._is_closed = False
@@ -78,7 +81,7 @@ class HashingSink:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._aside.__exit__(*error)
+        self._hashing.__exit__(*error)
 
     def write(self, content: bytes | memoryview) -> None:
         view = memoryview(content).cast("B")
@@ -97,7 +100,7 @@ class HashingSink:
         if self._size % BLOCK_BYTES:
             self._blocks.append(self._checksum)
         self._set_digesting()
-        self._aside.wait()
+        self._hashing.wait()
         self._is_closed = True
 
     def record(self) -> FileRecord:
@@ -116,6 +119,7 @@ class HashingSink:
             piece = run[done : done + BLOCK_BYTES - self._size % BLOCK_BYTES]
             self._checksum = crc32(piece, self._checksum)
             self._sink.write(piece)
+            self._on_progress()
             done, self._size = done + len(piece), self._size + len(piece)
             if self._size % BLOCK_BYTES == 0:
                 self._blocks.append(self._checksum)
@@ -126,12 +130,12 @@ class HashingSink:
             self._set_digesting()
 
     def _set_digesting(self) -> None:
-        """Let what has gone by be digested, aside unless it is the end of a short file."""
+        """Digest what has passed, on the thread unless it is the end of a short file."""
         runs, self._undigested, self._num_undigested = self._undigested, [], 0
         if self._size < BLOCK_BYTES:
             self._update(runs)
         else:
-            self._aside.do(partial(self._update, runs))
+            self._hashing.do(partial(self._update, runs))
 
     def _update(self, runs: list[memoryview]) -> None:
         for run in runs:

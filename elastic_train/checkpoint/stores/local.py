@@ -1,6 +1,7 @@
 """A store in a local or shared folder: whole files by link, durable by syncing them and the folders down to them.
 
-All folders from the root down are synced with every file, whoever made them: the maker may have died before its sync.
+All folders from the root down are synced with every file, even those that another writer made: it may have died before
+its sync.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ import contextlib
 import errno
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.checkpoint.stores.disk import Disk, RealDisk
 from elastic_train.checkpoint.stores.store import (
     Entry,
@@ -20,8 +22,10 @@ from elastic_train.checkpoint.stores.store import (
     KeyTaken,
     ReadFile,
     Sink,
+    Store,
     Uncertain,
     Unreadable,
+    no_listener,
 )
 from elastic_train.errors import StorageError
 
@@ -40,10 +44,10 @@ class LocalStore:
         return str(self._root)
 
     def create(self, key: str, content: bytes) -> None:
-        """Write a nameless neighbour, then link it to its key: the link is the moment of creation."""
+        """Write a temporary neighbour, then link it to its key: the link is the moment of creation."""
         path = self._root / key
         unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}{_UNFINISHED}")
-        with self._telling("create", key), contextlib.ExitStack() as undo:
+        with self._translating("create", key), contextlib.ExitStack() as undo:
             made = self._make_directory(path.parent)
             undo.callback(self._forget, unfinished)
             with self._disk.create(unfinished) as file:
@@ -54,22 +58,22 @@ class LocalStore:
     @contextlib.contextmanager
     def write(self, key: str) -> Iterator[Sink]:
         path = self._root / key
-        with self._telling("write", key):
+        with self._translating("write", key):
             made = self._make_directory(path.parent)
             with self._disk.create(path) as file, self._removing_on_error(path):
                 yield file
                 self._disk.sync([file], [path.parent, *self._folders_above(path.parent, made)])
 
     def open(self, key: str) -> BinaryIO:
-        with self._telling("read", key):
-            return cast(BinaryIO, ReadFile((self._root / key).open("rb"), lambda: self._telling("read", key)))
+        with self._translating("read", key):
+            return cast(BinaryIO, ReadFile((self._root / key).open("rb"), lambda: self._translating("read", key)))
 
     def list(self, prefix: str) -> list[Entry]:
-        with self._telling("list", prefix):
+        with self._translating("list", prefix):
             return sorted(self._entries_in(self._root / prefix), key=lambda entry: entry.key)
 
     def _entries_in(self, folder: Path) -> Iterator[Entry]:
-        """Yield the files below a folder; what goes while it is looked at is left out, and nothing else is."""
+        """Yield the files below a folder; only what is deleted while it is listed is left out."""
         try:
             with os.scandir(folder) as found:
                 names = list(found)
@@ -87,17 +91,20 @@ class LocalStore:
     def delete(self, key: str) -> None:
         """Remove the file, and the folders that it leaves empty."""
         path = self._root / key
-        with self._telling("delete", key), contextlib.suppress(FileNotFoundError):
+        with self._translating("delete", key), contextlib.suppress(FileNotFoundError):
             self._disk.unlink(path)
             self._disk.sync([], [path.parent])
             for folder in path.relative_to(self._root).parents[:-1]:
                 try:
                     (self._root / folder).rmdir()
                 except OSError:
-                    break  # not empty, or another writer's by now
+                    break  # not empty, or in use by another writer again
+
+    def near(self, files: Mapping[str, FileRecord], on_progress: Callable[[], None] = no_listener) -> Store:
+        return self
 
     def _name(self, unfinished: Path, path: Path) -> None:
-        """Link a file to its name, durably; behind an error the name is durably not ours, or it is Uncertain."""
+        """Link a file to its name, durably; after an error the name is durably not ours, or Uncertain is raised."""
         try:
             try:
                 self._disk.link(unfinished, path)
@@ -107,11 +114,11 @@ class LocalStore:
             raise
         except OSError as error:
             if not self._is_taken_back(unfinished, path):
-                raise Uncertain(f"{path}: nobody knows whether it was created: {error.strerror or error}") from error
+                raise Uncertain(f"{path}: it is unknown whether it was created: {error.strerror or error}") from error
             raise
 
     def _is_taken_back(self, unfinished: Path, path: Path) -> bool:
-        """Remove a name that may have been given, unless it is another's, and say whether it will stay away."""
+        """Remove a name that may exist, unless it is another writer's; return whether it is durably gone."""
         try:
             if path.exists():
                 if not path.samefile(unfinished):
@@ -148,8 +155,8 @@ class LocalStore:
             undo.pop_all()
 
     @contextlib.contextmanager
-    def _telling(self, act: str, key: str) -> Iterator[None]:
-        """Turn an OSError into one of our tree, with the place and what to do."""
+    def _translating(self, act: str, key: str) -> Iterator[None]:
+        """Turn an OSError into a StorageError that says where and what to do."""
         where = f"{self._root / key}"
         try:
             yield
@@ -167,6 +174,6 @@ _ADVICE = {
     errno.ENOSPC: "; free some space, or set checkpoint.storage_budget",
     errno.EDQUOT: "; raise the quota, or set checkpoint.storage_budget",
     errno.EACCES: "; check who owns the folder",
-    errno.EPERM: "; the file system must know hard links",
-    errno.ENOTSUP: "; the file system must know hard links",
+    errno.EPERM: "; the file system must support hard links",
+    errno.ENOTSUP: "; the file system must support hard links",
 }

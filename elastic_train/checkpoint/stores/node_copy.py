@@ -1,8 +1,9 @@
-"""A copy on the node, on tmpfs or a local disk: what was saved here is read from here, if its digest matches.
+"""Copies of commits on the node, on tmpfs or a local disk: files that were saved here are loaded from here.
 
-Files are written to both places; what exists is decided by the far store alone. The near copy survives a worker's
-restart, not the node's, so nothing of it is synced. It is a convenience: what is lost, damaged, or was written
-elsewhere is read from the far store, and no save fails because of it. Few attempts are kept, since tmpfs is memory.
+Files are written to both places; the far store alone decides what exists, and a copy is read only if its digest
+matches. It survives a worker's restart, not the node's, so it is never synced. It is an optimisation: files that are
+lost, damaged, or were written on another node are read from the far store, and no save fails because of a copy. Few
+attempts are kept, since tmpfs is memory.
 """
 
 from __future__ import annotations
@@ -14,20 +15,21 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from elastic_train.checkpoint.stores.checksums import FileRecord, find_damage
+from elastic_train.checkpoint.stores.checked_file import find_damage
+from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.checkpoint.stores.local import LocalStore
-from elastic_train.checkpoint.stores.store import Entry, Sink, Store
+from elastic_train.checkpoint.stores.store import Entry, Sink, Store, no_listener
 from elastic_train.core.lineage import ATTEMPTS
 from elastic_train.errors import StorageError
 
 log = logging.getLogger(__name__)
 
 NUM_KEPT = 2
-"""Attempts kept near: the newest commit's, and the one that is being written."""
+"""Attempts kept on the node: the newest commit's, and the one that is being written."""
 
 
-class NearStore:
-    """The far store, with a near copy of the files that are written through it; `matching` keys are read near."""
+class NodeCopyStore:
+    """The far store, with copies on this node of the files written through it; `matching` keys are read from them."""
 
     def __init__(self, far: Store, folder: str | Path, matching: Collection[str] = ()) -> None:
         self._far, self._folder, self._matching = far, Path(folder), matching
@@ -60,22 +62,19 @@ class NearStore:
         self._forget(key)
         self._far.delete(key)
 
-    def preferring(self, files: Mapping[str, FileRecord], heard: Callable[[], None] = lambda: None) -> NearStore:
-        """Return this store for reading: of these files, by key, those are read near whose near copy is as recorded.
+    def near(self, files: Mapping[str, FileRecord], on_progress: Callable[[], None] = no_listener) -> Store:
+        """Return this store for reading: of these files, by key, the intact copies on this node are read."""
+        matching = {key for key, record in files.items() if self._has(key, record, on_progress)}
+        return NodeCopyStore(self._far, self._folder, matching)
 
-        To know that, they are read to their ends; `heard` is called for every piece.
-        """
-        matching = {key for key, record in files.items() if self._has(key, record, heard)}
-        return NearStore(self._far, self._folder, matching)
-
-    def _has(self, key: str, record: FileRecord, heard: Callable[[], None]) -> bool:
+    def _has(self, key: str, record: FileRecord, on_progress: Callable[[], None]) -> bool:
         try:
-            return find_damage(self._near, key, record, heard) is None
+            return find_damage(self._near, key, record, on_progress) is None
         except (StorageError, OSError):
             return False
 
     def _make_room(self, attempt: str) -> None:
-        """Delete the near copies of all but the newest attempts; the one given is about to be the newest."""
+        """Delete the copies of all but the newest attempts; the one given is about to be the newest."""
         try:
             entries = self._near.list(ATTEMPTS)
         except StorageError:
@@ -94,34 +93,34 @@ class NearStore:
         try:
             self._near.delete(key)
         except StorageError as error:
-            log.warning("a near copy stays: %s", error)
+            log.warning("a copy on this node could not be deleted: %s", error)
 
 
 class _Copy:
-    """The near copy of one file, which gets its name when it is whole; its first error ends it, told in the log."""
+    """The copy of one file, renamed to its key when it is complete; the first error disables it and is logged."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._partial = path, path.with_name(f"{path.name}.partial")
         self._file: BinaryIO | None = None
 
     def begin(self) -> None:
-        with self._giving_up():
+        with self._disabling_on_error():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._partial.open("wb")
 
     def write(self, content: bytes | memoryview) -> None:
         if self._file is not None:
-            with self._giving_up():
+            with self._disabling_on_error():
                 self._file.write(content)
 
     def keep(self) -> None:
         if self._file is not None:
-            with self._giving_up():
+            with self._disabling_on_error():
                 self._file.close()
                 self._partial.rename(self._path)
 
     def close(self) -> None:
-        """Remove what was not kept."""
+        """Remove an unfinished copy."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
@@ -129,17 +128,17 @@ class _Copy:
             self._partial.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def _giving_up(self) -> Iterator[None]:
+    def _disabling_on_error(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            log.warning("%s has no near copy: %s", self._path, error.strerror or error)
+            log.warning("%s: no copy is kept on this node: %s", self._path, error.strerror or error)
             self.close()
             self._file = None
 
 
 class _Both:
-    """Writes to the far file, and then to the near one."""
+    """Writes to the far file, then to the copy."""
 
     def __init__(self, far: Sink, copy: _Copy) -> None:
         self._far, self._copy = far, copy

@@ -1,9 +1,9 @@
-"""Stores: where commits live, a local folder or any fsspec URL, behind five methods.
+"""Stores: where commits are kept, a local folder or any fsspec URL, behind six methods.
 
 StorageError
 ├── KeyTaken         a conditional create lost: the key exists
-├── KeyMissing       there is no such key
-├── Unreadable       the medium does not give the bytes back (a bad sector)
+├── KeyMissing       the key does not exist
+├── Unreadable       the medium does not return the bytes (a bad sector)
 └── Uncertain        a create was sent and not answered: the key may exist or come to exist
 
 Invariant: a key is whole or absent. `create` is durable when it returns and succeeds for one caller only; a file of
@@ -12,12 +12,13 @@ Invariant: a key is whole or absent. `create` is durable when it returns and suc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import BinaryIO, Protocol, Self
 
+from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.errors import StorageError
 
 
@@ -26,7 +27,7 @@ class KeyTaken(StorageError):  # noqa: N818 - a state of the store, which the ca
 
 
 class KeyMissing(StorageError):  # noqa: N818 - as above
-    """There is no such key."""
+    """The key does not exist."""
 
 
 class Unreadable(StorageError):  # noqa: N818 - as above
@@ -34,12 +35,12 @@ class Unreadable(StorageError):  # noqa: N818 - as above
 
 
 class Uncertain(StorageError):  # noqa: N818 - as above
-    """Nobody knows whether the key was created."""
+    """It is unknown whether the key was created."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A key, its size in bytes, and its age's origin in unix seconds if the store keeps one (for clean-up only)."""
+    """A key, its size in bytes, and its last change in unix seconds if the store knows (for clean-up only)."""
 
     key: str
     size: int
@@ -47,29 +48,29 @@ class Entry:
 
 
 class Sink(Protocol):
-    """Where the bytes of one file go."""
+    """Takes the bytes of one file."""
 
     def write(self, content: bytes | memoryview, /) -> int:
-        """Take all of the bytes; return how many they are."""
+        """Take all of the bytes; return their number."""
 
 
 class ReadFile:
-    """What readers of a store's files use of a file; `telling` turns what is raised beneath into errors of our tree."""
+    """What readers use of a file; every access runs inside a `guard()`, which may translate errors."""
 
-    def __init__(self, file: BinaryIO, telling: Callable[[], AbstractContextManager[None]]) -> None:
-        self._file, self._telling = file, telling
+    def __init__(self, file: BinaryIO, guard: Callable[[], AbstractContextManager[None]]) -> None:
+        self._file, self._guard = file, guard
 
     def read(self, size: int = -1) -> bytes:
-        with self._telling():
+        with self._guard():
             return self._file.read(size)
 
     def readinto(self, buffer: memoryview) -> int | None:
-        with self._telling():
+        with self._guard():
             num_bytes: int | None = self._file.readinto(buffer)  # type: ignore[attr-defined]
         return num_bytes
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        with self._telling():
+        with self._guard():
             return self._file.seek(offset, whence)
 
     def close(self) -> None:
@@ -84,12 +85,16 @@ class ReadFile:
         self.close()
 
 
+def no_listener() -> None:
+    """Ignore progress."""
+
+
 class Store(Protocol):
     """Keys are relative, with slashes; every method raises StorageError where the medium fails."""
 
     @property
     def url(self) -> str:
-        """Where the store is, for messages and for `open_store`."""
+        """The store's location, for messages and for `open_store`."""
 
     def create(self, key: str, content: bytes) -> None:
         """Create a key durably and all at once; KeyTaken if it exists."""
@@ -106,29 +111,11 @@ class Store(Protocol):
     def delete(self, key: str) -> None:
         """Remove a key, durably; nothing happens if there is none."""
 
+    def near(self, files: Mapping[str, FileRecord], on_progress: Callable[[], None] = no_listener) -> Store:
+        """Return the store to read these files from, by key: this one, or one that reads intact copies on this node.
 
-def open_store(url: str, near_dir: str | None = None, *, heard: Callable[[], None] | None = None) -> Store:
-    """Open the store at a folder or an fsspec URL; ConfigError if nothing here can speak its protocol.
-
-    With `near_dir`, a folder on this node, what is written is also kept there, and read from there if it matches. With
-    `heard`, no short call is waited for without end (StorageError), and all that the store does is heard.
-    """
-    from elastic_train.checkpoint.stores.deadline import PromptStore
-    from elastic_train.checkpoint.stores.node_copy import NearStore
-
-    store = _open(url)
-    store = NearStore(store, near_dir) if near_dir else store
-    return PromptStore(store, heard) if heard else store
-
-
-def _open(url: str) -> Store:
-    from elastic_train.checkpoint.stores.fsspec_store import FsspecStore
-    from elastic_train.checkpoint.stores.local import LocalStore
-
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        return LocalStore(url)
-    return LocalStore(rest) if scheme in ("file", "local") else FsspecStore(url)
+        To find out which copies are intact they are read to their ends; `on_progress` is called for every piece.
+        """
 
 
 def read(store: Store, key: str) -> bytes:
@@ -138,11 +125,11 @@ def read(store: Store, key: str) -> bytes:
 
 
 def create_once(store: Store, key: str, content: bytes) -> bool:
-    """Create a key whose content is unique to this call; return False if someone else holds it.
+    """Create a key whose content is unique to this call; return False if another writer's content is there.
 
-    A store that retries by itself may refuse the retry because its own first try got through, and an unanswered
-    create may have: it is asked a second time, and the content tells. To look alone would not do: what can be seen
-    need not be durable.
+    A store that retries by itself may refuse the retry because its own first try got through, and so may an
+    unanswered create: it is sent a second time, and the content decides. Only looking would not do: what can be seen
+    need not be durable. Raises Uncertain if it stays unknown whether the key was created.
     """
     unknown: Uncertain | None = None
     for _ in range(2):
@@ -166,4 +153,4 @@ def _is_content(store: Store, key: str, content: bytes) -> bool:
     try:
         return read(store, key) == content
     except StorageError as error:
-        raise Uncertain(f"{store.url}/{key}: is taken, and cannot be read to see by whom: {error}") from error
+        raise Uncertain(f"{store.url}/{key}: exists, and cannot be read to see who created it: {error}") from error

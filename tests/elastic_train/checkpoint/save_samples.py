@@ -56,7 +56,7 @@ class FullStore(LocalStore):
 
     @contextlib.contextmanager
     def write(self, key: str) -> Iterator[Sink]:
-        with self._telling("write", key), super().write(key) as file:
+        with self._translating("write", key), super().write(key) as file:
             self.num_left -= 1
             if self.num_left >= 0:
                 file.write(b"half of it")

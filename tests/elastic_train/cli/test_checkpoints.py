@@ -79,7 +79,7 @@ def test_an_empty_run_is_said_to_be_empty(tmp_path: Path, capsys: pytest.Capture
     assert "no commits" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="no commits"):
         run("show", str(tmp_path / "run-1"))
-    with pytest.raises(ConfigError, match=r"no such folder; did you mean '.*run-1'"):
+    with pytest.raises(ConfigError, match=r"this folder does not exist; did you mean '.*run-1'"):
         run("ls", str(tmp_path / "run_1"))
 
 

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.checkpoint.interval.young_daly import Faults
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.errors import StorageError
 from elastic_train.tracking.history import (
     History,
     LastApplied,
-    faults_before,
     last_applied,
 )
 
@@ -135,22 +133,3 @@ def test_a_history_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be written"):
         History(tmp_path / "file", 1, 0)
-
-
-def test_faults_are_the_terms_that_began_behind_an_applied_step(tmp_path: Path) -> None:
-    """Planned ends lose no step and are none; later terms, other ranks and unfinished histories do not count."""
-    for term, rank, lost in [(1, 0, None), (2, 0, 3), (2, 1, None), (3, 0, 0), (4, 0, 1), (7, 0, 5)]:
-        history = History(tmp_path, term, rank)
-        told: dict[str, object] | None = None if lost is None else {"steps_lost": lost}
-        history.restore(
-            step=4, epoch=0, offset=4, commit="c", given_by=None, applied_by=None, seconds=0.1, skipped=[], resumed=told
-        )
-        step(history, 5)
-        history.close()
-    History(tmp_path, 5, 0).close()
-    found = faults_before(tmp_path, before_term=7)
-    assert found.num == 2
-    lines = [line for line in read_history(tmp_path) if line["rank"] == 0 and int(str(line["term"])) < 7]
-    times = [float(str(line["t"])) for line in lines]
-    assert found.trained_s == pytest.approx(sum(b - a for a, b in zip(times[::2], times[1::2], strict=True)))
-    assert faults_before(tmp_path / "none", before_term=7) == Faults(0, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +14,15 @@ from torch import nn
 from elastic_train.checkpoint import (
     CommitRecord,
     CommitWriter,
+    Retention,
     SaveMemory,
     discover,
     open_store,
 )
 from elastic_train.checkpoint.commits import reader
 from elastic_train.checkpoint.saving import abandonment
+from elastic_train.checkpoint.stores import deadline
+from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.checkpoint.stores.disk import RealDisk
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.config.schema import OptimizerConfig
@@ -26,9 +30,10 @@ from elastic_train.core.lineage import Interval
 from elastic_train.errors import ElasticTrainError, Preempted, StorageError, TooFewNodesError
 from elastic_train.job.commit_facts import describe_commit
 from elastic_train.job.state import AppliedState, Reached, build_state
+from elastic_train.parallel.group import Group
 from elastic_train.system.preemption import LeaveRequest
 from elastic_train.system.watchdog import Watchdog
-from elastic_train.training.open_session import commit_alone
+from elastic_train.training.open_session import commit_alone, open_saves
 from elastic_train.training.session import Process
 from elastic_train.training.supervisor import _next_world
 from elastic_train.world.fencing import StoreFence
@@ -110,7 +115,7 @@ def test_storage_that_hangs_holds_up_nobody_who_leaves(
     with pytest.raises(TooFewNodesError):
         _next_world(Process(plan, state, worlds, LeaveRequest(), Watchdog(), 0.0))  # type: ignore[arg-type]
     assert is_hung.is_set() and left == [False]
-    assert "step 9 could not be committed: the storage got no further" in capsys.readouterr().err
+    assert "step 9 could not be committed: the storage made no progress" in capsys.readouterr().err
     monkeypatch.undo()
     assert discover(store).head == first
     may_go_on.set()
@@ -118,3 +123,34 @@ def test_storage_that_hangs_holds_up_nobody_who_leaves(
 
 def few() -> None:
     raise TooFewNodesError("few")
+
+
+def test_a_save_waits_longer_for_slow_storage_than_a_world_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short call of the world's store has a deadline; a save's has none, since it is abandoned as a whole."""
+
+    class Slow(LocalStore):
+        def create(self, key: str, content: bytes) -> None:
+            time.sleep(0.2)
+            super().create(key, content)
+
+    slow, state = Slow(tmp_path), state_of((1, 0, 9))
+    fence = StoreFence(slow)
+    world = SimpleNamespace(
+        term=fence.claim(),
+        group=Group(0, 1, None, 1.0),
+        fence=fence,
+        store=DeadlineStore(slow, lambda: None),
+        save_store=slow,
+    )
+    process = SimpleNamespace(
+        plan=SimpleNamespace(retention=Retention.of(last=1), config=None), save_memory=SaveMemory()
+    )
+    monkeypatch.setattr(deadline, "ANSWER_S", 0.02)
+    with pytest.raises(StorageError, match="no answer"):
+        world.store.create("pins/00000001-000000000001", b"")
+    saves = open_saves(process, world, None)  # type: ignore[arg-type]
+    saves.begin(state.tensors(), describe_commit(plan_of(tmp_path), state, world_size=1), state.reached.intervals)  # type: ignore[arg-type]
+    ended = saves.wait()
+    assert ended is not None and ended.error is None and ended.commit is not None

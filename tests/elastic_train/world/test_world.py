@@ -62,7 +62,7 @@ class Job:
         """Begin the next world, of one rank."""
         term = self.fence.claim(1)
         group, history = Group(0, 1, None, 1.0), MagicMock()
-        return World(group, term, self.store, self.fence, history, None, None, 0.0)
+        return World(group, term, self.store, self.fence, history, None, None, 0.0, self.store)
 
 
 @pytest.mark.parametrize("is_heard", [True, False])

@@ -25,7 +25,8 @@ from elastic_train.checkpoint import (
 )
 from elastic_train.checkpoint.commits.record import decode
 from elastic_train.checkpoint.stores import store as stores
-from elastic_train.checkpoint.stores.checksums import BLOCK_BYTES, CheckedFile, FileRecord
+from elastic_train.checkpoint.stores.checked_file import CheckedFile
+from elastic_train.checkpoint.stores.checksums import BLOCK_BYTES, FileRecord
 from elastic_train.checkpoint.stores.hashing_sink import HashingSink
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.errors import CommitError, StorageError

@@ -208,7 +208,7 @@ def test_a_taken_record_that_cannot_be_read_keeps_its_files(tmp_path: Path) -> N
         def open(self, key: str) -> BinaryIO:
             raise StorageError(f"{key}: no answer")
 
-    with pytest.raises(Uncertain, match="to see by whom"):
+    with pytest.raises(Uncertain, match="to see who created it"):
         writer(MuteStore(tmp_path)).save(small_state(), facts(1))
     head = discover(LocalStore(tmp_path)).head
     assert head is not None

@@ -62,8 +62,8 @@ def test_a_save_that_hangs_is_given_up_and_the_next_goes_on(tmp_path: Path, monk
     assert store.is_writing.wait(DEADLINE_S)
     ended = background.wait()
     assert ended is not None and ended.step == 1 and isinstance(ended.error, StorageError)
-    assert "got no further" in str(ended.error) and str(tmp_path) in str(ended.error)
-    assert background.is_owed and not background.is_busy and memory.patience.limit_s(0) == pytest.approx(0.1)
+    assert "made no progress" in str(ended.error) and str(tmp_path) in str(ended.error)
+    assert background.is_owed and not background.is_busy and memory.timeout.limit_s(0) == pytest.approx(0.1)
     monkeypatch.setattr(abandonment, "LEAST_S", DEADLINE_S)
     healthy = threading.Event()
     monkeypatch.setattr(store, "may_write", healthy)  # the first stays where it is
@@ -71,7 +71,7 @@ def test_a_save_that_hangs_is_given_up_and_the_next_goes_on(tmp_path: Path, monk
     background.begin(small_state(2), facts(2))
     ended = background.wait()
     assert ended is not None and ended.commit is not None and ended.commit.step == 2 and not background.is_owed
-    assert memory.patience.limit_s(0) == DEADLINE_S
+    assert memory.timeout.limit_s(0) == DEADLINE_S
     assert hung is not None and not hung.ended.is_set()
 
 

@@ -166,7 +166,7 @@ def test_rank_0_learns_of_a_part_that_was_given_up(tmp_path: Path, monkeypatch: 
     """It may have far more patience than a rank that is new to the job; a part that will not come is not waited for."""
     monkeypatch.setattr(abandonment, "LEAST_S", 0.2)
     ranks = world_of([LocalStore(tmp_path), HeldStore(tmp_path)], monkeypatch)
-    ranks[0]._memory.patience.learn(10 * DEADLINE_S)
+    ranks[0]._memory.timeout.learn(10 * DEADLINE_S)
     for rank in ranks:
         rank.begin(odd_state(), facts(1))
     flight = ranks[0]._flight
@@ -174,4 +174,4 @@ def test_rank_0_learns_of_a_part_that_was_given_up(tmp_path: Path, monkeypatch: 
     assert given_up is not None and isinstance(given_up.error, StorageError)
     assert flight is not None and flight.ended.wait(DEADLINE_S)
     ended = ranks[0].wait()
-    assert ended is not None and "got no further" in str(ended.error) and "part 1" in str(ended.error)
+    assert ended is not None and "made no progress" in str(ended.error) and "part 1" in str(ended.error)

@@ -35,7 +35,7 @@ def test_what_is_there_is_given_out_and_no_more() -> None:
     thread.start()
     for num_there in (1, 3):
         assert given == CONTENTS[: len(given)] and len(given) < num_there
-        staged.tell(num_there)
+        staged.advance(num_there)
         while len(given) < num_there:
             assert is_given.acquire(timeout=DEADLINE_S)
     thread.join(DEADLINE_S)
@@ -63,11 +63,11 @@ def test_nothing_is_given_out_while_training_waits() -> None:
         return True
 
     staged = Staged(CONTENTS, is_awaited)
-    staged.tell(2)
+    staged.advance(2)
     thread = threading.Thread(target=lambda: num_there_then.extend(staged._num_there for _ in staged), daemon=True)
     thread.start()
     assert is_asked.wait(DEADLINE_S)
-    staged.tell(3)
+    staged.advance(3)
     thread.join(DEADLINE_S)
     assert num_there_then == [3, 3, 3]
 

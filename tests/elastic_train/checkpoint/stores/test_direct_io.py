@@ -123,8 +123,8 @@ def test_a_process_ends_without_a_disk_that_hangs(tmp_path: Path) -> None:
     """Saves that hang in a write or in a sync have been given up: not even the interpreter's end waits for them."""
     program = f"""
 import os, pathlib, threading
-from elastic_train.checkpoint import direct, disk
-direct.RUN_BYTES = {RUN_BYTES}
+from elastic_train.checkpoint.stores import direct_io, disk
+direct_io.RUN_BYTES = {RUN_BYTES}
 hung = threading.Semaphore(0)
 def hang(*_):
     hung.release()

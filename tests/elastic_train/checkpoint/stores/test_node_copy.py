@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastic_train.checkpoint import CommitRecord, Retention, Store, discover, open_store, prune, read_state
-from elastic_train.checkpoint.stores.deadline import PromptStore
+from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.checkpoint.stores.store import KeyMissing
 from tests.elastic_train.checkpoint.commit_samples import facts, small_state, writer
 
@@ -91,7 +91,7 @@ def test_a_near_folder_that_cannot_be_written_fails_no_save(
     (tmp_path / "file").write_text("")
     store = open_store(far_url, str(tmp_path / "file"))
     record = writer(store).save(small_state(7), facts(1))
-    assert "has no near copy" in caplog.text
+    assert "no copy is kept on this node" in caplog.text
     assert value_of(store, record) == 7
 
 
@@ -122,12 +122,11 @@ def test_a_failed_save_leaves_nothing_near(far_url: str, tmp_path: Path) -> None
     assert store.list("data/") == []
 
 
-def test_a_near_copy_is_heard_to_be_checked(far_url: str, tmp_path: Path) -> None:
-    """To read it to its end takes long if it is large: whoever watches hears of every block."""
-    heard: list[None] = []
-    store = open_store(far_url, str(tmp_path), heard=lambda: heard.append(None))
+def test_checking_a_near_copy_is_progress(far_url: str, tmp_path: Path) -> None:
+    """Reading it to its end takes long if it is large: the watchdog sees every block."""
+    reports: list[None] = []
+    store = DeadlineStore(open_store(far_url, str(tmp_path)), lambda: reports.append(None))
     record = writer(store).save({"w": torch.zeros(1_000_000)}, facts(1))
-    assert isinstance(store, PromptStore)
-    heard.clear()
-    store.preferring({f"{record.attempt}/{name}": file for name, file in record.files.items()})
-    assert len(heard) >= sum(len(file.blocks) for file in record.files.values()) >= 5
+    reports.clear()
+    store.near({f"{record.attempt}/{name}": file for name, file in record.files.items()})
+    assert len(reports) >= sum(len(file.blocks) for file in record.files.values()) >= 5

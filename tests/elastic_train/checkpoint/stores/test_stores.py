@@ -15,17 +15,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic_train.checkpoint.stores import deadline
 from elastic_train.checkpoint.stores import store as stores
-from elastic_train.checkpoint.stores.deadline import PromptStore
+from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.checkpoint.stores.fsspec_store import FsspecStore
 from elastic_train.checkpoint.stores.local import LocalStore
-from elastic_train.checkpoint.stores.store import (
-    KeyMissing,
-    KeyTaken,
-    Store,
-    Uncertain,
-    create_once,
-    open_store,
-)
+from elastic_train.checkpoint.stores.open import open_store
+from elastic_train.checkpoint.stores.store import KeyMissing, KeyTaken, Store, Uncertain, create_once
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.world.fencing import StoreFence
 
@@ -199,7 +193,7 @@ def test_storage_that_does_not_answer_is_an_error(
 ) -> None:
     """Who waits is told after a while, and leaves the call where it hangs; a create may still come true."""
     monkeypatch.setattr(deadline, "ANSWER_S", 0.05)
-    woken, heard = threading.Event(), list[None]()
+    woken, reports = threading.Event(), list[None]()
 
     class Away:
         url = "somewhere"
@@ -209,8 +203,8 @@ def test_storage_that_does_not_answer_is_an_error(
 
     try:
         with pytest.raises(error, match=r"somewhere: cannot .* no answer in") as told:
-            act(PromptStore(Away(), lambda: heard.append(None)))  # type: ignore[arg-type]
-        assert type(told.value) is error and len(heard) == 1
+            act(DeadlineStore(Away(), lambda: reports.append(None)))  # type: ignore[arg-type]
+        assert type(told.value) is error and len(reports) == 1
     finally:
         woken.set()
 
@@ -230,7 +224,7 @@ def test_a_claim_outlives_a_hung_sync(tmp_path: Path, monkeypatch: pytest.Monkey
             finally:
                 is_through.set()
 
-    class ImpatientAtFirst(PromptStore):
+    class ImpatientAtFirst(DeadlineStore):
         num_creates = 0
 
         def create(self, key: str, content: bytes) -> None:
@@ -248,15 +242,15 @@ def test_a_claim_outlives_a_hung_sync(tmp_path: Path, monkeypatch: pytest.Monkey
     assert stores.read(store, "terms/00000001.json") == claim and StoreFence(store).claim() == 2
 
 
-def test_all_that_a_store_does_is_heard(tmp_path: Path) -> None:
+def test_everything_that_a_store_does_is_progress(tmp_path: Path) -> None:
     """Every answer, and every piece of a file: a long load over slow storage is seen to get on."""
-    heard: list[None] = []
-    store = PromptStore(LocalStore(tmp_path), lambda: heard.append(None))
+    reports: list[None] = []
+    store = DeadlineStore(LocalStore(tmp_path), lambda: reports.append(None))
 
     def grows(act: Callable[[], object]) -> None:
-        before = len(heard)
+        before = len(reports)
         act()
-        assert len(heard) > before
+        assert len(reports) > before
 
     with store.write("data/x/file") as sink:
         for _ in range(3):
