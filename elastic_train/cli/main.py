@@ -34,9 +34,7 @@ def train(config: Path, *overrides: Overrides) -> int:
     Start it by itself for one process, or let torchrun start `-m elastic_train CONFIG` on many. Any key can be set on
     the command line: --batch.micro-batch 8 (see `elastic-train keys`), or as ELASTIC_TRAIN__BATCH__MICRO_BATCH=8.
     """
-    from elastic_train.training.supervisor import (
-        run,  # torch takes seconds to import: not before the arguments are read
-    )
+    from elastic_train.training.run import run  # torch takes seconds to import: not before the arguments are read
 
     return run(config, list(overrides))
 

@@ -64,7 +64,7 @@ class StepSums:
         return self.weight or 1.0
 
 
-def train(session: Session) -> Outcome:
+def train_steps(session: Session) -> Outcome:
     """Train from the session's state to its last step, or until the world ends; a job that ends is committed."""
     state = session.state
     for lanes in session.steps():

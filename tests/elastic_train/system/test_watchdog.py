@@ -133,7 +133,8 @@ def test_who_hangs_while_it_warms_up_is_ended(
 
     monkeypatch.setattr(supervisor, "warm_up", hang)
     monkeypatch.setattr(supervisor, "open_worlds", lambda *_: SimpleNamespace(is_live=True, form=wait))
-    assert supervisor._train_on(Mock(), Mock(), watched, Mock(), started_at=0.0) == 0
+    monkeypatch.setattr(supervisor, "result_of", lambda plan, state, status: status)
+    assert supervisor._train_on(Mock(), Mock(), watched, Mock(), started_at=0.0) == "closed"
     assert ends == [pytest.approx(1.1 * limit_s)]
     assert watched.limit_s == max(MOST_S, fixed_s or 0.0), "also for who is frozen while it waits"
 
@@ -143,7 +144,7 @@ def test_a_process_that_is_through_may_end_slowly(closed: bool) -> None:
     """Once it is closed neither the thread nor the timer ends the process; until then one of them does."""
     program = f"""
 import time
-from elastic_train import watchdog
+from elastic_train.system import watchdog
 watchdog.BACKSTOP_S = 0.0
 watched = watchdog.Watchdog(0.5)
 watched.beat()
@@ -203,7 +204,7 @@ def test_a_copy_and_a_failed_end_may_take_long(clock: list[float], monkeypatch: 
     Session.await_staging(session)  # type: ignore[arg-type]
     assert watched.limit_s == LEAST_S
     for error in (ZeroDivisionError(), PeerLostError("gone")):
-        monkeypatch.setattr(supervisor, "train", Mock(side_effect=error))
+        monkeypatch.setattr(supervisor, "train_steps", Mock(side_effect=error))
         watched.beat()
         with pytest.raises(type(error)):
             supervisor._train_in(session)  # type: ignore[arg-type]

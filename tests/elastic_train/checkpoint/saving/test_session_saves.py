@@ -266,5 +266,5 @@ def test_an_overdue_commit_waits_until_nobody_is_busy(
     opened = MagicMock()
     opened.steps.return_value = [()] * 3
     opened.is_validation_due.return_value = opened.is_commit_due.return_value = False
-    assert loop.train(opened) is loop.Outcome.DONE
+    assert loop.train_steps(opened) is loop.Outcome.DONE
     assert opened.commit.call_count == num_commits
