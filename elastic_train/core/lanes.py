@@ -44,7 +44,10 @@ class Part:
 
 
 def owned_lanes(rank: int, world_size: int, num_lanes: int) -> range:
-    """Cut [0, num_lanes) into one slice per rank; slices are disjoint, in order, and differ by at most one lane."""
+    """Cut [0, num_lanes) into one slice per rank; slices are disjoint, in order, and differ by at most one lane.
+
+    `rank` counts from 0. With more ranks than lanes some slices are empty.
+    """
     assert 0 <= rank < world_size, f"no rank {rank} in a world of {world_size}"
     return range(rank * num_lanes // world_size, (rank + 1) * num_lanes // world_size)
 

@@ -35,8 +35,8 @@ def train(config: Config | str | Path) -> TrainResult:
     `run.dir` holds the same in result.json, and the weights in its commits (`discover`, `read_state`).
 
     Call it in the main thread: until it returns, SIGTERM and SIGUSR1 ask it to commit and leave at the next step, and
-    a second SIGTERM more than 3 s later ends the process at once. Then it raises, and the handlers stay. It also sets
-    torch's thread count and, unless `reduction: fast`, torch's deterministic mode for the whole process.
+    a second SIGTERM more than 3 s later ends the process at once. It sets torch's thread count and, unless `reduction:
+    fast`, torch's deterministic mode for the whole process, also for what follows.
 
     Under torchrun call it on every rank, before any process group is made: it joins the world by itself, one world
     after another with `recovery=live`. Let an error end the process with its `exit_code`, so that the launcher can
@@ -57,7 +57,7 @@ def train(config: Config | str | Path) -> TrainResult:
         raise ElasticTrainError(str(error)) from error
     finally:
         flush_streams()
-        if not leave.is_set:  # a launcher that tells a process to leave may tell it twice
+        if not (leave.is_set and _is_launched()):  # an agent may pass on what the process has got already
             leave.release()
     if isinstance(ended, ElasticTrainError):
         raise ended

@@ -57,7 +57,8 @@ def pinned(store: Store) -> set[str]:
 def holding(store: Store, key: str, ttl_s: float = HOLD_TTL_S) -> Iterator[None]:
     """Keep a commit's files while it is read, for `ttl_s` seconds at most.
 
-    Raises KeyMissing if the commit is not there. A store that cannot be written to is read without a hold.
+    `key` is the record's (`CommitRecord.key`). Raises KeyMissing, a StorageError, if the commit is not there. A store
+    that cannot be written to is read without a hold.
     """
     marker = f"{HOLDS}{_name(key)}/{int(time.time() + ttl_s)}-{uuid.uuid4().hex}"
     with contextlib.ExitStack() as undo:

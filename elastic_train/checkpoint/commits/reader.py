@@ -43,8 +43,9 @@ class Discovery:
 def discover(
     store: Store, *, published: str | None = None, damage: Callable[[Store, str], str | None] | None = None
 ) -> Discovery:
-    """Find the commit to go on from; raise CommitError if there are commits and none is whole.
+    """Find the newest whole commit; its record is the result's `head`, None if there is no commit at all.
 
+    Raises CommitError if there are commits and none is whole, and StorageError if the store cannot be read.
     `published` is the key that the fence names as head, if it does: that it is gone is reported, not fatal. `damage`
     says what is wrong with a commit, None if nothing is; without it all files are read.
     """
@@ -135,7 +136,10 @@ def load(store: Store, record: CommitRecord, state: State) -> None:
 
 
 def read_state(store: Store, record: CommitRecord) -> State:
-    """Return a commit's whole state, on the CPU."""
+    """Return a commit's whole state, nested as it was saved, with its tensors on the CPU.
+
+    Raises CommitError if its bytes do not match the record, and StorageError if the store cannot be read.
+    """
     state: State = {}
     load(store, record, state)
     return state

@@ -61,7 +61,7 @@ class CommitFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class CommitRecord(CommitFacts):
-    """A published checkpoint.
+    """A published checkpoint: where its files are, what state they hold, and which commit it continues.
 
     `parent` is the digest of the commit that this one continues, `parent_key` its key. `intervals` tile [0, step) by
     the terms that applied the steps; they outlive the ancestors that retention deletes. `attempt` is the folder of

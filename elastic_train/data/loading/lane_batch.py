@@ -17,7 +17,7 @@ Collate = Callable[[pa.Table, npt.NDArray[np.int64]], dict[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class LaneBatch:
-    """One lane's micro-batch of the places [lo, hi) of its epoch; `ids` are those actually read.
+    """One lane's micro-batch of the places [lo, hi) of its epoch; `ids`, shape (n,), are those actually read.
 
     `tensors` is None where no sample is left, or where row groups are `unreadable` (by number, and why): such a
     micro-batch must not be trained on. `num_left_out` places lie in holes, `num_truncated` rows were cut.

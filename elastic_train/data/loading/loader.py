@@ -22,6 +22,10 @@ __all__ = ["Collate", "LaneBatch", "LaneLoader", "Rules"]
 class LaneLoader:
     """Yields one list a step: a `LaneBatch` for every owned lane, in lane order.
 
+    `lanes` are this rank's (`owned_lanes`), `micro_batch` the samples that each of them takes a step. It begins at
+    `cursor` and ends after `num_steps` steps, across epochs. `collate(rows, ids)` turns rows, a `pyarrow.Table`, and
+    their ids, shape (n,), into named tensors.
+
     With `num_workers=0` rows are read ahead by threads, which hold up to about `prefetch_bytes` of decoded row groups
     (more where one block of every lane takes more), and `collate` is called by one of them (for the first step by the
     caller): it must not touch torch's global random numbers. Otherwise `num_workers` processes read. `rules` say what
