@@ -44,9 +44,9 @@ def train(config: Config | str | Path) -> TrainResult:
     returns, so the command ends with `os._exit`, and a script should, too.
 
     Raises ElasticTrainError: ConfigError, DataError before the first step; StorageError where commits cannot be
-    written; Preempted (exit code 75) if told to leave, after the state is committed: call it again to resume;
-    ResultError if the job is done and committed but result.json could not be written; ValueError outside of the main
-    thread.
+    written; Preempted (exit code 75) if told to leave, after the state is committed or the other members have it: call
+    it again to resume; ResultError if the job is done and committed but result.json could not be written. Raises
+    ValueError outside of the main thread.
     """
     started_at = time.time()
     leave = _begin()
