@@ -39,9 +39,9 @@ def train(config: Config | str | Path) -> TrainResult:
     fast`, torch's deterministic mode for the whole process, also for what follows.
 
     Under torchrun call it on every rank, before any process group is made: it joins the world by itself, one world
-    after another with `recovery=live`. Let an error end the process with its `exit_code`, so that the launcher can
-    tell leaving from failing; a rank that lost its peers may be kept from a normal exit by a collective that never
-    returns, so the command ends with `os._exit`, and a script should, too.
+    after another with `recovery=live`. End such a process as the command does: flush, then `os._exit(0)`, or
+    `os._exit(error.exit_code)`, by which the launcher tells leaving from failing. A thread in a collective or in a call
+    to etcd that does not return would hold up or abort a normal exit of the interpreter.
 
     Raises ElasticTrainError: ConfigError, DataError before the first step; StorageError where commits cannot be
     written; Preempted (exit code 75) if told to leave, after the state is committed or the other members have it: call

@@ -18,7 +18,8 @@ import json, os, sys
 import elastic_train as et
 result = et.train(et.load_config(sys.argv[1], {"max_steps": 4, "run.dir": sys.argv[2]}))
 if os.environ.get("RANK", "0") == "0":
-    print(json.dumps([result.status, result.step, result.weights_sha256, result.coverage.count]))
+    print(json.dumps([result.status, result.step, result.weights_sha256, result.coverage.count]), flush=True)
+os._exit(0)
 """
 LEFT = """
 import signal, sys
