@@ -108,10 +108,10 @@ import sys, time
 from pathlib import Path
 import elastic_train.preload
 imports_s = time.process_time()
-from elastic_train import config_sources
+from elastic_train.config import sources
 from elastic_train.training.open_session import make_repeatable
 from elastic_train.job.plan import make_plan
-told = config_sources.load(Path(sys.argv[1]), environ={}, arguments=[])
+told = sources.load(Path(sys.argv[1]), environ={}, arguments=[])
 make_repeatable(told)
 plan = make_plan(told)
 plan.build_state()

@@ -5,4 +5,4 @@ import torch._dynamo  # noqa: F401 - the first optimizer imports it
 
 import elastic_train.tasks.classification_metrics
 import elastic_train.tasks.text_classifier
-import elastic_train.training.supervisor  # noqa: F401
+import elastic_train.training.run  # noqa: F401

@@ -1,7 +1,7 @@
 """Our data in a loop of your own: any Arrow schema, your own collate, resumed on another number of ranks.
 
 python examples/own_loop.py data/prices 4 60 state.json      # 4 ranks for 60 steps (here one after the other)
-python examples/own_loop.py data/prices 3 1000 state.json    # 3 ranks go on with exactly the rest of the epoch
+python examples/own_loop.py data/prices 3 1000 state.json    # 3 ranks resume with exactly the rest of the epoch
 """
 
 import json
@@ -10,24 +10,21 @@ from pathlib import Path
 
 import torch
 
-from elastic_train.core.lanes import owned_lanes
-from elastic_train.core.order import Cursor, Order
-from elastic_train.data.dataset.manifest import load_manifest
-from elastic_train.data.loading.loader import LaneLoader
-from elastic_train.data.loading.reader import Reader
+import elastic_train as et
 
 NUM_LANES, MICRO_BATCH = 12, 2  # a step is 24 rows, whatever the number of ranks
 
 
 def main(folder: str, world_size: int, max_steps: int, kept: Path) -> None:
-    manifest = load_manifest(folder)
-    order = Order(manifest.group_rows, num_lanes=NUM_LANES, seed=1)
-    cursor = Cursor(**json.loads(kept.read_text())) if kept.exists() else Cursor()  # two integers are all the state
+    manifest = et.load_manifest(folder)
+    order = et.Order(manifest.group_rows, num_lanes=NUM_LANES, seed=1)
+    state = json.loads(kept.read_text()) if kept.exists() else {}  # two integers: epoch and offset
+    cursor = et.Cursor(**state)
     num_steps = min(max_steps, order.num_steps(MICRO_BATCH) - order.step_of(cursor, MICRO_BATCH))
     for rank in range(world_size):
-        lanes = owned_lanes(rank, world_size, NUM_LANES)
+        lanes = et.owned_lanes(rank, world_size, NUM_LANES)
         place = {"lanes": lanes, "micro_batch": MICRO_BATCH, "cursor": cursor, "num_steps": num_steps}
-        loader = LaneLoader(Reader(manifest, ["price"]), order, collate, **place)
+        loader = et.LaneLoader(et.Reader(manifest, ["price"]), order, collate, **place)
         for step in loader:
             print(*(id_ for batch in step for id_ in batch.ids))  # batch.tensors["price"] is what you train on
     kept.write_text(json.dumps(loader.state_dict()))

@@ -35,9 +35,7 @@ def train(config: Path, *overrides: Overrides) -> int:
     key can be set on the command line, --batch.micro-batch 8, or in the environment,
     ELASTIC_TRAIN__BATCH__MICRO_BATCH=8; `elastic-train keys` lists them.
     """
-    from elastic_train.training.supervisor import (
-        run,  # torch takes seconds to import: not before the arguments are read
-    )
+    from elastic_train.training.run import run  # torch takes seconds to import: not before the arguments are read
 
     return run(config, list(overrides))
 

@@ -193,6 +193,12 @@ class TrackingConfig(_Section):
 
 
 class Config(_Section):
+    """A checked configuration, frozen; `elastic-train keys` lists every key with its type, default and meaning.
+
+    `load_config` makes one from a file. `Config(data={"train": "data/rows"})` makes one from values alone, and raises
+    pydantic's ValidationError, a ValueError, if they are wrong.
+    """
+
     run: RunConfig = Field(default_factory=RunConfig)
     task: TaskConfig = Field(default_factory=TaskConfig)
     data: DataConfig

@@ -1,11 +1,12 @@
 """Where a configuration's values come from, and every mistake in them reported at once, with its place.
 
 Later over earlier: the YAML file, the environment (`ELASTIC_TRAIN__BATCH__MICRO_BATCH=8`), the command line
-(`--batch.micro-batch 8`). An unknown key is an error that names the nearest known one.
+(`--batch.micro-batch 8`), or a program's own values. An unknown key is an error that names the nearest known one.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -26,12 +27,28 @@ Tree = dict[str, Value]
 ENV_PREFIX = "ELASTIC_TRAIN__"
 
 
-def load(path: str | Path, *, environ: Mapping[str, str], arguments: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Mapping[str, Value] | None = None) -> Config:
+    """Read and check a configuration as the command does.
+
+    Over the YAML file at `path` come the environment's ELASTIC_TRAIN__* variables, and over these `overrides`: values
+    by dotted key, such as {"batch.micro_batch": 8}. Raises ConfigError with every problem found, each with its place.
+    """
+    return load(path, environ=os.environ, overrides=overrides)
+
+
+def load(
+    path: str | Path,
+    *,
+    environ: Mapping[str, str],
+    arguments: Sequence[str] = (),
+    overrides: Mapping[str, Value] | None = None,
+) -> Config:
     """Read, overlay and check a configuration; raise ConfigError with every problem found."""
     problems: list[str] = []
     tree, lines = _read_yaml(Path(path), problems)
     sources = dict.fromkeys(_leaves(tree), str(path))
-    for source, key, value in [*_from_environment(environ, problems), *_from_arguments(arguments, problems)]:
+    later = [*_from_environment(environ, problems), *_from_arguments(arguments, problems), *_from_values(overrides)]
+    for source, key, value in later:
         _put(tree, key, value)
         sources[key] = source
     try:
@@ -105,6 +122,12 @@ def _from_arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[t
             problems.append(_not_yaml(f"command line {name}", text, error))
         else:
             yield f"command line {name}", name[2:].replace("-", "_"), value
+
+
+def _from_values(overrides: Mapping[str, Value] | None) -> Iterator[tuple[str, str, Value]]:
+    """Take values as they are, paths as text."""
+    for key, value in (overrides or {}).items():
+        yield "overrides", key, os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _not_yaml(source: str, text: str, error: Exception) -> str:

@@ -29,7 +29,11 @@ _GROUPS, _BLOCK, _WINDOW = 1, 2, 5  # separate the keys of the permutations
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cursor:
-    """How many samples of the epoch every lane has had applied; the whole data state of a run."""
+    """How many samples of the epoch every lane has had applied; the whole data state of a run.
+
+    `epoch` counts from 0. `offset` counts samples of one lane, in steps of the micro-batch; it is the same in all lanes
+    and at any world size.
+    """
 
     epoch: int = 0
     offset: int = 0
@@ -49,11 +53,12 @@ class Block:
 
 
 class Order:
-    """The order of every epoch of a run.
+    """The order of every epoch of a run: a pure function of (row groups, seed, epoch), whatever the world.
 
-    `group_rows` are the rows of each row group in the manifest's file order; sample ids number those rows from 0.
-    `block_row_groups` is K of DESIGN.md: more mixes better and keeps more row groups open at once.
-    `is_shuffled=False` gives the file order cut into lanes (for validation).
+    `group_rows` are the rows of each row group in the manifest's file order, shape (row groups,); sample ids number
+    those rows from 0. `num_lanes` is fixed for a run's life. `block_row_groups` is how many row groups are shuffled
+    together: more mixes better and keeps more of them open at once. `is_shuffled=False` gives the file order cut into
+    lanes (for validation). Raises ValueError if there is no row group, an empty one, or a count below 1.
     """
 
     def __init__(

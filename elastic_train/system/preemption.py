@@ -22,8 +22,12 @@ class LeaveRequest:
     def __init__(self) -> None:
         self.is_set = False
         self.since_s = 0.0
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._note)
+        self._earlier = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGUSR1)}
+
+    def release(self) -> None:
+        """Give the signals back to the handlers that they had before."""
+        for number, handler in self._earlier.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()

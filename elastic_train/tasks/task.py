@@ -46,7 +46,11 @@ class LaneLoss:
 
 
 class Task(Protocol):
-    """What a user brings. Built once per process, before any other method: `Task(**params)`."""
+    """What a user brings: a class with these six methods; it need not derive from this one.
+
+    It is built once per process, before any other method is called: `Task(**params)`, with `task.params` of the
+    configuration.
+    """
 
     def prepare(self, manifest: Manifest) -> None:
         """Take what is needed from the training set (labels, vocabulary); raise ConfigError or DataError if unfit."""

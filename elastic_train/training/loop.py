@@ -29,7 +29,7 @@ class Outcome(enum.Enum):
     REGROUP = "regroup"
 
 
-def train(session: Session) -> Outcome:
+def train_steps(session: Session) -> Outcome:
     """Train from the session's state to its last step, or until the world ends; a job that ends is committed."""
     state, clock = session.state, session.clock
     clock.start()

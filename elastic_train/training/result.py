@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from elastic_train.checkpoint.format.weights_digest import weights_digest
+from elastic_train.core.accounting import Hole
+from elastic_train.core.coverage import CoverageSums
 from elastic_train.errors import ResultError
+from elastic_train.job.plan import Plan
+from elastic_train.job.state import AppliedState
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.tasks.task import Finishing
 from elastic_train.training.session import Session
@@ -21,45 +25,79 @@ from elastic_train.world.uniformity import check_agreement
 TRACKER_TIMEOUT_S = 20.0
 
 
-def write_result(session: Session, status: str) -> ResultError | None:
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """What training ended with, equal on every rank; result.json holds the same fields, and a few of the run's own.
+
+    `status` is 'done' where all steps are applied and 'preempted' where all ranks were told to leave before that. It is
+    'closed' where the other members finished the job while this process was not among them: then the rest describes
+    the state that this process holds, which may be older. `step` counts applied steps. `metrics` are those of the last
+    validation by name, without one empty. `coverage` sums all applied samples, over all epochs. `num_samples` is the
+    size of the training set, `epochs` how often all of it was applied. `holes` are the row groups that could not be
+    read, `num_left_out` the samples that they cost, `num_truncated` how many rows were cut to the task's length.
+    """
+
+    status: str
+    step: int
+    weights_sha256: str
+    metrics: Mapping[str, float | None]
+    coverage: CoverageSums
+    num_samples: int
+    epochs: int
+    holes: tuple[Hole, ...]
+    num_left_out: int
+    num_truncated: int
+
+
+def result_of(plan: Plan, state: AppliedState, status: str) -> TrainResult:
+    """Describe the state that training ended with; reads all of the weights."""
+    account = state.reached.account
+    return TrainResult(
+        status=status,
+        step=state.step,
+        weights_sha256=weights_digest(state.model),
+        metrics=dict(state.reached.validation),
+        coverage=state.coverage,
+        num_samples=plan.manifest.num_rows,
+        epochs=state.cursor.epoch,
+        holes=account.holes,
+        num_left_out=account.left_out,
+        num_truncated=account.truncated,
+    )
+
+
+def write_result(session: Session, result: TrainResult) -> ResultError | None:
     """Compare the weights of all ranks, write result.json, and let the task leave its own results.
 
-    Returns what is wrong if some of it could not be written.
+    Returns what is wrong if some of it could not be written; raises ElasticTrainError where the weights differ.
     """
-    digest = weights_digest(session.state.model)
-    check_agreement(session.world.group, digest, session.state.step)
+    check_agreement(session.world.group, result.weights_sha256, result.step)
     session.world.history.end(
-        status=status, step=session.state.step, weights_sha256=digest, coverage=session.state.coverage
+        status=result.status, step=result.step, weights_sha256=result.weights_sha256, coverage=result.coverage
     )
     if session.world.group.rank != 0:
         return None
     folder, unwritten = Path(session.plan.config.run.dir), list[str]()
-    if status == "done" and isinstance(session.plan.task, Finishing):
+    if result.status == "done" and isinstance(session.plan.task, Finishing):
         with _noting(unwritten, "what the task leaves"):
             session.plan.task.finish(session.state.model, folder)
-    result = {
-        "status": status,
-        "step": session.state.step,
+    found = {**asdict(result), "holes": [hole.to_dict() for hole in result.holes]}
+    fields = {
+        "status": found.pop("status"),
+        "step": found.pop("step"),
         "term": session.world.term,
-        "weights_sha256": digest,
-        "metrics": dict(session.state.reached.validation),
-        "coverage": asdict(session.state.coverage),
-        "num_samples": session.plan.manifest.num_rows,
-        "epochs": session.state.cursor.epoch,
-        "holes": [hole.to_dict() for hole in session.state.reached.account.holes],
-        "num_left_out": session.state.reached.account.left_out,
-        "num_truncated": session.state.reached.account.truncated,
+        **found,
         "world": session.world.group.size,
         "num_failed_saves": session.commits.num_failed,
         "num_skipped_saves": session.commits.num_skipped,
         "mlflow_run_id": session.tracker.wait_run_id(TRACKER_TIMEOUT_S) if session.tracker else None,
     }
     with _noting(unwritten, f"{folder}/result.json"):
-        write_atomically(folder / "result.json", json.dumps(result, indent=2) + "\n")
+        write_atomically(folder / "result.json", json.dumps(fields, indent=2) + "\n")
     if not unwritten:
         return None
     return ResultError(
-        f"step {session.state.step} is committed, but the result could not be written: {'; '.join(unwritten)}; "
+        f"step {result.step} is committed, but the result could not be written: {'; '.join(unwritten)}; "
         "make room there and start again: no step is trained twice"
     )
 

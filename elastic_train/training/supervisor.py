@@ -1,19 +1,11 @@
-"""One process of a job from start to exit: plan, train in one world after another, tell how it ended, leave.
-
-This is the one supervisor: every error ends here, in a message and an exit code.
-"""
+"""One process of a job over all of its worlds: plan, train in one world after another, say how it ended."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
-import traceback
-from collections.abc import Sequence
-from pathlib import Path
 
-from elastic_train.config import sources
 from elastic_train.config.schema import Config
 from elastic_train.errors import (
     ElasticTrainError,
@@ -28,15 +20,19 @@ from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.state import AppliedState
 from elastic_train.system.preemption import LeaveRequest
 from elastic_train.system.watchdog import Watchdog
-from elastic_train.tracking.progress import flush_streams
-from elastic_train.training.loop import Outcome, train
+from elastic_train.training.loop import Outcome, train_steps
 from elastic_train.training.open_session import commit_alone, make_repeatable, open_session
-from elastic_train.training.result import write_result
+from elastic_train.training.result import TrainResult, result_of, write_result
 from elastic_train.training.session import Process, Session
 from elastic_train.training.warm_up import warm_up
 from elastic_train.world.forming import Formed, open_worlds
-from rendezvous.errors import RendezvousError
-from rendezvous.orphans import die_with_parent
+
+CLOSED = "closed"
+"""The status of a result where others have finished the job."""
+
+Ended = TrainResult | ElasticTrainError
+"""How a job ended for one process, once everything is closed in good order: with a result, or with what keeps it from
+one (it was told to leave, or the result could not be written)."""
 
 LEAVING_PATIENCE_S = 8.0
 MOST_FAILED_WORLDS, MOST_FIRST_WORLDS, FAILED_WORLD_PAUSE_S = 60, 10, 2.0
@@ -44,33 +40,12 @@ MOST_FAILED_WORLDS, MOST_FIRST_WORLDS, FAILED_WORLD_PAUSE_S = 60, 10, 2.0
 have none yet, since whoever has one may be in their world."""
 
 
-def run(path: Path, overrides: Sequence[str]) -> int:
-    """Train as the configuration says and return the process's exit code; under torchrun, one of its ranks."""
-    started_at = time.time()
-    is_launched = "WORLD_SIZE" in os.environ
-    if is_launched:
-        die_with_parent()
-    leave = LeaveRequest()
-    try:
-        config = sources.load(path, environ=os.environ, arguments=overrides)
-        code = _train(config, leave, started_at)
-    except ElasticTrainError as error:
-        sys.stderr.write(explain(error) + "\n")
-        code = error.exit_code
-    except RendezvousError as error:
-        sys.stderr.write(f"error: {error}\n")
-        code = 1
-    except Exception:  # noqa: BLE001 - the supervisor: an unforeseen error must still be told and end the process
-        traceback.print_exc()
-        code = 1
-    flush_streams()
-    if is_launched:
-        os._exit(code)  # a stuck collective's thread must not keep the process from leaving
-    return code
+def supervise(config: Config, leave: LeaveRequest, started_at: float) -> Ended:
+    """Train to the end; whatever can be refused is refused before the first world.
 
-
-def _train(config: Config, leave: LeaveRequest, started_at: float) -> int:
-    """Train to the end; whatever can be refused is refused before the first world."""
+    `started_at` is when the process began, in unix seconds. Raises ElasticTrainError, and RendezvousError where
+    membership fails.
+    """
     make_repeatable(config)
     plan = make_plan(config)
     state = plan.build_state()
@@ -78,7 +53,7 @@ def _train(config: Config, leave: LeaveRequest, started_at: float) -> int:
         return _train_on(plan, state, watchdog, leave, started_at)
 
 
-def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveRequest, started_at: float) -> int:
+def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveRequest, started_at: float) -> Ended:
     """Train through one world after another, watched."""
     worlds = open_worlds(plan.config, plan.device, watchdog, lambda: _is_through(leave, state))
     if worlds.is_live:
@@ -89,7 +64,7 @@ def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveR
     while (formed := _next_world(process)) is not None:
         try:
             watchdog.enter()
-            code = _train_in(open_session(process, formed))
+            ended = _train_in(open_session(process, formed))
         except (PeerLostError, FencedError):
             if not worlds.is_live:
                 raise  # the job goes on in the next world, and with it the tracker's run
@@ -103,10 +78,10 @@ def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveR
             formed.group.abandon()
             time.sleep(FAILED_WORLD_PAUSE_S)
             continue
-        if code is not None:
-            return code
+        if ended is not None:
+            return ended
         num_failed = 0
-    return 0
+    return result_of(plan, state, CLOSED)
 
 
 def _is_through(leave: LeaveRequest, state: AppliedState) -> bool:
@@ -132,10 +107,10 @@ def _next_world(process: Process) -> Formed | None:
         raise
 
 
-def _train_in(session: Session) -> int | None:
-    """Train in one world; return the exit code, None if another world is to follow."""
+def _train_in(session: Session) -> Ended | None:
+    """Train in one world; return how the job ended for this process, None if another world is to follow."""
     try:
-        outcome = train(session)
+        outcome = train_steps(session)
         session.watchdog.leave()
         if outcome is Outcome.REGROUP:
             session.pause()
@@ -152,20 +127,22 @@ def _train_in(session: Session) -> int | None:
         raise
 
 
-def _finish(session: Session, outcome: Outcome) -> int:
+def _finish(session: Session, outcome: Outcome) -> Ended:
     """Write the result, end the tracker's run truthfully, and leave the group in good order."""
+    step = session.state.step
     if outcome is Outcome.LEFT:
         session.pause()
         session.world.group.abandon()
         session.worlds.leave(is_job_done=False)
-        return Preempted.exit_code
-    if (error := write_result(session, outcome.value)) is not None:
+        return Preempted(f"told to leave after step {step}; the other members continue")
+    result = result_of(session.plan, session.state, outcome.value)
+    if (error := write_result(session, result)) is not None:
         sys.stderr.write(explain(error) + "\n")
     session.close(status="FINISHED" if outcome is Outcome.DONE else "KILLED")
     session.world.group.close()  # nobody leaves while another still waits for an answer
     session.worlds.leave(is_job_done=outcome is Outcome.DONE)
     if outcome is not Outcome.DONE:
-        return Preempted.exit_code
+        return Preempted(f"told to leave; step {step} is committed: start again to resume from it")
     # A launcher that restarts whatever does not end with 0 would begin a job again that is done.
     is_restarted = session.worlds.is_launched and not session.worlds.is_live
-    return 0 if error is None or is_restarted else error.exit_code
+    return result if error is None or is_restarted else error

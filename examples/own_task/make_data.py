@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from elastic_train.data.dataset.manifest import build_manifest
+import elastic_train as et
 
 
 def main(folder: Path, num_rows: int = 2000, num_files: int = 2) -> None:
@@ -21,7 +21,7 @@ def main(folder: Path, num_rows: int = 2000, num_files: int = 2) -> None:
     for number in range(num_files):
         rows = table.slice(number * share, share)
         pq.write_table(rows, folder / f"part-{number}.parquet", row_group_size=128)
-    build_manifest(str(folder))
+    et.build_manifest(str(folder))
 
 
 if __name__ == "__main__":

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from elastic_train.data.dataset.manifest import Manifest
-from elastic_train.errors import DataError
-from elastic_train.tasks import LaneLoss
+import elastic_train as et
 
 COLUMNS = ("area", "rooms", "price")
 
@@ -26,10 +24,10 @@ class Prices:
     def __init__(self, width: int = 16) -> None:
         self.width = width
 
-    def prepare(self, manifest: Manifest) -> None:
+    def prepare(self, manifest: et.Manifest) -> None:
         missing = [name for name in COLUMNS if name not in manifest.columns]
         if missing:
-            raise DataError(f"{manifest.url}: no column {missing}; it has {list(manifest.columns)}")
+            raise et.DataError(f"{manifest.url}: no column {missing}; it has {list(manifest.columns)}")
 
     def columns(self) -> Sequence[str]:
         return COLUMNS
@@ -44,9 +42,9 @@ class Prices:
             "price": torch.from_numpy(rows.column("price").to_numpy().copy()),
         }
 
-    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> LaneLoss:
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> et.LaneLoss:
         error = model(batch["features"]).squeeze(1) - batch["price"]
-        return LaneLoss(total=error.square().sum(), weight=float(len(error)))
+        return et.LaneLoss(total=error.square().sum(), weight=float(len(error)))
 
     def metrics(self) -> Mapping[str, Metric]:
         return {}

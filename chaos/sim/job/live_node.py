@@ -1,6 +1,6 @@
 """A machine of the simulated world: an agent that watches over workers, as `rendezvous.torchelastic.live_agent` does.
 
-A worker runs `elastic_train.training.supervisor._train`, the whole of the product's loop. The agent is modelled: it
+A worker runs `elastic_train.training.supervisor.supervise`, the whole of the product's loop. The agent is modelled: it
 starts workers, has the product bury the dead, starts others in their place, and ends with the last of them; workers die
 with it. What it is in `restart` mode is in `chaos.sim.job.restart_node`.
 """
@@ -151,10 +151,11 @@ class Node:
             self._kernel.wake(self._watcher)
 
     def _work(self, process: Process, leave: SimLeaveRequest) -> None:
-        """Be a worker: warm up, train, end with a code, as `elastic_train.training.supervisor.run` does."""
+        """Be a worker: warm up, train, end with a code, as `elastic_train.training.run.run` does."""
         self._kernel.sleep(self._host.shape.warm_s * self._host.pace.uniform(0.7, 1.3))
         try:
-            process.code = product._train(self._host.plan.config, leave, EPOCH_S + self._kernel.now)
+            ended = product.supervise(self._host.plan.config, leave, EPOCH_S + self._kernel.now)
+            process.code = ended.exit_code if isinstance(ended, ElasticTrainError) else 0
         except ElasticTrainError as error:
             process.code = error.exit_code
             self._host.record.errors.append(

@@ -67,7 +67,7 @@ class CommitFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class CommitRecord(CommitFacts):
-    """A published checkpoint: everything known about it but its tensors, which `read_state` returns.
+    """A published checkpoint: where its files are, what state they hold, and which commit it continues.
 
     * `weights_sha256`: one hash over all weights and buffers, equal if and only if they are equal bit for bit;
     * `term`: the number of the world that published it; commits are ordered by (term, step);

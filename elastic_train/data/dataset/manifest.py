@@ -52,7 +52,12 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A dataset; `url` says where it was loaded from and is not part of its identity."""
+    """A dataset that never changes: its files, and what is known of their rows.
+
+    `url` says where it was loaded from and is not part of its identity, `digest`. `columns` maps each column's name to
+    its Arrow type. Sample ids are [0, num_rows), in the order of `files`. `coverage` is what one whole epoch adds to
+    the coverage sums. Labels are integers from 0; `labels` names them, `label_counts` counts their rows.
+    """
 
     url: str = field(compare=False)
     files: tuple[FileEntry, ...]
@@ -105,7 +110,10 @@ def _fields_of(entry: Manifest | FileEntry | CoverageSums) -> dict[str, Any]:
 
 
 def load_manifest(url: str) -> Manifest:
-    """Read a dataset's manifest; DataError if there is none, or it cannot be read."""
+    """Read the manifest.json of the dataset at a folder or an fsspec URL.
+
+    Raises DataError if there is none, if it is not one, or if the place cannot be reached.
+    """
     path = f"{url.rstrip('/')}/{NAME}"
     with reaching(path):
         content = _content(url, path)
@@ -139,7 +147,10 @@ def _content(url: str, path: str) -> bytes:
 def build_manifest(url: str, *, label_column: str | None = None, **facts: Any) -> Manifest:
     """Describe the Parquet files below `url`, in the order of their names, and write the manifest beside them.
 
-    All files must have one schema. `facts` are the other fields of Manifest, which the data itself does not show.
+    `url` is a folder or an fsspec URL; every byte of its files is read once. All files must have one schema, and no
+    empty row group. `label_column` names a column of integer classes from 0, which are counted. `facts` are the other
+    fields of Manifest that the data itself does not show, such as `labels`. Raises DataError, which names the file, if
+    the files cannot be used.
     """
     fs, root = fsspec.core.url_to_fs(url)
     # Of files only, in a folder of any name: a glob would read that as a pattern.

@@ -12,7 +12,7 @@ from elastic_train.core.arrays import Int64s
 
 @dataclass(frozen=True, slots=True)
 class LaneBatch:
-    """One lane's micro-batch of the places [lo, hi) of its epoch; `ids` are those actually read.
+    """One lane's micro-batch of the places [lo, hi) of its epoch; `ids`, shape (n,), are those actually read.
 
     `tensors` is None where no sample is left, or where row groups are `unreadable` (by number, and why): such a
     micro-batch must not be trained on. `num_left_out` places are in holes, `num_truncated` rows were cut.

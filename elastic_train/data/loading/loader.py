@@ -23,7 +23,9 @@ __all__ = ["Collate", "LaneBatch", "LaneLoader", "SampleRules"]
 class LaneLoader:
     """Yields one list a step: a `LaneBatch` for every owned lane, in lane order.
 
-    `collate(rows, ids)` or `collate(rows, ids, draw)` turns the rows of a micro-batch into tensors. `draw` is a
+    `lanes` are this rank's (`owned_lanes`), `micro_batch` the samples that each of them takes a step. It begins at
+    `cursor` and ends after `num_steps` steps, across epochs. `collate(rows, ids)` or `collate(rows, ids, draw)` turns
+    the rows of a micro-batch, a `pyarrow.Table`, and their ids, shape (n,), into named tensors. `draw` is a
     `SampleRandom`: random numbers that follow from the order's seed, the epoch and the sample ids alone. TypeError if
     the function takes other arguments.
 

@@ -26,8 +26,9 @@ TRIES, FIRST_PAUSE_S = 3, 0.05
 class Reader:
     """Reads rows of one dataset; picklable, and opens its files where it is used first.
 
-    `max_row_groups` bounds the decoded row groups that `read` keeps; `cache`, of the same manifest and columns, keeps
-    them for all processes of the node.
+    Only `columns` are read. `max_row_groups` bounds the decoded row groups that `read` keeps; `cache`, of the same
+    manifest and columns, keeps them for all processes of the node. Reading raises DataError if a file has changed since
+    the manifest was made, and UnreadableError (a DataError) if it is missing or damaged, after three tries.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Reader:
         return {**self.__dict__, "_rows": OrderedDict()}
 
     def read(self, ids: Int64s) -> tuple[pa.Table, Int64s]:
-        """Return the rows of the given ids, in their order, and the ids of the places that were read."""
+        """Return the rows of `ids`, shape (n,), in their order, and the ids of the places that were read."""
         return gather(self.rows_of, self.first_id, ids)
 
     def decode(self, group: int) -> Rows:

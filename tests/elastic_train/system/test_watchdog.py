@@ -133,7 +133,8 @@ def test_who_hangs_while_it_warms_up_is_ended(
 
     monkeypatch.setattr(supervisor, "warm_up", hang)
     monkeypatch.setattr(supervisor, "open_worlds", lambda *_: SimpleNamespace(is_live=True, form=wait))
-    assert supervisor._train_on(Mock(), Mock(), watched, Mock(), started_at=0.0) == 0
+    monkeypatch.setattr(supervisor, "result_of", lambda plan, state, status: status)
+    assert supervisor._train_on(Mock(), Mock(), watched, Mock(), started_at=0.0) == "closed"
     assert ends == [pytest.approx(1.1 * limit_s)]
     assert watched.limit_s == max(MOST_S, fixed_s or 0.0), "also for who is frozen while it waits"
 
@@ -204,7 +205,7 @@ def test_a_copy_and_a_failed_end_may_take_long(clock: list[float], monkeypatch: 
     session = SimpleNamespace(watchdog=watched, worlds=worlds, close=take_long, pause=take_long)
     assert watched.limit_s == LEAST_S
     for error in (ZeroDivisionError(), PeerLostError("gone")):
-        monkeypatch.setattr(supervisor, "train", Mock(side_effect=error))
+        monkeypatch.setattr(supervisor, "train_steps", Mock(side_effect=error))
         watched.beat()
         with pytest.raises(type(error)):
             supervisor._train_in(session)  # type: ignore[arg-type]

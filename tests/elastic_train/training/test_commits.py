@@ -266,5 +266,5 @@ def test_an_overdue_commit_waits_until_nobody_is_busy(
     session.steps.return_value = [()] * 3
     session.clock.lap.return_value = 0.0
     session.is_validation_due.return_value = session.commits.is_due.return_value = False
-    assert loop.train(session) is loop.Outcome.DONE
+    assert loop.train_steps(session) is loop.Outcome.DONE
     assert session.commits.begin.call_count == num_commits

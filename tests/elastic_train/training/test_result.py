@@ -17,7 +17,7 @@ from elastic_train.errors import ElasticTrainError, Preempted, ResultError
 from elastic_train.system import atomic_files
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.training.loop import Outcome
-from elastic_train.training.result import write_result
+from elastic_train.training.result import TrainResult, result_of, write_result
 from elastic_train.training.supervisor import _finish
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -80,7 +80,9 @@ def test_a_job_whose_result_cannot_be_written_is_done(
     """It is told with file and reason, the job is closed, and the exit code is one that nothing starts over."""
     fill(monkeypatch)
     session = Ended(tmp_path, is_live=is_live, is_launched=is_launched)
-    assert _finish(session, Outcome.DONE) == code  # type: ignore[arg-type]
+    ended = _finish(session, Outcome.DONE)  # type: ignore[arg-type]
+    assert (ended.exit_code if isinstance(ended, ResultError) else 0) == code
+    assert code or (isinstance(ended, TrainResult) and (ended.status, ended.step) == ("done", 14))
     assert session.acts == ["told", "FINISHED", "group closed", "job closed"]
     assert capsys.readouterr().err == (
         f"error: step 14 is committed, but the result could not be written: {tmp_path}/result.json: "
@@ -94,7 +96,8 @@ def test_who_is_told_to_leave_leaves_without_a_result_too(
     """The code still asks to be requeued: the commit is there."""
     fill(monkeypatch)
     session = Ended(tmp_path)
-    assert _finish(session, Outcome.PREEMPTED) == Preempted.exit_code  # type: ignore[arg-type]
+    ended = _finish(session, Outcome.PREEMPTED)  # type: ignore[arg-type]
+    assert isinstance(ended, Preempted) and "step 14 is committed" in str(ended)
     assert session.acts == ["told", "KILLED", "group closed", "left"]
     assert "result.json: [Errno 28]" in capsys.readouterr().err
 
@@ -107,12 +110,12 @@ def test_what_the_task_cannot_write_costs_no_result(tmp_path: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "/exports/model")
 
     session.finish = finish
-    error = write_result(session, "done")  # type: ignore[arg-type]
+    error = write_result(session, result_of(session.plan, session.state, "done"))  # type: ignore[arg-type]
     assert "what the task leaves: [Errno 13] Permission denied: '/exports/model'; make room" in str(error)
     assert json.loads((tmp_path / "result.json").read_text())["step"] == 14
     (tmp_path / "result.json").unlink()
     (tmp_path / "result.json").mkdir()
-    error = write_result(session, "done")  # type: ignore[arg-type]
+    error = write_result(session, result_of(session.plan, session.state, "done"))  # type: ignore[arg-type]
     assert "/exports/model" in str(error) and f"{tmp_path}/result.json: [Errno" in str(error)
 
 
@@ -125,7 +128,7 @@ def test_another_error_of_the_task_stays_one(tmp_path: Path) -> None:
 
     session.finish = finish
     with pytest.raises(ElasticTrainError, match="a mistake"):
-        write_result(session, "done")  # type: ignore[arg-type]
+        write_result(session, result_of(session.plan, session.state, "done"))  # type: ignore[arg-type]
 
 
 def test_a_draft_that_cannot_be_finished_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def test_a_forked_worker_has_nothing_to_import(tmp_path: Path, rows: Path) -> No
         "import sys, elastic_train.preload\n"
         "before = {name.split('.')[0] for name in sys.modules} | {n for n in sys.modules if n.startswith('pyarrow')}\n"
         "from pathlib import Path\n"
-        "from elastic_train.training.supervisor import run\n"
+        "from elastic_train.training.run import run\n"
         "assert run(Path(sys.argv[1]), ['--max_steps', '3']) == 0\n"
         "after = {name.split('.')[0] for name in sys.modules} | {n for n in sys.modules if n.startswith('pyarrow')}\n"
         "print('new:', sorted(after - before))\n"

@@ -1,0 +1,98 @@
+"""Where training starts: `train` for programs, `run` for the command; both end in the one supervisor.
+
+Every error of the command ends here, in a message and an exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from elastic_train.config import sources
+from elastic_train.config.schema import Config
+from elastic_train.errors import ElasticTrainError, explain
+from elastic_train.system.preemption import LeaveRequest
+from elastic_train.tracking.progress import flush_streams
+from elastic_train.training.result import TrainResult
+from elastic_train.training.supervisor import supervise
+from rendezvous.errors import RendezvousError
+from rendezvous.orphans import die_with_parent
+
+
+def train(config: Config | str | Path) -> TrainResult:
+    """Train as `elastic-train train` does, or resume from the newest valid commit in `run.dir`; return the result.
+
+    `config` is a checked configuration (`load_config`) or the path of a YAML file, over which the environment's
+    ELASTIC_TRAIN__* variables are laid.
+
+    The result is frozen and equal on every rank: `status` ('done', or 'closed' where the other members finished the
+    job without this process), `step` (applied steps), `weights_sha256`, `metrics` (the last validation's, by name),
+    `coverage` (`CoverageSums` over all epochs), `num_samples`, `epochs`, `holes`, `num_left_out`, `num_truncated`.
+    `run.dir` holds the same in result.json, and the weights in its commits (`discover`, `read_state`).
+
+    Call it in the main thread: until it returns, SIGTERM and SIGUSR1 ask it to commit and leave at the next step, and
+    a second SIGTERM more than 3 s later ends the process at once. It sets torch's thread count and, unless `reduction:
+    fast`, torch's deterministic mode for the whole process, also for what follows.
+
+    Under torchrun call it on every rank, before any process group is made: it joins the world by itself, one world
+    after another with `recovery=live`. End such a process as the command does: flush, then `os._exit(0)`, or
+    `os._exit(error.exit_code)`, by which the launcher tells leaving from failing. A thread in a collective or in a call
+    to etcd that does not return would hold up or abort a normal exit of the interpreter.
+
+    Raises ElasticTrainError: ConfigError, DataError before the first step; StorageError where commits cannot be
+    written; Preempted (exit code 75) if told to leave, after the state is committed or the other members have it: call
+    it again to resume; ResultError if the job is done and committed but result.json could not be written. Raises
+    ValueError outside of the main thread.
+    """
+    started_at = time.time()
+    leave = _begin()
+    try:
+        checked = config if isinstance(config, Config) else sources.load_config(config)
+        ended = supervise(checked, leave, started_at)
+    except RendezvousError as error:
+        raise ElasticTrainError(str(error)) from error
+    finally:
+        flush_streams()
+        if not (leave.is_set and _is_launched()):  # an agent may pass on what the process has got already
+            leave.release()
+    if isinstance(ended, ElasticTrainError):
+        raise ended
+    return ended
+
+
+def run(path: Path, overrides: Sequence[str]) -> int:
+    """Train as the configuration says and return the process's exit code; under torchrun, one of its ranks."""
+    started_at = time.time()
+    leave = _begin()
+    try:
+        config = sources.load(path, environ=os.environ, arguments=overrides)
+        ended = supervise(config, leave, started_at)
+        code = ended.exit_code if isinstance(ended, ElasticTrainError) else 0
+    except ElasticTrainError as error:
+        sys.stderr.write(explain(error) + "\n")
+        code = error.exit_code
+    except RendezvousError as error:
+        sys.stderr.write(f"error: {error}\n")
+        code = 1
+    except Exception:  # noqa: BLE001 - the last resort: an unforeseen error must still be shown and end the process
+        traceback.print_exc()
+        code = 1
+    flush_streams()
+    if _is_launched():
+        os._exit(code)  # a stuck collective's thread must not keep the process from leaving
+    return code
+
+
+def _begin() -> LeaveRequest:
+    """Tie a launched process to its launcher's life, and listen for requests to leave."""
+    if _is_launched():
+        die_with_parent()
+    return LeaveRequest()
+
+
+def _is_launched() -> bool:
+    return "WORLD_SIZE" in os.environ

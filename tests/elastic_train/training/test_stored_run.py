@@ -1,0 +1,72 @@
+"""A run made before the modules had their present names: it is found, verified and resumed, to the same bits."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import elastic_train as et
+from elastic_train.checkpoint import verify
+from tests.conftest import ROOT
+from tests.elastic_train.training.stored import STORED, copy_stored_run
+
+EXPECTED = json.loads((STORED / "expected.json").read_text())
+RESUME = """
+import json, elastic_train as et
+result = et.train("config.yaml")
+print(json.dumps([result.status, result.step, result.weights_sha256, result.coverage.count]))
+"""
+
+
+def rounds_alike() -> bool:
+    """Say whether this machine computes with the library and the instructions that made the stored run."""
+    return (EXPECTED["torch"], EXPECTED["cpu"]) == (torch.__version__, torch.backends.cpu.get_cpu_capability())
+
+
+def test_the_stored_commit_is_found_and_whole() -> None:
+    store = et.open_store(str(STORED / "run"))
+    found = et.discover(store)
+    assert found.head is not None and found.skipped == ()
+    assert found.head.key == "commits/00000001-000000000014.json"
+    verify(store, found.head)
+    assert {"model", "optimizer"} <= set(et.read_state(store, found.head))
+
+
+def test_the_names_that_the_run_kept_still_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task's dotted path is part of a run's identity, so it may not move; nor may the digest of those keys change."""
+    monkeypatch.chdir(STORED)
+    head = et.discover(et.open_store("run")).head
+    assert head is not None
+    for path in ("config.yaml", "run/config.yaml"):
+        config = et.load_config(path)
+        module, _, name = config.task.path.partition(":")
+        assert getattr(importlib.import_module(module), name)
+        assert config.identity() == head.config_digest
+    assert et.load_manifest("rows/train").digest == head.manifest_digest
+
+
+def test_the_stored_run_is_resumed_to_its_end(tmp_path: Path) -> None:
+    """One process applies the second half of what two ranks began; the weights are those that two ranks ended with."""
+    folder, end = copy_stored_run(tmp_path), EXPECTED["result"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", RESUME]
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    status, step, weights, count = json.loads(done.stdout.splitlines()[-1])
+    assert "resumed from commits/00000001-000000000014.json (step 14," in done.stdout
+    assert (status, step, count) == ("done", end["step"], end["coverage"]["count"])
+    result = json.loads((folder / "run" / "result.json").read_text())
+    assert (result["term"], result["coverage"]) == (2, end["coverage"])
+    head = et.discover(et.open_store(str(folder / "run"))).head
+    assert head is not None and [(each.term, each.lo, each.hi) for each in head.intervals] == [(1, 0, 14), (2, 14, 28)]
+    if not rounds_alike():
+        pytest.skip("the stored weights were computed with another torch or other instructions")
+    assert weights == end["weights_sha256"]
+    assert result["metrics"] == end["metrics"]

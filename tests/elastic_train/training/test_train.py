@@ -1,0 +1,97 @@
+"""`train` as a function: what it returns on one process and on two ranks, what it raises, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from tests.conftest import ROOT, start
+from tests.elastic_train.training.test_training import CLASSIFIER, config, failing
+
+TRAIN = """
+import json, os, sys
+import elastic_train as et
+result = et.train(et.load_config(sys.argv[1], {"max_steps": 4, "run.dir": sys.argv[2]}))
+if os.environ.get("RANK", "0") == "0":
+    print(json.dumps([result.status, result.step, result.weights_sha256, result.coverage.count]), flush=True)
+os._exit(0)
+"""
+LEFT = """
+import signal, sys
+import elastic_train as et
+before = signal.getsignal(signal.SIGTERM)
+try:
+    et.train(sys.argv[1])
+except et.ElasticTrainError as error:
+    print(type(error).__name__, error.exit_code, error)
+assert signal.getsignal(signal.SIGTERM) is before
+print(et.train(sys.argv[1]).step)
+assert signal.getsignal(signal.SIGTERM) is before
+"""
+REFUSED = """
+import sys, threading
+import elastic_train as et
+for path, overrides in (("missing.yaml", {}), (sys.argv[1], {"epoch": 2}), (sys.argv[1], {"data.train": "nowhere"})):
+    try:
+        et.train(et.load_config(path, overrides))
+    except et.ElasticTrainError as error:
+        print(f"{type(error).__name__}: {error}")
+def refuse():
+    try:
+        et.train(sys.argv[1])
+    except ValueError as error:
+        print("ValueError:", error)
+thread = threading.Thread(target=refuse)
+thread.start()
+thread.join()
+"""
+
+
+def run(program: str, *arguments: str, launcher: tuple[str, ...] = ("-c",)) -> list[str]:
+    """Run a program by itself, or with a launcher; return the lines of its stdout."""
+    command = [sys.executable, *launcher, program, *arguments]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_function_the_command_and_two_ranks_agree(tmp_path: Path, rows: Path) -> None:
+    """The result is that of the command, field by field, and a script under torchrun gets it on its ranks."""
+    described, script = config(tmp_path, rows, CLASSIFIER), tmp_path / "script.py"
+    script.write_text(TRAIN)
+    assert start([described, "--max-steps", "4"]).code == 0
+    expected = json.loads((tmp_path / "run" / "result.json").read_text())
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    for folder, launcher in (("alone", ()), ("two", torchrun)):
+        status, step, weights, count = json.loads(
+            run(str(script), described, str(tmp_path / folder), launcher=launcher)[-1]
+        )
+        assert (status, step, weights) == ("done", 4, expected["weights_sha256"])
+        assert count == expected["coverage"]["count"] == 4 * 24
+
+
+def test_a_request_to_leave_is_raised_and_the_next_call_resumes(tmp_path: Path, rows: Path) -> None:
+    """SIGTERM ends the call after a commit, with the exit code that asks for more time; the handlers are given back."""
+    lines = run(LEFT, config(tmp_path, rows, failing(tmp_path, after=10, how="SIGTERM"), epochs=1))
+    told = [line for line in lines if line.startswith("Preempted")]
+    assert told == ["Preempted 75 told to leave; step 3 is committed: start again to resume from it"]
+    assert lines[-1] == "14"
+
+
+def test_errors_are_raised_and_not_printed(tmp_path: Path, rows: Path) -> None:
+    """Each is of the public tree and names what is wrong; a thread that cannot take signals is refused."""
+    described = tmp_path / "config.yaml"
+    described.write_text(
+        yaml.safe_dump({"data": {"train": str(rows / "train")}, "run": {"dir": str(tmp_path / "run")}})
+    )
+    missing, unknown, nowhere, thread = run(REFUSED, str(described))
+    assert missing.startswith("ConfigError: missing.yaml: cannot be read")
+    assert unknown == "ConfigError: overrides: unknown key 'epoch'; did you mean 'epochs'?"
+    assert nowhere.startswith("DataError: nowhere: no manifest.json there")
+    assert thread.startswith("ValueError: signal only works in main thread")

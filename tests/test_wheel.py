@@ -1,0 +1,126 @@
+"""The wheel as users install it: away from the repository it imports, trains and brings its data files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+
+PACKAGES = ("elastic_train", "rendezvous", "chaos")
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A virtual environment that holds the wheel, and a folder of somebody who has nothing else."""
+
+    wheel: Path
+    bin: Path
+    home: Path
+
+    def run(self, program: str, *arguments: str) -> str:
+        """Run one of the environment's programs; return its stdout."""
+        done = subprocess.run(
+            [self.bin / program, *arguments],
+            cwd=self.home,
+            env=_environ(),
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+def _environ() -> dict[str, str]:
+    """Return an environment that shows no program the way to the repository."""
+    hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    return {**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INDEX": "1"}
+
+
+def _pip(*arguments: str | Path) -> None:
+    command: Sequence[str | Path] = [sys.executable, "-m", "pip", "--quiet", *arguments]
+    done = subprocess.run(command, env=_environ(), capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """Build the wheel from a copy of the sources, and install it beside the dependencies that are there already.
+
+    A line in a .pth file lets the environment see those. It does not run the .pth files of that folder, so the editable
+    install of the repository is not seen.
+    """
+    folder = tmp_path_factory.mktemp("wheel")
+    sources = folder / "sources"
+    sources.mkdir()
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, sources)
+    _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, sources)
+    (wheel,) = folder.glob("elastic_train-*.whl")
+    venv.create(folder / "venv", symlinks=True, with_pip=False)
+    binaries = folder / "venv" / "bin"
+    _pip("--python", binaries / "python", "install", "--no-deps", wheel)
+    # Only now: pip must not take the repository's own install for one to replace.
+    (packages,) = (folder / "venv").glob("lib/python*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (folder / "home").mkdir()
+    return Installed(wheel, binaries, folder / "home")
+
+
+def test_the_wheel_holds_every_file_of_the_packages(installed: Installed) -> None:
+    """Scenarios, regressions and the report's template are not Python, and are asked for at run time all the same."""
+    kinds = {".py", ".yaml", ".j2", ".css"}
+    files = {path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.suffix in kinds}
+    assert {path.suffix for path in files} == kinds
+    with zipfile.ZipFile(installed.wheel) as wheel:
+        packed = {name for name in wheel.namelist() if name.startswith(tuple(f"{name}/" for name in PACKAGES))}
+    assert packed == {str(path.relative_to(ROOT)) for path in files}
+
+
+def test_the_installed_packages_are_those_of_the_wheel(installed: Installed) -> None:
+    program = f"import {', '.join(PACKAGES)}; print(*({', '.join(f'{name}.__file__' for name in PACKAGES)}), sep='\\n')"
+    files = installed.run("python", "-c", program).splitlines()
+    assert len(files) == len(PACKAGES)
+    assert all(Path(file).is_relative_to(installed.bin.parent) for file in files), files
+
+
+def test_the_installed_command_makes_data_and_trains(installed: Installed) -> None:
+    """With the task and the tokens that come with it, from an empty folder."""
+    assert "launch" in installed.run("elastic-train", "--help")
+    installed.run("elastic-train", "data", "synth", "rows", "--rows", "200", "--rows-per-group", "50")
+    described = {
+        "run": {"dir": "run"},
+        "task": {"params": {"max_tokens": 16, "dim": 16, "depth": 1, "heads": 2}},
+        "data": {"train": "rows", "too_long": "truncate"},
+        "batch": {"global_batch": 16, "micro_batch": 8},
+        "max_steps": 3,
+    }
+    (installed.home / "config.yaml").write_text(yaml.safe_dump(described))
+    installed.run("elastic-train", "train", "config.yaml")
+    program = "import elastic_train as et; print(et.discover(et.open_store('run')).head.step)"
+    assert installed.run("python", "-c", program) == "3\n"
+    assert "proven" in installed.run("elastic-train", "audit", "run")
+
+
+def test_the_installed_chaos_command_has_its_scenarios(installed: Installed) -> None:
+    """It lists what is shipped, and runs the installed trainer in virtual time."""
+    shown = installed.run("elastic-chaos", "ls")
+    shipped = [path.stem for path in (ROOT / "chaos" / "scenario" / "shipped").glob("*.yaml")]
+    assert shipped and all(name in shown for name in shipped)
+    assert '"digest"' in installed.run("elastic-chaos", "sim", "--seeds", "1", "--json")
