@@ -28,6 +28,8 @@ from chaos.schedule import Due
 from tests.chaos import fake_trainer
 from tests.processes import is_running
 
+pytestmark = pytest.mark.slow
+
 FAKE = [sys.executable, fake_trainer.__file__]
 
 

@@ -23,6 +23,8 @@ from chaos.sim.shape import Shape
 from chaos.sim.simulate import Case, Outcome, case_of, simulate
 from chaos.sim.swarm import AT_PLACES, DAMAGE
 
+pytestmark = pytest.mark.slow
+
 RECORD = Path(__file__).parent / "recorded_long.jsonl"
 """Made anew by: rm tests/chaos/recorded_long.jsonl && elastic-chaos sim --nodes 16..64 --hours 0.1 --seeds 2
 --ledger tests/chaos/recorded_long.jsonl"""

@@ -36,6 +36,8 @@ from chaos.surroundings import Surroundings
 from chaos.verdict import examine
 from tests.chaos import fake_torchrun
 
+pytestmark = pytest.mark.slow
+
 STOCK = Path(__file__).parents[2] / "examples" / "stock_ddp.py"
 ENDS = fake_torchrun.HELD_AT - 1
 

@@ -28,6 +28,8 @@ from chaos.sim.simulate import Case, case_of, digest_of, simulate
 from elastic_train.errors import ElasticTrainError
 from elastic_train.session import Session
 
+pytestmark = pytest.mark.slow
+
 SEEDS = range(40)
 KEPT = sorted(cases.FOLDER.glob("*.yaml"))
 

@@ -14,6 +14,8 @@ from elastic_train.errors import ConfigError
 from elastic_train.files import write_atomically
 from elastic_train.tracking import Tracker
 
+pytestmark = pytest.mark.slow
+
 
 def write_run(folder: Path, *, lr: float, accuracy: float, weights: str | None, uri: str | None = None) -> str | None:
     config = {"optimizer": {"lr": lr}, "epochs": 1}

@@ -18,6 +18,8 @@ from rendezvous.store import Put
 from tests.conftest import start
 from tests.elastic_train.test_live import eventually, history, launch, until_whole, weights, write_config
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 120.0
 OUTAGE_S = 20.0
 

@@ -22,6 +22,8 @@ from tests.conftest import ROOT, start
 from tests.elastic_train.test_live import history, until_whole, write_config
 from tests.processes import command_lines_below
 
+pytestmark = pytest.mark.slow
+
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "gpu[07-10]", "SLURM_NODEID": "2"}
 KUBERNETES = {"PET_NNODES": "2:8", "PET_NPROC_PER_NODE": "4", "PET_RDZV_ENDPOINT": "etcd:2379", "PET_RDZV_ID": "k1"}
 

@@ -25,6 +25,8 @@ from elastic_train.checkpoint.layout import Planner, leaves_by_path
 from elastic_train.checkpoint.tree import fill, leaves_of, survey
 from elastic_train.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 
 def assert_equal_trees(actual: object, expected: object) -> None:
     """Compare every leaf, tensors by type and bit."""

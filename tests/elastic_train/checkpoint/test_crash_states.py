@@ -37,6 +37,8 @@ from elastic_train.checkpoint.stores import create_once
 from elastic_train.errors import CommitError, StorageError
 from elastic_train.fencing import StoreFence
 
+pytestmark = pytest.mark.slow
+
 
 class Machine:
     """A machine with a store on its disk, and every state in which a crash would have left it since `watch`."""

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from elastic_train.checkpoint import direct
 from elastic_train.checkpoint.direct import DirectFile, Runs
 
+pytestmark = pytest.mark.slow
+
 RUN_BYTES = 8192
 
 

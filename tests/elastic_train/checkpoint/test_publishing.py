@@ -27,6 +27,8 @@ from elastic_train.lineage import Interval
 from elastic_train.plan import Plan
 from elastic_train.state import Reached, build_state
 
+pytestmark = pytest.mark.slow
+
 
 def test_two_writers_of_one_key_have_one_winner(store: Store) -> None:
     """Of writers that believe in the same term, one publishes; the others are told, and leave nothing behind."""

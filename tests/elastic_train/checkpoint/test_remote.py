@@ -18,6 +18,8 @@ from elastic_train.checkpoint.remote import FsspecStore
 from elastic_train.checkpoint.stores import Store, Uncertain
 from elastic_train.errors import StorageError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def network(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyNetwork]:

@@ -33,6 +33,8 @@ from elastic_train.lanes import owned_lanes
 from elastic_train.order import Cursor, Order
 from tests.conftest import ROOT, write_rows
 
+pytestmark = pytest.mark.slow
+
 Ids = npt.NDArray[np.int64]
 
 

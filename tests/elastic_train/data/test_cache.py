@@ -27,6 +27,8 @@ from elastic_train.lanes import owned_lanes
 from elastic_train.order import Cursor, Order
 from tests.conftest import ROOT, write_rows
 
+pytestmark = pytest.mark.slow
+
 COLUMNS = ["input_ids", "label"]
 
 

@@ -25,6 +25,8 @@ from elastic_train.errors import ConfigError
 from tests.elastic_train.data.test_debian import put_apt_cache
 from tests.elastic_train.data.test_docstrings import write_functions
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = Options(num_samples=200, seed=3, vocabulary=600, max_tokens=16)
 
 

@@ -22,6 +22,8 @@ from tests.conftest import ROOT, Finished, write_rows
 from tests.elastic_train.data.test_corpora import write_texts
 from tests.elastic_train.data.test_docstrings import write_functions
 
+pytestmark = pytest.mark.slow
+
 Call = Callable[..., Finished]
 
 

@@ -10,6 +10,8 @@ import pytest
 from elastic_train.data.docstrings import LIBRARIES, read_docstrings, read_file, section_style, versions
 from elastic_train.errors import DataError
 
+pytestmark = pytest.mark.slow
+
 SOURCE = '''"""A module of twenty characters and more."""
 raise RuntimeError("this must never run")
 

@@ -27,6 +27,8 @@ from elastic_train.order import Order
 from elastic_train.windows import LengthBuckets
 from tests.conftest import write_rows
 
+pytestmark = pytest.mark.slow
+
 
 def length_of(ids: Int64s) -> Int64s:
     """A length with a long tail that follows from the id alone."""

@@ -26,6 +26,8 @@ from elastic_train.lanes import owned_lanes
 from elastic_train.order import Cursor, Order
 from tests.conftest import ROOT, write_rows
 
+pytestmark = pytest.mark.slow
+
 MICRO_BATCH = 3
 NUM_LANES = 5
 Micro = tuple[int, int, int, int, list[int]]

@@ -25,6 +25,8 @@ from elastic_train.errors import DataError
 from elastic_train.order import Cursor, Order
 from tests.conftest import write_rows
 
+pytestmark = pytest.mark.slow
+
 URL = "s3://rows/rows"
 NUM_ROWS = 120
 

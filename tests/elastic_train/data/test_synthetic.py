@@ -19,6 +19,8 @@ from elastic_train.data.schemas import LONG_TAIL, POLICY, QUALITY, SCHEMAS
 from elastic_train.data.synthetic import VOCABULARY, synthesise
 from elastic_train.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 NUM_ROWS = 20_000
 
 

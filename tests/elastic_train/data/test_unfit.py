@@ -28,6 +28,8 @@ from elastic_train.order import Order
 from elastic_train.quarantine import make_hole
 from tests.conftest import write_rows
 
+pytestmark = pytest.mark.slow
+
 NUM_EPOCHS = 3
 
 

@@ -21,6 +21,8 @@ from elastic_train.mlflow_run import Link, flatten, read_link, resolve, without_
 from elastic_train.sync import sync
 from tests.elastic_train.tracking.jobs import DOWN, EXPERIMENT, run_of, start, steps, wait_until
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_value_is_sent_once_a_commit_holds_its_step(tmp_path: Path, uri: str, client: MlflowClient) -> None:
     """What a rollback may still change is not in MLflow; a commit sends it, and so does the end of a failed run."""
