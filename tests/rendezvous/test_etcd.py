@@ -36,6 +36,8 @@ from rendezvous.connection import Connection, list_prefix
 from rendezvous.etcd import EtcdLease
 from rendezvous.store import Put
 
+pytestmark = pytest.mark.slow
+
 
 def test_watch_and_lease_survive_a_killed_etcd() -> None:
     """After SIGKILL and a new start on the same data, the watch shows new writes and the lease still holds."""

@@ -20,6 +20,8 @@ from rendezvous.membership import Change, Enter, Policy, Seal
 from rendezvous.records import Keys, Member, View, World, read_view
 from rendezvous.store import Entry, Snapshot
 
+pytestmark = pytest.mark.slow
+
 KEYS = Keys("job")
 POLICY = Policy(min_nodes=1, max_nodes=3, last_call_s=0.0)
 
