@@ -44,6 +44,7 @@ def count_ids(order: Order, epoch: int) -> Counter[int]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2, 10, 1000])
 @pytest.mark.parametrize("num_lanes", NUM_LANES)
 def test_every_sample_once_at_odd_sizes(num_lanes: int, rows: int) -> None:
