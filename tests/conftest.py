@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,13 +18,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import settings
+from torch.multiprocessing import ProcessContext, start_processes
 
 from elastic_train.data.dataset.manifest import build_manifest
+from rendezvous.etcd.server import free_ports
+from rendezvous.torchelastic.standby import Program, Standby
 
 ROOT = Path(__file__).parent.parent
 CLASSES = 4
+START_TIMEOUT_S = 120.0
 settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing of the law
 settings.load_profile("any machine")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the slow tests where several processes share them: begun last, one would keep the others waiting."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def write_rows(folder: Path, num_rows: int, *, seed: int = 0, num_files: int = 3, group_rows: int = 17) -> Path:
@@ -66,7 +81,60 @@ class Finished:
 def start(
     arguments: list[str], *, num_ranks: int | None = None, environ: dict[str, str] | None = None, timeout_s: float = 280
 ) -> Finished:
-    """Run `python -m elastic_train ...` by itself, or as `num_ranks` ranks under torchrun --standalone."""
+    """Run `python -m elastic_train ...` by itself, or as `num_ranks` ranks in the environment that a launcher makes.
+
+    The processes are forked from one that has imported the trainer, which spares each of them seconds. A PYTHONPATH in
+    `environ` comes too late for them: `start_cold` is for that, and for tests of the start itself.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "output"
+        forking = standby()
+        program = Program("elastic_train", tuple(arguments))
+        ranks = [
+            forking.start(program, {"OMP_NUM_THREADS": "1", **place, **(environ or {})}, str(log), str(log))
+            for place in _places(num_ranks)
+        ]
+        deadline = time.monotonic() + timeout_s
+        try:
+            codes = [rank.wait(max(0.0, deadline - time.monotonic())) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.close(signal.SIGKILL)
+        return Finished(next((code for code in codes if code), 0), log.read_text())
+
+
+def standby() -> Standby:
+    """Return the process that has imported the trainer; one for all tests of a pytest process."""
+    with contextlib.chdir(ROOT):
+        made = Standby("tests.preload")
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not made.is_ready:
+        assert time.monotonic() < deadline, f"the trainer was not imported within {START_TIMEOUT_S:.0f} s"
+        time.sleep(0.005)
+    return made
+
+
+def run_ranks(of_rank: Callable[..., None], size: int, *arguments: object, join: bool = True) -> ProcessContext | None:
+    """Run `of_rank(rank, size, *arguments)` for each rank, in processes that are forked as `start` forks them.
+
+    Without `join` return their context; otherwise raise what the first one to fail has raised.
+    """
+    standby()
+    return start_processes(of_rank, args=(size, *arguments), nprocs=size, join=join, start_method="forkserver")  # type: ignore[no-any-return]
+
+
+def _places(num_ranks: int | None) -> list[dict[str, str]]:
+    """Return what a launcher tells each rank; for a world without a launcher, nothing."""
+    if num_ranks is None:
+        return [{}]
+    world = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+    return [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+
+
+def start_cold(
+    arguments: list[str], *, num_ranks: int | None = None, environ: dict[str, str] | None = None, timeout_s: float = 280
+) -> Finished:
+    """Run `python -m elastic_train ...` as users do: by itself, or as `num_ranks` ranks under torchrun --standalone."""
     launcher = (
         [] if num_ranks is None else ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
     )

@@ -21,6 +21,8 @@ import elastic_train as et
 from tests.conftest import ROOT
 from tests.elastic_train.training.stored import copy_stored_run
 
+pytestmark = pytest.mark.slow
+
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 OURS = ("elastic_train", "chaos", "rendezvous")
 

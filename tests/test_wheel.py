@@ -18,6 +18,8 @@ import yaml
 
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 PACKAGES = ("elastic_train", "rendezvous", "chaos")
 
 

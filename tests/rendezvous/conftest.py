@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from chaos.services.etcd_cluster import EtcdCluster
 from chaos.sim.machine.etcd import Etcd, EtcdClient
 from chaos.sim.machine.kernel import Kernel, Process
 from rendezvous import EtcdServer, EtcdStore, MemoryStore, etcd_options
@@ -16,9 +17,9 @@ from tests.rendezvous.rendezvous_sides import Side, beside
 
 @pytest.fixture(scope="session")
 def etcd() -> Iterator[EtcdServer]:
-    """One etcd for the session; tests use prefixes and run ids of their own."""
-    with EtcdServer() as server:
-        yield server
+    """One etcd for the session, in memory if there is room; tests use prefixes and run ids of their own."""
+    with EtcdCluster(num_members=1) as cluster:
+        yield cluster.members[0]
 
 
 @pytest.fixture

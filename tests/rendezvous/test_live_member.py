@@ -9,6 +9,8 @@ from rendezvous.context import LiveContext
 from rendezvous.errors import StoppedWaiting
 from rendezvous.live_member import LiveMember
 
+pytestmark = pytest.mark.slow
+
 
 def test_who_regroups_while_etcd_is_away_can_be_told_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, with its state to save: where etcd ends with the other nodes it is told to leave in that very moment."""

@@ -28,6 +28,8 @@ from chaos.services.torchrun_node import Node, clean_environ
 from tests.chaos import fake_trainer
 from tests.processes import is_running
 
+pytestmark = pytest.mark.slow
+
 FAKE = [sys.executable, fake_trainer.__file__]
 
 
@@ -179,6 +181,15 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
     assert "clean" not in {line["op"] for line in recorded(tmp_path)}
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt; what a shell starts in the background ignores it otherwise."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_soak_is_told_to_end_between_two_faults(tmp_path: Path) -> None:
     """Ctrl-C brings a job without an end to its end: nothing is half done, what is planned does not come, all is told.
 

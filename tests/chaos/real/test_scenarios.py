@@ -17,6 +17,8 @@ from chaos.judge.evidence.applied import pids_of
 from chaos.judge.evidence.run_files import collect, items, number
 from chaos.planted.catalogue import PLANTED
 
+pytestmark = pytest.mark.slow
+
 CONSTANT = {"name": "sgd", "lr": 1.0, "weight_decay": 0, "clip_norm": None, "warmup_steps": 0, "schedule": "constant"}
 WITNESS: dict[str, object] = {
     "task": {"path": "elastic_train.tasks.witness:Witness", "params": {"lane_ms": 12}},

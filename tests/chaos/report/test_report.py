@@ -27,6 +27,8 @@ from chaos.report.story import story_of
 from tests.chaos.crowd import Crowd, gather
 from tests.chaos.recorded import STEPS, record
 
+pytestmark = pytest.mark.slow
+
 
 class Element:
     """An element of a page, with the text below it."""

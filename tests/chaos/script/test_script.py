@@ -37,6 +37,8 @@ from chaos.services.surroundings import Surroundings
 from tests.chaos import fake_torchrun
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 STOCK = ROOT / "examples" / "stock_ddp.py"
 ENDS = fake_torchrun.HELD_AT - 1
 

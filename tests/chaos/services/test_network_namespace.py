@@ -14,6 +14,8 @@ import pytest
 
 from chaos.services.network_namespace import Cable, NoNamespacesError, cable
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("network")]  # one cable, and one that was left, at a time
+
 _ECHO = """
 import socket, sys, threading
 def answer(connection):

@@ -29,6 +29,8 @@ from chaos.sim.job.kinds import KINDS
 from chaos.sim.job.shape import Shape
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 RECORD = ROOT / "tests" / "chaos" / "recorded_long.jsonl"
 """Made anew by: rm tests/chaos/recorded_long.jsonl && elastic-chaos sim --nodes 16..64 --hours 0.1 --seeds 2
 --ledger tests/chaos/recorded_long.jsonl"""

@@ -33,6 +33,8 @@ from chaos.sim.machine.kernel import EPOCH_S, Kernel, Timeless
 from elastic_train.errors import ElasticTrainError
 from elastic_train.training.session import Session
 
+pytestmark = pytest.mark.slow
+
 SEEDS = range(40)
 KEPT = sorted(cases.FOLDER.glob("*.yaml"))
 

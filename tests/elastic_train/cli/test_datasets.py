@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from elastic_train.cli.main import main
+from elastic_train.cli import main
 from elastic_train.data.dataset.describe import LENGTH_BOUNDS, describe
 from elastic_train.data.dataset.manifest import NAME, build_manifest, load_manifest
 from elastic_train.data.dataset.verify import verify
@@ -21,6 +21,8 @@ from elastic_train.system.progress_bar import shown, silent
 from tests.conftest import ROOT, Finished, write_rows
 from tests.elastic_train.data.corpora.test_docstrings import write_functions
 from tests.elastic_train.data.corpora.test_text import write_texts
+
+pytestmark = pytest.mark.slow
 
 Call = Callable[..., Finished]
 

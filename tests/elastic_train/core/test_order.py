@@ -44,6 +44,7 @@ def count_ids(order: Order, epoch: int) -> Counter[int]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2, 10, 1000])
 @pytest.mark.parametrize("num_lanes", NUM_LANES)
 def test_every_sample_once_at_odd_sizes(num_lanes: int, rows: int) -> None:
@@ -151,9 +152,9 @@ def test_golden_order() -> None:
 def test_golden_place_in_a_large_order() -> None:
     """A place in the middle of 42 M samples is as it was frozen, and nothing of that size is made to find it."""
     order = Order([100_000] * 420, num_lanes=64, seed=1)
-    started = time.perf_counter()
+    started = time.process_time()
     found = order.epoch(3).ids(17, 1000, 1006).tolist()
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0
     assert found == [30434026, 41233872, 41744111, 41797983, 41743723, 38704869]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.config.schema import OptimizerConfig
-from elastic_train.core.accounting import Account
+from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError
@@ -43,7 +43,7 @@ def step(state: AppliedState, times: int = 1) -> None:
     for _ in range(times):
         for number, parameter in enumerate(state.model.parameters()):
             parameter.grad = torch.full_like(parameter, 0.25 + number) if parameter.requires_grad else None
-        state.apply(Cursor(0, state.step + 1), CoverageSums(), 1, Account())
+        state.apply(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount())
 
 
 def resumed(state: AppliedState, other: AppliedState) -> AppliedState:

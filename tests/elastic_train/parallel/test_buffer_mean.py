@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
-from torch.multiprocessing.spawn import spawn
 
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.lanes import owned_lanes
@@ -20,6 +19,7 @@ from elastic_train.errors import ConfigError
 from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.gradient_sum import make_gradient_sum, make_sum
 from elastic_train.parallel.group import Group
+from tests.conftest import run_ranks
 
 LANES = (4, 5, 7)
 EMPTY = 1  # a lane that has no sample in some steps
@@ -112,12 +112,13 @@ def ranks(rank: int, size: int, folder: str) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_no_world_changes_a_buffer(tmp_path: Path, size: int) -> None:
     """For every number of lanes, W ranks end with the weights and buffers of one, empty lanes included."""
     torch.set_num_threads(1)
     expected = {str(num_lanes): weights_digest(alone(num_lanes)) for num_lanes in LANES}
-    spawn(ranks, args=(size, str(tmp_path)), nprocs=size)
+    run_ranks(ranks, size, str(tmp_path))
     for rank in range(size):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == expected
 

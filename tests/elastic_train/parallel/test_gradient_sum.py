@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
-from torch.multiprocessing.spawn import spawn
 
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.lanes import lane_seed, owned_lanes
@@ -21,6 +20,7 @@ from elastic_train.parallel.exchange import halving_turns
 from elastic_train.parallel.gradient_sum import make_gradient_sum
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import _read_tables, _to_words, gather_tables, tree_sum
+from tests.conftest import run_ranks
 
 LANES = (4, 5, 7, 8, 12, 13, 16)
 EMPTY = 2  # a lane that has no sample in some steps
@@ -68,12 +68,13 @@ def ranks(rank: int, size: int, folder: str) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_no_world_changes_a_bit(tmp_path: Path, size: int) -> None:
     """For every number of lanes, W ranks end with the weights of one, empty lanes and unused parameters included."""
     torch.set_num_threads(1)
     expected = {str(num_lanes): train(Group(0, 1, None, 60), num_lanes) for num_lanes in LANES}
-    spawn(ranks, args=(size, str(tmp_path)), nprocs=size)
+    run_ranks(ranks, size, str(tmp_path))
     for rank in range(size):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == expected
 
@@ -104,9 +105,10 @@ def lonely(rank: int, size: int, folder: str) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_a_dead_peer_is_told_as_such(tmp_path: Path) -> None:
     """A rank whose peer was killed gets PeerLostError, long before the group's timeout."""
-    context = spawn(lonely, args=(2, str(tmp_path)), nprocs=2, join=False)
+    context = run_ranks(lonely, 2, str(tmp_path), join=False)
     assert context is not None
     for process in context.processes:
         process.join(300)

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
-from torch.multiprocessing.spawn import spawn
 
 from elastic_train.errors import ConfigError
 from elastic_train.parallel.group import Group, connect
+from tests.conftest import run_ranks
+
+pytestmark = pytest.mark.slow
 
 
 def ranks(rank: int, size: int, folder: str) -> None:
@@ -38,7 +40,7 @@ def ranks(rank: int, size: int, folder: str) -> None:
 
 def test_collectives_and_a_quiet_end(tmp_path: Path) -> None:
     """Every rank gets the same from each collective; processes whose group was closed end with exit code 0."""
-    spawn(ranks, args=(3, str(tmp_path)), nprocs=3)
+    run_ranks(ranks, 3, str(tmp_path))
     everything = [[0.0, 0.0], [1.0, 10.0], [2.0, 20.0]]
     expected = {
         "all_gather": everything,

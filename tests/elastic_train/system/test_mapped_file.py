@@ -35,6 +35,7 @@ def map_file(path: Path, size: int) -> Mapping:
         os.close(file)
 
 
+@pytest.mark.slow
 def test_bytes_outlive_their_mapping_and_their_file(tmp_path: Path) -> None:
     """No descriptor stays open; what was made of the bytes keeps them, also when the file is gone; then they go."""
     path, content = tmp_path / "numbers", bytes(range(250)) * 400

@@ -139,6 +139,7 @@ def test_who_hangs_while_it_warms_up_is_ended(
     assert watched.limit_s == max(MOST_S, fixed_s or 0.0), "also for who is frozen while it waits"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_process_that_is_through_may_end_slowly(closed: bool) -> None:
     """Once it is closed neither the thread nor the timer ends the process; until then one of them does."""

@@ -16,6 +16,8 @@ from elastic_train.tracking import tracker as tracking
 from elastic_train.tracking.compare import Comparison, compare
 from elastic_train.tracking.tracker import Tracker
 
+pytestmark = pytest.mark.slow
+
 
 def write_run(folder: Path, *, lr: float, accuracy: float, weights: str | None, uri: str | None = None) -> str | None:
     config = {"optimizer": {"lr": lr}, "epochs": 1}

@@ -27,6 +27,8 @@ from elastic_train.tracking.mlflow_sync import sync
 from elastic_train.tracking.run_folder import Link, RunFolder
 from tests.elastic_train.tracking.jobs import DOWN, EXPERIMENT, run_of, start, steps, wait_until
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_value_is_sent_once_a_commit_holds_its_step(tmp_path: Path, uri: str, client: MlflowClient) -> None:
     """What a rollback may still change is not in MLflow; a commit sends it, and so does the end of a failed run."""

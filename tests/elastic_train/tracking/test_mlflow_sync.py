@@ -13,6 +13,8 @@ from elastic_train.errors import ConfigError, StorageError
 from elastic_train.tracking.mlflow_sync import sync
 from tests.elastic_train.tracking.jobs import DOWN, run_of, start, steps
 
+pytestmark = pytest.mark.slow
+
 
 def test_sync_leaves_what_will_be_computed_again(tmp_path: Path, uri: str, client: MlflowClient) -> None:
     """`sync` of a run without an end sends what live tracking would have sent, and says how much waits."""

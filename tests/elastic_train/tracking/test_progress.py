@@ -191,6 +191,7 @@ print("the end", file=sys.stderr)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stdout", ["closed pipe", "full disk", "none"])
 def test_a_process_outlives_its_stdout(stdout: str) -> None:
     """With a closed pipe, a full disk or nothing as stdout a process goes on to its end, and exits with 0."""

@@ -29,6 +29,8 @@ from elastic_train.tracking.mlflow_sync import sync
 from elastic_train.tracking.run_folder import RunFolder
 from tests.elastic_train.tracking.jobs import CONFIG, DOWN, EXPERIMENT, run_of, start, steps, values, wait_until
 
+pytestmark = pytest.mark.slow
+
 
 def test_values_config_and_status_arrive(
     tmp_path: Path, uri: str, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
@@ -178,6 +180,7 @@ def test_a_killed_process_leaves_its_run_running_and_the_next_term_sends_its_val
     assert steps(client, run_id) == Counter(range(1, 7))
 
 
+@pytest.mark.alone
 def test_a_tracker_that_is_down_costs_training_nothing(
     tmp_path: Path, uri: str, client: MlflowClient, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -215,6 +218,7 @@ def test_foreign_lines_among_the_metrics_are_passed_over(tmp_path: Path) -> None
     assert final_metrics(tmp_path) == {"loss": 3.0}
 
 
+@pytest.mark.alone
 def test_log_is_cheap_and_survives_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

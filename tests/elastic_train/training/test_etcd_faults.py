@@ -25,6 +25,8 @@ from tests.elastic_train.training.test_live import (
     write_config,
 )
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 120.0
 OUTAGE_S = 20.0
 

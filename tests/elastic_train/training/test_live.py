@@ -18,10 +18,13 @@ import yaml
 
 from chaos.judge.evidence.run_files import Evidence, collect
 from chaos.judge.invariants.whole_run import check_kept
+from chaos.services.etcd_cluster import EtcdCluster
 from elastic_train.system.failpoints import POINTS, VARIABLE, arm
 from rendezvous import EtcdServer
 from tests.conftest import ROOT, start
 from tests.processes import is_running, parent_of
+
+pytestmark = pytest.mark.slow
 
 PARAMS: dict[str, object] = {"max_tokens": 16, "dim": 16, "depth": 1, "heads": 2, "dropout": 0.2, "vocabulary": 64}
 PARAMS |= {"numeric": ["size"], "categorical": ["kind"]}
@@ -38,8 +41,8 @@ STARTED: list[subprocess.Popen[bytes]] = []
 
 @pytest.fixture(scope="module")
 def etcd() -> Iterator[EtcdServer]:
-    with EtcdServer() as server:
-        yield server
+    with EtcdCluster(num_members=1) as cluster:
+        yield cluster.members[0]
 
 
 def write_config(folder: Path, rows: Path, steps: int, lane_ms: float = 10.0) -> str:

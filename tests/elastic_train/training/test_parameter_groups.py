@@ -13,6 +13,8 @@ from elastic_train.checkpoint.commits.reader import read_record, read_state
 from tests.conftest import start
 from tests.elastic_train.training.test_training import CLASSIFIER, PARAMS, config, result, succeed
 
+pytestmark = pytest.mark.slow
+
 
 def grouped(folder: Path, rows: Path, after: int | None = None) -> str:
     """Write the configuration of a run with groups, which fails once at the given loss of a process."""

@@ -17,6 +17,8 @@ from elastic_train.checkpoint import verify
 from tests.conftest import ROOT
 from tests.elastic_train.training.stored import STORED, copy_stored_run
 
+pytestmark = pytest.mark.slow
+
 EXPECTED = json.loads((STORED / "expected.json").read_text())
 RESUME = """
 import json, elastic_train as et

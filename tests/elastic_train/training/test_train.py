@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.conftest import ROOT, start
 from tests.elastic_train.training.test_training import CLASSIFIER, config, failing
+
+pytestmark = pytest.mark.slow
 
 TRAIN = """
 import json, os, sys

@@ -18,7 +18,9 @@ import yaml
 from elastic_train.checkpoint.format.torch_frame import bytes_of
 from elastic_train.checkpoint.format.weights_digest import join_digests, tensor_digest
 from elastic_train.data.corpora.synthetic import synthesise
-from tests.conftest import ROOT, Finished, start, write_rows
+from tests.conftest import ROOT, Finished, start, start_cold, write_rows
+
+pytestmark = pytest.mark.slow
 
 PARAMS = {
     "max_tokens": 16,
@@ -132,7 +134,7 @@ def test_every_sample_counts_once_an_epoch(tmp_path: Path, rows: Path) -> None:
 def test_a_failed_run_goes_on_at_another_world_size(tmp_path: Path, rows: Path, alone: Path) -> None:
     """A run of two ranks that crashed is resumed by three from its newest commit, and ends with the same bits."""
     path = config(tmp_path, rows, failing(tmp_path, after=34))
-    first = start([path], num_ranks=2)
+    first = start_cold([path], num_ranks=2)
     assert first.code != 0
     assert "planted failure" in first.output
     second = succeed(start([path], num_ranks=3))
@@ -318,7 +320,7 @@ def test_a_task_and_a_schema_of_ones_own(tmp_path: Path) -> None:
     for num_ranks in (None, 2):
         run_dir = tmp_path / str(num_ranks) / "run"
         places = ["--data.train", str(tmp_path / "prices"), "--run.dir", str(run_dir)]
-        succeed(start([str(example / "config.yaml"), *places], num_ranks=num_ranks, environ=environ))
+        succeed(start_cold([str(example / "config.yaml"), *places], num_ranks=num_ranks, environ=environ))
         digests.add(result(run_dir.parent)["weights_sha256"])
     assert len(digests) == 1
 

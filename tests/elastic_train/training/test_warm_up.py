@@ -19,6 +19,8 @@ from elastic_train.training.warm_up import warm_up
 from tests.conftest import ROOT, write_rows
 from tests.elastic_train.training.test_training import CLASSIFIER, config
 
+pytestmark = pytest.mark.slow
+
 
 def planned(path: str) -> tuple[Plan, AppliedState]:
     plan = make_plan(sources.load(Path(path), environ={}, arguments=[]))

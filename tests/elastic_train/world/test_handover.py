@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
-from torch.multiprocessing.spawn import spawn
 
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.config.schema import OptimizerConfig
@@ -30,6 +29,9 @@ from elastic_train.world.handover import (
     hand_over,
     pairs,
 )
+from tests.conftest import run_ranks
+
+pytestmark = pytest.mark.slow
 
 TERM = 3
 
@@ -76,7 +78,7 @@ def ranks(rank: int, size: int, folder: str, optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_all_ranks_go_on_from_the_furthest_state(tmp_path: Path, optimizer: str) -> None:
     """A new rank and one that is a step behind take the next step with the bits of those that were furthest."""
-    spawn(ranks, args=(4, str(tmp_path), optimizer), nprocs=4)
+    run_ranks(ranks, 4, str(tmp_path), optimizer)
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     assert [one.pop("given_by") for one in told] == [1, None, 3, None]
     assert told[1:] == told[:1] * 3
@@ -109,7 +111,7 @@ def damaging(rank: int, size: int, folder: str) -> None:
 
 def test_a_damaged_state_is_not_taken_over(tmp_path: Path) -> None:
     """One wrong bit: the taker says so and still holds what it had."""
-    spawn(damaging, args=(2, str(tmp_path)), nprocs=2)
+    run_ranks(damaging, 2, str(tmp_path))
     told, kept = json.loads((tmp_path / "0.json").read_text())
     assert told == "the state that rank 1 handed over arrived damaged"
     assert kept

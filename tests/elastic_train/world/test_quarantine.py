@@ -67,6 +67,7 @@ def truths(folder: Path) -> dict[str, str]:
     return {name: found[name] for name in ("agreement", "partition", "coverage", "sums", "witness") if name in found}
 
 
+@pytest.mark.slow
 def test_two_ranks_find_what_one_process_knew_from_the_beginning(
     tmp_path: Path, torn: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +107,7 @@ def test_two_ranks_find_what_one_process_knew_from_the_beginning(
     assert {truths(unlisted)["coverage"], truths(unlisted)["sums"]} == {"false"}
 
 
+@pytest.mark.slow
 def test_the_witness_counts_all_but_the_hole(tmp_path: Path, torn: Path) -> None:
     """Weight i counts sample i in every epoch, and never those that are listed; the judge agrees."""
     succeed(start([config(tmp_path, torn, WITNESS, unreadable="quarantine")]))

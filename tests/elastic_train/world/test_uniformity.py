@@ -6,14 +6,17 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from torch.distributed import FileStore  # type: ignore[attr-defined]
-from torch.multiprocessing.spawn import spawn
 
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError
 from elastic_train.job.plan import Plan
 from elastic_train.parallel.group import Group
 from elastic_train.world.uniformity import check_alike, deciding
+from tests.conftest import run_ranks
+
+pytestmark = pytest.mark.slow
 
 
 def plan_with(changes: dict[str, dict[str, object]], digest: str = "rows") -> Plan:
@@ -52,7 +55,7 @@ def compare(rank: int, size: int, folder: str) -> None:
 
 def test_whoever_differs_from_rank_0_is_told_in_what(tmp_path: Path) -> None:
     """Paths may differ from node to node; all else that decides is named with both values."""
-    spawn(compare, args=(len(PLANS), str(tmp_path)), nprocs=len(PLANS))
+    run_ranks(compare, len(PLANS), str(tmp_path))
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(len(PLANS))]
     assert told[:2] == [[], []]
     assert [problem.partition(" is ")[0] for problem in told[2]] == [

@@ -35,6 +35,8 @@ from rendezvous.etcd.connection import Connection, list_prefix
 from rendezvous.etcd.store import EtcdLease
 from rendezvous.membership.store import Put
 
+pytestmark = pytest.mark.slow
+
 
 def test_watch_and_lease_survive_a_killed_etcd() -> None:
     """After SIGKILL and a new start on the same data, the watch shows new writes and the lease still holds."""

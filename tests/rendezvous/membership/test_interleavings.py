@@ -31,6 +31,8 @@ from rendezvous.membership.records import (
 )
 from rendezvous.membership.store import Entry, Snapshot
 
+pytestmark = pytest.mark.slow
+
 KEYS = Keys("job")
 POLICY = Policy(min_nodes=1, max_nodes=3, last_call_s=0.0)
 

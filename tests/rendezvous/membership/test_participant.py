@@ -217,12 +217,14 @@ def test_a_node_frozen_while_it_registers_registers_again(store: MemoryStore, mo
     assert enter(node) is not None and len(node.view.members) == 1
 
 
+@pytest.mark.slow
 def test_too_few_nodes_is_an_error(store: MemoryStore) -> None:
     """Below the minimum a node gives up after its time, and says how many came."""
     with pytest.raises(TooFewNodesError, match="1 of at least 2 nodes"):
         enter(make_node(store, most=3, least=2), timeout_s=2.0)
 
 
+@pytest.mark.slow
 def test_an_outage_of_etcd_does_not_end_a_world() -> None:
     """While etcd is away, and after it is back, the members of a world stay in it, and a new round is possible."""
     with EtcdServer() as server, ThreadPoolExecutor(2) as pool:
@@ -238,6 +240,7 @@ def test_an_outage_of_etcd_does_not_end_a_world() -> None:
             node.leave()
 
 
+@pytest.mark.slow
 def test_an_etcd_that_comes_back_without_its_data_is_joined_anew() -> None:
     """Its revisions begin at 1 again: the members notice, register once or twice each, and form the next world."""
     with EtcdServer() as server, ThreadPoolExecutor(2) as pool:
@@ -272,6 +275,7 @@ def test_what_was_read_before_the_loss_is_not_shown_behind_it() -> None:
     assert lives.heard(lives.ask(), 5) == 1 and lives.heard(lives.ask(), 4) == 2
 
 
+@pytest.mark.slow
 def test_a_leader_seals_what_it_has_seen(store: MemoryStore) -> None:
     """A member that dies between the decision and the transaction makes it fail; the leader decides again."""
     leader, late = make_node(store), make_node(store)

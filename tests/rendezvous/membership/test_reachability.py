@@ -60,6 +60,7 @@ def test_a_node_that_is_cut_off_from_the_others_is_left_out_until_it_can_be_reac
         node.leave()
 
 
+@pytest.mark.slow
 def test_who_is_missed_by_the_record_alone_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer of etcd's was lost: the record names a node that this process does not know that it has named."""
     monkeypatch.setattr(reach, "SELDOM_S", 0.05)

@@ -19,6 +19,8 @@ from rendezvous.torchelastic.live_agent import LiveAgent
 from rendezvous.torchelastic.standby import ForkedWorker, Program, Standby
 from tests.rendezvous.rendezvous_sides import eventually
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import json, multiprocessing, os, signal, sys
 import neighbour
@@ -41,6 +43,7 @@ def standby(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standby
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "neighbour.py").write_text("")
     monkeypatch.chdir(tmp_path)
+    forkserver._forkserver._stop()  # type: ignore[attr-defined] - one of other tests is somewhere else
     made = Standby("json")
     eventually(lambda: made.is_ready, "the imports")
     yield made

@@ -22,6 +22,8 @@ from tests.conftest import ROOT
 from tests.processes import is_running, parent_of
 from tests.rendezvous.rendezvous_sides import eventually
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = ROOT / "tests" / "rendezvous" / "foreign_ddp.py"
 PATIENCE_S = 120.0
 """A world comes in seconds; on a machine that is busy with other things a process may start for long."""
@@ -92,6 +94,7 @@ def job(tmp_path: Path, etcd: EtcdServer, run_id: str) -> Iterator[Job]:
             kill(node)
 
 
+@pytest.mark.alone
 def test_nodes_are_lost_come_back_and_finish(job: Job) -> None:
     """A node is killed, comes back, then the rank-0 node is killed and comes back: max_restarts is 0 throughout.
 
@@ -145,6 +148,7 @@ def test_worlds_of_1_3_2_4_1(job: Job) -> None:
     assert not any(is_running(line["pid"]) for line in job.said("trains"))
 
 
+@pytest.mark.alone
 def test_a_killed_worker_is_restarted_and_one_node_pays(job: Job) -> None:
     """A worker is killed: both nodes meet in the next term at once, and one of them has spent a restart.
 

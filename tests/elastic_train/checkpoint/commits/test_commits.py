@@ -48,6 +48,8 @@ from tests.elastic_train.checkpoint.commit_samples import (
     writer,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def assert_equal_trees(actual: object, expected: object) -> None:
     """Compare every leaf, tensors by type and bit."""

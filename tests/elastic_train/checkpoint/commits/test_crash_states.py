@@ -37,6 +37,8 @@ from elastic_train.world.fencing import StoreFence
 from tests.elastic_train.checkpoint.commit_samples import commit_steps, facts, small_state
 from tests.elastic_train.checkpoint.simulated_disk import Image, MirroredDisk, SimulatedDisk
 
+pytestmark = pytest.mark.slow
+
 
 class Machine:
     """A machine with a store on its disk, and every state in which a crash would have left it since `watch`."""

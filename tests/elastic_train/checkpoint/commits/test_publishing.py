@@ -28,6 +28,8 @@ from elastic_train.world.fencing import StoreFence
 from tests.conftest import ROOT
 from tests.elastic_train.checkpoint.commit_samples import facts, small_state, writer
 
+pytestmark = pytest.mark.slow
+
 
 def test_two_writers_of_one_key_have_one_winner(store: Store) -> None:
     """Of writers that believe in the same term, one publishes; the others are told, and leave nothing behind."""

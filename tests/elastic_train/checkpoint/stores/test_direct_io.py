@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from elastic_train.checkpoint.stores import direct_io
 from elastic_train.checkpoint.stores.direct_io import DirectFile, Runs
 
+pytestmark = pytest.mark.slow
+
 RUN_BYTES = 8192
 
 

@@ -18,6 +18,8 @@ from elastic_train.errors import StorageError
 from tests.elastic_train.checkpoint.commit_samples import facts, small_state, writer
 from tests.elastic_train.checkpoint.faulty_network import FaultyNetwork
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def network(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyNetwork]:

@@ -15,6 +15,8 @@ from elastic_train.data.arrow import columns
 from elastic_train.data.arrow.lists import pad_lists
 from elastic_train.data.arrow.rows import Rows, gather
 
+pytestmark = pytest.mark.slow
+
 VALUES: list[tuple[pa.DataType, st.SearchStrategy[Any]]] = [
     (pa.list_(pa.int32()), st.lists(st.integers(-9, 9), max_size=5)),
     (pa.list_(pa.float64()), st.lists(st.none() | st.floats(-1, 1), max_size=3)),

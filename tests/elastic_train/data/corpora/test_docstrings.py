@@ -16,6 +16,8 @@ from elastic_train.data.corpora.docstrings import (
 )
 from elastic_train.errors import DataError
 
+pytestmark = pytest.mark.slow
+
 SOURCE = '''"""A module of twenty characters and more."""
 raise RuntimeError("this must never run")
 

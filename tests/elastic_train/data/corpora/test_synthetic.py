@@ -24,6 +24,8 @@ from elastic_train.data.dataset.schemas import (
 )
 from elastic_train.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 NUM_ROWS = 20_000
 
 

@@ -15,15 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from elastic_train.data.corpora import origin
 from elastic_train.data.corpora import text as corpora
 from elastic_train.data.corpora.sample import Sample, measure
-from elastic_train.data.corpora.text import Imported, Options
+from elastic_train.data.corpora.text import Imported, Options, origin
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.data.dataset.schemas import PLAIN, POLICY, Schema
 from elastic_train.data.dataset.verify import verify
 from elastic_train.errors import ConfigError
 from tests.elastic_train.data.corpora.test_docstrings import write_functions
+
+pytestmark = pytest.mark.slow
 
 OPTIONS = Options(num_samples=200, seed=3, vocabulary=600, max_tokens=16)
 

@@ -33,6 +33,8 @@ from elastic_train.data.loading.reader import Reader
 from elastic_train.errors import ConfigError, DataError
 from tests.conftest import write_rows
 
+pytestmark = pytest.mark.slow
+
 
 def length_of(ids: Int64s) -> Int64s:
     """A length with a long tail that follows from the id alone."""

@@ -27,6 +27,8 @@ from elastic_train.errors import DataError, UnreadableError
 from elastic_train.world.quarantine import make_hole
 from tests.conftest import write_rows
 
+pytestmark = pytest.mark.slow
+
 NUM_EPOCHS = 3
 
 

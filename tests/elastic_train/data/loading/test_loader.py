@@ -35,6 +35,8 @@ from elastic_train.data.loading.worker_processes import (
 )
 from tests.conftest import ROOT, write_rows
 
+pytestmark = pytest.mark.slow
+
 MICRO_BATCH = 3
 NUM_LANES = 5
 Micro = tuple[int, int, int, int, list[int]]

@@ -32,6 +32,8 @@ from elastic_train.data.loading.worker_processes import LaneDataset, LaneSampler
 from elastic_train.errors import DataError
 from tests.conftest import ROOT, write_rows
 
+pytestmark = pytest.mark.slow
+
 Ids = npt.NDArray[np.int64]
 
 

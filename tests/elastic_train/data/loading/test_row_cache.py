@@ -28,6 +28,8 @@ from elastic_train.data.loading.reader import Reader
 from elastic_train.data.loading.row_cache import RowCache
 from tests.conftest import ROOT, write_rows
 
+pytestmark = pytest.mark.slow
+
 COLUMNS = ["input_ids", "label"]
 
 

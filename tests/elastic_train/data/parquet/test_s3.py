@@ -25,6 +25,8 @@ from elastic_train.data.parquet.sources import RemoteSource, open_source
 from elastic_train.errors import DataError
 from tests.conftest import write_rows
 
+pytestmark = pytest.mark.slow
+
 URL = "s3://rows/rows"
 NUM_ROWS = 120
 
