@@ -10,6 +10,7 @@ ElasticTrainError               1
 ├── SavesFailedError            1   too many saves in a row failed; training ends
 ├── FencedError                 1   a newer world owns the lineage; this one must not publish
 ├── ResultError                74   done and committed, but the result could not be written
+├── WeightsDifferError          1   ranks that train together hold different weights
 ├── PeerLostError               1   a collective failed: a member of the world is gone
 ├── Preempted                  75   asked to leave, committed, requeue
 ├── HungError                  76   no step in the time allowed
@@ -75,6 +76,10 @@ class ResultError(ElasticTrainError):
     """The job is done and its last commit exists; what it leaves beside could not be written."""
 
     exit_code = 74
+
+
+class WeightsDifferError(ElasticTrainError):
+    """Ranks of one world hold different weights: the message names the first tensor and the ranks."""
 
 
 class PeerLostError(ElasticTrainError):

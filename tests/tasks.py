@@ -7,6 +7,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
@@ -68,3 +69,13 @@ class Grouped(FailsOnce):
         if "THAWED" in os.environ:
             return [head]
         return [head, ParameterGroup([name for name in names if name.startswith("blocks.0.")], is_frozen=True)]
+
+
+class OwnWeights(TextClassifier):
+    """Draws its head's bias from the rank: what no task may do."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        with torch.no_grad():
+            dict(model.named_parameters())["head.bias"].fill_(float(os.environ.get("RANK", "0")))
+        return model

@@ -19,6 +19,7 @@ from elastic_train.system.failpoints import reach
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.world.agreement import agree
+from elastic_train.world.uniformity import check_same_weights
 from elastic_train.world.world import World
 
 LAST_COMMIT_TRIES = 3
@@ -79,6 +80,7 @@ class Commits:
         if is_any_busy:
             with self.watchdog.resting():  # a store has deadlines of its own
                 self._take(self.saves.wait(self.world.group.check))
+        self._check_weights()
         self._begin()
 
     def await_staging(self) -> None:
@@ -97,6 +99,7 @@ class Commits:
         Where etcd is away for longer the store's word is enough: after the last commit none makes up for it. Until
         then rank 0 alone tries again, for what exists need not be written again.
         """
+        self._check_weights()
         for num_left in range(LAST_COMMIT_TRIES, -1, -1):
             with self.watchdog.resting():
                 ended = self.saves.wait(self.world.group.check)
@@ -121,6 +124,10 @@ class Commits:
             f"{limit} saves in a row have failed, the last before step {self.state.step}: make {self.world.store.url} "
             "writable and start again, or set checkpoint.give_up_after to null"
         )
+
+    def _check_weights(self) -> None:
+        """Raise WeightsDifferError on every rank unless all hold the same weights: no commit mixes two models."""
+        check_same_weights(self.world.group, self.state.model.state_dict(), self.state.step)
 
     def _begin(self) -> None:
         self.cadence.begin()

@@ -1,4 +1,5 @@
-"""The end of a run on disk: result.json, written by rank 0 after every rank was found to hold the same weights.
+"""The end of a run on disk: result.json, written by rank 0 after the last commit, before which every rank was found to
+hold the same weights.
 
 The last commit exists before: a disk that takes no result costs the result, and never the job.
 """
@@ -20,7 +21,6 @@ from elastic_train.job.state import AppliedState
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.tasks.task import Finishing
 from elastic_train.training.session import Session
-from elastic_train.world.uniformity import check_agreement
 
 TRACKER_TIMEOUT_S = 20.0
 
@@ -67,11 +67,10 @@ def result_of(plan: Plan, state: AppliedState, status: str) -> TrainResult:
 
 
 def write_result(session: Session, result: TrainResult) -> ResultError | None:
-    """Compare the weights of all ranks, write result.json, and let the task leave its own results.
+    """Write result.json on rank 0, and let the task leave its own results.
 
-    Returns what is wrong if some of it could not be written; raises ElasticTrainError where the weights differ.
+    Returns what is wrong if some of it could not be written.
     """
-    check_agreement(session.world.group, result.weights_sha256, result.step)
     session.world.history.end(
         status=result.status, step=result.step, weights_sha256=result.weights_sha256, coverage=result.coverage
     )

@@ -355,3 +355,12 @@ def test_batch_norm_across_ranks_is_refused(tmp_path: Path, rows: Path) -> None:
     done = start([config(tmp_path, rows, {**CLASSIFIER, "task": task})])
     assert done.code == 2
     assert "SyncBatchNorm (norm), whose statistics depend on the number of ranks: use BatchNorm" in done.output
+
+
+def test_ranks_that_differ_are_found_before_the_first_commit(tmp_path: Path, rows: Path) -> None:
+    """The tensor and the rank are named, and nothing of either model is committed."""
+    task = {"path": "tests.tasks:OwnWeights", "params": PARAMS}
+    done = start([config(tmp_path, rows, {**CLASSIFIER, "task": task})], num_ranks=2)
+    assert done.code == 1
+    assert "step 7: ranks [1] hold other weights than rank 0, first in 'head.bias'" in done.output
+    assert not list((tmp_path / "run").glob("commits/*.json"))
