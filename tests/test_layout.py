@@ -21,3 +21,15 @@ def test_a_folder_is_a_package_of_at_most_a_dozen_modules(folder: Path) -> None:
     modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
     assert len(modules) <= MOST_MODULES, sorted(modules)
     assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+
+
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
+
+
+@pytest.mark.parametrize("decision", DECISIONS, ids=lambda path: path.name[:4])
+def test_a_decision_is_in_the_index_with_its_title_and_status(decision: Path) -> None:
+    """The index is how a decision is found, and says which ones no longer hold."""
+    number, _, title = decision.read_text().splitlines()[0].removeprefix("# ").partition(": ")
+    assert number == decision.name[:4]
+    assert "**Status.**" in decision.read_text()
+    assert f"| {number} | [{title}]({decision.name}) | " in (ROOT / "docs" / "decisions" / "README.md").read_text()
