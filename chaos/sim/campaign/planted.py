@@ -179,7 +179,7 @@ PLANTED = (
     SimBug(
         "commit-before",
         "a restart continues from the second newest commit",
-        lambda: {"elastic_train.world.world:discover": bugs.one_before},
+        lambda: {"elastic_train.world.restore:discover": bugs.one_before},
         ("durability",),
         _kills,
         replace(_SHAPE, recovery="restart"),
@@ -194,7 +194,7 @@ PLANTED = (
     SimBug(
         "skipped-barrier",
         "a world begins without bringing its ranks to one step",
-        lambda: {"elastic_train.world.world:hand_over": lambda group, state, places: None},
+        lambda: {"elastic_train.world.restore:hand_over": lambda group, state, places: None},
         ("agreement",),
         _half_applied,
         replace(_SHAPE, warm_s=100.0),
@@ -241,7 +241,7 @@ PLANTED = (
     SimBug(
         "any-branch-counts",
         "a world follows the rank that is furthest, even past a published commit",
-        lambda: {"elastic_train.world.world:_is_of": lambda published, state: True},
+        lambda: {"elastic_train.world.restore:_is_of": lambda published, state: True},
         ("durability",),
         "published-and-left",
     ),

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from elastic_train.cli import main
+from elastic_train.cli.main import main
 from elastic_train.data.dataset.describe import LENGTH_BOUNDS, describe
 from elastic_train.data.dataset.manifest import NAME, build_manifest, load_manifest
 from elastic_train.data.dataset.verify import verify

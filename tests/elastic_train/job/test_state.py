@@ -30,7 +30,7 @@ def step(state: AppliedState) -> None:
 
 def restored(state: AppliedState, config: OptimizerConfig, total_steps: int = 20) -> AppliedState:
     """Return a state that another configuration built, and that took over this one as from a commit."""
-    saved, other = copy.deepcopy(state.tensors()), built(config, total_steps)
+    saved, other = copy.deepcopy(state.shards.held()), built(config, total_steps)
 
     def fill(tensors: State) -> None:
         tensors.update(saved)

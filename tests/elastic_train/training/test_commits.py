@@ -222,6 +222,7 @@ def test_what_exists_is_not_written_again(tmp_path: Path) -> None:
     save(commits)
     answers = iter([[False, False], [False, True], [False, True], [True, True]])
     group = SimpleNamespace(rank=1, size=2, check=None, broadcast_object=lambda *_: {"value": next(answers)})
+    group.all_gather = lambda tensor: torch.stack([tensor, tensor])
     commits.world.group, commits.world.is_leader = group, False  # type: ignore[assignment,misc]
     commits.saves = MagicMock(wait=lambda check: None)
     commits.finish()

@@ -61,7 +61,7 @@ def test_whatever_ends_the_waiting_for_a_world_the_state_is_committed(error: Ela
     def commit(term: int, parent: CommitRecord | None, *intervals: tuple[int, int, int]) -> CommitRecord:
         state = state_of(*intervals)
         writer = CommitWriter(store, StoreFence(store), term, parent)
-        return writer.save(state.tensors(), describe_commit(plan, state, 1), state.reached.intervals)  # type: ignore[arg-type]
+        return writer.save(state.shards.held(), describe_commit(plan, state, 1), state.reached.intervals)  # type: ignore[arg-type]
 
     ancestor = commit(1, None, (1, 0, 3))
     commit(1, ancestor, (1, 0, 6))  # term 2 went on from step 4 meanwhile
@@ -84,8 +84,8 @@ def test_a_damaged_commit_of_the_very_step_is_replaced_and_not_continued(tmp_pat
     plan, store, state = plan_of(tmp_path), open_store(str(tmp_path)), state_of((1, 0, 9))
     facts = describe_commit(plan, state, 1)  # type: ignore[arg-type]
     writer = CommitWriter(store, StoreFence(store), StoreFence(store).claim(), None)
-    older = writer.save(state.tensors(), replace(facts, step=6), (Interval(1, 0, 6),))
-    damaged = writer.save(state.tensors(), facts, state.reached.intervals)
+    older = writer.save(state.shards.held(), replace(facts, step=6), (Interval(1, 0, 6),))
+    damaged = writer.save(state.shards.held(), facts, state.reached.intervals)
     next(iter((tmp_path / damaged.attempt).iterdir())).unlink()
     commit_alone(plan, state, SaveMemory())  # type: ignore[arg-type]
     head = discover(store).head
@@ -100,7 +100,7 @@ def test_storage_that_hangs_holds_up_nobody_who_leaves(
     plan, store, state = plan_of(tmp_path), open_store(str(tmp_path)), state_of((1, 0, 9))
     facts = describe_commit(plan, state, 1)  # type: ignore[arg-type]
     earlier = CommitWriter(store, StoreFence(store), StoreFence(store).claim(), None)
-    first = earlier.save(state.tensors(), replace(facts, step=6), (Interval(1, 0, 6),))
+    first = earlier.save(state.shards.held(), replace(facts, step=6), (Interval(1, 0, 6),))
     may_go_on, is_hung = threading.Event(), threading.Event()
 
     def hang(*_: object) -> bool:
@@ -151,6 +151,6 @@ def test_a_save_waits_longer_for_slow_storage_than_a_world_does(
     with pytest.raises(StorageError, match="no answer"):
         world.store.create("pins/00000001-000000000001", b"")
     saves = open_saves(process, world, None)  # type: ignore[arg-type]
-    saves.begin(state.tensors(), describe_commit(plan_of(tmp_path), state, world_size=1), state.reached.intervals)  # type: ignore[arg-type]
+    saves.begin(state.shards.held(), describe_commit(plan_of(tmp_path), state, world_size=1), state.reached.intervals)  # type: ignore[arg-type]
     ended = saves.wait()
     assert ended is not None and ended.error is None and ended.commit is not None

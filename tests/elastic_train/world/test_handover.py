@@ -20,15 +20,11 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.errors import PeerLostError
 from elastic_train.job.state import AppliedState, build_state
+from elastic_train.job.state_shards import Place, whole_from_furthest
 from elastic_train.parallel.gradient_sum import bind_gradients
 from elastic_train.parallel.group import Group
 from elastic_train.world import handover
-from elastic_train.world.handover import (
-    Place,
-    gather_places,
-    hand_over,
-    pairs,
-)
+from elastic_train.world.handover import gather_places, hand_over
 from tests.conftest import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -39,7 +35,7 @@ TERM = 3
 @given(st.lists(st.builds(Place, st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=9))
 def test_everybody_behind_gets_the_state_once_from_somebody_furthest(places: list[Place]) -> None:
     """Givers are at the furthest place, takers are all the others, and the work is shared out evenly."""
-    given_to = pairs(places)
+    given_to = whole_from_furthest(places)
     assert sorted(taker for _, taker in given_to) == [r for r, place in enumerate(places) if place != max(places)]
     assert all(places[giver] == max(places) for giver, _ in given_to)
     work = Counter(giver for giver, _ in given_to)

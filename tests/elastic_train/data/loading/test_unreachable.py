@@ -13,7 +13,7 @@ import pytest
 from botocore.exceptions import EndpointConnectionError, NoCredentialsError
 from fsspec.implementations.memory import MemoryFileSystem
 
-from elastic_train.cli import main
+from elastic_train.cli.main import main
 from elastic_train.core.order import Cursor, Order
 from elastic_train.data.dataset.describe import describe
 from elastic_train.data.dataset.manifest import build_manifest, load_manifest
