@@ -137,14 +137,16 @@ def _measure_disk_and_loads(training: Training, figures: Figures, rounds: int, f
 
     The commits are those of a run that goes on: one behind the other in one store, of which the newest is kept.
     """
-    store, state = open_store(str(folder / "commits")), training.state.tensors()
+    store, state = open_store(str(folder / "commits")), training.state.shards.held()
     saves = open_saves(store, SaveMemory())
     for number in range(rounds + 1):
         for way in WAYS if number else ():
             figures.disk.setdefault(way, []).append(write_bare(folder, figures.num_bytes, way))
         started = time.perf_counter()
         saves.begin(
-            training.state.tensors(), replace(training.facts(), step=number + 1), is_still=training.state.stillness()
+            training.state.shards.held(),
+            replace(training.facts(), step=number + 1),
+            is_still=training.state.shards.stillness(),
         )
         record = committed(saves)
         whole = time.perf_counter() - started

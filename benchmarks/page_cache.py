@@ -82,12 +82,12 @@ def _measure(size_gb: float, rounds: int, folder: Path) -> tuple[Figures, float]
 
 def _round(training: Training, store: Store, saves: Saves, folder: Path, number: int) -> dict[str, float]:
     """Save, load as the page cache is, and load from the disk."""
-    state = training.state.tensors()
+    state = training.state.shards.held()
     records: list[CommitRecord] = []
 
     def save() -> None:
         facts = replace(training.facts(), step=number + 1)
-        saves.begin(state, facts, is_still=training.state.stillness())
+        saves.begin(state, facts, is_still=training.state.shards.stillness())
         records.append(committed(saves))
 
     def restart() -> None:

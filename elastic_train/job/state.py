@@ -6,29 +6,22 @@ Weights, optimizer, scheduler, scaler, cursor, coverage sums and step are saved,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_train.checkpoint.format.layout import State
-from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.config.schema import OptimizerConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval, extend
 from elastic_train.core.order import Cursor
-from elastic_train.job.parameter_groups import build_groups, describe_groups, regroup
+from elastic_train.job.parameter_groups import build_groups, describe_groups
+from elastic_train.job.state_shards import ReplicatedState, StateShards
 from elastic_train.tasks.task import ParameterGroup
 
 
@@ -65,8 +58,8 @@ class AppliedState:
     scheduler: LambdaLR
     scaler: torch.amp.GradScaler
     clip_norm: float | None
+    shards: StateShards
     reached: Reached = field(default_factory=Reached)
-    _named: tuple[tuple[object, ...], Mapping[str, object], dict[str, Any]] | None = None
 
     @property
     def step(self) -> int:
@@ -103,7 +96,7 @@ class AppliedState:
         """
         self.scaler.unscale_(self.optimizer)
         limit = math.inf if self.clip_norm is None else self.clip_norm
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        norm = self.shards.clip(limit)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.scheduler.step()
@@ -112,65 +105,10 @@ class AppliedState:
         self.reached = self.reached.advance(cursor, coverage, term, account)
         return float(norm)
 
-    def tensors(self) -> State:
-        """Return the saved part as a nested dict, parameters by their full names; its tensors are the live ones."""
-        held = tuple(self._held())
-        if self._named is None or held != self._named[0]:
-            # Naming takes longer than all else that a save does at a step boundary, and holds while the tensors do.
-            moments = dict(get_optimizer_state_dict(self.model, self.optimizer))
-            self._named = (held, get_model_state_dict(self.model), moments)
-        _, model, optimizer = self._named
-        groups = zip(optimizer["param_groups"], self.optimizer.param_groups, strict=True)
-        current = [{**named, **{key: live[key] for key in named if key != "params"}} for named, live in groups]
-        return {
-            "model": dict(model),
-            "optimizer": {**optimizer, "param_groups": current},
-            "scheduler": self.scheduler.state_dict(),
-            "scaler": self.scaler.state_dict(),
-        }
-
-    def _held(self) -> Iterator[object]:
-        """Yield where the memory of every saved tensor is, and the other values of the optimizer's state."""
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            yield tensor.data_ptr()
-        for values in self.optimizer.state.values():
-            for value in values.values():
-                yield value.data_ptr() if isinstance(value, Tensor) else value
-
-    def stillness(self) -> Callable[[StatePath], bool]:
-        """Return whether `apply` alone changes the tensor at a path of `tensors`; others a forward pass may change."""
-        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        return lambda path: path[0] == "optimizer" or (path[0] == "model" and path[1] in parameters)
-
     def restore(self, fill: Callable[[State], None], reached: Reached, *, keeps_rates: bool = False) -> None:
-        """Take over what `tensors` saved and `fill` reads back; gradients must be bound to buffers anew afterwards.
-
-        With `keeps_rates` learning rate, betas, decay and parameter groups stay those that the state was built with: a
-        configuration or a task may have changed since what it takes over was saved.
-        """
-        own = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
-        bases = [float(base) for base in self.scheduler.base_lrs]
-        for parameter in self.model.parameters():
-            parameter.grad = None  # torch does not prepare an optimizer's state while there are gradients
-        tensors: State = {"model": get_model_state_dict(self.model), "optimizer": {}, "scheduler": {}, "scaler": {}}
-        fill(tensors)
-        set_model_state_dict(self.model, tensors["model"])  # type: ignore[arg-type]
-        optimizer = regroup(tensors["optimizer"], self.model, self.optimizer) if keeps_rates else tensors["optimizer"]  # type: ignore[arg-type]
-        set_optimizer_state_dict(self.model, self.optimizer, optimizer)  # type: ignore[arg-type]
-        self.scheduler.load_state_dict(tensors["scheduler"])  # type: ignore[arg-type]
-        if tensors["scaler"]:
-            self.scaler.load_state_dict(tensors["scaler"])  # type: ignore[arg-type]
-        if keeps_rates:
-            self._set_rates(own, bases)
-        self.reached, self._named = reached, None
-
-    def _set_rates(self, settings: Sequence[Mapping[str, Any]], bases: Sequence[float]) -> None:
-        """Give the parameter groups their settings, and the rates that follow from `bases` at the scheduler's step."""
-        step, factors = self.scheduler.last_epoch, self.scheduler.lr_lambdas
-        rates = [base * factor(step) for base, factor in zip(bases, factors, strict=True)]
-        for group, own, rate in zip(self.optimizer.param_groups, settings, rates, strict=True):
-            group.update({**own, "lr": rate})
-        self.scheduler.load_state_dict({**self.scheduler.state_dict(), "base_lrs": list(bases), "_last_lr": rates})
+        """Take over what was saved at a place, as `fill` reads it back into what is held; see `StateShards.take`."""
+        self.shards.take(fill, keeps_rates=keeps_rates)
+        self.reached = reached
 
 
 def build_state(
@@ -192,7 +130,8 @@ def build_state(
         optimizer = torch.optim.AdamW(built, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
     scheduler = LambdaLR(optimizer, lambda step: rate_factor(step, config, total_steps))
     scaler = torch.amp.GradScaler(device, enabled=is_fp16)
-    return AppliedState(model, optimizer, scheduler, scaler, config.clip_norm)
+    shards = ReplicatedState(model, optimizer, scheduler, scaler)
+    return AppliedState(model, optimizer, scheduler, scaler, config.clip_norm, shards)
 
 
 def rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:

@@ -127,13 +127,14 @@ class Commits:
 
     def _check_weights(self) -> None:
         """Raise WeightsDifferError on every rank unless all hold the same weights: no commit mixes two models."""
-        check_same_weights(self.world.group, self.state.model.state_dict(), self.state.step)
+        check_same_weights(self.world.group, self.state.shards.weights(), self.state.step)
 
     def _begin(self) -> None:
         self.cadence.begin()
         reach("commit")
         facts = describe_commit(self.plan, self.state, self.world.group.size)
-        self.saves.begin(self.state.tensors(), facts, self.state.reached.intervals, self.state.stillness())
+        shards = self.state.shards
+        self.saves.begin(shards.held(), facts, self.state.reached.intervals, shards.stillness())
 
     def _take(self, ended: SaveOutcome | None) -> None:
         """Record how a save ended, on rank 0, which learns of every rank's failure; raise what is not the storage's."""

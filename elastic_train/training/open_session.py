@@ -154,7 +154,7 @@ def commit_alone(plan: Plan, state: AppliedState, memory: SaveMemory) -> None:
 
     Raises StorageError if the storage hangs; a commit that it makes later all the same is a good one.
     """
-    tensors = state.tensors()
+    tensors = state.shards.held()
     num_bytes = memory.planner.plan(tensors, leaves_by_path(tensors), num_writers=1).parts[0].num_bytes
     call_abandonable(lambda on_progress: _commit_alone(plan, state, on_progress), memory.timeout.limit_s(num_bytes))
 
@@ -168,7 +168,7 @@ def _commit_alone(plan: Plan, state: AppliedState, on_progress: Callable[[], Non
     # A record of this very step was passed over as damaged: this commit takes its place, and does not continue it.
     term, key = fence.claim(), parent_of(store, state, state.step - 1)
     writer = CommitWriter(store, fence, term, read_record(store, key) if key else None)
-    writer.save(state.tensors(), describe_commit(plan, state, world_size=1), state.reached.intervals)
+    writer.save(state.shards.held(), describe_commit(plan, state, world_size=1), state.reached.intervals)
 
 
 def make_repeatable(config: Config) -> None:

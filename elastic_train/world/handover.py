@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,17 +20,11 @@ from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import fill, leaves_of, survey
 from elastic_train.errors import PeerLostError
 from elastic_train.job.state import AppliedState
+from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
 from elastic_train.system.failpoints import reach
 
 CHUNK_BYTES = 16 << 20
-
-
-class Place(NamedTuple):
-    """How far a state has come, and the term that applied its last step; 0 and 0 for one that has just been built."""
-
-    step: int
-    term: int
 
 
 def place_of(state: AppliedState) -> Place:
@@ -54,7 +47,7 @@ def hand_over(group: Group, state: AppliedState, places: Sequence[Place]) -> int
     Raises PeerLostError, with the state as it was, if a peer is lost or the state arrives damaged.
     """
     given_by = None
-    for giver, taker in pairs(places):
+    for giver, taker in state.shards.transfers(places):
         if group.rank == giver:
             _give(group, state, taker)
         elif group.rank == taker:
@@ -63,16 +56,8 @@ def hand_over(group: Group, state: AppliedState, places: Sequence[Place]) -> int
     return given_by
 
 
-def pairs(places: Sequence[Place]) -> list[tuple[int, int]]:
-    """Return who gives the state to whom: ranks that are at the furthest place, in turn, to those that are not."""
-    furthest = max(places)
-    givers = [rank for rank, place in enumerate(places) if place == furthest]
-    takers = [rank for rank, place in enumerate(places) if place != furthest]
-    return [(givers[turn % len(givers)], taker) for turn, taker in enumerate(takers)]
-
-
 def _give(group: Group, state: AppliedState, taker: int) -> None:
-    tree = state.tensors()
+    tree = state.shards.held()
     leaves = dict(leaves_of(tree))
     tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
     shapes = [(path, tensor.shape, tensor.dtype) for path, tensor in tensors.items()]

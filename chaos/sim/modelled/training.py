@@ -29,6 +29,7 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.keyed_random import derive, mix64
 from elastic_train.core.order import Cursor, Order
 from elastic_train.job.state import Reached
+from elastic_train.job.state_shards import Place, Transfer, whole_from_furthest
 
 _MASK = (1 << 64) - 1
 
@@ -107,7 +108,17 @@ class ModelledState:
         self.reached = self.reached.advance(cursor, coverage, term, account)
         return 0.0
 
-    def tensors(self) -> State:
+    @property
+    def shards(self) -> ModelledState:
+        return self
+
+    def transfers(self, places: Sequence[Place]) -> list[Transfer]:
+        return whole_from_furthest(places)
+
+    def weights(self) -> Mapping[str, object]:
+        return self.model.state_dict()
+
+    def held(self) -> State:
         """Return the saved part; its tensors are the live ones."""
         return {"model": self.model.state_dict()}
 
@@ -116,7 +127,7 @@ class ModelledState:
         return lambda path: True
 
     def restore(self, fill: Callable[[State], None], reached: Reached, *, keeps_rates: bool = False) -> None:
-        tree = self.tensors()
+        tree = self.held()
         fill(tree)
         model = tree["model"]
         assert isinstance(model, dict), "as it was saved"

@@ -1,0 +1,146 @@
+"""What of the applied state a rank holds: commits, hand-over, comparison and clipping go through these six questions.
+
+Today every rank holds a whole copy, the state in one shard (`ReplicatedState`). Sharded states hold pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from elastic_train.checkpoint.format.layout import State
+from elastic_train.checkpoint.format.state_tree import StatePath
+from elastic_train.job.parameter_groups import regroup
+
+
+class Place(NamedTuple):
+    """How far a state has come, and the term that applied its last step; 0 and 0 for one that has just been built."""
+
+    step: int
+    term: int
+
+
+class Transfer(NamedTuple):
+    """One rank gives what it holds to another."""
+
+    giver: int
+    taker: int
+
+
+class StateShards(Protocol):
+    """The pieces of weights, optimizer, scheduler and scaler that a rank holds."""
+
+    def held(self) -> State:
+        """Return this rank's pieces as a nested dict, parameters by their full names; its tensors are the live ones."""
+
+    def stillness(self) -> Callable[[StatePath], bool]:
+        """Return whether `apply` alone changes the tensor at a path of `held`; others a forward pass may change."""
+
+    def take(self, fill: Callable[[State], None], *, keeps_rates: bool = False) -> None:
+        """Take over what `held` gave to a commit or a peer, as `fill` reads it back; then bind gradients again.
+
+        With `keeps_rates` learning rate, betas, decay and parameter groups stay those that the state was built with: a
+        configuration or a task may have changed since what it takes over was saved.
+        """
+
+    def transfers(self, places: Sequence[Place]) -> list[Transfer]:
+        """Return, alike on every rank, who gives to whom so that all come to the furthest of the ranks' places."""
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return the held weights and buffers by name; ranks that hold the same names must hold the same bits."""
+
+    def clip(self, limit: float) -> Tensor:
+        """Scale the reduced gradients down to a norm of `limit` over the whole model; return the norm before."""
+
+
+def whole_from_furthest(places: Sequence[Place]) -> list[Transfer]:
+    """Let ranks that are at the furthest place give the whole state, in turn, to those that are not."""
+    furthest = max(places)
+    givers = [rank for rank, place in enumerate(places) if place == furthest]
+    takers = [rank for rank, place in enumerate(places) if place != furthest]
+    return [Transfer(givers[turn % len(givers)], taker) for turn, taker in enumerate(takers)]
+
+
+@dataclass(slots=True)
+class ReplicatedState:
+    """A whole copy on every rank: the state in one shard."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LambdaLR
+    scaler: GradScaler
+    _named: tuple[tuple[object, ...], Mapping[str, object], dict[str, Any]] | None = None
+
+    def transfers(self, places: Sequence[Place]) -> list[Transfer]:
+        return whole_from_furthest(places)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.model.state_dict()
+
+    def clip(self, limit: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+
+    def held(self) -> State:
+        memory = tuple(self._memory())
+        if self._named is None or memory != self._named[0]:
+            # Naming takes longer than all else that a save does at a step boundary, and holds while the tensors do.
+            moments = dict(get_optimizer_state_dict(self.model, self.optimizer))
+            self._named = (memory, get_model_state_dict(self.model), moments)
+        _, model, optimizer = self._named
+        groups = zip(optimizer["param_groups"], self.optimizer.param_groups, strict=True)
+        current = [{**named, **{key: live[key] for key in named if key != "params"}} for named, live in groups]
+        return {
+            "model": dict(model),
+            "optimizer": {**optimizer, "param_groups": current},
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def _memory(self) -> Iterator[object]:
+        """Yield where the memory of every saved tensor is, and the other values of the optimizer's state."""
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            yield tensor.data_ptr()
+        for values in self.optimizer.state.values():
+            for value in values.values():
+                yield value.data_ptr() if isinstance(value, Tensor) else value
+
+    def stillness(self) -> Callable[[StatePath], bool]:
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        return lambda path: path[0] == "optimizer" or (path[0] == "model" and path[1] in parameters)
+
+    def take(self, fill: Callable[[State], None], *, keeps_rates: bool = False) -> None:
+        own = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
+        bases = [float(base) for base in self.scheduler.base_lrs]
+        for parameter in self.model.parameters():
+            parameter.grad = None  # torch does not prepare an optimizer's state while there are gradients
+        tensors: State = {"model": get_model_state_dict(self.model), "optimizer": {}, "scheduler": {}, "scaler": {}}
+        fill(tensors)
+        set_model_state_dict(self.model, tensors["model"])  # type: ignore[arg-type]
+        optimizer = regroup(tensors["optimizer"], self.model, self.optimizer) if keeps_rates else tensors["optimizer"]  # type: ignore[arg-type]
+        set_optimizer_state_dict(self.model, self.optimizer, optimizer)  # type: ignore[arg-type]
+        self.scheduler.load_state_dict(tensors["scheduler"])  # type: ignore[arg-type]
+        if tensors["scaler"]:
+            self.scaler.load_state_dict(tensors["scaler"])  # type: ignore[arg-type]
+        if keeps_rates:
+            self._set_rates(own, bases)
+        self._named = None
+
+    def _set_rates(self, settings: Sequence[Mapping[str, Any]], bases: Sequence[float]) -> None:
+        """Give the parameter groups their settings, and the rates that follow from `bases` at the scheduler's step."""
+        step, factors = self.scheduler.last_epoch, self.scheduler.lr_lambdas
+        rates = [base * factor(step) for base, factor in zip(bases, factors, strict=True)]
+        for group, own, rate in zip(self.optimizer.param_groups, settings, rates, strict=True):
+            group.update({**own, "lr": rate})
+        self.scheduler.load_state_dict({**self.scheduler.state_dict(), "base_lrs": list(bases), "_last_lr": rates})
