@@ -219,9 +219,9 @@ def plan(
     cost = _cost(facts.cost, state_gb, stall_s, write_mb_s)
     choice, rows = forecast(cost, mtbf_s, rpo_min * 60, restart_s)
     if json_:
-        told = {"chosen_s": choice.interval_s, "reason": choice.reason, "num_saves_measured": facts.num_saves}
+        stated = {"chosen_s": choice.interval_s, "reason": choice.reason, "num_saves_measured": facts.num_saves}
         taken = {"state_gb": state_gb, "mtbf_s": mtbf_s, "stall_s": cost.stall_s, "publish_s": cost.publish_s}
-        return print_json({**told, **taken, "rows": [_outlook(r) for r in rows]})
+        return print_json({**stated, **taken, "rows": [_outlook(r) for r in rows]})
     table = narrow_table("interval", "wasted", "by stalls", "by faults", "lost at most", "written a day", "")
     for row in rows:
         chosen = "[green]chosen " if row.interval_s == choice.interval_s else ""

@@ -83,27 +83,28 @@ class Plan:
         return torch.autocast(self.device.type, dtype=dtype)
 
     def check_continues(self, record: CommitRecord) -> None:
-        """Refuse to go on from a commit whose order or data are not this plan's."""
+        """Refuse to resume from a commit whose order or data are not this plan's."""
         config, manifest = self.config, self.manifest
         if record.manifest_digest != manifest.digest:
             raise DataError(
                 f"{manifest.url}: the manifest changed since {record.key} (digest {manifest.digest[:12]}, then "
-                f"{record.manifest_digest[:12]}): restore the data it was trained on, or start anew in another run.dir"
+                f"{record.manifest_digest[:12]}): restore the data it was trained on, or start again in another run.dir"
             )
         if record.config_digest != config.identity():
             raise ConfigError(
                 f"run.dir {config.run.dir} holds commits of another configuration ({record.key}): run.seed, task, "
-                "batch, data.block_row_groups and data.length_bucketing must stay as they were; start anew in another "
+                "batch, data.block_row_groups and data.length_bucketing must stay as they were; start again in another "
                 "run.dir to change them"
             )
         if (record.order or {}).get("version") != VERSION:
             raise ConfigError(
                 f"run.dir {config.run.dir} holds commits whose samples are in the order of another version "
-                f"({record.key}): finish the run with the version that began it, or start anew in another run.dir"
+                f"({record.key}): finish the run with the version that began it, or start again in another run.dir"
             )
         if (record.order or {}).get("lengths", 0) != fingerprint_of(self.order):
             raise DataError(
-                f"{manifest.url}/{LENGTHS}: was made anew, of another column, since {record.key}: make it as it was"
+                f"{manifest.url}/{LENGTHS}: was rebuilt from a different column after {record.key}; rebuild it from "
+                "the original one"
             )
 
     def describe(self) -> Mapping[str, object]:

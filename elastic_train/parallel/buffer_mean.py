@@ -72,7 +72,7 @@ class BufferMean:
 
     A step calls `begin`, then `lane` around every lane's forward pass, in ascending order, then `restore`. If any
     rank's `has_changed` is true while it `is_tracking` nothing, all ranks call `track` and compute the step again.
-    `finish` returns what the buffers become, which whoever applies the step copies into them.
+    `finish` returns what the buffers become, to be copied into them when the step is applied.
     """
 
     def __init__(self, model: nn.Module, summed: Sequence[str], replicas: Group, make_sum: MakeSum) -> None:
@@ -117,7 +117,7 @@ class BufferMean:
                 self._add()
 
     def restore(self) -> None:
-        """Put the step's own buffers back: lanes leave nothing behind before the step is applied."""
+        """Put the step's own buffers back: lanes leave no trace before the step is applied."""
         if self.is_tracking or self.has_changed:
             self._reset()
 
@@ -175,7 +175,7 @@ class BufferMean:
 
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
-        """Undo what forward passes inside do to the buffers: a validation is no step."""
+        """Undo what forward passes inside do to the buffers: a validation is not a step."""
         for slot in self._slots:
             slot.keep()
         try:

@@ -42,7 +42,7 @@ def exchange(
     NCCL would deadlock on receives posted at the start, and has nothing to gain: both ways have a ring's volume.
     """
     if group.size == 2 and is_balanced(layout):
-        group.all_reduce(flat)  # one addition for each element, and it commutes: there is no order to keep
+        group.all_reduce(flat)  # one addition for each element, and it commutes: any order gives the same sum
     elif group.size & (group.size - 1) == 0 and is_balanced(layout) and not flat.is_cuda:
         halve_and_double(flat, group, scratch)
     else:

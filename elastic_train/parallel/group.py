@@ -30,7 +30,7 @@ class Group:
     """`size` ranks, of which this process is `rank`.
 
     With `is_broken`, which is asked with the seconds that a wait has lasted, no wait outlasts the world: as soon as it
-    says so, whoever waits gets PeerLostError, whatever the peers do. Without, a wait ends when the peers answer or die,
+    says so, all waits raise PeerLostError, whatever the peers do. Without, a wait ends when the peers answer or die,
     or `timeout_s` is over. Waits happen inside `resting()`. `num_bytes` counts what this rank has given to collectives.
     """
 

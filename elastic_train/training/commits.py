@@ -1,6 +1,6 @@
 """The commits of a session: when one is due, how it begins, how it ended, and what a job ends with.
 
-Saves run beside the steps. A save that fails is counted and shown, and training goes on, until so many in a row have
+Saves run beside the steps. A save that fails is counted and shown, and training continues until so many in a row have
 failed that it should not; the last commit of a job is tried again before the job fails.
 """
 
@@ -155,7 +155,7 @@ class Commits:
             self.num_failed += 1
             self.num_failed_in_a_row += 1
             self.world.announce(
-                f"commit at step {ended.step} FAILED ({self.num_failed} so far), going on: {ended.error}"
+                f"commit at step {ended.step} FAILED ({self.num_failed} so far), training continues: {ended.error}"
             )
         if self.tracker is not None:
             counts = {"failed": self.num_failed, "skipped": self.num_skipped}

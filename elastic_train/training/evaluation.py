@@ -75,7 +75,9 @@ def _merge(metrics: Mapping[str, Metric], replicas: Group) -> dict[str, float]:
     for name, metric in metrics.items():
         for state_name, state in metric.metric_state.items():
             if not isinstance(state, Tensor) or state.is_floating_point():
-                raise ConfigError(f"metric '{name}': state '{state_name}' is no integer count; give it thresholds")
+                raise ConfigError(
+                    f"metric '{name}': state '{state_name}' is not an integer count; give the metric thresholds"
+                )
             replicas.all_reduce(state)
             setattr(metric, state_name, state)
         values[name] = float(metric.compute())

@@ -19,8 +19,8 @@ from elastic_train.training.step_sums import BUSY, COMMIT, GIVE_UP, GROW, LEAVE,
 class Outcome(enum.Enum):
     """How a loop ended; the value is what histories and results call it.
 
-    PREEMPTED: all were told to leave, or the world cannot go on without those who were. LEFT: this rank was, and the
-    others go on. REGROUP: the world ends to make room, or because somebody left it.
+    PREEMPTED: all ranks were asked to leave, or the world cannot continue without those that were. LEFT: this rank was,
+    and the others continue. REGROUP: the world ends to make room, or because a rank left it.
     """
 
     DONE = "done"
@@ -75,7 +75,7 @@ def _is_time_to_commit(session: Session, sums: StepSums) -> bool:
 
 
 def _end(session: Session, flags: int, sums: StepSums) -> Outcome | None:
-    """Say whether the world ends behind this step, alike on every rank; None if it goes on."""
+    """Say how the world ends after this step, alike on every rank; None if it continues."""
     if sums.any_flags & GIVE_UP:
         raise session.commits.failed()
     if sums.all_flags & LEAVE or (sums.any_flags & LEAVE and not session.worlds.is_live):

@@ -191,12 +191,12 @@ def start_tracker(plan: Plan, world: World, state: AppliedState, head: CommitRec
     try:
         write_atomically(folder / "config.yaml", config.to_yaml())
     except OSError as error:
-        world.announce(f"{folder}/config.yaml cannot be written, training goes on: {error}; make room on the disk")
+        world.announce(f"{folder}/config.yaml cannot be written, training continues: {error}; make room on the disk")
     if config.checkpoint.url is not None:
         try:
             world.store.create(f"configs/{world.term:08d}.yaml", config.to_yaml().encode())
         except StorageError as error:
-            world.announce(f"the configuration cannot be kept beside the commits, training goes on: {error}")
+            world.announce(f"the configuration cannot be stored with the commits, training continues: {error}")
     return Tracker.start(
         run_dir=folder,
         term=world.term,

@@ -29,7 +29,7 @@ TRACKER_TIMEOUT_S = 20.0
 class TrainResult:
     """What training ended with, equal on every rank; result.json holds the same fields, and a few of the run's own.
 
-    `status` is 'done' where all steps are applied and 'preempted' where all ranks were told to leave before that. It is
+    `status` is 'done' where all steps are applied and 'preempted' where all ranks were asked to leave before. It is
     'closed' where the other members finished the job while this process was not among them: then the rest describes
     the state that this process holds, which may be older. `step` counts applied steps. `metrics` are those of the last
     validation by name, without one empty. `coverage` sums all applied samples, over all epochs. `num_samples` is the

@@ -44,7 +44,7 @@ def train(config: Config | str | Path) -> TrainResult:
     to etcd that does not return would hold up or abort a normal exit of the interpreter.
 
     Raises ElasticTrainError: ConfigError, DataError before the first step; StorageError where commits cannot be
-    written; Preempted (exit code 75) if told to leave, after the state is committed or the other members have it: call
+    written; Preempted (exit code 75) if asked to leave, after the state is committed or the other members have it: call
     it again to resume; ResultError if the job is done and committed but result.json could not be written. Raises
     ValueError outside of the main thread.
     """

@@ -83,7 +83,7 @@ class Session:
         return every is not None and self.state.step % every == 0
 
     def quarantine(self, lanes: Sequence[LaneBatch]) -> None:
-        """Make holes of the row groups that any rank could not read of the next step; `steps` then begins it anew.
+        """Make holes of the row groups that any rank could not read of the next step; `steps` then repeats it.
 
         A hole that was found at a later step before, and given up with that step, begins here now.
         """
@@ -159,7 +159,7 @@ class Session:
         self.world.announce(f"validation at step {self.state.step}: {shown}")
 
     def pause(self) -> None:
-        """End this world's saves, displays and records; the tracker's run goes on with the next world's."""
+        """End this world's saves, displays and records; the tracker's run continues in the next world."""
         self.commits.abandon(is_live=self.worlds.is_live)
         if self.tracker is not None:
             self.tracker.pause()

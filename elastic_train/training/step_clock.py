@@ -29,7 +29,7 @@ class RankFacts:
 
 @dataclass(slots=True)
 class StepClock:
-    """Measures the phases of a rank's steps, one lap after another; what is kept is told with the next step."""
+    """Measures the phases of a rank's steps, one lap after another; what is kept is sent with the next step."""
 
     data_s: float = 0.0
     wait_s: float = 0.0

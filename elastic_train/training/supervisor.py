@@ -32,12 +32,12 @@ CLOSED = "closed"
 
 Ended = TrainResult | ElasticTrainError
 """How a job ended for one process, once everything is closed in good order: with a result, or with what keeps it from
-one (it was told to leave, or the result could not be written)."""
+one (it was asked to leave, or the result could not be written)."""
 
 LEAVING_PATIENCE_S = 8.0
 MOST_FAILED_WORLDS, MOST_FIRST_WORLDS, FAILED_WORLD_PAUSE_S = 60, 10, 2.0
 """How often, and how long, live ranks wait for storage that a new world needs: those that hold a state, and those that
-have none yet, since whoever has one may be in their world."""
+have none yet, since a rank that has one may be in their world."""
 
 
 def supervise(config: Config, leave: LeaveRequest, started_at: float) -> Ended:
@@ -67,7 +67,7 @@ def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveR
             ended = _train_in(open_session(process, formed))
         except (PeerLostError, FencedError):
             if not worlds.is_live:
-                raise  # the job goes on in the next world, and with it the tracker's run
+                raise  # the job continues in the next world, and with it the tracker's run
             formed.group.abandon()
             continue
         except StorageError as error:
@@ -85,10 +85,10 @@ def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveR
 
 
 def _is_through(leave: LeaveRequest, state: AppliedState) -> bool:
-    """Say whether to stop waiting for a world: told to leave, with nothing to lose, or after some patience.
+    """Say whether to stop waiting for a world: asked to leave, with nothing to lose, or after some patience.
 
-    All nodes may be told to leave at slightly different times. So who holds a state enters one more world, in which all
-    find out together whether anybody goes on, and commit if nobody does.
+    All nodes may be asked to leave at slightly different times. So a process that holds a state enters one more world,
+    in which all find out together whether any of them continues, and commit if none does.
     """
     return leave.is_set and (state.step == 0 or time.monotonic() - leave.since_s > LEAVING_PATIENCE_S)
 
@@ -134,7 +134,7 @@ def _finish(session: Session, outcome: Outcome) -> Ended:
         session.pause()
         session.world.group.abandon()
         session.worlds.leave(is_job_done=False)
-        return Preempted(f"told to leave after step {step}; the other members continue")
+        return Preempted(f"asked to leave after step {step}; the other members continue")
     result = result_of(session.plan, session.state, outcome.value)
     if (error := write_result(session, result)) is not None:
         sys.stderr.write(explain(error) + "\n")
@@ -142,7 +142,7 @@ def _finish(session: Session, outcome: Outcome) -> Ended:
     session.world.group.close()  # nobody leaves while another still waits for an answer
     session.worlds.leave(is_job_done=outcome is Outcome.DONE)
     if outcome is not Outcome.DONE:
-        return Preempted(f"told to leave; step {step} is committed: start again to resume from it")
+        return Preempted(f"asked to leave; step {step} is committed: start again to resume from it")
     # A launcher that restarts whatever does not end with 0 would begin a job again that is done.
     is_restarted = session.worlds.is_launched and not session.worlds.is_live
     return result if error is None or is_restarted else error

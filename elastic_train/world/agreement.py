@@ -1,4 +1,4 @@
-"""Agreeing: rank 0 looks at the outside world and decides; every rank goes on with its answer, or with its error."""
+"""Agreeing: rank 0 looks at the outside world and decides; every rank takes its answer, or raises its error."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Where worlds come from: from the launcher, which gives this process one, or one after another from live membership.
 
-In `restart` mode, and alone, a process trains in one world, and a fault ends it: the launcher starts it anew. In `live`
+In `restart` mode, and alone, a process trains in one world, and a fault ends it: the launcher starts another. In `live`
 mode the process outlives its worlds: it asks for the next one after a fault, or to let others in.
 """
 
@@ -51,7 +51,7 @@ class Worlds(Protocol):
     def form(self) -> Formed | None:
         """Wait for the next world, leaving the last; None if there is none, because the job is done.
 
-        Raises TooFewNodesError if not enough nodes come in time, and Preempted if told to leave.
+        Raises TooFewNodesError if not enough nodes come in time, and Preempted if asked to leave.
         """
 
     def wants_to_grow(self) -> bool:
@@ -97,13 +97,13 @@ class LiveWorlds:
 
     def __init__(
         self,
-        told: LiveContext,
+        context: LiveContext,
         config: Config,
         device: torch.device,
         watchdog: Watchdog,
         is_stopped: Callable[[], bool],
     ) -> None:
-        self._told, self._is_stopped, self._watchdog = told, is_stopped, watchdog
+        self._context, self._is_stopped, self._watchdog = context, is_stopped, watchdog
         self._num_lanes = config.batch.num_lanes
         self._timeout_s, self._device = config.peer_timeout_s, device
         self._member: LiveMember | None = None
@@ -136,13 +136,13 @@ class LiveWorlds:
 
     def _be_member(self) -> LiveMember:
         """Begin the membership; an etcd that is away is waited for, as those wait who are members already."""
-        deadline = time.monotonic() + self._told.timeout_s
+        deadline = time.monotonic() + self._context.timeout_s
         while True:
             try:
-                return LiveMember(self._told, self._num_lanes)
+                return LiveMember(self._context, self._num_lanes)
             except StoreUnavailableError as error:
                 if self._is_stopped():
-                    raise Preempted("told to leave while etcd was away") from error
+                    raise Preempted("asked to leave while etcd was away") from error
                 if time.monotonic() > deadline:
                     raise StorageError(str(error)) from error
                 log.warning("waiting for etcd: %s", error)
@@ -160,10 +160,10 @@ class LiveWorlds:
 
 def open_worlds(config: Config, device: torch.device, watchdog: Watchdog, is_stopped: Callable[[], bool]) -> Worlds:
     """Return the worlds that the launcher has prepared; `is_stopped` ends the waiting for one."""
-    told = live_context()
-    if told is None:
+    launched = live_context()
+    if launched is None:
         return OneWorld(config, device, watchdog)
-    return LiveWorlds(told, config, device, watchdog, is_stopped)
+    return LiveWorlds(launched, config, device, watchdog, is_stopped)
 
 
 def _meeting_place(launched: RendezvousContext | None) -> str:

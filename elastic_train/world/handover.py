@@ -77,28 +77,28 @@ def _give(group: Group, state: AppliedState, taker: int) -> None:
 def _take(group: Group, state: AppliedState, giver: int) -> None:
     length = torch.empty(1, dtype=torch.int64)
     group.transfer(length, source=giver)
-    told, head = (
+    sent, head = (
         torch.empty(hashlib.sha256().digest_size, dtype=torch.uint8),
         torch.empty(int(length), dtype=torch.uint8),
     )
-    group.transfer(told, source=giver)
+    group.transfer(sent, source=giver)
     group.transfer(head, source=giver)
     digest = hashlib.sha256(head.numpy().data)
-    _check(told, digest.digest(), giver)
+    _check(sent, digest.digest(), giver)
     shapes, plain, (int_keyed, empty), reached = pickle.loads(head.numpy().tobytes())
     tensors = {path: torch.empty(shape, dtype=dtype) for path, shape, dtype in shapes}
     for chunk in _chunks(list(tensors.values()), is_filling=True):
         group.transfer(chunk, source=giver)
         digest.update(chunk.numpy().data)
-    group.transfer(told, source=giver)
-    _check(told, digest.digest(), giver)
+    group.transfer(sent, source=giver)
+    _check(sent, digest.digest(), giver)
     received: State = {}
     fill(received, {**plain, **tensors}, int_keyed, empty)
     state.restore(lambda tree: tree.update(received), reached)
 
 
-def _check(told: Tensor, found: bytes, giver: int) -> None:
-    if told.numpy().tobytes() != found:
+def _check(sent: Tensor, found: bytes, giver: int) -> None:
+    if sent.numpy().tobytes() != found:
         raise PeerLostError(f"the state that rank {giver} handed over arrived damaged")
 
 

@@ -2,7 +2,7 @@
 
 A rank that cannot read a sample of the next step says so with the step's lane table. Nobody applies that step: the
 ranks tell each other which row groups they miss, rank 0 records them in the store as holes from this step on, and then
-all begin the step anew without their samples. The record comes before the step. So a world that goes on from an earlier
+all repeat the step without their samples. The record comes before the step. So a world that continues from an earlier
 commit finds it, and leaves out the same samples from the same step on, whether it could read them or not.
 
 A hole in a commit is in effect; one that is only recorded takes effect when its step comes, in any world that begins at
@@ -84,9 +84,9 @@ def _gather(group: Group, mine: Mapping[int, str]) -> dict[int, str]:
     """Return what any rank misses; where several do, the reason is the lowest rank's."""
     found: dict[int, str] = {}
     for rank in range(group.size):
-        told = group.broadcast_object([[number, why] for number, why in mine.items()], rank)
-        assert isinstance(told, list), "pairs of a row group and a reason"
-        for number, why in told:
+        received = group.broadcast_object([[number, why] for number, why in mine.items()], rank)
+        assert isinstance(received, list), "pairs of a row group and a reason"
+        for number, why in received:
             found.setdefault(number, why)
     return found
 
@@ -108,8 +108,8 @@ def _read_all(store: Store) -> list[object]:
             _HOLES.validate_python(content)
         except (ValueError, ValidationError) as error:
             raise DataError(
-                f"{store.url}/{entry.key} is no record of holes ({str(error).splitlines()[0]}); "
-                "take it away to find unreadable row groups anew"
+                f"{store.url}/{entry.key} is not a record of holes ({str(error).splitlines()[0]}); "
+                "remove it to search for unreadable row groups again"
             ) from error
         holes += content
     return holes

@@ -91,7 +91,7 @@ def _published(world: World) -> tuple[int, list[tuple[int, int, int]]]:
     """Return term and intervals of the newest commit of a world that can be read; 0 and none if there is none.
 
     The fence may not have heard of it, and a listing may lack the one that the fence names. A state of a newer term
-    counts whatever it goes on from: its world was fenced off from that commit, and so knew it. It goes on from it, or
+    counts whatever it continues from: its world was fenced off from that commit, and so knew it. It continues it, or
     has passed over it because it was damaged. What a process has committed alone takes nobody's state away: it applied
     no step in the term that it claimed for it.
     """
@@ -118,9 +118,9 @@ def _is_of(published: Sequence[Interval], state: AppliedState) -> bool:
 
 
 def parent_of(store: Store, state: AppliedState, most: int | None = None) -> str | None:
-    """Return the newest commit that the state goes on from, of its step or `most`, or of an earlier one.
+    """Return the newest commit that the state continues, of its step or `most`, or of an earlier one.
 
-    A fenced writer's late record is no ancestor of it.
+    A fenced writer's late record is not an ancestor of it.
     """
     mine, limit = state.reached.intervals, state.step if most is None else most
     found = (r for _, r, _ in records(store) if r and r.step <= limit and r.intervals == cut(mine, r.step))
@@ -140,7 +140,7 @@ def _find_head(world: World, furthest: int) -> tuple[str | None, list[tuple[str,
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a world goes on from: a commit or its members' state, its step, and a commit's age."""
+    """What a world continues from: a commit or its members' state, its step, and a commit's age."""
 
     name: str
     step: int

@@ -170,5 +170,5 @@ def test_records_ahead_take_effect_and_those_behind_do_not(tmp_path: Path) -> No
     assert known(4, hole(2, 2)) == [hole(2, 2)]
     plan.config.data.unreadable = "quarantine"
     store.create("holes/x.json", b"{")
-    with pytest.raises(DataError, match=r"holes/x\.json is no record of holes"):
+    with pytest.raises(DataError, match=r"holes/x\.json is not a record of holes"):
         known(4)
