@@ -30,7 +30,7 @@ def commit_of(**fields: object) -> CommitRecord:
     [
         ({"config_digest": "other"}, ConfigError, "another configuration"),
         ({"manifest_digest": "other"}, DataError, "manifest changed"),
-        ({"order": {"version": VERSION, "lengths": 7}}, DataError, "another column"),
+        ({"order": {"version": VERSION, "lengths": 7}}, DataError, "a different column"),
         ({"order": {"version": VERSION - 1, "lengths": 0}}, ConfigError, "order of another version"),
         ({"order": {"lengths": 0}}, ConfigError, "order of another version"),
         ({"order": None}, ConfigError, "order of another version"),

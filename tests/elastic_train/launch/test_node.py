@@ -20,6 +20,8 @@ from tests.conftest import ROOT, start
 from tests.elastic_train.training.test_live import history, until_whole, write_config
 from tests.processes import command_lines_below
 
+pytestmark = pytest.mark.slow
+
 
 def ended(capsys: pytest.CaptureFixture[str], folder: Path, *flags: str) -> tuple[int, str]:
     """Launch in this process something that gets no worker started; return the exit code and what was told."""

@@ -177,7 +177,8 @@ def test_saves_that_fail_in_a_row_end_training(tmp_path: Path) -> None:
             store.num_left = 1000
     assert commits.is_hopeless() and commits.num_failed == 5
     assert (
-        "commit at step 6 FAILED (5 so far), going on" in ears.announced[-1] and "No space left" in ears.announced[-1]
+        "commit at step 6 FAILED (5 so far), training continues" in ears.announced[-1]
+        and "No space left" in ears.announced[-1]
     )
     error = commits.failed()
     assert isinstance(error, SavesFailedError) and error.exit_code == StorageError.exit_code

@@ -231,7 +231,7 @@ def test_a_full_disk_stops_no_training(tmp_path: Path, rows: Path) -> None:
     """Saves that fail for want of space are counted, and training goes on; without its last one a job is not done."""
     done = start_on_a_full_disk(config(tmp_path, rows, CLASSIFIER, epochs=1))
     assert done.code == 1, done.output
-    assert "FAILED (1 so far), going on" in done.output
+    assert "FAILED (1 so far), training continues" in done.output
     assert "error: step 14 could not be committed in 3 tries: make room in" in done.output
     assert not (tmp_path / "run" / "result.json").exists()
     assert not list((tmp_path / "run" / "commits").glob("*"))
@@ -243,7 +243,7 @@ def test_a_disk_that_stays_full_ends_training(tmp_path: Path, rows: Path) -> Non
     options = ["--checkpoint.every-steps", "1", "--checkpoint.when-busy", "wait", "--checkpoint.give-up-after", "2"]
     done = start_on_a_full_disk(config(tmp_path, rows, CLASSIFIER, epochs=1), *options)
     assert done.code == 1, done.output
-    assert "FAILED (2 so far), going on" in done.output
+    assert "FAILED (2 so far), training continues" in done.output
     assert "error: 2 saves in a row have failed, the last before step" in done.output
     assert len(history(tmp_path, "step")) < 14
 

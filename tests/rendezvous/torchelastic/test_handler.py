@@ -34,6 +34,7 @@ def test_load_takes_the_name_and_may_be_repeated() -> None:
         get_rendezvous_handler(RendezvousParameters("etcd", "host:x", "id", 1, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["entry_point", "live_handler", "restart_agent"])
 def test_our_backend_is_registered_whatever_is_imported_first(module: str) -> None:
     """Torch's registry imports our entry point in the middle of its own import, and swallows any error of it."""

@@ -118,6 +118,7 @@ def test_a_resume_draws_the_same(dataset: Manifest) -> None:
     assert drawn == expected(1)
 
 
+@pytest.mark.slow
 def test_worker_processes_draw_the_same(dataset: Manifest) -> None:
     """Two worker processes draw what threads draw, from a method as from a function."""
     collate = Augmenting().collate
