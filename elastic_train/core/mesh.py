@@ -71,10 +71,6 @@ class Mesh:
         """The ranks of this rank's place in all replicas, by replica: they sum gradients with one another."""
         return range(self.place, self.size, self.cell.size)
 
-    def speaker(self, replica: int) -> int:
-        """Return the rank that speaks for a replica's lanes: its first."""
-        return replica * self.cell.size
-
     @property
     def coordinates(self) -> Coordinates:
         """This rank's coordinates; the expert axis varies fastest, so tensor and expert neighbours share a node."""

@@ -51,7 +51,6 @@ def test_the_ranks_of_a_replica_own_the_same_lanes(cell: Cell, num_replicas: int
 def test_a_rank_is_a_replica_by_default() -> None:
     mesh = Mesh(2, 5)
     assert (mesh.replica, mesh.num_replicas, mesh.place, mesh.column) == (2, 5, 0, range(5))
-    assert mesh.speaker(3) == 3
 
 
 @pytest.mark.parametrize(("rank", "size", "cell"), [(3, 3, Cell()), (0, 5, Cell(tensor=2)), (-1, 2, Cell())])

@@ -201,3 +201,14 @@ def test_a_process_outlives_its_stdout(stdout: str) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("training continues") == (0 if stdout == "none" else 1)
     assert done.stderr.endswith("the end\n")
+
+
+def test_a_rank_that_the_others_wait_for_is_named() -> None:
+    """With how many times the median it takes; a world whose ranks are alike says nothing of it."""
+    clock, (out, text) = Clock(), console(is_terminal=False)
+    progress = Progress(out, clock)
+    progress.update(status(1))
+    assert "slowest" not in text()
+    clock.now += LINE_EVERY_S
+    progress.update(status(2, slowest=(3, 1.84)))
+    assert "slowest rank 3, 1.8x" in text()
