@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -79,3 +80,18 @@ class OwnWeights(TextClassifier):
         with torch.no_grad():
             dict(model.named_parameters())["head.bias"].fill_(float(os.environ.get("RANK", "0")))
         return model
+
+
+class Stalls(TextClassifier):
+    """Computes for a minute in every lane, as long as the file `marker` exists."""
+
+    def __init__(self, marker: str, **params: object) -> None:
+        super().__init__(**params)  # type: ignore[arg-type]
+        self.marker = Path(marker)
+
+    def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
+        if self.marker.exists():
+            Path(f"{self.marker}.{os.getpid()}").touch()
+            time.sleep(60)
+        time.sleep(0.01)
+        return super().loss(model, batch)

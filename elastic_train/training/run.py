@@ -15,7 +15,7 @@ from pathlib import Path
 from elastic_train.config import sources
 from elastic_train.config.schema import Config
 from elastic_train.errors import ElasticTrainError, explain
-from elastic_train.system.preemption import LeaveRequest
+from elastic_train.system.preemption import LeaveRequest, launched_grace_s
 from elastic_train.tracking.progress import flush_streams
 from elastic_train.training.result import TrainResult
 from elastic_train.training.supervisor import supervise
@@ -91,7 +91,7 @@ def _begin() -> LeaveRequest:
     """Tie a launched process to its launcher's life, and listen for requests to leave."""
     if _is_launched():
         die_with_parent()
-    return LeaveRequest()
+    return LeaveRequest(launched_grace_s())
 
 
 def _is_launched() -> bool:

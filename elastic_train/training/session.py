@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from elastic_train.checkpoint import SaveMemory
@@ -74,6 +75,11 @@ class Session:
                 yield lanes
                 if self.holes is not holes:
                     break
+
+    def leaving(self) -> list[bool]:
+        """Return, by rank, which processes of the world have been asked to leave; equal on every rank."""
+        mine = torch.tensor(int(self.leave.is_set))
+        return [bool(asked) for asked in self.world.group.all_gather(mine).flatten()]
 
     def to_device(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(self.plan.device, non_blocking=True) for name, tensor in tensors.items()}

@@ -265,7 +265,8 @@ def test_an_overdue_commit_waits_until_nobody_is_busy(
     sums = StepSums(0.0, 1.0, CoverageSums(), 0, 0, flags, 0)
     monkeypatch.setattr(loop, "compute_step", lambda *_: Computed(sums, flags, ()))
     session = MagicMock()
-    session.steps.return_value = [()] * 3
+    session.leave.dropping.return_value = [()] * 3
+    session.leaving.return_value = [False]
     session.clock.lap.return_value = 0.0
     session.is_validation_due.return_value = session.commits.is_due.return_value = False
     assert loop.train_steps(session) is loop.Outcome.DONE
