@@ -10,7 +10,9 @@ from __future__ import annotations
 import enum
 import time
 
+from elastic_train.job.state import StepFacts
 from elastic_train.system.failpoints import reach
+from elastic_train.training.nonfinite import report_nonfinite
 from elastic_train.training.session import Session
 from elastic_train.training.step import compute_step
 from elastic_train.training.step_sums import BUSY, COMMIT, GIVE_UP, GROW, LEAVE, StepSums
@@ -49,10 +51,15 @@ def train_steps(session: Session) -> Outcome:
         session.commits.await_staging()
         reach("apply")
         account = state.reached.account.advance(state.step, session.holes, sums.num_left_out, sums.num_truncated)
-        norm = state.apply(cursor, sums.coverage, session.world.term, account, computed.buffers)
+        facts = StepFacts(
+            cursor, sums.coverage, session.world.term, account, computed.buffers, sums.loss, session.reduction == "fast"
+        )
+        norm = state.apply(facts)
         reach("applied")
         seconds = time.perf_counter() - started
         session.record_step(sums, norm, seconds)
+        if state.reached.num_nonfinite:
+            report_nonfinite(session, lanes, sums, norm)
 
         if state.step == session.plan.total_steps:
             break

@@ -31,7 +31,8 @@ def train(config: Config | str | Path) -> TrainResult:
 
     The result is frozen and equal on every rank: `status` ('done', or 'closed' where the other members finished the
     job without this process), `step` (applied steps), `weights_sha256`, `metrics` (the last validation's, by name),
-    `coverage` (`CoverageSums` over all epochs), `num_samples`, `epochs`, `holes`, `num_left_out`, `num_truncated`.
+    `coverage` (`CoverageSums` over all epochs), `num_samples`, `epochs`, `holes`, `num_left_out`, `num_truncated`,
+    `fast_steps`, `skipped_steps`.
     `run.dir` holds the same in result.json, and the weights in its commits (`discover`, `read_state`).
 
     Call it in the main thread: until it returns, SIGTERM and SIGUSR1 ask it to commit and leave at the next step, and

@@ -14,7 +14,7 @@ from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.buffer_mean import BufferMean
-from elastic_train.parallel.gradient_sum import GradientSum
+from elastic_train.parallel.gradient_sum import GradientSum, Reduction
 from elastic_train.system.failpoints import reach
 from elastic_train.system.preemption import LeaveRequest
 from elastic_train.system.watchdog import Watchdog
@@ -57,6 +57,7 @@ class Session:
     watchdog: Watchdog
     commits: Commits
     tracker: Tracker | None
+    reduction: Reduction = "canonical"
     clock: StepClock = field(default_factory=StepClock)
     holes: tuple[Hole, ...] = ()
 

@@ -19,13 +19,13 @@ from elastic_train.errors import (
 )
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.state import AppliedState
+from elastic_train.job.warm_up import warm_up
 from elastic_train.system.preemption import LeaveRequest, StepDropped
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.training.loop import Outcome, train_steps
 from elastic_train.training.open_session import commit_alone, make_repeatable, open_session
 from elastic_train.training.result import TrainResult, result_of, write_result
 from elastic_train.training.session import Process, Session
-from elastic_train.training.warm_up import warm_up
 from elastic_train.world.forming import Formed, open_worlds
 
 CLOSED = "closed"

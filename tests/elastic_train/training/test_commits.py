@@ -20,7 +20,7 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval
 from elastic_train.core.order import Cursor
 from elastic_train.errors import FencedError, SavesFailedError, StorageError
-from elastic_train.job.state import build_state
+from elastic_train.job.state import StepFacts, build_state
 from elastic_train.parallel.group import Group
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.training import loop
@@ -98,7 +98,7 @@ def take_step(commits: Commits) -> None:
     """Do what the loop does for a step, up to its boundary."""
     commits.state.model(torch.ones(1, 3)).sum().backward()
     commits.await_staging()
-    commits.state.apply(Cursor(), CoverageSums(), commits.world.term, SampleAccount())
+    commits.state.apply(StepFacts(Cursor(), CoverageSums(), commits.world.term, SampleAccount()))
     commits.collect()
 
 
