@@ -47,7 +47,7 @@ def test_check_judges_an_old_run_again(healthy: Path, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out)["valid"] is True
 
 
-def test_report_is_made_with_every_verdict_and_again(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_writes_the_report_and_report_repeats_it(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`check` writes the page, `report` the same page again, and says where it lies."""
     assert leave(["check", str(healthy)]) == 0
     page = (healthy / "report.html").read_bytes()
@@ -67,7 +67,7 @@ def test_what_is_false_or_unknown_is_not_valid(healthy: Path, tmp_path: Path, na
     assert json.loads((tmp_path / "run" / "verdict.json").read_text())["valid"] is False
 
 
-def test_mistakes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder that is no run, a scenario that is not there, and a setting without a value end with a clear error."""
     assert leave(["check", str(tmp_path)]) == 1
     assert "no faulted/history there" in capsys.readouterr().err
@@ -79,7 +79,7 @@ def test_mistakes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "epochs" in capsys.readouterr().err
 
 
-def test_a_cable_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_of_a_missing_cable_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Here only the last node has a cable of its own: a fault of another one's is refused, not done to the last."""
     told = "name: x\ndescription: y\nconfig: configs/witness.yaml\nnodes: {count: 3}\nrows: 64\n"
     (tmp_path / "x.yaml").write_text(f"{told}faults: [{{kind: cut_link, node: 0, at_step: 3, for_s: 2}}]\n")
@@ -96,7 +96,7 @@ def test_a_cable_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.Captur
         ("{kind: cut_link, node: 0, at_step: 3, for_s: 2}", ["--command", "false"]),
     ],
 )
-def test_what_is_refused_takes_nothing_away(tmp_path: Path, fault: str, command: list[str]) -> None:
+def test_a_refused_run_deletes_no_earlier_results(tmp_path: Path, fault: str, command: list[str]) -> None:
     """The results of an earlier run stay where the next one cannot begin."""
     told = f"name: x\ndescription: y\nconfig: configs/witness.yaml\nnodes: {{count: 3}}\nfaults: [{fault}]\n"
     (tmp_path / "x.yaml").write_text(told)
@@ -111,7 +111,7 @@ def test_what_is_refused_takes_nothing_away(tmp_path: Path, fault: str, command:
 
 
 @pytest.mark.parametrize("error", [ChaosError("no etcd here"), ConfigError("no etcd here")])
-def test_the_demo_tells_its_mistakes(
+def test_the_demo_reports_its_mistakes(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What goes wrong in it ends in lines and an exit code, not in a traceback."""
@@ -138,7 +138,7 @@ def test_a_planted_bug_has_to_be_found(capsys: pytest.CaptureFixture[str]) -> No
     assert "canary" in capsys.readouterr().err
 
 
-def test_a_scenario_none_of_whose_faults_come_is_not_valid(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_scenario_whose_faults_never_happen_is_not_valid(capsys: pytest.CaptureFixture[str]) -> None:
     """A job that is through before its faults are due has put nothing to the test, and says how to run it again."""
     assert leave(["sim", "--scenario", "any-script", "--seed", "1", "--json"]) == 1
     fields = json.loads(capsys.readouterr().out)
@@ -146,13 +146,13 @@ def test_a_scenario_none_of_whose_faults_come_is_not_valid(capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("name", ["hours", "faults-per-hour", "processes"])
-def test_nothing_and_less_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_counts_and_rates_below_one_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A rate below nothing would have a next fault for ever."""
     assert leave(["sim", "--seeds", "1", f"--{name}", "-1"]) == 2
     assert f"--{name} -1: give more than 0" in capsys.readouterr().err
 
 
-def test_ctrl_c_says_how_to_judge_what_was_done(
+def test_ctrl_c_prints_how_to_judge_what_was_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Behind the taking away of everything comes the command for what is left; without a history there is none."""

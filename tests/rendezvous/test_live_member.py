@@ -12,7 +12,7 @@ from rendezvous.live_member import LiveMember
 pytestmark = pytest.mark.slow
 
 
-def test_who_regroups_while_etcd_is_away_can_be_told_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_regrouping_while_etcd_is_away_can_be_asked_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, with its state to save: where etcd ends with the other nodes it is told to leave in that very moment."""
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")

@@ -31,7 +31,7 @@ def committed(term: int, step: int, digest: str, parent: str | None) -> Line:
     return {"op": "commit", "t": 10.0 * term + step / 100, **where, "digest": digest, "parent": parent}
 
 
-def test_behind_a_forgotten_commit_the_chain_goes_on_with_what_its_term_had_restored() -> None:
+def test_before_a_deleted_commit_the_chain_continues_with_what_its_term_restored() -> None:
     """Not with the newest one before it, which was damaged and passed over: the steps would not grow.
 
     The publisher of step 20 died before it told of it; two terms went on from there, the second because what the
@@ -50,7 +50,7 @@ def test_behind_a_forgotten_commit_the_chain_goes_on_with_what_its_term_had_rest
     assert told == "2 of 4 commits are one chain, intervals tile [0, 30)"
 
 
-def test_who_made_the_steps_of_a_commit_that_nobody_told_of_had_come_so_far() -> None:
+def test_an_unrecorded_commit_belongs_to_the_term_that_reached_its_step() -> None:
     """A process of term 1 committed alone, under term 3, and died; retention has deleted the record since.
 
     Term 2, which began again before that, applied nothing: what term 4 reads is not its.
@@ -71,7 +71,7 @@ def test_who_made_the_steps_of_a_commit_that_nobody_told_of_had_come_so_far() ->
     assert [(step.step, step.term) for step in lineage_of(run)] == [(1, 1), (2, 4)]
 
 
-def test_what_lies_behind_a_damaged_commit_is_passed_over_once() -> None:
+def test_commits_before_a_damaged_one_are_passed_over_once() -> None:
     """The next term's members hold the state that came of it, look at no commit, and so tell of none."""
     behind, why = key(2, 3), f"is no ancestor of {key(3, 3)}: a late record"
     first = restored(4, 1, key(1, 1)) | {"skipped": [[key(3, 3), "a file is missing"], [behind, why]]}
@@ -86,7 +86,7 @@ def test_what_lies_behind_a_damaged_commit_is_passed_over_once() -> None:
         durability(Evidence(Path("drawn"), [lines], [], {}, None, None))
 
 
-def test_a_world_goes_on_from_the_term_that_its_restore_names() -> None:
+def test_a_world_continues_from_the_term_that_its_restore_names() -> None:
     """Two processes of a left world bring its step back, who had the newer one's all died: no guess, it is told.
 
     They had been in a world that broke while the newer step was handed over, so nobody else could know (storm 1937).
@@ -109,7 +109,7 @@ def test_a_world_goes_on_from_the_term_that_its_restore_names() -> None:
         assert branch_of(run, 66, 3) == [*branch, (66, 1, 3)]
 
 
-def test_a_forgotten_parent_may_have_two_children() -> None:
+def test_a_deleted_parent_may_have_two_children() -> None:
     """Two who committed alone went on from the same commit, which retention has deleted: neither is older than that."""
 
     def made(term: int, step: int, parent: str, parent_key: str, at: float) -> Commit:

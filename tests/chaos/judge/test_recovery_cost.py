@@ -65,7 +65,7 @@ def plainly(run: Evidence) -> list[tuple[int, int, float]]:
 
 @given(runs())
 @settings(max_examples=200)
-def test_costs_are_those_of_the_plain_reading(run: Evidence) -> None:
+def test_costs_match_a_slow_and_plain_calculation(run: Evidence) -> None:
     """Whatever terms and faults there are, each fault has the same next world and the same time to it."""
     assert [(cost.place, cost.term, cost.rto_s) for cost in recoveries(run)] == plainly(run)
     costly = {cost.place for cost in recoveries(run)}
@@ -98,7 +98,7 @@ def test_a_long_run_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert looks[0] < 3 * len(lines)
 
 
-def test_a_fault_between_two_worlds_costs_what_lies_between(tmp_path: Path) -> None:
+def test_a_fault_between_two_worlds_costs_the_steps_between(tmp_path: Path) -> None:
     """The recorded run's kill gives up three steps, its start none."""
     from chaos.judge.evidence.run_files import collect
 
@@ -106,7 +106,7 @@ def test_a_fault_between_two_worlds_costs_what_lies_between(tmp_path: Path) -> N
     assert [(cost.kind, cost.rpo_steps) for cost in recoveries(run)] == [("kill_node", 3), ("start_node", 0)]
 
 
-def test_a_fault_after_the_last_step_is_answered_by_the_jobs_end() -> None:
+def test_recovery_from_a_fault_after_the_last_step_is_the_jobs_end() -> None:
     """A kill while the last step was applied, or later, has no next world's step; earlier it has changed nothing."""
     lines: list[Line] = [
         {"op": "form", "t": 1.0, "term": 1, "rank": 0, "pid": 7, "world": 1},
@@ -119,7 +119,7 @@ def test_a_fault_after_the_last_step_is_answered_by_the_jobs_end() -> None:
     assert list(after_the_last_step(Evidence(Path("drawn"), [lines], [], {}, None, None))) == [1, 2]
 
 
-def test_a_process_leaves_when_it_is_seen_no_more() -> None:
+def test_a_process_left_when_it_was_last_seen() -> None:
     """Who did not live to tell of a world may be in the next, or be hit in it; who is never seen again was lost."""
 
     def formed(term: int, *pids: int) -> list[Line]:
@@ -144,7 +144,7 @@ def test_a_process_leaves_when_it_is_seen_no_more() -> None:
 @pytest.mark.parametrize(
     ("kind", "is_explained"), [("storage_errors", True), ("etcd_outage", True), ("flip_bit", False)]
 )
-def test_a_service_that_is_away_explains_whoever_leaves_while_it_is(kind: str, is_explained: bool) -> None:
+def test_a_service_outage_explains_processes_that_leave_during_it(kind: str, is_explained: bool) -> None:
     """Who was started amid an outage of etcd or the storage is hit by it, although its line cannot name it."""
 
     def told(outage_s: float, *, stays: bool = False, left_at: float = 90.0) -> Evidence:
@@ -173,7 +173,7 @@ def test_a_service_that_is_away_explains_whoever_leaves_while_it_is(kind: str, i
         deaths(told(outage_s=10.0, stays=True))
 
 
-def test_a_world_is_sealed_before_it_forms_whatever_its_leader_says() -> None:
+def test_a_world_is_sealed_before_it_forms_whatever_its_leaders_clock_says() -> None:
     """Its clock may be an hour ahead: a fault that came behind the seal by that clock hits the world all the same."""
 
     def told(sealed_at: float) -> Evidence:
@@ -223,7 +223,7 @@ def test_a_fault_of_a_spare_node_is_ridden_out() -> None:
         rto(told({**spare, "t": 8.0}))
 
 
-def test_the_end_of_who_was_left_behind_is_ridden_out() -> None:
+def test_the_end_of_a_process_that_was_left_out_costs_nothing() -> None:
     """It was of the world before, and slept while the others, and another in its place, formed the next one."""
     lines: list[Line] = [
         {"op": "scenario", "t": 0.0, "recovery": "live"},
@@ -242,7 +242,7 @@ def test_the_end_of_who_was_left_behind_is_ridden_out() -> None:
     assert list(ridden_out(Evidence(Path("drawn"), [hit], [], {}, run.result, None))) == []
 
 
-def test_a_node_that_is_never_admitted_is_no_spare() -> None:
+def test_a_node_that_is_never_admitted_is_not_a_spare() -> None:
     """Its later ends cost nothing because the world has stayed small: that is not what should have come."""
     lines: list[Line] = [
         {"op": "scenario", "t": 0.0, "recovery": "live"},
@@ -267,7 +267,7 @@ def test_a_node_that_is_never_admitted_is_no_spare() -> None:
     ((250.0, 350.0, 450.0), 460.0, 10.0),
     ((250.0,), 460.0, 110.0),
 ])  # fmt: skip
-def test_a_small_world_makes_room_behind_a_step_of_its_own(
+def test_a_small_world_admits_a_returning_node_after_its_first_step(
     steps_at: tuple[float, ...], first_at: float, late_s: float | None
 ) -> None:
     """Who comes back waits for a world that is at work; not for its third step, nor for one that stands still."""
@@ -294,7 +294,7 @@ def test_a_small_world_makes_room_behind_a_step_of_its_own(
         rto(run)
 
 
-def test_a_world_of_restarted_processes_is_explained_by_what_hit_the_one_before() -> None:
+def test_a_restarted_world_is_explained_by_a_fault_of_the_previous_one() -> None:
     """By a fault since that was sealed, one that lasted until then, one that had hit a member; or by who came."""
 
     def told(*hits: Line, seats: tuple[int, int] = (2, 2)) -> str:
@@ -322,7 +322,7 @@ def test_a_world_of_restarted_processes_is_explained_by_what_hit_the_one_before(
             told(*hits)
 
 
-def test_an_agent_that_was_kept_from_etcd_ends_one_world_that_was_sealed_behind_that() -> None:
+def test_an_agent_cut_off_from_etcd_explains_one_world_sealed_after_that() -> None:
     """The renewal that was lost is missed when the next world is there; then it is another member (seed 8961)."""
 
     def told(*worlds: tuple[float, int], kind: str = "lose_requests", node: int = 1) -> str:
@@ -349,7 +349,7 @@ def test_an_agent_that_was_kept_from_etcd_ends_one_world_that_was_sealed_behind_
             told(*worlds, kind=kind, node=node)
 
 
-def test_who_was_told_to_leave_ends_worlds_until_it_has_left() -> None:
+def test_a_process_asked_to_leave_may_end_worlds_until_it_has_left() -> None:
     """A world may end with one that leaves before all have heard of its last step: it leaves the next one.
 
     A world that one of its members is lost to, as the fault's late effect, may be formed by the same processes.

@@ -62,7 +62,7 @@ def test_what_has_happened_so_far_is_judged(going_on: Path) -> None:
     assert found["finished"] == "unknown"
 
 
-def test_steps_behind_the_newest_commit_are_not_judged_yet(going_on: Path) -> None:
+def test_steps_after_the_newest_commit_are_not_judged_yet(going_on: Path) -> None:
     """They may still be given up, and some ranks have not told of theirs."""
     run = collect(going_on / FAULTED)
     newest = max(whole(line, "step") for line in run.of("commit"))

@@ -33,7 +33,7 @@ def around(deleted: list[str], *pids: int | None) -> Job:
     return SimpleNamespace(around=SimpleNamespace(etcd=cluster))  # type: ignore[return-value]
 
 
-def test_an_outage_waits_for_those_who_are_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_waits_until_members_are_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the first fault's undoing would begin what the second has just killed, or bring it back without its data."""
     monkeypatch.setattr(etcd, "_answers", lambda member: True)
     deleted, mine = list[str](), os.getpid()

@@ -114,7 +114,7 @@ def test_a_node_dies_with_the_executor(tmp_path: Path) -> None:
         os.kill(worker, signal.SIGKILL)  # a real worker is bound to its agent; this one is not
 
 
-def test_a_nodes_environment_has_no_launcher_in_it() -> None:
+def test_a_nodes_environment_has_no_launcher_variables() -> None:
     """What an outer torchrun has set does not reach the nodes; everything else does."""
     outer = {"RANK": "3", "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "y", "PET_NNODES": "2", "ELASTIC_RENDEZVOUS": "{}"}
     assert clean_environ({**outer, "PATH": "/bin", "ELASTIC_TRAIN__EPOCHS": "2"}) == {
@@ -190,7 +190,7 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_a_soak_is_told_to_end_between_two_faults(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_soak_between_two_faults(tmp_path: Path) -> None:
     """Ctrl-C brings a job without an end to its end: nothing is half done, what is planned does not come, all is told.
 
     A second one gives up: no process is left.
@@ -246,7 +246,7 @@ def test_histories_are_followed_line_by_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["kill_worker", "freeze_worker", "slow_worker", "start_twin"])
-def test_a_role_that_nobody_has_is_no_error(tmp_path: Path, kind: str) -> None:
+def test_a_role_that_nobody_has_is_not_an_error(tmp_path: Path, kind: str) -> None:
     """While no world stands nobody leads: what is aimed at the leader is not done, and not the executor's end."""
     assert ACTS[kind](job(tmp_path, 1), Due(kind, "leader", None, None)) is None
 
@@ -339,7 +339,7 @@ def test_a_second_fault_at_a_place_waits_for_the_first(node: Node, tmp_path: Pat
     assert "came there 2 times" in str(told[1][2]) and "another fault waited there, on node 0" in str(told[2][2])
 
 
-def test_a_role_that_nobody_ever_has_is_told(node: Node, tmp_path: Path) -> None:
+def test_a_role_that_nobody_ever_has_is_reported(node: Node, tmp_path: Path) -> None:
     """A fault that could not be armed until the job ended is recorded as missed, and why."""
     waiting = waits_at_points(tmp_path, node)
     waiting._points.arm(waiting, at_form("kill"))
@@ -349,7 +349,7 @@ def test_a_role_that_nobody_ever_has_is_told(node: Node, tmp_path: Path) -> None
     assert "no node was 'leader'" in str(missed["why"])
 
 
-def test_a_soak_does_without_what_cannot_be_armed(node: Node, tmp_path: Path) -> None:
+def test_a_soak_replaces_a_fault_that_cannot_be_armed(node: Node, tmp_path: Path) -> None:
     """It draws another: nothing waits, and nothing is told."""
     waiting = waits_at_points(tmp_path, node)
     waiting.scenario = waiting.scenario.model_copy(update={"soak": Soak()})

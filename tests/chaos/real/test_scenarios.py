@@ -130,7 +130,7 @@ def test_a_run_without_faults_proves_nothing(tmp_path: Path, rows: Path, capfd: 
     assert {item["invariant"] for item in invariants if item["truth"] != "true"} == {"faults", "rpo", "rto"}
 
 
-def test_survivors_go_on_in_their_processes(tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_survivors_continue_in_their_processes(tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Live: a killed rank, a frozen one, a killed node and its return cost no applied step and no other process."""
     faults = [
         {"kind": "kill_worker", "node": 1, "within": [0.05, 0.1]},
@@ -176,7 +176,7 @@ def test_training_does_not_wait_for_a_tracker_that_is_away(
 
 
 @pytest.mark.long
-def test_data_that_goes_bad_is_a_hole_and_nothing_else(
+def test_data_that_goes_bad_becomes_a_hole_and_changes_nothing_else(
     tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Row groups are damaged under a job, which is killed behind that: the bits are those of a run that knew."""
@@ -201,9 +201,7 @@ def test_data_that_goes_bad_is_a_hole_and_nothing_else(
 
 
 @pytest.mark.long
-def test_packets_that_are_lost_or_late_cost_time_alone(
-    tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_lost_or_late_packets_cost_only_time(tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Steps slow down while a fifth of the packets is lost or all are late, and a world forms amid it; nobody dies."""
     faults = [
         {"kind": "lose_packets", "node": 1, "within": [0.1, 0.2], "for_s": 4},

@@ -11,7 +11,7 @@ import pytest
 from chaos.real.stopping import on_first_signal
 
 
-def test_what_the_second_one_has_set_stays() -> None:
+def test_a_handler_set_during_cleanup_is_kept() -> None:
     """Whoever is calls a second time may ask to be left alone while it cleans up: nothing takes that back."""
     calls = list[str]()
 

@@ -141,7 +141,9 @@ def test_every_invariant_has_a_row(healthy: Path) -> None:
         ("different-losses", "loss", "differs"),
     ],
 )
-def test_what_is_wrong_is_seen_where_it_is(healthy: Path, tmp_path: Path, name: str, section: str, class_: str) -> None:
+def test_a_violation_is_shown_where_it_happened(
+    healthy: Path, tmp_path: Path, name: str, section: str, class_: str
+) -> None:
     """A planted bug shows its witness in words, and its mark in the figure."""
     verdict = judged(planted(name, healthy, tmp_path))
     page = Page(render(verdict))
@@ -249,7 +251,7 @@ def test_a_thousand_terms_stay_small() -> None:
     assert Page(html).sum("cursor", "data-faults") == 999
 
 
-def test_processes_lie_in_their_nodes_lanes() -> None:
+def test_processes_are_drawn_in_their_nodes_lanes() -> None:
     """The executor's lines place a process; one that nobody placed gets a slot, which later processes share."""
     run = gather(Crowd(nodes=3, terms=3, steps=2, lost=1))
     lanes = story_of(Reader(run)).lanes
@@ -267,7 +269,7 @@ def test_processes_lie_in_their_nodes_lanes() -> None:
     )
 
 
-def test_cells_that_were_never_hit_are_told(healthy: Path, tmp_path: Path) -> None:
+def test_cells_that_were_never_hit_are_listed(healthy: Path, tmp_path: Path) -> None:
     """What the executor could have done and did not is never; without its word, only what was done is known."""
     shutil.copytree(healthy, tmp_path / "run")
     reader = Reader(collect(healthy / "faulted"))
@@ -308,7 +310,7 @@ def test_a_long_curve_keeps_its_extremes(points: list[tuple[float, float]]) -> N
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(2, 12))
-def test_ticks_are_few_round_and_inside(lo: float, span: float, most: int) -> None:
+def test_ticks_are_few_and_within_the_axis(lo: float, span: float, most: int) -> None:
     """An axis has no more ticks than asked for and one, none outside of it."""
     ticks = Axis(lo, lo + span).ticks(most)
     assert len(ticks) <= most + 1

@@ -39,7 +39,7 @@ def test_scenarios_of_the_package_are_valid(path: Path) -> None:
     assert len(schedule(scenario, 1, total_steps=600, commit_every=20)) == len(scenario.faults)
 
 
-def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
+def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:
     """Unknown keys, wrong kinds, wrong types and missing moments come in one error, each with the nearest name."""
     found = problems(
         tmp_path,
@@ -99,7 +99,7 @@ def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
         ("[{kind: kill_node, node: 0, at_step: 4, after_s: 2}]", "exactly one of at_step, within"),
     ],
 )
-def test_what_cannot_happen_is_refused(tmp_path: Path, faults: str, expected: str) -> None:
+def test_impossible_faults_are_refused(tmp_path: Path, faults: str, expected: str) -> None:
     """A fault to a node that is not there, not up or not down, and a job that could never go on, are errors."""
     assert any(expected in problem for problem in problems(tmp_path, f"{HEAD}faults: {faults}\n"))
 
@@ -144,12 +144,12 @@ def test_a_whole_job_may_be_killed_and_started(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "a: [", "just words"])
-def test_what_is_no_scenario_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_scenario_is_refused(tmp_path: Path, text: str) -> None:
     """Broken YAML, and YAML that is no mapping, are errors with the file's name."""
     assert len(problems(tmp_path, text)) == 1
 
 
-def test_an_unknown_name_gets_the_nearest() -> None:
+def test_an_unknown_name_suggests_the_nearest() -> None:
     """A name that no scenario has is answered with the nearest one."""
     with pytest.raises(ScenarioError, match="did you mean 'kill-a-node'"):
         find("kil-a-node")
@@ -188,7 +188,7 @@ def test_a_job_too_short_for_its_faults_is_refused() -> None:
     assert len(caught.value.problems) == 2
 
 
-def test_a_given_step_is_not_moved() -> None:
+def test_a_fault_at_a_given_step_is_not_moved() -> None:
     """A fault at a given step comes at that step, also on a commit's."""
     due = Due("kill_node", 1, 40, None)
     assert not due.has_come(39)

@@ -170,7 +170,7 @@ PLANTED: dict[str, tuple[Callable[[Line], Line | None], str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_what_is_planted_is_found(healthy: Path, tmp_path: Path, name: str) -> None:
+def test_planted_bugs_are_found(healthy: Path, tmp_path: Path, name: str) -> None:
     """Each is caught by its invariant, in words; and no such run is valid."""
     change, invariant, truth, words = PLANTED[name]
     shutil.copytree(healthy, tmp_path / "run")
@@ -180,7 +180,7 @@ def test_what_is_planted_is_found(healthy: Path, tmp_path: Path, name: str) -> N
     assert not examine(tmp_path / "run").is_valid
 
 
-def test_a_reference_says_what_faults_did_not_cause(healthy: Path, tmp_path: Path) -> None:
+def test_a_reference_shows_what_faults_did_not_cause(healthy: Path, tmp_path: Path) -> None:
     """Rows that count twice without faults, too, are told beside; a last epoch that is cut short in both is no skip."""
     shutil.copytree(healthy, tmp_path / "run")
     pad = rows(lambda ids: [*ids, ids[0]], 30)
@@ -200,7 +200,7 @@ def test_a_reference_says_what_faults_did_not_cause(healthy: Path, tmp_path: Pat
     assert truths(tmp_path / "short")["coverage"] == "false"
 
 
-def test_what_is_ridden_out_starts_nobody(healthy: Path, tmp_path: Path) -> None:
+def test_a_fault_without_a_restart_has_no_next_world(healthy: Path, tmp_path: Path) -> None:
     """A freeze that all survived has no next world: the restarts that are asked for, and timed, are the others'."""
     shutil.copytree(healthy, tmp_path / "run")
     folder = tmp_path / "run" / "faulted"
@@ -246,9 +246,7 @@ def test_a_job_that_fails_is_a_finding(tmp_path: Path) -> None:
     assert any("before kill_node" in text for text in said)
 
 
-def test_what_a_script_prints_is_shown_as_it_is(
-    healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_script_output_is_shown_verbatim(healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Brackets in an error of somebody's library are no markup, in a log's end and in a verdict."""
     shutil.copytree(healthy, tmp_path / "run")
     stuck = "[/w:7] Read error"
@@ -265,7 +263,9 @@ def test_what_a_script_prints_is_shown_as_it_is(
     assert "[/w:7]" in capsys.readouterr().out
 
 
-def test_the_hook_imports_nothing_and_does_nothing_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hook_imports_nothing_and_does_nothing_outside_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Outside a run it costs a look at the environment; in one, every call is a line, of tensors, arrays and lists."""
     tree = ast.parse(Path(chaos.hook.__file__).read_text())
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -283,7 +283,7 @@ def test_the_hook_imports_nothing_and_does_nothing_elsewhere(tmp_path: Path, mon
         log_ids([1], step=1, epoch=0, of=2)
 
 
-def test_nodes_are_told_where_they_meet_by_torchruns_own_variables(tmp_path: Path) -> None:
+def test_nodes_get_their_rendezvous_from_torchruns_own_variables(tmp_path: Path) -> None:
     """The line is the user's, but for {dir}; the first node opens torchrun's own store."""
     nodes = nodes_of("torchrun train.py {dir}/a", Nodes(count=3, ranks=2, min=2), tmp_path, "id", Surroundings())
     assert [node.command for node in nodes] == [["torchrun", "train.py", f"{tmp_path}/dir/a"]] * 3
@@ -312,12 +312,12 @@ def test_nodes_are_told_where_they_meet_by_torchruns_own_variables(tmp_path: Pat
         ("torchrun --rdzv-backend=c10d train.py", False),
     ],
 )
-def test_an_etcd_is_started_for_those_who_name_none(command: str, is_etcd: bool) -> None:
+def test_an_etcd_is_started_if_no_endpoint_is_given(command: str, is_etcd: bool) -> None:
     """`--rdzv-backend=etcd` alone gets one; an endpoint of the user's own is left alone."""
     assert uses_etcd(command) is is_etcd
 
 
-def test_mistakes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What cannot be run says why, and what to write instead."""
     for command, expected in (
         ("", "is empty"),
@@ -351,7 +351,7 @@ def test_mistakes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ("tracker: true", "{kind: tracker_outage, at_step: 3, for_s: 2}", "tracker_outage is for our own trainer"),
     ],
 )
-def test_what_cannot_be_done_to_a_script_is_refused(tmp_path: Path, brought: str, fault: str, expected: str) -> None:
+def test_faults_that_a_script_cannot_have_are_refused(tmp_path: Path, brought: str, fault: str, expected: str) -> None:
     """Faults of other nodes' cables, of the simulator, and of what a script does not have: before anything starts."""
     (tmp_path / "x.yaml").write_text(f"name: x\ndescription: y\n{brought}\nfaults: [{fault}]\n")
     described = scenarios.load(tmp_path / "x.yaml")

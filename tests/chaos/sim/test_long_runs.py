@@ -38,7 +38,7 @@ DRAWN = Draw((16, 64), 0.1)
 SIMULATED = ("elastic_train", "rendezvous", "chaos/sim")
 
 
-def test_a_recorded_long_run_happens_again() -> None:
+def test_a_recorded_long_run_repeats_exactly() -> None:
     """Its faults and its verdict; and, as long as the code is that of its commit, every line of its history."""
     (entry, *_) = Ledger(RECORD).entries
     assert entry.options == DRAWN.options
@@ -101,7 +101,7 @@ def test_files_may_be_damaged_again_and_again() -> None:
     assert outcome.num_faults == {"flip_bit": 2, "kill_job": 2}
 
 
-def test_processes_and_pauses_change_no_digest(tmp_path: Path) -> None:
+def test_the_digest_does_not_depend_on_processes_or_pauses(tmp_path: Path) -> None:
     """Seeds on one process, on two, and in two goes with a line torn in between add up to the same."""
     whole = run_campaign(Campaign(range(60, 66)), is_quiet=True).fields()
     two = run_campaign(Campaign(range(60, 66), processes=2), is_quiet=True).fields()
@@ -115,7 +115,7 @@ def test_processes_and_pauses_change_no_digest(tmp_path: Path) -> None:
         assert {**other, "runs_per_s": 0} == {**whole, "runs_per_s": 0}
 
 
-def test_a_ledger_is_ended_by_an_interrupt_and_keeps_other_options(
+def test_an_interrupt_ends_a_ledger_and_runs_with_other_options_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C ends with what has been run; what was drawn otherwise is another seed's line."""

@@ -41,7 +41,7 @@ def test_the_live_scenario_holds_in_virtual_time() -> None:
 
 
 @pytest.mark.parametrize("name", ["kill-a-rank", "shrink-and-regrow", "witness"])
-def test_what_restarts_for_real_restarts_in_virtual_time(name: str) -> None:
+def test_scenarios_of_restart_mode_hold_in_virtual_time(name: str) -> None:
     """Scenarios of the restart mode: all of their faults come, at their steps, and no process outlives its world."""
     case = rehearse(load(FOLDER / f"{name}.yaml"), 3)
     run = Job(case.shape, case.seed, case.faults).run()
@@ -103,7 +103,7 @@ def test_every_scenario_of_the_package_is_simulated_or_refused(path: Path) -> No
     assert case.faults and max(fault.step for fault in case.faults) < case.shape.total_steps
 
 
-def test_what_is_not_simulated_is_told_at_once() -> None:
+def test_all_faults_that_are_not_simulated_are_listed_at_once() -> None:
     """Kinds that only real runs have come in one error."""
     faults = (
         Fault(kind="slow", node=0, at_point=Point(name="write")),
@@ -114,7 +114,7 @@ def test_what_is_not_simulated_is_told_at_once() -> None:
     assert len(caught.value.problems) == 2
 
 
-def test_a_state_that_passed_over_a_damaged_commit_is_kept() -> None:
+def test_a_state_that_skipped_a_damaged_commit_is_kept() -> None:
     """The newest commit is damaged and the job killed; the world that began behind it breaks before its first commit.
 
     Its members go on from where they were, and not from that older commit again and again.

@@ -49,7 +49,7 @@ def test_ls_lists_the_newest_first(local_store: Store, capsys: pytest.CaptureFix
     assert "in 2 commits" in printed
 
 
-def test_ls_sees_damage_and_marks_the_commit_to_go_on_from(
+def test_ls_detects_damage_and_marks_the_commit_to_resume_from(
     local_store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A wrong size is seen at once, a flipped bit with --verify; the head is then the parent."""
@@ -72,7 +72,7 @@ def test_ls_sees_damage_and_marks_the_commit_to_go_on_from(
     assert "4 B in 1" in " ".join(capsys.readouterr().out.split())
 
 
-def test_an_empty_run_is_said_to_be_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_run_is_reported_as_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No commits is no error for ls, and is one for show; a folder that is not there is one for both."""
     (tmp_path / "run-1").mkdir()
     assert run("ls", str(tmp_path / "run-1")) == 0
@@ -83,7 +83,7 @@ def test_an_empty_run_is_said_to_be_empty(tmp_path: Path, capsys: pytest.Capture
         run("ls", str(tmp_path / "run_1"))
 
 
-def test_a_runs_folder_leads_to_its_commits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_folder_leads_to_its_commits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where the commits are elsewhere, the run's resolved configuration says where."""
     (tmp_path / "run").mkdir()
     url = f"memory://{tmp_path.name}"
@@ -104,7 +104,7 @@ def test_a_commit_has_several_names(local_store: Store, capsys: pytest.CaptureFi
     assert run("show", local_store.url, name) == 0
 
 
-def test_an_unknown_name_tells_the_known_ones(local_store: Store) -> None:
+def test_an_unknown_name_lists_the_known_ones(local_store: Store) -> None:
     """The message names commits that exist."""
     commit_steps(local_store, 1, 2)
     with pytest.raises(ConfigError, match="1-2, 1-1"):
@@ -150,7 +150,7 @@ def test_prune_keeps_what_a_rule_keeps(local_store: Store, capsys: pytest.Captur
         (("--storage-budget", "much"), "write 200GB"),
     ],
 )
-def test_a_rule_that_makes_no_sense_deletes_nothing(local_store: Store, options: tuple[str, str], message: str) -> None:
+def test_an_invalid_retention_rule_deletes_nothing(local_store: Store, options: tuple[str, str], message: str) -> None:
     """It is refused with what to write instead."""
     commit_steps(local_store, 1, 2)
     with pytest.raises(ConfigError, match=message):
@@ -158,7 +158,7 @@ def test_a_rule_that_makes_no_sense_deletes_nothing(local_store: Store, options:
     assert len(commit_keys(local_store)) == 2
 
 
-def test_a_plan_shows_the_curve(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_shows_the_waste_of_each_interval(capsys: pytest.CaptureFixture[str]) -> None:
     """Of the intervals that the budget allows none wastes less than the chosen one, which is among the rows."""
     options = ("plan", "--state-gb", "12", "--mtbf-h", "8")
     told = run_json(capsys, *options)
@@ -173,7 +173,7 @@ def test_a_plan_shows_the_curve(capsys: pytest.CaptureFixture[str]) -> None:
     assert "keep_last 5 takes 72 GB" in printed
 
 
-def test_a_plan_takes_what_a_run_has_measured(local_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_uses_what_a_run_has_measured(local_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     """Size, stall, publication and faults are the run's own, by the medians of its last saves; what is given wins."""
     (commit,) = commit_steps(local_store, 9)
     for term in (1, 2):
@@ -207,7 +207,9 @@ def test_a_plan_takes_what_a_run_has_measured(local_store: Store, capsys: pytest
     assert (facts["stall_s"], facts["publish_s"]) == (5.0, 60.0)
 
 
-def test_a_plan_of_nothing_says_what_to_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_without_measurements_says_which_options_to_give(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without a run, and of a run without commits, the numbers have to be given; the cost is then assumed."""
     for run_dir in ([], [str(tmp_path)]):
         with pytest.raises(ConfigError, match="--state-gb and --mtbf-h"):

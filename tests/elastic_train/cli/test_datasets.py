@@ -45,7 +45,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def test_an_import_ends_as_it_says(tmp_path: Path) -> None:
+def test_an_import_exits_with_0_and_an_empty_stderr(tmp_path: Path) -> None:
     """A process of its own imports docstrings, with worker processes, and ends with code 0 and an empty error."""
     for library in ("torch", "sympy"):
         write_functions(tmp_path / "packages", library, 40)
@@ -115,7 +115,7 @@ BAD_INPUT: dict[str, tuple[list[str], int, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_is_explained_and_harms_nothing(tmp_path: Path, call: Call, case: str) -> None:
+def test_bad_input_is_explained_and_writes_nothing(tmp_path: Path, call: Call, case: str) -> None:
     """2 for what was typed or named for import, 65 for what is no dataset; nothing is written."""
     arguments, code, message = BAD_INPUT[case]
     (tmp_path / "empty.txt").touch()
@@ -126,7 +126,7 @@ def test_bad_input_is_explained_and_harms_nothing(tmp_path: Path, call: Call, ca
     assert [path.name for path in tmp_path.iterdir()] == ["empty.txt"]
 
 
-def test_an_import_never_takes_a_folder_of_something_else(tmp_path: Path, call: Call) -> None:
+def test_an_import_never_overwrites_a_foreign_folder(tmp_path: Path, call: Call) -> None:
     """A folder that holds other work is refused and stays as it is."""
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("one")

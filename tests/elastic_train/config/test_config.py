@@ -93,7 +93,7 @@ def test_the_resolved_configuration_reads_back_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["1e-3", "-1E5", "2.5e7", ".5e+1", "7.e0"])
-def test_numbers_are_numbers_wherever_they_stand(tmp_path: Path, text: str) -> None:
+def test_numbers_are_parsed_the_same_in_every_source(tmp_path: Path, text: str) -> None:
     """In a task's parameters, too, whose types nobody but the task knows; text is what is quoted."""
     path, key = tmp_path / "written.yaml", "ELASTIC_TRAIN__TASK__PARAMS__B"
     path.write_text(f"data: {{train: x}}\ntask: {{params: {{a: {text}, text: '{text}'}}}}\nrun: {{name: '{text}'}}\n")
@@ -106,14 +106,14 @@ def test_numbers_are_numbers_wherever_they_stand(tmp_path: Path, text: str) -> N
     assert yaml.safe_load(config.to_yaml())["run"]["name"] == text
 
 
-def test_words_stay_words(tmp_path: Path) -> None:
+def test_python_only_number_syntax_stays_text(tmp_path: Path) -> None:
     """What Python takes for a number need not be one."""
     assert load(tmp_path, GOOD, arguments=("--run.name", "nan")).run.name == "nan"
     assert load(tmp_path, GOOD, arguments=("--run.name", "1e5-b")).run.name == "1e5-b"
     assert load(tmp_path, GOOD, arguments=("--run.name", "infinity")).run.name == "infinity"
 
 
-def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+def test_a_duplicate_key_is_refused(tmp_path: Path) -> None:
     """All that stands below the first would be dropped without a word."""
     path = tmp_path / "config.yaml"
     path.write_text("data:\n  train: a\noptimizer:\n  lr: 0.1\nepochs: 2\noptimizer:\n  name: sgd\n")
@@ -121,7 +121,7 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
         sources.load(path, environ={})
 
 
-def test_home_is_where_the_shell_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_means_the_home_folder_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all folders alike: a dataset's was found at home, and the run was put into a folder named ~."""
     monkeypatch.setenv("HOME", "/home/me")
     places = {"run": {"dir": "~/runs/./a"}, "checkpoint": {"url": "~/commits", "near_dir": "~/near"}}
@@ -148,7 +148,7 @@ def test_every_key_is_explained():
     assert [key for key, _, _, meaning in rows if not meaning and "." in key] == []
 
 
-def test_an_unreadable_file_is_said_so(tmp_path):
+def test_an_unreadable_file_is_a_config_error(tmp_path):
     """No file, no YAML, and no UTF-8 are configuration errors."""
     with pytest.raises(ConfigError, match="cannot be read"):
         sources.load(tmp_path / "none.yaml", environ={})

@@ -79,7 +79,7 @@ def test_a_rank_has_few_parts(world: tuple[int, int]) -> None:
         assert ends[-1] == lanes.stop
 
 
-def test_a_lone_part_rises_through_empty_siblings() -> None:
+def test_a_lone_part_passes_up_through_empty_siblings() -> None:
     """With 5 lanes, lane 4 is the whole right half."""
     assert settle(Part(0, 4), 5) == Part(2, 1)
     assert root_of(5) == Part(3, 0)

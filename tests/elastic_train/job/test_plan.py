@@ -56,7 +56,7 @@ def planned(rows: Path, **changes: object) -> Plan:
 
 
 @pytest.mark.parametrize("best", ["min loss", "max samples", "max macro_f1"])
-def test_a_best_by_what_a_validation_gives_is_planned(rows: Path, best: str) -> None:
+def test_a_keep_best_by_a_validation_metric_is_accepted(rows: Path, best: str) -> None:
     """Those of every task, and those of this one."""
     assert planned(rows, checkpoint={"keep_best": best}).retention.policies[-1] == Best.parse(best)
 
@@ -69,7 +69,9 @@ def test_a_best_by_what_a_validation_gives_is_planned(rows: Path, best: str) -> 
         ("min loss", False, "no data.validation"),
     ],
 )
-def test_a_best_that_no_commit_would_be_is_refused(rows: Path, best: str, validation: bool, told: str) -> None:
+def test_a_keep_best_that_no_commit_could_satisfy_is_refused(
+    rows: Path, best: str, validation: bool, told: str
+) -> None:
     """It would keep nothing, and nobody would notice before the commit is gone."""
     data = {"train": str(rows / "train"), "validation": str(rows / "validation") if validation else None}
     with pytest.raises(ConfigError, match=rf"checkpoint\.keep_best '{best}'.*{told}"):

@@ -33,7 +33,7 @@ def ended(capsys: pytest.CaptureFixture[str], folder: Path, *flags: str) -> tupl
 
 
 @pytest.mark.parametrize("recovery", ["live", "restart"])
-def test_a_control_plane_that_is_not_there_is_told(
+def test_a_missing_control_plane_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, recovery: str
 ) -> None:
     """What is no endpoint ends with 2; one where nobody answers, and no etcd to start, with 1: a line, no traceback."""
@@ -67,7 +67,7 @@ def command(config: str, *flags: str) -> list[str]:
     return [sys.executable, "-m", "elastic_train.cli.main", "launch", config, *flags]
 
 
-def test_sigterm_ends_with_75_and_the_same_line_goes_on(tmp_path: Path, rows: Path) -> None:
+def test_sigterm_ends_with_75_and_the_same_command_resumes(tmp_path: Path, rows: Path) -> None:
     """Told to leave, the launcher ends with 75, committed; started again, with 0, from where it was."""
     config = write_config(tmp_path, rows, 300)
     job = subprocess.Popen(command(config, "--ranks", "2"), cwd=ROOT)
@@ -109,7 +109,7 @@ def test_a_done_job_without_its_result_ends_with_74_and_is_not_started_over(tmp_
     assert len([line for line in history(tmp_path / "run") if line["op"] == "step"]) == 2 * 20
 
 
-def test_a_bad_configuration_is_told_once(tmp_path: Path, rows: Path) -> None:
+def test_a_bad_configuration_is_reported_once(tmp_path: Path, rows: Path) -> None:
     """An unknown key ends the launcher with 2 before any worker starts."""
     done = subprocess.run(
         command(write_config(tmp_path, rows, 9), "--ranks", "2", "--batch.micro_bach", "3"),

@@ -20,7 +20,7 @@ def resolved(flags: Flags, environ: dict[str, str], num_gpus: int = 0) -> Launch
     return resolve(Path("c.yaml"), ["--epochs", "2"], flags, environ, num_gpus)
 
 
-def test_alone_it_needs_nothing() -> None:
+def test_one_node_needs_no_options() -> None:
     """One node, a rank for each GPU, an etcd and a name of its own."""
     plan = resolved(Flags(), {}, num_gpus=8)
     assert (plan.min_nodes, plan.max_nodes, plan.ranks, plan.endpoint, plan.is_etcd_host) == (1, 1, 8, None, True)
@@ -50,7 +50,7 @@ def test_the_first_host_of_a_list(nodelist: str, first: str) -> None:
     assert first_host(nodelist) == first
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_at_once() -> None:
     """Nodes, recovery, endpoint and name: one error with everything that is wrong."""
     with pytest.raises(ConfigError) as told:
         resolved(Flags(nodes="0", recovery="life"), {"PET_NPROC_PER_NODE": "many"})
@@ -70,7 +70,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         (Flags(grace_s=-1.0), "--grace-s must be a number of seconds"),
     ],
 )
-def test_numbers_that_mean_nothing_are_refused(flags: Flags, told: str) -> None:
+def test_numbers_out_of_range_are_refused(flags: Flags, told: str) -> None:
     """No count of ranks below 1 is taken for another, and no time that is none gets as far as etcd."""
     with pytest.raises(ConfigError, match=told):
         resolved(flags, {}, num_gpus=8)

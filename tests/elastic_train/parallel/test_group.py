@@ -38,7 +38,7 @@ def ranks(rank: int, size: int, folder: str) -> None:
     group.close()
 
 
-def test_collectives_and_a_quiet_end(tmp_path: Path) -> None:
+def test_collectives_agree_and_closing_is_clean(tmp_path: Path) -> None:
     """Every rank gets the same from each collective; processes whose group was closed end with exit code 0."""
     run_ranks(ranks, 3, str(tmp_path))
     everything = [[0.0, 0.0], [1.0, 10.0], [2.0, 20.0]]
@@ -52,7 +52,7 @@ def test_collectives_and_a_quiet_end(tmp_path: Path) -> None:
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)] == [expected] * 3
 
 
-def test_a_world_of_one_needs_nobody() -> None:
+def test_a_world_of_one_needs_no_peers() -> None:
     """Alone, every collective returns what was given, and closing does nothing."""
     group = Group(0, 1, None, 60)
     value = torch.ones(2)
@@ -63,7 +63,7 @@ def test_a_world_of_one_needs_nobody() -> None:
     group.close()
 
 
-def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_launcher_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """WORLD_SIZE without the rest names what is missing and how to start."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):

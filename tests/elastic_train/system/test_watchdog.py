@@ -55,7 +55,7 @@ def test_limits_have_bounds(clock: list[float]) -> None:
         assert watched.limit_s == limit_s
 
 
-def test_entering_a_world_has_a_limit_of_its_own_and_teaches_nothing(clock: list[float]) -> None:
+def test_entering_a_world_has_a_separate_limit_and_is_not_learned_from(clock: list[float]) -> None:
     """Between two signs of progress it is half a minute, a process's first world too; a first batch may take long.
 
     A limit that is configured, or learned, for steps is no reason to be stricter; a longer one is one to be laxer.
@@ -76,7 +76,7 @@ def test_entering_a_world_has_a_limit_of_its_own_and_teaches_nothing(clock: list
         assert watched.limit_s == MOST_S
 
 
-def test_what_a_hang_is(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_beyond_the_limit_is_a_hang(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """A hung claim is seen once nothing was heard for the limit; a long load is none while the storage answers.
 
     While there are steps, the storage's answers, to a save beside them, are no progress.
@@ -110,7 +110,7 @@ def test_what_a_hang_is(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> 
     ("fixed_s", "limit_s"),
     [(None, MOST_S), (100.0, TIMES_LONGEST * 100.0), (8.0, TIMES_LONGEST * 8.0), (1.0, ENTERING_S)],
 )
-def test_who_hangs_while_it_warms_up_is_ended(
+def test_a_process_that_hangs_while_warming_up_is_ended(
     clock: list[float], monkeypatch: pytest.MonkeyPatch, fixed_s: float | None, limit_s: float
 ) -> None:
     """It is in no world yet, so nobody misses it: only its own watchdog can tell. It may wait for a world without end.
@@ -141,7 +141,7 @@ def test_who_hangs_while_it_warms_up_is_ended(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("closed", [True, False])
-def test_a_process_that_is_through_may_end_slowly(closed: bool) -> None:
+def test_a_finished_process_may_end_slowly(closed: bool) -> None:
     """Once it is closed neither the thread nor the timer ends the process; until then one of them does."""
     program = f"""
 import time
@@ -159,7 +159,7 @@ time.sleep(2.5 if {closed} else 60)
     assert is_ended_by_one != closed, ended.stderr
 
 
-def test_no_stretch_is_measured_by_the_limit_of_another(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_phase_is_measured_by_its_own_limit(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever the thread looks while a first batch that took long arrives, it sees no hang."""
     ends: list[float] = []
     monkeypatch.setattr(Watchdog, "_end", lambda self, stuck_s: ends.append(stuck_s))

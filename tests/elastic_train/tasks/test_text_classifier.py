@@ -69,7 +69,7 @@ def test_classes_are_those_of_the_label_that_is_trained(tmp_path: Path) -> None:
         ({"vocabulary": 0}, "vocabulary must be at least 1"),
     ],
 )
-def test_a_model_that_cannot_be_is_refused(params: dict[str, Any], told: str) -> None:
+def test_an_impossible_model_is_refused(params: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         TextClassifier(**params)
 
@@ -96,7 +96,7 @@ def test_numbers_of_any_size_are_taken(tmp_path: Path) -> None:
         (TOKENS, pa.array([0, None, 1, 1]), "'label'"),
     ],
 )
-def test_what_must_not_be_missing_is_named(tmp_path: Path, tokens: pa.Array, label: pa.Array, named: str) -> None:
+def test_a_missing_required_value_is_named(tmp_path: Path, tokens: pa.Array, label: pa.Array, named: str) -> None:
     """A token among others, and a label; a row without tokens is an empty one."""
     task = prepared(described(tmp_path / "rows", {"input_ids": TOKENS, "label": LABELS}))
     assert task.collate(pa.table({"input_ids": TOKENS, "label": LABELS}), np.arange(4))["lengths"].tolist() == [
@@ -109,7 +109,7 @@ def test_what_must_not_be_missing_is_named(tmp_path: Path, tokens: pa.Array, lab
         task.collate(pa.table({"input_ids": tokens, "label": label}), np.arange(70, 74))
 
 
-def test_one_class_of_two_has_weights_for_both(tmp_path: Path) -> None:
+def test_a_set_with_one_of_two_classes_has_weights_for_both(tmp_path: Path) -> None:
     task = prepared(
         described(tmp_path / "rows", {"input_ids": TOKENS, "label": pa.array([0] * 4)}), class_weights="balanced"
     )

@@ -71,7 +71,7 @@ def test_a_torn_line_is_passed_over(tmp_path: Path, torn: bytes) -> None:
     assert found.step == 5
 
 
-def test_the_last_applied_step_is_the_newest_earlier_terms_furthest(tmp_path: Path) -> None:
+def test_the_last_applied_step_is_the_furthest_of_the_newest_earlier_term(tmp_path: Path) -> None:
     """Later and stepless terms do not count; of the ranks the furthest one does."""
     for term, rank, number in [(1, 0, 90), (2, 0, 41), (2, 1, 42), (5, 0, 7)]:
         history = History(tmp_path, term, rank)

@@ -40,7 +40,7 @@ def told(run_dir: Path, name: str = "train/loss") -> list[tuple[int, float]]:
 
 
 @given(st.data())
-def test_what_the_newest_terms_lineage_names_holds(data: st.DataObject) -> None:
+def test_metrics_are_those_of_the_newest_terms_lineage(data: st.DataObject) -> None:
     """Terms go on from any older one's steps, as frozen processes make them; each step is the lineage's, in order.
 
     What a term validated at the step that it began at holds if it began on the lineage, where that has no later steps
@@ -66,7 +66,7 @@ def test_what_the_newest_terms_lineage_names_holds(data: st.DataObject) -> None:
         assert all(a <= b for a, b in pairwise(steps))
 
 
-def test_what_is_settled_is_read_piece_by_piece_while_the_term_goes_on(tmp_path: Path) -> None:
+def test_settled_lines_are_read_incrementally_while_the_term_runs(tmp_path: Path) -> None:
     """A reader gives up to the settled step what holds, and the rest of the newest term's as it is written.
 
     Who reads in the newest term's process knows how it began, also where the disk was full.
@@ -85,7 +85,7 @@ def test_what_is_settled_is_read_piece_by_piece_while_the_term_goes_on(tmp_path:
     writer.close()
 
 
-def test_where_no_lineage_is_told_the_newest_term_takes_back_what_older_ones_wrote(tmp_path: Path) -> None:
+def test_without_a_recorded_lineage_the_newest_term_overrides_older_ones(tmp_path: Path) -> None:
     """A beginning that did not fit on the disk, or was written by an older version, names no terms."""
     train(tmp_path, 1, (), 5)
     metrics_path(tmp_path, 2).write_text('{"t": 1.0, "term": 2, "begins_at": 4}\n{"t": 1.0, "te')

@@ -136,7 +136,7 @@ def test_a_commit_due_while_one_is_written_is_skipped_and_counted(tmp_path: Path
     assert head is not None and head.step == 3 and head.intervals == (Interval(1, 0, 3),)
 
 
-def test_a_due_commit_can_wait_for_the_last(tmp_path: Path) -> None:
+def test_a_due_commit_can_wait_for_the_one_in_flight(tmp_path: Path) -> None:
     """With `when_busy: wait` none is left out."""
     store = HeldStore(tmp_path)
     commits, ears = opened_on(store, when_busy="wait")
@@ -149,7 +149,7 @@ def test_a_due_commit_can_wait_for_the_last(tmp_path: Path) -> None:
     assert ears.steps == [1, 2] and commits.num_skipped == 0 and ears.announced == []
 
 
-def test_a_job_ends_behind_the_save_in_flight(tmp_path: Path) -> None:
+def test_a_job_ends_after_the_save_in_flight(tmp_path: Path) -> None:
     """The last commit comes after it, of the last step, and is there when the call returns."""
     store = HeldStore(tmp_path)
     commits, ears = opened_on(store)
@@ -188,7 +188,7 @@ def test_saves_that_fail_in_a_row_end_training(tmp_path: Path) -> None:
     assert [entry.key.split("/")[1] for entry in store.list("data/")] == ["step-000000000003"] * 2
 
 
-def test_commits_that_etcd_has_not_heard_of_are_no_failures(tmp_path: Path) -> None:
+def test_commits_missing_from_etcd_are_not_failures(tmp_path: Path) -> None:
     """The store has them; the first behind the outage is their child, and counts for all."""
     etcd = AwayEtcd()
     commits, ears = opened_on(LocalStore(tmp_path), etcd=etcd, give_up_after=2)
@@ -206,7 +206,7 @@ def test_commits_that_etcd_has_not_heard_of_are_no_failures(tmp_path: Path) -> N
     assert (head.key, head.parent_key) == (etcd.published[0], head.key.replace("5.json", "4.json"))
 
 
-def test_a_job_ends_without_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_can_end_without_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody comes behind the last commit who could make up for it, so the store's word is enough, after some tries."""
     monkeypatch.setattr("elastic_train.training.commits.LAST_COMMIT_PAUSE_S", 0.01)
     commits, ears = opened_on(LocalStore(tmp_path), etcd=AwayEtcd())
@@ -216,7 +216,7 @@ def test_a_job_ends_without_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(ears.announced) == LAST_COMMIT_TRIES
 
 
-def test_what_exists_is_not_written_again(tmp_path: Path) -> None:
+def test_an_existing_commit_is_not_written_again(tmp_path: Path) -> None:
     """Told to leave while etcd is away: rank 0 asks it again, and nobody uploads the state once more for that."""
     commits, _ = opened_on(LocalStore(tmp_path))
     take_step(commits)
@@ -230,7 +230,7 @@ def test_what_exists_is_not_written_again(tmp_path: Path) -> None:
     assert commits.saves.begin.call_count == 1 and not list(answers)
 
 
-def test_who_is_fenced_in_the_store_does_not_end_well_without_etcd(tmp_path: Path) -> None:
+def test_a_process_fenced_in_the_store_fails_even_without_etcd(tmp_path: Path) -> None:
     """The store alone tells that a newer world is there."""
     store = LocalStore(tmp_path)
     commits, ears = opened_on(store, etcd=AwayEtcd())
@@ -242,7 +242,7 @@ def test_who_is_fenced_in_the_store_does_not_end_well_without_etcd(tmp_path: Pat
 
 
 @pytest.mark.parametrize("is_live", [True, False])
-def test_a_world_that_ends_gives_its_save_up_or_time(tmp_path: Path, is_live: bool) -> None:
+def test_a_regrouping_world_abandons_its_save_and_an_ending_process_waits_for_it(tmp_path: Path, is_live: bool) -> None:
     """Survivors hold the state and go on at once; a process that ends lets the job go on from what it was writing."""
     store = HeldStore(tmp_path)
     commits, ears = opened_on(store)
@@ -258,7 +258,7 @@ def test_a_world_that_ends_gives_its_save_up_or_time(tmp_path: Path, is_live: bo
 
 
 @pytest.mark.parametrize(("flags", "num_commits"), [(loop.COMMIT, 3), (loop.COMMIT | loop.BUSY, 0)])
-def test_an_overdue_commit_waits_until_nobody_is_busy(
+def test_an_overdue_commit_waits_until_no_rank_is_saving(
     monkeypatch: pytest.MonkeyPatch, flags: int, num_commits: int
 ) -> None:
     """A rank that gave its part up asks again with every step, and no step is a commit that was skipped."""

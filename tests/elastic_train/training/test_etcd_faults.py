@@ -33,7 +33,7 @@ OUTAGE_S = 20.0
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_training_goes_on_whatever_breaks_in_etcd(tmp_path: Path, rows: Path) -> None:
+def test_training_continues_whatever_breaks_in_etcd(tmp_path: Path, rows: Path) -> None:
     """The leader dies; all members are away for 20 s; one says nothing while the history is compacted.
 
     None of that costs the world anything. Then, with that member still silent, a worker is killed: the job regroups,

@@ -54,7 +54,7 @@ def state_of(*intervals: tuple[int, int, int]) -> AppliedState:
 
 
 @pytest.mark.parametrize("error", [TooFewNodesError("few"), Preempted("told"), StorageError("etcd is away")])
-def test_whatever_ends_the_waiting_for_a_world_the_state_is_committed(error: ElasticTrainError, tmp_path: Path) -> None:
+def test_the_state_is_committed_however_the_wait_for_a_world_ends(error: ElasticTrainError, tmp_path: Path) -> None:
     """Its parent is the newest commit that it goes on from, not the late record of a fenced writer."""
     plan, store = plan_of(tmp_path), open_store(str(tmp_path))
 
@@ -79,7 +79,7 @@ def test_whatever_ends_the_waiting_for_a_world_the_state_is_committed(error: Ela
     assert left == [False]
 
 
-def test_a_damaged_commit_of_the_very_step_is_replaced_and_not_continued(tmp_path: Path) -> None:
+def test_a_damaged_commit_of_the_same_step_is_replaced_and_not_continued(tmp_path: Path) -> None:
     """The chain's steps grow: the parent is the damaged commit's own parent."""
     plan, store, state = plan_of(tmp_path), open_store(str(tmp_path)), state_of((1, 0, 9))
     facts = describe_commit(plan, state, 1)  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ def test_a_damaged_commit_of_the_very_step_is_replaced_and_not_continued(tmp_pat
 
 
 @pytest.mark.parametrize("hung", ["write", "sync", "read"])
-def test_storage_that_hangs_holds_up_nobody_who_leaves(
+def test_hanging_storage_does_not_keep_a_process_from_leaving(
     hung: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever the storage does not come back from, the process leaves, and says what it could not commit."""

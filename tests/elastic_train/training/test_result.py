@@ -90,7 +90,7 @@ def test_a_job_whose_result_cannot_be_written_is_done(
     )
 
 
-def test_who_is_told_to_leave_leaves_without_a_result_too(
+def test_a_rank_asked_to_leave_leaves_even_if_the_result_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The code still asks to be requeued: the commit is there."""
@@ -102,7 +102,7 @@ def test_who_is_told_to_leave_leaves_without_a_result_too(
     assert "result.json: [Errno 28]" in capsys.readouterr().err
 
 
-def test_what_the_task_cannot_write_costs_no_result(tmp_path: Path) -> None:
+def test_a_task_that_cannot_write_does_not_cost_the_result(tmp_path: Path) -> None:
     """An OSError of the task's own end is told, and result.json is written nonetheless; both are told together."""
     session = Ended(tmp_path)
 
@@ -119,7 +119,7 @@ def test_what_the_task_cannot_write_costs_no_result(tmp_path: Path) -> None:
     assert "/exports/model" in str(error) and f"{tmp_path}/result.json: [Errno" in str(error)
 
 
-def test_another_error_of_the_task_stays_one(tmp_path: Path) -> None:
+def test_other_errors_of_the_task_are_raised(tmp_path: Path) -> None:
     """What is not the disk's is the task's own failure."""
     session = Ended(tmp_path)
 

@@ -131,7 +131,7 @@ def test_every_sample_counts_once_an_epoch(tmp_path: Path, rows: Path) -> None:
     assert Counter(counts.tolist()) == {3: 331}
 
 
-def test_a_failed_run_goes_on_at_another_world_size(tmp_path: Path, rows: Path, alone: Path) -> None:
+def test_a_failed_run_resumes_at_another_world_size(tmp_path: Path, rows: Path, alone: Path) -> None:
     """A run of two ranks that crashed is resumed by three from its newest commit, and ends with the same bits."""
     path = config(tmp_path, rows, failing(tmp_path, after=34))
     first = start_cold([path], num_ranks=2)
@@ -310,7 +310,7 @@ def test_more_ranks_than_lanes_are_refused(tmp_path: Path, rows: Path) -> None:
     assert not (tmp_path / "run" / "history").exists()
 
 
-def test_a_task_and_a_schema_of_ones_own(tmp_path: Path) -> None:
+def test_a_custom_task_and_schema(tmp_path: Path) -> None:
     """The example trains a user's task on a user's columns, from outside the package, on one rank and on two alike."""
     example = ROOT / "examples" / "own_task"
     environ = {"PYTHONPATH": str(example)}

@@ -43,18 +43,18 @@ def begin(
     return begun
 
 
-def test_who_begins_while_etcd_is_away_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_starts_while_etcd_is_away_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those do who are members already: an agent would count its end as an error of the worker."""
     assert len(begin(monkeypatch, tries=3)) == 4
 
 
-def test_it_waits_as_long_as_for_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_etcd_ends_after_the_join_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then it is an error, which says where etcd should be."""
     with pytest.raises(StorageError, match="no etcd answers"):
         begin(monkeypatch, tries=1_000_000, timeout_s=0.2)
 
 
-def test_who_waits_for_etcd_can_be_told_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_waiting_for_etcd_can_be_asked_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without waiting to its end."""
     with pytest.raises(Preempted, match="while etcd was away"):
         begin(monkeypatch, tries=1_000_000, is_stopped=True)

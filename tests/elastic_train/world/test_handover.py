@@ -33,7 +33,7 @@ TERM = 3
 
 
 @given(st.lists(st.builds(Place, st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=9))
-def test_everybody_behind_gets_the_state_once_from_somebody_furthest(places: list[Place]) -> None:
+def test_every_rank_behind_gets_the_state_once_from_a_furthest_rank(places: list[Place]) -> None:
     """Givers are at the furthest place, takers are all the others, and the work is shared out evenly."""
     given_to = whole_from_furthest(places)
     assert sorted(taker for _, taker in given_to) == [r for r, place in enumerate(places) if place != max(places)]
@@ -72,7 +72,7 @@ def ranks(rank: int, size: int, folder: str, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_all_ranks_go_on_from_the_furthest_state(tmp_path: Path, optimizer: str) -> None:
+def test_all_ranks_continue_from_the_furthest_state(tmp_path: Path, optimizer: str) -> None:
     """A new rank and one that is a step behind take the next step with the bits of those that were furthest."""
     run_ranks(ranks, 4, str(tmp_path), optimizer)
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]

@@ -53,7 +53,7 @@ def compare(rank: int, size: int, folder: str) -> None:
     group.close()
 
 
-def test_whoever_differs_from_rank_0_is_told_in_what(tmp_path: Path) -> None:
+def test_a_rank_that_differs_from_rank_0_learns_in_which_keys(tmp_path: Path) -> None:
     """Paths may differ from node to node; all else that decides is named with both values."""
     run_ranks(compare, len(PLANS), str(tmp_path))
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(len(PLANS))]
@@ -69,7 +69,7 @@ def test_whoever_differs_from_rank_0_is_told_in_what(tmp_path: Path) -> None:
     assert told[4] == [f"{differing}: all nodes must have the same"]
 
 
-def test_every_key_that_is_named_exists() -> None:
+def test_every_compared_key_exists() -> None:
     """A key that was renamed would be looked for in vain."""
     assert {"run.seed", "data.too_long", "checkpoint.every_steps", "max_steps", "batch.micro_batch"} <= set(
         deciding(PLANS[0])

@@ -66,7 +66,7 @@ class Job:
 
 
 @pytest.mark.parametrize("is_heard", [True, False])
-def test_who_was_frozen_does_not_take_a_commit_back(tmp_path: Path, is_heard: bool) -> None:
+def test_a_rank_that_was_frozen_does_not_undo_a_commit(tmp_path: Path, is_heard: bool) -> None:
     """Others went on from an earlier commit and published, whether etcd has heard of it or was away just then."""
     job = Job(tmp_path)
     first = job.commit(None, (1, 0, 5))
@@ -78,7 +78,7 @@ def test_who_was_frozen_does_not_take_a_commit_back(tmp_path: Path, is_heard: bo
     assert frozen.reached.intervals == newest.intervals
 
 
-def test_who_commits_alone_takes_nobodys_steps_away(tmp_path: Path) -> None:
+def test_a_process_that_commits_alone_undoes_no_applied_steps(tmp_path: Path) -> None:
     """A process of an older world that is told to leave commits what it has; who trains on keeps what was applied."""
     job = Job(tmp_path)
     first = job.commit(None, (1, 0, 5))
@@ -92,7 +92,7 @@ def test_who_commits_alone_takes_nobodys_steps_away(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_heard", [True, False])
 @pytest.mark.parametrize("damaged", ["record", "files"])
-def test_who_passed_over_a_damaged_commit_keeps_its_state(tmp_path: Path, is_heard: bool, damaged: str) -> None:
+def test_a_state_that_skipped_a_damaged_commit_is_kept(tmp_path: Path, is_heard: bool, damaged: str) -> None:
     """Nobody goes back to what such a state goes on from, though the commit is newer than that."""
     job = Job(tmp_path)
     first = job.commit(None, (1, 0, 5))

@@ -86,7 +86,7 @@ def test_causes(members: list[Member], cause: str) -> None:
     assert isinstance(decision, Seal) and (decision.cause, decision.term) == (cause, 4)
 
 
-def test_too_many_wait_for_room() -> None:
+def test_members_beyond_the_maximum_wait() -> None:
     """A full world is not disturbed by one more node, which waits until there is room."""
     full = view(member("a"), member("b"), member("c"), of=world(3, "a", "b"))
     assert decisions.decide(full, "c", TWO, 9.0) == Wait("room")
@@ -223,7 +223,7 @@ def test_members_out_of_reach_of_each_other_make_no_world(num_nodes: int, data: 
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.randoms(use_true_random=False))
-def test_the_larger_part_of_a_split_network_goes_on(size: int, other_size: int, random: Random) -> None:
+def test_the_larger_part_of_a_split_network_continues(size: int, other_size: int, random: Random) -> None:
     """Of two parts without a connection the larger one is chosen; of equal ones that of the first that registered."""
     names = [*(f"a{n}" for n in range(size)), *(f"b{n}" for n in range(other_size))]
     random.shuffle(names)
@@ -234,7 +234,7 @@ def test_the_larger_part_of_a_split_network_goes_on(size: int, other_size: int, 
         assert kept == {"a" if size > other_size else "b"}
 
 
-def test_who_is_out_of_reach_stands_by_until_the_network_heals() -> None:
+def test_an_unreachable_member_stands_by_until_the_network_heals() -> None:
     """The others' world stands, and asks for nothing; who misses the leader leads no world of its own."""
     two = world(1, "a", "b")
     cut = replace(member("c"), missed=("a", "b"))
@@ -250,7 +250,7 @@ def test_who_is_out_of_reach_stands_by_until_the_network_heals() -> None:
     assert decisions.decide(first, "b", Policy(3, 3), 99.0) == Wait("nodes")
 
 
-def test_of_two_halves_the_one_that_has_trained_goes_on() -> None:
+def test_of_two_halves_the_one_that_has_trained_continues() -> None:
     """Who was left out and registered first does not take over from the last world's survivor."""
     out, lost = replace(member("a"), missed=("b",)), world(7, "b", "c")
     survivor = member("b", after=7)

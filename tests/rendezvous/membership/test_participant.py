@@ -131,7 +131,7 @@ def test_the_last_to_finish_closes_the_job(store: MemoryStore, pool: ThreadPoolE
     assert enter(make_node(store)) is None
 
 
-def test_who_has_finished_waits_for_an_etcd_that_is_away(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_member_waits_for_an_etcd_that_is_away(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the workers have done is done: nothing is raised, and the job is closed when etcd is back."""
     node, swap, refused = make_node(store, last_call_s=0.0), store.swap, list[Writes]()
     enter(node)
@@ -241,7 +241,7 @@ def test_an_outage_of_etcd_does_not_end_a_world() -> None:
 
 
 @pytest.mark.slow
-def test_an_etcd_that_comes_back_without_its_data_is_joined_anew() -> None:
+def test_members_rejoin_an_etcd_that_lost_its_data() -> None:
     """Its revisions begin at 1 again: the members notice, register once or twice each, and form the next world."""
     with EtcdServer() as server, ThreadPoolExecutor(2) as pool:
         stores = [EtcdStore(etcd_options(server.endpoint)) for _ in range(2)]
@@ -261,7 +261,7 @@ def test_an_etcd_that_comes_back_without_its_data_is_joined_anew() -> None:
             node.leave()
 
 
-def test_what_was_read_before_the_loss_is_not_shown_behind_it() -> None:
+def test_a_snapshot_from_before_a_data_loss_is_not_shown_after_it() -> None:
     """An answer of the etcd that was may arrive late, and has the higher revision."""
     seen, lives = LatestView(Keys("job"), Snapshot(70, {})), DataLossDetector()
     assert lives.heard(lives.ask(), 70) == 0

@@ -67,7 +67,7 @@ def agent(etcd: EtcdServer, run_id: str) -> Iterator[tuple[LiveAgent, WorkerGrou
     handler.shutdown()
 
 
-def test_a_worker_that_nobody_lets_go_on_is_replaced(
+def test_a_worker_that_stays_stopped_is_replaced(
     agent: tuple[LiveAgent, WorkerGroup, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that was stopped for a moment is left alone; one that stays stopped is ended, and another is started.
@@ -110,7 +110,9 @@ def test_a_worker_that_nobody_lets_go_on_is_replaced(
         worker.proc.kill()
 
 
-def test_a_worker_that_dies_during_a_look_is_found_by_the_next(agent: tuple[LiveAgent, WorkerGroup, list[int]]) -> None:
+def test_a_worker_that_dies_during_a_check_is_found_by_the_next(
+    agent: tuple[LiveAgent, WorkerGroup, list[int]],
+) -> None:
     """It is buried and replaced then; the node does not fail over a death that it has not dealt with."""
     looking, group, replaced = agent
     assert isinstance(looking._pcontext, SubprocessContext)

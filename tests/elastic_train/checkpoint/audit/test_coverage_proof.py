@@ -136,7 +136,7 @@ def test_a_good_run_is_proven_at_any_step(tmp_path: Path, dataset: Manifest, ste
     assert (f"epoch {steps // 4}, the first" in in_words(found.proven)) == (steps % 4 > 0)
 
 
-def test_holes_are_left_out_of_the_proof_and_told(tmp_path: Path, dataset: Manifest) -> None:
+def test_holes_are_excluded_from_the_proof_and_reported(tmp_path: Path, dataset: Manifest) -> None:
     """A hole that begins inside an epoch takes just what the epoch had not applied of it."""
     whole = Run(tmp_path, dataset)
     group = int(group_of(whole.order.group_first_id, whole.order.epoch(0).ids(0, 0, 1))[0])
@@ -172,7 +172,7 @@ def in_progress(step: int, ids: Int64s) -> Int64s:
         (in_progress, "epoch 2, the first 4 places of each of 3 lanes: 12 samples counted, and they are not the 12"),
     ],
 )
-def test_a_repeat_or_a_skip_is_told(tmp_path: Path, dataset: Manifest, spoil: Spoil, told: str) -> None:
+def test_a_repeated_or_skipped_sample_is_reported(tmp_path: Path, dataset: Manifest, spoil: Spoil, told: str) -> None:
     """A sample in place of another is found, in a finished epoch or in the one in progress."""
     Run(tmp_path, dataset).train(9, commit_at=(9,), spoil=spoil)
     found = audit(open_store(str(tmp_path)), dataset)
@@ -188,7 +188,7 @@ def test_a_repeat_or_a_skip_is_told(tmp_path: Path, dataset: Manifest, spoil: Sp
         (lambda r: replace(r, account=replace(r.account, epochs=r.account.epochs[1:])), "has sums of 1"),
     ],
 )
-def test_a_record_that_contradicts_itself_is_told(
+def test_a_record_that_contradicts_itself_is_reported(
     tmp_path: Path, dataset: Manifest, change: Callable[[CommitRecord], CommitRecord], told: str
 ) -> None:
     record = Run(tmp_path / "good", dataset).train(9, commit_at=(9,))
@@ -198,7 +198,7 @@ def test_a_record_that_contradicts_itself_is_told(
     assert told in in_words(audit(store, dataset).wrong)
 
 
-def test_what_cannot_be_proven_is_said(tmp_path: Path, dataset: Manifest) -> None:
+def test_what_cannot_be_proven_is_reported(tmp_path: Path, dataset: Manifest) -> None:
     """Without the dataset, or with an older version's record, the audit says so, and is not content."""
     record = Run(tmp_path / "new", dataset).train(9, commit_at=(9,))
     found = audit(open_store(str(tmp_path / "new")), None)

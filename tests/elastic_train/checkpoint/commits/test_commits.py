@@ -213,7 +213,7 @@ def test_stock_dcp_reads_the_newest_commit_over_one_two_and_three_ranks(local_st
 
 
 @pytest.mark.parametrize("is_older", [False, True])
-def test_a_reader_of_fifty_lines_reads_a_commit(
+def test_a_fifty_line_reader_reads_a_commit(
     local_store: Store, is_older: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page about the format is enough to write one, and the example that follows it gets the same bits."""

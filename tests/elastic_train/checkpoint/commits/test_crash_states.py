@@ -225,7 +225,7 @@ KEPT: dict[str, Callable[[Sequence[BinaryIO], Sequence[Path]], tuple[Sequence[Bi
 
 
 @pytest.mark.parametrize("omitted", KEPT)
-def test_the_enumeration_sees_a_missing_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, omitted: str) -> None:
+def test_the_enumeration_detects_a_missing_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, omitted: str) -> None:
     """The check can fail: without syncing files, or folders, or those above a file's own, the promise is broken."""
     sync, keep = MirroredDisk.sync, KEPT[omitted]
     monkeypatch.setattr(MirroredDisk, "sync", lambda self, files, folders: sync(self, *keep(files, folders)))
@@ -235,7 +235,7 @@ def test_the_enumeration_sees_a_missing_sync(tmp_path: Path, monkeypatch: pytest
         heads(machine.states(), (second,))
 
 
-def test_the_enumeration_sees_files_that_go_before_their_record(tmp_path: Path) -> None:
+def test_the_enumeration_detects_files_deleted_before_their_record(tmp_path: Path) -> None:
     """The check can fail: deleting in the wrong order leaves a record without its files."""
     machine = Machine(tmp_path)
     _, first = saved_once(machine)

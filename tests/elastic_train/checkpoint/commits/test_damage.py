@@ -87,7 +87,7 @@ def test_a_file_of_the_wrong_size_is_passed_over(local_store: Store, file: int, 
     assert discover(local_store).head == first
 
 
-def test_nothing_whole_left_is_an_error_that_names_every_commit(local_store: Store) -> None:
+def test_no_valid_commit_left_is_an_error_that_names_every_commit(local_store: Store) -> None:
     """With commits but none whole, training does not silently start anew: exit code 65."""
     commits = commit_steps(local_store, 1, 2, 3)
     for commit in commits:
@@ -98,7 +98,7 @@ def test_nothing_whole_left_is_an_error_that_names_every_commit(local_store: Sto
     assert caught.value.exit_code == 65
 
 
-def test_a_left_over_attempt_is_no_commit(local_store: Store) -> None:
+def test_a_leftover_attempt_is_not_a_commit(local_store: Store) -> None:
     """Files without a record are not seen."""
     (first,) = commit_steps(local_store, 1)
     with local_store.write("data/step-000000000009/00000001-dead/__0_0.distcp") as sink:
@@ -134,7 +134,7 @@ def test_falling_back_follows_the_lineage(local_store: Store) -> None:
     assert [key for key, _ in found.skipped] == [newer.key, "commits/00000001-000000000009.json"]
 
 
-def test_a_head_that_the_store_lacks_is_told(local_store: Store) -> None:
+def test_a_head_missing_from_the_store_is_reported(local_store: Store) -> None:
     """If the fence names a commit that is gone, discovery says so and goes on."""
     (first,) = commit_steps(local_store, 1)
     found = discover(local_store, published="commits/00000004-000000000002.json")
@@ -160,7 +160,7 @@ class SilentStore(LocalStore):
         return super().open(key)
 
 
-def test_a_store_without_an_answer_is_not_damage(local_store: Store) -> None:
+def test_a_store_that_does_not_answer_is_not_damage(local_store: Store) -> None:
     """An outage ends the search: falling back would lose steps for nothing."""
     commit_steps(local_store, 1, 2)
     with pytest.raises(StorageError, match="no answer"):
@@ -177,7 +177,7 @@ class Bomb:
         return os.mkdir, (self.path,)
 
 
-def test_no_pickle_is_opened_before_its_digest_clears_it(local_store: Store, tmp_path: Path) -> None:
+def test_no_pickle_is_opened_before_its_digest_is_verified(local_store: Store, tmp_path: Path) -> None:
     """Metadata that someone replaced is refused unopened, by discovery and by a load that skips discovery."""
     first, second = commit_steps(local_store, 1, 2)
     (Path(local_store.url) / second.attempt / ".metadata").write_bytes(pickle.dumps(Bomb(str(tmp_path / "bang"))))
@@ -254,7 +254,7 @@ def test_checksums_do_not_depend_on_how_bytes_arrive(pieces: list[int], data: st
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 3 * BLOCK_BYTES), st.data())
-def test_a_bad_bit_is_seen_by_whoever_touches_its_block_and_by_nobody_else(size: int, data: st.DataObject) -> None:
+def test_a_flipped_bit_is_seen_only_by_reads_of_its_block(size: int, data: st.DataObject) -> None:
     """What is checked is exactly what is read, in whole blocks: the neighbours of a damaged block are still good."""
     whole = bytes(size)
     record = FileRecord(size, tuple(zlib.crc32(whole[at : at + BLOCK_BYTES]) for at in range(0, size, BLOCK_BYTES)), "")

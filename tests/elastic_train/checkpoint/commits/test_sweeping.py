@@ -55,7 +55,7 @@ def test_abandoned_attempts_of_older_terms_are_swept(store: Store) -> None:
     assert sweep(store, term=2).attempts == ()
 
 
-def test_what_a_sweep_was_stopped_in_the_midst_of_the_next_one_ends(local_store: Store) -> None:
+def test_the_next_sweep_finishes_an_interrupted_one(local_store: Store) -> None:
     """The name may have been taken by another sweep, or by this one, before it died."""
     attempt = "data/step-000000000002/00000001-dead"
     local_store.create(f"{attempt}/__0_0.distcp", b"half")
@@ -64,7 +64,7 @@ def test_what_a_sweep_was_stopped_in_the_midst_of_the_next_one_ends(local_store:
     assert local_store.list("data/") == []
 
 
-def test_a_rehearsal_takes_no_name(local_store: Store) -> None:
+def test_a_dry_run_blocks_no_record(local_store: Store) -> None:
     """It tells what would go, and whoever writes may still publish."""
     local_store.create("data/step-000000000002/00000001-slow/__0_0.distcp", b"half")
     told = sweep(local_store, term=2, is_rehearsal=True)
@@ -82,7 +82,7 @@ def test_an_attempt_long_untouched_is_swept(local_store: Store) -> None:
     assert sweep(local_store, term=2, now=touched + 101, safe_age_s=100).attempts == (key.rsplit("/", 1)[0],)
 
 
-def test_the_files_of_an_unreadable_record_stay(local_store: Store) -> None:
+def test_the_files_of_an_unreadable_record_are_kept(local_store: Store) -> None:
     """A damaged record does not take its files with it: a person may rescue them."""
     (commit,) = commit_steps(local_store, 1)
     path = Path(local_store.url) / commit.key
@@ -198,20 +198,20 @@ def save_second(first: CommitRecord, store: Store) -> None:
     CommitWriter(store, StoreFence(store), first.term, first).save(small_state(2), facts(2))
 
 
-def test_whoever_is_frozen_where_no_commit_loses_its_files() -> None:
+def test_no_commit_loses_its_files_wherever_a_writer_or_a_sweep_is_frozen() -> None:
     """Of a late save and a sweep one wins, wherever either was frozen; what a newer world has read stays."""
     seen = list(endings())
     assert {*seen} == {(False, False), (True, False), (True, True)}
 
 
-def test_the_enumeration_sees_a_sweep_that_only_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_enumeration_detects_a_sweep_that_only_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check can fail: a look at the records right before the deletion does not do."""
     monkeypatch.setattr(sweeping, "create_once", lambda store, key, content: key not in commit_keys(store))
     with pytest.raises((AssertionError, ElasticTrainError), match=r"without its files|missing"):
         list(endings())
 
 
-def test_a_commit_that_comes_to_exist_during_a_sweep_keeps_its_files(tmp_path: Path) -> None:
+def test_a_commit_published_during_a_sweep_keeps_its_files(tmp_path: Path) -> None:
     """A writer of an older term wakes and publishes behind the look at the records; a world may go on from that."""
 
     class Waking(LocalStore):

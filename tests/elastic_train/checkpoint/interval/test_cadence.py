@@ -48,7 +48,7 @@ def test_steps_and_seconds_are_as_configured() -> None:
     assert not cadence.is_due(50)
 
 
-def test_worlds_that_end_faster_than_commits_are_due_commit_all_the_same() -> None:
+def test_worlds_shorter_than_the_interval_still_commit() -> None:
     """What is applied beyond the head counts from the head on, over all worlds; before the first from the start on."""
     process = SimpleNamespace(
         plan=SimpleNamespace(config=SimpleNamespace(checkpoint=CheckpointConfig(every_steps=None, every_s=900))),
@@ -70,7 +70,7 @@ def test_worlds_that_end_faster_than_commits_are_due_commit_all_the_same() -> No
     assert not is_overdue(None)
 
 
-def test_auto_saves_early_to_learn_and_then_as_the_measurements_say() -> None:
+def test_auto_saves_early_to_measure_and_then_at_the_computed_interval() -> None:
     """The first save comes soon; the next by Young and Daly from the medians, the reason is told."""
     past = Faults(9, 36000.0)
     cadence, clock = open_cadence(past, interval="auto", every_steps=5)
@@ -85,7 +85,7 @@ def test_auto_saves_early_to_learn_and_then_as_the_measurements_say() -> None:
     assert cadence.measured(500.0, 3000.0) is None
 
 
-def test_auto_tells_again_when_much_has_changed() -> None:
+def test_auto_logs_a_new_reason_only_after_a_large_change() -> None:
     """A small change is silent, a large one says why."""
     cadence, _ = open_cadence(interval="auto", rpo_s=10_000)
     assert cadence.measured(0.5, 3.0) is not None

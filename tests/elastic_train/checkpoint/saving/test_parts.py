@@ -30,7 +30,7 @@ from tests.elastic_train.checkpoint.save_samples import DEADLINE_S, FullStore, H
 __all__ = ["quick_retries"]
 
 
-def test_nobody_waits_for_the_part_of_a_rank_that_is_lost(tmp_path: Path) -> None:
+def test_nobody_waits_for_the_part_of_a_lost_rank(tmp_path: Path) -> None:
     """Rank 0 has written its part, the other never will: who waits learns that the world is broken, and gives up."""
     memory = SaveMemory()
     background = open_saves(LocalStore(tmp_path), memory, of=2)
@@ -97,7 +97,7 @@ def test_a_rank_that_cannot_write_its_part_fails_the_save(tmp_path: Path, monkey
     assert first is not None and discover(full).head == first.commit
 
 
-def test_a_writer_that_dies_is_no_trouble_for_the_next_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_writer_does_not_disturb_the_next_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits for a part that never comes until its world ends; the next world's first save starts clean."""
     is_waiting = threading.Event()
 
@@ -144,7 +144,7 @@ def test_a_damaged_done_record_fails_the_save(
     assert isinstance(ended.error, StorageError) and "done-00001.json" in str(ended.error)
 
 
-def test_a_rank_that_hangs_in_its_part_does_not_hold_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_hanging_in_its_part_does_not_block_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits for it no longer than for a write of its own; then both are free for the next save."""
     monkeypatch.setattr(abandonment, "LEAST_S", 0.2)
     hung = HeldStore(tmp_path)
@@ -162,7 +162,7 @@ def test_a_rank_that_hangs_in_its_part_does_not_hold_rank_0(tmp_path: Path, monk
     assert first is not None and discover(hung).head == first.commit
 
 
-def test_rank_0_learns_of_a_part_that_was_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_learns_of_an_abandoned_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have far more patience than a rank that is new to the job; a part that will not come is not waited for."""
     monkeypatch.setattr(abandonment, "LEAST_S", 0.2)
     ranks = world_of([LocalStore(tmp_path), HeldStore(tmp_path)], monkeypatch)

@@ -22,7 +22,7 @@ from tests.elastic_train.checkpoint.saving.test_background_saves import DEADLINE
 CONTENTS = [memoryview(bytes([number])) for number in range(3)]
 
 
-def test_what_is_there_is_given_out_and_no_more() -> None:
+def test_only_copied_leaves_are_handed_out() -> None:
     """Each waits until it was told of, whoever goes through them again need not wait."""
     staged, given, is_given = Staged(CONTENTS, lambda: False), [], threading.Semaphore(0)
 
@@ -43,7 +43,7 @@ def test_what_is_there_is_given_out_and_no_more() -> None:
     assert list(staged) == given == CONTENTS
 
 
-def test_a_failed_copy_is_raised_to_whoever_goes_through() -> None:
+def test_a_failed_copy_is_raised_in_every_iteration() -> None:
     """At the first that is not there, and again at the next try."""
     staged = Staged(CONTENTS, lambda: False)
     staged.fail(StorageError("changed"))
@@ -54,7 +54,7 @@ def test_a_failed_copy_is_raised_to_whoever_goes_through() -> None:
         staged.wait()
 
 
-def test_nothing_is_given_out_while_training_waits() -> None:
+def test_nothing_is_handed_out_while_training_waits() -> None:
     """Then the first comes when the last is there."""
     is_asked, num_there_then = threading.Event(), []
 

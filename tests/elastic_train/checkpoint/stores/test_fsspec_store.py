@@ -67,7 +67,7 @@ def test_a_record_whose_answers_are_lost_is_recognised(network: FaultyNetwork, r
     assert read_state(remote, record)["scheduler"] == {"last_epoch": 1}
 
 
-def test_a_conflict_is_asked_again(network: FaultyNetwork, remote: FsspecStore) -> None:
+def test_a_conflict_is_retried(network: FaultyNetwork, remote: FsspecStore) -> None:
     """A 409 decides nothing: the create is repeated, and given up, as unknown, after some."""
     commits = writer(remote)
     network.matching, network.num_conflicts = re.compile(rb"PUT \S*/run/commits/0"), 3

@@ -91,7 +91,7 @@ def test_a_listing_names_what_is_below_a_folder(store: Store) -> None:
     assert store.list("nothing/") == []
 
 
-def test_a_folder_that_goes_while_it_is_listed_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_deleted_during_a_listing_is_omitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Retention deletes, and readers let go of what they hold, while others look."""
     store, scan = LocalStore(tmp_path), os.scandir
     for key in ("data/a/1", "data/b/2"):
@@ -106,7 +106,7 @@ def test_a_folder_that_goes_while_it_is_listed_is_left_out(tmp_path: Path, monke
     assert [entry.key for entry in store.list("data/")] == ["data/b/2"]
 
 
-def test_a_folder_that_may_not_be_listed_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_may_not_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody may look there is no way to tell that there is nothing."""
     store, scan = LocalStore(tmp_path), os.scandir
     store.create("commits/a.json", b"x")
@@ -162,7 +162,7 @@ def http_error(status: int) -> OSError:
     ("answers", "expected"),
     [([409, None], None), ([412], KeyTaken), ([409, 412], KeyTaken), ([409] * 9, Uncertain), ([500], Uncertain)],
 )
-def test_every_answer_to_a_conditional_create_is_understood(
+def test_every_http_status_of_a_conditional_create_is_handled(
     monkeypatch: pytest.MonkeyPatch, answers: list[int | None], expected: type[StorageError] | None
 ) -> None:
     """409 is asked again, a bounded number of times; 412 is taken; anything else leaves it open."""
@@ -242,7 +242,7 @@ def test_a_claim_outlives_a_hung_sync(tmp_path: Path, monkeypatch: pytest.Monkey
     assert stores.read(store, "terms/00000001.json") == claim and StoreFence(store).claim() == 2
 
 
-def test_everything_that_a_store_does_is_progress(tmp_path: Path) -> None:
+def test_every_store_operation_counts_as_progress(tmp_path: Path) -> None:
     """Every answer, and every piece of a file: a long load over slow storage is seen to get on."""
     reports: list[None] = []
     store = DeadlineStore(LocalStore(tmp_path), lambda: reports.append(None))

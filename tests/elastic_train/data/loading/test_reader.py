@@ -119,7 +119,7 @@ def test_a_columns_name_may_have_dots(
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, NUM_ROWS - 1), min_size=1, max_size=6), min_size=1, max_size=6))
-def test_what_was_read_before_changes_nothing(
+def test_results_do_not_depend_on_earlier_reads(
     dataset: Manifest, whole: list[dict[str, object]], requests: list[list[int]]
 ) -> None:
     """One reader that keeps a single row group gives the same rows, request after request."""
@@ -159,9 +159,7 @@ def test_only_the_columns_in_use_are_read(watched: type[WatchedFileSystem]) -> N
 
 
 @pytest.mark.parametrize("has_footers", [True, False], ids=["with footers", "without"])
-def test_a_file_is_compared_once_and_its_footer_read_with_the_rows(
-    watched: type[WatchedFileSystem], has_footers: bool
-) -> None:
+def test_a_file_is_verified_once_and_its_footer_read_once(watched: type[WatchedFileSystem], has_footers: bool) -> None:
     """The footer's own bytes are read once, with the first row group where the footers lie beside the manifest."""
     manifest = put("watched://footers", pa.table({"a": range(40)}), group_rows=10)
     if not has_footers:
@@ -174,7 +172,7 @@ def test_a_file_is_compared_once_and_its_footer_read_with_the_rows(
     assert len(reads) == (4 if has_footers else 5)
 
 
-def test_files_are_read_by_threads_of_python_alone(watched: type[WatchedFileSystem]) -> None:
+def test_no_arrow_thread_reads_a_python_file(watched: type[WatchedFileSystem]) -> None:
     """No thread of pyarrow's own runs the code of a Python file: it could be cancelled in it when the process ends."""
     table = pa.table({"a": range(400), "label": [i % 3 for i in range(400)]})
     put("watched://threads", table, group_rows=50)
@@ -205,14 +203,14 @@ def test_row_groups_are_kept_up_to_the_bound(
     assert count_groups_read(watched, manifest) == num_reads
 
 
-def test_no_more_row_groups_are_kept_than_allowed(dataset: Manifest) -> None:
+def test_the_number_of_kept_row_groups_is_bounded(dataset: Manifest) -> None:
     """Memory is bounded: a pass over everything leaves the last few row groups."""
     reader = Reader(dataset, ["label"], max_row_groups=3)
     reader.read(np.arange(NUM_ROWS))
     assert list(reader._rows) == [len(dataset.group_rows) - 3 + i for i in range(3)]
 
 
-def test_a_reader_travels_without_its_files(dataset: Manifest) -> None:
+def test_a_reader_is_pickled_without_its_open_files(dataset: Manifest) -> None:
     """A reader that has read something can be sent to a worker process, and reads the same there."""
     reader = Reader(dataset, ["label", "input_ids"])
     rows, _ = reader.read(np.arange(NUM_ROWS))

@@ -87,7 +87,7 @@ def test_a_store_that_cannot_be_reached_is_refused_by_name(silent: type[Silent],
     )
 
 
-def test_what_fsspec_cannot_open_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_that_fsspec_cannot_open_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """An address whose package is not installed, or whose protocol nobody knows, says so."""
     monkeypatch.setitem(sys.modules, "gcsfs", None)  # whether it is installed here or not
     with pytest.raises(DataError, match=r"gs://x/manifest\.json: cannot be opened: .*install gcsfs"):
@@ -109,7 +109,7 @@ def test_commands_end_with_65_and_no_traceback(
     assert f"error: {URL}: cannot be reached: {error}" in capsys.readouterr().err
 
 
-def test_commands_refuse_a_protocol_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_refuse_an_unknown_protocol(capsys: pytest.CaptureFixture[str]) -> None:
     """A mistyped protocol is an error in one line, too."""
     with pytest.raises(SystemExit) as ended:
         main(["data", "describe", "nosuch://x"])
@@ -118,7 +118,7 @@ def test_commands_refuse_a_protocol_that_nobody_knows(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_a_source_raises_oserror_after_its_tries(silent: type[Silent], error: Exception) -> None:
+def test_a_source_raises_oserror_after_its_retries(silent: type[Silent], error: Exception) -> None:
     """Sizes and ranges raise what the protocol of sources promises, when it was tried so often."""
     remote = open_source(URL)
     assert isinstance(remote, RemoteSource)
@@ -133,7 +133,7 @@ def test_a_source_raises_oserror_after_its_tries(silent: type[Silent], error: Ex
 
 @pytest.mark.parametrize("has_footers", [True, False], ids=["with footers", "without"])
 @pytest.mark.parametrize("is_at_first", [True, False], ids=["from the first call on", "later"])
-def test_a_row_group_behind_a_silent_store_is_unreadable(
+def test_a_row_group_on_a_silent_store_is_unreadable(
     silent: type[Silent], has_footers: bool, is_at_first: bool
 ) -> None:
     """It is tried again, named, and under quarantine left to whoever trains; when the store answers, it is read."""
@@ -154,7 +154,7 @@ def test_a_row_group_behind_a_silent_store_is_unreadable(
     assert rows.decode(1).num_rows == 10
 
 
-def test_a_store_that_falls_silent_is_told_file_by_file(silent: type[Silent]) -> None:
+def test_a_store_that_goes_silent_is_reported_file_by_file(silent: type[Silent]) -> None:
     """What stops answering behind the manifest is a verdict on its files, and the end of a description."""
     manifest = load_manifest(URL)
     silent.error = ERRORS[1]

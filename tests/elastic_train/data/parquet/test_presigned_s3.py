@@ -87,7 +87,7 @@ def ranges_of(server: Server) -> SignedRanges:
     return ranges
 
 
-def test_ranges_of_an_object_share_its_signature_and_a_connection(server: Server) -> None:
+def test_ranges_of_an_object_share_one_signature_and_one_connection(server: Server) -> None:
     """Any range is what lies there, fewer bytes where the object ends; one signature, one connection for a thread."""
     ranges = ranges_of(server)
     for lo, hi in ((0, 1), (5, 200_000), (len(CONTENT) - 10, len(CONTENT)), (len(CONTENT) - 10, len(CONTENT) + 1)):
@@ -95,7 +95,7 @@ def test_ranges_of_an_object_share_its_signature_and_a_connection(server: Server
     assert (server.num_signed, server.num_connections) == (1, 1)
 
 
-def test_a_connection_that_was_closed_meanwhile_costs_no_failure(server: Server) -> None:
+def test_a_connection_closed_while_idle_is_reopened(server: Server) -> None:
     """Servers close what is idle; the next range goes over a new connection."""
     ranges, server.fault = ranges_of(server), "closed behind it"
     for number in (1, 2):
@@ -106,7 +106,7 @@ def test_a_connection_that_was_closed_meanwhile_costs_no_failure(server: Server)
 
 
 @pytest.mark.parametrize("fault", ["refused", "short", "whole", "elsewhere", "no length", "not signed"])
-def test_what_is_not_the_range_is_nothing(server: Server, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_answer_gives_no_bytes(server: Server, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No failure gives bytes; the next read signs anew and works. Behind too many in a row there is a pause."""
     monkeypatch.setattr(presigned_s3, "MOST_FAILURES", 3)
     ranges, server.fault = ranges_of(server), fault
