@@ -51,17 +51,17 @@ def run_job(
     after_s, at_s = (leave_after_s, None) if due else (None, leave_after_s)
     first = Due(LEAVE, num_nodes - 1, None, after_s, at_s=at_s, is_healed=True)
     faults = [*due, first, *(Due(LEAVE, node, None, 0.0) for node in reversed(range(num_nodes - 1)))]
-    around, told = Surroundings(cable=laid), ""
+    around, ending = Surroundings(cable=laid), ""
     with EtcdServer(host="0.0.0.0" if laid else "127.0.0.1") as server:
         endpoint = server.endpoint.replace("127.0.0.1", laid.address("etcd")) if laid else server.endpoint
         started = launch(scenario, endpoint, folder, ["--run.dir", str(folder)], folder.name, around)
         try:
             Job(folder, started, scenario, faults, 0, lambda _: None, lambda _: None, around=around).run()
         except RunError as error:  # expected: told to leave, no node ends with 0
-            told = str(error)
+            ending = str(error)
     run = collect(folder)
     if run.result is None or len(run.of("fault")) <= len(due):
-        raise SystemExit(f"{folder}: {told}")
+        raise SystemExit(f"{folder}: {ending}")
     return run
 
 

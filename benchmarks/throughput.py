@@ -111,9 +111,9 @@ imports_s = time.process_time()
 from elastic_train.config import sources
 from elastic_train.training.open_session import make_repeatable
 from elastic_train.job.plan import make_plan
-told = sources.load(Path(sys.argv[1]), environ={}, arguments=[])
-make_repeatable(told)
-plan = make_plan(told)
+config = sources.load(Path(sys.argv[1]), environ={}, arguments=[])
+make_repeatable(config)
+plan = make_plan(config)
 plan.build_state()
 plan.task.metrics()
 print(imports_s, time.process_time() - imports_s)

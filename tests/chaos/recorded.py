@@ -145,8 +145,8 @@ class Recorder:
         (self.folder / "result.json").write_text(json.dumps({**result, **counts, "metrics": metrics}))
         batch = {"global_batch": LANES * MICRO_BATCH, "micro_batch": MICRO_BATCH}
         task = {"path": "elastic_train.tasks.witness:Witness"}
-        told = {"batch": batch, "task": task, "tracking": {"mlflow_uri": "sqlite:///mlflow.db"}}
-        (self.folder / "config.yaml").write_text(yaml.safe_dump(told))
+        config = {"batch": batch, "task": task, "tracking": {"mlflow_uri": "sqlite:///mlflow.db"}}
+        (self.folder / "config.yaml").write_text(yaml.safe_dump(config))
         (self.folder / "metrics").mkdir()
         for number, lines in self.metrics.items():
             path = self.folder / "metrics" / f"{number:08d}.jsonl"

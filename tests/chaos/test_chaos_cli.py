@@ -81,8 +81,8 @@ def test_mistakes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_a_fault_of_a_missing_cable_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Here only the last node has a cable of its own: a fault of another one's is refused, not done to the last."""
-    told = "name: x\ndescription: y\nconfig: configs/witness.yaml\nnodes: {count: 3}\nrows: 64\n"
-    (tmp_path / "x.yaml").write_text(f"{told}faults: [{{kind: cut_link, node: 0, at_step: 3, for_s: 2}}]\n")
+    scenario = "name: x\ndescription: y\nconfig: configs/witness.yaml\nnodes: {count: 3}\nrows: 64\n"
+    (tmp_path / "x.yaml").write_text(f"{scenario}faults: [{{kind: cut_link, node: 0, at_step: 3, for_s: 2}}]\n")
     data = [f"--set=data.{name}={tmp_path / 'rows' / name}" for name in ("train", "validation")]
     assert leave(["run", str(tmp_path / "x.yaml"), "--out", str(tmp_path / "run"), *data]) == 2
     assert "only the last node, 2, has its own cable: say node: 2" in capsys.readouterr().err
@@ -98,8 +98,8 @@ def test_a_fault_of_a_missing_cable_is_refused(tmp_path: Path, capsys: pytest.Ca
 )
 def test_a_refused_run_deletes_no_earlier_results(tmp_path: Path, fault: str, command: list[str]) -> None:
     """The results of an earlier run stay where the next one cannot begin."""
-    told = f"name: x\ndescription: y\nconfig: configs/witness.yaml\nnodes: {{count: 3}}\nfaults: [{fault}]\n"
-    (tmp_path / "x.yaml").write_text(told)
+    scenario = f"name: x\ndescription: y\nconfig: configs/witness.yaml\nnodes: {{count: 3}}\nfaults: [{fault}]\n"
+    (tmp_path / "x.yaml").write_text(scenario)
     (tmp_path / "run" / "faulted").mkdir(parents=True)
     earlier = [tmp_path / "run" / name for name in ("verdict.json", "report.html", "faulted/result.json")]
     for path in earlier:
@@ -166,6 +166,6 @@ def test_ctrl_c_prints_how_to_judge_what_was_done(
             (tmp_path / "faulted" / "history").mkdir(parents=True)
         with pytest.raises(SystemExit) as left:
             main(["run", "demo", "--out", str(tmp_path)])
-        told = capsys.readouterr().err
-        assert left.value.code == 130 and "no process is left running" in told
-        assert (f"elastic-chaos check {tmp_path}" in told) is is_begun
+        printed = capsys.readouterr().err
+        assert left.value.code == 130 and "no process is left running" in printed
+        assert (f"elastic-chaos check {tmp_path}" in printed) is is_begun

@@ -17,8 +17,8 @@ def test_a_worker_regrouping_while_etcd_is_away_can_be_asked_to_leave(monkeypatc
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with EtcdServer() as etcd:
-        told = LiveContext((etcd.endpoint,), "job", "n", "h", "127.0.0.1", "", 1, 1, 3.0, 0.0, timeout_s=20.0)
-        member = LiveMember(told, max_members=1)
+        context = LiveContext((etcd.endpoint,), "job", "n", "h", "127.0.0.1", "", 1, 1, 3.0, 0.0, timeout_s=20.0)
+        member = LiveMember(context, max_members=1)
         assert member.next_world(lambda: False) is not None
         etcd.kill()
         with pytest.raises(StoppedWaiting, match="while etcd was away"):

@@ -46,8 +46,8 @@ def test_before_a_deleted_commit_the_chain_continues_with_what_its_term_restored
         restored(3, 20, key(1, 20)),
         committed(3, 30, "e", "b"),
     ]
-    told = lineage(Evidence(Path("drawn"), [lines], [], {}, None, None))
-    assert told == "2 of 4 commits are one chain, intervals tile [0, 30)"
+    verdict = lineage(Evidence(Path("drawn"), [lines], [], {}, None, None))
+    assert verdict == "2 of 4 commits are one chain, intervals tile [0, 30)"
 
 
 def test_an_unrecorded_commit_belongs_to_the_term_that_reached_its_step() -> None:
@@ -92,7 +92,7 @@ def test_a_world_continues_from_the_term_that_its_restore_names() -> None:
     They had been in a world that broke while the newer step was handed over, so nobody else could know (storm 1937).
     """
 
-    def told(term: int, pids: list[int], step: int, applied_by: int | None, applied: list[int]) -> list[Line]:
+    def lines_of(term: int, pids: list[int], step: int, applied_by: int | None, applied: list[int]) -> list[Line]:
         at = 10.0 * term
         return [
             *({"op": "form", "t": at, "term": term, "rank": rank, "pid": pid, "world": len(pids)}
@@ -102,9 +102,13 @@ def test_a_world_continues_from_the_term_that_its_restore_names() -> None:
             *({"op": "step", "t": at + 1 + number, "term": term, "rank": 0, "step": number} for number in applied),
         ]  # fmt: skip
 
-    lines = [*told(57, [1, 2, 3], 0, None, [1]), *told(59, [3, 4], 0, None, [1, 2]), *told(61, [4, 1], 1, 59, [])]
+    lines = [
+        *lines_of(57, [1, 2, 3], 0, None, [1]),
+        *lines_of(59, [3, 4], 0, None, [1, 2]),
+        *lines_of(61, [4, 1], 1, 59, []),
+    ]
     for applied_by, branch in ((57, [(57, 0, 1)]), (59, [(59, 0, 1)])):
-        last = told(66, [1, 2], 1, applied_by, [2, 3])
+        last = lines_of(66, [1, 2], 1, applied_by, [2, 3])
         run = Evidence(Path("drawn"), [[*lines, *last]], [], {}, None, None)
         assert branch_of(run, 66, 3) == [*branch, (66, 1, 3)]
 

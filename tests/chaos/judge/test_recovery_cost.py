@@ -132,13 +132,15 @@ def test_a_process_left_when_it_was_last_seen() -> None:
     hit: Line = {"op": "fault", "t": 12.0, "kind": "kill_worker", "node": 0, "pids": [8]}
     ends: list[Line] = [{"op": "end", "t": 40.0, "term": 3, "rank": rank, "status": "done"} for rank in (0, 1)]
 
-    def told(*lines: Line) -> Evidence:
+    def evidence_of(*lines: Line) -> Evidence:
         return Evidence(Path("drawn"), [[scenario, *formed(1, 7, 8), *lines, *ends]], [], {}, None, None)
 
-    assert deaths(told(hit, *formed(2, 9), *formed(3, 7, 9))).startswith("2 changes")
-    assert deaths(told(hit, *formed(2, 9), *formed(3, 9, 10), {**hit, "t": 25.0, "pids": [7]})).startswith("2 changes")
+    assert deaths(evidence_of(hit, *formed(2, 9), *formed(3, 7, 9))).startswith("2 changes")
+    assert deaths(evidence_of(hit, *formed(2, 9), *formed(3, 9, 10), {**hit, "t": 25.0, "pids": [7]})).startswith(
+        "2 changes"
+    )
     with pytest.raises(Unknown, match="process 7 left between terms 1 and 2"):
-        deaths(told(hit, *formed(2, 9), *formed(3, 9, 10)))
+        deaths(evidence_of(hit, *formed(2, 9), *formed(3, 9, 10)))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_a_process_left_when_it_was_last_seen() -> None:
 def test_a_service_outage_explains_processes_that_leave_during_it(kind: str, is_explained: bool) -> None:
     """Who was started amid an outage of etcd or the storage is hit by it, although its line cannot name it."""
 
-    def told(outage_s: float, *, stays: bool = False, left_at: float = 90.0) -> Evidence:
+    def evidence_of(outage_s: float, *, stays: bool = False, left_at: float = 90.0) -> Evidence:
         both = [(1, 10.0), (2, 20.0)] if stays else [(1, 10.0)]
         last = len(both) + 1
         lines: list[Line] = [
@@ -164,19 +166,19 @@ def test_a_service_outage_explains_processes_that_leave_during_it(kind: str, is_
         return Evidence(Path("drawn"), [lines], [], {}, None, None)
 
     if is_explained:
-        assert deaths(told(outage_s=10.0)).startswith("1 changes")
+        assert deaths(evidence_of(outage_s=10.0)).startswith("1 changes")
         with pytest.raises(Unknown, match="process 8 left"):
-            deaths(told(outage_s=10.0, left_at=9000.0))
+            deaths(evidence_of(outage_s=10.0, left_at=9000.0))
     with pytest.raises(Unknown, match="process 8 left between terms 1 and 2"):
-        deaths(told(outage_s=5.0 if is_explained else 10.0))
+        deaths(evidence_of(outage_s=5.0 if is_explained else 10.0))
     with pytest.raises(Unknown, match="process 8 left between terms 2 and 3" if is_explained else "term 2 was formed"):
-        deaths(told(outage_s=10.0, stays=True))
+        deaths(evidence_of(outage_s=10.0, stays=True))
 
 
 def test_a_world_is_sealed_before_it_forms_whatever_its_leaders_clock_says() -> None:
     """Its clock may be an hour ahead: a fault that came behind the seal by that clock hits the world all the same."""
 
-    def told(sealed_at: float) -> Evidence:
+    def evidence_of(sealed_at: float) -> Evidence:
         lines: list[Line] = [
             {"op": "scenario", "t": 0.0, "recovery": "live"},
             *(
@@ -191,14 +193,16 @@ def test_a_world_is_sealed_before_it_forms_whatever_its_leaders_clock_says() -> 
         ]
         return Evidence(Path("drawn"), [lines], [], {}, None, None)
 
-    assert recovery_cost.sealed_at(told(3610.0)) == {1: 10.0, 2: 59.0}
-    assert deaths(told(3610.0)) == deaths(told(9.0)) == "1 changes of the world, each explained by a fault"
+    assert recovery_cost.sealed_at(evidence_of(3610.0)) == {1: 10.0, 2: 59.0}
+    assert (
+        deaths(evidence_of(3610.0)) == deaths(evidence_of(9.0)) == "1 changes of the world, each explained by a fault"
+    )
 
 
 def test_a_fault_of_a_spare_node_is_ridden_out() -> None:
     """Whoever waits outside of a full world may die without ending it: nothing is lost, nothing has to be formed."""
 
-    def told(*faults: Line) -> Evidence:
+    def evidence_of(*faults: Line) -> Evidence:
         lines: list[Line] = [
             {"op": "scenario", "t": 0.0, "recovery": "live"},
             {"op": "form", "t": 1.0, "term": 1, "rank": 0, "pid": 7, "world": 1},
@@ -212,15 +216,15 @@ def test_a_fault_of_a_spare_node_is_ridden_out() -> None:
     spare: Line = {"op": "fault", "t": 3.5, "kind": "kill_node", "node": 1, "pids": [8]}
     for kind in ("start_node", "lose_lease"):  # these have agents' numbers, which are never in a world
         with pytest.raises(Unknown, match="0 of 1 faults were recovered from"):
-            rto(told({**spare, "kind": kind}))
-    assert rpo(told(spare)) == "0 applied steps computed again; 1 faults were ridden out"
-    assert rto(told(spare)) == "no new world had to be formed: 1 faults were ridden out"
+            rto(evidence_of({**spare, "kind": kind}))
+    assert rpo(evidence_of(spare)) == "0 applied steps computed again; 1 faults were ridden out"
+    assert rto(evidence_of(spare)) == "no new world had to be formed: 1 faults were ridden out"
     with pytest.raises(Unknown, match="nothing was recovered from"):
-        rpo(told())
+        rpo(evidence_of())
     with pytest.raises(Unknown, match="0 of 1 faults were recovered from"):
-        rto(told({**spare, "t": 2.5, "pids": [7]}))
+        rto(evidence_of({**spare, "t": 2.5, "pids": [7]}))
     with pytest.raises(Unknown, match="0 of 0 faults were recovered from"):
-        rto(told({**spare, "t": 8.0}))
+        rto(evidence_of({**spare, "t": 8.0}))
 
 
 def test_the_end_of_a_process_that_was_left_out_costs_nothing() -> None:
@@ -297,7 +301,7 @@ def test_a_small_world_admits_a_returning_node_after_its_first_step(
 def test_a_restarted_world_is_explained_by_a_fault_of_the_previous_one() -> None:
     """By a fault since that was sealed, one that lasted until then, one that had hit a member; or by who came."""
 
-    def told(*hits: Line, seats: tuple[int, int] = (2, 2)) -> str:
+    def verdict_of(*hits: Line, seats: tuple[int, int] = (2, 2)) -> str:
         lines: list[Line] = [
             {"op": "scenario", "t": 0.0, "recovery": "restart"},
             *hits,
@@ -315,17 +319,17 @@ def test_a_restarted_world_is_explained_by_a_fault_of_the_previous_one() -> None
         {**fault, "pids": [7]},
         {**fault, "op": "undo", "t": 15.0},
     ):
-        assert told(hit).startswith("1 changes"), hit
-    assert told(fault, seats=(1, 2)).startswith("1 changes")
+        assert verdict_of(hit).startswith("1 changes"), hit
+    assert verdict_of(fault, seats=(1, 2)).startswith("1 changes")
     for hits in ([], [fault], [killed], [{**fault, "t": 21.0, "pids": [7]}]):
         with pytest.raises(Unknown, match="term 2 was formed, but no fault since term 1"):
-            told(*hits)
+            verdict_of(*hits)
 
 
 def test_an_agent_cut_off_from_etcd_explains_one_world_sealed_after_that() -> None:
     """The renewal that was lost is missed when the next world is there; then it is another member (seed 8961)."""
 
-    def told(*worlds: tuple[float, int], kind: str = "lose_requests", node: int = 1) -> str:
+    def verdict_of(*worlds: tuple[float, int], kind: str = "lose_requests", node: int = 1) -> str:
         lines: list[Line] = [
             {"op": "scenario", "t": 0.0, "recovery": "restart"},
             {"op": "fault", "t": 5.0, "kind": kind, "node": node, "pids": [900], "for_s": 2.0},
@@ -338,7 +342,7 @@ def test_an_agent_cut_off_from_etcd_explains_one_world_sealed_after_that() -> No
         lines.append({"op": "end", "t": 90.0, "term": len(worlds), "rank": 0, "status": "done"})
         return deaths(Evidence(Path("drawn"), [lines], [], {}, None, None))
 
-    assert told((9.2, 7), (14.0, 8)).startswith("1 changes")
+    assert verdict_of((9.2, 7), (14.0, 8)).startswith("1 changes")
     for kind, node, worlds in (
         ("lose_requests", 1, [(9.2, 7), (14.0, 8), (19.0, 9)]),
         ("lose_requests", 0, [(9.2, 7), (14.0, 8)]),
@@ -346,7 +350,7 @@ def test_an_agent_cut_off_from_etcd_explains_one_world_sealed_after_that() -> No
         ("lose_requests", 1, [(1009.2, 7), (1014.0, 8)]),
     ):
         with pytest.raises(Unknown, match=f"term {len(worlds)} was formed, but no fault since term {len(worlds) - 1}"):
-            told(*worlds, kind=kind, node=node)
+            verdict_of(*worlds, kind=kind, node=node)
 
 
 def test_a_process_asked_to_leave_may_end_worlds_until_it_has_left() -> None:
@@ -355,7 +359,7 @@ def test_a_process_asked_to_leave_may_end_worlds_until_it_has_left() -> None:
     A world that one of its members is lost to, as the fault's late effect, may be formed by the same processes.
     """
 
-    def told(kind: str, cause: str = "restart", num_worlds: int = 3) -> str:
+    def verdict_of(kind: str, cause: str = "restart", num_worlds: int = 3) -> str:
         who = {"rank": 0, "pid": 7, "world": 1, "cause": cause}
         lines: list[Line] = [
             {"op": "scenario", "t": 0.0, "recovery": "live"},
@@ -365,11 +369,11 @@ def test_a_process_asked_to_leave_may_end_worlds_until_it_has_left() -> None:
         ]
         return deaths(Evidence(Path("drawn"), [lines], [], {}, None, None))
 
-    assert told("stop_node", num_worlds=MOST_WORLDS_LEAVING + 2).startswith("4 changes")
+    assert verdict_of("stop_node", num_worlds=MOST_WORLDS_LEAVING + 2).startswith("4 changes")
     with pytest.raises(Unknown, match="term 6 was formed by the processes of term 5"):
-        told("stop_node", num_worlds=10)
-    assert told("freeze_worker", "lost").startswith("2 changes")
+        verdict_of("stop_node", num_worlds=10)
+    assert verdict_of("freeze_worker", "lost").startswith("2 changes")
     with pytest.raises(Unknown, match="term 4 was formed by the processes of term 3"):
-        told("freeze_worker", "lost", num_worlds=10)
+        verdict_of("freeze_worker", "lost", num_worlds=10)
     with pytest.raises(Unknown, match="term 3 was formed by the processes of term 2"):
-        told("freeze_worker")
+        verdict_of("freeze_worker")

@@ -127,10 +127,10 @@ def test_faults_come_when_due_and_are_recorded(tmp_path: Path) -> None:
     """A drawn fault hits an applied step that is in no commit; the record names step, seen step, node, signal, pids."""
     kill = Due("kill_worker", "leader", 17, None, interval=fake_trainer.COMMIT_EVERY)
     job(tmp_path, 300, kill, Due("stop_node", 0, None, 0.05), Due("start_node", "lost", None, 0.0)).run()
-    told = recorded(tmp_path)
-    scenario, worker, stop, start, *ends = [line for line in told if line["op"] != "node"]
+    lines = recorded(tmp_path)
+    scenario, worker, stop, start, *ends = [line for line in lines if line["op"] != "node"]
     assert {"kill_worker", "stop_node"} <= set(scenario["kinds"])  # type: ignore[call-overload]
-    assert worker["pids"] in [line["pids"] for line in told if line["op"] == "node" and line["node"] == 0]
+    assert worker["pids"] in [line["pids"] for line in lines if line["op"] == "node" and line["node"] == 0]
     assert (worker["kind"], worker["at_step"], worker["is_drawn"], worker["signal"]) == (
         "kill_worker",
         17,
@@ -198,10 +198,10 @@ def test_ctrl_c_ends_a_soak_between_two_faults(tmp_path: Path) -> None:
     for num_signals in (1, 2):
         folder = tmp_path / str(num_signals)
         folder.mkdir()
-        told: list[str] = []
+        events: list[str] = []
 
-        def press(followed: Followed, folder: Path = folder, told: list[str] = told) -> None:
-            if followed.step >= 3 and not told:
+        def press(followed: Followed, folder: Path = folder, events: list[str] = events) -> None:
+            if followed.step >= 3 and not events:
                 os.kill(os.getpid(), signal.SIGINT)
 
         def land(job: Job, folder: Path = folder, again: bool = num_signals == 2) -> None:
@@ -210,14 +210,14 @@ def test_ctrl_c_ends_a_soak_between_two_faults(tmp_path: Path) -> None:
             job.inject(Due("kill_node", 0, None, 0.0))
 
         soak = job(folder, 1000, Due("kill_worker", "leader", 999, None), look=press)
-        soak.land, soak.on_event = land, told.append
+        soak.land, soak.on_event = land, events.append
         with pytest.raises(
             KeyboardInterrupt if num_signals == 2 else RunError, match=None if num_signals == 2 else "no node"
         ):
             soak.run()
         assert soak.nodes[0].pids() == []
         ops = [line["op"] for line in recorded(folder)]
-        assert "stopping after 0 faults" in told[0] and ("stopped" in ops)
+        assert "stopping after 0 faults" in events[0] and ("stopped" in ops)
         assert [line["kind"] for line in recorded(folder) if line["op"] == "fault"] == ["kill_node"][: 2 - num_signals]
 
 
@@ -227,7 +227,7 @@ def test_histories_are_followed_line_by_line(tmp_path: Path) -> None:
     path.parent.mkdir()
     followed = Followed()
 
-    def told(text: str) -> tuple[int, int, int | None]:
+    def follow(text: str) -> tuple[int, int, int | None]:
         with path.open("a") as file:
             file.write(text)
         followed.look(tmp_path)
@@ -236,13 +236,13 @@ def test_histories_are_followed_line_by_line(tmp_path: Path) -> None:
     form = {"op": "form", "t": 1, "term": 1, "rank": 0, "world": 2, "pid": 7}
     step = {"op": "step", "t": 1, "term": 1, "rank": 0, "world": 2, "epoch": 0, "num_samples": 8, "loss": 1.5}
     whole = [json.dumps(line) + "\n" for line in (form, {**step, "step": 5}, {"op": "commit", "term": 1, "step": 5})]
-    assert told(whole[0] + whole[1][:40]) == (1, 0, None)
-    assert told(whole[1][40:] + whole[2]) == (1, 5, 5)
+    assert follow(whole[0] + whole[1][:40]) == (1, 0, None)
+    assert follow(whole[1][40:] + whole[2]) == (1, 5, 5)
     assert followed.pids == {0: 7}
     newer = {"op": "restore", "t": 1, "term": 2, "step": 3, "resumed": None}
     (tmp_path / "history" / "00000002-00000-2.jsonl").write_text(json.dumps(newer) + "\n")
-    assert told(json.dumps({**step, "step": 6}) + "\n") in {(2, 3, 5), (1, 6, 5)}
-    assert told("") == (2, 3, 5)
+    assert follow(json.dumps({**step, "step": 6}) + "\n") in {(2, 3, 5), (1, 6, 5)}
+    assert follow("") == (2, 3, 5)
 
 
 @pytest.mark.parametrize("kind", ["kill_worker", "freeze_worker", "slow_worker", "start_twin"])
@@ -334,9 +334,9 @@ def test_a_second_fault_at_a_place_waits_for_the_first(node: Node, tmp_path: Pat
     come(waiting)
     until(lambda: [waiting._points.look(waiting), armed(waiting)][1] == ["slow 2"])
     waiting._points.give_up(waiting)
-    told = [(line["op"], line["kind"], line.get("why", "")) for line in recorded(tmp_path)]
-    assert [(op, kind) for op, kind, _ in told] == [("fault", "raise"), ("missed", "slow"), ("missed", "kill")]
-    assert "came there 2 times" in str(told[1][2]) and "another fault waited there, on node 0" in str(told[2][2])
+    ends = [(line["op"], line["kind"], line.get("why", "")) for line in recorded(tmp_path)]
+    assert [(op, kind) for op, kind, _ in ends] == [("fault", "raise"), ("missed", "slow"), ("missed", "kill")]
+    assert "came there 2 times" in str(ends[1][2]) and "another fault waited there, on node 0" in str(ends[2][2])
 
 
 def test_a_role_that_nobody_ever_has_is_reported(node: Node, tmp_path: Path) -> None:

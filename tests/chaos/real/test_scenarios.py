@@ -191,8 +191,8 @@ def test_data_that_goes_bad_becomes_a_hole_and_changes_nothing_else(
     found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
     assert found["valid"], found["invariants"]
     assert found["weights_sha256"] == found["reference_weights_sha256"]
-    told = collect(tmp_path / "run" / "faulted").of("fault")
-    damaged = [(line["file"], line["row_group"]) for line in told if line["kind"] == "bad_row_group"]
+    recorded = collect(tmp_path / "run" / "faulted").of("fault")
+    damaged = [(line["file"], line["row_group"]) for line in recorded if line["kind"] == "bad_row_group"]
     holes = found["holes"]
     assert isinstance(holes, list) and len(damaged) == 2
     assert sorted((hole["file"], hole["row_group"]) for hole in holes) == sorted(damaged)

@@ -176,7 +176,7 @@ def test_torn_evidence_has_a_page(healthy: Path, tmp_path: Path) -> None:
 def test_a_dead_branch_that_others_passed_over_cuts_nothing_off() -> None:
     """Term 2 went on from step 2 with a process of an older world; term 3 from step 5, with one that had gone on."""
 
-    def told(term: int, pid: int, step: int, applied_by: int | None, applied: range) -> list[Line]:
+    def lines_of(term: int, pid: int, step: int, applied_by: int | None, applied: range) -> list[Line]:
         at = 10.0 * term
         return [
             {"op": "form", "t": at, "term": term, "rank": 0, "pid": pid, "world": 1},
@@ -187,7 +187,11 @@ def test_a_dead_branch_that_others_passed_over_cuts_nothing_off() -> None:
             ),
         ]
 
-    lines = [*told(1, 7, 0, None, range(1, 6)), *told(2, 8, 2, 1, range(3, 5)), *told(3, 7, 5, 1, range(6, 9))]
+    lines = [
+        *lines_of(1, 7, 0, None, range(1, 6)),
+        *lines_of(2, 8, 2, 1, range(3, 5)),
+        *lines_of(3, 7, 5, 1, range(6, 9)),
+    ]
     story = story_of(Reader(Evidence(Path("drawn"), [lines], [], {}, None, None)))
     assert [(branch.term, branch.lo, branch.cut, branch.hi) for branch in story.branches] == [
         (1, 0, 5, 5),
@@ -232,7 +236,7 @@ def test_a_thousand_nodes_are_readable() -> None:
     assert page.sum("cursor", "data-commits") == 7
     lost = [item.text for item in page.find("lineage", "path", "dead-branch")]
     assert len(lost) == 6
-    assert all(": 1 step given up" in told for told in lost)
+    assert all(": 1 step given up" in title for title in lost)
     strips = [item.text for item in page.find("lanes", "path") if "level" in item.attributes.get("class", "")]
     for term in range(1, 8):
         assert f"term {term}: 75 to 100 % of a row's processes train in it" in strips
@@ -274,8 +278,12 @@ def test_cells_that_were_never_hit_are_listed(healthy: Path, tmp_path: Path) -> 
     shutil.copytree(healthy, tmp_path / "run")
     reader = Reader(collect(healthy / "faulted"))
     assert not moments_grid(reader, story_of(reader)).is_listed
-    told = {"kinds": ["kill_node", "start_node", "freeze_node"], "points": ["commit", "form"], "point_kinds": ["kill"]}
-    rewrite(tmp_path / "run", "chaos.jsonl", told, "scenario")
+    fields = {
+        "kinds": ["kill_node", "start_node", "freeze_node"],
+        "points": ["commit", "form"],
+        "point_kinds": ["kill"],
+    }
+    rewrite(tmp_path / "run", "chaos.jsonl", fields, "scenario")
     path = tmp_path / "run" / "faulted" / "history" / "chaos.jsonl"
     fault = {"op": "fault", "t": 1_800_000_002.0, "kind": "kill@commit", "node": 0, "seen_step": 1, "pids": [1]}
     path.write_text(path.read_text() + json.dumps(fault) + "\n")

@@ -80,8 +80,8 @@ def test_a_soak_that_can_do_nothing_is_refused() -> None:
 def test_the_reference_run_drops_only_a_tasks_waits(params: str, expected: dict[str, int] | None) -> None:
     """For the run without faults a task loses its waits, and no other parameter; one without waits is left alone."""
     config = sources.load("configs/soak.yaml", environ={}, arguments=[f"--task.params={params}"])
-    told = [yaml.safe_load(text.partition("=")[2]) for text in _unslowed(config)]
-    assert told == ([expected] if expected else [])
+    unslowed = [yaml.safe_load(text.partition("=")[2]) for text in _unslowed(config)]
+    assert unslowed == ([expected] if expected else [])
 
 
 def test_a_soak_ends_after_the_requested_number_of_faults() -> None:

@@ -287,11 +287,11 @@ def test_nodes_get_their_rendezvous_from_torchruns_own_variables(tmp_path: Path)
     """The line is the user's, but for {dir}; the first node opens torchrun's own store."""
     nodes = nodes_of("torchrun train.py {dir}/a", Nodes(count=3, ranks=2, min=2), tmp_path, "id", Surroundings())
     assert [node.command for node in nodes] == [["torchrun", "train.py", f"{tmp_path}/dir/a"]] * 3
-    told = [node._environ for node in nodes]
-    assert [environ["PET_RDZV_CONF"] for environ in told] == ["is_host=1", "is_host=0", "is_host=0"]
-    assert {environ["PET_NNODES"] for environ in told} == {"2:3"}
-    assert {environ["PET_NPROC_PER_NODE"] for environ in told} == {"2"}
-    (endpoint,) = {environ["PET_RDZV_ENDPOINT"] for environ in told}
+    environs = [node._environ for node in nodes]
+    assert [environ["PET_RDZV_CONF"] for environ in environs] == ["is_host=1", "is_host=0", "is_host=0"]
+    assert {environ["PET_NNODES"] for environ in environs} == {"2:3"}
+    assert {environ["PET_NPROC_PER_NODE"] for environ in environs} == {"2"}
+    (endpoint,) = {environ["PET_RDZV_ENDPOINT"] for environ in environs}
     assert endpoint.startswith("localhost:")
     own = "torchrun --rdzv-backend=etcd --rdzv-endpoint=mine:2379 a.py"
     (node, _) = nodes_of(own, Nodes(), tmp_path, "id", Surroundings())
@@ -378,10 +378,10 @@ def test_a_stock_script_repeats_and_skips(tmp_path: Path, rendezvous: str, capsy
 
 def test_a_worker_is_not_older_than_what_made_it_start() -> None:
     """The system tells a start in ticks of 10 ms: rounded down, it would come before the fault that caused it."""
-    told = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}
+    environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}
     for _ in range(20):
         before = time.time()
-        with subprocess.Popen(["sleep", "60"], env=told) as process:
+        with subprocess.Popen(["sleep", "60"], env=environ) as process:
             try:
                 while (worker := worker_of(process.pid, 0)) is None:
                     assert process.poll() is None, "it has an environment as soon as it runs"

@@ -202,8 +202,8 @@ def test_an_unreadable_row_group_is_skipped_by_all_and_in_the_replay() -> None:
     assert [line["step"] for line in run.of("restore") if line["rank"] == 0] == [0, 5]
     findings = simulate(case).findings
     assert all(finding.truth == "true" for finding in findings), findings
-    (told,) = [finding.why for finding in findings if finding.invariant == "coverage"]
-    assert "but for 54 in 1 holes that are listed" in told
+    (why,) = [finding.why for finding in findings if finding.invariant == "coverage"]
+    assert "but for 54 in 1 holes that are listed" in why
 
 
 def test_without_quarantine_an_unreadable_row_group_ends_the_job() -> None:
@@ -225,8 +225,8 @@ def test_a_tracker_has_every_value_once_after_an_outage(recovery: Recovery, for_
     outcome = simulate(Case(1, shape, (away, SimFault("kill_worker", step=8, node=2))))
     assert outcome.num_faults == {"tracker_outage": 1, "kill_worker": 1}
     assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
-    (told,) = [finding.why for finding in outcome.findings if finding.invariant == "tracking"]
-    assert "15 losses are those applied" in told and "once each" in told
+    (why,) = [finding.why for finding in outcome.findings if finding.invariant == "tracking"]
+    assert "15 losses are those applied" in why and "once each" in why
 
 
 def test_as_many_nodes_as_asked_for() -> None:

@@ -161,12 +161,12 @@ def test_an_invalid_retention_rule_deletes_nothing(local_store: Store, options: 
 def test_a_plan_shows_the_waste_of_each_interval(capsys: pytest.CaptureFixture[str]) -> None:
     """Of the intervals that the budget allows none wastes less than the chosen one, which is among the rows."""
     options = ("plan", "--state-gb", "12", "--mtbf-h", "8")
-    told = run_json(capsys, *options)
-    assert isinstance(told, dict)
-    chosen = next(row for row in told["rows"] if row["interval_s"] == told["chosen_s"])
+    found = run_json(capsys, *options)
+    assert isinstance(found, dict)
+    chosen = next(row for row in found["rows"] if row["interval_s"] == found["chosen_s"])
     assert chosen["is_allowed"]
-    assert chosen["waste"] == min(row["waste"] for row in told["rows"] if row["is_allowed"])
-    assert [row["is_allowed"] for row in told["rows"]][-1] is False
+    assert chosen["waste"] == min(row["waste"] for row in found["rows"] if row["is_allowed"])
+    assert [row["is_allowed"] for row in found["rows"]][-1] is False
     assert run(*options) == 0
     printed = capsys.readouterr().out
     assert "chosen" in printed
@@ -178,7 +178,7 @@ def test_a_plan_uses_what_a_run_has_measured(local_store: Store, capsys: pytest.
     (commit,) = commit_steps(local_store, 9)
     for term in (1, 2):
         history = History(local_store.url, term=term, rank=0)
-        told: dict[str, object] = {"steps_lost": 3 if term == 2 else 0}
+        resumed: dict[str, object] = {"steps_lost": 3 if term == 2 else 0}
         history.restore(
             step=1,
             epoch=0,
@@ -188,7 +188,7 @@ def test_a_plan_uses_what_a_run_has_measured(local_store: Store, capsys: pytest.
             applied_by=None,
             seconds=0.1,
             skipped=[],
-            resumed=told,
+            resumed=resumed,
         )
         for number in range(6):
             key = {"key": "k", "digest": "d", "parent": None, "created_at": 1.0}

@@ -40,14 +40,14 @@ def test_a_missing_control_plane_is_reported(
     monkeypatch.setattr(live_handler, "START_PATIENCE_S", 0.2)
     monkeypatch.setitem(EtcdStore.__init__.__kwdefaults__, "give_up_after_s", 0.2)
     how = ("--recovery", recovery)
-    code, told = ended(capsys, tmp_path, *how, "--endpoint", "a:b")
-    assert (code, told) == (2, "error: etcd's endpoint 'a:b' is not HOST:PORT\n")
-    code, told = ended(capsys, tmp_path, *how, "--endpoint", "127.0.0.1:1")
-    assert code == 1 and told.startswith("error: no etcd answers at 127.0.0.1:1")
+    code, printed = ended(capsys, tmp_path, *how, "--endpoint", "a:b")
+    assert (code, printed) == (2, "error: etcd's endpoint 'a:b' is not HOST:PORT\n")
+    code, printed = ended(capsys, tmp_path, *how, "--endpoint", "127.0.0.1:1")
+    assert code == 1 and printed.startswith("error: no etcd answers at 127.0.0.1:1")
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    code, told = ended(capsys, tmp_path, *how)
-    assert code == 1 and told.startswith("error: no etcd found")
+    code, printed = ended(capsys, tmp_path, *how)
+    assert code == 1 and printed.startswith("error: no etcd found")
 
 
 def test_too_few_nodes_end_with_77(
@@ -59,8 +59,8 @@ def test_too_few_nodes_end_with_77(
         raise TooFewNodesError("1 of 2 nodes came")
 
     monkeypatch.setattr(Participant, "next_world", wait_in_vain)
-    code, told = ended(capsys, tmp_path, "--recovery", "restart")
-    assert (code, told.splitlines()[-1]) == (77, "error: 1 of 2 nodes came")
+    code, printed = ended(capsys, tmp_path, "--recovery", "restart")
+    assert (code, printed.splitlines()[-1]) == (77, "error: 1 of 2 nodes came")
 
 
 def command(config: str, *flags: str) -> list[str]:

@@ -52,16 +52,16 @@ def test_the_first_host_of_a_list(nodelist: str, first: str) -> None:
 
 def test_all_mistakes_are_reported_at_once() -> None:
     """Nodes, recovery, endpoint and name: one error with everything that is wrong."""
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as raised:
         resolved(Flags(nodes="0", recovery="life"), {"PET_NPROC_PER_NODE": "many"})
-    assert len(told.value.problems) == 3
-    with pytest.raises(ConfigError) as told:
+    assert len(raised.value.problems) == 3
+    with pytest.raises(ConfigError) as raised:
         resolved(Flags(nodes="2"), {})
-    assert [problem.split()[0] for problem in told.value.problems] == ["--endpoint", "--id"]
+    assert [problem.split()[0] for problem in raised.value.problems] == ["--endpoint", "--id"]
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (Flags(ranks=0), "--ranks must be at least 1, not 0"),
         (Flags(ranks=-1), "--ranks must be at least 1, not -1"),
@@ -70,7 +70,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
         (Flags(grace_s=-1.0), "--grace-s must be a number of seconds"),
     ],
 )
-def test_numbers_out_of_range_are_refused(flags: Flags, told: str) -> None:
+def test_numbers_out_of_range_are_refused(flags: Flags, message: str) -> None:
     """No count of ranks below 1 is taken for another, and no time that is none gets as far as etcd."""
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         resolved(flags, {}, num_gpus=8)

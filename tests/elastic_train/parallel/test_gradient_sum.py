@@ -96,12 +96,12 @@ def lonely(rank: int, size: int, folder: str) -> None:
     group.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    told = "nothing"
+    message = "nothing"
     try:
         train(group, 4, steps=1000)
     except PeerLostError as error:
-        told = str(error)
-    (Path(folder) / "told").write_text(told)
+        message = str(error)
+    (Path(folder) / "message").write_text(message)
     os._exit(0)
 
 
@@ -112,7 +112,7 @@ def test_a_dead_peer_raises_peer_lost_error(tmp_path: Path) -> None:
     assert context is not None
     for process in context.processes:
         process.join(300)
-    assert "rank 0 of 2: a collective failed" in (tmp_path / "told").read_text()
+    assert "rank 0 of 2: a collective failed" in (tmp_path / "message").read_text()
 
 
 def test_the_lane_table_keeps_every_bit() -> None:

@@ -27,14 +27,14 @@ def ranks(rank: int, size: int, folder: str) -> None:
     others = [other for other in range(size) if other != rank]
     group.exchange([(other, mine) for other in others], [(other, arrived[other]) for other in others])
     arrived[rank] = mine
-    told = {
+    results = {
         "all_gather": group.all_gather(mine).tolist(),
         "all_reduce": total.tolist(),
         "broadcast": copied.tolist(),
         "object": group.broadcast_object({"rank": rank, "text": "ä" * rank}, source=2),
         "exchange": arrived.tolist(),
     }
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(told))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(results))
     group.close()
 
 

@@ -30,7 +30,7 @@ def step(history: History, number: int, world: int = 2) -> None:
 def write_all(run_dir: Path) -> None:
     history = History(run_dir, term=3, rank=1)
     history.form(world=2, cause="lost", joined_at=None, sealed_at=1.0, started_at=2.0)
-    told: dict[str, object] = {"steps_lost": 1}
+    resumed: dict[str, object] = {"steps_lost": 1}
     history.restore(
         step=4,
         epoch=0,
@@ -40,7 +40,7 @@ def write_all(run_dir: Path) -> None:
         applied_by=None,
         seconds=0.1,
         skipped=[("d", "torn")],
-        resumed=told,
+        resumed=resumed,
     )
     step(history, 5)
     history.commit(step=5, key="k", digest="d", parent=None, created_at=1.5, seconds=0.2, stall_s=0.01)

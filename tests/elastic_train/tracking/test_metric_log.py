@@ -34,7 +34,7 @@ def train(run_dir: Path, term: int, begun: Branch, num_steps: int) -> Branch:
     return extend(begun, term, lo, lo + num_steps) if num_steps else begun
 
 
-def told(run_dir: Path, name: str = "train/loss") -> list[tuple[int, float]]:
+def values_of(run_dir: Path, name: str = "train/loss") -> list[tuple[int, float]]:
     lines = [line for line in read_metrics(run_dir) if isinstance(line, Values)]
     return [(line.step, line.by_name[name]) for line in lines if name in line.by_name]
 
@@ -54,14 +54,14 @@ def test_metrics_are_those_of_the_newest_terms_lineage(data: st.DataObject) -> N
             begun.append(cut(whole, data.draw(st.integers(0, whole[-1].hi if whole else 0))))
             branches.append(train(Path(folder), term, begun[-1], data.draw(st.integers(0, 4))))
         lineage = branches[-1]
-        assert told(Path(folder)) == [(step, i.term) for i in lineage for step in range(i.lo + 1, i.hi + 1)]
+        assert values_of(Path(folder)) == [(step, i.term) for i in lineage for step in range(i.lo + 1, i.hi + 1)]
         validated = [(branch[-1].hi if branch else 0, term) for term, branch in enumerate(begun) if term]
         holds = [
             (step, term)
             for step, term in validated
             if begun[term] == cut(lineage, step) and all(i.term >= term for i in lineage if i.hi > step)
         ]
-        assert sorted(told(Path(folder), "validation/loss")) == sorted(holds)
+        assert sorted(values_of(Path(folder), "validation/loss")) == sorted(holds)
         steps = [line.step for line in read_metrics(Path(folder))]
         assert all(a <= b for a, b in pairwise(steps))
 
@@ -91,4 +91,4 @@ def test_without_a_recorded_lineage_the_newest_term_overrides_older_ones(tmp_pat
     metrics_path(tmp_path, 2).write_text('{"t": 1.0, "term": 2, "begins_at": 4}\n{"t": 1.0, "te')
     metrics_path(tmp_path, 3).write_text('{"t": 2.0, "term": 3, "step": 4, "values": {"train/loss": 3}}\n')
     metrics_path(tmp_path, 4).touch()
-    assert told(tmp_path) == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 3.0)]
+    assert values_of(tmp_path) == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 3.0)]

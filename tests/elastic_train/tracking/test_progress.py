@@ -171,10 +171,10 @@ def test_a_stream_that_fails_is_reported_once_and_retried(
     progress.close()
     assert "seen" in stream.getvalue()
     assert "lost" not in stream.getvalue()
-    told = [line for line in capsys.readouterr().err.splitlines() if line]
-    assert len(told) == 1
-    assert "training continues" in told[0]
-    assert "No space left" in told[0]
+    printed = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert len(printed) == 1
+    assert "training continues" in printed[0]
+    assert "No space left" in printed[0]
 
 
 PROGRAM = """

@@ -26,18 +26,18 @@ def begin(
     """Form a world where the first `tries` beginnings of a membership meet no etcd; return those beginnings."""
     begun: list[object] = []
 
-    def member(told: LiveContext, most: int) -> object:
-        begun.append(told)
+    def member(context: LiveContext, most: int) -> object:
+        begun.append(context)
         if len(begun) <= tries:
             raise StoreUnavailableError("no etcd answers")
         raise Away
 
     monkeypatch.setattr(forming, "LiveMember", member)
     monkeypatch.setattr(forming, "ETCD_PAUSE_S", 0.0)
-    told = LiveContext(("127.0.0.1:1",), "job", "n", "h", "127.0.0.1", "h:1", 1, 1, 5.0, 1.0, timeout_s)
+    context = LiveContext(("127.0.0.1:1",), "job", "n", "h", "127.0.0.1", "h:1", 1, 1, 5.0, 1.0, timeout_s)
     config: Config = SimpleNamespace(batch=SimpleNamespace(num_lanes=8), peer_timeout_s=60.0)  # type: ignore[assignment]
     watchdog: Watchdog = SimpleNamespace(resting=None)  # type: ignore[assignment]
-    formed = LiveWorlds(told, config, torch.device("cpu"), watchdog, lambda: is_stopped)
+    formed = LiveWorlds(context, config, torch.device("cpu"), watchdog, lambda: is_stopped)
     with pytest.raises(Away):
         formed.form()
     return begun

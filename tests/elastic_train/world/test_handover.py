@@ -64,10 +64,15 @@ def ranks(rank: int, size: int, folder: str, optimizer: str) -> None:
     bind_gradients(list(state.model.parameters()))
     state.model(torch.ones(8, 5)).square().sum().backward()
     state.apply(Cursor(0, 9), CoverageSums(), TERM, SampleAccount())
-    told = {"given_by": given_by, "step": state.step, "term": state.reached.term, "digest": weights_digest(state.model)}
+    outcome = {
+        "given_by": given_by,
+        "step": state.step,
+        "term": state.reached.term,
+        "digest": weights_digest(state.model),
+    }
     buffers = {name: value.tolist() for name, value in state.model.state_dict().items() if "running" in name}
     rate = state.scheduler.get_last_lr()
-    (Path(folder) / f"{rank}.json").write_text(json.dumps({**told, "buffers": buffers, "rate": rate}))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps({**outcome, "buffers": buffers, "rate": rate}))
     group.close()
 
 
@@ -75,10 +80,10 @@ def ranks(rank: int, size: int, folder: str, optimizer: str) -> None:
 def test_all_ranks_continue_from_the_furthest_state(tmp_path: Path, optimizer: str) -> None:
     """A new rank and one that is a step behind take the next step with the bits of those that were furthest."""
     run_ranks(ranks, 4, str(tmp_path), optimizer)
-    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
-    assert [one.pop("given_by") for one in told] == [1, None, 3, None]
-    assert told[1:] == told[:1] * 3
-    assert (told[0]["step"], told[0]["term"]) == (5, TERM)
+    outcomes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    assert [one.pop("given_by") for one in outcomes] == [1, None, 3, None]
+    assert outcomes[1:] == outcomes[:1] * 3
+    assert (outcomes[0]["step"], outcomes[0]["term"]) == (5, TERM)
 
 
 def damaging(rank: int, size: int, folder: str) -> None:
@@ -95,19 +100,19 @@ def damaging(rank: int, size: int, folder: str) -> None:
                 tensor[-1] ^= 1
 
         group.transfer = flip  # type: ignore[method-assign]
-    told = "nothing"
+    message = "nothing"
     try:
         hand_over(group, state, gather_places(group, state))
     except PeerLostError as error:
-        told = str(error)
+        message = str(error)
     kept = weights_digest(state.model) == before and state.step == 2 * rank
-    (Path(folder) / f"{rank}.json").write_text(json.dumps([told, kept]))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps([message, kept]))
     group.close()
 
 
 def test_a_damaged_state_is_not_taken_over(tmp_path: Path) -> None:
     """One wrong bit: the taker says so and still holds what it had."""
     run_ranks(damaging, 2, str(tmp_path))
-    told, kept = json.loads((tmp_path / "0.json").read_text())
-    assert told == "the state that rank 1 handed over arrived damaged"
+    message, kept = json.loads((tmp_path / "0.json").read_text())
+    assert message == "the state that rank 1 handed over arrived damaged"
     assert kept

@@ -39,8 +39,8 @@ def test_a_node_starts_while_etcd_is_away(run_id: str) -> None:
     with EtcdServer() as server:
         server.stop()
         threading.Timer(GIVE_UP_AFTER_S + 0.5, server.begin).start()
-        told = RendezvousParameters("etcd", server.endpoint, run_id, min_nodes=1, max_nodes=1, recovery="live")
-        handler = create_handler(told)
+        parameters = RendezvousParameters("etcd", server.endpoint, run_id, min_nodes=1, max_nodes=1, recovery="live")
+        handler = create_handler(parameters)
         assert not handler.is_closed()
         handler.shutdown()
 
@@ -55,8 +55,8 @@ class Started:
 @pytest.fixture
 def agent(etcd: EtcdServer, run_id: str) -> Iterator[tuple[LiveAgent, WorkerGroup, list[int]]]:
     """An agent that is about to look at its only worker, and the ranks that it will have replaced."""
-    told = RendezvousParameters("etcd", etcd.endpoint, run_id, min_nodes=1, max_nodes=1, recovery="live")
-    handler = create_handler(told)
+    parameters = RendezvousParameters("etcd", etcd.endpoint, run_id, min_nodes=1, max_nodes=1, recovery="live")
+    handler = create_handler(parameters)
     spec = WorkerSpec("default", 1, handler, entrypoint="python", args=("worker.py",), max_restarts=3)
     made = LiveAgent(spec=spec, logs_specs=DefaultLogsSpecs())
     made._pcontext = SubprocessContext.__new__(SubprocessContext)

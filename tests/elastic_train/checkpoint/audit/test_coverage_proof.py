@@ -165,23 +165,25 @@ def in_progress(step: int, ids: Int64s) -> Int64s:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "expected"),
     [
         (swapped, "epoch 0: the sums over the samples applied are not those of each of 47 samples"),
         (made_good, "epoch 0: the sums over the samples applied are not"),
         (in_progress, "epoch 2, the first 4 places of each of 3 lanes: 12 samples counted, and they are not the 12"),
     ],
 )
-def test_a_repeated_or_skipped_sample_is_reported(tmp_path: Path, dataset: Manifest, spoil: Spoil, told: str) -> None:
+def test_a_repeated_or_skipped_sample_is_reported(
+    tmp_path: Path, dataset: Manifest, spoil: Spoil, expected: str
+) -> None:
     """A sample in place of another is found, in a finished epoch or in the one in progress."""
     Run(tmp_path, dataset).train(9, commit_at=(9,), spoil=spoil)
     found = audit(open_store(str(tmp_path)), dataset)
-    assert told in in_words(found.wrong)
+    assert expected in in_words(found.wrong)
     assert found.exit_code == 65
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         (lambda r: replace(r, intervals=(Interval(1, 0, 3), Interval(2, 4, 9))), "gap: steps [3, 4)"),
         (lambda r: replace(r, cursor=replace(r.cursor, offset=8)), "step 9 is not at Cursor(epoch=2, offset=8)"),
@@ -189,13 +191,13 @@ def test_a_repeated_or_skipped_sample_is_reported(tmp_path: Path, dataset: Manif
     ],
 )
 def test_a_record_that_contradicts_itself_is_reported(
-    tmp_path: Path, dataset: Manifest, change: Callable[[CommitRecord], CommitRecord], told: str
+    tmp_path: Path, dataset: Manifest, change: Callable[[CommitRecord], CommitRecord], expected: str
 ) -> None:
     record = Run(tmp_path / "good", dataset).train(9, commit_at=(9,))
     spoiled = change(record)
     store = open_store(str(tmp_path / "spoiled"))
     store.create(spoiled.key, spoiled.encode())
-    assert told in in_words(audit(store, dataset).wrong)
+    assert expected in in_words(audit(store, dataset).wrong)
 
 
 def test_what_cannot_be_proven_is_reported(tmp_path: Path, dataset: Manifest) -> None:

@@ -199,9 +199,9 @@ def test_a_read_only_store_is_read_without_a_hold(
 def test_a_dry_run_deletes_nothing(local_store: Store) -> None:
     """It tells what would go, and how much that is."""
     commits = commit_steps(local_store, 1, 2)
-    told = prune(local_store, Retention.of(last=1), is_rehearsal=True)
-    assert told.commits == (commits[0].key,)
-    assert told.num_bytes == commits[0].num_bytes
+    planned = prune(local_store, Retention.of(last=1), is_rehearsal=True)
+    assert planned.commits == (commits[0].key,)
+    assert planned.num_bytes == commits[0].num_bytes
     assert steps_of(local_store) == [2, 1]
 
 

@@ -67,8 +67,8 @@ def test_the_next_sweep_finishes_an_interrupted_one(local_store: Store) -> None:
 def test_a_dry_run_blocks_no_record(local_store: Store) -> None:
     """It tells what would go, and whoever writes may still publish."""
     local_store.create("data/step-000000000002/00000001-slow/__0_0.distcp", b"half")
-    told = sweep(local_store, term=2, is_rehearsal=True)
-    assert (told.attempts, told.num_bytes) == (("data/step-000000000002/00000001-slow",), 4)
+    planned = sweep(local_store, term=2, is_rehearsal=True)
+    assert (planned.attempts, planned.num_bytes) == (("data/step-000000000002/00000001-slow",), 4)
     assert local_store.list(COMMITS) == [] and len(local_store.list("data/")) == 1
 
 

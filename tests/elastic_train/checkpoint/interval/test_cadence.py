@@ -90,6 +90,6 @@ def test_auto_logs_a_new_reason_only_after_a_large_change() -> None:
     cadence, _ = open_cadence(interval="auto", rpo_s=10_000)
     assert cadence.measured(0.5, 3.0) is not None
     assert cadence.measured(0.55, 3.0) is None
-    told = [cadence.measured(5.0, 30.0) for _ in range(5)]
-    assert any(told)
-    assert told[-1] is None
+    reasons = [cadence.measured(5.0, 30.0) for _ in range(5)]
+    assert any(reasons)
+    assert reasons[-1] is None

@@ -77,7 +77,7 @@ class TellingStore(LocalStore):
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self.told: list[str] = []
+        self.events: list[str] = []
         self.num_files, self.has_written = 0, threading.Event()
 
     @contextlib.contextmanager
@@ -92,7 +92,7 @@ class _Telling:
         self._file, self._store = file, store
 
     def write(self, content: bytes | memoryview, /) -> int:
-        self._store.told.append("written")
+        self._store.events.append("written")
         self._store.has_written.set()
         return self._file.write(content)
 
@@ -116,7 +116,7 @@ def test_the_rest_is_copied_while_the_beginning_is_written(
             assert background._flight.awaited.wait(DEADLINE_S)
         elif lo:
             assert store.has_written.wait(DEADLINE_S), "nothing is written while the rest is copied"
-        store.told.append("copied")
+        store.events.append("copied")
 
     monkeypatch.setattr(Snapshot, "_check_unchanged", copied)
     background.begin(two_tensors(), facts(1))
@@ -125,7 +125,7 @@ def test_the_rest_is_copied_while_the_beginning_is_written(
         background.await_staging()
     ended = background.wait()
     assert ended is not None and ended.commit is not None
-    assert store.told[:2] == ["copied", "copied" if is_awaited else "written"]
+    assert store.events[:2] == ["copied", "copied" if is_awaited else "written"]
     assert_equal_trees(read_state(store, ended.commit), two_tensors())
 
 

@@ -202,9 +202,9 @@ def test_storage_that_does_not_answer_is_an_error(
             return lambda *_: woken.wait(30)
 
     try:
-        with pytest.raises(error, match=r"somewhere: cannot .* no answer in") as told:
+        with pytest.raises(error, match=r"somewhere: cannot .* no answer in") as raised:
             act(DeadlineStore(Away(), lambda: reports.append(None)))  # type: ignore[arg-type]
-        assert type(told.value) is error and len(reports) == 1
+        assert type(raised.value) is error and len(reports) == 1
     finally:
         woken.set()
 

@@ -80,9 +80,9 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Silent]]:
 def test_a_store_that_cannot_be_reached_is_refused_by_name(silent: type[Silent], error: Exception) -> None:
     """No credentials, or a wrong endpoint: the message has the address, what the SDK says, and what to check."""
     silent.error = error
-    with pytest.raises(DataError) as told:
+    with pytest.raises(DataError) as raised:
         load_manifest(URL)
-    assert str(told.value) == (
+    assert str(raised.value) == (
         f"{URL}/manifest.json: cannot be reached: {error}; check the address, and the store's credentials and endpoint"
     )
 
@@ -125,9 +125,9 @@ def test_a_source_raises_oserror_after_its_retries(silent: type[Silent], error: 
     silent.error = error
     for act in (lambda: remote.size("a.parquet"), lambda: remote.read("a.parquet", 0, 4)):
         silent.num_calls = 0
-        with pytest.raises(OSError, match=str(error)) as told:
+        with pytest.raises(OSError, match=str(error)) as raised:
             act()
-        assert told.value.__cause__ is error
+        assert raised.value.__cause__ is error
         assert silent.num_calls == sources.TRIES
 
 
