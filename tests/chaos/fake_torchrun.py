@@ -1,4 +1,4 @@
-"""A stand-in for torchrun and a script with the hook, without torch: ranks that are started anew when one dies.
+"""A stand-in for torchrun and a script with the hook, without torch: ranks that are all restarted when one dies.
 
 python fake_torchrun.py DIR HISTORY RANKS [--silent]; 3 epochs of 16 steps of 8 rows, a snapshot every 10 steps. The
 first world waits at step 30 for a fault, if the reference's folder is not what it runs in. --silent: no hook.

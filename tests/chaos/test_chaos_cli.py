@@ -1,4 +1,4 @@
-"""The command line: listing, judging again, exit codes that say the verdict, and mistakes that are told."""
+"""The command line: listing, judging again, exit codes for the verdict, and clear error messages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_ls_shows_what_comes_with_the_package(capsys: pytest.CaptureFixture[str]
 
 
 def test_check_judges_an_old_run_again(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A good run leaves with 0, a table, and the command that draws the same steps."""
+    """A good run exits with 0, a table, and the command that draws the same steps."""
     assert leave(["check", str(healthy)]) == 0
     shown = capsys.readouterr().out
     assert "VALID" in shown
@@ -48,7 +48,7 @@ def test_check_judges_an_old_run_again(healthy: Path, capsys: pytest.CaptureFixt
 
 
 def test_check_writes_the_report_and_report_repeats_it(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`check` writes the page, `report` the same page again, and says where it lies."""
+    """`check` writes the page, `report` the same page again, and prints its path."""
     assert leave(["check", str(healthy)]) == 0
     page = (healthy / "report.html").read_bytes()
     (healthy / "report.html").unlink()
@@ -60,7 +60,7 @@ def test_check_writes_the_report_and_report_repeats_it(healthy: Path, capsys: py
 
 @pytest.mark.parametrize("name", ["witness-swap", "no-faults"])
 def test_what_is_false_or_unknown_is_not_valid(healthy: Path, tmp_path: Path, name: str) -> None:
-    """A broken invariant, and one that nothing put to the test, leave with 1."""
+    """A broken invariant, and one that nothing tested, exit with 1."""
     shutil.copytree(healthy, tmp_path / "run")
     next(planted for planted in PLANTED if planted.name == name).plant(tmp_path / "run" / "faulted")
     assert leave(["check", str(tmp_path / "run")]) == 1
@@ -68,7 +68,7 @@ def test_what_is_false_or_unknown_is_not_valid(healthy: Path, tmp_path: Path, na
 
 
 def test_mistakes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder that is no run, a scenario that is not there, and a setting without a value end with a clear error."""
+    """A folder that is not a run, a missing scenario, and a setting without a value end with a clear error."""
     assert leave(["check", str(tmp_path)]) == 1
     assert "no faulted/history there" in capsys.readouterr().err
     assert leave(["run", "wittness"]) == 2
@@ -80,7 +80,7 @@ def test_mistakes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_fault_of_a_missing_cable_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Here only the last node has a cable of its own: a fault of another one's is refused, not done to the last."""
+    """Here only the last node has its own cable: a fault of another node's is refused, not done to the last."""
     scenario = "name: x\ndescription: y\nconfig: configs/witness.yaml\nnodes: {count: 3}\nrows: 64\n"
     (tmp_path / "x.yaml").write_text(f"{scenario}faults: [{{kind: cut_link, node: 0, at_step: 3, for_s: 2}}]\n")
     data = [f"--set=data.{name}={tmp_path / 'rows' / name}" for name in ("train", "validation")]
@@ -114,7 +114,7 @@ def test_a_refused_run_deletes_no_earlier_results(tmp_path: Path, fault: str, co
 def test_the_demo_reports_its_mistakes(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What goes wrong in it ends in lines and an exit code, not in a traceback."""
+    """What goes wrong in it ends with a message and an exit code, not with a traceback."""
 
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -139,7 +139,7 @@ def test_a_planted_bug_has_to_be_found(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_scenario_whose_faults_never_happen_is_not_valid(capsys: pytest.CaptureFixture[str]) -> None:
-    """A job that is through before its faults are due has put nothing to the test, and says how to run it again."""
+    """A job that finishes before its faults are due has tested nothing, and says how to run it again."""
     assert leave(["sim", "--scenario", "any-script", "--seed", "1", "--json"]) == 1
     fields = json.loads(capsys.readouterr().out)
     assert (fields["valid"], fields["replay"]) == (0, "elastic-chaos sim --scenario any-script --seed 1")
@@ -147,7 +147,7 @@ def test_a_scenario_whose_faults_never_happen_is_not_valid(capsys: pytest.Captur
 
 @pytest.mark.parametrize("name", ["hours", "faults-per-hour", "processes"])
 def test_counts_and_rates_below_one_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A rate below nothing would have a next fault for ever."""
+    """A rate below zero would never end."""
     assert leave(["sim", "--seeds", "1", f"--{name}", "-1"]) == 2
     assert f"--{name} -1: give more than 0" in capsys.readouterr().err
 
@@ -155,7 +155,7 @@ def test_counts_and_rates_below_one_are_refused(name: str, capsys: pytest.Captur
 def test_ctrl_c_prints_how_to_judge_what_was_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Behind the taking away of everything comes the command for what is left; without a history there is none."""
+    """After everything is stopped the command that judges the rest is printed; without a history there is none."""
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

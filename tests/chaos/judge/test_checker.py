@@ -54,7 +54,7 @@ def test_a_healthy_run_passes(healthy: Path) -> None:
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
 def test_a_planted_bug_is_caught_by_its_invariant(healthy: Path, tmp_path: Path, planted: Planted) -> None:
-    """Damage as a bug would leave it gives the named invariant the named truth, with a reason in words."""
+    """Damage as a bug would leave it makes the named invariant false or unknown as expected, with a reason."""
     folder = tmp_path / "run"
     shutil.copytree(healthy, folder)
     planted.plant(folder / "faulted")
@@ -83,9 +83,9 @@ def test_values_logged_after_a_newer_term_began_may_be_missing_from_the_tracker(
 
 
 def test_a_tracker_may_keep_values_that_a_damaged_commit_had_settled(healthy: Path) -> None:
-    """Of steps that are computed again behind damage it may hold an older value, if some term has logged that.
+    """Of steps computed again after damage it may hold an older value, if some term logged it.
 
-    Whoever computed it again may have died before it logged, with another going on from its step.
+    The rank that computed it again may have died before it logged, and another continued from its step.
     """
     run = collect(healthy / "faulted")
     assert run.metrics is not None and run.tracked is not None
@@ -102,7 +102,7 @@ def test_a_tracker_may_keep_values_that_a_damaged_commit_had_settled(healthy: Pa
 
 
 def test_no_invariant_is_true_by_default() -> None:
-    """Of a run that left nothing, no invariant is true: each is unknown, or misses what has to be there."""
+    """For a run that left nothing no invariant is true: each is unknown, or reports what is missing."""
     nothing = Evidence(Path("nowhere"), [], [], {}, None, np.zeros(3, np.int64), metrics={})
     findings = judge(nothing, nothing)
     assert {finding.invariant for finding in findings} == ALL
@@ -111,7 +111,7 @@ def test_no_invariant_is_true_by_default() -> None:
 
 @pytest.mark.parametrize("error", [AssertionError, RecursionError, KeyError, RuntimeError])
 def test_a_check_that_raises_is_unknown(error: type[Exception]) -> None:
-    """Whatever a check trips over, its finding is unknown, and the others are made."""
+    """Whatever a check raises, its finding is unknown, and the other checks still run."""
 
     def trip() -> str:
         raise error("over itself")
@@ -140,7 +140,7 @@ def test_every_invariant_can_be_unknown(healthy: Path, tmp_path: Path) -> None:
 
 
 def test_a_missing_reference_run_is_reported(healthy: Path, tmp_path: Path) -> None:
-    """A run that was to be compared is not valid without the other one; one that was not to be has no such finding."""
+    """A run to be compared with a reference is not valid without it; other runs have no such finding."""
     shutil.copytree(healthy / "faulted", tmp_path / "run" / "faulted")
     found = {finding.invariant: finding.truth for finding in examine(tmp_path / "run").findings}
     assert {name: found[name] for name in COMPARED} == dict.fromkeys(COMPARED, "unknown")
@@ -150,7 +150,7 @@ def test_a_missing_reference_run_is_reported(healthy: Path, tmp_path: Path) -> N
 
 
 def test_a_draft_left_by_a_killed_process_is_not_a_leak(healthy: Path, tmp_path: Path) -> None:
-    """Who is killed while it writes cannot tidy up; who was not has to."""
+    """A killed process cannot clean up while it writes; one that was not killed has to."""
     folder = tmp_path / "run"
     shutil.copytree(healthy, folder)
     (kill, _) = collect(folder / "faulted").of("fault")
@@ -186,7 +186,7 @@ def test_a_killed_rank_may_lack_the_last_step_of_its_term(healthy: Path, tmp_pat
 
 
 def test_a_commit_no_history_records_is_part_of_the_chain(healthy: Path, tmp_path: Path) -> None:
-    """A record without a line in any history is part of the chain all the same."""
+    """A record without a line in any history is still part of the chain."""
     folder = tmp_path / "run"
     shutil.copytree(healthy, folder)
     path = sorted((folder / "faulted" / "history").glob("00000002-00000-*"))[0]
@@ -228,7 +228,7 @@ def test_lineage_leaves_out_what_was_given_up(healthy: Path) -> None:
 def test_a_process_about_to_receive_a_state_did_not_have_it() -> None:
     """Process 1 lived through a world in which others had step 2, and never got it; that branch is dead.
 
-    It got step 2 of the branch that began anew, in term 4, which broke before it could tell.
+    It got step 2 of the new branch in term 4, which broke before its history recorded that.
     """
     worlds = {1: (8, 9), 2: (1, 9), 3: (5, 6), 4: (1, 5), 5: (1, 7)}
     lines: list[Line] = [
@@ -255,7 +255,7 @@ def test_shape_counts_samples_as_the_lanes_do(healthy: Path) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 101, 1 << 16, (1 << 20) + 1])
 def test_the_closed_form_agrees_with_the_trainers(rows: int) -> None:
-    """The sums that the checker works out for itself are those that the trainer is to arrive at."""
+    """The sums that the checker computes by itself equal the trainer's."""
     trainers = CoverageSums.of_all(rows)
     assert closed_form(rows) == (trainers.sum_a, trainers.sum_b)
 
@@ -293,7 +293,7 @@ def test_coverage_distinguishes_repeats_from_skips(
 
 
 def test_a_soak_may_end_before_its_failpoints_are_reached(healthy: Path, tmp_path: Path) -> None:
-    """Its histories tell when all was well again: many of its failpoints nobody comes to, and that is no finding."""
+    """Its histories show when all was well again: many failpoints are never reached, and that is not a finding."""
     shutil.copytree(healthy, tmp_path / "run")
     missed = {"op": "missed", "t": 1.0, "kind": "kill", "point": "form", "node": 1}
     (tmp_path / "run" / "faulted" / "history" / "missed.jsonl").write_text(json.dumps(missed) + "\n")

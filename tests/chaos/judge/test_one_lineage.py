@@ -1,4 +1,4 @@
-"""The chain of commits, followed past what retention has deleted and what nobody lived to tell of."""
+"""The chain of commits, followed past commits that retention deleted or that no history records."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def committed(term: int, step: int, digest: str, parent: str | None) -> Line:
 def test_before_a_deleted_commit_the_chain_continues_with_what_its_term_restored() -> None:
     """Not with the newest one before it, which was damaged and passed over: the steps would not grow.
 
-    The publisher of step 20 died before it told of it; two terms went on from there, the second because what the
+    The publisher of step 20 died before its history had it; two terms continued from there, the second because what the
     first had committed was damaged; retention has deleted the records since.
     """
     lines = [
@@ -72,9 +72,9 @@ def test_an_unrecorded_commit_belongs_to_the_term_that_reached_its_step() -> Non
 
 
 def test_commits_before_a_damaged_one_are_passed_over_once() -> None:
-    """The next term's members hold the state that came of it, look at no commit, and so tell of none."""
-    behind, why = key(2, 3), f"is no ancestor of {key(3, 3)}: a late record"
-    first = restored(4, 1, key(1, 1)) | {"skipped": [[key(3, 3), "a file is missing"], [behind, why]]}
+    """The next term's members hold the state that came of it, read no commit, and so record none."""
+    late, why = key(2, 3), f"is no ancestor of {key(3, 3)}: a late record"
+    first = restored(4, 1, key(1, 1)) | {"skipped": [[key(3, 3), "a file is missing"], [late, why]]}
     lines: list[Line] = [
         *(committed(1, 1, "a", None), committed(2, 3, "b", "a"), committed(3, 3, "c", "a")),
         *({"op": "form", "t": 10.0 * term + 5, "term": term, "rank": 0, "pid": term} for term in (4, 5)),
@@ -87,7 +87,7 @@ def test_commits_before_a_damaged_one_are_passed_over_once() -> None:
 
 
 def test_a_world_continues_from_the_term_that_its_restore_names() -> None:
-    """Two processes of a left world bring its step back, who had the newer one's all died: no guess, it is told.
+    """Two processes of an abandoned world bring its step back; all that had the newer step died: the restore says so.
 
     They had been in a world that broke while the newer step was handed over, so nobody else could know (storm 1937).
     """
@@ -114,7 +114,7 @@ def test_a_world_continues_from_the_term_that_its_restore_names() -> None:
 
 
 def test_a_deleted_parent_may_have_two_children() -> None:
-    """Two who committed alone went on from the same commit, which retention has deleted: neither is older than that."""
+    """Two processes committed alone, both from a commit that retention has deleted: both are newer than that."""
 
     def made(term: int, step: int, parent: str, parent_key: str, at: float) -> Commit:
         fields: Line = {"term": term, "step": step, "parent": parent, "parent_key": parent_key, "created_at": at}

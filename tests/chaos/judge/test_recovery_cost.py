@@ -76,7 +76,7 @@ def test_costs_match_a_slow_and_plain_calculation(run: Evidence) -> None:
 
 
 def test_a_long_run_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 500 faults and 20,000 steps, lines are looked at a few times each, not once for every fault."""
+    """With 500 faults and 20,000 steps, each line is read a few times, not once for every fault."""
     looks = [0]
 
     def counted(line: Line, key: str) -> float:
@@ -120,7 +120,7 @@ def test_recovery_from_a_fault_after_the_last_step_is_the_jobs_end() -> None:
 
 
 def test_a_process_left_when_it_was_last_seen() -> None:
-    """Who did not live to tell of a world may be in the next, or be hit in it; who is never seen again was lost."""
+    """A process without a line in a world may be in the next, or be hit in it; one never seen again was lost."""
 
     def formed(term: int, *pids: int) -> list[Line]:
         return [
@@ -147,7 +147,7 @@ def test_a_process_left_when_it_was_last_seen() -> None:
     ("kind", "is_explained"), [("storage_errors", True), ("etcd_outage", True), ("flip_bit", False)]
 )
 def test_a_service_outage_explains_processes_that_leave_during_it(kind: str, is_explained: bool) -> None:
-    """Who was started amid an outage of etcd or the storage is hit by it, although its line cannot name it."""
+    """A process started during an outage of etcd or the storage is hit by it; the fault's line cannot name it."""
 
     def evidence_of(outage_s: float, *, stays: bool = False, left_at: float = 90.0) -> Evidence:
         both = [(1, 10.0), (2, 20.0)] if stays else [(1, 10.0)]
@@ -176,7 +176,7 @@ def test_a_service_outage_explains_processes_that_leave_during_it(kind: str, is_
 
 
 def test_a_world_is_sealed_before_it_forms_whatever_its_leaders_clock_says() -> None:
-    """Its clock may be an hour ahead: a fault that came behind the seal by that clock hits the world all the same."""
+    """Its clock may be an hour ahead: a fault that came after the seal by that clock still hits the world."""
 
     def evidence_of(sealed_at: float) -> Evidence:
         lines: list[Line] = [
@@ -200,7 +200,7 @@ def test_a_world_is_sealed_before_it_forms_whatever_its_leaders_clock_says() -> 
 
 
 def test_a_fault_of_a_spare_node_is_ridden_out() -> None:
-    """Whoever waits outside of a full world may die without ending it: nothing is lost, nothing has to be formed."""
+    """A node waiting outside a full world may die without ending it: nothing is lost, nothing has to be formed."""
 
     def evidence_of(*faults: Line) -> Evidence:
         lines: list[Line] = [
@@ -228,7 +228,7 @@ def test_a_fault_of_a_spare_node_is_ridden_out() -> None:
 
 
 def test_the_end_of_a_process_that_was_left_out_costs_nothing() -> None:
-    """It was of the world before, and slept while the others, and another in its place, formed the next one."""
+    """It belonged to the previous world, and slept while the others, with a replacement, formed the next one."""
     lines: list[Line] = [
         {"op": "scenario", "t": 0.0, "recovery": "live"},
         *({"op": "form", "t": 1.0, "term": 1, "rank": rank, "pid": 7 + rank, "world": 2} for rank in (0, 1)),
@@ -247,7 +247,7 @@ def test_the_end_of_a_process_that_was_left_out_costs_nothing() -> None:
 
 
 def test_a_node_that_is_never_admitted_is_not_a_spare() -> None:
-    """Its later ends cost nothing because the world has stayed small: that is not what should have come."""
+    """Its later ends cost nothing because the world stayed small, which is not what should have happened."""
     lines: list[Line] = [
         {"op": "scenario", "t": 0.0, "recovery": "live"},
         *({"op": "form", "t": 1.0, "term": 1, "rank": rank, "pid": 7 + rank, "world": 2} for rank in (0, 1)),
@@ -274,7 +274,7 @@ def test_a_node_that_is_never_admitted_is_not_a_spare() -> None:
 def test_a_small_world_admits_a_returning_node_after_its_first_step(
     steps_at: tuple[float, ...], first_at: float, late_s: float | None
 ) -> None:
-    """Who comes back waits for a world that is at work; not for its third step, nor for one that stands still."""
+    """A returning node waits for a working world, but not for its third step, nor for a world without progress."""
     back = first_at - 2
     lines: list[Line] = [
         {"op": "scenario", "t": 0.0, "recovery": "live", "patience_s": 100.0},
@@ -299,7 +299,7 @@ def test_a_small_world_admits_a_returning_node_after_its_first_step(
 
 
 def test_a_restarted_world_is_explained_by_a_fault_of_the_previous_one() -> None:
-    """By a fault since that was sealed, one that lasted until then, one that had hit a member; or by who came."""
+    """By a fault after that world was sealed, one that lasted until then, one that hit a member, or by a joiner."""
 
     def verdict_of(*hits: Line, seats: tuple[int, int] = (2, 2)) -> str:
         lines: list[Line] = [
@@ -327,7 +327,7 @@ def test_a_restarted_world_is_explained_by_a_fault_of_the_previous_one() -> None
 
 
 def test_an_agent_cut_off_from_etcd_explains_one_world_sealed_after_that() -> None:
-    """The renewal that was lost is missed when the next world is there; then it is another member (seed 8961)."""
+    """The lost renewal is noticed when the next world has formed; by then it is another member (seed 8961)."""
 
     def verdict_of(*worlds: tuple[float, int], kind: str = "lose_requests", node: int = 1) -> str:
         lines: list[Line] = [
@@ -354,7 +354,7 @@ def test_an_agent_cut_off_from_etcd_explains_one_world_sealed_after_that() -> No
 
 
 def test_a_process_asked_to_leave_may_end_worlds_until_it_has_left() -> None:
-    """A world may end with one that leaves before all have heard of its last step: it leaves the next one.
+    """A world may end with a member that leaves before all know of its last step: it then leaves the next one.
 
     A world that one of its members is lost to, as the fault's late effect, may be formed by the same processes.
     """

@@ -1,4 +1,4 @@
-"""The executor: nodes die whole, faults come when they are due and are recorded, nothing outlives a job."""
+"""The executor: a node's processes die together, faults come when due and are recorded, nothing outlives a job."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_node_that_is_up_is_not_started_twice(node: Node, monkeypatch: pytest.
 
 
 def test_a_stopped_node_comes_back_under_its_own_name(node: Node) -> None:
-    """SIGTERM ends the agent; the node can be started again, and is found whole by its mark."""
+    """SIGTERM ends the agent; the node can be started again, and all of its processes are found by their mark."""
     before = node.pids()
     assert node.stop() == before
     node.start()
@@ -95,7 +95,7 @@ def test_a_stopped_node_comes_back_under_its_own_name(node: Node) -> None:
 
 
 def test_a_node_dies_with_the_executor(tmp_path: Path) -> None:
-    """SIGKILL of the executor itself leaves no agent behind."""
+    """SIGKILL of the executor itself leaves no agent running."""
     program = (
         "import os, sys, time; from pathlib import Path; from chaos.services.torchrun_node import Node\n"
         f"node = Node(0, {[*FAKE, str(tmp_path), '-1']!r}, Path({str(tmp_path / 'log')!r}), dict(os.environ))\n"
@@ -147,13 +147,13 @@ def test_faults_come_when_due_and_are_recorded(tmp_path: Path) -> None:
 
 
 def test_a_job_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
-    """A fault that never came due is told, with the end of the node's log."""
+    """A fault that never came due is reported, with the end of the node's log."""
     with pytest.raises(RunError, match=r"(?s)the job ended before kill_node on node 0 was due; .*worker \d+"):
         job(tmp_path, 3, Due("kill_node", 0, 20, None)).run()
 
 
 def test_a_job_that_hangs_is_an_error(tmp_path: Path) -> None:
-    """The deadline ends a job that does not come to its end, and its processes."""
+    """The deadline ends a job that does not finish, and its processes."""
     hung = job(tmp_path, -1, timeout_s=0.5)
     with pytest.raises(RunError, match="did not come to its end within"):
         hung.run()
@@ -161,7 +161,7 @@ def test_a_job_that_hangs_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_job_in_which_every_node_failed_is_an_error(tmp_path: Path) -> None:
-    """If no node ends well, the job did not."""
+    """If no node succeeds, the job failed."""
     with pytest.raises(RunError, match="no node ended well"):
         job(tmp_path, 1, code=1).run()
     assert [line["code"] for line in recorded(tmp_path) if line["op"] == "exit"] == [1]
@@ -191,7 +191,7 @@ def interruptible() -> Iterator[None]:
 
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_a_soak_between_two_faults(tmp_path: Path) -> None:
-    """Ctrl-C brings a job without an end to its end: nothing is half done, what is planned does not come, all is told.
+    """Ctrl-C ends an endless job cleanly: no fault is left half done, planned ones are dropped, and the log says so.
 
     A second one gives up: no process is left.
     """
@@ -247,7 +247,7 @@ def test_histories_are_followed_line_by_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["kill_worker", "freeze_worker", "slow_worker", "start_twin"])
 def test_a_role_that_nobody_has_is_not_an_error(tmp_path: Path, kind: str) -> None:
-    """While no world stands nobody leads: what is aimed at the leader is not done, and not the executor's end."""
+    """Without a world there is no leader: a fault for the leader is skipped, and the executor continues."""
     assert ACTS[kind](job(tmp_path, 1), Due(kind, "leader", None, None)) is None
 
 
@@ -296,7 +296,7 @@ def at_form(kind: str, target: str | int = "leader", nth: int = 1) -> Due:
 
 
 def waits_at_points(folder: Path, node: Node) -> Job:
-    """A job of one node that is up and leads no world; what is armed lies in its folder of failpoints."""
+    """A job of one node that is up and leads no world; what is armed is a file in its folder of failpoints."""
     waiting = job(folder, 1)
     (folder / "history").mkdir()
     waiting.nodes, waiting.around.points = [node], folders(folder, 1)
@@ -313,7 +313,7 @@ def come(waiting: Job) -> None:
 
 
 def test_a_failpoint_is_armed_once_somebody_has_the_role(node: Node, tmp_path: Path) -> None:
-    """Whom a killed leader left behind lead nothing for a while: the fault at the next leader's place is not lost."""
+    """After a leader is killed nobody leads for a while: a fault at the next leader's place is not lost."""
     waiting = waits_at_points(tmp_path, node)
     waiting._points.arm(waiting, at_form("kill"))
     assert armed(waiting) == []
@@ -326,7 +326,7 @@ def test_a_failpoint_is_armed_once_somebody_has_the_role(node: Node, tmp_path: P
 
 
 def test_a_second_fault_at_a_place_waits_for_the_first(node: Node, tmp_path: Path) -> None:
-    """Both come, in the order of the scenario; what waits there to the end is told, with what it waited for."""
+    """Both come, in the order of the scenario; one still waiting at the end is reported, with what it waited for."""
     waiting = waits_at_points(tmp_path, node)
     for kind, nth in (("raise", 1), ("slow", 2), ("kill", 1)):
         waiting._points.arm(waiting, at_form(kind, 0, nth))
@@ -350,7 +350,7 @@ def test_a_role_that_nobody_ever_has_is_reported(node: Node, tmp_path: Path) -> 
 
 
 def test_a_soak_replaces_a_fault_that_cannot_be_armed(node: Node, tmp_path: Path) -> None:
-    """It draws another: nothing waits, and nothing is told."""
+    """It draws another: nothing waits, and nothing is reported."""
     waiting = waits_at_points(tmp_path, node)
     waiting.scenario = waiting.scenario.model_copy(update={"soak": Soak()})
     waiting._points.arm(waiting, at_form("kill"))

@@ -79,7 +79,7 @@ def test_every_sample_counts_once_through_four_worlds(
     evidence = collect(tmp_path / "run" / "faulted")
     worlds = {line["term"]: line["world"] for line in evidence.of("form")}
     sizes = list(worlds.values())
-    assert sizes[-5:] == [4, 3, 2, 1, 2] and sizes[:-5] == sorted(sizes[:-5]), "who is late joins the first world"
+    assert sizes[-5:] == [4, 3, 2, 1, 2] and sizes[:-5] == sorted(sizes[:-5]), "late nodes join the first world"
     assert found["coverage"] == {"min": 1, "max": 1, "samples": 331}
     check_planted(tmp_path / "run" / "faulted", tmp_path / "damaged")
 
@@ -120,7 +120,7 @@ def test_faults_change_no_bit(tmp_path: Path, rows: Path, capfd: pytest.CaptureF
 
 
 def test_a_run_without_faults_proves_nothing(tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """With nothing injected the verdict is not valid, though the run is as good as any: the canary."""
+    """With nothing injected the verdict is not valid, though the run is fine: the canary."""
     config = {**WITNESS, "epochs": 1, "task": {"path": "elastic_train.tasks.witness:Witness"}}
     path = scenario(tmp_path, rows, config, nodes={"count": 1})
     found = verdict_of([path, "--out", str(tmp_path / "run"), "--no-reference"], capfd)
@@ -155,7 +155,7 @@ def test_survivors_continue_in_their_processes(tmp_path: Path, rows: Path, capfd
 def test_training_does_not_wait_for_a_tracker_that_is_away(
     tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A real MLflow is killed and frozen: no world ends of it, and its database has one value a metric and step."""
+    """MLflow is killed and frozen: no world ends because of it; its database has one value per metric and step."""
     faults = [
         {"kind": "tracker_outage", "within": [0.05, 0.1], "for_s": 4},
         {"kind": "kill_worker", "node": "other", "after_s": 1},
@@ -179,7 +179,7 @@ def test_training_does_not_wait_for_a_tracker_that_is_away(
 def test_data_that_goes_bad_becomes_a_hole_and_changes_nothing_else(
     tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Row groups are damaged under a job, which is killed behind that: the bits are those of a run that knew."""
+    """Row groups are damaged under a job, which is then killed: the bits are those of a run that knew."""
     faults = [
         {"kind": "bad_row_group", "within": [0.1, 0.2]},
         {"kind": "kill_job", "within": [0.3, 0.4], "for_s": 1},

@@ -1,4 +1,4 @@
-"""The report: what it shows is what the evidence says, it stands alone, and torn or huge evidence has a page, too."""
+"""The report: it shows what the evidence says, in one self-contained page, even for torn or huge evidence."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_torn_evidence_has_a_page(healthy: Path, tmp_path: Path) -> None:
 
 
 def test_a_dead_branch_that_others_passed_over_cuts_nothing_off() -> None:
-    """Term 2 went on from step 2 with a process of an older world; term 3 from step 5, with one that had gone on."""
+    """Term 2 continued from step 2 with a process of an older world; term 3 from step 5, with one still in term 1."""
 
     def lines_of(term: int, pid: int, step: int, applied_by: int | None, applied: range) -> list[Line]:
         at = 10.0 * term
@@ -319,7 +319,7 @@ def test_a_long_curve_keeps_its_extremes(points: list[tuple[float, float]]) -> N
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(2, 12))
 def test_ticks_are_few_and_within_the_axis(lo: float, span: float, most: int) -> None:
-    """An axis has no more ticks than asked for and one, none outside of it."""
+    """An axis has at most one tick more than asked for, and none outside of it."""
     ticks = Axis(lo, lo + span).ticks(most)
     assert len(ticks) <= most + 1
     assert all(lo - 1e-6 * span <= tick <= lo + span + 1e-6 * span for tick in ticks)

@@ -1,4 +1,4 @@
-"""One vocabulary: every kind is done by whoever is said to do it, and nobody does others."""
+"""One vocabulary: every kind is implemented where the vocabulary says, and there are no others."""
 
 from __future__ import annotations
 

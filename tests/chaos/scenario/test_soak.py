@@ -52,7 +52,7 @@ def test_every_kind_is_drawn_and_expensive_kinds_are_rare() -> None:
 
 
 def test_kinds_this_machine_cannot_do_are_not_drawn() -> None:
-    """Kinds that this machine cannot do are left out."""
+    """Kinds that this machine cannot do are never drawn."""
     assert "cut_node" not in {fault.kind for fault in drawn(1, 500, {"cut_node": "no namespaces"})}
 
 
@@ -66,7 +66,7 @@ def test_cells_not_yet_hit_are_drawn_next() -> None:
 
 
 def test_a_soak_that_can_do_nothing_is_refused() -> None:
-    """On a machine that lacks all that is asked for there is nothing to draw, and that is told before a node starts."""
+    """On a machine that can do nothing that is asked for this is reported before a node starts."""
     assert SOAK.soak is not None
     cut = SOAK.model_copy(update={"soak": SOAK.soak.model_copy(update={"kinds": ("cut_node",)})})
     with pytest.raises(ScenarioError, match="cut_node cannot be done here: no namespaces"):
@@ -78,14 +78,14 @@ def test_a_soak_that_can_do_nothing_is_refused() -> None:
     [("{lane_ms: 12}", {"lane_ms": 0}), ("{lane_ms: 12, dim: 64}", {"lane_ms": 0, "dim": 64}), ("{dim: 64}", None)],
 )
 def test_the_reference_run_drops_only_a_tasks_waits(params: str, expected: dict[str, int] | None) -> None:
-    """For the run without faults a task loses its waits, and no other parameter; one without waits is left alone."""
+    """In the run without faults a task loses its waits, and no other parameter; a task without waits is unchanged."""
     config = sources.load("configs/soak.yaml", environ={}, arguments=[f"--task.params={params}"])
     unslowed = [yaml.safe_load(text.partition("=")[2]) for text in _unslowed(config)]
     assert unslowed == ([expected] if expected else [])
 
 
 def test_a_soak_ends_after_the_requested_number_of_faults() -> None:
-    """The faults end when so many were done, whatever was drawn and missed."""
+    """The faults end when the requested number has been done, however many were drawn and missed."""
     done = [0]
     for _ in Drawn(SOAK, 1, {})(lambda: done[0]):
         done[0] += 1

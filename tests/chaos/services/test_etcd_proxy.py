@@ -60,7 +60,7 @@ def test_bytes_and_ends_of_connections_are_forwarded(proxies: Proxies) -> None:
 
 @pytest.mark.parametrize("held", ["requests_are_held", "answers_are_held"])
 def test_held_bytes_arrive_late_and_other_nodes_are_unaffected(proxies: Proxies, held: str) -> None:
-    """A held way keeps what was sent, and gives it in order once it heals."""
+    """A held direction keeps what was sent, and delivers it in order when released."""
     setattr(proxies.ways[0], held, True)
     with connect(proxies) as client, connect(proxies, 1) as other:
         client.sendall(b"a")

@@ -82,7 +82,7 @@ def test_a_namespace_of_a_killed_process_is_removed(laid: Cable) -> None:
 
 
 def test_packets_are_late_both_ways_and_those_to_etcd_are_not(laid: Cable, connect: object) -> None:
-    """An open connection goes on, later by the delay each way; mended it is as before."""
+    """An open connection continues, later by the delay each way; without the delay it is as before."""
     assert callable(connect)
     if laid.relay is None:
         pytest.skip("no TUN interfaces here")
@@ -104,7 +104,7 @@ def test_packets_are_late_both_ways_and_those_to_etcd_are_not(laid: Cable, conne
 
 
 def test_lost_packets_are_sent_again(laid: Cable, connect: object) -> None:
-    """A fifth of the packets is lost, and no byte; where all are lost, bytes come once that is over."""
+    """A fifth of the packets is lost, but no byte; where all are lost, the bytes arrive afterwards."""
     assert callable(connect)
     if laid.relay is None:
         pytest.skip("no TUN interfaces here")

@@ -40,7 +40,7 @@ KEPT = sorted(cases.FOLDER.glob("*.yaml"))
 
 
 def test_the_healthy_product_breaks_no_invariant() -> None:
-    """Forty swarms of faults break no invariant; between them they hit most of what there is to hit."""
+    """Forty sets of random faults break no invariant; together they hit most kinds and places."""
     hit, digests = set(), set()
     for seed in SEEDS:
         outcome = simulate(case_of(seed))
@@ -66,7 +66,7 @@ def test_the_same_seed_is_the_same_history(seed: int) -> None:
 
 
 def test_a_fault_left_out_is_another_history() -> None:
-    """What a case says is what happens: without its faults it is the run without faults."""
+    """A case determines what happens: without its faults it is the run without faults."""
     case = Case(5, Shape(), (SimFault("kill_worker", at_s=6.0, node=1),))
     faulted, healthy = simulate(case), simulate(replace(case, faults=()))
     assert faulted.num_faults == {"kill_worker": 1} and healthy.num_faults == {}
@@ -75,7 +75,7 @@ def test_a_fault_left_out_is_another_history() -> None:
 
 
 def test_two_nodes_that_only_a_third_reaches_do_not_stop_the_job() -> None:
-    """Both reach etcd, so no lease ends; whoever waits for the other looks, and worlds are formed without the pair."""
+    """Both reach etcd, so no lease ends; a waiting member probes the other, and worlds form without the pair."""
     run = Job(Shape(), 1, (SimFault("cut_link", at_s=6.0, node=0, other=1, for_s=1000.0),)).run()
     assert run.result is not None and run.result["status"] == "done"
     (ended,) = {line["t"] for process in run.processes for line in process if line["op"] == "end" and line["rank"] == 0}
@@ -83,7 +83,7 @@ def test_two_nodes_that_only_a_third_reaches_do_not_stop_the_job() -> None:
 
 
 def test_every_process_of_a_flapping_node_that_leaves_is_explained() -> None:
-    """The node's second and third process are others than the one that the fault's line names."""
+    """The node's second and third processes are not the one that the fault's line names."""
     run = Job(Shape(epochs=20), 1, (SimFault("flap_node", at_s=8.0, node=1, for_s=8.0),)).run()
     named = [line["pids"] for line in run.of("undo") if line["kind"] == "flap_node"]
     assert len(named) == 2 and all(named)
@@ -99,7 +99,7 @@ def test_a_planted_bug_is_caught_by_its_invariant(bug: SimBug) -> None:
 
 
 def test_a_run_in_which_a_worker_dies_by_itself_is_not_valid() -> None:
-    """A worker ends with an error of its own long after the only fault: nothing is false, and nothing explains it."""
+    """A worker ends with an unrelated error long after the only fault: nothing is false, and nothing explains it."""
     calls = itertools.count()
     steps_from = Session.steps
 
@@ -125,7 +125,7 @@ def test_every_past_failure_stays_fixed(path: Path) -> None:
 
 
 def test_a_deleted_parent_is_known_by_the_term_that_restored_it() -> None:
-    """A term began from a commit that nobody told of and retention deleted: its first one may name no other."""
+    """A term began from a commit that no history has and retention deleted: its first commit must name that parent."""
     case = cases.load(cases.FOLDER / "begun-again-from-untold.yaml")
     run = Job(case.shape, case.seed, case.faults).run()
     assert lineage(run).startswith("6 of 7 commits")
@@ -162,7 +162,7 @@ def test_an_impossible_case_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_deadlock_ends_the_simulation() -> None:
-    """A wait that nothing can end, and a circle without a wait, end the simulation in place of hanging it."""
+    """A wait that nothing can end, and a busy loop without a wait, end the simulation instead of hanging it."""
     kernel = Kernel()
     with pytest.raises(Timeless, match="nothing is left"):
         kernel.park()
@@ -190,7 +190,7 @@ def test_the_history_is_the_evidence_that_real_runs_leave() -> None:
 
 
 def test_an_unreadable_row_group_is_skipped_by_all_and_in_the_replay() -> None:
-    """A hole begins behind a commit, everybody dies, all can be read again: the replay leaves out the same samples.
+    """A hole begins after a commit, every process dies, all can be read again: the replay leaves out the same samples.
 
     The bits are those of a run that knew of the hole from the beginning.
     """
@@ -216,7 +216,7 @@ def test_without_quarantine_an_unreadable_row_group_ends_the_job() -> None:
 
 @pytest.mark.parametrize(("recovery", "for_s"), [("live", 4.0), ("restart", 4.0), ("live", 60.0)])
 def test_a_tracker_has_every_value_once_after_an_outage(recovery: Recovery, for_s: float) -> None:
-    """Back before the job's end or long after it: each value of each step is there once, and is the one that was kept.
+    """Back before the job's end or long after it: each value of each step is there once, and is the final one.
 
     What came back after the end was sent by the product's `sync`.
     """

@@ -73,7 +73,7 @@ def test_ls_detects_damage_and_marks_the_commit_to_resume_from(
 
 
 def test_an_empty_run_is_reported_as_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No commits is no error for ls, and is one for show; a folder that is not there is one for both."""
+    """No commits is an error for show but not for ls; a missing folder is one for both."""
     (tmp_path / "run-1").mkdir()
     assert run("ls", str(tmp_path / "run-1")) == 0
     assert "no commits" in capsys.readouterr().out
@@ -112,7 +112,7 @@ def test_an_unknown_name_lists_the_known_ones(local_store: Store) -> None:
 
 
 def test_verify_finds_damage(local_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    """One damaged commit is told; the code is 65 only when the one asked for, or all of them, are damaged."""
+    """One damaged commit is reported; the code is 65 only when the one asked for, or all of them, are damaged."""
     first, second = commit_steps(local_store, 1, 2)
     os.truncate(Path(local_store.url) / second.attempt / "__0_0.distcp", 9)
     found = run_json(capsys, "verify", local_store.url)
@@ -125,7 +125,7 @@ def test_verify_finds_damage(local_store: Store, capsys: pytest.CaptureFixture[s
 
 
 def test_prune_keeps_what_a_rule_keeps(local_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command deletes as retention does, says how much, and says it beforehand if asked to."""
+    """The command deletes as retention does, says how much, and with --dry-run says it beforehand."""
     first, second, third, _ = commit_steps(local_store, 1, 2, 3, 4)
     run("pin", local_store.url, "1")
     options = ("prune", local_store.url, "--keep-last", "1", "--keep-best", "max loss", "--keep-every-steps", "3")
@@ -151,7 +151,7 @@ def test_prune_keeps_what_a_rule_keeps(local_store: Store, capsys: pytest.Captur
     ],
 )
 def test_an_invalid_retention_rule_deletes_nothing(local_store: Store, options: tuple[str, str], message: str) -> None:
-    """It is refused with what to write instead."""
+    """The error says what to write instead."""
     commit_steps(local_store, 1, 2)
     with pytest.raises(ConfigError, match=message):
         run("prune", local_store.url, *options)

@@ -178,7 +178,7 @@ def test_an_impossible_order_is_refused(rows: list[int], num_lanes: int, block_r
 
 
 def test_a_cursor_counts_from_zero() -> None:
-    """A negative cursor is a mistake of ours."""
+    """A negative cursor is a programming error."""
     with pytest.raises(AssertionError):
         Cursor(-1, 0)
     with pytest.raises(AssertionError):

@@ -39,7 +39,7 @@ def commit_of(**fields: object) -> CommitRecord:
 def test_a_commit_of_another_run_is_refused(
     fields: dict[str, object], error: type[ElasticTrainError], message: str
 ) -> None:
-    """To go on would repeat samples and leave others out."""
+    """Continuing would repeat samples and leave others out."""
     config = SimpleNamespace(run=SimpleNamespace(dir="run"), identity=lambda: "one")
     manifest = SimpleNamespace(digest="two", url="rows")
     plan = SimpleNamespace(config=config, manifest=manifest, order=SimpleNamespace(arrangement=None))
@@ -87,6 +87,6 @@ def test_a_keep_best_that_no_commit_could_satisfy_is_refused(
     ],
 )
 def test_a_task_that_cannot_be_built_is_refused(params: dict[str, object], message: str) -> None:
-    """A number that nothing can be divided by is told with its name, not found by the division."""
+    """A divisor of zero is refused by its name, not by a ZeroDivisionError."""
     with pytest.raises(ConfigError, match=message):
         load_task(TaskConfig(params=params))

@@ -42,7 +42,7 @@ def restored(state: AppliedState, config: OptimizerConfig, total_steps: int = 20
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize("num_steps", [1, 2, 7])
 def test_the_same_configuration_resumes_with_the_same_bits(name: str, num_steps: int) -> None:
-    """Rates that are computed anew are those that were saved."""
+    """Rates that are computed again are those that were saved."""
     config = OptimizerConfig(name=name, lr=0.0123, warmup_steps=3)  # type: ignore[arg-type]
     through = built(config)
     for _ in range(num_steps):

@@ -32,5 +32,5 @@ def test_more_specific_exit_codes_win(codes: list[int], has_failed: bool, expect
     [([-15], 75), ([75, -15], 75), ([0, -15], 75), ([], 75), ([-9], 1), ([65, -15], 65), ([0], 0)],
 )
 def test_sigterm_before_the_workers_listen_loses_nothing(codes: list[int], expected: int) -> None:
-    """A worker that SIGTERM killed was still importing; asked at any other time it leaves with a code of its own."""
+    """A worker that SIGTERM killed was still importing; asked at any other time it leaves with its own exit code."""
     assert exit_code(codes, has_failed=False, is_asked=True) == expected

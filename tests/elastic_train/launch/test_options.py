@@ -21,7 +21,7 @@ def resolved(flags: Flags, environ: dict[str, str], num_gpus: int = 0) -> Launch
 
 
 def test_one_node_needs_no_options() -> None:
-    """One node, a rank for each GPU, an etcd and a name of its own."""
+    """One node, a rank for each GPU, its own etcd and a name."""
     plan = resolved(Flags(), {}, num_gpus=8)
     assert (plan.min_nodes, plan.max_nodes, plan.ranks, plan.endpoint, plan.is_etcd_host) == (1, 1, 8, None, True)
     assert plan.arguments() == ["-m", "elastic_train", "c.yaml", "--epochs", "2"]
@@ -29,7 +29,7 @@ def test_one_node_needs_no_options() -> None:
 
 
 def test_kubernetes_variables_are_read_and_flags_win() -> None:
-    """PET_* variables say what torchrun would take from them; the command line goes over them."""
+    """PET_* variables mean what they mean to torchrun; the command line overrides them."""
     plan = resolved(Flags(ranks=2, run_id="mine"), KUBERNETES)
     assert (plan.min_nodes, plan.max_nodes, plan.ranks, plan.endpoint, plan.run_id) == (2, 8, 2, "etcd:2379", "mine")
 
@@ -71,6 +71,6 @@ def test_all_mistakes_are_reported_at_once() -> None:
     ],
 )
 def test_numbers_out_of_range_are_refused(flags: Flags, message: str) -> None:
-    """No count of ranks below 1 is taken for another, and no time that is none gets as far as etcd."""
+    """A count of ranks below 1 is refused, and so is an invalid time before it reaches etcd."""
     with pytest.raises(ConfigError, match=message):
         resolved(flags, {}, num_gpus=8)

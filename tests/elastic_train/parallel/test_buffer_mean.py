@@ -182,7 +182,7 @@ def test_validation_leaves_the_buffers_unchanged() -> None:
 
 
 class Uneven(nn.Module):
-    """Counts its samples, and tells nobody."""
+    """Counts its samples in an attribute that is not a buffer."""
 
     def __init__(self) -> None:
         super().__init__()

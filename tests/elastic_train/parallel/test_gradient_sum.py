@@ -129,7 +129,7 @@ def test_the_lane_table_keeps_every_bit() -> None:
 
 @pytest.mark.parametrize("cell", [Cell(), Cell(tensor=2)])
 def test_the_first_rank_of_a_replica_reports_its_lanes(cell: Cell) -> None:
-    """Lanes are found by replica, however many ranks a replica has; every rank has a row of its own."""
+    """Lanes are found by replica, however many ranks a replica has; every rank has its own row."""
     num_lanes, num_replicas = 5, 2
     rows = []
     for rank in range(num_replicas * cell.size):

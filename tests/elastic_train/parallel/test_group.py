@@ -1,4 +1,4 @@
-"""The group of ranks: what its collectives return, how it ends, and what it says when it cannot form."""
+"""The group of ranks: what its collectives return, how it ends, and the error when it cannot form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def ranks(rank: int, size: int, folder: str) -> None:
-    """Do each collective once, close the group, and let the interpreter end as it ends for everybody."""
+    """Do each collective once, close the group, and let the interpreter end normally."""
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     mine = torch.tensor([float(rank), 10.0 * rank])
     total, copied = mine.clone(), mine.clone()

@@ -138,7 +138,7 @@ def test_refused_commands_write_nothing(run: Run) -> None:
 
 
 def test_a_missing_module_that_no_extra_installs_is_raised_as_it_is() -> None:
-    """It is raised as it is: no advice could be right."""
+    """It is raised unchanged: no install hint could be right."""
     with pytest.raises(ModuleNotFoundError, match="no_such_module"), needed_for("this"):
         import no_such_module  # noqa: F401
     assert install_command(ModuleNotFoundError("No module named 'x.y'", name="x.y")) is None

@@ -33,7 +33,7 @@ def test_an_unarmed_failpoint_does_nothing() -> None:
 
 @pytest.mark.parametrize("nth", [1, 2, 9, 11])
 def test_the_nth_arrival_has_the_fault(folder: Path, nth: int) -> None:
-    """Those before and behind pass; the file that armed the place is renamed after the process."""
+    """Earlier and later arrivals pass; the file that armed the place is renamed after the process."""
     arm(folder, "apply", "raise", nth)
     assert [comes() for _ in range(nth + 3)] == [*[False] * (nth - 1), True, *[False] * 3]
     assert [path.name.split(".")[0] for path in folder.iterdir()] == ["apply"]
@@ -49,7 +49,7 @@ def test_exactly_one_of_many_concurrent_arrivals_has_the_fault(folder: Path) -> 
 
 
 def test_a_disarmed_fault_does_not_happen(folder: Path) -> None:
-    """Disarming says whether it was in time."""
+    """Disarming returns whether it was in time."""
     arm(folder, "apply", "raise")
     assert disarm(folder, "apply")
     assert not comes()

@@ -30,6 +30,6 @@ def test_an_error_is_shown_as_its_first_line_or_its_class() -> None:
 
 
 def test_a_mistyped_name_suggests_the_nearest() -> None:
-    """A typo suggests the known name; a name like none of them gets the alternative text."""
+    """A typo suggests the known name; a name unlike any of them gets the alternative text."""
     assert did_you_mean(nearest("micro_bach", ["micro_batch", "global_batch"])) == "; did you mean 'micro_batch'?"
     assert did_you_mean(nearest("zzz", ["micro_batch"]), "; there is micro_batch") == "; there is micro_batch"

@@ -75,7 +75,7 @@ def test_an_impossible_model_is_refused(params: dict[str, Any], message: str) ->
 
 
 def test_numbers_of_any_size_are_taken(tmp_path: Path) -> None:
-    """Integers that no float holds exactly are rounded; what is not finite is as good as missing."""
+    """Integers that no float holds exactly are rounded; values that are not finite count as missing."""
     columns = {
         "input_ids": TOKENS,
         "label": LABELS,

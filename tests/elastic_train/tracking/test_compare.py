@@ -95,7 +95,7 @@ def test_a_folder_and_its_mlflow_run_are_equal(
 
 @pytest.mark.parametrize("name", ["no/such/folder", "0123abc"])
 def test_a_missing_run_is_a_user_error(name: str, tmp_path: Path) -> None:
-    """Neither a missing folder nor an unknown id makes a database or a trace back."""
+    """Neither a missing folder nor an unknown id creates a database or a traceback."""
     database = tmp_path / "none.db"
     with pytest.raises(ConfigError, match="no such folder"):
         compare(name, name, mlflow_uri=f"sqlite:///{database}")

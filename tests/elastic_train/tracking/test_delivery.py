@@ -55,7 +55,7 @@ def test_code_tags_need_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_failed_artifact_upload_stops_neither_metrics_nor_status(
     tmp_path: Path, uri: str, client: MlflowClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A config upload that fails is told, tried again at the end, and left to `sync`."""
+    """A config upload that fails is logged, tried again at the end, and left to `sync`."""
     tries: list[int] = []
     with monkeypatch.context() as patch:
 
@@ -147,7 +147,7 @@ def test_a_new_database_appears_as_a_whole(tmp_path: Path) -> None:
 def test_an_older_term_neither_sends_nor_ends_the_run_of_a_newer_one(
     tmp_path: Path, uri: str, client: MlflowClient
 ) -> None:
-    """A leader that was left behind by a newer term cannot end its run."""
+    """A leader overtaken by a newer term cannot end its run."""
     old = start(tmp_path, uri, term=1)
     run_id = run_of(client, old).info.run_id
     new = start(tmp_path, uri, term=2)
@@ -161,7 +161,7 @@ def test_an_older_term_neither_sends_nor_ends_the_run_of_a_newer_one(
 def test_many_terms_during_a_tracker_outage_leave_one_sender_and_one_run(
     tmp_path: Path, uri: str, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the newest goes on asking; were all of them to wait, each would make a run once the tracker is back."""
+    """Only the newest keeps retrying; if all of them did, each would make a run once the tracker is back."""
     opened, is_back, asking = delivery.Delivery.open, threading.Event(), Counter[int]()
 
     def open_later(self: delivery.Delivery) -> str:
@@ -310,7 +310,7 @@ def test_flatten_names_nested_keys_with_dots() -> None:
 
 
 def test_a_damaged_link_is_treated_as_missing(tmp_path: Path) -> None:
-    """mlflow.json that cannot be read does not stop a job."""
+    """An unreadable mlflow.json does not stop a job."""
     (tmp_path / "mlflow.json").write_text('{"job"')
     assert RunFolder(tmp_path).link() is None
     (tmp_path / "mlflow.json").write_text('{"job": "a"}')

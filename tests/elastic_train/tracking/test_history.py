@@ -62,7 +62,7 @@ def test_every_operation_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("torn", [b'{"op": "step", "t', b"12", b'"a"', b"\xff\xfe{", b"[]", b'{"t": 1}'])
 def test_a_torn_line_is_passed_over(tmp_path: Path, torn: bytes) -> None:
-    """What is no whole line of ours is not read, and hides no other line."""
+    """A line that is torn or foreign is not read, and hides no other line."""
     write_all(tmp_path)
     (path,) = (tmp_path / "history").iterdir()
     path.write_bytes(torn + b"\n" + path.read_bytes() + torn)
@@ -110,7 +110,7 @@ def test_a_line_is_on_the_file_before_the_call_returns(tmp_path: Path) -> None:
 def test_a_full_disk_stops_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A line that cannot be written, or not wholly, is counted and told once; what comes later is whole again."""
+    """A line that cannot be written, or not wholly, is counted and reported once; later lines are whole again."""
     history = History(tmp_path, 1, 0)
 
     def full(file: int, content: bytes) -> int:
@@ -129,7 +129,7 @@ def test_a_full_disk_stops_no_training(
 
 
 def test_a_history_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
-    """Where nothing can be written from the start, the user is told before training begins."""
+    """Where nothing can be written from the start, training does not begin."""
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be written"):
         History(tmp_path / "file", 1, 0)

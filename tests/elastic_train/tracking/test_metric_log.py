@@ -1,4 +1,4 @@
-"""Which lines of a run's metrics hold: those of the branch that the newest term goes on from."""
+"""Which lines of a run's metrics hold: those of the branch that the newest term continues."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Branch = tuple[Interval, ...]
 
 
 def train(run_dir: Path, term: int, begun: Branch, num_steps: int) -> Branch:
-    """Let a term go on from a branch: log what it finds there, and each step's loss, which names the term."""
+    """Let a term continue a branch: log what it finds there, and each step's loss, which names the term."""
     lo = begun[-1].hi if begun else 0
     writer = MetricsWriter(run_dir, term)
     writer.begin(begun)
@@ -41,7 +41,7 @@ def values_of(run_dir: Path, name: str = "train/loss") -> list[tuple[int, float]
 
 @given(st.data())
 def test_metrics_are_those_of_the_newest_terms_lineage(data: st.DataObject) -> None:
-    """Terms go on from any older one's steps, as frozen processes make them; each step is the lineage's, in order.
+    """Terms continue from any older one's steps, as frozen processes make them; each step is the lineage's, in order.
 
     What a term validated at the step that it began at holds if it began on the lineage, where that has no later steps
     of older terms, which validated themselves.

@@ -194,7 +194,7 @@ print("the end", file=sys.stderr)
 @pytest.mark.slow
 @pytest.mark.parametrize("stdout", ["closed pipe", "full disk", "none"])
 def test_a_process_outlives_its_stdout(stdout: str) -> None:
-    """With a closed pipe, a full disk or nothing as stdout a process goes on to its end, and exits with 0."""
+    """With a closed pipe, a full disk or nothing as stdout a process runs to its end, and exits with 0."""
     redirection = {"closed pipe": "| true", "full disk": "> /dev/full", "none": ">&-"}[stdout]
     command = f"set -o pipefail; sleep 0; {shlex.quote(sys.executable)} -c {shlex.quote(PROGRAM)} {redirection}"
     done = subprocess.run(["bash", "-c", command], input="\n", capture_output=True, text=True, timeout=60, check=False)

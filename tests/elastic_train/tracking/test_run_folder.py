@@ -37,7 +37,7 @@ def test_a_folder_that_is_not_a_run_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "[1]", "a: [", "\x00"])
 def test_a_damaged_file_is_named(tmp_path: Path, content: str) -> None:
-    """What no run writes is refused by its path, never taken for an absent file."""
+    """Content that no run writes is refused with its path, never taken for an absent file."""
     (tmp_path / "config.yaml").write_text(content)
     (tmp_path / "result.json").write_text(content)
     for read, name in ((RunFolder(tmp_path).config, "config.yaml"), (RunFolder(tmp_path).result, "result.json")):

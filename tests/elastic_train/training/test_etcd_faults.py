@@ -111,6 +111,6 @@ def terms(run: Path) -> set[int]:
 
 
 def leave(job: subprocess.Popen[bytes]) -> None:
-    """Tell the only node to leave: it commits what it has applied."""
+    """Ask the only node to leave: it commits what it has applied."""
     job.send_signal(signal.SIGTERM)
     job.wait(PATIENCE_S)

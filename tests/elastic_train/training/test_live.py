@@ -73,7 +73,7 @@ def launch(
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """End what a test that failed has left running, so that it does not slow the tests behind it."""
+    """End what a test that failed has left running, so that it does not slow the tests after it."""
     yield
     while STARTED:
         node = STARTED.pop()
@@ -191,7 +191,7 @@ def test_a_hanging_rank_is_ended_and_the_others_continue(
 
 
 def test_a_stopped_worker_is_left_out_and_a_dead_one_replaced(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """No lease has to end for a worker that was stopped; going on, it joins anew, as the process that it was.
+    """No lease has to end for a worker that was stopped; once continued, the same process joins again.
 
     A dead one's place is taken by a fork of the standby process, and none of them outlives the agent.
     """
@@ -308,7 +308,7 @@ def test_training_continues_without_etcd(tmp_path: Path, rows: Path, undisturbed
 def test_an_etcd_that_lost_its_data_costs_one_world(
     tmp_path: Path, rows: Path, undisturbed: Callable[[int], object]
 ) -> None:
-    """Etcd comes back empty under a job: the same processes register anew, and go on with the state that they hold."""
+    """Etcd comes back empty under a job: the same processes register again, and keep their state."""
     with EtcdServer() as server:
         config = write_config(tmp_path, rows, 240)
         job = launch(tmp_path, server, config, ranks=2)

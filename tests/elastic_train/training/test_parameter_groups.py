@@ -54,7 +54,7 @@ def test_any_world_gives_the_same_bits(tmp_path: Path, rows: Path, alone: Path, 
 
 
 def test_a_layer_is_thawed_when_a_run_resumes(tmp_path: Path, rows: Path) -> None:
-    """What was trained goes on with its moments; one hash on any world that resumes it."""
+    """What was trained keeps its moments; one hash on any world that resumes it."""
     digests = set()
     for num_ranks in (1, 2):
         folder = tmp_path / str(num_ranks)

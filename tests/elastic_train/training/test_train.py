@@ -1,4 +1,4 @@
-"""`train` as a function: what it returns on one process and on two ranks, what it raises, and what it leaves behind."""
+"""`train` as a function: what it returns on one process and on two ranks, what it raises, what it leaves on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where worlds come from: what a process does that begins while etcd is away."""
+"""Forming worlds: what a process does that starts while etcd is away."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def begin(
 
 
 def test_a_process_that_starts_while_etcd_is_away_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those do who are members already: an agent would count its end as an error of the worker."""
+    """As members do: an agent would count its exit as an error of the worker."""
     assert len(begin(monkeypatch, tries=3)) == 4
 
 
@@ -55,6 +55,6 @@ def test_the_wait_for_etcd_ends_after_the_join_timeout(monkeypatch: pytest.Monke
 
 
 def test_a_process_waiting_for_etcd_can_be_asked_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without waiting to its end."""
+    """Without waiting for the timeout."""
     with pytest.raises(Preempted, match="while etcd was away"):
         begin(monkeypatch, tries=1_000_000, is_stopped=True)

@@ -1,4 +1,4 @@
-"""Handing the applied state over: who gives to whom, equal bits afterwards, and nothing taken over that is damaged."""
+"""Handing the applied state over: who gives to whom, equal bits afterwards, and damaged states are refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def trained(num_steps: int, name: str = "adamw") -> AppliedState:
 
 
 def ranks(rank: int, size: int, folder: str, optimizer: str) -> None:
-    """Begin at different steps, come together, take one more step, and tell what came of it."""
+    """Begin at different steps, come together, take one more step, and write down the outcome."""
     handover.CHUNK_BYTES = 1000  # many chunks, shared and cut
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     state = trained([0, 4, 3, 4][rank], optimizer)
@@ -87,7 +87,7 @@ def test_all_ranks_continue_from_the_furthest_state(tmp_path: Path, optimizer: s
 
 
 def damaging(rank: int, size: int, folder: str) -> None:
-    """Rank 1's hand-over loses a bit on its way; rank 0 tells what it holds afterwards."""
+    """Rank 1's hand-over arrives with a flipped bit; each rank writes down what it holds afterwards."""
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     state = trained(2 * rank)
     before = weights_digest(state.model)
@@ -111,7 +111,7 @@ def damaging(rank: int, size: int, folder: str) -> None:
 
 
 def test_a_damaged_state_is_not_taken_over(tmp_path: Path) -> None:
-    """One wrong bit: the taker says so and still holds what it had."""
+    """One wrong bit: the receiver reports it and still holds what it had."""
     run_ranks(damaging, 2, str(tmp_path))
     message, kept = json.loads((tmp_path / "0.json").read_text())
     assert message == "the state that rank 1 handed over arrived damaged"

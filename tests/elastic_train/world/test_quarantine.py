@@ -1,4 +1,4 @@
-"""Quarantine from the outside: the same hole, and the same bits, whoever finds it, whenever, and after any restart."""
+"""Quarantine from the outside: the same hole and bits, whichever rank finds it, at any time, after any restart."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_the_witness_counts_all_but_the_hole(tmp_path: Path, torn: Path) -> None
 
 @pytest.mark.long
 def test_a_replay_keeps_the_holes_of_the_first_run(tmp_path: Path) -> None:
-    """A run that crashed behind a hole goes on from before it, and keeps to it although the file is whole again."""
+    """A run that crashed after a hole resumes from before it, and keeps the hole although the file is intact again."""
     data = write_rows(tmp_path / "data", 331, seed=1)
     whole = (data / "part-1.parquet").read_bytes()
     damage(data, "part-1.parquet", 2)

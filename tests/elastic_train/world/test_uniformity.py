@@ -1,4 +1,4 @@
-"""What decides what is computed is the same in all ranks, or whoever differs is told which keys."""
+"""What decides what is computed is the same on all ranks, or a rank that differs learns which keys."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_rank_that_differs_from_rank_0_learns_in_which_keys(tmp_path: Path) ->
 
 
 def test_every_compared_key_exists() -> None:
-    """A key that was renamed would be looked for in vain."""
+    """A renamed key would no longer be compared."""
     assert {"run.seed", "data.too_long", "checkpoint.every_steps", "max_steps", "batch.micro_batch"} <= set(
         deciding(PLANS[0])
     )

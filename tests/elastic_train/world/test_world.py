@@ -1,4 +1,4 @@
-"""What a world begins with: the furthest state that is of the lineage that was published."""
+"""What a world begins with: the furthest state of the published lineage."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Job:
 
 @pytest.mark.parametrize("is_heard", [True, False])
 def test_a_rank_that_was_frozen_does_not_undo_a_commit(tmp_path: Path, is_heard: bool) -> None:
-    """Others went on from an earlier commit and published, whether etcd has heard of it or was away just then."""
+    """Others continued from an earlier commit and published, whether etcd has heard of it or was away just then."""
     job = Job(tmp_path)
     first = job.commit(None, (1, 0, 5))
     job.etcd.is_away = not is_heard
@@ -79,7 +79,7 @@ def test_a_rank_that_was_frozen_does_not_undo_a_commit(tmp_path: Path, is_heard:
 
 
 def test_a_process_that_commits_alone_undoes_no_applied_steps(tmp_path: Path) -> None:
-    """A process of an older world that is told to leave commits what it has; who trains on keeps what was applied."""
+    """A process of an older world that is asked to leave commits its state; others keep what was applied."""
     job = Job(tmp_path)
     first = job.commit(None, (1, 0, 5))
     job.commit(first, (1, 0, 5), (2, 5, 6))
@@ -93,7 +93,7 @@ def test_a_process_that_commits_alone_undoes_no_applied_steps(tmp_path: Path) ->
 @pytest.mark.parametrize("is_heard", [True, False])
 @pytest.mark.parametrize("damaged", ["record", "files"])
 def test_a_state_that_skipped_a_damaged_commit_is_kept(tmp_path: Path, is_heard: bool, damaged: str) -> None:
-    """Nobody goes back to what such a state goes on from, though the commit is newer than that."""
+    """No rank goes back to that state's parent, though the damaged commit is newer."""
     job = Job(tmp_path)
     first = job.commit(None, (1, 0, 5))
     job.etcd.is_away = not is_heard

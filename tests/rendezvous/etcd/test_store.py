@@ -56,7 +56,7 @@ def test_watch_and_lease_survive_a_killed_etcd() -> None:
 
 
 def test_a_loss_of_data_is_detected_by_an_older_revision() -> None:
-    """Nothing else had told of the revisions that are missing: an etcd that is young again is not taken for late."""
+    """Only the watch has seen the missing revisions: an etcd that restarted empty is not taken for a lagging one."""
     with EtcdServer() as server:
         store, other = (EtcdStore(etcd_options(server.endpoint)) for _ in range(2))
         watch = store.watch("/a/")
@@ -121,9 +121,9 @@ def test_leases_and_watches_survive_a_frozen_member_and_a_lost_leader(monkeypatc
 def test_a_watch_outlives_a_long_silence_of_etcd(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The only member of etcd is silent until nobody asks it any more: the watch goes on once it answers.
+    """The only member of etcd is silent until the client gives up: the watch continues once it answers.
 
-    Its stream is left behind then, and there is nobody to tell so.
+    Its old stream is abandoned by then, and its end goes unlogged.
     """
     monkeypatch.setattr(mirror, "PROBE_S", 0.1)
     monkeypatch.setattr(mirror, "GIVE_UP_AFTER_S", 0.1)
@@ -193,11 +193,11 @@ def test_a_client_is_closed_by_nobody_while_another_thread_uses_it(etcd: EtcdSer
         if failures:
             raise failures.pop()
 
-    def ask_behind(client: pyetcd.MultiEndpointEtcd3Client) -> int:
+    def ask_again(client: pyetcd.MultiEndpointEtcd3Client) -> int:
         connection.call(fail_first, give_up_after_s=1.0)
         return int(client.get_response("/nothing").header.revision)
 
-    assert connection.call(ask_behind, give_up_after_s=1.0) > 0
+    assert connection.call(ask_again, give_up_after_s=1.0) > 0
     assert clients[0] is not clients[1], "the first is not asked again"
     assert connection.client() is clients[1], "who used the first to its end leaves the second alone"
     connection.close()

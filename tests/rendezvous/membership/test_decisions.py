@@ -1,4 +1,4 @@
-"""What single views of a job decide: who waits, who seals, who is left out, and why."""
+"""What single views of a job decide: which members wait, seal or are left out, and why."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_members_beyond_the_most_stand_by() -> None:
 
 @given(st.integers(2, 9), st.data())
 def test_members_out_of_reach_of_each_other_make_no_world(num_nodes: int, data: st.DataObject) -> None:
-    """No two of the chosen miss each other, whoever has noticed; who misses nobody is always among them."""
+    """No two of the chosen miss each other, whichever noticed; a member that misses nobody is always chosen."""
     names = [str(number) for number in range(num_nodes)]
     others = st.lists(st.sampled_from([*names, "gone"]), max_size=3)
     members = tuple(replace(member(name), missed=tuple(data.draw(others))) for name in names)
@@ -235,7 +235,7 @@ def test_the_larger_part_of_a_split_network_continues(size: int, other_size: int
 
 
 def test_an_unreachable_member_stands_by_until_the_network_heals() -> None:
-    """The others' world stands, and asks for nothing; who misses the leader leads no world of its own."""
+    """The others' world stands and needs nothing; a member that misses the leader does not lead another world."""
     two = world(1, "a", "b")
     cut = replace(member("c"), missed=("a", "b"))
     running = view(member("a"), member("b"), cut, of=two)

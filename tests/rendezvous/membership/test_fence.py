@@ -72,7 +72,7 @@ def test_a_zombie_cannot_claim(side: Side, run_id: str) -> None:
     with pytest.raises(FencedError, match="term 3 may not claim: the newest world in etcd has term 4"):
         zombie.claim(3)
     assert EtcdFence(side.store, run_id, world_term=4).claim(4) == 4
-    seal(1)  # by who began the job anew over an etcd without its data
+    seal(1)  # by a process that restarted the job on an etcd without its data
     with pytest.raises(FencedError, match="term 3 may not claim: the newest world in etcd has term 1"):
         zombie.claim(3)
 

@@ -1,7 +1,7 @@
 """Membership explored: every interleaving of a few nodes that join, seal, die, freeze and come back.
 
 The model runs the same pure functions as the product. A node looks, decides and writes in three separate steps, so
-that every write may rest on an old look; a lease may end while its holder, a zombie, goes on.
+that every write may rest on an old look; a lease may end while its holder, a zombie, continues.
 """
 
 from __future__ import annotations

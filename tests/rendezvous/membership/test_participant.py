@@ -149,7 +149,7 @@ def test_a_finished_member_waits_for_an_etcd_that_is_away(store: MemoryStore, mo
 
 
 def test_a_closed_run_id_can_be_used_again(store: MemoryStore) -> None:
-    """The mark of a finished job ends by itself, and terms go on from where they were."""
+    """The mark of a finished job expires, and terms continue from where they were."""
     node = make_node(store, last_call_s=0.0)
     enter(node)
     node.finish(10.0)
@@ -183,7 +183,7 @@ def test_an_expelled_node_joins_as_a_new_one(store: MemoryStore, pool: ThreadPoo
 def test_a_node_expelled_while_it_waits_outlives_an_etcd_that_does_not_answer(
     store: MemoryStore, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It registers anew as soon as etcd grants a lease again."""
+    """It registers again as soon as etcd grants a lease again."""
     node, granted, refused = make_node(store, least=2), store.lease, threading.Event()
 
     def refuse(ttl_s: float, *, renew: bool = True) -> Lease:

@@ -96,7 +96,7 @@ def test_a_deleted_key_leaves_its_lease(side: Side) -> None:
 
 
 def test_an_abandoned_lease_ends(side: Side) -> None:
-    """A lease that nobody renews ends after its time to live, and a watch tells."""
+    """A lease that nobody renews ends after its time to live, and a watch shows it."""
     lease = side.store.lease(2)
     watch = side.store.watch(side.prefix)
     written = side.store.swap({side.prefix + "a": Put("1", lease)}, {})

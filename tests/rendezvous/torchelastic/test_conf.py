@@ -162,7 +162,7 @@ def test_two_names_that_agree_are_not_a_conflict() -> None:
 
 
 def test_the_launchers_timeout_yields_to_join_timeout() -> None:
-    """The launcher adds a timeout of its own, which is no contradiction; it is the one that we take for it."""
+    """The launcher adds its own timeout, which is not a conflict; ours replaces it."""
     launch = LaunchConfig(1, 1, 1, rdzv_configs={"join_timeout": "60"})
     assert launch.rdzv_configs["timeout"] == LAUNCHER_TIMEOUT_S
     assert read(**launch.rdzv_configs).timeout_s == 60.0

@@ -94,7 +94,7 @@ def test_children_die_with_their_parent(tmp_path: Path) -> None:
 
 
 def test_the_demo_server_runs_by_itself() -> None:
-    """`python -m rendezvous` prints its endpoint, and leaves nothing behind when it is told to stop."""
+    """`python -m rendezvous` prints its endpoint, and leaves no process or file when it is asked to stop."""
     server = subprocess.Popen([sys.executable, "-m", "rendezvous"], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     assert server.stdout.readline().startswith("127.0.0.1:")

@@ -72,7 +72,7 @@ def test_a_worker_that_stays_stopped_is_replaced(
 ) -> None:
     """One that was stopped for a moment is left alone; one that stays stopped is ended, and another is started.
 
-    One that was stopped with its whole node, agent included, is left alone, too, whoever of them goes on first.
+    One that was stopped with its whole node, agent included, is left alone, too, whichever of them continues first.
     """
     looking, group, replaced = agent
     now, worker = [1000.0], Started()

@@ -83,7 +83,7 @@ def test_which_command_lines_are_modules() -> None:
 
 
 def test_signalling_a_worker_that_has_just_begun_or_ended_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before its first line a fork has no group of its own, and one that ended may not be known as such yet."""
+    """Before its first line a fork has no process group, and one that ended may not be known as such yet."""
     process = multiprocessing.get_context("fork").Process(target=signal.pause)
     process.start()
     worker = ForkedWorker(process)  # type: ignore[arg-type]

@@ -152,7 +152,7 @@ def test_worlds_of_1_3_2_4_1(job: Job) -> None:
 def test_a_killed_worker_is_restarted_and_one_node_pays(job: Job) -> None:
     """A worker is killed: both nodes meet in the next term at once, and one of them has spent a restart.
 
-    Then a node is told to leave: it revokes its lease, and the other goes on without waiting for the lease to end.
+    Then a node is asked to leave: it revokes its lease, and the other continues without waiting for the lease to end.
     """
     nodes = [job.node("--max_restarts=1"), job.node("--max_restarts=1")]
     workers = job.await_world(2, above=0)
@@ -162,10 +162,10 @@ def test_a_killed_worker_is_restarted_and_one_node_pays(job: Job) -> None:
     assert again[0]["context"]["cause"] == "restart" and sorted(worker["restarts"] for worker in again) == [0, 1]
     assert again[0]["context"]["sealed_at"] - killed_at < 3, "nobody waits for a lease when every node lives"
     leaver = next(node for node in nodes if parent_of(again[0]["pid"]) == node.pid)
-    told_at = time.time()
+    asked_at = time.time()
     leaver.terminate()
     (survivor,) = job.await_world(1, above=again[0]["context"]["term"])
-    assert survivor["context"]["sealed_at"] - told_at < 2.5
+    assert survivor["context"]["sealed_at"] - asked_at < 2.5
     stayer = next(node for node in nodes if node is not leaver)
     assert job.finish(stayer) == [0], job.output()
 

@@ -1,4 +1,4 @@
-"""Retention deletes what is not needed, in an order in which a crash leaves nothing half."""
+"""Retention deletes what is not needed, in an order in which a crash leaves nothing half deleted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def steps_of(store: Store) -> list[int]:
 
 
 def test_the_last_commits_are_kept(store: Store) -> None:
-    """keep_last commits stay whole; of the others nothing is left."""
+    """keep_last commits stay whole; nothing of the others is left."""
     commits = commit_steps(store, 1, 2, 3, 4)
     pruned = prune(store, Retention.of(last=2))
     assert steps_of(store) == [4, 3]
@@ -49,7 +49,7 @@ def test_the_last_commits_are_kept(store: Store) -> None:
 
 
 def test_the_newest_valid_commit_is_kept_whatever_its_age(local_store: Store) -> None:
-    """If all newer ones are damaged, the last good commit is not counted away, nor one that it could be lost for."""
+    """If all newer ones are damaged, the last good commit is kept, and so is any commit it may depend on."""
     commits = commit_steps(local_store, 1, 2, 3, 4, 5)
     for commit in commits[3:]:
         damage(local_store, commit)
@@ -59,7 +59,7 @@ def test_the_newest_valid_commit_is_kept_whatever_its_age(local_store: Store) ->
 
 
 def test_commits_of_a_dead_branch_do_not_count_towards_keep_last(local_store: Store) -> None:
-    """Damage may strike right behind a commit: so the one it continues stays, however many dead ones lie between.
+    """A commit may be damaged at once, so its parent is kept, however many dead commits sort between them.
 
     They go with the first of the lineage that are older than what is asked for.
     """
@@ -81,7 +81,7 @@ def test_commits_of_a_dead_branch_do_not_count_towards_keep_last(local_store: St
 def test_a_commit_of_a_term_that_applied_nothing_is_part_of_the_lineage(
     local_store: Store, how: dict[str, int]
 ) -> None:
-    """A process that is alone commits what others have applied, under a term of its own."""
+    """A process that is alone commits what others have applied, under a new term."""
     (first,) = commit_steps(local_store, 1)
     alone = writer(local_store, first).save(small_state(2), facts(2), (Interval(1, 0, 2),))
     (before,) = commit_steps(local_store, 2, parent=first)
@@ -105,7 +105,7 @@ def test_a_dead_branch_does_not_use_up_a_retention_period(local_store: Store) ->
 
 
 def test_nothing_is_deleted_while_every_commit_is_damaged(local_store: Store) -> None:
-    """With every commit damaged, what a person may still rescue stays."""
+    """With every commit damaged, what a person may still rescue is kept."""
     for commit in commit_steps(local_store, 1, 2, 3):
         damage(local_store, commit)
     assert prune(local_store, Retention.of(last=1)).commits == ()
@@ -127,7 +127,7 @@ def test_pinned_commits_are_kept(store: Store) -> None:
 
 
 def test_a_commit_held_by_a_reader_is_kept(store: Store) -> None:
-    """From the hold's creation to its end nothing of the commit goes; afterwards it does."""
+    """From the hold's creation to its end nothing of the commit is deleted; afterwards it is."""
     commits = commit_steps(store, 1, 2)
     with holding(store, commits[0].key):
         assert prune(store, Retention.of(last=1)).commits == ()
@@ -149,7 +149,7 @@ def test_a_hold_expires(local_store: Store) -> None:
 
 
 def test_a_read_only_user_sees_that_a_hold_has_expired(local_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hold that is over is over, also where its object cannot be deleted: `ckpt ls` of another's run works."""
+    """An expired hold has no effect even if its object cannot be deleted: `ckpt ls` of another user's run works."""
     (commit,) = commit_steps(local_store, 1)
     hold = holding(local_store, commit.key, ttl_s=-10)
     hold.__enter__()
@@ -185,7 +185,7 @@ def test_a_hold_taken_while_the_record_is_deleted_keeps_the_files(
 def test_a_read_only_store_is_read_without_a_hold(
     local_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Read-only credentials are enough for a reader, who is told what that means."""
+    """Read-only credentials are enough for a reader; the log says what that means."""
     (commit,) = commit_steps(local_store, 1)
 
     def refuse(store: LocalStore, key: str, content: bytes) -> None:
@@ -197,7 +197,7 @@ def test_a_read_only_store_is_read_without_a_hold(
 
 
 def test_a_dry_run_deletes_nothing(local_store: Store) -> None:
-    """It tells what would go, and how much that is."""
+    """It lists what would be deleted, and how much that is."""
     commits = commit_steps(local_store, 1, 2)
     planned = prune(local_store, Retention.of(last=1), is_rehearsal=True)
     assert planned.commits == (commits[0].key,)
@@ -206,7 +206,7 @@ def test_a_dry_run_deletes_nothing(local_store: Store) -> None:
 
 
 def test_a_commit_known_to_be_valid_is_not_read_again(local_store: Store) -> None:
-    """The caller's word saves reading the newest commit."""
+    """A caller that knows the newest commit to be valid saves reading it."""
     commits = commit_steps(local_store, 1, 2)
     damage(local_store, commits[1])
     prune(local_store, Retention.of(last=1), newest=commits[1])
@@ -225,7 +225,7 @@ def test_a_record_is_deleted_before_its_files(local_store: Store, monkeypatch: p
 
 
 def test_an_overtaken_writer_does_not_delete_the_newest_commit(local_store: Store) -> None:
-    """A process frozen behind its commit tidies up when others have long published: what is newest is theirs."""
+    """A process frozen after its commit prunes when others have long published: the newest commit is theirs."""
     (mine,) = commit_steps(local_store, 5)
     theirs = commit_steps(local_store, 6, 7, parent=mine)
     prune(local_store, Retention.of(last=1, budget=theirs[-1].num_bytes * 3 // 2), newest=mine)

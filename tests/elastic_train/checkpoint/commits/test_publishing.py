@@ -1,4 +1,4 @@
-"""Publishing: one winner, a fence, and no failure that leaves a third thing."""
+"""Publishing: one winner, a fence, and no failure that leaves a mixture."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_two_writers_of_one_key_have_one_winner(store: Store) -> None:
-    """Of writers that believe in the same term, one publishes; the others are told, and leave nothing behind."""
+    """Of writers that believe in the same term, one publishes; the others get an error and leave no files."""
     if store.url.startswith("plain"):
         pytest.skip("a claimed create may have no winner")
     fence = StoreFence(store)
@@ -188,7 +188,7 @@ class UnansweredStore(LocalStore):
 
 
 def test_an_unanswered_create_that_arrived_is_a_commit(tmp_path: Path) -> None:
-    """The record is looked for, and found."""
+    """The record is searched for, and found."""
     store = UnansweredStore(tmp_path)
     record = writer(store).save(small_state(), facts(1))
     assert discover(store).head == record

@@ -68,7 +68,7 @@ def test_a_server_failing_in_the_middle_of_a_read_is_not_damage(
 def test_an_object_store_failing_in_the_middle_of_a_read_is_not_damage(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It asks for fewer requests, in the words of its file system."""
+    """The file system's error asks for fewer requests: the search ends with it."""
     store = open_store(f"memory://{kind}-busy/run")
     commit_steps(store, 1, 2)
     read = MemoryFile.read

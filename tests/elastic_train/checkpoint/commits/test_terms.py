@@ -71,7 +71,7 @@ def test_a_term_is_not_given_twice_when_etcd_loses_its_data(local_store: Store) 
 
 
 def test_etcd_errors_become_our_errors(local_store: Store) -> None:
-    """Fenced by etcd is fenced; etcd out of reach is a failed save."""
+    """A fence error of etcd is a FencedError; an unreachable etcd is a failed save."""
     control = ControlPlane()
     fence = JoinedFence(local_store, control)
     commits = CommitWriter(local_store, fence, fence.claim(1), None)

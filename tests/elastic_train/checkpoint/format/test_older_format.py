@@ -1,4 +1,4 @@
-"""Commits of format 1, whose files have SHA-256 digests, are as good as new ones, and the lineage goes on from them."""
+"""Commits of format 1, whose files have SHA-256 digests, are as good as new ones, and the lineage continues."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_a_record_of_the_previous_version_reads_and_writes_the_same_bytes() -> N
 
 
 def test_a_record_of_a_newer_format_is_refused() -> None:
-    """What it means is not guessed."""
+    """Its meaning is not guessed."""
     with pytest.raises(CommitError, match="has format 3"):
         decode(RECORD.replace(b'"format":1', b'"format":3'), KEY)
 
 
 @pytest.mark.parametrize("digests", [{}, {"blake3": "a", "sha256": "b"}], ids=["none", "two"])
 def test_a_file_record_has_exactly_one_digest(digests: dict[str, str]) -> None:
-    """A record that leaves its files to nobody, or to two, is refused."""
+    """A record whose files have no digest, or two, is refused."""
     (file, *_) = decode(RECORD, KEY).files.values()
     with pytest.raises(ValueError, match="one digest"):
         dataclasses.replace(file, **{"blake3": None, "sha256": None, **digests})
@@ -59,7 +59,7 @@ def test_the_lineage_continues_from_a_commit_of_an_older_format(local_store: Sto
 
 
 def test_a_node_copy_of_an_older_format_is_read(tmp_path: Path) -> None:
-    """Its digest clears it there, too."""
+    """Its digest is verified there, too."""
     store, far = open_store("memory://older/run", str(tmp_path)), open_store("memory://older/run")
     (record,) = commit_steps(store, 1)
     old = aged(store, record)

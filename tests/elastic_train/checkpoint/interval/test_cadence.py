@@ -71,7 +71,7 @@ def test_worlds_shorter_than_the_interval_still_commit() -> None:
 
 
 def test_auto_saves_early_to_measure_and_then_at_the_computed_interval() -> None:
-    """The first save comes soon; the next by Young and Daly from the medians, the reason is told."""
+    """The first save comes soon; the next by Young and Daly from the medians, and the reason is logged."""
     past = Faults(9, 36000.0)
     cadence, clock = open_cadence(past, interval="auto", every_steps=5)
     assert not cadence.is_due(5)

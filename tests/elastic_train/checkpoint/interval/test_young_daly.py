@@ -51,7 +51,7 @@ def test_young_and_daly_are_its_approximations(stall_s: float, mtbf_s: float) ->
 @settings(deadline=None)
 @given(stalls, st.floats(0, 1000), mtbfs, st.floats(1, 7200))
 def test_the_budget_is_kept_where_possible(stall_s: float, rest_s: float, mtbf_s: float, rpo_s: float) -> None:
-    """Interval and publication together stay within it, saves never overlap, and a breach is told."""
+    """Interval and publication together stay within it, saves never overlap, and a breach is reported."""
     cost = SaveCost(stall_s, stall_s + rest_s)
     choice = choose(cost, mtbf_s, rpo_s)
     assert choice.interval_s >= max(cost.publish_s, SHORTEST_S)

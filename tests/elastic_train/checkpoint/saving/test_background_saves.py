@@ -58,7 +58,7 @@ def test_changes_during_a_save_are_not_in_the_commit(tmp_path: Path) -> None:
 
 
 class RestlessStore(LocalStore):
-    """A store during whose writes the bytes that it is given change behind its back, once they have been hashed."""
+    """A store during whose writes the caller's bytes change after they have been hashed."""
 
     @contextlib.contextmanager
     def write(self, key: str) -> Iterator[Sink]:
@@ -97,7 +97,7 @@ def test_a_staged_buffer_that_changes_during_its_upload_is_detected(tmp_path: Pa
 
 
 def test_a_change_before_the_copy_fails_the_save(tmp_path: Path) -> None:
-    """Who updates without waiting is told, and no third state is published; what was cloned is not affected."""
+    """An update without waiting fails the save, and no third state is published; what was cloned is not affected."""
     state = small_state(1)
     part = plan_attempt(state).parts[0]
     memory = SaveMemory().staging

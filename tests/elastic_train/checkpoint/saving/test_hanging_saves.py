@@ -76,7 +76,7 @@ def test_a_hanging_save_is_abandoned_and_the_next_one_succeeds(tmp_path: Path, m
 
 
 def test_a_large_part_may_take_long_without_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An upload tells nothing before it is through: slow storage is given the time that so many bytes take."""
+    """An upload shows no progress before it is done: slow storage gets time in proportion to the bytes."""
     monkeypatch.setattr(abandonment, "LEAST_S", 0.05)
     monkeypatch.setattr(abandonment, "SLOWEST_BYTES_S", 1.0)
     store = HeldStore(tmp_path)
@@ -104,7 +104,7 @@ class MuteHeads(Heads):
 
 
 def test_a_commit_that_does_not_become_the_head_blocks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same step is published again, and nothing is copied: who waits for the copy, or gives it up, goes on."""
+    """The same step is published again, and nothing is copied: waiting for the copy, or abandoning it, returns."""
     monkeypatch.setattr("elastic_train.checkpoint.saving.save_thread.PUBLISH_PATIENCE_S", 0.0)
     fence = MuteHeads()
     background = open_saves(LocalStore(tmp_path), fence=fence)
@@ -125,7 +125,7 @@ def test_a_commit_that_does_not_become_the_head_blocks_nobody(tmp_path: Path, mo
 def test_a_hanging_publish_does_not_undo_later_commits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wakes_first: bool
 ) -> None:
-    """A record that its store creates late is no ancestor of what was published since, nor the head."""
+    """A record that its store creates late is not an ancestor of later commits, nor the head."""
     monkeypatch.setattr("elastic_train.checkpoint.saving.save_thread.PUBLISH_PATIENCE_S", 0.0)
     store, fence = HeldStore(tmp_path), Heads()
     store.may_write.set()
@@ -176,7 +176,7 @@ class LateStore(HeldStore):
 def test_the_same_step_saved_again_finds_its_own_late_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
-    """What was given up and came to exist is the commit of its step, whoever waits for it: not another writer's."""
+    """An abandoned record that appears later is the commit of its step, and is not taken for another writer's."""
     monkeypatch.setattr("elastic_train.checkpoint.saving.save_thread.PUBLISH_PATIENCE_S", 0.0)
     store, fence = LateStore(tmp_path, num_unknown=int(late == "is unknown")), Heads()
     if late == "is unknown":

@@ -31,7 +31,7 @@ __all__ = ["quick_retries"]
 
 
 def test_nobody_waits_for_the_part_of_a_lost_rank(tmp_path: Path) -> None:
-    """Rank 0 has written its part, the other never will: who waits learns that the world is broken, and gives up."""
+    """Rank 0 has written its part, the other never will: it learns that the world is broken, and gives up."""
     memory = SaveMemory()
     background = open_saves(LocalStore(tmp_path), memory, of=2)
     with pytest.MonkeyPatch.context() as patch:
@@ -59,7 +59,7 @@ def world_of(stores: list[Store], patch: pytest.MonkeyPatch) -> list[Saves]:
 
 
 def test_ranks_write_a_part_each_and_the_first_publishes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a word between them, W ranks write every tensor once, spread by bytes; the whole is bit-equal."""
+    """Without communication, W ranks write every tensor once, spread by bytes; the whole is bit-equal."""
     ranks = world_of([store] * 3, monkeypatch)
     model, optimizer = trained(2)
     states: list[State] = [
@@ -82,7 +82,7 @@ def test_ranks_write_a_part_each_and_the_first_publishes(store: Store, monkeypat
 
 
 def test_a_rank_that_cannot_write_its_part_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 is told why by the done record, publishes nothing, and the next save is whole."""
+    """Rank 0 learns the reason from the done record, publishes nothing, and the next save is whole."""
     full = FullStore(tmp_path, 3)
     ranks = world_of([LocalStore(tmp_path), full], monkeypatch)
     for step in (1, 2):
@@ -145,7 +145,7 @@ def test_a_damaged_done_record_fails_the_save(
 
 
 def test_a_rank_hanging_in_its_part_does_not_block_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 waits for it no longer than for a write of its own; then both are free for the next save."""
+    """Rank 0 waits for it no longer than for its own write; then both are free for the next save."""
     monkeypatch.setattr(abandonment, "LEAST_S", 0.2)
     hung = HeldStore(tmp_path)
     ranks = world_of([LocalStore(tmp_path), hung], monkeypatch)
@@ -163,7 +163,7 @@ def test_a_rank_hanging_in_its_part_does_not_block_rank_0(tmp_path: Path, monkey
 
 
 def test_rank_0_learns_of_an_abandoned_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have far more patience than a rank that is new to the job; a part that will not come is not waited for."""
+    """Its deadline may be far longer than a new rank's; a part that will not come is not waited for."""
     monkeypatch.setattr(abandonment, "LEAST_S", 0.2)
     ranks = world_of([LocalStore(tmp_path), HeldStore(tmp_path)], monkeypatch)
     ranks[0]._memory.timeout.learn(10 * DEADLINE_S)

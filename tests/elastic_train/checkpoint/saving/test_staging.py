@@ -23,7 +23,7 @@ CONTENTS = [memoryview(bytes([number])) for number in range(3)]
 
 
 def test_only_copied_leaves_are_handed_out() -> None:
-    """Each waits until it was told of, whoever goes through them again need not wait."""
+    """Each leaf waits until it is marked as copied; a second iteration need not wait."""
     staged, given, is_given = Staged(CONTENTS, lambda: False), [], threading.Semaphore(0)
 
     def go_through() -> None:
@@ -44,7 +44,7 @@ def test_only_copied_leaves_are_handed_out() -> None:
 
 
 def test_a_failed_copy_is_raised_in_every_iteration() -> None:
-    """At the first that is not there, and again at the next try."""
+    """At the first leaf that was not copied, and again at the next iteration."""
     staged = Staged(CONTENTS, lambda: False)
     staged.fail(StorageError("changed"))
     for _ in range(2):
@@ -55,7 +55,7 @@ def test_a_failed_copy_is_raised_in_every_iteration() -> None:
 
 
 def test_nothing_is_handed_out_while_training_waits() -> None:
-    """Then the first comes when the last is there."""
+    """Then the first leaf is handed out once the last is copied."""
     is_asked, num_there_then = threading.Event(), []
 
     def is_awaited() -> bool:
@@ -73,7 +73,7 @@ def test_nothing_is_handed_out_while_training_waits() -> None:
 
 
 class TellingStore(LocalStore):
-    """A local store that tells of every write of a part."""
+    """A local store that records every write of a part."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -98,7 +98,7 @@ class _Telling:
 
 
 def two_tensors() -> State:
-    """Return a state of two tensors that are copied one behind the other."""
+    """Return a state of two tensors that are copied one after the other."""
     return {"model": {name: torch.arange(3_000_000) + place for place, name in enumerate("ab")}}
 
 

@@ -1,4 +1,4 @@
-"""The near copy is read if it matches, and is never missed if it does not."""
+"""The node copy is read if it matches, and is not needed if it does not."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_commit_saved_on_this_node_is_read_from_it(far_url: str, tmp_path: Pat
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "all"])
 def test_a_node_copy_that_does_not_match_is_not_read(far_url: str, tmp_path: Path, harm: str) -> None:
-    """Damaged, torn or gone: the far file is read in its place."""
+    """If it is damaged, torn or missing, the store's file is read instead."""
     store = open_store(far_url, str(tmp_path))
     record = writer(store).save(small_state(7), facts(1))
     files = near_files(tmp_path)
@@ -64,7 +64,7 @@ def test_a_node_copy_that_does_not_match_is_not_read(far_url: str, tmp_path: Pat
 
 
 def test_the_record_decides_and_not_the_node_copy(far_url: str, tmp_path: Path) -> None:
-    """What is near and has no far record is no commit."""
+    """A node copy without a record in the store is not a commit."""
     store = open_store(far_url, str(tmp_path))
     with store.write("data/step-000000000009/00000001-dead/__0_0.distcp") as sink:
         sink.write(b"whole")
@@ -85,7 +85,7 @@ def test_the_newest_attempts_are_kept_on_the_node(far_url: str, tmp_path: Path) 
 
 
 def test_an_unwritable_node_copy_fails_no_save(far_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is told, and the far commit is as good as ever."""
+    """The failure is logged, and the commit in the store is as good as ever."""
     (tmp_path / "file").write_text("")
     store = open_store(far_url, str(tmp_path / "file"))
     record = writer(store).save(small_state(7), facts(1))
@@ -96,7 +96,7 @@ def test_an_unwritable_node_copy_fails_no_save(far_url: str, tmp_path: Path, cap
 def test_a_full_node_copy_disk_fails_no_save(
     far_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was begun is removed, and the far file is whole."""
+    """What was begun is removed, and the store's file is complete."""
     store = open_store(far_url, str(tmp_path))
     full, real_open = Path("/dev/full"), Path.open
 

@@ -107,7 +107,7 @@ def test_a_folder_deleted_during_a_listing_is_omitted(tmp_path: Path, monkeypatc
 
 
 def test_a_folder_that_may_not_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody may look there is no way to tell that there is nothing."""
+    """Without permission to list, nobody can say that it is empty."""
     store, scan = LocalStore(tmp_path), os.scandir
     store.create("commits/a.json", b"x")
 
@@ -122,7 +122,7 @@ def test_a_folder_that_may_not_be_listed_is_an_error(tmp_path: Path, monkeypatch
 
 
 def test_deleting_is_repeatable(store: Store) -> None:
-    """A deleted key is gone; deleting it again is no error."""
+    """A deleted key is gone; deleting it again is not an error."""
     store.create("data/a/1", b"x")
     store.delete("data/a/1")
     store.delete("data/a/1")
@@ -191,7 +191,7 @@ def test_every_http_status_of_a_conditional_create_is_handled(
 def test_storage_that_does_not_answer_is_an_error(
     monkeypatch: pytest.MonkeyPatch, act: Callable[[Store], object], error: type[StorageError]
 ) -> None:
-    """Who waits is told after a while, and leaves the call where it hangs; a create may still come true."""
+    """The caller gets an error after a while and abandons the hanging call; a create may still succeed."""
     monkeypatch.setattr(deadline, "ANSWER_S", 0.05)
     woken, reports = threading.Event(), list[None]()
 
@@ -210,7 +210,7 @@ def test_storage_that_does_not_answer_is_an_error(
 
 
 def test_a_claim_outlives_a_hung_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A term's create that hangs is asked again: the claim is made, and is found made by the one that wakes up."""
+    """A hanging create of a term is retried: the claim is made, and the call that wakes up finds it made."""
     woken, is_through, is_hung = threading.Event(), threading.Event(), threading.Event()
 
     class Hanging(LocalStore):
@@ -243,7 +243,7 @@ def test_a_claim_outlives_a_hung_sync(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_every_store_operation_counts_as_progress(tmp_path: Path) -> None:
-    """Every answer, and every piece of a file: a long load over slow storage is seen to get on."""
+    """Every answer, and every piece of a file: a long load over slow storage shows progress."""
     reports: list[None] = []
     store = DeadlineStore(LocalStore(tmp_path), lambda: reports.append(None))
 

@@ -153,7 +153,7 @@ def test_a_label_with_two_texts_is_on_both_sides(texts: list[str], seed: int) ->
     ],
 )
 def test_too_little_text_is_refused(tmp_path: Path, rows: list[tuple[str, str]], message: str) -> None:
-    """One label, or one text a label, makes no dataset; nothing is left behind."""
+    """One label, or one text a label, makes no dataset; no files are left."""
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps({"text": text, "label": label}) for text, label in rows))
     with pytest.raises(ConfigError, match=message):

@@ -202,7 +202,7 @@ def test_long_lengths_take_four_bytes(tmp_path: Path) -> None:
 
 
 def test_lengths_that_cannot_be_used_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """None there, of another dataset, damaged, or of a column that has no lengths: told, with what to do."""
+    """Missing, of another dataset, damaged, or of a column without lengths: the error says what to do."""
     folder = write_rows(tmp_path / "rows", 60)
     manifest = load_manifest(str(folder))
     with pytest.raises(DataError, match=r"no manifest\.lengths there.*elastic-train data lengths"):

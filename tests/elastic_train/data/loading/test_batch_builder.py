@@ -214,7 +214,7 @@ def no_tensors(rows: pa.Table, ids: np.ndarray) -> dict[str, object]:  # type: i
 
 
 def test_a_changed_file_is_refused_even_under_quarantine(tmp_path: Path) -> None:
-    """A file that is not the manifest's is no damage to leave out: nobody knows what is in it."""
+    """A file other than the manifest's is not damage that a hole could skip: nobody knows what is in it."""
     folder = write_rows(tmp_path / "rows", 60)
     manifest = load_manifest(str(folder))
     content = bytearray((folder / "part-0.parquet").read_bytes())
@@ -229,7 +229,7 @@ def test_a_changed_file_is_refused_even_under_quarantine(tmp_path: Path) -> None
 
 
 def test_a_failed_read_of_a_row_group_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two failures of a row group are passed over, and a third is told; what changed is not tried again."""
+    """Two failed reads of a row group are retried, a third is raised; a changed file is not retried."""
     manifest = load_manifest(str(write_rows(tmp_path / "rows", 60)))
     reader, calls = Reader(manifest, ["label"]), Counter[int]()
     decode = reader.groups.decode

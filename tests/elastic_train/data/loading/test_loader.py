@@ -158,7 +158,7 @@ def test_epochs_follow_each_other(dataset: Manifest) -> None:
 
 @pytest.mark.parametrize("taken", [0, 1, 4, 6])
 def test_a_loaded_state_yields_exactly_the_remaining_steps(dataset: Manifest, taken: int) -> None:
-    """The state behind any step, loaded into a new loader, gives the steps that were left and no other."""
+    """The state after any step, loaded into a new loader, yields the remaining steps and no others."""
     order, lanes = order_of(dataset), range(1, 4)
     num_steps = order.num_steps(MICRO_BATCH)
     first = loader_of(dataset, order, lanes)
@@ -173,7 +173,7 @@ def test_a_loaded_state_yields_exactly_the_remaining_steps(dataset: Manifest, ta
 
 
 def test_state_is_of_steps_yielded_not_of_those_prefetched(dataset: Manifest) -> None:
-    """Two workers prefetch, their loader's state does not: it goes on in a loader without workers, in another world."""
+    """Two workers prefetch; the loader's state does not, and resumes without workers in another world."""
     order = order_of(dataset)
     first = loader_of(dataset, order, range(NUM_LANES), num_steps=6, num_workers=2)
     steps = iter(first)
@@ -290,7 +290,7 @@ def test_a_resumed_loader_ends_where_the_original_would(dataset: Manifest) -> No
 
 
 def test_torchdatas_own_loader_resumes_by_the_sampler(dataset: Manifest) -> None:
-    """The sampler follows torchdata's protocol: a plain StatefulDataLoader with it goes on where another stood."""
+    """The sampler follows torchdata's protocol: a plain StatefulDataLoader with it resumes where another stopped."""
 
     def plain() -> StatefulDataLoader[list[LaneSlice]]:
         sampler = LaneSampler(order_of(dataset), range(2), MICRO_BATCH, Cursor(), 3)

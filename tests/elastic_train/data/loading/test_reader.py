@@ -108,7 +108,7 @@ def test_rows_of_any_ids(dataset: Manifest, whole: list[dict[str, object]], ids:
 def test_a_columns_name_may_have_dots(
     tmp_path: Path, watched: type[WatchedFileSystem], protocol: str, columns: list[str]
 ) -> None:
-    """It is told from a nested column's path, near and far."""
+    """It is not confused with a nested column's path, in local and remote files."""
     places = pa.StructArray.from_arrays([pa.array([7, 8, 9]), pa.array(["x", None, "z"])], ["x", "y"])
     table = pa.table({"id": [0, 1, 2], "meta.lang": ["a", "b", "c"], "place": places, "metadata": [1, 2, 3]})
     table = table.append_column("meta", pa.array([4, 5, 6])) if columns == ["meta"] else table
@@ -160,7 +160,7 @@ def test_only_the_columns_in_use_are_read(watched: type[WatchedFileSystem]) -> N
 
 @pytest.mark.parametrize("has_footers", [True, False], ids=["with footers", "without"])
 def test_a_file_is_verified_once_and_its_footer_read_once(watched: type[WatchedFileSystem], has_footers: bool) -> None:
-    """The footer's own bytes are read once, with the first row group where the footers lie beside the manifest."""
+    """The footer's bytes are read once, with the first row group where footers are stored beside the manifest."""
     manifest = put("watched://footers", pa.table({"a": range(40)}), group_rows=10)
     if not has_footers:
         del watched.store[next(key for key in watched.store if key.endswith(FOOTERS))]
@@ -220,7 +220,7 @@ def test_a_reader_is_pickled_without_its_open_files(dataset: Manifest) -> None:
 
 
 def test_reading_through_fsspec() -> None:
-    """A dataset behind memory:// is read by URL alone."""
+    """A dataset at memory:// is read by URL alone."""
     manifest = put("memory://reader-fsspec", pa.table({"a": range(25)}), group_rows=4)
     rows, read_ids = Reader(load_manifest("memory://reader-fsspec"), ["a"]).read(ids_of(24, 0, 13))
     assert (rows.column("a").to_pylist(), read_ids.tolist(), manifest.num_rows) == ([24, 0, 13], [24, 0, 13], 25)
@@ -250,7 +250,7 @@ def change_the_footer(path: Path) -> None:
 
 
 def damage_pages(path: Path) -> None:
-    """Overwrite the pages behind the first magic; the footer stays."""
+    """Overwrite the pages after the leading magic bytes; the footer stays."""
     content = bytearray(path.read_bytes())
     content[4:300] = b"\xff" * 296
     path.write_bytes(bytes(content))

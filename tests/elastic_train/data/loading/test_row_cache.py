@@ -150,7 +150,7 @@ def test_datasets_share_the_bound(tmp_path: Path, manifest: Manifest) -> None:
 
 
 def test_leftovers_of_killed_processes_are_removed_before_any_entry(tmp_path: Path, manifest: Manifest) -> None:
-    """A half-written file is of no use to anybody, however new it is."""
+    """A half-written file is useless, however new it is."""
     cache, decode = RowCache(tmp_path, manifest, COLUMNS), Decoder()
     cache.get(0, decode)
     (path,) = tmp_path.glob("*/*.rows")
@@ -201,7 +201,7 @@ def test_foreign_files_in_the_folder_are_left_alone(tmp_path: Path, manifest: Ma
 def test_an_unusable_folder_disables_the_cache(
     tmp_path: Path, manifest: Manifest, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rows are decoded as ever, and that is said once."""
+    """Rows are decoded as usual, and a warning is logged once."""
     (tmp_path / "file").write_text("")
     cache, decode = RowCache(tmp_path / "file", manifest, COLUMNS), Decoder()
     for _ in range(2):
@@ -358,7 +358,7 @@ def test_a_warm_resume_reads_nothing_remote(tmp_path: Path, manifest: Manifest, 
     order = Order(remote.group_rows, num_lanes=4, seed=1, block_row_groups=2)
 
     def read(world_size: int, step: int, num_steps: int) -> list[int]:
-        """Return the ids that all ranks read, each with a cache of its own over the one folder."""
+        """Return the ids that all ranks read, each with its own cache object over one folder."""
         seen = []
         for rank in range(world_size):
             loader = LaneLoader(
@@ -389,7 +389,7 @@ def test_a_warm_resume_reads_nothing_remote(tmp_path: Path, manifest: Manifest, 
 def test_a_first_step_from_the_cache_waits_for_no_thread(
     tmp_path: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a busy node each thread that has to wake up costs more than to map rows; behind the step they read on."""
+    """On a busy node waking a thread costs more than mapping rows; after that step threads read ahead."""
     order, starts = Order(manifest.group_rows, num_lanes=2, seed=1, block_row_groups=2), list[str]()
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda thread: (starts.append(thread.name), start(thread))[1])

@@ -1,4 +1,4 @@
-"""Data behind a store that gives no answer: what its SDK raises is told like any other failure, and no traceback."""
+"""Data on a store that does not answer: its SDK's errors are reported like any other failure, without a traceback."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Silent(MemoryFileSystem):  # type: ignore[misc]
 
 @pytest.fixture(autouse=True)
 def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Silent]]:
-    """A dataset of 20 rows in two row groups, behind a store that still answers; nobody waits between tries."""
+    """A dataset of 20 rows in two row groups, on a store that still answers; retries do not wait."""
     fsspec.register_implementation("silent", Silent, clobber=True)
     monkeypatch.setattr(sources._again, "wait", lambda _: 0.0)
     monkeypatch.setattr(reader._again, "wait", lambda _: 0.0)
@@ -136,7 +136,7 @@ def test_a_source_raises_oserror_after_its_retries(silent: type[Silent], error: 
 def test_a_row_group_on_a_silent_store_is_unreadable(
     silent: type[Silent], has_footers: bool, is_at_first: bool
 ) -> None:
-    """It is tried again, named, and under quarantine left to whoever trains; when the store answers, it is read."""
+    """It is retried and named, and under quarantine left to the trainer; when the store answers, it is read."""
     if not has_footers:
         del silent.store[next(key for key in silent.store if key.endswith(FOOTERS))]
     manifest = load_manifest(URL)
@@ -155,7 +155,7 @@ def test_a_row_group_on_a_silent_store_is_unreadable(
 
 
 def test_a_store_that_goes_silent_is_reported_file_by_file(silent: type[Silent]) -> None:
-    """What stops answering behind the manifest is a verdict on its files, and the end of a description."""
+    """Verify reports each file that stops answering after the manifest was read; describe ends with an error."""
     manifest = load_manifest(URL)
     silent.error = ERRORS[1]
     assert [verdict.wrong for verdict in verify(manifest)] == [f"cannot be read: {ERRORS[1]}", None]

@@ -103,7 +103,7 @@ def test_ranges_are_read_by_presigned_urls(
 
 
 def test_a_missing_s3_object_is_named(network: SlowNetwork, tmp_path: Path) -> None:
-    """An object that went away ends reading with its name, and is not asked for again and again."""
+    """A deleted object ends reading with an error that names it, and is not retried."""
     rows = write_rows(tmp_path / "rows", 40, group_rows=7)
     fsspec.filesystem("s3").put(f"{rows}/", "s3://rows/missing/", recursive=True)
     manifest = load_manifest("s3://rows/missing")

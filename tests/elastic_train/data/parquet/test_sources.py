@@ -68,7 +68,7 @@ WANTED = b"".join(CONTENT[lo:hi] for lo, hi in RANGES)
 
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 60)), max_size=12), st.integers(0, 40))
 def test_joined_ranges_hold_all_and_stay_apart(starts: list[tuple[int, int]], max_gap: int) -> None:
-    """Every range lies in exactly one joined one; joined ones lie further apart than the gap, no longer than needed."""
+    """Every range is in exactly one joined one; joined ones are further apart than the gap, and minimal."""
     ranges = [(lo, lo + size) for lo, size in starts]
     joined = join_near(ranges, max_gap)
     for lo, hi in ranges:
@@ -100,7 +100,7 @@ def test_failures_are_retried_a_bounded_number_of_times(troubled: RemoteSource) 
 
 
 def test_a_missing_file_is_not_retried(troubled: RemoteSource) -> None:
-    """Nobody waits for a file that is not there."""
+    """There is no retry, and no wait, for a missing file."""
     with pytest.raises(FileNotFoundError):
         troubled.read("b", 0, 10)
     assert len(Troubled.calls) == 1
@@ -149,7 +149,7 @@ def test_a_uniformly_slow_store_gets_no_second_requests(
 
 
 def test_local_files_are_read_by_arrow_alone(tmp_path: Any) -> None:
-    """A local source hands pyarrow a file of its own, and reads single ranges up to the end."""
+    """A local source hands pyarrow a separate file, and reads single ranges up to the end."""
     (tmp_path / "a").write_bytes(CONTENT)
     local = sources.open_source(str(tmp_path))
     assert type(local.open("a", RANGES)).__module__.startswith("pyarrow")
