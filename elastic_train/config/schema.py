@@ -81,6 +81,8 @@ class DataConfig(_Section):
     """Loader processes per rank; 0 reads with threads, which is faster unless collating is slow."""
     unreadable: Literal["fail", "quarantine"] = "fail"
     """If a row group cannot be read: end the run, or continue without its samples, which every commit then lists."""
+    deadly: Literal["fail", "quarantine"] = "fail"
+    """If samples end the processes that compute them, world after world: end the run, or continue without them."""
     too_long: Literal["fail", "truncate"] = "fail"
     """If a row has more values than the task takes: end the run, or truncate the row and count it."""
     cache_dir: str | None = None

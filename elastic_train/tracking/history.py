@@ -174,20 +174,36 @@ def last_applied(run_dir: str | Path, before_term: int) -> LastApplied | None:
     return None
 
 
-def num_without_step(run_dir: str | Path, before_term: int, most: int) -> int:
-    """Count the newest terms before `before_term` that ended without a step, up to `most` of them.
+@dataclass(frozen=True, slots=True)
+class Stagnation:
+    """How many of the newest terms ended without getting further than those before them, and how far those had come."""
 
-    Reads rank 0's histories, newest first, to the first with a step, or in which the job gave up.
+    num_terms: int = 0
+    step: int = 0
+
+
+def stagnation(run_dir: str | Path, before_term: int, most: int) -> Stagnation:
+    """Count the newest terms before `before_term` that got no further than the terms before them, up to `most`.
+
+    A job that loses its state begins again at its last commit: what counts is the furthest step of any term. Reads the
+    ends of rank 0's newest histories, back to the last in which the job gave up.
     """
-    num = 0
-    for path in reversed(leader_files(run_dir)):
-        if num == most:
+    lasts: list[int] = []
+    for path in reversed([path for path in leader_files(run_dir) if term_of(path) < before_term]):
+        content = tail_of(path)
+        if b'"no_progress"' in content or len(lasts) > most:
             break
-        if term_of(path) < before_term:
-            if last_step_lines(path) or b'"no_progress"' in path.read_bytes():
-                break
-            num += 1
-    return num
+        lasts.append(max((int(str(line["step"])) for line in last_step_lines(path)), default=0))
+    furthest = max(lasts, default=0)
+    since = next((number for number, last in reversed(list(enumerate(lasts))) if last == furthest), 0)
+    return Stagnation(min(since if furthest else len(lasts), most), furthest)
+
+
+def tail_of(path: Path) -> bytes:
+    """Return the end of a history."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        return file.read()
 
 
 def leader_files(run_dir: str | Path) -> list[Path]:

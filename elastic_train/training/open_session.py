@@ -31,15 +31,18 @@ from elastic_train.checkpoint.interval.young_daly import Faults
 from elastic_train.checkpoint.saving.abandonment import call_abandonable
 from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.config.schema import Config
+from elastic_train.core.accounting import Hole
 from elastic_train.core.lanes import owned_lanes
 from elastic_train.errors import StorageError
 from elastic_train.job.commit_facts import describe_commit
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
+from elastic_train.job.trial import find_deadly
 from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.gradient_sum import Reduction, make_gradient_sum, make_sum
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.tasks.task import Counting
+from elastic_train.tracking.history import Stagnation
 from elastic_train.tracking.mlflow_run import (
     COMMIT_TAG,
     HOSTS_TAG,
@@ -52,10 +55,15 @@ from elastic_train.training.session import Process, Session
 from elastic_train.world.fencing import StoreFence, claim_of
 from elastic_train.world.forming import Formed
 from elastic_train.world.no_progress import check_progress
-from elastic_train.world.quarantine import known_holes
+from elastic_train.world.quarantine import known_holes, quarantine_deadly
 from elastic_train.world.restore import parent_of, restore
 from elastic_train.world.uniformity import check_alike, differing_kernels
 from elastic_train.world.world import World, enter_world
+
+TRIAL_EVERY = 3
+"""How many worlds in a row have to end at one step before the next one's samples are tried, and tried again."""
+TRIAL_SHARE = 0.5
+"""How much of the time that peers wait for a silent one a trial may take."""
 
 
 def open_session(process: Process, formed: Formed) -> Session:
@@ -72,7 +80,7 @@ def _open_in(process: Process, world: World) -> Session:
     plan, state = process.plan, process.state
     check_alike(world.group, plan, state.grouping)
     head = restore(plan, world, state)
-    check_progress(world, plan, state.step)
+    stuck = check_progress(world, plan)
     kind = _pick_reduction(plan, world)
     gradients = make_gradient_sum(kind, list(state.model.parameters()), world.replicas, plan.num_lanes)
     saves = open_saves(process, world, head)
@@ -90,13 +98,32 @@ def _open_in(process: Process, world: World) -> Session:
         watchdog=process.watchdog,
         commits=Commits(plan, world, state, process.watchdog, saves, cadence, tracker, head),
         tracker=tracker,
-        holes=known_holes(world, plan, state),
+        holes=_holes(process, world, stuck),
         reduction=kind,
     )
     world.announce(
         f"term {world.term}: {world.group.size} ranks, {plan.num_lanes} lanes, {plan.total_steps} steps, {plan.device}"
     )
     return session
+
+
+def _holes(process: Process, world: World, stuck: Stagnation) -> tuple[Hole, ...]:
+    """Return the holes that a world begins with; where no world gets past a step, its samples are tried first.
+
+    Each rank tries its own lanes, so it takes no longer than the slowest; a second time where the first found nothing.
+    """
+    plan, state = process.plan, process.state
+    holes = known_holes(world, plan, state)
+    step = max(stuck.step, state.step)
+    if stuck.num_terms == 0 or stuck.num_terms % TRIAL_EVERY or step == plan.total_steps:
+        return holes
+    world.announce(
+        f"{stuck.num_terms} worlds in a row did not get past step {step}: trying the samples of the next one"
+    )
+    lanes = owned_lanes(world.mesh.replica, world.mesh.num_replicas, plan.num_lanes)
+    with process.watchdog.resting():
+        deadly = find_deadly(plan, state, step, lanes, holes, TRIAL_SHARE * plan.config.peer_timeout_s)
+    return quarantine_deadly(world, plan, step, deadly, holes)
 
 
 def open_buffers(plan: Plan, world: World, state: AppliedState, kind: Reduction) -> BufferMean:

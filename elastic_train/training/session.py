@@ -11,6 +11,7 @@ from torch import Tensor
 from elastic_train.checkpoint import SaveMemory
 from elastic_train.core.accounting import Hole
 from elastic_train.data.loading.loader import LaneBatch
+from elastic_train.errors import DataError
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.buffer_mean import BufferMean
@@ -95,8 +96,11 @@ class Session:
         A hole that was found at a later step before, and given up with that step, begins here now.
         """
         found = find_holes(self.world, self.plan, self.state, lanes)
-        again = {hole.group for hole in found}
-        self.holes = (*(hole for hole in self.holes if hole.group not in again), *found)
+        clash = next((old for hole in found for old in self.holes if hole.overlaps(old)), None)
+        if clash is not None:
+            raise DataError(f"{clash}, left out already, is in a row group that cannot be read now: restore its file")
+        again = {hole.lo for hole in found}
+        self.holes = (*(hole for hole in self.holes if hole.lo not in again), *found)
         for hole in found:
             self.world.announce(f"QUARANTINED: {hole}: {hole.why}")
 

@@ -38,7 +38,7 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.parallel import step_tables
 from elastic_train.system.failpoints import reach
-from elastic_train.tracking.history import History
+from elastic_train.tracking.history import History, Stagnation
 from elastic_train.training import step_sums
 from elastic_train.training.session import Session
 from elastic_train.training.step_sums import LaneSums
@@ -180,7 +180,7 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
     yield from _in("elastic_train.world.forming", live_context=host.context, os=_Launcher(host))
     yield from _in("elastic_train.world.world", open_store=storage, DeadlineStore=_undelayed, open_fence=fence)
     yield from _in("elastic_train.world.restore", last_applied=lambda *_, **__: None)
-    yield from _in("elastic_train.world.no_progress", num_without_step=lambda *_: 0)
+    yield from _in("elastic_train.world.no_progress", stagnation=lambda *_: Stagnation())
     yield from _in("elastic_train.world.world", History=functools.partial(SimHistory, host), Progress=Silent)
     yield from _in("elastic_train.training.open_session", open_store=storage, DeadlineStore=_undelayed)
     yield from _in("elastic_train.training.open_session", faults_before=lambda *_: Faults(0, 0.0))

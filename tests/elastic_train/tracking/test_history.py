@@ -13,8 +13,9 @@ from elastic_train.errors import StorageError
 from elastic_train.tracking.history import (
     History,
     LastApplied,
+    Stagnation,
     last_applied,
-    num_without_step,
+    stagnation,
 )
 
 
@@ -136,26 +137,30 @@ def test_a_history_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
         History(tmp_path / "file", 1, 0)
 
 
-def test_the_newest_terms_without_a_step_are_counted(tmp_path: Path) -> None:
-    """Up to the last term with a step, or in which the job gave up; other ranks' files do not count."""
+def test_terms_that_get_no_further_are_counted(tmp_path: Path) -> None:
+    """Since the furthest step of any, or since the job gave up; other ranks' files do not count."""
 
-    def world(term: int, *, num_steps: int = 0, gives_up: bool = False, rank: int = 0) -> None:
+    def world(term: int, *steps: int, gives_up: bool = False, rank: int = 0) -> None:
         history = History(tmp_path, term, rank)
         history.form(world=2, cause="lost", joined_at=None, sealed_at=1.0, started_at=2.0)
-        for number in range(num_steps):
-            step(history, number + 1)
+        for number in steps:
+            step(history, number)
         if gives_up:
             history.no_progress(step=4)
         history.close()
 
+    assert stagnation(tmp_path, 1, most=20) == Stagnation(0, 0)
     world(1)
-    world(2, num_steps=3)
+    world(2, 1, 2, 3)
+    assert stagnation(tmp_path, 3, most=20) == Stagnation(0, 3)
     world(3)
-    world(4)
-    world(4, rank=1, num_steps=1)
-    assert num_without_step(tmp_path, 5, most=20) == 2
-    assert num_without_step(tmp_path, 5, most=1) == 1
-    assert num_without_step(tmp_path, 3, most=20) == 0
-    world(5, gives_up=True)
-    world(6)
-    assert num_without_step(tmp_path, 7, most=20) == 1
+    world(4, 1, 2, 3)  # from the last commit to the same step
+    world(4, 4, rank=1)
+    assert stagnation(tmp_path, 5, most=20) == Stagnation(2, 3)
+    assert stagnation(tmp_path, 5, most=2) == Stagnation(2, 3)
+    assert stagnation(tmp_path, 3, most=20) == Stagnation(0, 3)
+    world(5, 1, 2, 3, 4)
+    assert stagnation(tmp_path, 6, most=20) == Stagnation(0, 4)
+    world(6, gives_up=True)
+    world(7)
+    assert stagnation(tmp_path, 8, most=20) == Stagnation(1, 0)
