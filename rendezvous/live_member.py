@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import Store as TorchStore
 
 from rendezvous.context import LiveContext, RendezvousContext
 from rendezvous.errors import StoreError
+from rendezvous.etcd.compaction import Compaction
 from rendezvous.etcd.options import etcd_options
 from rendezvous.etcd.store import EtcdStore
 from rendezvous.meeting_point import Meeting
@@ -67,6 +68,7 @@ class LiveMember:
             store.close()
             raise
         self._reachability = Reachability(self._participant)
+        self._compaction = Compaction(options, lambda: self._participant.is_leading) if context.compacts else None
         self._meeting = Meeting(self._participant, context.address, context.timeout_s, self.is_broken)
 
     def next_world(self, is_stopped: Callable[[], bool]) -> LiveWorld | None:
@@ -105,6 +107,8 @@ class LiveMember:
     def leave(self) -> None:
         """Leave at once: the others need not wait for a lease to end."""
         self._reachability.close()
+        if self._compaction is not None:
+            self._compaction.close()
         self._participant.leave()
 
     def _context_of(self, world: World) -> RendezvousContext:

@@ -22,6 +22,7 @@ from elastic_train.system.watchdog import Watchdog
 from rendezvous.context import LiveContext, RendezvousContext, context, live_context
 from rendezvous.errors import StoreUnavailableError
 from rendezvous.live_member import LiveMember
+from rendezvous.outage_log import OutageLog
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 5.0
 """How long a member waits after a world that did not form; twice as long after the next."""
@@ -136,7 +137,7 @@ class LiveWorlds:
 
     def _be_member(self) -> LiveMember:
         """Begin the membership; an etcd that is away is waited for, as those wait who are members already."""
-        deadline = time.monotonic() + self._context.timeout_s
+        deadline, outage = time.monotonic() + self._context.timeout_s, OutageLog(log)
         while True:
             try:
                 return LiveMember(self._context, self._num_lanes)
@@ -145,7 +146,7 @@ class LiveWorlds:
                     raise Preempted("asked to leave while etcd was away") from error
                 if time.monotonic() > deadline:
                     raise StorageError(str(error)) from error
-                log.warning("waiting for etcd: %s", error)
+                outage.waits(error)
                 time.sleep(ETCD_PAUSE_S)
 
     def wants_to_grow(self) -> bool:

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from rendezvous.errors import ServerError, StoreRefusedError, StoreUnavailableError
+from rendezvous.errors import ServerError, StoreDeniedError, StoreUnavailableError
 from rendezvous.etcd.connection import Connection, list_prefix
 from rendezvous.etcd.options import etcd_options
 from rendezvous.orphans import bound_command
@@ -42,14 +42,15 @@ class EtcdServer:
         tls: Mapping[str, str] | None = None,
         name: str = "one",
         peer_ports: Mapping[str, int] | None = None,
+        flags: Mapping[str, str] | None = None,
     ) -> None:
         """Default to a free port and a temporary folder; `tls` (mutual) has ca_cert, cert and key.
 
         Other machines can connect only if `host` is an address that they reach, such as 0.0.0.0. `peer_ports` makes it
-        one of several members: the port of each, by name.
+        one of several members: the port of each, by name. `flags` are more of etcd's own.
         """
         client, peer = free_ports(2)
-        self._tls = dict(tls or {})
+        self._tls, self._more_flags = dict(tls or {}), dict(flags or {})
         self._port, self._host = port or client, host
         self._name, self._peer_ports = name, dict(peer_ports or {name: peer})
         self._own_dir = None if data_dir else tempfile.TemporaryDirectory(prefix="etcd-", ignore_cleanup_errors=True)
@@ -139,11 +140,12 @@ class EtcdServer:
             # A single member waits for nobody's vote, so a short election only means a quick start.
             # The shortest lease is 1.5 elections: still 2 s, as with etcd's defaults.
             "heartbeat-interval": "100", "election-timeout": "1000",
+            "auto-compaction-mode": "periodic", "auto-compaction-retention": "10m",
         }  # fmt: skip
         if self._tls:
             flags |= {"cert-file": self._tls["cert"], "key-file": self._tls["key"]}
             flags |= {"trusted-ca-file": self._tls["ca_cert"], "client-cert-auth": "true"}
-        return [f"--{name}={value}" for name, value in flags.items()]
+        return [f"--{name}={value}" for name, value in (flags | self._more_flags).items()]
 
     def _end(self, how: signal.Signals) -> None:
         process, self._process = self._process, None
@@ -159,7 +161,7 @@ class EtcdServer:
 
 def _answer(connection: Connection) -> None:
     """Return if etcd answers, if only by asking for a password."""
-    with contextlib.suppress(StoreRefusedError):
+    with contextlib.suppress(StoreDeniedError):
         list_prefix(connection, "/", give_up_after_s=0.2)
 
 

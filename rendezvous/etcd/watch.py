@@ -26,8 +26,8 @@ from pyetcd import events as kinds
 from pyetcd import exceptions as failures
 from pyetcd import watch as streams
 
-from rendezvous.errors import StoreError
-from rendezvous.etcd.connection import GIVE_UP_AFTER_S, Connection, list_in_life
+from rendezvous.errors import StoreDeniedError, StoreError
+from rendezvous.etcd.connection import DENIED_S, GIVE_UP_AFTER_S, Connection, list_in_life
 from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.etcd.options import EtcdOptions
 from rendezvous.membership.latest_view import LatestSnapshot
@@ -68,6 +68,8 @@ class Mirror:
                 self._stream()
             except (StoreError, grpc.RpcError, failures.Etcd3Exception) as error:  # nothing ends this thread
                 _log.debug("the watch of %s waits for etcd: %s", self._prefix, error)
+                if isinstance(error, StoreDeniedError):
+                    self._closed.wait(random.uniform(*DENIED_S))
             self._closed.wait(random.uniform(0.02, 0.2))
         self._connection.close()
 

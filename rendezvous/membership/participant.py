@@ -33,7 +33,7 @@ from rendezvous.membership.decisions import (
     Wait,
 )
 from rendezvous.membership.latest_view import LatestView
-from rendezvous.membership.own_record import OwnRecord, Place
+from rendezvous.membership.own_record import PAUSE_S, OwnRecord, Place
 from rendezvous.membership.records import (
     Closed,
     Failure,
@@ -43,6 +43,7 @@ from rendezvous.membership.records import (
     World,
 )
 from rendezvous.membership.store import Snapshot, Store
+from rendezvous.outage_log import OutageLog
 
 _log = logging.getLogger("rendezvous")
 
@@ -61,6 +62,7 @@ class Participant:
         self._own = OwnRecord(store, self.keys, place, self._latest, ttl_s)
         self._left = threading.Event()
         self._dead_agents = DeadAgentProbe(place.host)
+        self._outage = OutageLog(_log)
         threading.Thread(target=self._follow, name=f"membership {run_id}", daemon=True).start()
 
     @property
@@ -88,8 +90,8 @@ class Participant:
     def join(self, timeout_s: float, is_stopped: Callable[[], bool] = lambda: False) -> None:
         """Be ready for the next world: register, or leave the world that this member was in.
 
-        Waits for etcd if it does not answer; raises StoreUnavailableError after `timeout_s`, StoppedWaiting when
-        `is_stopped()`.
+        Waits for etcd if it does not answer, takes no writes, or does not let this member in; raises
+        StoreUnavailableError after `timeout_s`, StoppedWaiting when `is_stopped()`.
         """
         self.joined_at = time.time()
         deadline = time.monotonic() + timeout_s
@@ -102,8 +104,10 @@ class Participant:
                     raise StoppedWaiting("asked to leave while etcd was away") from error
                 if time.monotonic() > deadline:
                     raise
-                _log.warning("waiting for etcd: %s", error)
+                self._outage.waits(error)
+                time.sleep(PAUSE_S)
             else:
+                self._outage.is_over()
                 self.world = None
                 return
 
@@ -143,6 +147,11 @@ class Participant:
     def is_broken(self) -> bool:
         """Whether the world that this member is in can take no further step."""
         return self.world is not None and decisions.is_broken(self.view, self.id, self.world)
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether this member has the first seat of its world."""
+        return self.world is not None and self.world.rank_of(self.id) == 0
 
     def report_missed(self, nodes: frozenset[str]) -> None:
         """Publish which nodes this member cannot reach, and leave its world if one of them is in it."""
@@ -205,7 +214,8 @@ class Participant:
             try:
                 self._own.update(lambda member, view: replace(member, done=term))
             except StoreUnavailableError as error:
-                _log.warning("waiting for etcd: %s", error)
+                self._outage.waits(error)
+                time.sleep(PAUSE_S)
             else:
                 return
 
@@ -246,7 +256,7 @@ class Participant:
                 self._own.register()
                 self._latest.wait(snapshot, min(left_s, LOOK_S))  # the watch notices if etcd has lost its data
             except StoreUnavailableError as error:
-                _log.warning("waiting for etcd: %s", error)
+                self._outage.waits(error)
                 time.sleep(min(left_s, LOOK_S))
         elif isinstance(decision, Wait):
             pause_s = LOOK_S
@@ -270,10 +280,12 @@ class Participant:
     def _try(self, change: Change) -> bool:
         """Like `OwnRecord.swap`, but False if etcd does not answer: the caller tries again later."""
         try:
-            return self._own.swap(change, None)
+            done = self._own.swap(change, None)
         except StoreError as error:
-            _log.warning("waiting for etcd: %s", error)
+            self._outage.waits(error)
             return False
+        self._outage.is_over()
+        return done
 
     def _follow(self) -> None:
         revision, life = 0, 0

@@ -24,7 +24,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from rendezvous.context import VARIABLE, RendezvousContext
 from rendezvous.errors import StoreError, TooFewNodesError
-from rendezvous.etcd.store import EtcdStore
+from rendezvous.etcd.compaction import Compaction
+from rendezvous.etcd.store import EtcdStore, check_permission
 from rendezvous.meeting_point import Meeting
 from rendezvous.membership.decisions import Policy
 from rendezvous.membership.own_record import Place
@@ -49,8 +50,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
         policy = Policy(params.min_nodes, params.max_nodes, conf.last_call_s)
         place = Place(machine_name(), self._local_address, num_workers=0)
         self.node = Participant(self._store, params.run_id, policy, place, ttl_s=conf.ttl_s)
+        check_permission(self._store, self.node.keys)
         self._meeting = Meeting(self.node, self._local_address, conf.timeout_s, lambda _: self.node.is_broken())
         self._is_restart_free = False
+        self._compaction = Compaction(conf.etcd, lambda: self.node.is_leading) if conf.compacts else None
         # After SIGTERM the launcher skips shutdown(); the others should not have to wait for the lease to end.
         atexit.register(self.node.leave)
 
@@ -120,6 +123,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Leave by revoking the lease. The job continues for the others, unless its workers have finished."""
+        if self._compaction is not None:
+            self._compaction.close()
         self.node.leave()
         return True
 
