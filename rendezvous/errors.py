@@ -7,6 +7,7 @@ RendezvousError
 │   │   ├── StoreBlockedError an alarm (NOSPACE, CORRUPT) keeps etcd from writing until its operator clears it
 │   │   └── StoreDeniedError  user, password or permissions are not right; a mistake if etcd has never let us in
 │   └── StoreRefusedError     etcd answered, and would refuse the same again: a lease that has ended, a size
+├── NewerVersionError         a newer version of this package has written what this one cannot read
 ├── FencedError               a newer world exists; this one may neither claim a term nor publish
 ├── TooFewNodesError          fewer than min_nodes joined in time
 ├── StoppedWaiting            asked to leave before a world was formed
@@ -48,6 +49,10 @@ class StoreDeniedError(StoreUnavailableError):
 
 class StoreRefusedError(StoreError):
     """Etcd answered, and would refuse the same again."""
+
+
+class NewerVersionError(RendezvousError):
+    """A newer version of this package has written a world, a head or an end in a format that this one cannot read."""
 
 
 class FencedError(RendezvousError):

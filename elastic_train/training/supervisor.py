@@ -8,6 +8,7 @@ import time
 
 from elastic_train.config.schema import Config
 from elastic_train.errors import (
+    ConfigError,
     ElasticTrainError,
     FencedError,
     PeerLostError,
@@ -98,7 +99,7 @@ def _next_world(process: Process) -> Formed | None:
     process.watchdog.rest()
     try:
         return process.worlds.form()
-    except (TooFewNodesError, Preempted, StorageError):
+    except (TooFewNodesError, Preempted, StorageError, ConfigError):
         try:
             commit_alone(process.plan, process.state, process.save_memory)
         except ElasticTrainError as error:

@@ -181,8 +181,13 @@ def list_prefix(connection: Connection, prefix: str, give_up_after_s: float = GI
     response = connection.call(
         lambda client: client.get_response(prefix, range_end=range_end), give_up_after_s=give_up_after_s
     )
-    entries = {kv.key.decode(): Entry(kv.value.decode(), kv.mod_revision, kv.create_revision) for kv in response.kvs}
+    entries = {text_of(kv.key): Entry(text_of(kv.value), kv.mod_revision, kv.create_revision) for kv in response.kvs}
     return Snapshot(response.header.revision, entries)
+
+
+def text_of(found: bytes) -> str:
+    """Return a key or a value as text; bytes that are none, which we do not write, become escapes."""
+    return found.decode(errors="backslashreplace")
 
 
 def list_in_life(

@@ -37,6 +37,7 @@ from rendezvous.membership.own_record import PAUSE_S, OwnRecord, Place
 from rendezvous.membership.records import (
     Closed,
     Failure,
+    Job,
     Keys,
     Member,
     View,
@@ -56,6 +57,8 @@ class Participant:
         self.policy = policy
         self.world: World | None = None
         self.joined_at = 0.0
+        self.job = Job()
+        """What this member trains: a job that it closes is marked as that."""
         self._store = store
         self._watch = store.watch(self.keys.prefix)
         self._latest = LatestView(self.keys, self._watch.snapshot)
@@ -119,9 +122,9 @@ class Participant:
     ) -> World | None:
         """Wait for a world with this member in it, sealing it if this member leads; None if the job is done.
 
-        `host` starts the store of a world that is about to be sealed and returns its address. Raises
-        TooFewNodesError after `timeout_s`, StoppedWaiting when `is_stopped()`; a member for which there is no room
-        waits without end.
+        `host` starts the store of a world that is about to be sealed and returns its address. Raises TooFewNodesError
+        after `timeout_s`, StoppedWaiting when `is_stopped()`, and NewerVersionError if a newer version has written what
+        this one cannot read; a member for which there is no room waits without end.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -221,7 +224,7 @@ class Participant:
 
     def close(self, term: int, for_s: float = 300.0) -> None:
         """Mark the job as done for `for_s`: members that join by then leave, and later the run id may be used again."""
-        change = decisions.close(self.keys, Closed(term, time.time()))
+        change = decisions.close(self._latest.now().snapshot, self.keys, Closed(term, time.time(), self.job))
         try:
             lease = self._store.lease(for_s, renew=False)
             self._own.swap(change, lease)
