@@ -24,7 +24,7 @@ from rendezvous.membership.decisions import Policy, count_nodes, mates_of
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.reachability import Reachability
-from rendezvous.membership.records import World
+from rendezvous.membership.records import Closed, Job, World
 
 GROW_QUIET_S = 0.5
 """A world grows once no member has come or gone for this long, so that workers of one node are admitted together."""
@@ -43,10 +43,11 @@ class LiveWorld:
 class LiveMember:
     """A worker's membership over the life of its process."""
 
-    def __init__(self, context: LiveContext, max_members: int) -> None:
+    def __init__(self, context: LiveContext, max_members: int, job: Job = Job()) -> None:  # noqa: B008 - it is frozen
         """`max_members` is the most that a world can use: further ones wait, warmed up, until one is lost.
 
-        Raises StoreUnavailableError if etcd does not answer.
+        `job` says what is trained, for members that come when it is done. Raises StoreUnavailableError if etcd does not
+        answer.
         """
         self._context = context
         options = etcd_options(context.endpoints, context.options)
@@ -67,6 +68,7 @@ class LiveMember:
         except StoreError:
             store.close()
             raise
+        self._participant.job = job
         self._reachability = Reachability(self._participant)
         self._compaction = Compaction(options, lambda: self._participant.is_leading) if context.compacts else None
         self._meeting = Meeting(self._participant, context.address, context.timeout_s, self.is_broken)
@@ -98,6 +100,11 @@ class LiveMember:
     def wants_to_grow(self) -> bool:
         """Whether warmed-up members wait to be admitted."""
         return self._participant.wants_to_grow(GROW_QUIET_S)
+
+    @property
+    def closed(self) -> Closed | None:
+        """What was done under this run id, once it is; None before, and some time later."""
+        return self._participant.view.closed
 
     def close_job(self) -> None:
         """Mark the job as done: members that join later leave."""

@@ -27,6 +27,7 @@ from elastic_train.training.result import TrainResult, result_of, write_result
 from elastic_train.training.session import Process, Session
 from elastic_train.training.warm_up import warm_up
 from elastic_train.world.forming import Formed, open_worlds
+from elastic_train.world.uniformity import job_of
 
 CLOSED = "closed"
 """The status of a result where others have finished the job."""
@@ -56,7 +57,7 @@ def supervise(config: Config, leave: LeaveRequest, started_at: float) -> Ended:
 
 def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveRequest, started_at: float) -> Ended:
     """Train through one world after another, watched."""
-    worlds = open_worlds(plan.config, plan.device, watchdog, lambda: _is_through(leave, state))
+    worlds = open_worlds(plan.config, plan.device, watchdog, lambda: _is_through(leave, state), job_of(plan))
     if worlds.is_live:
         watchdog.warm_up()
         warm_up(plan, state)

@@ -18,6 +18,7 @@ from elastic_train.checkpoint.format.weights_digest import checksum
 from elastic_train.errors import ConfigError, WeightsDifferError
 from elastic_train.job.plan import Plan
 from elastic_train.parallel.group import Group
+from rendezvous.membership.records import Job
 
 _SECTIONS = ("task", "batch", "optimizer", "validation")
 _KEYS = {
@@ -60,6 +61,12 @@ def deciding(plan: Plan) -> dict[str, object]:
     for section, keys in _KEYS.items():
         found |= {f"{section}.{key}": config[section][key] for key in keys}
     return found
+
+
+def job_of(plan: Plan) -> Job:
+    """Return what the members that come later under the same run id compare with what they are to train."""
+    text = json.dumps(deciding(plan), sort_keys=True)
+    return Job(plan.config.checkpoint_url, hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 def has_equal_kernels(group: Group, device: torch.device) -> bool:

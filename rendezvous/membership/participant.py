@@ -46,6 +46,9 @@ from rendezvous.membership.records import (
 from rendezvous.membership.store import Snapshot, Store
 from rendezvous.outage_log import OutageLog
 
+CLOSED_S = 300.0
+"""How long a finished job is marked as done, in seconds."""
+
 _log = logging.getLogger("rendezvous")
 
 
@@ -222,7 +225,7 @@ class Participant:
             else:
                 return
 
-    def close(self, term: int, for_s: float = 300.0) -> None:
+    def close(self, term: int, for_s: float = CLOSED_S) -> None:
         """Mark the job as done for `for_s`: members that join by then leave, and later the run id may be used again."""
         change = decisions.close(self._latest.now().snapshot, self.keys, Closed(term, time.time(), self.job))
         try:

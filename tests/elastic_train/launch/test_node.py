@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic_train.cli import main
-from rendezvous import EtcdStore, TooFewNodesError
+from rendezvous import EtcdServer, EtcdStore, TooFewNodesError
 from rendezvous.membership.participant import Participant
 from rendezvous.torchelastic import live_handler
 from tests.conftest import ROOT, start
@@ -122,3 +122,23 @@ def test_a_bad_configuration_is_told_once(tmp_path: Path, rows: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.count("unknown key") == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("recovery", ["live", "restart"])
+def test_a_run_id_that_was_just_used_by_another_job_is_refused(tmp_path: Path, rows: Path, recovery: str) -> None:
+    """It ended with 0, without a step and without a word; the same job again has nothing left to do, and says so."""
+    with EtcdServer() as server:
+        flags = ("--endpoint", server.endpoint, "--id", "twice", "--ranks", "1", "--recovery", recovery)
+
+        def launched(folder: str) -> subprocess.CompletedProcess[str]:
+            config = write_config(tmp_path / folder, rows, 5, lane_ms=0.0)
+            asked = command(config, *flags)
+            return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+
+        assert launched("a").returncode == 0
+        other = launched("b")
+        assert other.returncode == 2 and "the run id 'twice' was finished" in other.stderr.replace("job of ", ""), other
+        assert str(tmp_path / "a") in other.stderr and "a run id of its own (--id, --rdzv_id)" in other.stderr
+        assert not (tmp_path / "b" / "run" / "history").exists()
+        again = launched("a")
+        assert again.returncode == 0 and "nothing" in again.stderr, again
