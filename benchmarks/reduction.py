@@ -120,7 +120,7 @@ def _rank(rank: int, case: Case, folder: str) -> None:
 
 
 def _alternate(sides: tuple[Callable[[], None], Callable[[], None]], rounds: int) -> list[list[float]]:
-    """Time the two sides in turn, each behind a barrier; the first rounds warm up and are not counted."""
+    """Time the two sides in turn, each after a barrier; the first rounds warm up and are not counted."""
     times: list[list[float]] = [[], []]
     for number in range(rounds + 3):
         for place in (0, 1) if number % 2 else (1, 0):

@@ -103,7 +103,7 @@ def write_result(session: Session, result: TrainResult) -> ResultError | None:
 
 @contextlib.contextmanager
 def _noting(unwritten: list[str], what: str) -> Iterator[None]:
-    """Note what cannot be written, and why, and go on."""
+    """Note what cannot be written, and why, and continue."""
     try:
         yield
     except OSError as error:

@@ -40,7 +40,7 @@ def train(config: Config | str | Path) -> TrainResult:
 
     Under torchrun call it on every rank, before any process group is made: it joins the world by itself, one world
     after another with `recovery=live`. End such a process as the command does: flush, then `os._exit(0)`, or
-    `os._exit(error.exit_code)`, by which the launcher tells leaving from failing. A thread in a collective or in a call
+    `os._exit(error.exit_code)`, by which the launcher knows leaving from failing. A thread in a collective or in a call
     to etcd that does not return would hold up or abort a normal exit of the interpreter.
 
     Raises ElasticTrainError: ConfigError, DataError before the first step; StorageError where commits cannot be

@@ -83,7 +83,7 @@ def _load(store: Store, head: CommitRecord, state: AppliedState) -> None:
         # Every rank reads the commit, and all of them have one configuration; a member's state brings its rates along.
         state.restore(lambda tensors: load(store, head, tensors), reached, keeps_rates=True)
     except StorageError as error:
-        # The state is neither the old nor the new one: nothing but a new process may go on from here.
+        # The state is neither the old nor the new one: only a new process may continue from here.
         raise ElasticTrainError(f"{head.key} could not be read to its end: {error}") from error
 
 
@@ -110,7 +110,7 @@ def _published(world: World) -> tuple[int, list[tuple[int, int, int]]]:
 def _is_of(published: Sequence[Interval], state: AppliedState) -> bool:
     """Say whether a state and a published commit are of one lineage.
 
-    Who was frozen while others went on from an earlier commit, and published, may be further, on a dead branch.
+    A rank that was frozen while others continued from an earlier commit and published may be further, on a dead branch.
     """
     mine = state.reached.intervals
     common = min(state.step, published[-1].hi if published else 0)
@@ -150,7 +150,7 @@ class Source:
 def _banner(
     plan: Plan, world: World, source: Source, skipped: list[tuple[str, str]], seconds: float
 ) -> ResumeBanner | None:
-    """Return what a resumption cost, as far as the histories of earlier terms tell; None at a run's beginning."""
+    """Return what a resumption cost, as far as the histories of earlier terms record it; None at a run's beginning."""
     last = last_applied(plan.config.run.dir, before_term=world.term)
     if source.step == 0 and last is None:
         return None

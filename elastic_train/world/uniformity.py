@@ -1,7 +1,7 @@
 """Ranks that train together compute one thing: what decides it must be the same in all of their configurations.
 
-Where data lie, commits go and metrics are shown is a node's own affair. A rate that one node has and another has not is
-not: weights would differ from rank to rank, and a rank that validates or commits at other steps would wait for ever.
+Where data is stored, commits go and metrics are shown is each node's choice. The rate may not differ, or weights would
+differ from rank to rank; nor may the steps of validations and commits, or ranks would wait for each other for ever.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ def restored(state: AppliedState, config: OptimizerConfig, total_steps: int = 20
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize("num_steps", [1, 2, 7])
-def test_the_same_configuration_goes_on_with_the_same_bits(name: str, num_steps: int) -> None:
-    """Rates that are computed anew are those that were saved."""
+def test_the_same_configuration_resumes_with_the_same_bits(name: str, num_steps: int) -> None:
+    """Rates that are computed again are those that were saved."""
     config = OptimizerConfig(name=name, lr=0.0123, warmup_steps=3)  # type: ignore[arg-type]
     through = built(config)
     for _ in range(num_steps):
@@ -55,7 +55,7 @@ def test_the_same_configuration_goes_on_with_the_same_bits(name: str, num_steps:
     assert weights_digest(again.model) == weights_digest(through.model)
 
 
-def test_a_changed_rate_holds_from_the_next_step_on() -> None:
+def test_a_changed_rate_applies_from_the_next_step() -> None:
     """Also a changed decay and a longer schedule; moments and the schedule's place are those that were saved."""
     before = OptimizerConfig(lr=0.1, weight_decay=0.5, betas=(0.8, 0.9), warmup_steps=2)
     state = built(before)

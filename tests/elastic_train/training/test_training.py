@@ -57,7 +57,7 @@ WITNESS: dict[str, object] = {
 
 
 def config(folder: Path, rows: Path, tree: dict[str, object], **changes: object) -> str:
-    """Write a configuration whose run lies below `folder`."""
+    """Write a configuration whose run is stored below `folder`."""
     data = {"train": str(rows / "train"), "validation": str(rows / "validation"), "too_long": "truncate"}
     whole = {"run": {"dir": str(folder / "run"), "seed": 5}, "data": data, **tree, **changes}
     folder.mkdir(parents=True, exist_ok=True)
@@ -131,7 +131,7 @@ def test_every_sample_counts_once_an_epoch(tmp_path: Path, rows: Path) -> None:
     assert Counter(counts.tolist()) == {3: 331}
 
 
-def test_a_failed_run_goes_on_at_another_world_size(tmp_path: Path, rows: Path, alone: Path) -> None:
+def test_a_failed_run_resumes_at_another_world_size(tmp_path: Path, rows: Path, alone: Path) -> None:
     """A run of two ranks that crashed is resumed by three from its newest commit, and ends with the same bits."""
     path = config(tmp_path, rows, failing(tmp_path, after=34))
     first = start_cold([path], num_ranks=2)
@@ -148,7 +148,7 @@ def test_a_failed_run_goes_on_at_another_world_size(tmp_path: Path, rows: Path, 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_policy_data_gives_the_same_metrics_resumed_or_not(tmp_path: Path) -> None:
-    """Eleven classes with a long tail; crashed or told to leave, ended on other ranks: equal to the last digit."""
+    """Eleven classes with a long tail; crashed or asked to leave, finished on other ranks: equal to the last digit."""
     for name, num_rows, seed in (("train", 720, 1), ("validation", 300, 2)):
         synthesise(str(tmp_path / name), num_rows, "policy", seed, rows_per_group=64)
     params: dict[str, object] = {"max_tokens": 32, "dim": 16, "depth": 1, "heads": 2}
@@ -173,7 +173,7 @@ def test_policy_data_gives_the_same_metrics_resumed_or_not(tmp_path: Path) -> No
 
 
 def test_sigterm_commits_and_exits_with_75(tmp_path: Path, rows: Path, alone: Path) -> None:
-    """Told to leave, the trainer commits at the step's boundary, exits with 75, and loses nothing."""
+    """Asked to leave, the trainer commits at the step's boundary, exits with 75, and loses nothing."""
     path = config(tmp_path, rows, failing(tmp_path, after=42, how="SIGTERM"))
     assert start([path]).code == 75
     assert result(tmp_path)["status"] == "preempted"
@@ -228,7 +228,7 @@ def start_on_a_full_disk(*arguments: str) -> Finished:
 
 
 def test_a_full_disk_stops_no_training(tmp_path: Path, rows: Path) -> None:
-    """Saves that fail for want of space are counted, and training goes on; without its last one a job is not done."""
+    """Saves that fail for want of space are counted; training continues. Without its last commit a job is not done."""
     done = start_on_a_full_disk(config(tmp_path, rows, CLASSIFIER, epochs=1))
     assert done.code == 1, done.output
     assert "FAILED (1 so far), training continues" in done.output
@@ -303,14 +303,14 @@ def test_bad_input_is_refused_before_training(
 
 
 def test_more_ranks_than_lanes_are_refused(tmp_path: Path, rows: Path) -> None:
-    """Five ranks on four lanes end with an error that says how to go on."""
+    """Five ranks on four lanes end with an error that says what to do."""
     done = start([config(tmp_path, rows, CLASSIFIER)], num_ranks=5)
     assert done.code != 0
     assert "5 ranks, but only 4 lanes" in done.output
     assert not (tmp_path / "run" / "history").exists()
 
 
-def test_a_task_and_a_schema_of_ones_own(tmp_path: Path) -> None:
+def test_a_custom_task_and_schema(tmp_path: Path) -> None:
     """The example trains a user's task on a user's columns, from outside the package, on one rank and on two alike."""
     example = ROOT / "examples" / "own_task"
     environ = {"PYTHONPATH": str(example)}

@@ -1,4 +1,4 @@
-"""What decides what is computed is the same in all ranks, or whoever differs is told which keys."""
+"""What decides what is computed is the same on all ranks, or a rank that differs learns which keys."""
 
 from __future__ import annotations
 
@@ -46,31 +46,31 @@ def compare(rank: int, size: int, folder: str) -> None:
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     try:
         check_alike(group, PLANS[rank], OTHER_GROUPING if rank == 4 else GROUPING)
-        told: list[str] = []
+        problems: list[str] = []
     except ConfigError as error:
-        told = list(error.problems)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(told))
+        problems = list(error.problems)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(problems))
     group.close()
 
 
-def test_whoever_differs_from_rank_0_is_told_in_what(tmp_path: Path) -> None:
+def test_a_rank_that_differs_from_rank_0_learns_in_which_keys(tmp_path: Path) -> None:
     """Paths may differ from node to node; all else that decides is named with both values."""
     run_ranks(compare, len(PLANS), str(tmp_path))
-    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(len(PLANS))]
-    assert told[:2] == [[], []]
-    assert [problem.partition(" is ")[0] for problem in told[2]] == [
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(len(PLANS))]
+    assert found[:2] == [[], []]
+    assert [problem.partition(" is ")[0] for problem in found[2]] == [
         "optimizer.clip_norm",
         "task.params",
         "validation.every_steps",
     ]
-    assert told[2][0] == "optimizer.clip_norm is 0.5 here and 1.0 on rank 0: all nodes must have the same"
-    assert [problem.partition(" is ")[0] for problem in told[3]] == ["the training set's digest"]
+    assert found[2][0] == "optimizer.clip_norm is 0.5 here and 1.0 on rank 0: all nodes must have the same"
+    assert [problem.partition(" is ")[0] for problem in found[3]] == ["the training set's digest"]
     differing = f"the list of parameter groups is {OTHER_GROUPING!r} here and {GROUPING!r} on rank 0"
-    assert told[4] == [f"{differing}: all nodes must have the same"]
+    assert found[4] == [f"{differing}: all nodes must have the same"]
 
 
-def test_every_key_that_is_named_exists() -> None:
-    """A key that was renamed would be looked for in vain."""
+def test_every_compared_key_exists() -> None:
+    """A renamed key would no longer be compared."""
     assert {"run.seed", "data.too_long", "checkpoint.every_steps", "max_steps", "batch.micro_batch"} <= set(
         deciding(PLANS[0])
     )
