@@ -15,7 +15,7 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError
 from elastic_train.job.parameter_groups import describe_groups
-from elastic_train.job.state import AppliedState, build_state
+from elastic_train.job.state import AppliedState, StepFacts, build_state
 from elastic_train.parallel.gradient_sum import bind_gradients
 from elastic_train.tasks.task import ParameterGroup
 from elastic_train.tasks.text_classifier import TextClassifier
@@ -43,7 +43,7 @@ def step(state: AppliedState, times: int = 1) -> None:
     for _ in range(times):
         for number, parameter in enumerate(state.model.parameters()):
             parameter.grad = torch.full_like(parameter, 0.25 + number) if parameter.requires_grad else None
-        state.apply(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount())
+        state.apply(StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount()))
 
 
 def resumed(state: AppliedState, other: AppliedState) -> AppliedState:

@@ -11,13 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from elastic_train.cli import main
 from rendezvous import EtcdServer, EtcdStore, TooFewNodesError
 from rendezvous.membership.participant import Participant
 from rendezvous.torchelastic import live_handler
 from tests.conftest import ROOT, start
-from tests.elastic_train.training.test_live import history, until_whole, write_config
+from tests.elastic_train.training.test_live import PARAMS, eventually, history, until_whole, write_config
 from tests.processes import command_lines_below
 
 pytestmark = pytest.mark.slow
@@ -77,6 +78,33 @@ def test_sigterm_ends_with_75_and_the_same_command_resumes(tmp_path: Path, rows:
     assert subprocess.run(command(config, "--ranks", "1"), cwd=ROOT, timeout=240, check=False).returncode == 0
     restores = [line for line in history(tmp_path / "run") if line["op"] == "restore"]
     assert max(line["step"] for line in restores) > 0
+
+
+@pytest.mark.parametrize("recovery", ["live", "restart"])
+def test_a_step_that_outlasts_the_grace_is_dropped_and_the_applied_state_committed(
+    tmp_path: Path, rows: Path, recovery: str
+) -> None:
+    """A step of a minute, three seconds from SIGTERM to SIGKILL: the job leaves in time and loses no applied step."""
+    config, marker = Path(write_config(tmp_path, rows, 40)), tmp_path / "stall"
+    tree = yaml.safe_load(config.read_text())
+    tree["task"] = {"path": "tests.tasks:Stalls", "params": {**PARAMS, "marker": str(marker)}}
+    config.write_text(yaml.safe_dump(tree | {"hang_timeout_s": 600.0}))
+    line = command(str(config), "--ranks", "2", "--recovery", recovery, "--grace-s", "3")
+    job = subprocess.Popen(line, cwd=ROOT)
+    until_whole(tmp_path / "run", 2)
+    eventually(lambda: applied(tmp_path / "run") > 3, "some steps")
+    marker.touch()
+    eventually(lambda: len(list(tmp_path.glob("stall.*"))) == 2, "two ranks in a long step")
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(30) == 75
+    marker.unlink()
+    assert subprocess.run(line, cwd=ROOT, timeout=240, check=False).returncode == 0
+    lines = [line for line in history(tmp_path / "run") if line["op"] == "step"]
+    assert sorted(line["step"] for line in lines) == sorted([*range(1, 41), *range(1, 41)])
+
+
+def applied(run: Path) -> int:
+    return max((line["step"] for line in history(run) if line["op"] == "step"), default=0)
 
 
 def test_sigterm_before_a_worker_listens_ends_with_75(tmp_path: Path, rows: Path) -> None:

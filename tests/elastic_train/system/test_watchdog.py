@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
@@ -134,7 +134,7 @@ def test_a_process_that_hangs_while_warming_up_is_ended(
     monkeypatch.setattr(supervisor, "warm_up", hang)
     monkeypatch.setattr(supervisor, "open_worlds", lambda *_: SimpleNamespace(is_live=True, form=wait))
     monkeypatch.setattr(supervisor, "result_of", lambda plan, state, status: status)
-    assert supervisor._train_on(Mock(), Mock(), watched, Mock(), started_at=0.0) == "closed"
+    assert supervisor._train_on(Mock(), Mock(), watched, MagicMock(), started_at=0.0) == "closed"
     assert ends == [pytest.approx(1.1 * limit_s)]
     assert watched.limit_s == max(MOST_S, fixed_s or 0.0), "also for a process that is frozen while it waits"
 

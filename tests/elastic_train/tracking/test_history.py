@@ -14,6 +14,7 @@ from elastic_train.tracking.history import (
     History,
     LastApplied,
     last_applied,
+    num_without_step,
 )
 
 
@@ -133,3 +134,28 @@ def test_a_history_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be written"):
         History(tmp_path / "file", 1, 0)
+
+
+def test_the_newest_terms_without_a_step_are_counted(tmp_path: Path) -> None:
+    """Up to the last term with a step, or in which the job gave up; other ranks' files do not count."""
+
+    def world(term: int, *, num_steps: int = 0, gives_up: bool = False, rank: int = 0) -> None:
+        history = History(tmp_path, term, rank)
+        history.form(world=2, cause="lost", joined_at=None, sealed_at=1.0, started_at=2.0)
+        for number in range(num_steps):
+            step(history, number + 1)
+        if gives_up:
+            history.no_progress(step=4)
+        history.close()
+
+    world(1)
+    world(2, num_steps=3)
+    world(3)
+    world(4)
+    world(4, rank=1, num_steps=1)
+    assert num_without_step(tmp_path, 5, most=20) == 2
+    assert num_without_step(tmp_path, 5, most=1) == 1
+    assert num_without_step(tmp_path, 3, most=20) == 0
+    world(5, gives_up=True)
+    world(6)
+    assert num_without_step(tmp_path, 7, most=20) == 1

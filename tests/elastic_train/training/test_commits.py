@@ -20,7 +20,7 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval
 from elastic_train.core.order import Cursor
 from elastic_train.errors import FencedError, SavesFailedError, StorageError
-from elastic_train.job.state import build_state
+from elastic_train.job.state import StepFacts, build_state
 from elastic_train.parallel.group import Group
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.training import loop
@@ -98,7 +98,7 @@ def take_step(commits: Commits) -> None:
     """Do what the loop does for a step, up to its boundary."""
     commits.state.model(torch.ones(1, 3)).sum().backward()
     commits.await_staging()
-    commits.state.apply(Cursor(), CoverageSums(), commits.world.term, SampleAccount())
+    commits.state.apply(StepFacts(Cursor(), CoverageSums(), commits.world.term, SampleAccount()))
     commits.collect()
 
 
@@ -265,7 +265,8 @@ def test_an_overdue_commit_waits_until_no_rank_is_saving(
     sums = StepSums(0.0, 1.0, CoverageSums(), 0, 0, flags, 0)
     monkeypatch.setattr(loop, "compute_step", lambda *_: Computed(sums, flags, ()))
     session = MagicMock()
-    session.steps.return_value = [()] * 3
+    session.leave.dropping.return_value = [()] * 3
+    session.leaving.return_value = [False]
     session.clock.lap.return_value = 0.0
     session.is_validation_due.return_value = session.commits.is_due.return_value = False
     assert loop.train_steps(session) is loop.Outcome.DONE

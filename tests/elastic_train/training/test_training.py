@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import yaml
 
+import elastic_train as et
 from elastic_train.checkpoint.format.torch_frame import bytes_of
 from elastic_train.checkpoint.format.weights_digest import join_digests, tensor_digest
 from elastic_train.data.corpora.synthetic import synthesise
@@ -357,10 +358,61 @@ def test_batch_norm_across_ranks_is_refused(tmp_path: Path, rows: Path) -> None:
     assert "SyncBatchNorm (norm), whose statistics depend on the number of ranks: use BatchNorm" in done.output
 
 
-def test_ranks_that_differ_are_found_before_the_first_commit(tmp_path: Path, rows: Path) -> None:
-    """The tensor and the rank are named, and nothing of either model is committed."""
-    task = {"path": "tests.tasks:OwnWeights", "params": PARAMS}
-    done = start([config(tmp_path, rows, {**CLASSIFIER, "task": task})], num_ranks=2)
+def test_ranks_that_begin_with_other_weights_take_those_of_rank_0(tmp_path: Path, rows: Path) -> None:
+    """A task that initialises with another library's generator trains one model all the same, as under DDP."""
+    tree = {**CLASSIFIER, "task": {"path": "tests.tasks:OwnWeights", "params": PARAMS}}
+    succeed(start([config(tmp_path / "alone", rows, tree)]))
+    done = succeed(start([config(tmp_path / "two", rows, tree)], num_ranks=2))
+    assert "ranks [1] began with other weights than rank 0 and take its weights" in done.output
+    assert result(tmp_path / "two")["weights_sha256"] == result(tmp_path / "alone")["weights_sha256"]
+
+
+def test_a_flipped_bit_is_found_before_the_next_commit(tmp_path: Path, rows: Path, alone: Path) -> None:
+    """Tensor and rank are named, nothing of either model is committed, and the job resumes from before the flip."""
+    params = {**PARAMS, "marker": str(tmp_path / "flipped"), "after": 30}
+    path = config(tmp_path, rows, {**CLASSIFIER, "task": {"path": "tests.tasks:Flips", "params": params}})
+    done = start([path], num_ranks=2)
     assert done.code == 1
-    assert "step 7: ranks [1] hold other weights than rank 0, first in 'head.bias'" in done.output
-    assert not list((tmp_path / "run").glob("commits/*.json"))
+    assert "ranks [1] hold other weights than rank 0, first in 'head.weight'" in done.output
+    assert (tmp_path / "flipped").exists()
+    succeed(start([path], num_ranks=2))
+    assert result(tmp_path)["weights_sha256"] == result(alone)["weights_sha256"]
+
+
+def poisoned(folder: Path, rows: Path, ids: list[int], how: str, **changes: object) -> str:
+    task = {"path": "tests.tasks:Poisoned", "params": {**PARAMS, "ids": ids, "how": how}}
+    return config(folder, rows, {**CLASSIFIER, "task": task}, **changes)
+
+
+def test_the_update_of_a_step_that_is_not_finite_is_left_out_and_its_samples_are_named(
+    tmp_path: Path, rows: Path
+) -> None:
+    """At any number of ranks alike, in commits and in the result; weights stay finite, and every sample counts."""
+    ended = {}
+    for name, num_ranks in (("one", None), ("two", 2)):
+        done = succeed(start([poisoned(tmp_path / name, rows, [5, 40], "nan")], num_ranks=num_ranks))
+        assert "its update is left out" in done.output
+        ended[name] = result(tmp_path / name)
+        reported = history(tmp_path / name, "nonfinite")
+        spans = [span for line in reported for ranges in line["samples"].values() for span in ranges]  # type: ignore[attr-defined]
+        ids = {id_ for lo, hi in spans for id_ in range(lo, hi)}
+        assert {5, 40} <= ids and len(ids) <= 4 * 6  # two lanes in each of two epochs
+        assert {line["loss"] for line in reported} == {"nan"}
+    assert ended["one"]["weights_sha256"] == ended["two"]["weights_sha256"]
+    assert ended["one"]["skipped_steps"] == ended["two"]["skipped_steps"] != []
+    head = et.discover(et.open_store(str(tmp_path / "two" / "run"))).head
+    assert head is not None and [list(pair) for pair in head.skipped_steps or ()] == ended["two"]["skipped_steps"]
+
+
+def test_steps_in_a_row_that_are_not_finite_end_training_and_the_last_good_commit_is_kept(
+    tmp_path: Path, rows: Path
+) -> None:
+    """With a code after which nothing starts it again; `keep` trains on, as every other trainer does."""
+    optimizer = {**CLASSIFIER["optimizer"], "nonfinite_limit": 3}  # type: ignore[dict-item]
+    path = poisoned(tmp_path, rows, list(range(60, 120)), "nan", optimizer=optimizer, checkpoint={"every_steps": 1})
+    done = start([path], num_ranks=2)
+    assert done.code == 93, done.output
+    assert "loss or gradient of 3 steps in a row, up to step" in done.output
+    path = poisoned(tmp_path / "keep", rows, [5], "nan", optimizer={**optimizer, "on_nonfinite": "keep"})
+    assert "its update is used all the same" in succeed(start([path])).output
+    assert result(tmp_path / "keep")["skipped_steps"] == []

@@ -15,7 +15,7 @@ from elastic_train.core.order import Cursor
 from elastic_train.errors import DataError
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.state import AppliedState
-from elastic_train.training.warm_up import warm_up
+from elastic_train.job.warm_up import warm_up
 from tests.conftest import ROOT, write_rows
 from tests.elastic_train.training.test_training import CLASSIFIER, config
 
