@@ -11,16 +11,6 @@ def parent_of(pid: int) -> int:
     return int(_fields(pid)[1])
 
 
-def children_of(pid: int) -> list[int]:
-    """Return the processes that a process has started and that run."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if parent_of(int(process.name)) == pid and is_running(int(process.name)):
-                found.append(int(process.name))
-    return found
-
-
 def is_running(pid: int) -> bool:
     """Say whether a process is there and no zombie."""
     try:

@@ -59,6 +59,8 @@ _ALL = (
     Kind("hang_worker", "a worker waits for ever", "worker", local=False),
     Kind("freeze_worker", "SIGSTOP to one worker, SIGCONT after for_s", "worker"),
     Kind("freeze_node", "SIGSTOP to agent and workers, SIGCONT after for_s", "node"),
+    Kind("freeze_standby", "SIGSTOP to a node's standby process, SIGCONT after for_s", "node", sim=False),
+    Kind("kill_standby", "SIGKILL to a node's standby process, on which no worker depends", "node", "never", sim=False),
     Kind("slow_worker", "one worker gets a fraction of its CPU time", "worker"),
     Kind("cut_off_etcd", "a node's requests and etcd's answers are lost", "node", through="proxy", cuts_off=True),
     Kind("lose_requests", "a node's requests do not reach etcd", "node", through="proxy", cuts_off=True),

@@ -15,9 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from chaos.services.torchrun_node import children_of
 from rendezvous.torchelastic.live_agent import LiveAgent
 from rendezvous.torchelastic.standby import ForkedWorker, Program, Standby
-from tests.processes import children_of, is_running
+from tests.processes import is_running
 from tests.rendezvous.rendezvous_sides import eventually
 
 pytestmark = pytest.mark.slow
