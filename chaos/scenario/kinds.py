@@ -59,6 +59,8 @@ _ALL = (
     Kind("hang_worker", "a worker waits for ever", "worker", local=False),
     Kind("freeze_worker", "SIGSTOP to one worker, SIGCONT after for_s", "worker"),
     Kind("freeze_node", "SIGSTOP to agent and workers, SIGCONT after for_s", "node"),
+    Kind("freeze_standby", "SIGSTOP to a node's standby process, SIGCONT after for_s", "node", sim=False),
+    Kind("kill_standby", "SIGKILL to a node's standby process, on which no worker depends", "node", "never", sim=False),
     Kind("slow_worker", "one worker gets a fraction of its CPU time", "worker"),
     Kind("cut_off_etcd", "a node's requests and etcd's answers are lost", "node", through="proxy", cuts_off=True),
     Kind("lose_requests", "a node's requests do not reach etcd", "node", through="proxy", cuts_off=True),
@@ -75,6 +77,8 @@ _ALL = (
     Kind("freeze_etcd_member", "SIGSTOP to a member of etcd", "etcd", sim=False),
     Kind("etcd_outage", "all members of etcd are down, and come back with their data", "etcd"),
     Kind("lose_etcd_data", "all members of etcd are down, and come back without their data", "etcd"),
+    Kind("etcd_refuses", "etcd answers and refuses: an alarm (NOSPACE, CORRUPT), or it lets nobody in", "etcd"),
+    Kind("alien_record", "a record that nobody can read is written below the job's prefix", "etcd", "never"),
     Kind(
         "lose_lease",
         "etcd ends the lease of a worker that renewed it in time",
@@ -119,6 +123,17 @@ LOCAL = tuple(kind.name for kind in _ALL if kind.local)
 PROXIED = tuple(kind.name for kind in _ALL if kind.through == "proxy")
 RELAYED = tuple(kind.name for kind in _ALL if kind.through == "relay")
 CABLED = tuple(kind.name for kind in _ALL if kind.through in ("cable", "relay"))
+ALIEN_RECORDS = (
+    ("world", "garbage"),
+    ("failure", "[]"),
+    ("closed", "{}"),
+    ("notes", "5"),
+    ("members/alien", "garbage"),
+    ("members/alien-newer", '{"format": 2}'),
+)
+"""What `alien_record` writes: keys below the job's prefix, and texts that this version cannot read."""
+ALIENS = tuple(f"/{key}" for key, _ in ALIEN_RECORDS if key.startswith("members/"))
+"""How the keys of members end that nobody in the job has written, so that nobody in it deletes them."""
 ON_DISK = ("full", "eio")
 """At the failpoint `sync` alone, where an operating system would report them."""
 

@@ -113,9 +113,25 @@ class Node:
         mark = f"{MARK}={self._mark}".encode()
         return [pid for pid in _processes() if mark in _read(Path(f"/proc/{pid}/environ")).split(b"\0")]
 
+    def standby(self) -> int | None:
+        """Return the standby process, from which the agent has workers forked; None if there is none."""
+        return next(
+            (pid for pid in children_of(self.agent) if b"forkserver" in _read(Path(f"/proc/{pid}/cmdline"))), None
+        )
+
     def tail(self, num_lines: int = 15) -> str:
         """Return the end of the node's log."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-num_lines:]) if self._log.exists() else ""
+
+
+def children_of(parent: int | None) -> list[int]:
+    """Return the processes that a process has started and that run."""
+    found = []
+    for pid in _processes():
+        state, _, rest = _read(Path(f"/proc/{pid}/stat")).rpartition(b") ")[2].partition(b" ")
+        if state not in (b"", b"Z") and rest.split(b" ", 1)[0] == str(parent).encode():
+            found.append(pid)
+    return found
 
 
 def clean_environ(environ: Mapping[str, str]) -> dict[str, str]:

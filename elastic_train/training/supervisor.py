@@ -9,6 +9,7 @@ import time
 
 from elastic_train.config.schema import Config
 from elastic_train.errors import (
+    ConfigError,
     ElasticTrainError,
     FencedError,
     PeerLostError,
@@ -27,6 +28,7 @@ from elastic_train.training.open_session import commit_alone, make_repeatable, o
 from elastic_train.training.result import TrainResult, result_of, write_result
 from elastic_train.training.session import Process, Session
 from elastic_train.world.forming import Formed, open_worlds
+from elastic_train.world.uniformity import job_of
 
 CLOSED = "closed"
 """The status of a result where others have finished the job."""
@@ -56,7 +58,7 @@ def supervise(config: Config, leave: LeaveRequest, started_at: float) -> Ended:
 
 def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveRequest, started_at: float) -> Ended:
     """Train through one world after another, watched."""
-    worlds = open_worlds(plan.config, plan.device, watchdog, lambda: _is_through(leave, state))
+    worlds = open_worlds(plan.config, plan.device, watchdog, lambda: _is_through(leave, state), job_of(plan))
     if worlds.is_live:
         watchdog.warm_up()
         try:
@@ -109,7 +111,7 @@ def _next_world(process: Process) -> Formed | None:
     process.watchdog.rest()
     try:
         return process.worlds.form()
-    except (TooFewNodesError, Preempted, StorageError):
+    except (TooFewNodesError, Preempted, StorageError, ConfigError):
         try:
             commit_alone(process.plan, process.state, process.save_memory)
         except ElasticTrainError as error:

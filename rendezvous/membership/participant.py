@@ -33,16 +33,21 @@ from rendezvous.membership.decisions import (
     Wait,
 )
 from rendezvous.membership.latest_view import LatestView
-from rendezvous.membership.own_record import OwnRecord, Place
+from rendezvous.membership.own_record import PAUSE_S, OwnRecord, Place
 from rendezvous.membership.records import (
     Closed,
     Failure,
+    Job,
     Keys,
     Member,
     View,
     World,
 )
 from rendezvous.membership.store import Snapshot, Store
+from rendezvous.outage_log import OutageLog
+
+CLOSED_S = 300.0
+"""How long a finished job is marked as done, in seconds."""
 
 _log = logging.getLogger("rendezvous")
 
@@ -55,12 +60,15 @@ class Participant:
         self.policy = policy
         self.world: World | None = None
         self.joined_at = 0.0
+        self.job = Job()
+        """What this member trains: a job that it closes is marked as that."""
         self._store = store
         self._watch = store.watch(self.keys.prefix)
         self._latest = LatestView(self.keys, self._watch.snapshot)
         self._own = OwnRecord(store, self.keys, place, self._latest, ttl_s)
         self._left = threading.Event()
         self._dead_agents = DeadAgentProbe(place.host)
+        self._outage = OutageLog(_log)
         threading.Thread(target=self._follow, name=f"membership {run_id}", daemon=True).start()
 
     @property
@@ -88,8 +96,8 @@ class Participant:
     def join(self, timeout_s: float, is_stopped: Callable[[], bool] = lambda: False) -> None:
         """Be ready for the next world: register, or leave the world that this member was in.
 
-        Waits for etcd if it does not answer; raises StoreUnavailableError after `timeout_s`, StoppedWaiting when
-        `is_stopped()`.
+        Waits for etcd if it does not answer, takes no writes, or does not let this member in; raises
+        StoreUnavailableError after `timeout_s`, StoppedWaiting when `is_stopped()`.
         """
         self.joined_at = time.time()
         deadline = time.monotonic() + timeout_s
@@ -102,8 +110,10 @@ class Participant:
                     raise StoppedWaiting("asked to leave while etcd was away") from error
                 if time.monotonic() > deadline:
                     raise
-                _log.warning("waiting for etcd: %s", error)
+                self._outage.waits(error)
+                time.sleep(PAUSE_S)
             else:
+                self._outage.is_over()
                 self.world = None
                 return
 
@@ -115,9 +125,9 @@ class Participant:
     ) -> World | None:
         """Wait for a world with this member in it, sealing it if this member leads; None if the job is done.
 
-        `host` starts the store of a world that is about to be sealed and returns its address. Raises
-        TooFewNodesError after `timeout_s`, StoppedWaiting when `is_stopped()`; a member for which there is no room
-        waits without end.
+        `host` starts the store of a world that is about to be sealed and returns its address. Raises TooFewNodesError
+        after `timeout_s`, StoppedWaiting when `is_stopped()`, and NewerVersionError if a newer version has written what
+        this one cannot read; a member for which there is no room waits without end.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -143,6 +153,11 @@ class Participant:
     def is_broken(self) -> bool:
         """Whether the world that this member is in can take no further step."""
         return self.world is not None and decisions.is_broken(self.view, self.id, self.world)
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether this member has the first seat of its world."""
+        return self.world is not None and self.world.rank_of(self.id) == 0
 
     def report_missed(self, nodes: frozenset[str]) -> None:
         """Publish which nodes this member cannot reach, and leave its world if one of them is in it."""
@@ -205,13 +220,14 @@ class Participant:
             try:
                 self._own.update(lambda member, view: replace(member, done=term))
             except StoreUnavailableError as error:
-                _log.warning("waiting for etcd: %s", error)
+                self._outage.waits(error)
+                time.sleep(PAUSE_S)
             else:
                 return
 
-    def close(self, term: int, for_s: float = 300.0) -> None:
+    def close(self, term: int, for_s: float = CLOSED_S) -> None:
         """Mark the job as done for `for_s`: members that join by then leave, and later the run id may be used again."""
-        change = decisions.close(self.keys, Closed(term, time.time()))
+        change = decisions.close(self._latest.now().snapshot, self.keys, Closed(term, time.time(), self.job))
         try:
             lease = self._store.lease(for_s, renew=False)
             self._own.swap(change, lease)
@@ -246,7 +262,7 @@ class Participant:
                 self._own.register()
                 self._latest.wait(snapshot, min(left_s, LOOK_S))  # the watch notices if etcd has lost its data
             except StoreUnavailableError as error:
-                _log.warning("waiting for etcd: %s", error)
+                self._outage.waits(error)
                 time.sleep(min(left_s, LOOK_S))
         elif isinstance(decision, Wait):
             pause_s = LOOK_S
@@ -270,10 +286,12 @@ class Participant:
     def _try(self, change: Change) -> bool:
         """Like `OwnRecord.swap`, but False if etcd does not answer: the caller tries again later."""
         try:
-            return self._own.swap(change, None)
+            done = self._own.swap(change, None)
         except StoreError as error:
-            _log.warning("waiting for etcd: %s", error)
+            self._outage.waits(error)
             return False
+        self._outage.is_over()
+        return done
 
     def _follow(self) -> None:
         revision, life = 0, 0

@@ -31,6 +31,7 @@ from elastic_train.tracking.metric_log import (
 )
 from elastic_train.training.session import Session
 from elastic_train.world.quarantine import find_holes
+from rendezvous.lenient_json import UnreadableRecordError
 from rendezvous.membership.decisions import Change
 from rendezvous.membership.records import Head, Keys, encode
 from rendezvous.membership.store import Snapshot
@@ -206,3 +207,10 @@ class _Unchecked(CheckedFile):
 
 def unchecked(store: Store, key: str, record: FileRecord) -> CheckedFile:
     return _Unchecked(store.open(key), record, key)
+
+
+def known_or_error(key: str, found: object) -> object:
+    """Return a record, or raise what keeps it from being read."""
+    if isinstance(found, UnreadableRecordError):
+        raise found
+    return found

@@ -139,7 +139,19 @@ def _half_applied(draws: random.Random) -> tuple[SimFault, ...]:
     return tuple(SimFault("kill", point=point, nth=draws.randint(20, 90)) for _ in range(3))
 
 
+def _aliens(draws: random.Random) -> tuple[SimFault, ...]:
+    """Somebody writes below the job's prefix what is no record."""
+    return tuple(SimFault("alien_record", at_s=draws.uniform(6.0, 14.0)) for _ in range(3))
+
+
 PLANTED = (
+    SimBug(
+        "strict-records",
+        "a record that cannot be read is an error of those who read it",
+        lambda: {"rendezvous.membership.records:_known": bugs.known_or_error},
+        ("crash",),
+        _aliens,
+    ),
     SimBug(
         "no-fence",
         "an older world publishes",

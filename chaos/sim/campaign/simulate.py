@@ -22,6 +22,7 @@ from chaos.judge.findings import Finding
 from chaos.sim.campaign.swarm import (
     draw,
     draw_bad_data,
+    draw_of_etcd,
     draw_outages,
     in_order,
 )
@@ -38,6 +39,8 @@ SPOILT = 1 / 8
 """In how many runs row groups cannot be read, and are quarantined."""
 TRACKED = 1 / 8
 """How many runs send their metrics to a tracker."""
+REFUSED = 1 / 6
+"""In how many runs etcd refuses for a while, or somebody else writes into it."""
 NEEDS_A_LOSS = ("faults", "rpo", "rto")
 """What is unknown of a run whose faults did no harm, or only later."""
 MOST_UNSEEN = 100_000
@@ -109,6 +112,9 @@ def case_of(seed: int, num_nodes: int | None = None) -> Case:
     if tracker.random() < TRACKED:
         shape = replace(shape, tracked=True)
         faults = in_order([*faults, *draw_outages(tracker, shape)])
+    etcd = random.Random(f"{seed}/etcd")
+    if etcd.random() < REFUSED:
+        faults = in_order([*faults, *draw_of_etcd(etcd, shape)])
     return Case(seed, shape, faults)
 
 

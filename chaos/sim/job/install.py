@@ -165,7 +165,13 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
     def fence(context: RendezvousContext, *, give_up_after_s: float) -> EtcdFence:
         return EtcdFence(client(give_up_after_s=give_up_after_s), context.run_id, world_term=context.term)
 
-    yield from _in("rendezvous.live_member", EtcdStore=client, etcd_options=lambda *_: None, os=_Launcher(host))
+    yield from _in(
+        "rendezvous.live_member",
+        EtcdStore=client,
+        etcd_options=lambda *_: None,
+        Compaction=Uncompacted,
+        os=_Launcher(host),
+    )
     yield from _in(
         "rendezvous.live_member", Reachability=functools.partial(Reachability, probe=around.net.is_reachable)
     )
@@ -212,6 +218,7 @@ def _launch(host: Host, nodes: Sequence[Node]) -> Iterable[tuple[ModuleType, str
     yield from _in(
         "rendezvous.torchelastic.restart_handler",
         EtcdStore=client,
+        Compaction=Uncompacted,
         machine_name=lambda: stdlib.host_of(around.kernel.process.node),
         **mine,
     )
@@ -361,6 +368,13 @@ class Silent:
     def update(self, status: object) -> None: ...
     def event(self, text: str) -> None: ...
     def banner(self, banner: object) -> None: ...
+    def close(self) -> None: ...
+
+
+class Uncompacted:
+    """A compaction that does not happen: the simulated etcd keeps no history."""
+
+    def __init__(self, *_: object) -> None: ...
     def close(self) -> None: ...
 
 

@@ -15,8 +15,12 @@ import yaml
 
 import elastic_train as et
 from elastic_train.cli import main
-from rendezvous import EtcdStore, TooFewNodesError
+from elastic_train.launch import node
+from elastic_train.launch.options import Flags, Launch, resolve
+from rendezvous import EtcdServer, EtcdStore, ServerError, TooFewNodesError, etcd_options
+from rendezvous.etcd.server import free_ports
 from rendezvous.membership.participant import Participant
+from rendezvous.membership.store import Put
 from rendezvous.torchelastic import live_handler
 from tests.conftest import ROOT, start
 from tests.elastic_train.training.test_live import PARAMS, eventually, history, until_whole, write_config
@@ -198,3 +202,46 @@ def test_a_bad_configuration_is_reported_once(tmp_path: Path, rows: Path) -> Non
     assert done.returncode == 2
     assert done.stderr.count("unknown key") == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("recovery", ["live", "restart"])
+def test_a_run_id_that_was_just_used_by_another_job_is_refused(tmp_path: Path, rows: Path, recovery: str) -> None:
+    """It ended with 0, without a step and without a word; the same job again has nothing left to do, and says so."""
+    with EtcdServer() as server:
+        flags = ("--endpoint", server.endpoint, "--id", "twice", "--ranks", "1", "--recovery", recovery)
+
+        def launched(folder: str) -> subprocess.CompletedProcess[str]:
+            config = write_config(tmp_path / folder, rows, 5, lane_ms=0.0)
+            asked = command(config, *flags)
+            return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+
+        assert launched("a").returncode == 0
+        other = launched("b")
+        assert other.returncode == 2 and "the run id 'twice' was finished" in other.stderr.replace("job of ", ""), other
+        assert str(tmp_path / "a") in other.stderr and "a run id of its own (--id, --rdzv_id)" in other.stderr
+        assert not (tmp_path / "b" / "run" / "history").exists()
+        again = launched("a")
+        assert again.returncode == 0 and "nothing" in again.stderr, again
+
+
+def test_two_slurm_jobs_on_one_first_node_have_an_etcd_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one used the first one's, which ended with it. A node of either finds its own job's."""
+
+    def plan(run_id: str, *, is_first: bool) -> Launch:
+        job = {"SLURM_JOB_ID": run_id, "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "127.0.0.1"}
+        return resolve(tmp_path / "c.yaml", [], Flags(), {**job, "SLURM_NODEID": "0" if is_first else "1"}, 0)
+
+    ports = free_ports(7)
+    monkeypatch.setattr(node, "ETCD_PORTS", ports)
+    monkeypatch.setattr(node, "ETCD_PATIENCE_S", 1.0)
+    with node._etcd(plan("71", is_first=True)), node._etcd(plan("72", is_first=True)):
+        for run_id in ("71", "72"):
+            with node._etcd(plan(run_id, is_first=False)) as endpoint:
+                EtcdStore(etcd_options(endpoint)).swap({f"/{run_id}": Put("")}, {})
+                assert len(EtcdStore(etcd_options(endpoint)).get("/").entries) == 1
+    monkeypatch.setattr(node, "ETCD_PORTS", ports[:1])
+    with node._etcd(plan("71", is_first=True)):
+        with pytest.raises(ServerError, match="is taken"), node._etcd(plan("72", is_first=True)):
+            pass
+        with pytest.raises(ServerError, match="is not this job's"), node._etcd(plan("72", is_first=False)):
+            pass
