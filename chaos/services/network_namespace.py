@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -78,8 +79,17 @@ class Cable:
         _ip("route", "replace", self.address("inside"), "dev", outside, "table", self._table)
         _ip("-n", self.namespace, "route", "replace", self.address("nodes"), "dev", inside)
 
+    def misname(self) -> None:
+        """Have the hosts file inside give this machine's name a loopback address, as Debian's installer does."""
+        self._hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
+
+    def name_as_outside(self) -> None:
+        """Let the node inside have this machine's hosts file."""
+        self._hosts.parent.mkdir(parents=True, exist_ok=True)
+        self._hosts.write_text(Path("/etc/hosts").read_text())
+
     def mend(self) -> None:
-        """Undo whatever was done."""
+        """Undo whatever was done to links and packets."""
         _ip("link", "set", self.outside, "up")
         for undo in (
             ("-n", self.namespace, "neigh", "del", self.address("nodes"), "dev", self.inside),
@@ -94,6 +104,11 @@ class Cable:
     def command(self, command: list[str]) -> list[str]:
         """Return the command that runs another one inside."""
         return ["ip", "netns", "exec", self.namespace, *command]
+
+    @property
+    def _hosts(self) -> Path:
+        """What processes inside have as /etc/hosts: iproute2 mounts it there."""
+        return Path("/etc/netns") / self.namespace / "hosts"
 
     @property
     def _table(self) -> str:
@@ -151,11 +166,13 @@ def _take_away(laid: Cable) -> None:
         ("netns", "del", laid.namespace),
     ):
         subprocess.run(["ip", *undo], capture_output=True, check=False)
+    shutil.rmtree(laid._hosts.parent, ignore_errors=True)
 
 
 def _lay(laid: Cable) -> None:
     name = laid.namespace
     _ip("netns", "add", name)
+    laid.name_as_outside()
     _ip("link", "add", laid.outside, "type", "veth", "peer", "name", laid.inside)
     _ip("link", "set", laid.inside, "netns", name)
     for whose in ("nodes", "etcd"):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from rendezvous.waiting import Bystander, GivenUp
 
 T = TypeVar("T")
 
+_INTERFACES = "GLOO_SOCKET_IFNAME"
+
 
 class Group:
     """`size` ranks, of which this process is `rank`.
@@ -32,6 +34,8 @@ class Group:
     With `is_broken`, which is asked with the seconds that a wait has lasted, no wait outlasts the world: as soon as it
     says so, all waits raise PeerLostError, whatever the peers do. Without, a wait ends when the peers answer or die,
     or `timeout_s` is over. Waits happen inside `resting()`. `num_bytes` counts what this rank has given to collectives.
+    Peers connect to `address`, or to what gloo finds: that of the interface GLOO_SOCKET_IFNAME, or of this machine's
+    name.
     """
 
     num_bytes = 0
@@ -44,6 +48,7 @@ class Group:
         timeout_s: float,
         device: torch.device | None = None,
         *,
+        address: str | None = None,
         is_broken: Callable[[float], bool] | None = None,
         resting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -57,14 +62,15 @@ class Group:
             return
         assert store is not None, "a world of several ranks meets at a store"
         try:
-            self._connect(store, timedelta(seconds=timeout_s), device)
-        except PeerLostError:
+            self._connect(store, timedelta(seconds=timeout_s), device, address)
+        except (PeerLostError, ConfigError):
             self.abandon()
             raise
 
-    def _connect(self, store: Store, timeout: timedelta, device: torch.device | None) -> None:
+    def _connect(self, store: Store, timeout: timedelta, device: torch.device | None, address: str | None) -> None:
         rank, size = self.rank, self.size
-        self._host = self._guard(lambda: _typed(dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)))
+        gloo = _gloo_options(timeout, address)
+        self._host = self._guard(lambda: _typed(dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, gloo)))
         if device is not None and device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
@@ -205,6 +211,26 @@ class Group:
 
     def _lost(self, why: str) -> PeerLostError:
         return PeerLostError(f"rank {self.rank} of {self.size}: a collective failed: {why.splitlines()[0]}")
+
+
+def _gloo_options(timeout: timedelta, address: str | None) -> Any:
+    """Return options that bind an address, unless the user has chosen interfaces; raises ConfigError if it cannot.
+
+    By itself gloo binds what the machine's name resolves to: on Debian, 127.0.1.1.
+    """
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs name another class
+    options._timeout = timeout
+    gloo, names = dist.ProcessGroupGloo, os.environ.get(_INTERFACES)
+    try:
+        if names:
+            options._devices = [gloo.create_device(interface=name) for name in names.split(",")]
+        else:
+            options._devices = [gloo.create_device(hostname=address) if address else gloo.create_default_device()]
+    except RuntimeError as error:
+        where = f"{_INTERFACES}={names}" if names else address or "what this machine's name means"
+        raise ConfigError(f"gloo cannot listen at {where}: {str(error).splitlines()[0]}") from error
+    options._threads = 2 * len(options._devices)  # as gloo's own default
+    return options
 
 
 def _typed(backend: object) -> dist.ProcessGroup:

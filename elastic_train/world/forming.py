@@ -124,6 +124,7 @@ class LiveWorlds:
                     world.store,
                     self._timeout_s,
                     self._device,
+                    address=self._context.address,
                     is_broken=self._member.is_broken,
                     resting=self._watchdog.resting,
                 )

@@ -17,7 +17,7 @@ from rendezvous.etcd.connection import Connection, list_prefix
 from rendezvous.etcd.store import EtcdStore
 from rendezvous.live_member import member_prefix
 from rendezvous.membership.records import Keys
-from rendezvous.torchelastic.addresses import address_towards, machine_name
+from rendezvous.torchelastic.addresses import machine_name, own_address
 from rendezvous.torchelastic.conf import BACKEND, Conf
 
 START_PATIENCE_S = 15.0
@@ -36,7 +36,7 @@ class LiveRendezvousHandler(RendezvousHandler):
         # A missing etcd is reported here, not by every worker; but wait a little, as a running job does in an outage.
         with contextlib.closing(Connection(conf.etcd)) as connection:
             list_prefix(connection, self._keys.world, START_PATIENCE_S)
-        self._address = params.local_addr or address_towards(conf.etcd)
+        self._address = own_address(params.local_addr, conf.etcd, params.max_nodes)
         self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
         self.node = f"{machine_name()}-{uuid.uuid4().hex[:8]}"
         self.context = LiveContext(

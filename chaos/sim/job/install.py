@@ -211,6 +211,8 @@ def _launch(host: Host, nodes: Sequence[Node]) -> Iterable[tuple[ModuleType, str
         "rendezvous.torchelastic.restart_handler",
         EtcdStore=client,
         machine_name=lambda: stdlib.host_of(around.kernel.process.node),
+        own_address=lambda given, *_: given,
+        _bind_gloo=_nothing,
         **mine,
     )
     yield from _in("rendezvous.context", os=_Launcher(host))
