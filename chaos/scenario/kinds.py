@@ -70,6 +70,10 @@ _ALL = (
     Kind("cut_link", "a node and the others do not reach each other; all reach etcd", "node", through="cable"),
     Kind("cut_one_way", "what a node sends to others is lost; what they send arrives", "node", through="cable"),
     Kind(
+        "refuse_address", "what a node sends to others is refused, and theirs does not arrive", "node", through="cable"
+    ),
+    Kind("same_address", "a node's address leads whoever uses it to his own machine", "node", local=False),
+    Kind(
         "hosts_file",
         "a node's hosts file gives its own name a loopback address, as Debian's does",
         "node",

@@ -71,6 +71,13 @@ class Cable:
         self.silence()
         _ip("rule", "add", *self._between(), "blackhole")
 
+    def refuse(self) -> None:
+        """Have what the node inside sends to other nodes refused, and lose what they send it; etcd is reached.
+
+        Their address is its own machine's, too, as docker's bridge has one address on every host.
+        """
+        _ip("-n", self.namespace, "addr", "add", f"{self.address('nodes')}/32", "dev", "lo")
+
     def worsen(self, *, loss: float = 0.0, delay_s: float = 0.0) -> None:
         """Lose a part of what goes between the node inside and other nodes, or bring it late; etcd is not concerned."""
         assert self.relay is not None, "it was laid"
@@ -94,6 +101,7 @@ class Cable:
         for undo in (
             ("-n", self.namespace, "neigh", "del", self.address("nodes"), "dev", self.inside),
             ("rule", "del", *self._between(), "blackhole"),
+            ("-n", self.namespace, "addr", "del", f"{self.address('nodes')}/32", "dev", "lo"),
             ("route", "flush", "table", self._table),
             ("-n", self.namespace, "route", "del", self.address("nodes")),
         ):

@@ -24,7 +24,7 @@ from pyetcd import utils
 from rendezvous.errors import StoreRefusedError, StoreUnavailableError
 from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.etcd.options import EtcdOptions
-from rendezvous.membership.probes import split_endpoint
+from rendezvous.identity import split_endpoint
 from rendezvous.membership.store import Entry, Snapshot
 
 T = TypeVar("T")

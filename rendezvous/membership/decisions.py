@@ -154,12 +154,23 @@ def _num_changes(view: View, policy: Policy) -> int:
     assert world is not None, "asked by a member of it"
     lost = len(world.seats) - len(mates)
     again = sum(mate.after >= world.term for mate in mates)
+    return lost + again + len(_joining(view, policy))
+
+
+def joining(view: View, world: World, policy: Policy) -> tuple[Member, ...]:
+    """The members that a new round would admit beside those of `world`; none if that is not the present one."""
+    return () if view.term != world.term else _joining(view, policy)
+
+
+@lru_cache(8)
+def _joining(view: View, policy: Policy) -> tuple[Member, ...]:
+    world, mates = view.world, view.mates
+    assert world is not None, "asked by a member of it"
     if any(view.is_finishing(mate) for mate in mates):
-        # The job is about to end: nobody is admitted any more.
-        return lost + again
+        return ()  # The job is about to end: nobody is admitted any more.
     staying = (*mates, *(member for member in view.members if world.rank_of(member.id) is None))
     admitted = _admitted(mutually_reachable(staying, world), policy)
-    return lost + again + sum(world.rank_of(member.id) is None for member in admitted)
+    return tuple(member for member in admitted if world.rank_of(member.id) is None)
 
 
 def is_broken(view: View, me: str, world: World) -> bool:

@@ -32,6 +32,7 @@ from rendezvous.membership.decisions import (
     Seal,
     Wait,
 )
+from rendezvous.membership.known_agents import Ask, KnownAgents
 from rendezvous.membership.latest_view import LatestView
 from rendezvous.membership.own_record import OwnRecord, Place
 from rendezvous.membership.records import (
@@ -50,7 +51,12 @@ _log = logging.getLogger("rendezvous")
 class Participant:
     """A member of a job: `join`, `next_world`, serve until `num_waiting()`, join again, and at last `leave`."""
 
-    def __init__(self, store: Store, run_id: str, policy: Policy, place: Place, *, ttl_s: float) -> None:
+    def __init__(
+        self, store: Store, run_id: str, policy: Policy, place: Place, *, ttl_s: float, ask: Ask | None = None
+    ) -> None:
+        self.agents = KnownAgents(place.node, ask)
+        self.at_change: Callable[[], None] = lambda: None
+        """Called on the thread that follows the watch, whenever the view may have changed."""
         self.keys = Keys(run_id)
         self.policy = policy
         self.world: World | None = None
@@ -60,7 +66,7 @@ class Participant:
         self._latest = LatestView(self.keys, self._watch.snapshot)
         self._own = OwnRecord(store, self.keys, place, self._latest, ttl_s)
         self._left = threading.Event()
-        self._dead_agents = DeadAgentProbe(place.host)
+        self._dead_agents = DeadAgentProbe(self.agents)
         threading.Thread(target=self._follow, name=f"membership {run_id}", daemon=True).start()
 
     @property
@@ -144,6 +150,10 @@ class Participant:
         """Whether the world that this member is in can take no further step."""
         return self.world is not None and decisions.is_broken(self.view, self.id, self.world)
 
+    def note_missed(self, nodes: frozenset[str]) -> None:
+        """Say from the next registration on which nodes this member cannot reach."""
+        self._own.missed = nodes
+
     def report_missed(self, nodes: frozenset[str]) -> None:
         """Publish which nodes this member cannot reach, and leave its world if one of them is in it."""
         world = self.world
@@ -154,11 +164,21 @@ class Participant:
             after = max(member.after, world.term) if leaves and world is not None else member.after
             return replace(member, missed=tuple(sorted(nodes)), after=after)
 
+        self._own.missed = nodes
         self._own.update(reported)
 
+    def bury(self, member_id: str) -> bool:
+        """Remove a member that is known to be dead; False if it has changed meanwhile, or etcd does not answer."""
+        return self._try(decisions.bury(self._latest.now().snapshot, self.keys, member_id))
+
     def wants_to_grow(self, quiet_s: float) -> bool:
-        """Whether members wait to be admitted, and none has come or gone for `quiet_s`, so that they come together."""
-        return self._latest.now().same_for_s >= quiet_s and self.num_waiting() > 0
+        """Whether members wait to be admitted whose agents this one has met, and none has come or gone for `quiet_s`.
+
+        So they come together, and a world does not end for a newcomer at whose address somebody else is, or nobody.
+        """
+        if self._latest.now().same_for_s < quiet_s or self.num_waiting() == 0 or self.world is None:
+            return False
+        return all(self.agents.has_met(member) for member in decisions.joining(self.view, self.world, self.policy))
 
     def is_only_growing(self) -> bool:
         return self.world is not None and decisions.is_only_growing(self.view, self.world)
@@ -282,6 +302,7 @@ class Participant:
             if snapshot is not None:
                 revision, life = snapshot.revision, snapshot.life
                 self._latest.show(snapshot)
+                self.at_change()
             if not self._left.is_set():
                 self._show_life()
 

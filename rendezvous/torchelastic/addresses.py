@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rendezvous.errors import OptionError
 from rendezvous.etcd.options import EtcdOptions
-from rendezvous.membership.probes import split_endpoint
+from rendezvous.identity import split_endpoint
 
 ELSEWHERE = (("192.0.2.1", 9), ("2001:db8::1", 9))
 """Addresses that are on no network (RFC 5737, RFC 3849): the way to them is the way to any other machine."""

@@ -15,6 +15,7 @@ from rendezvous.context import LIVE_VARIABLE, LiveContext
 from rendezvous.errors import StoreError
 from rendezvous.etcd.connection import Connection, list_prefix
 from rendezvous.etcd.store import EtcdStore
+from rendezvous.identity import IdentityPort
 from rendezvous.live_member import member_prefix
 from rendezvous.membership.records import Keys
 from rendezvous.torchelastic.addresses import machine_name, own_address
@@ -39,13 +40,14 @@ class LiveRendezvousHandler(RendezvousHandler):
         self._address = own_address(params.local_addr, conf.etcd, params.max_nodes)
         self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
         self.node = f"{machine_name()}-{uuid.uuid4().hex[:8]}"
+        self._identity = IdentityPort(self._address, self.node)
         self.context = LiveContext(
             endpoints=conf.etcd.endpoints,
             run_id=params.run_id,
             node=self.node,
             host=machine_name(),
             address=self._address,
-            agent=f"{self._address}:{self._store.port}",
+            agent=self._identity.endpoint,
             min_nodes=params.min_nodes,
             max_nodes=params.max_nodes,
             ttl_s=conf.ttl_s,
@@ -79,6 +81,7 @@ class LiveRendezvousHandler(RendezvousHandler):
         """Do nothing: the workers close the job when they have finished."""
 
     def shutdown(self) -> bool:
+        self._identity.close()
         self._etcd.close()
         return True
 

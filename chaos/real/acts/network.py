@@ -72,6 +72,10 @@ def cut_one_way(job: JobView, fault: Due) -> Struck | None:
     return _cut(job, Cable.silence)
 
 
+def refuse_address(job: JobView, fault: Due) -> Struck | None:
+    return _cut(job, Cable.refuse)
+
+
 def slow_network(job: JobView, fault: Due) -> Struck | None:
     return _cut(job, lambda laid: laid.worsen(delay_s=_LATE_S))
 
@@ -122,6 +126,6 @@ ACTS: dict[str, Act] = {
     act.__name__: act
     for act in (
         *(cut_off_etcd, lose_requests, lose_answers, slow_etcd),
-        *(cut_node, cut_link, cut_one_way, slow_network, lose_packets, hosts_file),
+        *(cut_node, cut_link, cut_one_way, refuse_address, slow_network, lose_packets, hosts_file),
     )
 }

@@ -12,6 +12,7 @@ import pytest
 from rendezvous import EtcdServer, EtcdStore, MemoryStore, TooFewNodesError, etcd_options
 from rendezvous.errors import StoreRefusedError, StoreUnavailableError
 from rendezvous.etcd.data_loss import DataLossDetector
+from rendezvous.identity import Answer
 from rendezvous.membership.dead_agents import is_looking
 from rendezvous.membership.decisions import Policy
 from rendezvous.membership.latest_view import LatestView
@@ -294,14 +295,16 @@ def test_a_leader_seals_what_it_has_seen(store: MemoryStore) -> None:
     leader.leave()
 
 
-def test_one_worker_of_a_node_looks_for_agents_that_are_gone(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_worker_of_a_node_looks_for_agents_that_are_gone(store: MemoryStore) -> None:
     """The first of those that wait; a thousand would ask one another's machines ten times a second."""
     asked: list[str] = []
-    monkeypatch.setattr("rendezvous.membership.dead_agents.is_refused", lambda agent: bool(asked.append(agent)))
+
+    def ask(agent: str, *_: object) -> Answer:
+        asked.append(agent)
+        return "refused"
+
     places = [Place("host", "127.0.0.1", 1, node=name, agent=f"{name}:1") for name in ("here", "here", "there")]
-    nodes = [Participant(store, "job", Policy(1, 2, 0.0), place, ttl_s=TTL_S) for place in places]
+    nodes = [Participant(store, "job", Policy(1, 2, 0.0), place, ttl_s=TTL_S, ask=ask) for place in places]
     for node in nodes:
         node.join(10.0)
     eventually(lambda: all(len(node.view.members) == 3 for node in nodes), "all members")
