@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
@@ -50,9 +50,9 @@ class Reachability:
 
     def __init__(self, participant: Participant) -> None:
         self._participant, self._agents = participant, participant.agents
-        self._away: Mapping[str, Standing] = {}
-        """What was wrong at the last look."""
-        self._looked_at = 0.0
+        self._away: Mapping[str, float] = {}
+        """The nodes that were away at the last look, and since which one."""
+        self._hung_at = 0.0
         self._hangs = self._is_warned = False
         self._looking = threading.Lock()
         self._asked, self._closed = threading.Event(), threading.Event()
@@ -64,7 +64,7 @@ class Reachability:
 
         `is_urgent`: it could not even begin.
         """
-        if time.monotonic() - self._looked_at > (AGAIN_S if self._away or is_urgent else LOOK_EVERY_S):
+        if time.monotonic() - self._hung_at > (AGAIN_S if self._away or is_urgent else LOOK_EVERY_S):
             self._hangs = True
             self._asked.set()
 
@@ -90,27 +90,31 @@ class Reachability:
         with self._looking:
             view = self._participant.view
             mine = view.member(self._participant.id)
-            self._looked_at = time.monotonic()
+            if hangs:
+                self._hung_at = time.monotonic()
             if mine is None:
                 return
             self._agents.forget_all_but(view)
-            missed_before = frozenset(mine.missed)
-            held = missed_before | self._away.keys() | {member.node_id for member in self._new(view)}
+            missed = frozenset(mine.missed)
+            held = missed | self._away.keys() | {member.node_id for member in self._new(view)}
             if hangs and _is_first_of_its_node(view, mine):
                 held |= view.nodes
             asked = held | {mate.node_id for mate in self._unmet_mates(view)}
             nodes = {name: members for name, members in by_node(view.members).items() if name in asked}
             nodes.pop(mine.node_id, None)
-            standing = self._standing_of(nodes)
-            away = {name: how for name, how in standing.items() if how != "here" and name in held}
-            twice = {name for name in away if name in self._away or name in missed_before}
-            self._away = away
-            others = count_nodes(view.members) - 1
-            self._bury([m for name in believed({n for n in twice if away[n] == "gone"}, others) for m in nodes[name]])
-            missed = frozenset(name for name in twice if away[name] == "away")
-            if missed != missed_before:
-                self._warn({name: nodes[name] for name in missed})
-                self._participant.report_missed(missed)
+            self._judge(view, nodes, held, missed)
+
+    def _judge(self, view: View, nodes: Mapping[str, list[Member]], held: Set[str], missed: frozenset[str]) -> None:
+        """Ask nodes; of those that it is held against and that are away again, bury the dead and miss the others."""
+        now, before = time.monotonic(), self._away
+        standing = self._standing_of(nodes)
+        self._away = {name: before.get(name, now) for name, how in standing.items() if how != "here" and name in held}
+        again = {name for name in self._away if name in missed or (name in before and now - before[name] >= AGAIN_S)}
+        dead = believed({name for name in again if standing[name] == "gone"}, count_nodes(view.members) - 1)
+        self._bury([member for name in sorted(dead) for member in nodes[name]])
+        if again - dead != missed:
+            self._warn({name: nodes[name] for name in again - dead})
+            self._participant.report_missed(frozenset(again - dead))
 
     def notice(self) -> None:
         """Look soon if there is anybody whose agent this member is to meet; called whenever the view has changed."""

@@ -53,6 +53,11 @@ class Net:
             delay_s, pause_s = delay_s + pause_s, 2 * pause_s
         return delay_s
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all nodes reach each other."""
+        return not (self.cuts or self.refusing or self.shared)
+
     def reaches(self, sender: int, receiver: int) -> bool:
         return sender == receiver or (sender, receiver) not in self.cuts
 

@@ -33,8 +33,11 @@ def enter(node: Participant) -> World:
     return world
 
 
-def test_a_node_that_is_cut_off_from_the_others_is_left_out_until_it_can_be_reached() -> None:
+def test_a_node_that_is_cut_off_from_the_others_is_left_out_until_it_can_be_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Two silent looks in a row count; the larger part goes on, and takes the third in again once it answers."""
+    monkeypatch.setattr(reach, "AGAIN_S", 0.0)
     store, cut = MemoryStore(), {"c"}
 
     def ask_from(name: str) -> Ask:
@@ -46,16 +49,16 @@ def test_a_node_that_is_cut_off_from_the_others_is_left_out_until_it_can_be_reac
         assert {len(world.seats) for world in pool.map(enter, nodes.values())} == {3}
         reaches["a"].look()
         assert not nodes["b"].is_broken(), "one look may be an accident"
-        for reach in (*reaches.values(), *reaches.values()):
-            reach.look()
+        for looking in (*reaches.values(), *reaches.values()):
+            looking.look()
         eventually(lambda: all(node.is_broken() for node in nodes.values()), "the end of the world")
         waiting = pool.submit(enter, nodes["c"])
         worlds = list(pool.map(enter, [nodes["a"], nodes["b"]]))
         assert [len(world.seats) for world in worlds] == [2, 2]
         assert nodes["a"].num_waiting() == 0 and not waiting.done()
         cut.clear()
-        for reach in reaches.values():
-            reach.look()
+        for looking in reaches.values():
+            looking.look()
         eventually(lambda: nodes["a"].num_waiting() == nodes["b"].num_waiting() == 1, "room for the third")
         assert {len(world.seats) for world in pool.map(enter, [nodes["a"], nodes["b"]])} == {3}
         assert len(waiting.result(10.0).seats) == 3
@@ -130,8 +133,11 @@ def test_a_newcomer_that_cannot_reach_the_others_says_so_before_it_is_a_member()
         node.leave()
 
 
-def test_a_refusing_node_that_lives_is_taken_for_dead_once_and_then_for_out_of_reach() -> None:
+def test_a_refusing_node_that_lives_is_taken_for_dead_once_and_then_for_out_of_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It registers again, and is not known any more by who has not met it since: one world is what it costs."""
+    monkeypatch.setattr(reach, "AGAIN_S", 0.0)
     store, refuses = MemoryStore(), set[str]()
     ask: Ask = lambda agent, *_: "refused" if agent[0] in refuses else "itself"  # noqa: E731
     nodes = {name: make_node(store, name, ask) for name in "abc"}
