@@ -2,6 +2,7 @@
 
 RendezvousError
 ├── OptionError               --rdzv_conf, the endpoint or the run id cannot be used as given; all problems at once
+│   └── LimitsDifferError     --nnodes is not that of the nodes that run already
 ├── StoreError
 │   ├── StoreUnavailableError no member of etcd answered within the deadline, retries included
 │   └── StoreRefusedError     etcd answered, and refused: credentials, permissions, space
@@ -26,6 +27,10 @@ class OptionError(RendezvousError):
     def __init__(self, *problems: str) -> None:
         self.problems = problems
         super().__init__("\n".join(problems))
+
+
+class LimitsDifferError(OptionError):
+    """This node was started with another --nnodes than those that run."""
 
 
 class StoreError(RendezvousError):

@@ -39,6 +39,7 @@ class Place:
     node: str = ""
     node_members: int = 1
     agent: str = ""
+    nodes: str = ""
 
 
 class OwnRecord:
@@ -115,6 +116,7 @@ class OwnRecord:
             node_members=place.node_members,
             agent=place.agent,
             missed=tuple(sorted(self.missed)),
+            nodes=place.nodes,
         )
         key = self._keys.member(self.id)
         change = decisions.update(Snapshot(0, {}), self._keys, member)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rendezvous.errors import (
+    LimitsDifferError,
     StoppedWaiting,
     StoreError,
     StoreUnavailableError,
@@ -29,6 +30,7 @@ from rendezvous.membership.decisions import (
     Expelled,
     Finished,
     Policy,
+    Refused,
     Seal,
     Wait,
 )
@@ -44,6 +46,9 @@ from rendezvous.membership.records import (
     World,
 )
 from rendezvous.membership.store import Snapshot, Store
+
+LEASE_MARGIN_S = 2.0
+"""How much longer than a lease a dead member may be seen."""
 
 _log = logging.getLogger("rendezvous")
 
@@ -64,7 +69,7 @@ class Participant:
         self._store = store
         self._watch = store.watch(self.keys.prefix)
         self._latest = LatestView(self.keys, self._watch.snapshot)
-        self._own = OwnRecord(store, self.keys, place, self._latest, ttl_s)
+        self._own = OwnRecord(store, self.keys, replace(place, nodes=policy.nodes), self._latest, ttl_s)
         self._left = threading.Event()
         self._dead_agents = DeadAgentProbe(self.agents)
         threading.Thread(target=self._follow, name=f"membership {run_id}", daemon=True).start()
@@ -95,9 +100,11 @@ class Participant:
         """Be ready for the next world: register, or leave the world that this member was in.
 
         Waits for etcd if it does not answer; raises StoreUnavailableError after `timeout_s`, StoppedWaiting when
-        `is_stopped()`.
+        `is_stopped()`, LimitsDifferError if other members were started with another --nnodes.
         """
         self.joined_at = time.time()
+        if self._own.is_gone:
+            self._check_limits(is_stopped)
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -122,8 +129,8 @@ class Participant:
         """Wait for a world with this member in it, sealing it if this member leads; None if the job is done.
 
         `host` starts the store of a world that is about to be sealed and returns its address. Raises
-        TooFewNodesError after `timeout_s`, StoppedWaiting when `is_stopped()`; a member for which there is no room
-        waits without end.
+        TooFewNodesError after `timeout_s`, StoppedWaiting when `is_stopped()`, LimitsDifferError if members that were
+        there before have another --nnodes; a member for which there is no room waits without end.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -131,6 +138,8 @@ class Participant:
             if isinstance(decision, Enter):
                 self.world = decision.world
                 return decision.world
+            if isinstance(decision, Refused):
+                raise LimitsDifferError(decision.why)
             if isinstance(decision, Finished):
                 return None
             if isinstance(decision, Wait) and decision.why == "room":
@@ -141,6 +150,16 @@ class Participant:
             if left_s <= 0:
                 raise TooFewNodesError(self._too_few(timeout_s))
             self._act(decision, snapshot, host, left_s)
+
+    def _check_limits(self, is_stopped: Callable[[], bool]) -> None:
+        """Refuse to register beside members with other limits, unless they are dead and their leases about to end."""
+        deadline = time.monotonic() + self.ttl_s + LEASE_MARGIN_S
+        while (why := decisions.disagreement((now := self._latest.now()).view, self.policy.nodes)) is not None:
+            if is_stopped():
+                raise StoppedWaiting("asked to leave before it had registered")
+            if time.monotonic() > deadline:
+                raise LimitsDifferError(why)
+            self._latest.wait(now.snapshot, LOOK_S)
 
     def num_waiting(self) -> int:
         """How many changes require a new round; 0 while the world stands."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic_train.cli import main
-from rendezvous import EtcdStore, TooFewNodesError
+from rendezvous import EtcdServer, EtcdStore, TooFewNodesError
 from rendezvous.membership.participant import Participant
 from rendezvous.torchelastic import live_handler
 from tests.conftest import ROOT, start
@@ -122,3 +122,30 @@ def test_a_bad_configuration_is_told_once(tmp_path: Path, rows: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.count("unknown key") == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("recovery", ["live", "restart"])
+def test_a_node_with_other_limits_ends_with_2_and_the_others_do_not_notice(
+    tmp_path: Path, rows: Path, recovery: str
+) -> None:
+    """One with --nodes 1:2 and one with 1:3 once regrouped twice a second for ever."""
+    with EtcdServer() as etcd:
+        config = write_config(tmp_path, rows, 100_000)
+        shared = ("--ranks", "1", "--endpoint", etcd.endpoint, "--id", tmp_path.name, "--recovery", recovery)
+        first = subprocess.Popen(command(config, "--nodes", "1:2", *shared), cwd=ROOT)
+        try:
+            until_whole(tmp_path / "run", 1)
+            other = subprocess.run(
+                command(config, "--nodes", "1:3", *shared),
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=240,
+                check=False,
+            )
+            assert other.returncode == 2, other.stderr
+            assert "--nnodes (or --nodes) is 1:3 here, and 1:2 on the nodes that run already" in other.stderr
+            assert first.poll() is None
+        finally:
+            first.kill()
+        assert [line["term"] for line in history(tmp_path / "run") if line["op"] == "form"] == [1]
