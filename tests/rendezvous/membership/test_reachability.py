@@ -36,7 +36,7 @@ def enter(node: Participant) -> World:
 def test_a_node_that_is_cut_off_from_the_others_is_left_out_until_it_can_be_reached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two silent looks in a row count; the larger part goes on, and takes the third in again once it answers."""
+    """Two silent looks in a row count; the larger part continues, and takes the third back once it answers."""
     monkeypatch.setattr(reach, "AGAIN_S", 0.0)
     store, cut = MemoryStore(), {"c"}
 
@@ -68,7 +68,7 @@ def test_a_node_that_is_cut_off_from_the_others_is_left_out_until_it_can_be_reac
 
 
 @pytest.mark.slow
-def test_who_is_missed_by_the_record_alone_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_missing_only_in_the_record_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer of etcd's was lost: the record names a node that this process does not know that it has named."""
     monkeypatch.setattr(reach, "SELDOM_S", 0.05)
     store = MemoryStore()
