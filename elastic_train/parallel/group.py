@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from elastic_train.errors import ConfigError, PeerLostError
+from elastic_train.parallel.connections import Connections
+from rendezvous.open_files import make_room_for
 from rendezvous.waiting import Bystander, GivenUp
 
 T = TypeVar("T")
@@ -58,9 +60,12 @@ class Group:
         self._host: dist.ProcessGroup | None = None
         self._device: dist.ProcessGroup | None = None
         self._bystander = Bystander(f"group of rank {rank}") if is_broken is not None and size > 1 else None
+        self._connections: Connections | None = None
+        self._is_stuck = False
         if size == 1:
             return
         assert store is not None, "a world of several ranks meets at a store"
+        make_room_for(size)
         try:
             self._connect(store, timedelta(seconds=timeout_s), device, address)
         except (PeerLostError, ConfigError):
@@ -69,8 +74,10 @@ class Group:
 
     def _connect(self, store: Store, timeout: timedelta, device: torch.device | None, address: str | None) -> None:
         rank, size = self.rank, self.size
-        gloo = _gloo_options(timeout, address)
+        gloo, connections = _gloo_options(timeout, address), Connections()
         self._host = self._guard(lambda: _typed(dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, gloo)))
+        connections.note()
+        self._connections = connections
         if device is not None and device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
@@ -173,13 +180,17 @@ class Group:
     def abandon(self) -> None:
         """Give the group up at once, although a call may be stuck in it; the process must end by `os._exit`.
 
-        The group is dropped by the thread that is stuck in it, once that is free.
+        The group is dropped by the thread that is stuck in it, once that is free: on gloo soon, because the connections
+        are shut down.
         """
         groups = [group for group in (self._host, self._device) if group is not None]
         self._host = self._device = None
         if self._bystander is not None:
             self._bystander.leave(groups.clear)
             self._bystander = None
+        if self._is_stuck and self._connections is not None:
+            self._connections.shut_down()
+        self._connections = None
 
     def _group(self, tensor: Tensor) -> dist.ProcessGroup:
         group = self._device if tensor.is_cuda else self._host
@@ -205,6 +216,7 @@ class Group:
                     return call()
                 return self._bystander.call(call, lambda: is_broken(time.monotonic() - started))
         except GivenUp:
+            self._is_stuck = True
             raise self._lost("the world has changed") from None
         except (RuntimeError, TimeoutError) as error:
             raise self._lost(str(error)) from error
