@@ -71,6 +71,17 @@ _ALL = (
     Kind("cut_node", "a node is cut off the network, etcd included", "node", sim=False, through="cable", cuts_off=True),
     Kind("cut_link", "a node and the others do not reach each other; all reach etcd", "node", through="cable"),
     Kind("cut_one_way", "what a node sends to others is lost; what they send arrives", "node", through="cable"),
+    Kind(
+        "refuse_address", "what a node sends to others is refused, and theirs does not arrive", "node", through="cable"
+    ),
+    Kind("same_address", "a node's address leads whoever uses it to his own machine", "node", local=False),
+    Kind(
+        "hosts_file",
+        "a node's hosts file gives its own name a loopback address, as Debian's does",
+        "node",
+        sim=False,
+        through="cable",
+    ),
     Kind("sever_link", "cut_link, for longer than worlds without one of the nodes take to form", "node", local=False),
     Kind("kill_etcd_member", "SIGKILL to a member of etcd that does not lead", "etcd"),
     Kind("kill_etcd_leader", "SIGKILL to the member of etcd that leads", "etcd"),

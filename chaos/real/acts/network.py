@@ -72,12 +72,31 @@ def cut_one_way(job: JobView, fault: Due) -> Struck | None:
     return _cut(job, Cable.silence)
 
 
+def refuse_address(job: JobView, fault: Due) -> Struck | None:
+    return _cut(job, Cable.refuse)
+
+
 def slow_network(job: JobView, fault: Due) -> Struck | None:
     return _cut(job, lambda laid: laid.worsen(delay_s=_LATE_S))
 
 
 def lose_packets(job: JobView, fault: Due) -> Struck | None:
     return _cut(job, lambda laid: laid.worsen(loss=_LOST))
+
+
+def hosts_file(job: JobView, fault: Due) -> Struck | None:
+    """Change what the last node's machine is called; the next world of its processes meets the new name."""
+    laid, node = job.around.cable, job.nodes[-1]
+    assert laid is not None, "the scenario's kinds have asked for it"
+    if not node.is_up:
+        return None
+    laid.misname()
+
+    def name_again() -> list[int]:
+        laid.name_as_outside()
+        return node.pids()
+
+    return Struck(node.pids(), [node], undo=name_again)
 
 
 def _cut(job: JobView, spoil: Callable[[Cable], None]) -> Struck | None:
@@ -107,6 +126,6 @@ ACTS: dict[str, Act] = {
     act.__name__: act
     for act in (
         *(cut_off_etcd, lose_requests, lose_answers, slow_etcd),
-        *(cut_node, cut_link, cut_one_way, slow_network, lose_packets),
+        *(cut_node, cut_link, cut_one_way, refuse_address, slow_network, lose_packets, hosts_file),
     )
 }

@@ -45,7 +45,7 @@ from elastic_train.training.step_sums import LaneSums
 from elastic_train.world import handover
 from rendezvous.context import RendezvousContext
 from rendezvous.membership.fence import EtcdFence
-from rendezvous.membership.reachability import SELDOM_S, Reachability
+from rendezvous.membership.reachability import SELDOM_S
 from rendezvous.membership.records import read_view
 
 PRODUCT = (
@@ -172,13 +172,11 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
         Compaction=Uncompacted,
         os=_Launcher(host),
     )
-    yield from _in(
-        "rendezvous.live_member", Reachability=functools.partial(Reachability, probe=around.net.is_reachable)
-    )
+    yield from _in("rendezvous.membership.known_agents", ask=around.net.ask)
     seldom_s = SELDOM_S * around.shape.look_s
     yield from _in("rendezvous.membership.reachability", ThreadPoolExecutor=around.net.at_once, SELDOM_S=seldom_s)
     yield from _in("rendezvous.waiting", SimpleQueue=functools.partial(stdlib.Queue, around.kernel))
-    yield from _in("rendezvous.membership.dead_agents", is_refused=around.net.is_refused, LOOK_S=around.shape.look_s)
+    yield from _in("rendezvous.membership.dead_agents", LOOK_S=around.shape.look_s)
     yield from _in("rendezvous.membership.participant", LOOK_S=around.shape.look_s)
     yield from _in("rendezvous.membership.latest_view", read_view=_memory_of(read_view, NUM_VIEWS))
     yield from _in("rendezvous.meeting_point", TCPStore=functools.partial(MeetingStore, around.net))
@@ -220,6 +218,8 @@ def _launch(host: Host, nodes: Sequence[Node]) -> Iterable[tuple[ModuleType, str
         EtcdStore=client,
         Compaction=Uncompacted,
         machine_name=lambda: stdlib.host_of(around.kernel.process.node),
+        own_address=lambda given, *_: given,
+        _bind_gloo=_nothing,
         **mine,
     )
     yield from _in("rendezvous.context", os=_Launcher(host))

@@ -85,13 +85,14 @@ class Node:
         agent, host = self._kernel.process, self._host
         shape = host.shape
         agent.at_death["workers"] = self._kill_workers
+        node = f"{host_of(self.number)}-{agent.pid}"
         context = LiveContext(
             endpoints=("etcd",),
             run_id=RUN_ID,
-            node=f"{host_of(self.number)}-{agent.pid}",
+            node=node,
             host=host_of(self.number),
             address=host_of(self.number),
-            agent=agent_port(host.around.net),
+            agent=agent_port(host.around.net, node),
             min_nodes=shape.min_nodes,
             max_nodes=shape.nodes,
             ttl_s=shape.ttl_s,

@@ -245,3 +245,30 @@ def test_two_slurm_jobs_on_one_first_node_have_an_etcd_each(tmp_path: Path, monk
             pass
         with pytest.raises(ServerError, match="is not this job's"), node._etcd(plan("72", is_first=False)):
             pass
+
+
+@pytest.mark.parametrize("recovery", ["live", "restart"])
+def test_a_node_with_other_limits_ends_with_2_and_the_others_do_not_notice(
+    tmp_path: Path, rows: Path, recovery: str
+) -> None:
+    """One with --nodes 1:2 and one with 1:3 once regrouped twice a second for ever."""
+    with EtcdServer() as etcd:
+        config = write_config(tmp_path, rows, 100_000)
+        shared = ("--ranks", "1", "--endpoint", etcd.endpoint, "--id", tmp_path.name, "--recovery", recovery)
+        first = subprocess.Popen(command(config, "--nodes", "1:2", *shared), cwd=ROOT)
+        try:
+            until_whole(tmp_path / "run", 1)
+            other = subprocess.run(
+                command(config, "--nodes", "1:3", *shared),
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=240,
+                check=False,
+            )
+            assert other.returncode == 2, other.stderr
+            assert "--nnodes (or --nodes) is 1:3 here, and 1:2 on the nodes that run already" in other.stderr
+            assert first.poll() is None
+        finally:
+            first.kill()
+        assert [line["term"] for line in history(tmp_path / "run") if line["op"] == "form"] == [1]
