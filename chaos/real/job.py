@@ -77,6 +77,7 @@ class Job:
             recovery=self.scenario.nodes.recovery,
             patience_s=self.scenario.patience_s,
             reference=self.scenario.reference,
+            nonfinite=self.scenario.nonfinite,
             max_restarts=self.scenario.nodes.max_restarts,
             command=self.nodes[0].command,
             replay=self.replay,

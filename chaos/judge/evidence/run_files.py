@@ -1,4 +1,4 @@
-"""What a run has left, read from files alone: histories, commit records, results, the witness, the faults.
+"""What a run has left, read from files alone: histories, commits, results, the witness, the faults.
 
 Nothing here is imported from what is judged. A torn last line of a history (its process died) is passed over.
 """
@@ -17,8 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
+from chaos.judge.evidence.stored_weights import Tensors, load_weights
+
 Line = dict[str, object]
 _LARGEST_VOID = 100
+MANIFEST = "manifest.json"
 T = TypeVar("T")
 
 
@@ -45,6 +48,10 @@ class Evidence:
     """Each term's lines; None where nobody could have logged any."""
     tracked: Line | None = field(default=None, repr=False)
     """What the tracker held, by metric; None if it was not read."""
+    rows: int | None = None
+    """How many rows the training set has by its manifest; None without one."""
+    load: Callable[[Line], Tensors] | None = field(default=None, repr=False)
+    """Returns the weights that the files of a commit record hold; raises Violated where they are not what it says."""
     # What is worked out of the files once; `replace` begins with none of it.
     _as_read: dict[str, list[Line]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _by_op: dict[str, list[Line]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -96,6 +103,7 @@ def collect(folder: Path) -> Evidence:
     witness = folder / "witness.npy"
     config = _mapping(yaml.safe_load(_text(folder / "config.yaml") or "{}"))
     result, held = _text(folder / "result.json"), _text(folder / "tracked.json")
+    manifest = manifest_of(folder, config or {})
     return Evidence(
         folder=folder,
         processes=[list(parse_lines(path.read_bytes())) for path in sorted((folder / "history").glob("*.jsonl"))],
@@ -105,7 +113,21 @@ def collect(folder: Path) -> Evidence:
         witness=np.load(witness, allow_pickle=False) if witness.exists() else None,
         metrics=metrics_of(folder),
         tracked=_parsed(held.encode()) if held else None,
+        rows=None if manifest is None else rows_of(manifest),
+        load=functools.partial(load_weights, folder),
     )
+
+
+def manifest_of(folder: Path, config: Line) -> Line | None:
+    """Read the training set's manifest: the copy in the run's folder, or the one where its configuration says."""
+    data = _mapping(config.get("data")) or {}
+    places = [folder, *([Path(train)] if isinstance(train := data.get("train"), str) else [])]
+    return next((_parsed((place / MANIFEST).read_bytes()) for place in places if (place / MANIFEST).is_file()), None)
+
+
+def rows_of(manifest: Line) -> int:
+    """Count the rows of all row groups that a manifest lists."""
+    return sum(sum(cast(list[int], file["row_groups"])) for file in cast(list[Line], items(manifest, "files")))
 
 
 def record_files(folder: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from chaos.judge.evidence.applied import (
     reached_by,
     restored_at,
     result_of,
+    shape_of,
     steps_of,
 )
 from chaos.judge.evidence.fault_windows import FaultWindows, fault_windows_of, patience_of
@@ -41,7 +42,12 @@ def finished(run: Evidence) -> str:
         raise Unknown(f"the job has not ended; it is judged up to its commit of step {result['step']}")
     if result["status"] != "done":
         raise Violated(f"the job ended as {result['status']} at step {result['step']}")
-    return f"done at step {result['step']} in term {result['term']}"
+    shape = shape_of(run)
+    if result["step"] != shape.total_steps or result["num_samples"] != shape.rows:
+        said = f"done at step {result['step']} of {result['num_samples']} rows"
+        due = f"{shape.total_steps} steps of {shape.rows} rows"
+        raise Violated(f"the job says that it is {said}; by its configuration and manifest it is {due}")
+    return f"done at step {result['step']}, the last by configuration and manifest, in term {result['term']}"
 
 
 def faults(run: Evidence) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from chaos.judge.evidence.run_files import Commit, Evidence, is_void
 from chaos.sim.job.run_record import RunRecord
 from chaos.sim.job.surroundings import Surroundings
+from chaos.sim.modelled.commit_files import load_weights
 from elastic_train.config.schema import Config
 
 
@@ -30,4 +32,6 @@ def left_by(around: Surroundings, record: RunRecord, config: Config) -> Evidence
         witness=record.witness if record.is_done else None,
         metrics=None if tracking is None else tracking.metrics,
         tracked=None if tracking is None else tracking.server.held(),
+        rows=sum(shape.rows),
+        load=functools.partial(load_weights, files),
     )

@@ -29,9 +29,9 @@ from chaos.planted.catalogue import PLANTED, Planted
 from chaos.planted.edits import edit
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Order
-from tests.chaos.recorded import record, samples_until
+from tests.chaos.recorded import digest_at, record, samples_until
 
-ALL = {*INVARIANTS, *COMPARED, "sums", "witness", "tracking"}
+ALL = {*INVARIANTS, *COMPARED, "sums", "deliverable", "witness", "tracking"}
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +266,7 @@ def test_verdict_names_what_is_asked_for(healthy: Path) -> None:
     fields = json.loads((healthy / "verdict.json").read_text())
     assert fields == json.loads(json.dumps(verdict.fields))
     assert fields["valid"] is True
-    assert fields["weights_sha256"] == fields["reference_weights_sha256"] == f"{30:064d}"
+    assert fields["weights_sha256"] == fields["reference_weights_sha256"] == digest_at(30)
     assert fields["coverage"] == {"min": 1, "max": 1, "samples": 101}
     assert (fields["rpo_steps"], fields["seed"], len(fields["faults"])) == (3, 7, 2)
     assert fields["rto_s"] == pytest.approx(3.1, abs=0.01)
