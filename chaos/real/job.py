@@ -25,7 +25,7 @@ from chaos.scenario.kinds import KINDS, LOCAL
 from chaos.scenario.model import Scenario
 from chaos.scenario.schedule import Due
 from chaos.services.surroundings import Surroundings
-from chaos.services.torchrun_node import Node, signal_all
+from chaos.services.torchrun_node import Node, born_at, signal_all
 from elastic_train.system.failpoints import KINDS as POINT_KINDS
 from elastic_train.system.failpoints import POINTS
 
@@ -63,6 +63,7 @@ class Job:
     _points: Points = field(default_factory=Points)
     _placed: set[int] = field(default_factory=set)
     _kinds: set[str] = field(default_factory=set)
+    _born: dict[int, int | None] = field(default_factory=dict)
     _disturbed_at: float = 0.0
     _is_stopping: bool = False
 
@@ -150,7 +151,7 @@ class Job:
         who = {"kind": fault.kind, "target": fault.target, "node": node, "nodes": [n.number for n in done.nodes]}
         what = {"signal": done.signal, "for_s": fault.for_s, "point": fault.point.name if fault.point else None}
         seen = {"seen_commit": followed.commit, "term": followed.term}
-        self.record("fault", t=at, **who, **what, **moments, **seen, **done.recorded, pids=done.pids)
+        self.record("fault", t=at, **who, **what, **moments, **seen, **done.recorded, **self._named(done.pids))
         where = f" on node {node}" if node is not None else ""
         point = f" at {fault.point.name}" if fault.point else ""
         self.on_event(f"fault {self.num_faults}: {fault.kind}{point}{where} at step {followed.step}")
@@ -240,7 +241,7 @@ class Job:
         if pids is not None:
             self._undos.remove(pending)
             self._disturbed_at = time.time()
-            self.record("undo", kind=kind, pids=pids)
+            self.record("undo", kind=kind, **self._named(pids))
 
     def _place(self) -> None:
         """Record on which node the processes run that have come into the world since the last look."""
@@ -248,7 +249,12 @@ class Job:
         self._placed |= new
         for node in self.nodes if new else []:
             if pids := sorted(new.intersection(node.pids())):
-                self.record("node", node=node.number, pids=pids)
+                self._born.update({pid: born_at(pid) for pid in pids})
+                self.record("node", node=node.number, **self._named(pids))
+
+    def _named(self, pids: list[int]) -> dict[str, object]:
+        """Return pids, and when these processes were born: their numbers may be given to others."""
+        return {"pids": pids, "born": [self._born.get(pid) for pid in pids]}
 
     def _clean_up(self) -> None:
         """Record how nodes ended and what outlived the job, and end that."""

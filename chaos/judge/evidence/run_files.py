@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
+from chaos.judge.evidence.identities import identified
 from chaos.judge.evidence.stored_weights import Tensors, load_weights
 
 Line = dict[str, object]
@@ -106,7 +107,9 @@ def collect(folder: Path) -> Evidence:
     manifest = manifest_of(folder, config or {})
     return Evidence(
         folder=folder,
-        processes=[list(parse_lines(path.read_bytes())) for path in sorted((folder / "history").glob("*.jsonl"))],
+        processes=identified(
+            [list(parse_lines(path.read_bytes())) for path in sorted((folder / "history").glob("*.jsonl"))]
+        ),
         commits=[_commit(path) for path in record_files(folder)],
         config=config or {},
         result=_parsed(result.encode()) if result else None,

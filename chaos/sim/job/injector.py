@@ -6,6 +6,7 @@ from chaos.scenario.kinds import befalls_all, cuts_off
 from chaos.sim.job.fault import SimFault
 from chaos.sim.job.fleet import Fleet
 from chaos.sim.job.kinds import KINDS
+from chaos.sim.job.run_record import named
 from chaos.sim.machine.kernel import Killed, Process
 
 TIMES = {"scale_down": 5.0, "start_twin": 5.0}
@@ -86,9 +87,9 @@ class Injector:
     def _note(self, fault: SimFault, hit: list[Process], node: int, for_s: float, **more: object) -> None:
         name = f"{fault.kind}@{fault.point}" if fault.point else fault.kind
         self.num_faults[name] = self.num_faults.get(name, 0) + 1
-        who = {"kind": name, "target": node, "node": node, "signal": None, "pids": [process.pid for process in hit]}
+        who = {"kind": name, "target": node, "node": node, "signal": None, **named(hit)}
         seen = {"seen_step": self._record.step, "seen_commit": None, "term": self._record.term}
         self._record.write("chaos", "fault", **who, at_step=None, is_drawn=False, **seen, **more, for_s=for_s)
 
     def _note_tear(self, writer: Process) -> None:
-        self._record.write("chaos", "undo", kind="tear_write", pids=[writer.pid])
+        self._record.write("chaos", "undo", kind="tear_write", **named([writer]))

@@ -181,6 +181,7 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
     yield from _in("elastic_train.world.world", open_store=storage, DeadlineStore=_undelayed, open_fence=fence)
     yield from _in("elastic_train.world.restore", last_applied=lambda *_, **__: None)
     yield from _in("elastic_train.world.world", History=functools.partial(SimHistory, host), Progress=Silent)
+    yield from _in("elastic_train.tracking.history", process_identity=host.identity)
     yield from _in("elastic_train.training.open_session", open_store=storage, DeadlineStore=_undelayed)
     yield from _in("elastic_train.training.open_session", faults_before=lambda *_: Faults(0, 0.0))
     yield from _in(
@@ -343,7 +344,8 @@ class SimHistory(History):
     def __init__(self, host: Host, run_dir: str, term: int, rank: int) -> None:
         self.term, self._rank, self.num_failures = term, rank, 0
         self._host = host
-        self._name = f"{term:08d}-{rank:05d}-{host.kernel.process.pid}"
+        process = host.kernel.process
+        self._name = f"{term:08d}-{rank:05d}-{process.pid}-{process.node}-{process.born:.6f}"
 
     def close(self) -> None:
         """Nothing is held."""

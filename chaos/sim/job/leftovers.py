@@ -7,6 +7,7 @@ import hashlib
 import json
 from pathlib import Path
 
+from chaos.judge.evidence.identities import identified
 from chaos.judge.evidence.run_files import Commit, Evidence, is_void
 from chaos.sim.job.run_record import RunRecord
 from chaos.sim.job.surroundings import Surroundings
@@ -21,7 +22,7 @@ def left_by(around: Surroundings, record: RunRecord, config: Config) -> Evidence
     record.write("chaos", "scenario", name="sim", seed=around.seed, **promised, command=[])
     return Evidence(
         folder=Path("sim"),
-        processes=[record.lines[name] for name in sorted(record.lines)],
+        processes=identified([record.lines[name] for name in sorted(record.lines)]),
         commits=[
             Commit(key, hashlib.sha256(files[key][0]).hexdigest(), json.loads(files[key][0]))
             for key in sorted(files)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from chaos.judge.evidence.run_files import Line
 from chaos.sim.machine.kernel import EPOCH_S, Kernel, Process
+from chaos.sim.machine.stdlib import host_of
 from elastic_train.core.arrays import Int64s
 
 _SIMPLE = (str, int, float, type(None))
 """What JSON gives back as it is."""
+
+
+def named(processes: Sequence[Process]) -> Line:
+    """Return what tells processes from all others."""
+    pids, born = [process.pid for process in processes], [process.born for process in processes]
+    return {"pids": pids, "hosts": [host_of(process.node) for process in processes], "born": born}
 
 
 class RunRecord:

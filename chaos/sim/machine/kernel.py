@@ -37,8 +37,8 @@ class Timeless(AssertionError):  # noqa: N818 - what happened to time
 class Process:
     """A simulated process: what a SIGKILL ends, a SIGSTOP holds and a clock belongs to."""
 
-    def __init__(self, pid: int, node: int, name: str) -> None:
-        self.pid, self.node, self.name = pid, node, name
+    def __init__(self, pid: int, node: int, name: str, born: float = 0.0) -> None:
+        self.pid, self.node, self.name, self.born = pid, node, name, born
         self.is_dead = self.is_paused = False
         self.skew_s = 0.0
         self.slowness = 1.0

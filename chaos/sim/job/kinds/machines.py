@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from chaos.sim.job.fault import SimFault
 from chaos.sim.job.fleet import Fleet
+from chaos.sim.job.run_record import named
 from chaos.sim.machine.kernel import Process
 
 
@@ -55,7 +56,7 @@ def flap_node(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 def _flap(fleet: Fleet, number: int, for_s: float) -> None:
     if hit := fleet.stop_node(number, for_s):
-        fleet.record.write("chaos", "undo", kind="flap_node", node=number, pids=[process.pid for process in hit])
+        fleet.record.write("chaos", "undo", kind="flap_node", node=number, **named(hit))
 
 
 def scale_down(fleet: Fleet, fault: SimFault) -> list[Process]:
