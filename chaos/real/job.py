@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from chaos.errors import RunError
 from chaos.real import leftovers
@@ -64,6 +65,7 @@ class Job:
     _placed: set[int] = field(default_factory=set)
     _kinds: set[str] = field(default_factory=set)
     _born: dict[int, int | None] = field(default_factory=dict)
+    _ended_at: dict[int, float] = field(default_factory=dict)
     _disturbed_at: float = 0.0
     _is_stopping: bool = False
 
@@ -230,6 +232,7 @@ class Job:
             self._undo(pending)
         self._points.look(self)
         self.followed.look(self.folder)
+        self._note_ends()
         self._place()
         self.on_look(self.followed)
         time.sleep(_LOOK_EVERY_S)
@@ -243,6 +246,14 @@ class Job:
             self._disturbed_at = time.time()
             self.record("undo", kind=kind, **self._named(pids))
 
+    def _note_ends(self) -> None:
+        """Note when each node has ended: what explains that has to have come before, and not long before."""
+        for node in self.nodes:
+            if node.code is None:
+                self._ended_at.pop(node.number, None)
+            else:
+                self._ended_at.setdefault(node.number, time.time())
+
     def _place(self) -> None:
         """Record on which node the processes run that have come into the world since the last look."""
         new = set(self.followed.pids.values()) - self._placed
@@ -252,7 +263,7 @@ class Job:
                 self._born.update({pid: born_at(pid) for pid in pids})
                 self.record("node", node=node.number, **self._named(pids))
 
-    def _named(self, pids: list[int]) -> dict[str, object]:
+    def _named(self, pids: list[int]) -> dict[str, Any]:
         """Return pids, and when these processes were born: their numbers may be given to others."""
         return {"pids": pids, "born": [self._born.get(pid) for pid in pids]}
 
@@ -261,9 +272,10 @@ class Job:
         for _, _, undo in self._undos if any(node.is_up for node in self.nodes) else []:
             undo()
         is_over = not any(node.is_up for node in self.nodes)
+        self._note_ends()
         for node in self.nodes:
             if node.code is not None:
-                self.record("exit", node=node.number, code=node.code)
+                self.record("exit", t=self._ended_at[node.number], node=node.number, code=node.code)
         left = self._left(_DYING_S if is_over else 0.0)
         if is_over:
             found = leftovers.look(self.folder, self._placed, self.around, self.scenario.nodes.lease_ttl_s)

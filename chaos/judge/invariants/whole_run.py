@@ -19,7 +19,6 @@ from chaos.judge.evidence.applied import (
     shape_of,
     steps_of,
 )
-from chaos.judge.evidence.fault_windows import FaultWindows, fault_windows_of, patience_of
 from chaos.judge.evidence.recovery_cost import (
     Recovery,
     after_the_last_step,
@@ -29,6 +28,7 @@ from chaos.judge.evidence.recovery_cost import (
     ridden_out,
 )
 from chaos.judge.evidence.run_files import Evidence, number, whole
+from chaos.judge.evidence.spells import patience_of, spell_end, spells_of
 from chaos.judge.findings import Unknown, Violated
 from chaos.judge.invariants.rollbacks import check_rollbacks
 
@@ -122,7 +122,7 @@ def _given_up(run: Evidence) -> Iterator[tuple[int, int, int, int, int]]:
 
 
 def rto(run: Evidence) -> str:
-    """Every fault is followed by a next world's first applied step in its window, or was ridden out."""
+    """Every fault is followed by a next world's first applied step in its spell, or was ridden out."""
     costs, spared = recoveries(run), ridden_out(run)
     for cost in costs:
         late_s = cost.at + cost.rto_s - _due_at(run, cost)
@@ -145,7 +145,7 @@ def _due_at(run: Evidence, cost: Recovery) -> float:
     A small world takes long over a step, and makes room for a node that comes back only after the step that announces
     it: the second step, at the latest, that it applies when nothing is wrong any more.
     """
-    over, came = fault_windows_of(run).until(cost.at), cost.at + cost.rto_s
+    over, came = spell_end(run, run.of("fault")[cost.place]), cost.at + cost.rto_s
     if came <= over:
         return over
     applied = (
@@ -160,10 +160,10 @@ def liveness(run: Evidence) -> str:
     for line in run.of("stuck"):
         raise Violated(str(line["why"]))
     times = [number(line, "t") for line in run.of("step")]
-    patience_s, windows, longest_s = patience_of(run), fault_windows_of(run), 0.0
+    patience_s, spells, longest_s = patience_of(run), spells_of(run), 0.0
     for before, after in pairwise(times):
         longest_s = max(longest_s, after - before)
-        if after - before > patience_s and (quiet_s := _longest_quiet_s(windows, before, after)) > patience_s:
+        if after - before > patience_s and (quiet_s := spells.quiet_s(before, after)) > patience_s:
             raise Violated(
                 f"no step was applied for {after - before:.1f} s, {quiet_s:.1f} s of which nothing was wrong"
             )
@@ -175,12 +175,3 @@ def liveness(run: Evidence) -> str:
     half = seconds[(len(seconds) - 1) // 2]
     healed = f"{len(seconds)} times whole again after all was undone: p50 {half:.1f} s, at most {seconds[-1]:.1f} s"
     return f"{healed}; {longest}"
-
-
-def _longest_quiet_s(windows: FaultWindows, since: float, until: float) -> float:
-    """Return the longest part of an interval that is in no window."""
-    quiet_s, at = 0.0, since
-    for begin, end in zip(windows.begins, windows.ends, strict=True):
-        if begin < until and end > at:
-            quiet_s, at = max(quiet_s, begin - at), end
-    return max(quiet_s, until - at)
