@@ -94,6 +94,7 @@ PLANTED = (
     Planted("unlooked", "orphans were not looked for", damage.unlooked, "cleanliness", "unknown"),
     Planted("no-faults", "nothing was put to the test", damage.no_faults, "faults", "unknown"),
     Planted("never-came", "a fault at a place that no process came to", damage_around.never_came, "faults", "unknown"),
+    Planted("no-proof", "faults that may have had no effect", damage_around.no_proof, "faults", "unknown"),
     Planted("harmless-kill", "a kill that lost nothing", damage.harmless_kill, "faults", "unknown"),
     Planted("vain-fault", "a fault that changed nothing", damage.vain_fault, "rto", "unknown"),
     Planted("unexplained-term", "a world that broke by itself", damage.unexplained_term, "deaths", "unknown"),

@@ -156,7 +156,10 @@ class Recorder:
         return next(line["step"] for name in self.files for line in self.files[name] if _restores(line, term))  # type: ignore[return-value]
 
     def fault(self, kind: str, node: int, seen_step: int, pids: list[int], **fields: object) -> None:
-        self.write("chaos", "fault", kind=kind, target=node, node=node, seen_step=seen_step, pids=pids, **fields)
+        number = 1 + sum(line["op"] == "fault" for line in self.files["chaos"])
+        where = {"target": node, "node": node, "seen_step": seen_step, "pids": pids}
+        self.write("chaos", "fault", kind=kind, number=number, **where, **fields)
+        self.write("chaos", "effect", kind=kind, fault=number, proof=f"{len(pids)} processes have ended")
 
     def finish(self, term: int, *, ended: list[tuple[int, int]]) -> None:
         for node, code in ended:

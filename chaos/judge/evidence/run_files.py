@@ -107,9 +107,7 @@ def collect(folder: Path) -> Evidence:
     manifest = manifest_of(folder, config or {})
     return Evidence(
         folder=folder,
-        processes=identified(
-            [list(parse_lines(path.read_bytes())) for path in sorted((folder / "history").glob("*.jsonl"))]
-        ),
+        processes=identified(without_vain(_histories(folder))),
         commits=[_commit(path) for path in record_files(folder)],
         config=config or {},
         result=_parsed(result.encode()) if result else None,
@@ -119,6 +117,18 @@ def collect(folder: Path) -> Evidence:
         rows=None if manifest is None else rows_of(manifest),
         load=functools.partial(load_weights, folder),
     )
+
+
+def _histories(folder: Path) -> list[list[Line]]:
+    return [list(parse_lines(path.read_bytes())) for path in sorted((folder / "history").glob("*.jsonl"))]
+
+
+def without_vain(processes: list[list[Line]]) -> list[list[Line]]:
+    """Leave out the faults that had no effect: a `missed` line has their number, and they explain nothing."""
+    vain = {line["fault"] for process in processes for line in process if line["op"] == "missed" and "fault" in line}
+    return [
+        [line for line in process if line["op"] != "fault" or line.get("number") not in vain] for process in processes
+    ]
 
 
 def manifest_of(folder: Path, config: Line) -> Line | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 from chaos.judge.evidence.applied import formed_at, is_live, pids_of
 from chaos.judge.evidence.recovery_cost import last_seen, sealed_at, seats_of
@@ -119,7 +120,7 @@ def _check_changes(run: Evidence) -> None:
         spent |= set() if late else again
 
 
-def _hit_in(run: Evidence, term: int) -> set[object]:
+def _hit_in(run: Evidence, term: int) -> set[Any]:
     """Return the processes that were hit from when a term's world had formed until the next one had."""
     formed = formed_at(run)
     until = min((t for other, t in formed.items() if other > term), default=math.inf)

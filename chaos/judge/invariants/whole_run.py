@@ -51,12 +51,15 @@ def finished(run: Evidence) -> str:
 
 
 def faults(run: Evidence) -> str:
-    """All faults came, each changed the world or was ridden out, and a kill at a drawn step lost applied steps."""
+    """All faults came and bit; each changed the world or was ridden out; a kill at a drawn step lost applied steps."""
     injected = run.of("fault")
     if not is_soak(run) and (missed := run.of("missed")):
         raise Unknown(f"{fault_kind(missed[0])} never came: {missed[0].get('why', 'no process came there')}")
     if not injected:
         raise Unknown("no fault was injected, so recovery was not put to the test")
+    proved = {line.get("fault") for line in run.of("effect")}
+    if unproved := [fault for fault in injected if "number" in fault and fault["number"] not in proved]:
+        raise Unknown(f"{fault_name(unproved[0])}: nothing shows that it had an effect")
     recovered = {recovery.place: recovery for recovery in recoveries(run)}
     spared = ridden_out(run)
     late = after_the_last_step(run)
@@ -68,8 +71,10 @@ def faults(run: Evidence) -> str:
             raise Unknown(f"{fault_name(fault)} changed nothing: no newer world has applied a step after it")
         if not is_live(run) and fault["kind"] in _KILLS and fault.get("is_drawn") and recovery.rpo_steps == 0:
             raise Unknown(f"{fault_name(fault)} lost no applied step: it was not put to the test that they come back")
-    kinds = len({fault_kind(fault) for fault in injected})
+    kinds, missed = len({fault_kind(fault) for fault in injected}), run.of("missed")
     summary = f"{len(injected)} faults of {kinds} kinds, {len(formed_at(run))} terms"
+    summary += f"; {len(proved)} have shown their effect" if proved else ""
+    summary += f", {len(missed)} missed" if missed else ""
     if spared or late:
         ended = f", {len(late)} after the last step" if late else ""
         return f"{summary}: {len(recovered)} followed by a new world's steps, {len(spared)} ridden out{ended}"

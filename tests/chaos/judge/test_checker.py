@@ -296,3 +296,21 @@ def test_a_soak_may_miss_what_it_planted(healthy: Path, tmp_path: Path) -> None:
     missed = {"op": "missed", "t": 1.0, "kind": "kill", "point": "form", "node": 1}
     (tmp_path / "run" / "faulted" / "history" / "missed.jsonl").write_text(json.dumps(missed) + "\n")
     assert truths(tmp_path / "run")["faults"] == "true"
+
+
+def test_a_fault_without_an_effect_counts_for_nothing(healthy: Path, tmp_path: Path) -> None:
+    """It is missed, and not ridden out; nor does it explain what came after it."""
+    shutil.copytree(healthy, tmp_path / "run")
+    edit(
+        tmp_path / "run" / "faulted",
+        lambda line: {**line, "op": "missed", "why": "nothing showed"} if _is_effect_of(line, 1) else line,
+    )
+    found = {finding.invariant: finding for finding in examine(tmp_path / "run").findings}
+    assert found["faults"].why.startswith("1 faults of 1 kinds") and "1 missed" in found["faults"].why
+    assert found["deaths"].truth == "unknown" and "no fault since term 1 explains it" in found["deaths"].why
+    fields = json.loads((tmp_path / "run" / "verdict.json").read_text())
+    assert fields["missed_by_kind"] == {"kill_node": 1} and fields["faults_by_kind"] == {"start_node": 1}
+
+
+def _is_effect_of(line: Line, number: int) -> bool:
+    return line["op"] == "effect" and line["fault"] == number
