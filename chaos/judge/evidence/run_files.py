@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
+from chaos.judge.evidence.clocks import leaders, moved, offsets_of, on_one_clock
 from chaos.judge.evidence.identities import identified
 from chaos.judge.evidence.stored_weights import Tensors, load_weights
 
@@ -105,7 +106,7 @@ def collect(folder: Path) -> Evidence:
     config = _mapping(yaml.safe_load(_text(folder / "config.yaml") or "{}"))
     result, held = _text(folder / "result.json"), _text(folder / "tracked.json")
     manifest = manifest_of(folder, config or {})
-    return Evidence(
+    read = Evidence(
         folder=folder,
         processes=identified(without_vain(_histories(folder))),
         commits=[_commit(path) for path in record_files(folder)],
@@ -117,6 +118,24 @@ def collect(folder: Path) -> Evidence:
         rows=None if manifest is None else rows_of(manifest),
         load=functools.partial(load_weights, folder),
     )
+    return with_one_clock(read)
+
+
+def with_one_clock(run: Evidence) -> Evidence:
+    """Return the evidence with all times on the executor's clock, as far as hosts' clocks differ by seconds."""
+    offsets = offsets_of(run.processes)
+    if not offsets:
+        return run
+    leads = leaders(run.processes)
+    ahead = {term: offsets.get(host, 0.0) for term, host in leads.items()}
+    metrics = run.metrics and {
+        term: [moved(x, ahead.get(term, 0.0)) for x in run.metrics[term]] for term in run.metrics
+    }
+    commits = [
+        replace(commit, fields=commit.fields and moved(commit.fields, ahead.get(commit.fields.get("term"), 0.0)))
+        for commit in run.commits
+    ]
+    return replace(run, processes=on_one_clock(run.processes, offsets), metrics=metrics, commits=commits)
 
 
 def _histories(folder: Path) -> list[list[Line]]:

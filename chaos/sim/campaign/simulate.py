@@ -23,6 +23,7 @@ from chaos.sim.campaign.swarm import (
     draw,
     draw_bad_data,
     draw_outages,
+    draw_skews,
     in_order,
 )
 from chaos.sim.job.fault import SimFault
@@ -38,6 +39,8 @@ SPOILT = 1 / 8
 """In how many runs row groups cannot be read, and are quarantined."""
 TRACKED = 1 / 8
 """How many runs send their metrics to a tracker."""
+SKEWED = 1 / 8
+"""In how many runs the clocks of nodes differ by seconds."""
 NEEDS_A_LOSS = ("faults", "rpo", "rto")
 """What is unknown of a run whose faults did no harm, or only later."""
 MOST_UNSEEN = 100_000
@@ -109,6 +112,9 @@ def case_of(seed: int, num_nodes: int | None = None) -> Case:
     if tracker.random() < TRACKED:
         shape = replace(shape, tracked=True)
         faults = in_order([*faults, *draw_outages(tracker, shape)])
+    clocks = random.Random(f"{seed}/clocks")
+    if shape.nodes > 1 and clocks.random() < SKEWED:
+        faults = in_order([*faults, *draw_skews(clocks, shape)])
     return Case(seed, shape, faults)
 
 

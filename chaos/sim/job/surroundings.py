@@ -38,6 +38,7 @@ class Surroundings:
         taken = {process.pid for process in living}
         pid = next(pid for pid in itertools.count(self._first_pid) if pid not in taken)
         made = Process(pid, node, name, self.kernel.now)
+        made.skew_s = self.kernel.skews.get(node, 0.0)
         self._processes[node] = [*living, made]
         return made
 

@@ -90,6 +90,8 @@ class Kernel:
         self.now = 0.0
         self.num_events = self._num_turns = 0
         self.failure: BaseException | None = None
+        self.skews: dict[int, float] = {}
+        """By how much the clocks of some nodes are ahead of all others', whatever a fault does to them later."""
         self.processes: dict[Process, None] = {}
         """Those that have tasks."""
         self.conductor = Task(self, None, lambda: None)

@@ -110,7 +110,17 @@ def jump_clock(fleet: Fleet, fault: SimFault) -> list[Process]:
     return hit
 
 
+def skew_clocks(fleet: Fleet, fault: SimFault) -> list[Process]:
+    """A node's clock is ahead of the others', or late, by as many seconds as the fault lasts: from now on, for good."""
+    number, ahead_s = fleet.node(fault), fault.for_s if fault.other % 2 else -fault.for_s
+    fleet.kernel.skews[number] = ahead_s
+    hit = fleet.nodes[number].live_workers()
+    for process in hit:
+        process.skew_s += ahead_s
+    return hit
+
+
 ACTS = (
     *(kill_worker, kill_node, lose_node, kill_rack, kill_job, stop_node, flap_node, scale_down),
-    *(freeze_worker, freeze_node, hang_worker, slow_worker, jump_clock, start_twin),
+    *(freeze_worker, freeze_node, hang_worker, slow_worker, jump_clock, skew_clocks, start_twin),
 )
