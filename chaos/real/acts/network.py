@@ -92,7 +92,7 @@ def _count_of(job: JobView, what: str) -> Effect:
 
 
 def _cut(job: JobView, spoil: Callable[[Cable], None], effect: Effect | None = None) -> Struck | None:
-    """Spoil the only cable, that of the last node; either side may be left behind. A later fault takes its place."""
+    """Spoil the only cable, that of the last node; either side may be left out. A later fault takes its place."""
     laid = job.around.cable
     assert laid is not None, "the scenario's kinds have asked for it"
     if not job.nodes[-1].is_up:

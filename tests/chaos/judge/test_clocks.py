@@ -9,7 +9,7 @@ import pytest
 from chaos.judge.checker import judge
 from chaos.judge.evidence.clocks import offsets_of
 from chaos.judge.evidence.run_files import Line, collect
-from chaos.planted.damage_commits import begun_anew
+from chaos.planted.damage_commits import older_commit
 from chaos.planted.edits import edit, forge
 from tests.chaos.recorded import record
 
@@ -64,8 +64,8 @@ def test_a_clock_that_is_ahead_is_seen_and_raises_no_alarm(skewed: Path, seconds
 
 @pytest.mark.parametrize("seconds", [AHEAD_S, -20.0])
 def test_durability_is_not_blind_where_clocks_differ(skewed: Path, seconds: float) -> None:
-    """A term that begins anew is found, though its clock says that nothing had been published by then."""
-    begun_anew(skewed / "faulted")
+    """A term that continues an older commit is found, though by its clock the newest had not been published by then."""
+    older_commit(skewed / "faulted")
     skew(skewed, seconds)
     assert truths(skewed)["durability"] == "false"
 
