@@ -99,6 +99,7 @@ _ALL = (
         leaves_alive=True,
     ),
     Kind("break_watch", "a watch falls silent", "worker", "never", local=False),
+    Kind("skew_clocks", "the clock of a node is seconds ahead of the others', or late", "node", "never", local=False),
     Kind("jump_clock", "the wall clock of a node is set", "node", local=False),
     Kind("storage_full", "no space is left for checkpoints", "storage"),
     Kind("storage_outage", "the storage of checkpoints does not answer", "storage", local=False),

@@ -17,6 +17,7 @@ from pathlib import Path
 from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.errors import StorageError
+from elastic_train.system.process_identity import process_identity
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class History:
     ) -> None:
         """The world has formed."""
         times = {"joined_at": joined_at, "sealed_at": sealed_at, "started_at": started_at}
-        self._write("form", world=world, pid=os.getpid(), cause=cause, **times)
+        self._write("form", world=world, pid=os.getpid(), cause=cause, **times, **process_identity())
 
     def restore(
         self,

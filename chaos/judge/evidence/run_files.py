@@ -1,4 +1,4 @@
-"""What a run has left, read from files alone: histories, commit records, results, the witness, the faults.
+"""What a run has left, read from files alone: histories, commits, results, the witness, the faults.
 
 Nothing here is imported from what is judged. A torn last line of a history (its process died) is passed over.
 """
@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -17,8 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
+from chaos.judge.evidence.clocks import leaders, moved, offsets_of, on_one_clock
+from chaos.judge.evidence.identities import identified
+from chaos.judge.evidence.stored_weights import Tensors, load_weights
+
 Line = dict[str, object]
 _LARGEST_VOID = 100
+MANIFEST = "manifest.json"
 T = TypeVar("T")
 
 
@@ -45,6 +50,10 @@ class Evidence:
     """Each term's lines; None where nobody could have logged any."""
     tracked: Line | None = field(default=None, repr=False)
     """What the tracker held, by metric; None if it was not read."""
+    rows: int | None = None
+    """How many rows the training set has by its manifest; None without one."""
+    load: Callable[[Line], Tensors] | None = field(default=None, repr=False)
+    """Returns the weights that the files of a commit record hold; raises Violated where they are not what it says."""
     # What is worked out of the files once; `replace` begins with none of it.
     _as_read: dict[str, list[Line]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _by_op: dict[str, list[Line]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -96,16 +105,61 @@ def collect(folder: Path) -> Evidence:
     witness = folder / "witness.npy"
     config = _mapping(yaml.safe_load(_text(folder / "config.yaml") or "{}"))
     result, held = _text(folder / "result.json"), _text(folder / "tracked.json")
-    return Evidence(
+    manifest = manifest_of(folder, config or {})
+    read = Evidence(
         folder=folder,
-        processes=[list(parse_lines(path.read_bytes())) for path in sorted((folder / "history").glob("*.jsonl"))],
+        processes=identified(without_vain(_histories(folder))),
         commits=[_commit(path) for path in record_files(folder)],
         config=config or {},
         result=_parsed(result.encode()) if result else None,
         witness=np.load(witness, allow_pickle=False) if witness.exists() else None,
         metrics=metrics_of(folder),
         tracked=_parsed(held.encode()) if held else None,
+        rows=None if manifest is None else rows_of(manifest),
+        load=functools.partial(load_weights, folder),
     )
+    return with_one_clock(read)
+
+
+def with_one_clock(run: Evidence) -> Evidence:
+    """Return the evidence with all times on the executor's clock, as far as hosts' clocks differ by seconds."""
+    offsets = offsets_of(run.processes)
+    if not offsets:
+        return run
+    leads = leaders(run.processes)
+    ahead = {term: offsets.get(host, 0.0) for term, host in leads.items()}
+    metrics = run.metrics and {
+        term: [moved(x, ahead.get(term, 0.0)) for x in run.metrics[term]] for term in run.metrics
+    }
+    commits = [
+        replace(commit, fields=commit.fields and moved(commit.fields, ahead.get(commit.fields.get("term"), 0.0)))
+        for commit in run.commits
+    ]
+    return replace(run, processes=on_one_clock(run.processes, offsets), metrics=metrics, commits=commits)
+
+
+def _histories(folder: Path) -> list[list[Line]]:
+    return [list(parse_lines(path.read_bytes())) for path in sorted((folder / "history").glob("*.jsonl"))]
+
+
+def without_vain(processes: list[list[Line]]) -> list[list[Line]]:
+    """Leave out the faults that had no effect: a `missed` line has their number, and they explain nothing."""
+    vain = {line["fault"] for process in processes for line in process if line["op"] == "missed" and "fault" in line}
+    return [
+        [line for line in process if line["op"] != "fault" or line.get("number") not in vain] for process in processes
+    ]
+
+
+def manifest_of(folder: Path, config: Line) -> Line | None:
+    """Read the training set's manifest: the copy in the run's folder, or the one where its configuration says."""
+    data = _mapping(config.get("data")) or {}
+    places = [folder, *([Path(train)] if isinstance(train := data.get("train"), str) else [])]
+    return next((_parsed((place / MANIFEST).read_bytes()) for place in places if (place / MANIFEST).is_file()), None)
+
+
+def rows_of(manifest: Line) -> int:
+    """Count the rows of all row groups that a manifest lists."""
+    return sum(sum(cast(list[int], file["row_groups"])) for file in cast(list[Line], items(manifest, "files")))
 
 
 def record_files(folder: Path) -> list[Path]:

@@ -271,7 +271,8 @@ def same_losses(run: Evidence, reference: Evidence) -> str:
 def _check_reference(run: Evidence, reference: Evidence) -> None:
     if reference.of("fault"):
         raise Unknown("the reference had faults itself")
-    pids = [{(line["pid"], line["started_at"]) for line in evidence.of("form")} for evidence in (run, reference)]
+    told = ("pid", "started_at", "host", "boot", "born")
+    pids = [{tuple(line.get(key) for key in told) for line in evidence.of("form")} for evidence in (run, reference)]
     if not pids[1]:
         raise Unknown("the reference has no history of its own")
     if pids[0] & pids[1]:

@@ -142,8 +142,8 @@ def _machine(around: Surroundings) -> Iterator[tuple[ModuleType, str, object]]:
                 yield module, name, stand_ins[name]
     for path in ("elastic_train.world.fencing", "elastic_train.tracking.history"):
         yield importlib.import_module(path), "os", here
-    # The judge compares when commits were made, so their records carry the watch of an outside observer.
-    yield importlib.import_module("elastic_train.checkpoint.commits.writer"), "time", stdlib.TrueTime(around.kernel)
+    # The judge compares when commits were made, so no jump of a clock moves that; what a clock is ahead, it finds out.
+    yield importlib.import_module("elastic_train.checkpoint.commits.writer"), "time", stdlib.SteadyTime(around.kernel)
 
 
 def _client_of(around: Surroundings) -> Callable[..., EtcdClient]:
@@ -186,6 +186,7 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
     yield from _in("elastic_train.world.restore", last_applied=lambda *_, **__: None)
     yield from _in("elastic_train.world.no_progress", stagnation=lambda *_: Stagnation())
     yield from _in("elastic_train.world.world", History=functools.partial(SimHistory, host), Progress=Silent)
+    yield from _in("elastic_train.tracking.history", process_identity=host.identity)
     yield from _in("elastic_train.training.open_session", open_store=storage, DeadlineStore=_undelayed)
     yield from _in("elastic_train.training.open_session", faults_before=lambda *_: Faults(0, 0.0))
     yield from _in(
@@ -347,19 +348,21 @@ class _Launcher:
 
 
 class SimHistory(History):
-    """A history whose lines go to the evidence, stamped by the watch of an outside observer."""
+    """A history whose lines go to the evidence, stamped by a clock of its node that no fault moves."""
 
     def __init__(self, host: Host, run_dir: str, term: int, rank: int) -> None:
         self.term, self._rank, self.num_failures = term, rank, 0
         self._host = host
-        self._name = f"{term:08d}-{rank:05d}-{host.kernel.process.pid}"
+        process = host.kernel.process
+        self._name = f"{term:08d}-{rank:05d}-{process.pid}-{process.node}-{process.born:.6f}"
 
     def close(self) -> None:
         """Nothing is held."""
 
     def _write(self, op: str, **fields: object) -> None:
         self._host.kernel.check(self._host.kernel.current)
-        self._host.record.write(self._name, op, term=self.term, rank=self._rank, **fields)
+        at = stdlib.SteadyTime(self._host.kernel).time()
+        self._host.record.write(self._name, op, at=at, term=self.term, rank=self._rank, **fields)
 
 
 class Silent:

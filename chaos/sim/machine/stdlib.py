@@ -37,11 +37,12 @@ class Time:
         self._kernel.sleep(seconds)
 
 
-class TrueTime(Time):
-    """The clock of an outside observer: no fault sets it."""
+class SteadyTime(Time):
+    """A node's clock as it was set up: no fault moves it."""
 
     def time(self) -> float:
-        return EPOCH_S + self._kernel.now
+        process = self._kernel.current.process
+        return EPOCH_S + self._kernel.now + (self._kernel.skews.get(process.node, 0.0) if process else 0.0)
 
 
 class Lock:

@@ -29,9 +29,9 @@ from chaos.planted.catalogue import PLANTED, Planted
 from chaos.planted.edits import edit
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Order
-from tests.chaos.recorded import record, samples_until
+from tests.chaos.recorded import digest_at, record, samples_until
 
-ALL = {*INVARIANTS, *COMPARED, "sums", "witness", "tracking"}
+ALL = {*INVARIANTS, *COMPARED, "sums", "deliverable", "witness", "tracking"}
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +266,7 @@ def test_verdict_names_what_is_asked_for(healthy: Path) -> None:
     fields = json.loads((healthy / "verdict.json").read_text())
     assert fields == json.loads(json.dumps(verdict.fields))
     assert fields["valid"] is True
-    assert fields["weights_sha256"] == fields["reference_weights_sha256"] == f"{30:064d}"
+    assert fields["weights_sha256"] == fields["reference_weights_sha256"] == digest_at(30)
     assert fields["coverage"] == {"min": 1, "max": 1, "samples": 101}
     assert (fields["rpo_steps"], fields["seed"], len(fields["faults"])) == (3, 7, 2)
     assert fields["rto_s"] == pytest.approx(3.1, abs=0.01)
@@ -298,3 +298,21 @@ def test_a_soak_may_end_before_its_failpoints_are_reached(healthy: Path, tmp_pat
     missed = {"op": "missed", "t": 1.0, "kind": "kill", "point": "form", "node": 1}
     (tmp_path / "run" / "faulted" / "history" / "missed.jsonl").write_text(json.dumps(missed) + "\n")
     assert truths(tmp_path / "run")["faults"] == "true"
+
+
+def test_a_fault_without_an_effect_counts_for_nothing(healthy: Path, tmp_path: Path) -> None:
+    """It is missed, and not ridden out; nor does it explain what came after it."""
+    shutil.copytree(healthy, tmp_path / "run")
+    edit(
+        tmp_path / "run" / "faulted",
+        lambda line: {**line, "op": "missed", "why": "nothing showed"} if _is_effect_of(line, 1) else line,
+    )
+    found = {finding.invariant: finding for finding in examine(tmp_path / "run").findings}
+    assert found["faults"].why.startswith("1 faults of 1 kinds") and "1 missed" in found["faults"].why
+    assert found["deaths"].truth == "unknown" and "no fault since term 1 explains it" in found["deaths"].why
+    fields = json.loads((tmp_path / "run" / "verdict.json").read_text())
+    assert fields["missed_by_kind"] == {"kill_node": 1} and fields["faults_by_kind"] == {"start_node": 1}
+
+
+def _is_effect_of(line: Line, number: int) -> bool:
+    return line["op"] == "effect" and line["fault"] == number
