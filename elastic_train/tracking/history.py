@@ -1,13 +1,13 @@
 """The history of a run: one JSON line per event, in one file per process.
 
-A line reaches the operating system before the call returns, so it survives SIGKILL; readers skip a torn last line (the
-machine died). The events are those by which a run is judged afterwards: form, restore, step, commit, rollback, end.
+Training never waits for it: a thread writes the lines, in order, within milliseconds. A SIGKILL costs the lines that
+the thread had not come to; readers skip a torn last line (the machine died). The events are those by which a run is
+judged afterwards: form, restore, step, commit, rollback, end.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -16,13 +16,13 @@ from pathlib import Path
 
 from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
-from elastic_train.errors import StorageError
-
-log = logging.getLogger(__name__)
+from elastic_train.tracking.background_files import ANSWER_S, BackgroundFiles
 
 FOLDER = "history"
 _TAIL_BYTES = 4096
 _HEAD_BYTES = 1 << 16
+READ_FLUSH_S = 5.0
+"""How long a step waits, with `run.forensic`, until the ids of its samples are in the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +36,16 @@ class LastApplied:
 
 
 class History:
-    """Appends this process's lines to <run.dir>/history/<term>-<rank>-<pid>.jsonl.
+    """Appends this process's lines to <run.dir>/history/<term>-<rank>-<pid>.jsonl, which `files` writes.
 
-    Opening raises StorageError if nothing can be written. A later line that cannot be written (a full disk) is counted
-    and logged once, and training continues: the proof in the commits does not need it; only the chaos judge does.
+    No method raises or waits for the folder, `read` aside. Lines that cannot be written are lost: the proof in the
+    commits does not need them; the chaos judge does.
     """
 
-    def __init__(self, run_dir: str | Path, term: int, rank: int) -> None:
-        self.term, self._rank, self.num_failures = term, rank, 0
-        self._path = Path(run_dir) / FOLDER / f"{term:08d}-{rank:05d}-{os.getpid()}.jsonl"
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        except OSError as error:
-            raise StorageError(f"the run's history cannot be written: {error}") from error
+    def __init__(self, files: BackgroundFiles, run_dir: str | Path, term: int, rank: int) -> None:
+        self.term, self._rank = term, rank
+        self._run_dir, self._files = run_dir, files
+        self._lines = files.lines(Path(run_dir) / FOLDER / f"{term:08d}-{rank:05d}-{os.getpid()}.jsonl")
 
     def form(
         self, *, world: int, cause: str, joined_at: float | None, sealed_at: float | None, started_at: float
@@ -101,12 +97,14 @@ class History:
         counts = {"num_samples": num_samples, **({"num_left_out": num_left_out} if num_left_out else {})}
         self._write("step", step=step, **where, **counts, world=world, loss=loss)
 
-    def read(self, *, step: int, epoch: int, ids: Ranges) -> None:
-        """A rank is about to use the samples of these ids in the step; they count only if the step is applied.
+    def read(self, *, step: int, epoch: int, ids: Ranges, world: int) -> None:
+        """A rank of a world of so many is about to use the samples of these ids; they count if the step is applied.
 
-        Written before the reduction, so every applied step has the lines of all ranks, even of one that died later.
+        Written before the reduction, so an applied step has the lines of all its ranks, even of one that died later. A
+        folder that hangs is not waited for longer than `READ_FLUSH_S`, once: then an audit finds steps without ids.
         """
-        self._write("read", step=step, epoch=epoch, ids=ids)
+        self._write("read", step=step, epoch=epoch, ids=ids, world=world)
+        self._files.flush(READ_FLUSH_S)
 
     def commit(
         self,
@@ -134,23 +132,22 @@ class History:
         """The process has finished."""
         self._write("end", status=status, step=step, weights_sha256=weights_sha256, coverage=asdict(coverage))
 
+    def last_applied(self) -> LastApplied | None:
+        """Return the furthest step of earlier terms; None if there is none, or the folder does not say so in time."""
+
+        def look() -> LastApplied | None:
+            self._files.flush(ANSWER_S)  # the last lines of this process's own earlier terms
+            return last_applied(self._run_dir, self.term)
+
+        return self._files.ask(look, None)
+
     def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        """Close the file after its last line; returns at once."""
+        self._lines.close()
 
     def _write(self, op: str, **fields: object) -> None:
         line = json.dumps({"op": op, "t": time.time(), "term": self.term, "rank": self._rank, **fields})
-        content = line.encode() + b"\n"
-        try:
-            num_written = os.write(self._file, content)
-            if num_written < len(content):
-                os.write(self._file, b"\n")
-                raise OSError(f"a line was cut after {num_written} bytes")
-        except OSError as error:
-            self.num_failures += 1
-            if self.num_failures == 1:
-                log.warning("%s: the run's history has gaps from here on: %s; make room on the disk", self._path, error)
+        self._lines.append(line.encode())
 
 
 def last_applied(run_dir: str | Path, before_term: int) -> LastApplied | None:

@@ -20,6 +20,7 @@ from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.state import AppliedState
 from elastic_train.system.preemption import LeaveRequest
 from elastic_train.system.watchdog import Watchdog
+from elastic_train.tracking.tracker import WRITE_TIMEOUT_S
 from elastic_train.training.loop import Outcome, train_steps
 from elastic_train.training.open_session import commit_alone, make_repeatable, open_session
 from elastic_train.training.result import TrainResult, result_of, write_result
@@ -54,16 +55,24 @@ def supervise(config: Config, leave: LeaveRequest, started_at: float) -> Ended:
 
 
 def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveRequest, started_at: float) -> Ended:
-    """Train through one world after another, watched."""
+    """Train through one world after another, watched; what the run's folder takes in time is written at the end."""
     worlds = open_worlds(plan.config, plan.device, watchdog, lambda: _is_through(leave, state))
     if worlds.is_live:
         watchdog.warm_up()
         warm_up(plan, state)
-    num_failed = 0
     process = Process(plan, state, worlds, leave, watchdog, started_at)
+    try:
+        return _train_through(process)
+    finally:
+        process.files.flush(WRITE_TIMEOUT_S)
+
+
+def _train_through(process: Process) -> Ended:
+    """Train in one world after another, until one ends the job for this process."""
+    plan, state, worlds, num_failed = process.plan, process.state, process.worlds, 0
     while (formed := _next_world(process)) is not None:
         try:
-            watchdog.enter()
+            process.watchdog.enter()
             ended = _train_in(open_session(process, formed))
         except (PeerLostError, FencedError):
             if not worlds.is_live:

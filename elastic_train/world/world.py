@@ -19,6 +19,7 @@ from elastic_train.core.mesh import Mesh
 from elastic_train.errors import ElasticTrainError, StorageError
 from elastic_train.parallel.group import Group
 from elastic_train.system.failpoints import reach
+from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import History
 from elastic_train.tracking.progress import Progress
 from elastic_train.world.agreement import agree
@@ -76,10 +77,12 @@ class World:
         self.fence.close()
 
 
-def enter_world(config: Config, formed: Formed, started_at: float, on_progress: Callable[[], None]) -> World:
+def enter_world(
+    config: Config, formed: Formed, started_at: float, files: BackgroundFiles, on_progress: Callable[[], None]
+) -> World:
     """Claim the term of a group that has formed; sweep what fenced writers left behind.
 
-    `on_progress` is called for every answer of the store, and every piece of a file.
+    `files` writes the history. `on_progress` is called for every answer of the store, and every piece of a file.
     """
     reach("form")
     group, launched = formed.group, formed.launched
@@ -92,7 +95,7 @@ def enter_world(config: Config, formed: Formed, started_at: float, on_progress: 
     except ElasticTrainError:
         fence.close()
         raise
-    history = History(config.run.dir, term, group.rank)
+    history = History(files, config.run.dir, term, group.rank)
     history.form(
         world=group.size,
         cause=launched.cause if launched else "start",

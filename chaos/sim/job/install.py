@@ -38,6 +38,7 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.parallel import step_tables
 from elastic_train.system.failpoints import reach
+from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import History
 from elastic_train.training import step_sums
 from elastic_train.training.session import Session
@@ -73,6 +74,7 @@ PRODUCT = (
     "elastic_train.world.forming",
     "elastic_train.world.handover",
     "elastic_train.world.fencing",
+    "elastic_train.tracking.background_files",
     "elastic_train.tracking.history",
     "elastic_train.training.result",
     "elastic_train.system.failpoints",
@@ -179,7 +181,6 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
     yield from _in("elastic_train.world.forming", Group=functools.partial(SimGroup, look_s=around.shape.look_s))
     yield from _in("elastic_train.world.forming", live_context=host.context, os=_Launcher(host))
     yield from _in("elastic_train.world.world", open_store=storage, DeadlineStore=_undelayed, open_fence=fence)
-    yield from _in("elastic_train.world.restore", last_applied=lambda *_, **__: None)
     yield from _in("elastic_train.world.world", History=functools.partial(SimHistory, host), Progress=Silent)
     yield from _in("elastic_train.training.open_session", open_store=storage, DeadlineStore=_undelayed)
     yield from _in("elastic_train.training.open_session", faults_before=lambda *_: Faults(0, 0.0))
@@ -340,10 +341,13 @@ class _Launcher:
 class SimHistory(History):
     """A history whose lines go to the evidence, stamped by the watch of an outside observer."""
 
-    def __init__(self, host: Host, run_dir: str, term: int, rank: int) -> None:
-        self.term, self._rank, self.num_failures = term, rank, 0
+    def __init__(self, host: Host, files: BackgroundFiles, run_dir: str, term: int, rank: int) -> None:
+        self.term, self._rank = term, rank
         self._host = host
         self._name = f"{term:08d}-{rank:05d}-{host.kernel.process.pid}"
+
+    def last_applied(self) -> None:
+        """Banners are not shown."""
 
     def close(self) -> None:
         """Nothing is held."""

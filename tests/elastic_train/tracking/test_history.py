@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from elastic_train.core.coverage import CoverageSums
-from elastic_train.errors import StorageError
+from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import (
     History,
     LastApplied,
     last_applied,
 )
+from tests.elastic_train.tracking.unqueued import Unqueued
 
 
 def read_history(run_dir: Path) -> list[dict[str, object]]:
@@ -28,7 +28,7 @@ def step(history: History, number: int, world: int = 2) -> None:
 
 
 def write_all(run_dir: Path) -> None:
-    history = History(run_dir, term=3, rank=1)
+    history = History(Unqueued(), run_dir, term=3, rank=1)
     history.form(world=2, cause="lost", joined_at=None, sealed_at=1.0, started_at=2.0)
     told: dict[str, object] = {"steps_lost": 1}
     history.restore(
@@ -74,10 +74,10 @@ def test_a_torn_line_is_passed_over(tmp_path: Path, torn: bytes) -> None:
 def test_the_last_applied_step_is_the_newest_earlier_terms_furthest(tmp_path: Path) -> None:
     """Later and stepless terms do not count; of the ranks the furthest one does."""
     for term, rank, number in [(1, 0, 90), (2, 0, 41), (2, 1, 42), (5, 0, 7)]:
-        history = History(tmp_path, term, rank)
+        history = History(Unqueued(), tmp_path, term, rank)
         step(history, number, world=term)
         history.close()
-    History(tmp_path, 3, 0).close()
+    History(Unqueued(), tmp_path, 3, 0).close()
     (tmp_path / "history" / "notes-of-mine-x.jsonl").write_text("mine\n")
     found = last_applied(tmp_path, before_term=5)
     assert isinstance(found, LastApplied)
@@ -89,7 +89,7 @@ def test_the_last_applied_step_is_the_newest_earlier_terms_furthest(tmp_path: Pa
 @pytest.mark.parametrize("num_after", [0, 1, 3000])
 def test_a_step_is_found_however_many_lines_follow_it(tmp_path: Path, num_after: int) -> None:
     """The ends of the files are read until a step is in them."""
-    history = History(tmp_path, 1, 0)
+    history = History(Unqueued(), tmp_path, 1, 0)
     for number in range(1, 200):
         step(history, number)
     for _ in range(num_after):
@@ -99,37 +99,19 @@ def test_a_step_is_found_however_many_lines_follow_it(tmp_path: Path, num_after:
     assert found.step == 199
 
 
-def test_a_line_is_on_the_file_before_the_call_returns(tmp_path: Path) -> None:
-    """A reader sees a step at once: a SIGKILL of the writer loses none."""
-    history = History(tmp_path, 1, 0)
-    for number in range(1, 4):
+def test_a_term_that_began_right_after_knows_the_last_steps(tmp_path: Path) -> None:
+    """A process's next world sees what the thread had not written when the last one ended."""
+    files = BackgroundFiles()
+    history = History(files, tmp_path, 1, 0)
+    for number in range(1, 500):
         step(history, number)
-        assert [line["step"] for line in read_history(tmp_path)] == list(range(1, number + 1))
+    found = History(files, tmp_path, 2, 0).last_applied()
+    assert found is not None and found.step == 499
 
 
-def test_a_full_disk_stops_no_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A line that cannot be written, or not wholly, is counted and told once; what comes later is whole again."""
-    history = History(tmp_path, 1, 0)
-
-    def full(file: int, content: bytes) -> int:
-        raise OSError(28, "No space left on device")
-
-    write = os.write
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
-        step(history, 1)
-        patch.setattr(os, "write", lambda file, content: write(file, content[:3]))
-        step(history, 2)
-    step(history, 3)
-    assert history.num_failures == 2
-    assert [line["step"] for line in read_history(tmp_path)] == [3]
-    assert caplog.text.count("history has gaps") == 1
-
-
-def test_a_history_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
-    """Where nothing can be written from the start, the user is told before training begins."""
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="cannot be written"):
-        History(tmp_path / "file", 1, 0)
+def test_ids_are_in_the_file_before_the_step_goes_on(tmp_path: Path) -> None:
+    """What a rank gives to a step is known of it even if it dies in that step's reduction."""
+    history = History(BackgroundFiles(), tmp_path, 1, 0)
+    for number in range(1, 100):
+        history.read(step=number, epoch=0, ids=((0, 3),), world=2)
+        assert read_history(tmp_path)[-1]["step"] == number

@@ -1,0 +1,188 @@
+"""Files that training writes and never waits for: a thread opens them, appends lines and replaces small files.
+
+Whatever a folder is (read-only, full, away with its server), no call here raises or blocks. Calls return before
+anything is written; the thread wakes at once, so a SIGKILL costs the lines of its last milliseconds. One thread serves
+all files of a process, in the order of the calls: a folder that hangs holds up one thread and a bounded number of
+bytes, however many worlds come and go meanwhile, and what was queued is written when it answers again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from elastic_train.system.atomic_files import write_atomically
+from rendezvous.waiting import Call, GivenUp, begin
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Act = Callable[[], None]
+
+MOST_BYTES = 8 << 20
+"""What may wait for the thread: some ten thousand steps' lines."""
+ANSWER_S = 2.0
+"""How long training waits for a look at the run's folder, which it can do without."""
+IDLE_S = 5.0
+OPEN_AGAIN_S = 1.0
+
+
+class BackgroundFiles:
+    """The thread that writes a process's own files below `run.dir`; it begins with the first call, and ends when idle.
+
+    The first failure is logged, and none after it: training continues, and what could not be written is lost.
+    """
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[Act, int]] = deque()
+        self._num_bytes = self._num_put = self._num_done = 0
+        self._awaited_in_vain = 0
+        self._is_served = self._has_reported = False
+        self._look: Call[object] | None = None
+
+    def put(self, act: Act, num_bytes: int = 0) -> bool:
+        """Let the thread do something after all that was put before; False if too many bytes wait already."""
+        with self._changed:
+            if self._num_bytes + num_bytes > self._most_bytes:
+                return False
+            self._waiting.append((act, num_bytes))
+            self._num_bytes += num_bytes
+            self._num_put += 1
+            if self._is_served:
+                self._changed.notify_all()
+            else:
+                self._is_served = True
+                threading.Thread(target=self._serve, name="run's files", daemon=True).start()
+        return True
+
+    def lines(self, path: Path) -> LineFile:
+        """Return a file to append to; it is opened for its first line."""
+        return LineFile(self, path)
+
+    def replace(self, path: Path, text: str) -> None:
+        """Replace a small file in one step."""
+
+        def act() -> None:
+            try:
+                write_atomically(path, text)
+            except OSError as error:
+                self.report(path, error)
+
+        if not self.put(act, len(text)):
+            self.report(path, "its folder does not answer")
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that was put so far is done, `timeout_s` seconds at most; return whether it is.
+
+        After a wait in vain, later ones do not wait until the thread has caught up: a folder that hangs costs it once.
+        """
+        with self._changed:
+            goal = self._num_put
+            patience_s = timeout_s if self._num_done >= self._awaited_in_vain else 0.0
+            is_done = self._changed.wait_for(lambda: self._num_done >= goal, patience_s)
+            self._awaited_in_vain = self._awaited_in_vain if is_done else goal
+        return is_done
+
+    def ask(self, look: Callable[[], T], otherwise: T) -> T:
+        """Return what a look at a folder finds; `otherwise` if it fails, or does not answer within `ANSWER_S`.
+
+        While one look hangs no other is begun.
+        """
+        if self._look is not None and not self._look.ended.is_set():
+            return otherwise
+        call = self._look = begin("look at the run's folder", look)
+        with contextlib.suppress(GivenUp, OSError):
+            return call.result(ANSWER_S)  # type: ignore[return-value]
+        return otherwise
+
+    def report(self, path: Path, why: object) -> None:
+        """Log the first failure of this process."""
+        if not self._has_reported:
+            self._has_reported = True
+            log.warning(
+                "%s cannot be written (%s): training continues, and what this process has to say (history, metrics) "
+                "has gaps from here on; make room on the disk, or make the folder writable",
+                path,
+                why,
+            )
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(lambda: bool(self._waiting), IDLE_S):
+                    self._is_served = False
+                    return
+                act, num_bytes = self._waiting.popleft()
+            act()
+            with self._changed:
+                self._num_bytes -= num_bytes
+                self._num_done += 1
+                self._changed.notify_all()
+
+
+class LineFile:
+    """A file to which whole lines are appended; a line that cannot be written is counted in `num_lost`."""
+
+    def __init__(self, files: BackgroundFiles, path: Path) -> None:
+        self.path, self.num_lost = path, 0
+        self._files = files
+        self._file: int | None = None
+        self._is_torn = False
+        self._refused_at: float | None = None
+
+    def append(self, line: bytes) -> None:
+        """Append a line, without its end, after all earlier ones; returns at once."""
+        if not self._files.put(lambda: self._attempt(line), len(line)):
+            self._lose("its folder does not answer, and too much waits for it")
+
+    def close(self) -> None:
+        """Close the file after its last line; returns at once, and may be called again."""
+        self._files.put(self._close)
+
+    def _attempt(self, line: bytes) -> None:
+        """Write a line, on the thread; a failed opening is not repeated for every line."""
+        now = time.monotonic()
+        if self._refused_at is not None and now - self._refused_at < OPEN_AGAIN_S:
+            self.num_lost += 1
+            return
+        try:
+            if self._file is None:
+                self._refused_at = now
+                self._file = self._open()
+                self._refused_at = None
+            self._write(self._file, line)
+        except OSError as error:
+            self._lose(error)
+
+    def _open(self) -> int:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._is_torn = os.fstat(file).st_size > 0
+        return file
+
+    def _write(self, file: int, line: bytes) -> None:
+        # Readers skip an empty line; it keeps this line whole if the one before it was torn.
+        content = b"\n" * self._is_torn + line + b"\n"
+        self._is_torn = True
+        if (num_written := os.write(file, content)) != len(content):
+            raise OSError(f"a line was cut after {num_written} bytes; the disk is full")
+        self._is_torn = False
+
+    def _close(self) -> None:
+        if self._file is not None:
+            file, self._file = self._file, None
+            with contextlib.suppress(OSError):
+                os.close(file)
+
+    def _lose(self, why: object) -> None:
+        self.num_lost += 1
+        self._files.report(self.path, why)
