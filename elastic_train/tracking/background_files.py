@@ -32,6 +32,7 @@ ANSWER_S = 2.0
 """How long training waits for a look at the run's folder, which it can do without."""
 IDLE_S = 5.0
 OPEN_AGAIN_S = 1.0
+_FULL = "it does not answer, and too much waits for it"
 
 
 class BackgroundFiles:
@@ -64,21 +65,25 @@ class BackgroundFiles:
                 threading.Thread(target=self._serve, name="run's files", daemon=True).start()
         return True
 
-    def lines(self, path: Path) -> LineFile:
+    def lines(self, path: Path, most_bytes: int | None = None) -> LineFile:
         """Return a file to append to; it is opened for its first line."""
-        return LineFile(self, path)
+        return LineFile(self, path, most_bytes)
 
     def replace(self, path: Path, text: str) -> None:
         """Replace a small file in one step."""
+        self.attempt(path, lambda: write_atomically(path, text), len(text))
 
-        def act() -> None:
+    def attempt(self, path: Path, act: Act, num_bytes: int = 0) -> None:
+        """Let the thread do something to a file or folder; an OSError is reported."""
+
+        def attempted() -> None:
             try:
-                write_atomically(path, text)
+                act()
             except OSError as error:
                 self.report(path, error)
 
-        if not self.put(act, len(text)):
-            self.report(path, "its folder does not answer")
+        if not self.put(attempted, num_bytes):
+            self.report(path, _FULL)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was put so far is done, `timeout_s` seconds at most; return whether it is.
@@ -122,7 +127,10 @@ class BackgroundFiles:
                     self._is_served = False
                     return
                 act, num_bytes = self._waiting.popleft()
-            act()
+            try:
+                act()
+            except Exception:  # the thread serves every other file, too
+                log.exception("a file of the run could not be written")
             with self._changed:
                 self._num_bytes -= num_bytes
                 self._num_done += 1
@@ -130,50 +138,78 @@ class BackgroundFiles:
 
 
 class LineFile:
-    """A file to which whole lines are appended; a line that cannot be written is counted in `num_lost`."""
+    """A file to which whole lines are appended; a line that cannot be written is counted in `num_lost`.
 
-    def __init__(self, files: BackgroundFiles, path: Path) -> None:
+    With `most_bytes` it is in parts of half of that, X.jsonl, X.p000001.jsonl and so on, of which the newest two are
+    kept. Every part but the first begins with the lines that are to be said `again`.
+    """
+
+    def __init__(self, files: BackgroundFiles, path: Path, most_bytes: int | None = None) -> None:
         self.path, self.num_lost = path, 0
-        self._files = files
+        self._files, self._most_bytes = files, most_bytes
         self._file: int | None = None
+        self._part = self._size = 0
+        self._again: list[bytes] = []
         self._is_torn = False
         self._refused_at: float | None = None
 
-    def append(self, line: bytes) -> None:
-        """Append a line, without its end, after all earlier ones; returns at once."""
-        if not self._files.put(lambda: self._attempt(line), len(line)):
-            self._lose("its folder does not answer, and too much waits for it")
+    def append(self, line: bytes, again: bytes | None = None) -> None:
+        """Append a line, without its end, after all earlier ones; returns at once. Later parts begin with `again`."""
+        if not self._files.put(lambda: self._attempt(line, again), len(line)):
+            self._lose(_FULL)
 
     def close(self) -> None:
         """Close the file after its last line; returns at once, and may be called again."""
         self._files.put(self._close)
 
-    def _attempt(self, line: bytes) -> None:
+    def _attempt(self, line: bytes, again: bytes | None) -> None:
         """Write a line, on the thread; a failed opening is not repeated for every line."""
-        now = time.monotonic()
-        if self._refused_at is not None and now - self._refused_at < OPEN_AGAIN_S:
-            self.num_lost += 1
-            return
         try:
-            if self._file is None:
-                self._refused_at = now
-                self._file = self._open()
-                self._refused_at = None
-            self._write(self._file, line)
+            if self._is_open(len(line)):
+                self._write(line)
+            else:
+                self.num_lost += 1
         except OSError as error:
             self._lose(error)
+        if again is not None:
+            self._again.append(again)
 
-    def _open(self) -> int:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._is_torn = os.fstat(file).st_size > 0
-        return file
+    def _is_open(self, num_bytes: int) -> bool:
+        """Have the part open that the next line belongs to; False if that was refused a moment ago."""
+        if self._most_bytes is not None and self._size and self._size + num_bytes > self._most_bytes // 2:
+            self._close()
+            self._part, self._size = self._part + 1, 0
+            if self._part > 1:
+                self._path_of(self._part - 2).unlink(missing_ok=True)
+        if self._file is None:
+            now = time.monotonic()
+            if self._refused_at is not None and now - self._refused_at < OPEN_AGAIN_S:
+                return False
+            self._refused_at = now
+            self._open()
+            self._refused_at = None
+        return True
 
-    def _write(self, file: int, line: bytes) -> None:
+    def _open(self) -> None:
+        path = self._path_of(self._part)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._size = os.fstat(self._file).st_size
+        self._is_torn = self._size > 0
+        for line in self._again if self._size == 0 else ():
+            self._write(line)
+
+    def _path_of(self, part: int) -> Path:
+        return self.path if part == 0 else self.path.with_name(f"{self.path.stem}.p{part:06d}{self.path.suffix}")
+
+    def _write(self, line: bytes) -> None:
+        assert self._file is not None, "it is open"
         # Readers skip an empty line; it keeps this line whole if the one before it was torn.
         content = b"\n" * self._is_torn + line + b"\n"
         self._is_torn = True
-        if (num_written := os.write(file, content)) != len(content):
+        num_written = os.write(self._file, content)
+        self._size += num_written
+        if num_written != len(content):
             raise OSError(f"a line was cut after {num_written} bytes; the disk is full")
         self._is_torn = False
 

@@ -10,29 +10,20 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.tracking.background_files import ANSWER_S, BackgroundFiles
+from elastic_train.tracking.history_files import FOLDER, LastApplied, last_applied
+from elastic_train.tracking.history_pruning import prune
 
-FOLDER = "history"
-_TAIL_BYTES = 4096
-_HEAD_BYTES = 1 << 16
+HEAD = ("form", "restore")
+"""Lines that begin every part of a history, marked `again` in all but the first: the rest means little without them."""
 READ_FLUSH_S = 5.0
 """How long a step waits, with `run.forensic`, until the ids of its samples are in the file."""
-
-
-@dataclass(frozen=True, slots=True)
-class LastApplied:
-    """The furthest step that any rank of earlier terms has applied, and when (unix seconds)."""
-
-    term: int
-    step: int
-    world: int
-    at: float
 
 
 class History:
@@ -42,10 +33,14 @@ class History:
     commits does not need them; the chaos judge does.
     """
 
-    def __init__(self, files: BackgroundFiles, run_dir: str | Path, term: int, rank: int) -> None:
+    def __init__(
+        self, files: BackgroundFiles, run_dir: str | Path, term: int, rank: int, most_bytes: int | None = None
+    ) -> None:
+        """Name the file; `most_bytes` bounds what is kept of it (see `LineFile`)."""
         self.term, self._rank = term, rank
         self._run_dir, self._files = run_dir, files
-        self._lines = files.lines(Path(run_dir) / FOLDER / f"{term:08d}-{rank:05d}-{os.getpid()}.jsonl")
+        path = Path(run_dir) / FOLDER / f"{term:08d}-{rank:05d}-{os.getpid()}.jsonl"
+        self._lines = files.lines(path, most_bytes)
 
     def form(
         self, *, world: int, cause: str, joined_at: float | None, sealed_at: float | None, started_at: float
@@ -141,64 +136,15 @@ class History:
 
         return self._files.ask(look, None)
 
+    def prune(self, keep_terms: int) -> None:
+        """Let the thread delete the histories of all but the newest terms, where that is due; returns at once."""
+        self._files.attempt(Path(self._run_dir) / FOLDER, lambda: prune(self._run_dir, self.term, keep_terms))
+
     def close(self) -> None:
         """Close the file after its last line; returns at once."""
         self._lines.close()
 
     def _write(self, op: str, **fields: object) -> None:
-        line = json.dumps({"op": op, "t": time.time(), "term": self.term, "rank": self._rank, **fields})
-        self._lines.append(line.encode())
-
-
-def last_applied(run_dir: str | Path, before_term: int) -> LastApplied | None:
-    """Return the furthest step that the newest term before `before_term` applied; reads the ends of its files only."""
-    files: dict[int, list[Path]] = {}
-    for path in (Path(run_dir) / FOLDER).glob("[0-9]*-*-*.jsonl"):
-        files.setdefault(term_of(path), []).append(path)
-    for term in sorted((term for term in files if term < before_term), reverse=True):
-        lines = [line for path in files[term] for line in last_step_lines(path)]
-        if lines:
-            last = max(lines, key=lambda line: (int(str(line["step"])), float(str(line["t"]))))
-            return LastApplied(term, int(str(last["step"])), int(str(last["world"])), float(str(last["t"])))
-    return None
-
-
-def leader_files(run_dir: str | Path) -> list[Path]:
-    """Return the histories of rank 0, the oldest term first."""
-    return sorted((Path(run_dir) / FOLDER).glob("[0-9]*-00000-*.jsonl"))
-
-
-def term_of(path: Path) -> int:
-    """Return the term that a history's file name says."""
-    return int(path.name.partition("-")[0])
-
-
-def restore_line(path: Path) -> dict[str, object] | None:
-    """Return the line that says how a process's state was restored; reads the beginning of its file only."""
-    with path.open("rb") as file:
-        return next((line for line in lines_of(file.read(_HEAD_BYTES)) if line["op"] == "restore"), None)
-
-
-def last_step_lines(path: Path) -> list[dict[str, object]]:
-    """Return the step lines at the end of a history: at least one if it has any; reads the end of its file only."""
-    size, num_bytes = path.stat().st_size, _TAIL_BYTES
-    while True:
-        with path.open("rb") as file:
-            file.seek(max(0, size - num_bytes))
-            content = file.read()
-        # The first line is torn by where we began to read, and no JSON object then.
-        steps = [line for line in lines_of(content) if line["op"] == "step"]
-        if steps or num_bytes >= size:
-            return steps
-        num_bytes *= 4
-
-
-def lines_of(content: bytes) -> Iterator[dict[str, object]]:
-    """Yield the lines of a history, each with its `op`; torn ones are passed over."""
-    for line in content.splitlines():
-        try:
-            fields = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(fields, dict) and "op" in fields:
-            yield fields
+        said = {"op": op, "t": time.time(), "term": self.term, "rank": self._rank, **fields}
+        again = json.dumps({**said, "again": True}).encode() if op in HEAD else None
+        self._lines.append(json.dumps(said).encode(), again)

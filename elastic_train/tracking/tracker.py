@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from elastic_train.core.lineage import Interval
+from elastic_train.system.file_locks import locked_by
 from elastic_train.system.wording import first_line
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.delivery import (
@@ -38,7 +39,6 @@ from elastic_train.tracking.metric_log import (
 from elastic_train.tracking.mlflow_run import (
     COMMIT_TAG,
     bound_requests,
-    locked_by,
     resolve,
     without_password,
 )

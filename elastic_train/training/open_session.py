@@ -49,7 +49,7 @@ from elastic_train.tracking.mlflow_run import (
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.training.commits import Commits
 from elastic_train.training.session import Process, Session
-from elastic_train.world.fencing import StoreFence, claim_of
+from elastic_train.world.fencing import CONFIGS, StoreFence, claim_of
 from elastic_train.world.forming import Formed
 from elastic_train.world.quarantine import known_holes
 from elastic_train.world.restore import parent_of, restore
@@ -192,7 +192,7 @@ def start_tracker(process: Process, world: World, head: CommitRecord | None) -> 
     process.files.replace(folder / "config.yaml", config.to_yaml())
     if config.checkpoint.url is not None:
         try:
-            world.store.create(f"configs/{world.term:08d}.yaml", config.to_yaml().encode())
+            world.store.create(f"{CONFIGS}{world.term:08d}.yaml", config.to_yaml().encode())
         except StorageError as error:
             world.announce(f"the configuration cannot be stored with the commits, training continues: {error}")
     return Tracker.start(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ class Evidence:
     witness: npt.NDArray[np.int64] | None = field(repr=False)
     metrics: dict[int, list[Line]] | None = field(default=None, repr=False)
     """Each term's lines; None where nobody could have logged any."""
+    pruned: str | None = None
+    """Which histories the run has deleted, in words; None if all are there."""
     tracked: Line | None = field(default=None, repr=False)
     """What the tracker held, by metric; None if it was not read."""
     # What is worked out of the files once; `replace` begins with none of it.
@@ -98,14 +101,41 @@ def collect(folder: Path) -> Evidence:
     result, held = _text(folder / "result.json"), _text(folder / "tracked.json")
     return Evidence(
         folder=folder,
-        processes=[list(parse_lines(path.read_bytes())) for path in sorted((folder / "history").glob("*.jsonl"))],
+        processes=[_process(parts) for parts in _histories(folder)],
         commits=[_commit(path) for path in record_files(folder)],
         config=config or {},
         result=_parsed(result.encode()) if result else None,
         witness=np.load(witness, allow_pickle=False) if witness.exists() else None,
         metrics=metrics_of(folder),
+        pruned=_pruned(folder),
         tracked=_parsed(held.encode()) if held else None,
     )
+
+
+def _histories(folder: Path) -> list[list[Path]]:
+    """Return the parts of every process's history in the order in which they were written: X.jsonl, X.p000001.jsonl."""
+    paths = sorted((folder / "history").glob("*.jsonl"))
+    return [list(parts) for _, parts in itertools.groupby(paths, key=lambda path: path.name.partition(".")[0])]
+
+
+def _process(parts: list[Path]) -> list[Line]:
+    """Return a process's lines, each once: every part begins with some of the first one's `again`."""
+    lines, said = list[Line](), set[tuple[object, object]]()
+    for line in itertools.chain.from_iterable(parse_lines(path.read_bytes()) for path in parts):
+        if not line.get("again") or (line["op"], line.get("t")) not in said:
+            lines.append(line)
+        said.add((line["op"], line.get("t")))
+    return lines
+
+
+def _pruned(folder: Path) -> str | None:
+    """Say which histories were deleted while the run went on, whole terms or the first parts of long ones."""
+    summary = _parsed((_text(folder / "history" / "summary.json") or "{}").encode()) or {}
+    if terms := summary.get("pruned"):
+        return f"the histories of the terms up to {terms} were deleted (run.history_terms)"
+    firsts = [parts[0].name for parts in _histories(folder)]
+    shortened = next((name for name in firsts if ".p" in name), None)
+    return f"the first parts of {shortened} were deleted (run.history_bytes)" if shortened else None
 
 
 def record_files(folder: Path) -> list[Path]:

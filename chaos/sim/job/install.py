@@ -78,9 +78,9 @@ PRODUCT = (
     "elastic_train.tracking.history",
     "elastic_train.training.result",
     "elastic_train.system.failpoints",
+    "elastic_train.system.file_locks",
     "elastic_train.tracking.metric_log",
     "elastic_train.tracking.tracker",
-    "elastic_train.tracking.mlflow_run",
     "elastic_train.checkpoint.commits.writer",
     "elastic_train.checkpoint.commits.reader",
     "elastic_train.checkpoint.commits.record",
@@ -345,6 +345,9 @@ class SimHistory(History):
         self.term, self._rank = term, rank
         self._host = host
         self._name = f"{term:08d}-{rank:05d}-{host.kernel.process.pid}"
+
+    def prune(self, keep_terms: int) -> None:
+        """The evidence is kept whole."""
 
     def last_applied(self) -> None:
         """Banners are not shown."""

@@ -100,7 +100,7 @@ class Lines(LineFile):
         path.parent.mkdir(exist_ok=True)
         self._open_file = path.open("ab", buffering=0)
 
-    def append(self, line: bytes) -> None:
+    def append(self, line: bytes, again: bytes | None = None) -> None:
         self._kernel.check(self._kernel.current)
         self._open_file.write(line + b"\n")
 

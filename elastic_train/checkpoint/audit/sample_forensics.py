@@ -26,7 +26,7 @@ from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.arrays import Ranges, ranges_of
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
-from elastic_train.tracking.history import FOLDER
+from elastic_train.tracking.history_files import FOLDER
 
 _MOST_NAMED = 8
 

@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 
 from elastic_train.core.coverage import CoverageSums
+from elastic_train.tracking import background_files
 from elastic_train.tracking.background_files import BackgroundFiles
-from elastic_train.tracking.history import (
-    History,
-    LastApplied,
-    last_applied,
-)
+from elastic_train.tracking.history import History
+from elastic_train.tracking.history_files import LastApplied, histories, last_applied, last_step_lines, restore_line
 from tests.elastic_train.tracking.unqueued import Unqueued
 
 
@@ -27,8 +25,7 @@ def step(history: History, number: int, world: int = 2) -> None:
     history.step(step=number, epoch=0, lo=number, hi=number + 1, lanes=(0, 4), num_samples=4, world=world, loss=0.5)
 
 
-def write_all(run_dir: Path) -> None:
-    history = History(Unqueued(), run_dir, term=3, rank=1)
+def begin(history: History) -> None:
     history.form(world=2, cause="lost", joined_at=None, sealed_at=1.0, started_at=2.0)
     told: dict[str, object] = {"steps_lost": 1}
     history.restore(
@@ -42,6 +39,11 @@ def write_all(run_dir: Path) -> None:
         skipped=[("d", "torn")],
         resumed=told,
     )
+
+
+def write_all(run_dir: Path) -> None:
+    history = History(Unqueued(), run_dir, term=3, rank=1)
+    begin(history)
     step(history, 5)
     history.commit(step=5, key="k", digest="d", parent=None, created_at=1.5, seconds=0.2, stall_s=0.01)
     history.rollback(from_step=5, to_step=4)
@@ -115,3 +117,38 @@ def test_ids_are_in_the_file_before_the_step_goes_on(tmp_path: Path) -> None:
     for number in range(1, 100):
         history.read(step=number, epoch=0, ids=((0, 3),), world=2)
         assert read_history(tmp_path)[-1]["step"] == number
+
+
+def test_a_long_history_keeps_its_beginning_and_its_newer_half(tmp_path: Path) -> None:
+    """It stays below its limit in parts, each of which says how the world formed and what was restored."""
+    most_bytes = 1 << 14
+    history = History(Unqueued(), tmp_path, 3, 0, most_bytes)
+    begin(history)
+    for number in range(5, 1000):
+        step(history, number)
+        assert sum(path.stat().st_size for path in (tmp_path / "history").iterdir()) <= most_bytes
+    ((older, newer),) = histories(tmp_path, rank=0)
+    assert older.name < newer.name
+    for part in (older, newer):
+        first = restore_line(part)
+        assert first is not None and (first["step"], first["again"]) == (4, True)
+    (steps,) = [[line["step"] for line in read_history(tmp_path) if line["op"] == "step"]]
+    assert steps == list(range(int(str(steps[0])), 1000)), "what is left has no gap"
+    assert last_step_lines(newer)[-1]["step"] == 999
+    found = last_applied(tmp_path, before_term=4)
+    assert found is not None and found.step == 999
+
+
+def test_a_history_that_could_not_be_opened_at_first_says_how_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder comes back: what was lost is lost, but for the lines without which the rest says little."""
+    monkeypatch.setattr(background_files, "OPEN_AGAIN_S", 0.0)
+    (tmp_path / "run").write_text("not a folder")
+    history = History(Unqueued(), tmp_path / "run", 3, 0)
+    begin(history)
+    step(history, 5)
+    (tmp_path / "run").unlink()
+    step(history, 6)
+    lines = read_history(tmp_path / "run")
+    assert [(line["op"], line.get("again")) for line in lines] == [("form", True), ("restore", True), ("step", None)]

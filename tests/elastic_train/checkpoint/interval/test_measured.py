@@ -8,7 +8,8 @@ import pytest
 
 from elastic_train.checkpoint.interval.measured import faults_before, measured_saves
 from elastic_train.checkpoint.interval.young_daly import Faults, SaveCost
-from elastic_train.tracking.history import FOLDER, History, lines_of
+from elastic_train.tracking.history import History
+from elastic_train.tracking.history_files import FOLDER, lines_of
 from tests.elastic_train.tracking.unqueued import Unqueued
 
 
