@@ -341,7 +341,7 @@ class _Launcher:
 class SimHistory(History):
     """A history whose lines go to the evidence, stamped by the watch of an outside observer."""
 
-    def __init__(self, host: Host, files: BackgroundFiles, run_dir: str, term: int, rank: int) -> None:
+    def __init__(self, host: Host, files: BackgroundFiles, run_dir: str, term: int, rank: int, most_bytes: int) -> None:
         self.term, self._rank = term, rank
         self._host = host
         self._name = f"{term:08d}-{rank:05d}-{host.kernel.process.pid}"
