@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from elastic_train.system.atomic_files import write_atomically
@@ -43,27 +44,32 @@ class BackgroundFiles:
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
-        self._changed = threading.Condition()
-        self._waiting: deque[tuple[Act, int]] = deque()
-        self._num_bytes = self._num_put = self._num_done = 0
-        self._awaited_in_vain = 0
+        self._waiting: SimpleQueue[Act] = SimpleQueue()
+        self._num_bytes_taken = self._num_bytes_done = 0
+        self._putting = threading.Lock()  # the thread takes it only to end
         self._is_served = self._has_reported = False
+        self._awaited: threading.Event | None = None
         self._look: Call[object] | None = None
 
-    def put(self, act: Act, num_bytes: int = 0) -> bool:
-        """Let the thread do something after all that was put before; False if too many bytes wait already."""
-        with self._changed:
-            if self._num_bytes + num_bytes > self._most_bytes:
-                return False
-            self._waiting.append((act, num_bytes))
-            self._num_bytes += num_bytes
-            self._num_put += 1
-            if self._is_served:
-                self._changed.notify_all()
-            else:
+    def put(self, act: Act) -> None:
+        """Let the thread do something after all that was put before."""
+        with self._putting:
+            self._waiting.put(act)
+            if not self._is_served:
                 self._is_served = True
                 threading.Thread(target=self._serve, name="run's files", daemon=True).start()
+
+    def take(self, num_bytes: int) -> bool:
+        """Make room for bytes that are to wait for the thread, which gives them back; False if there is none."""
+        with self._putting:
+            if self._num_bytes_taken - self._num_bytes_done + num_bytes > self._most_bytes:
+                return False
+            self._num_bytes_taken += num_bytes
         return True
+
+    def give_back(self, num_bytes: int) -> None:
+        """Return the room of bytes that have been dealt with; for the thread alone."""
+        self._num_bytes_done += num_bytes
 
     def lines(self, path: Path, most_bytes: int | None = None) -> LineFile:
         """Return a file to append to; it is opened for its first line."""
@@ -71,9 +77,9 @@ class BackgroundFiles:
 
     def replace(self, path: Path, text: str) -> None:
         """Replace a small file in one step."""
-        self.attempt(path, lambda: write_atomically(path, text), len(text))
+        self.attempt(path, lambda: write_atomically(path, text))
 
-    def attempt(self, path: Path, act: Act, num_bytes: int = 0) -> None:
+    def attempt(self, path: Path, act: Act) -> None:
         """Let the thread do something to a file or folder; an OSError is reported."""
 
         def attempted() -> None:
@@ -82,20 +88,20 @@ class BackgroundFiles:
             except OSError as error:
                 self.report(path, error)
 
-        if not self.put(attempted, num_bytes):
-            self.report(path, _FULL)
+        self.put(attempted)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was put so far is done, `timeout_s` seconds at most; return whether it is.
 
         After a wait in vain, later ones do not wait until the thread has caught up: a folder that hangs costs it once.
         """
-        with self._changed:
-            goal = self._num_put
-            patience_s = timeout_s if self._num_done >= self._awaited_in_vain else 0.0
-            is_done = self._changed.wait_for(lambda: self._num_done >= goal, patience_s)
-            self._awaited_in_vain = self._awaited_in_vain if is_done else goal
-        return is_done
+        was_in_vain = self._awaited is not None and not self._awaited.is_set()
+        done = threading.Event()
+        self.put(done.set)
+        if done.wait(0.0 if was_in_vain else timeout_s):
+            return True
+        self._awaited = done
+        return False
 
     def ask(self, look: Callable[[], T], otherwise: T) -> T:
         """Return what a look at a folder finds; `otherwise` if it fails, or does not answer within `ANSWER_S`.
@@ -122,19 +128,18 @@ class BackgroundFiles:
 
     def _serve(self) -> None:
         while True:
-            with self._changed:
-                if not self._changed.wait_for(lambda: bool(self._waiting), IDLE_S):
-                    self._is_served = False
-                    return
-                act, num_bytes = self._waiting.popleft()
+            try:
+                act = self._waiting.get(timeout=IDLE_S)
+            except Empty:
+                with self._putting:
+                    if self._waiting.empty():
+                        self._is_served = False
+                        return
+                continue
             try:
                 act()
             except Exception:  # the thread serves every other file, too
                 log.exception("a file of the run could not be written")
-            with self._changed:
-                self._num_bytes -= num_bytes
-                self._num_done += 1
-                self._changed.notify_all()
 
 
 class LineFile:
@@ -147,6 +152,9 @@ class LineFile:
     def __init__(self, files: BackgroundFiles, path: Path, most_bytes: int | None = None) -> None:
         self.path, self.num_lost = path, 0
         self._files, self._most_bytes = files, most_bytes
+        # Only bytes: closures that pile up would make the garbage collector walk the whole process, for 0.2 s.
+        self._lines: deque[tuple[bytes, bytes | None]] = deque()
+        self._is_awaited = False
         self._file: int | None = None
         self._part = self._size = 0
         self._again: list[bytes] = []
@@ -155,15 +163,28 @@ class LineFile:
 
     def append(self, line: bytes, again: bytes | None = None) -> None:
         """Append a line, without its end, after all earlier ones; returns at once. Later parts begin with `again`."""
-        if not self._files.put(lambda: self._attempt(line, again), len(line)):
+        if not self._files.take(len(line)):
             self._lose(_FULL)
+            return
+        self._lines.append((line, again))
+        if not self._is_awaited:
+            self._is_awaited = True
+            self._files.put(self._write_all)
 
     def close(self) -> None:
         """Close the file after its last line; returns at once, and may be called again."""
         self._files.put(self._close)
 
+    def _write_all(self) -> None:
+        """Write the lines that wait, on the thread."""
+        self._is_awaited = False  # first: a line that comes from now on is put again, or found below
+        while self._lines:
+            line, again = self._lines.popleft()
+            self._attempt(line, again)
+            self._files.give_back(len(line))
+
     def _attempt(self, line: bytes, again: bytes | None) -> None:
-        """Write a line, on the thread; a failed opening is not repeated for every line."""
+        """Write a line; a failed opening is not repeated for every line."""
         try:
             if self._is_open(len(line)):
                 self._write(line)

@@ -173,7 +173,8 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
     )
     seldom_s = SELDOM_S * around.shape.look_s
     yield from _in("rendezvous.membership.reachability", ThreadPoolExecutor=around.net.at_once, SELDOM_S=seldom_s)
-    yield from _in("rendezvous.waiting", SimpleQueue=functools.partial(stdlib.Queue, around.kernel))
+    for path in ("rendezvous.waiting", "elastic_train.tracking.background_files"):
+        yield from _in(path, SimpleQueue=functools.partial(stdlib.Queue, around.kernel))
     yield from _in("rendezvous.membership.dead_agents", is_refused=around.net.is_refused, LOOK_S=around.shape.look_s)
     yield from _in("rendezvous.membership.participant", LOOK_S=around.shape.look_s)
     yield from _in("rendezvous.membership.latest_view", read_view=_memory_of(read_view, NUM_VIEWS))
