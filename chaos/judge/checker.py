@@ -41,6 +41,8 @@ INVARIANTS: dict[str, Callable[[Evidence], str]] = {
     "liveness": whole_run.liveness,
     "cleanliness": leftovers.cleanliness,
 }
+WITHOUT_HISTORIES = ("cleanliness", "sums", "witness", "hash", "metrics")
+"""What can be judged of a run that has deleted some of its histories: these read results, commits and what is left."""
 COMPARED: dict[str, Callable[[Evidence, Evidence], str]] = {
     "hash": exactly_once.same_weights,
     "losses": exactly_once.same_losses,
@@ -52,6 +54,13 @@ def judge(run: Evidence, reference: Evidence | None = None) -> list[Finding]:
     """Return every invariant's finding on a run, against the run of the same job without faults if there is one."""
     if is_script(run):
         return scripts.judge(run, reference)
+    findings = _judge(run, reference)
+    if run.pruned is None:
+        return findings
+    return [x if x.invariant in WITHOUT_HISTORIES else Finding(x.invariant, "unknown", run.pruned) for x in findings]
+
+
+def _judge(run: Evidence, reference: Evidence | None) -> list[Finding]:
     findings = [find(name, partial(check, run)) for name, check in INVARIANTS.items()]
     findings.append(find("sums", partial(exactly_once.sums, run, reference)))
     findings.append(find("deliverable", partial(deliverable.deliverable, run, reference)))

@@ -45,6 +45,7 @@ from elastic_train.tracking.mlflow_sync import sync
 from elastic_train.tracking.progress import Progress, ResumeBanner, Status
 
 Say = Callable[[str], None]
+_ALL_BYTES = 1 << 40
 
 
 def undoable(scenario: Scenario) -> Iterator[str]:
@@ -194,7 +195,8 @@ def _run(
     copy_manifest(config, folder)
     progress = Progress(Console(soft_wrap=True, quiet=is_quiet))
     own = ["--run.dir", str(folder), "--run.name", around.run_id, *around.settings]
-    nodes = launch(scenario, "", folder, [*changes, *own], around.run_id, around)
+    whole = ["--run.history-terms=null", f"--run.history-bytes={_ALL_BYTES}"]  # the judge needs every line
+    nodes = launch(scenario, "", folder, [*whole, *changes, *own], around.run_id, around)
     look = _shown(progress, total_steps)
     job = Job(folder, nodes, scenario, (), seed, look, progress.event, replay, around, landing)
     job.faults = due(lambda: job.num_faults) if isinstance(due, Drawn) else due

@@ -57,6 +57,10 @@ class RunConfig(_Section):
     """Seed of the order, initial weights, dropout and augmentation."""
     forensic: bool = False
     """Record every step's sample ids in the history, for `elastic-train audit --forensic` to name the wrong ones."""
+    history_bytes: int = Field(default=256 << 20, ge=1 << 16)
+    """Size limit of one process's history of one term in bytes: the older half is deleted when it is reached."""
+    history_terms: PositiveInt | None = 100
+    """How many terms' histories are kept; what recovery asks of older ones is summarised. null to keep all."""
 
     _is_folder = field_validator("dir")(_folder)
 

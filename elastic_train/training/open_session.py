@@ -40,9 +40,8 @@ from elastic_train.job.state import AppliedState
 from elastic_train.job.trial import find_deadly
 from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.gradient_sum import Reduction, make_gradient_sum, make_sum
-from elastic_train.system.atomic_files import write_atomically
 from elastic_train.tasks.task import Counting
-from elastic_train.tracking.history import Stagnation
+from elastic_train.tracking.history_files import Stagnation
 from elastic_train.tracking.mlflow_run import (
     COMMIT_TAG,
     HOSTS_TAG,
@@ -52,7 +51,7 @@ from elastic_train.tracking.mlflow_run import (
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.training.commits import Commits
 from elastic_train.training.session import Process, Session
-from elastic_train.world.fencing import StoreFence, claim_of
+from elastic_train.world.fencing import CONFIGS, StoreFence, claim_of
 from elastic_train.world.forming import Formed
 from elastic_train.world.no_progress import check_progress
 from elastic_train.world.quarantine import known_holes, quarantine_deadly
@@ -68,7 +67,7 @@ TRIAL_SHARE = 0.5
 
 def open_session(process: Process, formed: Formed) -> Session:
     """Enter a world that has formed, bring its state to the furthest applied step, and bind the gradients to it."""
-    world = enter_world(process.plan.config, formed, process.started_at, process.watchdog.moved)
+    world = enter_world(process.plan.config, formed, process.started_at, process.files, process.watchdog.moved)
     with contextlib.ExitStack() as undo:
         undo.callback(world.close)
         session = _open_in(process, world)
@@ -84,7 +83,7 @@ def _open_in(process: Process, world: World) -> Session:
     kind = _pick_reduction(plan, world)
     gradients = make_gradient_sum(kind, list(state.model.parameters()), world.replicas, plan.num_lanes)
     saves = open_saves(process, world, head)
-    tracker = start_tracker(plan, world, state, head)
+    tracker = start_tracker(process, world, head)
     cadence = open_cadence(process, world, head)
     session = Session(
         plan=plan,
@@ -147,7 +146,9 @@ def open_cadence(process: Process, world: World, head: CommitRecord | None) -> C
     Worlds may end faster than commits are due: what the state holds beyond the head counts from then on.
     """
     config = process.plan.config
-    past = faults_before(config.run.dir, world.term) if world.is_leader else Faults(0, 0.0)
+    past = Faults(0, 0.0)
+    if world.is_leader:
+        past = process.files.ask(lambda: faults_before(config.run.dir, world.term), past)
     last_at = process.started_at if head is None else head.created_at
     owed_s = max(0.0, time.time() - last_at) if process.state.step > (0 if head is None else head.step) else 0.0
     return Cadence(config.checkpoint, past, owed_s=owed_s)
@@ -210,28 +211,26 @@ def make_repeatable(config: Config) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def start_tracker(plan: Plan, world: World, state: AppliedState, head: CommitRecord | None) -> Tracker | None:
+def start_tracker(process: Process, world: World, head: CommitRecord | None) -> Tracker | None:
     """Start the tracker on rank 0, and keep the resolved configuration beside the commits."""
     if not world.is_leader:
         return None
-    config, folder = plan.config, Path(plan.config.run.dir)
-    try:
-        write_atomically(folder / "config.yaml", config.to_yaml())
-    except OSError as error:
-        world.announce(f"{folder}/config.yaml cannot be written, training continues: {error}; make room on the disk")
+    config, folder = process.plan.config, Path(process.plan.config.run.dir)
+    process.files.replace(folder / "config.yaml", config.to_yaml())
     if config.checkpoint.url is not None:
         try:
-            world.store.create(f"configs/{world.term:08d}.yaml", config.to_yaml().encode())
+            world.store.create(f"{CONFIGS}{world.term:08d}.yaml", config.to_yaml().encode())
         except StorageError as error:
             world.announce(f"the configuration cannot be stored with the commits, training continues: {error}")
     return Tracker.start(
+        files=process.files,
         run_dir=folder,
         term=world.term,
         config=config.model_dump(mode="json"),
         mlflow_uri=config.tracking.mlflow_uri,
         experiment=config.tracking.experiment,
         run_name=config.run_name,
-        intervals=state.reached.intervals,
+        intervals=process.state.reached.intervals,
         settled=head.step if head else 0,
         tags={
             WORLD_TAG: str(world.group.size),

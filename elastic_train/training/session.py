@@ -19,6 +19,7 @@ from elastic_train.parallel.gradient_sum import GradientSum, Reduction
 from elastic_train.system.failpoints import reach
 from elastic_train.system.preemption import LeaveRequest
 from elastic_train.system.watchdog import Watchdog
+from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.progress import Status
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.training.commits import Commits
@@ -41,6 +42,7 @@ class Process:
     watchdog: Watchdog
     started_at: float
     save_memory: SaveMemory = field(default_factory=SaveMemory)
+    files: BackgroundFiles = field(default_factory=BackgroundFiles)
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from elastic_train.errors import NoProgressError
 from elastic_train.job.plan import Plan
-from elastic_train.tracking.history import Stagnation, stagnation
+from elastic_train.tracking.history_files import Stagnation
 from elastic_train.world.agreement import agree
 from elastic_train.world.world import World
 
@@ -26,7 +26,7 @@ def check_progress(world: World, plan: Plan) -> Stagnation:
 
 def _check(world: World, plan: Plan) -> tuple[int, int]:
     limit = plan.config.give_up_after_worlds
-    found = stagnation(plan.config.run.dir, world.term, limit or MOST_COUNTED)
+    found = world.history.stagnation(limit or MOST_COUNTED)
     if limit is None or found.num_terms < limit:
         return found.num_terms, found.step
     world.history.no_progress(step=found.step)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -48,6 +49,8 @@ class Evidence:
     witness: npt.NDArray[np.int64] | None = field(repr=False)
     metrics: dict[int, list[Line]] | None = field(default=None, repr=False)
     """Each term's lines; None where nobody could have logged any."""
+    pruned: str | None = None
+    """Which histories the run has deleted, in words; None if all are there."""
     tracked: Line | None = field(default=None, repr=False)
     """What the tracker held, by metric; None if it was not read."""
     rows: int | None = None
@@ -108,12 +111,13 @@ def collect(folder: Path) -> Evidence:
     manifest = manifest_of(folder, config or {})
     read = Evidence(
         folder=folder,
-        processes=identified(without_vain(_histories(folder))),
+        processes=identified(without_vain([_process(parts) for parts in _histories(folder)])),
         commits=[_commit(path) for path in record_files(folder)],
         config=config or {},
         result=_parsed(result.encode()) if result else None,
         witness=np.load(witness, allow_pickle=False) if witness.exists() else None,
         metrics=metrics_of(folder),
+        pruned=_pruned(folder),
         tracked=_parsed(held.encode()) if held else None,
         rows=None if manifest is None else rows_of(manifest),
         load=functools.partial(load_weights, folder),
@@ -138,10 +142,6 @@ def with_one_clock(run: Evidence) -> Evidence:
     return replace(run, processes=on_one_clock(run.processes, offsets), metrics=metrics, commits=commits)
 
 
-def _histories(folder: Path) -> list[list[Line]]:
-    return [list(parse_lines(path.read_bytes())) for path in sorted((folder / "history").glob("*.jsonl"))]
-
-
 def without_vain(processes: list[list[Line]]) -> list[list[Line]]:
     """Leave out the faults that had no effect: a `missed` line has their number, and they explain nothing."""
     vain = {line["fault"] for process in processes for line in process if line["op"] == "missed" and "fault" in line}
@@ -160,6 +160,32 @@ def manifest_of(folder: Path, config: Line) -> Line | None:
 def rows_of(manifest: Line) -> int:
     """Count the rows of all row groups that a manifest lists."""
     return sum(sum(cast(list[int], file["row_groups"])) for file in cast(list[Line], items(manifest, "files")))
+
+
+def _histories(folder: Path) -> list[list[Path]]:
+    """Return the parts of every process's history in the order in which they were written: X.jsonl, X.p000001.jsonl."""
+    paths = sorted((folder / "history").glob("*.jsonl"))
+    return [list(parts) for _, parts in itertools.groupby(paths, key=lambda path: path.name.partition(".")[0])]
+
+
+def _process(parts: list[Path]) -> list[Line]:
+    """Return a process's lines, each once: every part begins with some of the first one's `again`."""
+    lines, said = list[Line](), set[tuple[object, object]]()
+    for line in itertools.chain.from_iterable(parse_lines(path.read_bytes()) for path in parts):
+        if not line.get("again") or (line["op"], line.get("t")) not in said:
+            lines.append(line)
+        said.add((line["op"], line.get("t")))
+    return lines
+
+
+def _pruned(folder: Path) -> str | None:
+    """Say which histories were deleted while the run went on, whole terms or the first parts of long ones."""
+    summary = _parsed((_text(folder / "history" / "summary.json") or "{}").encode()) or {}
+    if terms := summary.get("pruned"):
+        return f"the histories of the terms up to {terms} were deleted (run.history_terms)"
+    firsts = [parts[0].name for parts in _histories(folder)]
+    shortened = next((name for name in firsts if ".p" in name), None)
+    return f"the first parts of {shortened} were deleted (run.history_bytes)" if shortened else None
 
 
 def record_files(folder: Path) -> list[Path]:

@@ -38,7 +38,9 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.parallel import step_tables
 from elastic_train.system.failpoints import reach
-from elastic_train.tracking.history import History, Stagnation
+from elastic_train.tracking.background_files import BackgroundFiles
+from elastic_train.tracking.history import History
+from elastic_train.tracking.history_files import Stagnation
 from elastic_train.training import step_sums
 from elastic_train.training.session import Session
 from elastic_train.training.step_sums import LaneSums
@@ -73,12 +75,13 @@ PRODUCT = (
     "elastic_train.world.forming",
     "elastic_train.world.handover",
     "elastic_train.world.fencing",
+    "elastic_train.tracking.background_files",
     "elastic_train.tracking.history",
     "elastic_train.training.result",
     "elastic_train.system.failpoints",
+    "elastic_train.system.file_locks",
     "elastic_train.tracking.metric_log",
     "elastic_train.tracking.tracker",
-    "elastic_train.tracking.mlflow_run",
     "elastic_train.checkpoint.commits.writer",
     "elastic_train.checkpoint.commits.reader",
     "elastic_train.checkpoint.commits.record",
@@ -175,7 +178,8 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
     yield from _in("rendezvous.membership.known_agents", ask=around.net.ask)
     seldom_s = SELDOM_S * around.shape.look_s
     yield from _in("rendezvous.membership.reachability", ThreadPoolExecutor=around.net.at_once, SELDOM_S=seldom_s)
-    yield from _in("rendezvous.waiting", SimpleQueue=functools.partial(stdlib.Queue, around.kernel))
+    for path in ("rendezvous.waiting", "elastic_train.tracking.background_files"):
+        yield from _in(path, SimpleQueue=functools.partial(stdlib.Queue, around.kernel))
     yield from _in("rendezvous.membership.dead_agents", LOOK_S=around.shape.look_s)
     yield from _in("rendezvous.membership.participant", LOOK_S=around.shape.look_s)
     yield from _in("rendezvous.membership.latest_view", read_view=_memory_of(read_view, NUM_VIEWS))
@@ -183,8 +187,6 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
     yield from _in("elastic_train.world.forming", Group=functools.partial(SimGroup, look_s=around.shape.look_s))
     yield from _in("elastic_train.world.forming", live_context=host.context, os=_Launcher(host))
     yield from _in("elastic_train.world.world", open_store=storage, DeadlineStore=_undelayed, open_fence=fence)
-    yield from _in("elastic_train.world.restore", last_applied=lambda *_, **__: None)
-    yield from _in("elastic_train.world.no_progress", stagnation=lambda *_: Stagnation())
     yield from _in("elastic_train.world.world", History=functools.partial(SimHistory, host), Progress=Silent)
     yield from _in("elastic_train.tracking.history", process_identity=host.identity)
     yield from _in("elastic_train.training.open_session", open_store=storage, DeadlineStore=_undelayed)
@@ -350,11 +352,21 @@ class _Launcher:
 class SimHistory(History):
     """A history whose lines go to the evidence, stamped by a clock of its node that no fault moves."""
 
-    def __init__(self, host: Host, run_dir: str, term: int, rank: int) -> None:
-        self.term, self._rank, self.num_failures = term, rank, 0
+    def __init__(self, host: Host, files: BackgroundFiles, run_dir: str, term: int, rank: int, most_bytes: int) -> None:
+        self.term, self._rank = term, rank
         self._host = host
         process = host.kernel.process
         self._name = f"{term:08d}-{rank:05d}-{process.pid}-{process.node}-{process.born:.6f}"
+
+    def prune(self, keep_terms: int) -> None:
+        """The evidence is kept whole."""
+
+    def last_applied(self) -> None:
+        """Banners are not shown."""
+
+    def stagnation(self, most: int) -> Stagnation:
+        """Nothing in a simulated job keeps it at one step."""
+        return Stagnation()
 
     def close(self) -> None:
         """Nothing is held."""
