@@ -97,6 +97,12 @@ class LiveMember:
         """Whether warmed-up members wait to be admitted."""
         return self._participant.wants_to_grow(GROW_QUIET_S)
 
+    @property
+    def published(self) -> str | None:
+        """The commit that the job's head named when etcd was last heard of; None if it named none."""
+        head = self._participant.view.head
+        return head.commit if head is not None else None
+
     def close_job(self) -> None:
         """Mark the job as done: members that join later leave."""
         assert self._participant.world is not None, "a job is closed by a world"

@@ -92,6 +92,7 @@ _ALL = (
     Kind("storage_errors", "some requests to the storage fail", "storage", needs="s3"),
     Kind("storage_conflict", "the storage answers a create with a conflict", "storage", needs="s3"),
     Kind("storage_taken", "the storage claims that a free name is taken", "storage", needs="s3"),
+    Kind("stale_listing", "listings of the storage lack what others have written last", "storage", local=False),
     Kind("slow_sync", "syncing bytes to disk takes long", "storage", local=False),
     Kind("tear_write", "a file is left half written", "storage", local=False, damages=True),
     Kind("flip_bit", "a bit of the newest commit flips", "storage", "never", damages=True),

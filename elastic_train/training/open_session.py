@@ -24,7 +24,7 @@ from elastic_train.checkpoint import (
     open_store,
     prune,
 )
-from elastic_train.checkpoint.commits.reader import read_record
+from elastic_train.checkpoint.commits.reader import read_record, strays_from
 from elastic_train.checkpoint.format.layout import leaves_by_path
 from elastic_train.checkpoint.interval.cadence import Cadence
 from elastic_train.checkpoint.interval.measured import faults_before
@@ -149,24 +149,31 @@ def _prune(store: Store, retention: Retention, newest: CommitRecord) -> None:
     prune(store, retention, newest=newest)
 
 
-def commit_alone(plan: Plan, state: AppliedState, memory: SaveMemory) -> None:
+def commit_alone(plan: Plan, state: AppliedState, memory: SaveMemory, published: str | None = None) -> None:
     """Commit a state that is further than the newest commit, without a world, under a term of its own.
+
+    `published` is the commit that etcd named as head when this process last heard of it; a state that parted from it
+    before is not committed.
 
     Raises StorageError if the storage hangs; a commit that it makes later all the same is a good one.
     """
     tensors = state.shards.held()
     num_bytes = memory.planner.plan(tensors, leaves_by_path(tensors), num_writers=1).parts[0].num_bytes
-    call_abandonable(lambda on_progress: _commit_alone(plan, state, on_progress), memory.timeout.limit_s(num_bytes))
+    call_abandonable(
+        lambda on_progress: _commit_alone(plan, state, published, on_progress), memory.timeout.limit_s(num_bytes)
+    )
 
 
-def _commit_alone(plan: Plan, state: AppliedState, on_progress: Callable[[], None]) -> None:
+def _commit_alone(plan: Plan, state: AppliedState, published: str | None, on_progress: Callable[[], None]) -> None:
     store = DeadlineStore(open_store(plan.config.checkpoint_url), on_progress)
-    head = discover(store).head
+    head = discover(store, published=published).head
     if state.step <= (head.step if head else 0):
+        return
+    if head is not None and head.key == published and strays_from(state.reached.intervals, head):
         return
     fence = StoreFence(store)
     # A record of this very step was passed over as damaged: this commit takes its place, and does not continue it.
-    term, key = fence.claim(), parent_of(store, state, state.step - 1)
+    term, key = fence.claim(), parent_of(store, state, published, state.step - 1)
     writer = CommitWriter(store, fence, term, read_record(store, key) if key else None)
     writer.save(state.shards.held(), describe_commit(plan, state, world_size=1), state.reached.intervals)
 

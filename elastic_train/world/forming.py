@@ -57,6 +57,9 @@ class Worlds(Protocol):
     def wants_to_grow(self) -> bool:
         """Whether the world should end at the next step boundary to let others in."""
 
+    def published(self) -> str | None:
+        """Return the commit that etcd named as head when it was last heard of; None if it named none."""
+
     def leave(self, *, is_job_done: bool) -> None:
         """Be gone for the others, at once; a job that is done takes no more members."""
 
@@ -85,6 +88,9 @@ class OneWorld:
 
     def wants_to_grow(self) -> bool:
         return False
+
+    def published(self) -> str | None:
+        return None
 
     def leave(self, *, is_job_done: bool) -> None:
         """The launcher does it."""
@@ -150,6 +156,9 @@ class LiveWorlds:
 
     def wants_to_grow(self) -> bool:
         return self._member is not None and self._member.wants_to_grow()
+
+    def published(self) -> str | None:
+        return self._member.published if self._member is not None else None
 
     def leave(self, *, is_job_done: bool) -> None:
         if self._member is not None:

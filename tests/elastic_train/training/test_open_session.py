@@ -50,7 +50,7 @@ def state_of(*intervals: tuple[int, int, int]) -> AppliedState:
     """A state whose steps were applied by the terms of `intervals` (term, lo, hi)."""
     state = build_state(nn.Linear(2, 1), OptimizerConfig(lr=0.1), 50, "cpu", is_fp16=False)
     lineage = tuple(Interval(*interval) for interval in intervals)
-    return replace(state, reached=Reached(step=intervals[-1][2], intervals=lineage))
+    return replace(state, reached=Reached(step=intervals[-1][2] if intervals else 0, intervals=lineage))
 
 
 @pytest.mark.parametrize("error", [TooFewNodesError("few"), Preempted("told"), StorageError("etcd is away")])
@@ -70,7 +70,8 @@ def test_whatever_ends_the_waiting_for_a_world_the_state_is_committed(error: Ela
     def form() -> None:
         raise error
 
-    worlds = SimpleNamespace(form=form, leave=lambda *, is_job_done: left.append(is_job_done))
+    leave = left.append
+    worlds = SimpleNamespace(form=form, published=lambda: None, leave=lambda *, is_job_done: leave(is_job_done))
     state = state_of((1, 0, 4), (2, 4, 9))
     with pytest.raises(type(error)):
         _next_world(Process(plan, state, worlds, LeaveRequest(), Watchdog(), 0.0))  # type: ignore[arg-type]
