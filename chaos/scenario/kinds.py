@@ -48,6 +48,12 @@ _ALL = (
     ),
     Kind("kill_job", "SIGKILL to all nodes at once, started again after for_s", "node", "must", ends_world=True),
     Kind("lose_node", "the machine is gone: its ports do not even refuse", "node", ends_world=True, local=False),
+    Kind(
+        "private_storage",
+        "a node comes back without its mount of the storage, and sees a folder of its own for for_s",
+        "node",
+        local=False,
+    ),
     Kind("stop_node", "SIGTERM to the agent; started again after for_s", "node", "may", ends_world=True),
     Kind(
         "start_node", "a node that was lost comes back", "node", "never", ends_world=True, sim=False, leaves_alive=True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -50,7 +49,7 @@ from elastic_train.tracking.mlflow_run import (
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.training.commits import Commits
 from elastic_train.training.session import Process, Session
-from elastic_train.world.fencing import StoreFence, claim_of
+from elastic_train.world.fencing import StoreFence
 from elastic_train.world.forming import Formed
 from elastic_train.world.quarantine import known_holes
 from elastic_train.world.restore import parent_of, restore
@@ -127,11 +126,9 @@ def open_cadence(process: Process, world: World, head: CommitRecord | None) -> C
 
 
 def open_saves(process: Process, world: World, head: CommitRecord | None) -> Saves:
-    """Open this rank's saves; every rank that sees the world's claim in its store writes a part, rank 0 always."""
-    claim = claim_of(world.store, world.term)
-    mine = int(claim[:12], 16) if claim else 0
-    seen = world.group.all_gather(torch.tensor(mine)).tolist()
-    writers = [0, *(rank for rank in range(1, world.group.size) if seen[rank] and seen[rank] == seen[0])]
+    """Open this rank's saves; every rank whose store has answered writes a part, rank 0 always."""
+    seen = world.group.all_gather(torch.tensor(int(world.sees_store))).tolist()
+    writers = [0, *(rank for rank in range(1, world.group.size) if seen[rank])]
     place = writers.index(world.group.rank) if world.group.rank in writers else None
     retention = process.plan.retention
     store = world.save_store
@@ -139,7 +136,7 @@ def open_saves(process: Process, world: World, head: CommitRecord | None) -> Sav
         store,
         CommitWriter(store, world.fence, world.term, head),
         world.term,
-        Role(place, len(writers), claim[:12] if claim else uuid.uuid4().hex[:12]),
+        Role(place, len(writers), world.word),
         process.save_memory,
         tidy=lambda commit: _prune(store, retention, commit),
     )

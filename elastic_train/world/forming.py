@@ -16,9 +16,10 @@ from typing import Protocol
 import torch
 
 from elastic_train.config.schema import Config
-from elastic_train.errors import PeerLostError, Preempted, StorageError, translated
+from elastic_train.errors import ConfigError, PeerLostError, Preempted, StorageError, translated
 from elastic_train.parallel.group import Group, connect
 from elastic_train.system.watchdog import Watchdog
+from elastic_train.world import one_store
 from rendezvous.context import LiveContext, RendezvousContext, context, live_context
 from rendezvous.errors import StoreUnavailableError
 from rendezvous.live_member import LiveMember
@@ -110,6 +111,7 @@ class LiveWorlds:
         is_stopped: Callable[[], bool],
     ) -> None:
         self._context, self._is_stopped, self._watchdog = context, is_stopped, watchdog
+        self._config = config
         self._num_lanes = config.batch.num_lanes
         self._timeout_s, self._device = config.peer_timeout_s, device
         self._member: LiveMember | None = None
@@ -117,6 +119,7 @@ class LiveWorlds:
     def form(self) -> Formed | None:
         if self._member is None:
             self._member = self._be_member()
+            self._check_store(self._member)
         pause_s = FIRST_PAUSE_S
         while True:
             try:
@@ -139,6 +142,14 @@ class LiveWorlds:
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
                 continue
             return Formed(group, world.context)
+
+    def _check_store(self, member: LiveMember) -> None:
+        """Leave before joining if this node does not see the store that has the job's commits."""
+        try:
+            one_store.check_before_joining(self._config, member.store, self._watchdog.moved)
+        except ConfigError:
+            member.leave()
+            raise
 
     def _be_member(self) -> LiveMember:
         """Begin the membership; an etcd that is away is waited for, as those wait who are members already."""

@@ -1,7 +1,8 @@
 """Ranks that train together compute one thing: what decides it must be the same in all of their configurations.
 
-Where data lie, commits go and metrics are shown is a node's own affair. A rate that one node has and another has not is
-not: weights would differ from rank to rank, and a rank that validates or commits at other steps would wait for ever.
+By which path a node reaches data and commits, and where metrics are shown, is its own affair. A rate that one node has
+and another has not is not: weights would differ from rank to rank, and a rank that validates or commits at other steps
+would wait for ever.
 """
 
 from __future__ import annotations

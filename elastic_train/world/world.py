@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from elastic_train.parallel.group import Group
 from elastic_train.system.failpoints import reach
 from elastic_train.tracking.history import History
 from elastic_train.tracking.progress import Progress
+from elastic_train.world import one_store
 from elastic_train.world.agreement import agree
 from elastic_train.world.fencing import Fence, JoinedFence, StoreFence
 from elastic_train.world.forming import Formed
@@ -46,6 +48,10 @@ class World:
     formed_at: float
     save_store: Store
     """The same store without deadlines: a save that hangs is abandoned as a whole."""
+    word: str = ""
+    """Unique to this world, and the same on all of its ranks."""
+    sees_store: bool = True
+    """Whether this rank could make sure that its store is the job's; if that did not answer, it writes no part."""
 
     @property
     def mesh(self) -> Mesh:
@@ -88,7 +94,8 @@ def enter_world(config: Config, formed: Formed, started_at: float, on_progress: 
     fence: Fence = _joined(store, launched) if launched and group.rank == 0 else StoreFence(store)
     at_least = launched.term if launched else 1
     try:
-        term = agree(group, lambda: fence.claim(at_least))
+        term, bound, word = agree(group, lambda: (fence.claim(at_least), fence.bind(None), uuid.uuid4().hex[:12]))
+        sees_store = _sees_store(group, store, fence, bound)
     except ElasticTrainError:
         fence.close()
         raise
@@ -106,7 +113,25 @@ def enter_world(config: Config, formed: Formed, started_at: float, on_progress: 
         except StorageError as error:
             log.warning("what fenced writers left could not be removed: %s", error)
     progress = Progress() if group.rank == 0 else None
-    return World(group, term, store, fence, history, progress, launched, time.time(), save_store)
+    return World(group, term, store, fence, history, progress, launched, time.time(), save_store, word, sees_store)
+
+
+def _sees_store(group: Group, store: Store, fence: Fence, bound: str | None) -> bool:
+    """Say whether this rank's store is known to be the job's; ConfigError, on this rank alone, if it is another.
+
+    `bound` is the word of the job's store, None if it has none yet. A rank whose store does not answer does not know.
+    """
+    if bound is None:
+        bound, sees_it = one_store.choose(group, store)
+        if group.rank == 0 and bound is not None:
+            fence.bind(bound)
+        return sees_it
+    try:
+        one_store.check(store, bound, group.check)
+    except StorageError as error:
+        log.warning("this rank writes no part of this world's commits: %s", error)
+        return False
+    return True
 
 
 def _joined(store: Store, launched: RendezvousContext) -> Fence:

@@ -242,7 +242,8 @@ def bury(snapshot: Snapshot, keys: Keys, member_id: str) -> Change:
 
 
 def close(keys: Keys, closed: Closed) -> Change:
-    return Change({keys.closed: encode(closed)}, {keys.closed: ABSENT})
+    """Mark the job as done; the next one of this run id may keep its commits in another store."""
+    return Change({keys.closed: encode(closed), keys.store: None}, {keys.closed: ABSENT})
 
 
 def leaving_world(member: Member, view: View) -> Member:

@@ -4,6 +4,7 @@
                   world          World    the sealed world of the highest term
                   failure        Failure  the first member whose workers failed in a term
                   head           Head     the newest claimed term and the commit published under it
+                  store          word     which store has the job's commits; deleted when the job is done
                   closed         Closed   the job is done: members that join later leave
 """
 
@@ -48,6 +49,10 @@ class Keys:
     @property
     def head(self) -> str:
         return self.prefix + "head"
+
+    @property
+    def store(self) -> str:
+        return self.prefix + "store"
 
     @property
     def closed(self) -> str:
@@ -149,6 +154,7 @@ class View:
     world: World | None = None
     failure: Failure | None = None
     head: Head | None = None
+    store: str | None = None
     closed: Closed | None = None
 
     @property
@@ -229,6 +235,7 @@ def read_view(snapshot: Snapshot, keys: Keys) -> View:
         world=_world(texts.get(keys.world)),
         failure=Failure(**json.loads(texts[keys.failure])) if keys.failure in texts else None,
         head=read_head(texts.get(keys.head)),
+        store=texts.get(keys.store),
         closed=Closed(**json.loads(texts[keys.closed])) if keys.closed in texts else None,
     )
 

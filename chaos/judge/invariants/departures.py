@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from chaos.judge.evidence.applied import formed_at, is_live, pids_of
-from chaos.judge.evidence.fault_windows import fault_windows_of
+from chaos.judge.evidence.fault_windows import fault_windows_of, over_at, patience_of
 from chaos.judge.evidence.recovery_cost import last_seen, sealed_at, seats_of
 from chaos.judge.evidence.run_files import (
     Evidence,
@@ -30,6 +30,8 @@ from chaos.scenario.kinds import (
 
 _ENDS_NODES = ("kill_node", "stop_node", "kill_job")
 _TELL_TO_LEAVE = ("stop_node", "flap_node", "scale_down")
+_TURNED_AWAY = {"private_storage": 2}
+"""With which code a node ends by itself while something is wrong with it that it cannot mend."""
 MOST_WORLDS_LEAVING = 3
 """How many worlds of the same processes a process that was asked to leave may explain: it leaves with the next step of
 which all have the sum, or, if it is too late for that, in the next world."""
@@ -155,12 +157,20 @@ def _is_explained(run: Evidence, exit_: Line) -> bool:
     It does so where it was once kept from etcd, or etcd was away not long before; and when workers have failed more
     often than it may start its own again (the first to report a failure pays for it).
     """
-    mine = [fault["kind"] for fault in run.of("fault") if exit_["node"] in _nodes(fault)]
+    hits = [fault for fault in run.of("fault") if exit_["node"] in _nodes(fault)]
+    if any(_TURNED_AWAY.get(str(hit["kind"])) == exit_["code"] and _lasts(run, hit, exit_) for hit in hits):
+        return True
+    mine = [hit["kind"] for hit in hits]
     if mine and (mine[-1] in _ENDS_NODES or any(cuts_off(kind) for kind in mine)):
         return True
     most, since = scenario_field(run, "max_restarts"), fault_windows_of(run).since(number(exit_, "t"))
     is_worn_out = isinstance(most, int) and not is_live(run) and len(run.of("fault")) > most
     return is_worn_out or any(is_of_etcd(fault["kind"]) and number(fault, "t") >= since for fault in run.of("fault"))
+
+
+def _lasts(run: Evidence, fault: Line, exit_: Line) -> bool:
+    """Say whether a fault was there, or just over, when a node ended."""
+    return number(fault, "t") <= number(exit_, "t") <= over_at(fault) + patience_of(run)
 
 
 def _nodes(fault: Line) -> list[object]:

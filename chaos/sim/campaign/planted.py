@@ -85,6 +85,17 @@ def _late_listing(draws: random.Random) -> tuple[SimFault, ...]:
     )
 
 
+def _without_its_mount(draws: random.Random) -> tuple[SimFault, ...]:
+    """A node comes back without its mount, and then everybody else dies."""
+    at_s, node = draws.uniform(7.0, 10.0), draws.randrange(3)
+    others = tuple(
+        SimFault("kill_node", at_s=at_s + draws.uniform(6.0, 9.0), node=other, for_s=8.0)
+        for other in range(3)
+        if other != node
+    )
+    return (SimFault("private_storage", at_s=at_s, node=node, for_s=60.0), *others)
+
+
 def _torn(draws: random.Random) -> tuple[SimFault, ...]:
     """Everybody dies in the middle of a commit."""
     nodes = tuple(SimFault("kill_job", at_s=draws.uniform(6.0, 16.0), for_s=2.0) for _ in range(2))
@@ -200,6 +211,14 @@ PLANTED = (
         lambda: {"elastic_train.world.restore:named": lambda fence: None},
         ("durability", "heads"),
         _late_listing,
+    ),
+    SimBug(
+        "any-store",
+        "a node that does not see the job's store is let in",
+        lambda: {"elastic_train.world.one_store:check": lambda store, word, still=None: None},
+        ("lineage", "durability", "heads"),
+        _without_its_mount,
+        replace(_SHAPE, epochs=16),
     ),
     SimBug(
         "stale-lanes",

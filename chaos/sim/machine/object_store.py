@@ -69,6 +69,17 @@ class Storage:
         """Called with a process that dies in the middle of a file."""
         self.damaged: dict[str, str] = {}
         """Attempts of which a file was damaged, and the names of their records."""
+        self.private: dict[int, Storage] = {}
+        """What nodes see in its place where it is not mounted: folders on their own disks."""
+        self.ever_private: list[Storage] = []
+
+    def isolate(self, node: int) -> None:
+        """Let a node see a folder of its own, which is empty, from now on."""
+        self.private[node] = Storage(self.kernel, self.draws, self.delay_s)
+        self.ever_private.append(self.private[node])
+
+    def seen_from(self, node: int) -> Storage:
+        return self.private.get(node, self)
 
     def put(self, key: str, content: bytes, node: int | None = None) -> None:
         """Store a key; a node that wrote it itself lists it at once."""
@@ -111,7 +122,11 @@ class StorageClient:
     url = "sim://run"
 
     def __init__(self, storage: Storage, process: Process) -> None:
-        self._storage, self._process = storage, process
+        self._mounted, self._process = storage, process
+
+    @property
+    def _storage(self) -> Storage:
+        return self._mounted.seen_from(self._process.node)
 
     def create(self, key: str, content: bytes) -> None:
         """Create a key; while storage is lossy the request, or its answer, may be late or lost."""

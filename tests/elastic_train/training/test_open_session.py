@@ -112,7 +112,7 @@ def test_storage_that_hangs_holds_up_nobody_who_leaves(
     monkeypatch.setattr(*where[hung], hang)
     monkeypatch.setattr(abandonment, "LEAST_S", 0.3)
     left: list[bool] = []
-    worlds = SimpleNamespace(form=few, leave=lambda *, is_job_done: left.append(is_job_done))
+    worlds = SimpleNamespace(form=few, published=lambda: None, leave=lambda *, is_job_done: left.append(is_job_done))
     with pytest.raises(TooFewNodesError):
         _next_world(Process(plan, state, worlds, LeaveRequest(), Watchdog(), 0.0))  # type: ignore[arg-type]
     assert is_hung.is_set() and left == [False]
@@ -144,6 +144,8 @@ def test_a_save_waits_longer_for_slow_storage_than_a_world_does(
         fence=fence,
         store=DeadlineStore(slow, lambda: None),
         save_store=slow,
+        word="0" * 12,
+        sees_store=True,
     )
     process = SimpleNamespace(
         plan=SimpleNamespace(retention=Retention.of(last=1), config=None), save_memory=SaveMemory()
