@@ -101,6 +101,10 @@ class History:
         counts = {"num_samples": num_samples, **({"num_left_out": num_left_out} if num_left_out else {})}
         self._write("step", step=step, **where, **counts, world=world, loss=loss)
 
+    def nonfinite(self, *, step: int, loss: float, norm: float, samples: Mapping[int, Ranges]) -> None:
+        """A step's loss or gradient was not finite; `samples` are, by lane, ids of this rank's that did it."""
+        self._write("nonfinite", step=step, loss=repr(loss), norm=repr(norm), samples=samples)
+
     def read(self, *, step: int, epoch: int, ids: Ranges) -> None:
         """A rank is about to use the samples of these ids in the step; they count only if the step is applied.
 
@@ -125,6 +129,10 @@ class History:
         """
         times = {"created_at": created_at, "seconds": seconds, "stall_s": stall_s}
         self._write("commit", step=step, key=key, digest=digest, parent=parent, **times)
+
+    def no_progress(self, *, step: int) -> None:
+        """The job gives up: world after world ended without a step after this one. Those before do not count again."""
+        self._write("no_progress", step=step)
 
     def rollback(self, *, from_step: int, to_step: int) -> None:
         """This process gives up steps that it had applied: its world resumes from `to_step`."""
@@ -164,6 +172,22 @@ def last_applied(run_dir: str | Path, before_term: int) -> LastApplied | None:
             last = max(lines, key=lambda line: (int(str(line["step"])), float(str(line["t"]))))
             return LastApplied(term, int(str(last["step"])), int(str(last["world"])), float(str(last["t"])))
     return None
+
+
+def num_without_step(run_dir: str | Path, before_term: int, most: int) -> int:
+    """Count the newest terms before `before_term` that ended without a step, up to `most` of them.
+
+    Reads rank 0's histories, newest first, to the first with a step, or in which the job gave up.
+    """
+    num = 0
+    for path in reversed(leader_files(run_dir)):
+        if num == most:
+            break
+        if term_of(path) < before_term:
+            if last_step_lines(path) or b'"no_progress"' in path.read_bytes():
+                break
+            num += 1
+    return num
 
 
 def leader_files(run_dir: str | Path) -> list[Path]:

@@ -181,12 +181,14 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
     yield from _in("elastic_train.world.forming", live_context=host.context, os=_Launcher(host))
     yield from _in("elastic_train.world.world", open_store=storage, DeadlineStore=_undelayed, open_fence=fence)
     yield from _in("elastic_train.world.restore", last_applied=lambda *_, **__: None)
+    yield from _in("elastic_train.world.no_progress", num_without_step=lambda *_: 0)
     yield from _in("elastic_train.world.world", History=functools.partial(SimHistory, host), Progress=Silent)
     yield from _in("elastic_train.training.open_session", open_store=storage, DeadlineStore=_undelayed)
     yield from _in("elastic_train.world.one_store", open_store=storage, DeadlineStore=_undelayed)
     yield from _in("elastic_train.training.open_session", faults_before=lambda *_: Faults(0, 0.0))
     yield from _in(
         "elastic_train.training.supervisor",
+        os=_Launcher(host),
         Watchdog=Unwatched,
         make_repeatable=_nothing,
         make_plan=lambda _: host.plan,
@@ -272,7 +274,7 @@ def _tensors(host: Host) -> Iterable[tuple[ModuleType, str, object]]:
         return sum((training.sums_of(tuple(batch.ids.tolist())) for batch in lanes), CoverageSums())
 
     yield from _in(
-        "elastic_train.training.open_session", make_gradient_sum=gradient_sum, has_equal_kernels=lambda *_: True
+        "elastic_train.training.open_session", make_gradient_sum=gradient_sum, differing_kernels=lambda *_: []
     )
     yield from _in(
         "elastic_train.training.step", _run_lane=run_lane, _coverage_of=coverage_of, fold=_memory_of(step_sums.fold)

@@ -14,6 +14,7 @@ from elastic_train.tracking.history import (
     History,
     LastApplied,
     last_applied,
+    num_without_step,
 )
 
 
@@ -30,7 +31,7 @@ def step(history: History, number: int, world: int = 2) -> None:
 def write_all(run_dir: Path) -> None:
     history = History(run_dir, term=3, rank=1)
     history.form(world=2, cause="lost", joined_at=None, sealed_at=1.0, started_at=2.0)
-    told: dict[str, object] = {"steps_lost": 1}
+    resumed: dict[str, object] = {"steps_lost": 1}
     history.restore(
         step=4,
         epoch=0,
@@ -40,7 +41,7 @@ def write_all(run_dir: Path) -> None:
         applied_by=None,
         seconds=0.1,
         skipped=[("d", "torn")],
-        resumed=told,
+        resumed=resumed,
     )
     step(history, 5)
     history.commit(step=5, key="k", digest="d", parent=None, created_at=1.5, seconds=0.2, stall_s=0.01)
@@ -62,7 +63,7 @@ def test_every_operation_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("torn", [b'{"op": "step", "t', b"12", b'"a"', b"\xff\xfe{", b"[]", b'{"t": 1}'])
 def test_a_torn_line_is_passed_over(tmp_path: Path, torn: bytes) -> None:
-    """What is no whole line of ours is not read, and hides no other line."""
+    """A line that is torn or foreign is not read, and hides no other line."""
     write_all(tmp_path)
     (path,) = (tmp_path / "history").iterdir()
     path.write_bytes(torn + b"\n" + path.read_bytes() + torn)
@@ -71,7 +72,7 @@ def test_a_torn_line_is_passed_over(tmp_path: Path, torn: bytes) -> None:
     assert found.step == 5
 
 
-def test_the_last_applied_step_is_the_newest_earlier_terms_furthest(tmp_path: Path) -> None:
+def test_the_last_applied_step_is_the_furthest_of_the_newest_earlier_term(tmp_path: Path) -> None:
     """Later and stepless terms do not count; of the ranks the furthest one does."""
     for term, rank, number in [(1, 0, 90), (2, 0, 41), (2, 1, 42), (5, 0, 7)]:
         history = History(tmp_path, term, rank)
@@ -110,7 +111,7 @@ def test_a_line_is_on_the_file_before_the_call_returns(tmp_path: Path) -> None:
 def test_a_full_disk_stops_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A line that cannot be written, or not wholly, is counted and told once; what comes later is whole again."""
+    """A line that cannot be written, or not wholly, is counted and reported once; later lines are whole again."""
     history = History(tmp_path, 1, 0)
 
     def full(file: int, content: bytes) -> int:
@@ -129,7 +130,32 @@ def test_a_full_disk_stops_no_training(
 
 
 def test_a_history_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
-    """Where nothing can be written from the start, the user is told before training begins."""
+    """Where nothing can be written from the start, training does not begin."""
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be written"):
         History(tmp_path / "file", 1, 0)
+
+
+def test_the_newest_terms_without_a_step_are_counted(tmp_path: Path) -> None:
+    """Up to the last term with a step, or in which the job gave up; other ranks' files do not count."""
+
+    def world(term: int, *, num_steps: int = 0, gives_up: bool = False, rank: int = 0) -> None:
+        history = History(tmp_path, term, rank)
+        history.form(world=2, cause="lost", joined_at=None, sealed_at=1.0, started_at=2.0)
+        for number in range(num_steps):
+            step(history, number + 1)
+        if gives_up:
+            history.no_progress(step=4)
+        history.close()
+
+    world(1)
+    world(2, num_steps=3)
+    world(3)
+    world(4)
+    world(4, rank=1, num_steps=1)
+    assert num_without_step(tmp_path, 5, most=20) == 2
+    assert num_without_step(tmp_path, 5, most=1) == 1
+    assert num_without_step(tmp_path, 3, most=20) == 0
+    world(5, gives_up=True)
+    world(6)
+    assert num_without_step(tmp_path, 7, most=20) == 1
