@@ -48,6 +48,12 @@ _ALL = (
     ),
     Kind("kill_job", "SIGKILL to all nodes at once, started again after for_s", "node", "must", ends_world=True),
     Kind("lose_node", "the machine is gone: its ports do not even refuse", "node", ends_world=True, local=False),
+    Kind(
+        "private_storage",
+        "a node comes back without its mount of the storage, and sees a folder of its own for for_s",
+        "node",
+        local=False,
+    ),
     Kind("stop_node", "SIGTERM to the agent; started again after for_s", "node", "may", ends_world=True),
     Kind(
         "start_node", "a node that was lost comes back", "node", "never", ends_world=True, sim=False, leaves_alive=True
@@ -108,6 +114,7 @@ _ALL = (
     Kind("storage_errors", "some requests to the storage fail", "storage", needs="s3"),
     Kind("storage_conflict", "the storage answers a create with a conflict", "storage", needs="s3"),
     Kind("storage_taken", "the storage claims that a free name is taken", "storage", needs="s3"),
+    Kind("stale_listing", "listings of the storage lack what others have written last", "storage", local=False),
     Kind("slow_sync", "syncing bytes to disk takes long", "storage", local=False),
     Kind("tear_write", "a file is left half written", "storage", local=False, damages=True),
     Kind("flip_bit", "a bit of the newest commit flips", "storage", "never", damages=True),

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from elastic_train.system.failpoints import reach
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import History
 from elastic_train.tracking.progress import Progress
+from elastic_train.world import one_store
 from elastic_train.world.agreement import agree
 from elastic_train.world.fencing import Fence, JoinedFence, StoreFence, forget_old_terms
 from elastic_train.world.forming import Formed
@@ -50,6 +52,10 @@ class World:
     formed_at: float
     save_store: Store
     """The same store without deadlines: a save that hangs is abandoned as a whole."""
+    word: str = ""
+    """Unique to this world, and the same on all of its ranks."""
+    sees_store: bool = True
+    """Whether this rank could make sure that its store is the job's; if that did not answer, it writes no part."""
 
     @property
     def mesh(self) -> Mesh:
@@ -94,7 +100,8 @@ def enter_world(
     fence: Fence = _joined(store, launched) if launched and group.rank == 0 else StoreFence(store)
     at_least = launched.term if launched else 1
     try:
-        term = agree(group, lambda: fence.claim(at_least))
+        term, bound, word = agree(group, lambda: (fence.claim(at_least), fence.bind(None), uuid.uuid4().hex[:12]))
+        sees_store = _sees_store(group, store, fence, bound)
     except ElasticTrainError:
         fence.close()
         raise
@@ -115,7 +122,25 @@ def enter_world(
             log.warning("what fenced writers left could not be removed: %s", error)
         begin("old terms", lambda: _forget_old_terms(save_store, term))  # nobody waits for it
     progress = Progress() if group.rank == 0 else None
-    return World(group, term, store, fence, history, progress, launched, time.time(), save_store)
+    return World(group, term, store, fence, history, progress, launched, time.time(), save_store, word, sees_store)
+
+
+def _sees_store(group: Group, store: Store, fence: Fence, bound: str | None) -> bool:
+    """Say whether this rank's store is known to be the job's; ConfigError, on this rank alone, if it is another.
+
+    `bound` is the word of the job's store, None if it has none yet. A rank whose store does not answer does not know.
+    """
+    if bound is None:
+        bound, sees_it = one_store.choose(group, store)
+        if group.rank == 0 and bound is not None:
+            fence.bind(bound)
+        return sees_it
+    try:
+        one_store.check(store, bound, group.check)
+    except StorageError as error:
+        log.warning("this rank writes no part of this world's commits: %s", error)
+        return False
+    return True
 
 
 def _forget_old_terms(store: Store, term: int) -> None:

@@ -73,6 +73,7 @@ PRODUCT = (
     "elastic_train.world.world",
     "elastic_train.world.restore",
     "elastic_train.world.forming",
+    "elastic_train.world.one_store",
     "elastic_train.world.handover",
     "elastic_train.world.fencing",
     "elastic_train.tracking.background_files",
@@ -190,6 +191,7 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
     yield from _in("elastic_train.world.world", History=functools.partial(SimHistory, host), Progress=Silent)
     yield from _in("elastic_train.tracking.history", process_identity=host.identity)
     yield from _in("elastic_train.training.open_session", open_store=storage, DeadlineStore=_undelayed)
+    yield from _in("elastic_train.world.one_store", open_store=storage, DeadlineStore=_undelayed)
     yield from _in("elastic_train.training.open_session", faults_before=lambda *_: Faults(0, 0.0))
     yield from _in(
         "elastic_train.training.supervisor",
