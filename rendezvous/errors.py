@@ -2,6 +2,7 @@
 
 RendezvousError
 ├── OptionError               --rdzv_conf, the endpoint or the run id cannot be used as given; all problems at once
+│   └── LimitsDifferError     --nnodes is not that of the nodes that run already
 ├── StoreError
 │   ├── StoreUnavailableError etcd did not do it within the deadline, retries included, and may do it later
 │   │   ├── StoreBlockedError an alarm (NOSPACE, CORRUPT) keeps etcd from writing until its operator clears it
@@ -29,6 +30,10 @@ class OptionError(RendezvousError):
     def __init__(self, *problems: str) -> None:
         self.problems = problems
         super().__init__("\n".join(problems))
+
+
+class LimitsDifferError(OptionError):
+    """This node was started with another --nnodes than those that run."""
 
 
 class StoreError(RendezvousError):

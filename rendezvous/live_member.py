@@ -70,6 +70,7 @@ class LiveMember:
             raise
         self._participant.job = job
         self._reachability = Reachability(self._participant)
+        self._reachability.look_ahead()
         self._compaction = Compaction(options, lambda: self._participant.is_leading) if context.compacts else None
         self._meeting = Meeting(self._participant, context.address, context.timeout_s, self.is_broken)
 
@@ -85,6 +86,7 @@ class LiveMember:
                 return None
             store = self._meeting.connect(world)
             rank = world.rank_of(self._participant.id)
+            self._reachability.notice()
             if store is not None and rank is not None:
                 return LiveWorld(rank, len(world.seats), store, self._context_of(world))
 
@@ -96,6 +98,10 @@ class LiveMember:
         if waited_s > self._participant.ttl_s:
             self._reachability.ask()
         return self._participant.is_broken()
+
+    def look_for_unreachable(self) -> None:
+        """Have the nodes of the present world asked soon, because it could not begin; returns at once."""
+        self._reachability.ask(is_urgent=True)
 
     def wants_to_grow(self) -> bool:
         """Whether warmed-up members wait to be admitted."""

@@ -71,6 +71,17 @@ _ALL = (
     Kind("cut_node", "a node is cut off the network, etcd included", "node", sim=False, through="cable", cuts_off=True),
     Kind("cut_link", "a node and the others do not reach each other; all reach etcd", "node", through="cable"),
     Kind("cut_one_way", "what a node sends to others is lost; what they send arrives", "node", through="cable"),
+    Kind(
+        "refuse_address", "what a node sends to others is refused, and theirs does not arrive", "node", through="cable"
+    ),
+    Kind("same_address", "a node's address leads whoever uses it to his own machine", "node", local=False),
+    Kind(
+        "hosts_file",
+        "a node's hosts file gives its own name a loopback address, as Debian's does",
+        "node",
+        sim=False,
+        through="cable",
+    ),
     Kind("sever_link", "cut_link, for longer than worlds without one of the nodes take to form", "node", local=False),
     Kind("kill_etcd_member", "SIGKILL to a member of etcd that does not lead", "etcd"),
     Kind("kill_etcd_leader", "SIGKILL to the member of etcd that leads", "etcd"),
@@ -88,6 +99,7 @@ _ALL = (
         leaves_alive=True,
     ),
     Kind("break_watch", "a watch falls silent", "worker", "never", local=False),
+    Kind("skew_clocks", "the clock of a node is seconds ahead of the others', or late", "node", "never", local=False),
     Kind("jump_clock", "the wall clock of a node is set", "node", local=False),
     Kind("storage_full", "no space is left for checkpoints", "storage"),
     Kind("storage_outage", "the storage of checkpoints does not answer", "storage", local=False),

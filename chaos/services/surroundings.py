@@ -54,11 +54,9 @@ class Surroundings:
         """Return the options that place a node's torchrun."""
         return [f"--local-addr={self.cable.address('nodes')}"] if self.cable and node != count - 1 else []
 
-    def environ(self, node: int, count: int) -> dict[str, str]:
+    def environ(self, node: int) -> dict[str, str]:
         """Return what a node's processes need in their environment."""
         environ = {VARIABLE: str(self.points[node])} if self.points else {}
-        if self.cable is not None:
-            environ["GLOO_SOCKET_IFNAME"] = self.cable.inside if node == count - 1 else self.cable.outside
         return environ | (self.s3.environ if self.s3 is not None else {})
 
     @property

@@ -22,6 +22,7 @@ MARK = "ELASTIC_CHAOS_NODE"
 _LAUNCHED = ("TORCHELASTIC_", "PET_", "MASTER_", "GROUP_", "ROLE_", "ELASTIC_RENDEZVOUS")
 _RANKED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
 _GRACE_S = 45.0
+_STARTED = 19  # the place in /proc/<pid>/stat after the program's name
 _MOST_SCANS, _SCAN_EVERY_S = 200, 0.01
 """A process that was killed is found until the kernel is through with it."""
 
@@ -132,6 +133,12 @@ def children_of(parent: int | None) -> list[int]:
         if state not in (b"", b"Z") and rest.split(b" ", 1)[0] == str(parent).encode():
             found.append(pid)
     return found
+
+
+def born_at(pid: int) -> int | None:
+    """Return when a process was started, in clock ticks since boot; None if it has gone."""
+    stat = _read(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()
+    return int(stat[_STARTED]) if stat else None
 
 
 def clean_environ(environ: Mapping[str, str]) -> dict[str, str]:

@@ -83,6 +83,7 @@ def _run_agent(plan: Launch, endpoint: str) -> int:
         run_id=plan.run_id,
         min_nodes=plan.min_nodes,
         max_nodes=plan.max_nodes,
+        local_addr=plan.local_addr,
         recovery=plan.recovery,
         ttl=plan.ttl_s,
     )

@@ -23,6 +23,7 @@ from elastic_train.job.state import AppliedState
 from elastic_train.job.warm_up import warm_up
 from elastic_train.system.preemption import LeaveRequest, StepDropped
 from elastic_train.system.watchdog import Watchdog
+from elastic_train.tracking.tracker import WRITE_TIMEOUT_S
 from elastic_train.training.loop import Outcome, train_steps
 from elastic_train.training.open_session import commit_alone, make_repeatable, open_session
 from elastic_train.training.result import TrainResult, result_of, write_result
@@ -57,7 +58,7 @@ def supervise(config: Config, leave: LeaveRequest, started_at: float) -> Ended:
 
 
 def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveRequest, started_at: float) -> Ended:
-    """Train through one world after another, watched."""
+    """Train through one world after another, watched; what the run's folder takes in time is written at the end."""
     worlds = open_worlds(plan.config, plan.device, watchdog, lambda: _is_through(leave, state), job_of(plan))
     if worlds.is_live:
         watchdog.warm_up()
@@ -66,11 +67,19 @@ def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveR
                 warm_up(plan, state)
         except StepDropped:
             return Preempted("asked to leave before the first world")
-    num_failed = 0
     process = Process(plan, state, worlds, leave, watchdog, started_at)
+    try:
+        return _train_through(process)
+    finally:
+        process.files.flush(WRITE_TIMEOUT_S)
+
+
+def _train_through(process: Process) -> Ended:
+    """Train in one world after another, until one ends the job for this process."""
+    plan, state, worlds, num_failed = process.plan, process.state, process.worlds, 0
     while (formed := _next_world(process)) is not None:
         try:
-            watchdog.enter()
+            process.watchdog.enter()
             ended = _train_in(open_session(process, formed))
         except (PeerLostError, FencedError):
             if not worlds.is_live:

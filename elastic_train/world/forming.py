@@ -22,7 +22,7 @@ from elastic_train.parallel.group import Group, connect
 from elastic_train.system.watchdog import Watchdog
 from rendezvous.context import LiveContext, RendezvousContext, context, live_context
 from rendezvous.errors import StoreUnavailableError
-from rendezvous.live_member import LiveMember
+from rendezvous.live_member import LiveMember, LiveWorld
 from rendezvous.membership.participant import CLOSED_S
 from rendezvous.membership.records import Closed, Job
 from rendezvous.outage_log import OutageLog
@@ -114,34 +114,52 @@ class LiveWorlds:
         self._num_lanes = config.batch.num_lanes
         self._timeout_s, self._device = config.peer_timeout_s, device
         self._member: LiveMember | None = None
+        self.num_not_formed = 0
+        """How many worlds in a row did not form; 0 as soon as one has."""
 
     def form(self) -> Formed | None:
         if self._member is None:
             self._member = self._be_member()
         pause_s = FIRST_PAUSE_S
         while True:
+            with translated():
+                world = self._member.next_world(self._is_stopped)
+            if world is None:
+                self._check_what_is_done(self._member.closed)
+                return None
             try:
-                with translated():
-                    world = self._member.next_world(self._is_stopped)
-                if world is None:
-                    self._check_what_is_done(self._member.closed)
-                    return None
-                group = Group(
-                    world.rank,
-                    world.size,
-                    world.store,
-                    self._timeout_s,
-                    self._device,
-                    is_broken=self._member.is_broken,
-                    resting=self._watchdog.resting,
-                )
-            except PeerLostError:
+                group = self._connect(self._member, world)
+            except PeerLostError as error:
                 # It fell apart before it began; the next is not tried for ever as fast as it can be.
+                self._note_not_formed(self._member, world, error)
                 time.sleep(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
                 continue
-            self._has_trained = True
+            self.num_not_formed, self._has_trained = 0, True
             return Formed(group, world.context)
+
+    def _connect(self, member: LiveMember, world: LiveWorld) -> Group:
+        return Group(
+            world.rank,
+            world.size,
+            world.store,
+            self._timeout_s,
+            self._device,
+            address=self._context.address,
+            is_broken=member.is_broken,
+            resting=self._watchdog.resting,
+        )
+
+    def _note_not_formed(self, member: LiveMember, world: LiveWorld, error: PeerLostError) -> None:
+        """Count a world that did not form; one may be an accident, from the second on the reason is looked for."""
+        self.num_not_formed += 1
+        if self.num_not_formed > 1:
+            member.look_for_unreachable()
+            log.warning(
+                "%d worlds in a row did not form, the last of term %d, %d ranks on %d nodes: %s. The nodes are asked "
+                "whether they can be reached; those that cannot are left out",
+                *(self.num_not_formed, world.context.term, world.size, world.context.num_nodes, error),
+            )
 
     def _check_what_is_done(self, done: Closed | None) -> None:
         """Say that the job is done; raise ConfigError if it was another one that was done under this run id.

@@ -27,7 +27,7 @@ from rendezvous.membership.records import Job
 _SECTIONS = ("task", "batch", "optimizer", "validation")
 _KEYS = {
     "run": ("seed",),
-    "data": ("block_row_groups", "length_bucketing", "unreadable", "too_long"),
+    "data": ("block_row_groups", "length_bucketing", "unreadable", "deadly", "too_long"),
     "checkpoint": ("every_steps", "interval", "when_busy"),
 }
 _NOT_OURS = frozenset({"torch", "builtins", *sys.stdlib_module_names})

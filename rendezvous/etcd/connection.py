@@ -35,7 +35,7 @@ from rendezvous.etcd.answers import (
 )
 from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.etcd.options import EtcdOptions
-from rendezvous.membership.probes import split_endpoint
+from rendezvous.identity import split_endpoint
 from rendezvous.membership.store import Entry, Snapshot
 
 T = TypeVar("T")

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rendezvous.errors import (
+    LimitsDifferError,
     StoppedWaiting,
     StoreError,
     StoreUnavailableError,
@@ -29,9 +30,11 @@ from rendezvous.membership.decisions import (
     Expelled,
     Finished,
     Policy,
+    Refused,
     Seal,
     Wait,
 )
+from rendezvous.membership.known_agents import Ask, KnownAgents
 from rendezvous.membership.latest_view import LatestView
 from rendezvous.membership.own_record import PAUSE_S, OwnRecord, Place
 from rendezvous.membership.records import (
@@ -49,13 +52,21 @@ from rendezvous.outage_log import OutageLog
 CLOSED_S = 300.0
 """How long a finished job is marked as done, in seconds."""
 
+LEASE_MARGIN_S = 2.0
+"""How much longer than a lease a dead member may be seen."""
+
 _log = logging.getLogger("rendezvous")
 
 
 class Participant:
     """A member of a job: `join`, `next_world`, serve until `num_waiting()`, join again, and at last `leave`."""
 
-    def __init__(self, store: Store, run_id: str, policy: Policy, place: Place, *, ttl_s: float) -> None:
+    def __init__(
+        self, store: Store, run_id: str, policy: Policy, place: Place, *, ttl_s: float, ask: Ask | None = None
+    ) -> None:
+        self.agents = KnownAgents(place.node, ask)
+        self.at_change: Callable[[], None] = lambda: None
+        """Called on the thread that follows the watch, whenever the view may have changed."""
         self.keys = Keys(run_id)
         self.policy = policy
         self.world: World | None = None
@@ -65,9 +76,9 @@ class Participant:
         self._store = store
         self._watch = store.watch(self.keys.prefix)
         self._latest = LatestView(self.keys, self._watch.snapshot)
-        self._own = OwnRecord(store, self.keys, place, self._latest, ttl_s)
+        self._own = OwnRecord(store, self.keys, replace(place, nodes=policy.nodes), self._latest, ttl_s)
         self._left = threading.Event()
-        self._dead_agents = DeadAgentProbe(place.host)
+        self._dead_agents = DeadAgentProbe(self.agents)
         self._outage = OutageLog(_log)
         threading.Thread(target=self._follow, name=f"membership {run_id}", daemon=True).start()
 
@@ -97,9 +108,12 @@ class Participant:
         """Be ready for the next world: register, or leave the world that this member was in.
 
         Waits for etcd if it does not answer, takes no writes, or does not let this member in; raises
-        StoreUnavailableError after `timeout_s`, StoppedWaiting when `is_stopped()`.
+        StoreUnavailableError after `timeout_s`, StoppedWaiting when `is_stopped()`, and LimitsDifferError if other
+        members were started with another --nnodes.
         """
         self.joined_at = time.time()
+        if self._own.is_gone:
+            self._check_limits(is_stopped)
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -126,8 +140,9 @@ class Participant:
         """Wait for a world with this member in it, sealing it if this member leads; None if the job is done.
 
         `host` starts the store of a world that is about to be sealed and returns its address. Raises TooFewNodesError
-        after `timeout_s`, StoppedWaiting when `is_stopped()`, and NewerVersionError if a newer version has written what
-        this one cannot read; a member for which there is no room waits without end.
+        after `timeout_s`, StoppedWaiting when `is_stopped()`, NewerVersionError if a newer version has written what
+        this one cannot read, and LimitsDifferError if members that were there before have another --nnodes; a member
+        for which there is no room waits without end.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -135,6 +150,8 @@ class Participant:
             if isinstance(decision, Enter):
                 self.world = decision.world
                 return decision.world
+            if isinstance(decision, Refused):
+                raise LimitsDifferError(decision.why)
             if isinstance(decision, Finished):
                 return None
             if isinstance(decision, Wait) and decision.why == "room":
@@ -145,6 +162,16 @@ class Participant:
             if left_s <= 0:
                 raise TooFewNodesError(self._too_few(timeout_s))
             self._act(decision, snapshot, host, left_s)
+
+    def _check_limits(self, is_stopped: Callable[[], bool]) -> None:
+        """Refuse to register beside members with other limits, unless they are dead and their leases about to end."""
+        deadline = time.monotonic() + self.ttl_s + LEASE_MARGIN_S
+        while (why := decisions.disagreement((now := self._latest.now()).view, self.policy.nodes)) is not None:
+            if is_stopped():
+                raise StoppedWaiting("asked to leave before it had registered")
+            if time.monotonic() > deadline:
+                raise LimitsDifferError(why)
+            self._latest.wait(now.snapshot, LOOK_S)
 
     def num_waiting(self) -> int:
         """How many changes require a new round; 0 while the world stands."""
@@ -159,6 +186,10 @@ class Participant:
         """Whether this member has the first seat of its world."""
         return self.world is not None and self.world.rank_of(self.id) == 0
 
+    def note_missed(self, nodes: frozenset[str]) -> None:
+        """Say from the next registration on which nodes this member cannot reach."""
+        self._own.missed = nodes
+
     def report_missed(self, nodes: frozenset[str]) -> None:
         """Publish which nodes this member cannot reach, and leave its world if one of them is in it."""
         world = self.world
@@ -169,11 +200,21 @@ class Participant:
             after = max(member.after, world.term) if leaves and world is not None else member.after
             return replace(member, missed=tuple(sorted(nodes)), after=after)
 
+        self._own.missed = nodes
         self._own.update(reported)
 
+    def bury(self, member_id: str) -> bool:
+        """Remove a member that is known to be dead; False if it has changed meanwhile, or etcd does not answer."""
+        return self._try(decisions.bury(self._latest.now().snapshot, self.keys, member_id))
+
     def wants_to_grow(self, quiet_s: float) -> bool:
-        """Whether members wait to be admitted, and none has come or gone for `quiet_s`, so that they come together."""
-        return self._latest.now().same_for_s >= quiet_s and self.num_waiting() > 0
+        """Whether members wait to be admitted whose agents this one has met, and none has come or gone for `quiet_s`.
+
+        So they come together, and a world does not end for a newcomer at whose address somebody else is, or nobody.
+        """
+        if self._latest.now().same_for_s < quiet_s or self.num_waiting() == 0 or self.world is None:
+            return False
+        return all(self.agents.has_met(member) for member in decisions.joining(self.view, self.world, self.policy))
 
     def is_only_growing(self) -> bool:
         return self.world is not None and decisions.is_only_growing(self.view, self.world)
@@ -300,6 +341,7 @@ class Participant:
             if snapshot is not None:
                 revision, life = snapshot.revision, snapshot.life
                 self._latest.show(snapshot)
+                self.at_change()
             if not self._left.is_set():
                 self._show_life()
 

@@ -87,6 +87,8 @@ class Member:
     """host:port where its node's agent listens as long as it lives; empty if nothing does."""
     missed: tuple[str, ...] = ()
     """The nodes that it cannot reach, although they are in etcd."""
+    nodes: str = ""
+    """How many nodes it takes a world to have, MIN:MAX, which all members must agree on; empty if it does not say."""
 
     @property
     def node_id(self) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rendezvous.errors import OptionError, StoreDeniedError, StoreError
+from rendezvous.open_files import raise_limit
 from rendezvous.torchelastic.conf import BACKEND, Conf
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     except StoreError as error:
         raise RendezvousConnectionError(str(error)) from None
     install()
+    raise_limit()  # workers inherit it
     return handler
 
 

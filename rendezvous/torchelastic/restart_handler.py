@@ -31,10 +31,11 @@ from rendezvous.membership.decisions import Policy
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import CLOSED_S, Participant
 from rendezvous.membership.records import World
-from rendezvous.torchelastic.addresses import address_towards, machine_name
+from rendezvous.torchelastic.addresses import interface_of, is_loopback, machine_name, own_address
 from rendezvous.torchelastic.conf import BACKEND, Conf
 
 GROWTH_GRACE_S = 30.0
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 _log = logging.getLogger("rendezvous")
 
@@ -45,7 +46,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def __init__(self, params: RendezvousParameters, conf: Conf) -> None:
         self._run_id = params.run_id
         self._conf = conf
-        self._local_address = params.local_addr or address_towards(conf.etcd)
+        self._local_address = own_address(params.local_addr, conf.etcd, params.max_nodes)
         self._store = EtcdStore(conf.etcd)
         policy = Policy(params.min_nodes, params.max_nodes, conf.last_call_s)
         place = Place(machine_name(), self._local_address, num_workers=0)
@@ -156,5 +157,16 @@ class EtcdRendezvousHandler(RendezvousHandler):
             options=self._conf.etcd.secrets(),
         )
         os.environ[VARIABLE] = context.encode()
+        _bind_gloo(self._local_address)
         address = RendezvousStoreInfo(world.address, world.port)
         return RendezvousInfo(store, rank, len(world.seats), address)
+
+
+def _bind_gloo(address: str) -> None:
+    """Let the groups of any script bind the interface of an address, unless the user has chosen one.
+
+    By itself gloo binds what the machine's name resolves to, which on Debian is a loopback address.
+    """
+    interface = None if is_loopback(address) else interface_of(address)
+    if interface is not None:
+        os.environ.setdefault(GLOO_INTERFACE, interface)

@@ -169,7 +169,7 @@ def lose_lease(job: JobView, fault: Due) -> Struck | None:
             pyetcd.etcdrpc.LeaseStub(channel).LeaseRevoke(revoke, _CALL_S)
         except grpc.RpcError:
             return None  # etcd is away, or the lease has ended by itself
-    return Struck([job.followed.pids[ranks[-1]]], nodes)
+    return Struck([job.followed.pids[ranks[-1]]], nodes, effect=lambda: "etcd has confirmed the lease's end")
 
 
 ACTS: dict[str, Act] = {

@@ -178,6 +178,20 @@ PLANTED = (
         _kills,
     ),
     SimBug(
+        "ends-early",
+        "a loader that runs dry is taken for the end of the job",
+        lambda: {"elastic_train.training.session:Session.steps": bugs.steps_run_dry},
+        ("finished",),
+        _kills,
+    ),
+    SimBug(
+        "last-commit-left-out",
+        "a job ends without a commit of its last steps",
+        lambda: {"elastic_train.training.commits:Commits.finish": bugs.finish_without_commit},
+        ("deliverable",),
+        _kills,
+    ),
+    SimBug(
         "head-before-shards",
         "the record is there before the files that it promises",
         lambda: {"elastic_train.checkpoint.commits.writer:CommitWriter.publish": bugs.record_first},

@@ -88,6 +88,14 @@ def draw_of_etcd(draws: random.Random, shape: Shape) -> tuple[SimFault, ...]:
     return tuple(faults)
 
 
+def draw_skews(draws: random.Random, shape: Shape) -> tuple[SimFault, ...]:
+    """Draw nodes, not all, whose clocks are seconds apart from the others' from the beginning."""
+    nodes = draws.sample(range(shape.nodes), draws.randint(1, max(1, shape.nodes - 1)))
+    return tuple(
+        SimFault("skew_clocks", node=n, other=draws.randrange(2), for_s=draws.uniform(2.0, 20.0)) for n in nodes
+    )
+
+
 def in_order(faults: list[SimFault]) -> tuple[SimFault, ...]:
     return tuple(sorted(faults, key=lambda fault: (bool(fault.point), fault.at_s)))
 

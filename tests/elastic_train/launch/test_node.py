@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import elastic_train as et
 from elastic_train.cli import main
 from elastic_train.launch import node
 from elastic_train.launch.options import Flags, Launch, resolve
@@ -107,6 +108,53 @@ def test_a_step_that_outlasts_the_grace_is_dropped_and_the_applied_state_committ
     assert sorted(line["step"] for line in lines) == sorted([*range(1, 41), *range(1, 41)])
 
 
+def poisoned(folder: Path, rows: Path, **data: object) -> str:
+    """Write the configuration of a job of 40 steps, one of whose samples ends the process that computes it."""
+    config = Path(write_config(folder, rows, 40))
+    tree = yaml.safe_load(config.read_text())
+    tree["task"] = {"path": "tests.tasks:Poisoned", "params": {**PARAMS, "ids": [POISON], "how": "kill"}}
+    tree["data"] |= data
+    config.write_text(yaml.safe_dump(tree | {"hang_timeout_s": 60.0}))
+    return str(config)
+
+
+POISON = 77
+
+
+def test_a_sample_that_ends_its_process_is_found_and_left_out(tmp_path: Path, rows: Path) -> None:
+    """Two ranks die of it in turn; then it alone is tried, recorded as a hole, and all other samples are trained on."""
+    line = command(poisoned(tmp_path, rows, deadly="quarantine"), "--ranks", "2")
+    done = subprocess.run(line, cwd=ROOT, timeout=280, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    (hole,) = result["holes"]
+    assert (result["step"], hole["lo"], hole["hi"]) == (40, POISON, POISON + 1)
+    assert hole["why"] == "ends its process with SIGSEGV"
+    assert result["num_left_out"] >= 1
+    audited = et.open_store(str(tmp_path / "run"))
+    head = et.discover(audited).head
+    assert head is not None and head.account is not None and [h.lo for h in head.account.holes] == [POISON]
+
+
+def test_a_sample_that_ends_its_process_is_named_where_none_may_be_left_out(tmp_path: Path, rows: Path) -> None:
+    """With the code for data that are wrong, after which nobody starts it again."""
+    line = command(poisoned(tmp_path, rows), "--ranks", "2")
+    done = subprocess.run(line, cwd=ROOT, timeout=280, check=False, capture_output=True, text=True)
+    assert done.returncode == 65, done.stderr
+    assert f"sample {POISON} (row group " in done.stderr and "ends its process with SIGSEGV" in done.stderr
+
+
+def test_a_job_that_gets_nowhere_ends_with_93(tmp_path: Path, rows: Path) -> None:
+    """Before any restart is spent that could not help."""
+    config = Path(poisoned(tmp_path, rows))
+    config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"give_up_after_worlds": 2}))
+    done = subprocess.run(
+        command(str(config), "--ranks", "2"), cwd=ROOT, timeout=280, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 93, done.stderr
+    assert "the last 2 worlds, up to term" in done.stderr and "got no further than step" in done.stderr
+
+
 def applied(run: Path) -> int:
     return max((line["step"] for line in history(run) if line["op"] == "step"), default=0)
 
@@ -197,3 +245,30 @@ def test_two_slurm_jobs_on_one_first_node_have_an_etcd_each(tmp_path: Path, monk
             pass
         with pytest.raises(ServerError, match="is not this job's"), node._etcd(plan("72", is_first=False)):
             pass
+
+
+@pytest.mark.parametrize("recovery", ["live", "restart"])
+def test_a_node_with_other_limits_ends_with_2_and_the_others_do_not_notice(
+    tmp_path: Path, rows: Path, recovery: str
+) -> None:
+    """One with --nodes 1:2 and one with 1:3 once regrouped twice a second for ever."""
+    with EtcdServer() as etcd:
+        config = write_config(tmp_path, rows, 100_000)
+        shared = ("--ranks", "1", "--endpoint", etcd.endpoint, "--id", tmp_path.name, "--recovery", recovery)
+        first = subprocess.Popen(command(config, "--nodes", "1:2", *shared), cwd=ROOT)
+        try:
+            until_whole(tmp_path / "run", 1)
+            other = subprocess.run(
+                command(config, "--nodes", "1:3", *shared),
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=240,
+                check=False,
+            )
+            assert other.returncode == 2, other.stderr
+            assert "--nnodes (or --nodes) is 1:3 here, and 1:2 on the nodes that run already" in other.stderr
+            assert first.poll() is None
+        finally:
+            first.kill()
+        assert [line["term"] for line in history(tmp_path / "run") if line["op"] == "form"] == [1]
