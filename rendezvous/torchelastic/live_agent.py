@@ -73,6 +73,9 @@ class LiveAgent(BoundAgent):
         if now - self._looked_at > AWAY_S:
             self._stopped_since.clear()
         self._looked_at = now
+        if self._standby is not None and self._standby.has_ended:
+            _log.warning("the standby process was killed: another is started")
+            self._begin_standby(worker_group.spec)
         for rank, handler in list(handlers.items()):
             code = handler.proc.poll()
             if code is None:
