@@ -166,7 +166,7 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
         return EtcdFence(client(give_up_after_s=give_up_after_s), context.run_id, world_term=context.term)
 
     yield from _in("rendezvous.live_member", EtcdStore=client, etcd_options=lambda *_: None, os=_Launcher(host))
-    yield from _in("rendezvous.membership.known_agents", ask=around.net.ask)
+    yield from _in("rendezvous.membership.known_agents", ask=around.net.ask, refuses=around.net.refuses)
     seldom_s = SELDOM_S * around.shape.look_s
     yield from _in("rendezvous.membership.reachability", ThreadPoolExecutor=around.net.at_once, SELDOM_S=seldom_s)
     yield from _in("rendezvous.waiting", SimpleQueue=functools.partial(stdlib.Queue, around.kernel))
