@@ -176,7 +176,7 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
         Compaction=Uncompacted,
         os=_Launcher(host),
     )
-    yield from _in("rendezvous.membership.known_agents", ask=around.net.ask)
+    yield from _in("rendezvous.membership.known_agents", ask=around.net.ask, refuses=around.net.refuses)
     seldom_s = SELDOM_S * around.shape.look_s
     yield from _in("rendezvous.membership.reachability", ThreadPoolExecutor=around.net.at_once, SELDOM_S=seldom_s)
     for path in ("rendezvous.waiting", "elastic_train.tracking.background_files"):
