@@ -59,7 +59,7 @@ from elastic_train.world.world import World, enter_world
 
 def open_session(process: Process, formed: Formed) -> Session:
     """Enter a world that has formed, bring its state to the furthest applied step, and bind the gradients to it."""
-    world = enter_world(process.plan.config, formed, process.started_at, process.watchdog.moved)
+    world = enter_world(process.plan.config, formed, process.started_at, process.watchdog.moved, process.proven)
     with contextlib.ExitStack() as undo:
         undo.callback(world.close)
         session = _open_in(process, world)

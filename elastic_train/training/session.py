@@ -40,6 +40,8 @@ class Process:
     watchdog: Watchdog
     started_at: float
     save_memory: SaveMemory = field(default_factory=SaveMemory)
+    proven: set[str] = field(default_factory=set)
+    """Words of the stores that this process has tested when it led."""
 
 
 @dataclass(slots=True)
