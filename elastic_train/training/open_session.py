@@ -66,7 +66,9 @@ TRIAL_SHARE = 0.5
 
 def open_session(process: Process, formed: Formed) -> Session:
     """Enter a world that has formed, bring its state to the furthest applied step, and bind the gradients to it."""
-    world = enter_world(process.plan.config, formed, process.started_at, process.files, process.watchdog.moved)
+    world = enter_world(
+        process.plan.config, formed, process.started_at, process.files, process.watchdog.moved, process.proven
+    )
     with contextlib.ExitStack() as undo:
         undo.callback(world.close)
         session = _open_in(process, world)

@@ -20,7 +20,7 @@ import torch
 
 from elastic_train.checkpoint import Store, open_store
 from elastic_train.checkpoint.stores.deadline import DeadlineStore
-from elastic_train.checkpoint.stores.store import KeyMissing, create_once, read
+from elastic_train.checkpoint.stores.store import KeyMissing, KeyTaken, create_once, read
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.parallel.group import Group
@@ -43,17 +43,44 @@ def identity_of(store: Store) -> str | None:
 
 
 def identify(store: Store) -> str:
-    """Return a store's word; it gets one if it has none."""
+    """Return a store's word; it gets one if it has none. ConfigError if it can be given twice."""
     known = identity_of(store)
     if known is not None:
         return known
     word = uuid.uuid4().hex[:_DIGITS]
     if create_once(store, KEY, word.encode()):
+        _create_again(store, word)
         return word
     known = identity_of(store)
     if known is None:
         raise StorageError(f"{store.url}/{KEY}: another process has created it, and it cannot be read yet")
     return known
+
+
+def proves_itself(store: Store, word: str) -> bool:
+    """Say whether the store that has the word refuses to create a key that is there; False if it does not answer.
+
+    Raises ConfigError if it creates it again: two worlds could both publish. Some stores that speak the protocol of S3
+    ignore `If-None-Match`. What is written here is what was there.
+    """
+    try:
+        return identity_of(store) == word and _create_again(store, word)
+    except StorageError:
+        return False
+
+
+def _create_again(store: Store, word: str) -> bool:
+    """Return True if a store refuses to create its word's key again, False if it does not answer."""
+    try:
+        store.create(KEY, word.encode())
+    except KeyTaken:
+        return True
+    except StorageError:
+        return False
+    raise ConfigError(
+        f"{store.url} ignores that a key is to be created only if it does not exist (it created {KEY} twice), so two "
+        "worlds could both publish. Use an object store that honours If-None-Match on PUT, or a shared folder"
+    )
 
 
 def choose(group: Group, store: Store) -> tuple[str | None, bool]:

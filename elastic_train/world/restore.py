@@ -60,8 +60,8 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
         given_by = hand_over(world.group, state, places)
         key = agree(world.group, lambda: parent_of(world.store, state, published()))
         head = read_record(world.store, key) if key else None
-    if head is not None and world.is_leader and published() is None:
-        with contextlib.suppress(StorageError):  # etcd has lost its data; if it does not hear now, it will by a commit
+    if head is not None and world.is_leader and published() != head.key:
+        with contextlib.suppress(StorageError):  # if the fence does not hear of it now, it will by the next commit
             world.fence.publish(world.term, head.key)
     seconds = time.perf_counter() - started
     source = Source("the members' own state" if state.step else "the beginning", state.step, None)

@@ -87,11 +87,17 @@ class World:
 
 
 def enter_world(
-    config: Config, formed: Formed, started_at: float, files: BackgroundFiles, on_progress: Callable[[], None]
+    config: Config,
+    formed: Formed,
+    started_at: float,
+    files: BackgroundFiles,
+    on_progress: Callable[[], None],
+    proven: set[str],
 ) -> World:
     """Claim the term of a group that has formed; sweep what fenced writers left behind.
 
-    `files` writes the history. `on_progress` is called for every answer of the store, and every piece of a file.
+    `files` writes the history. `proven` has the words of stores that this process has tested before. `on_progress` is
+    called for every answer of the store, and every piece of a file.
     """
     reach("form")
     group, launched = formed.group, formed.launched
@@ -100,7 +106,7 @@ def enter_world(
     fence: Fence = _joined(store, launched) if launched and group.rank == 0 else StoreFence(store)
     at_least = launched.term if launched else 1
     try:
-        term, bound, word = agree(group, lambda: (fence.claim(at_least), fence.bind(None), uuid.uuid4().hex[:12]))
+        bound, term, word = agree(group, lambda: (_tested(store, fence, proven), fence.claim(at_least), _word()))
         sees_store = _sees_store(group, store, fence, bound)
     except ElasticTrainError:
         fence.close()
@@ -125,6 +131,18 @@ def enter_world(
     return World(group, term, store, fence, history, progress, launched, time.time(), save_store, word, sees_store)
 
 
+def _word() -> str:
+    return uuid.uuid4().hex[:12]
+
+
+def _tested(store: Store, fence: Fence, proven: set[str]) -> str | None:
+    """Return the word of the job's store, None if it has none yet; ConfigError if the store is unfit for a lineage."""
+    bound = fence.bind(None)
+    if bound is not None and bound not in proven and one_store.proves_itself(store, bound):
+        proven.add(bound)
+    return bound
+
+
 def _sees_store(group: Group, store: Store, fence: Fence, bound: str | None) -> bool:
     """Say whether this rank's store is known to be the job's; ConfigError, on this rank alone, if it is another.
 
@@ -133,6 +151,7 @@ def _sees_store(group: Group, store: Store, fence: Fence, bound: str | None) -> 
     if bound is None:
         bound, sees_it = one_store.choose(group, store)
         if group.rank == 0 and bound is not None:
+            one_store.proves_itself(store, bound)
             fence.bind(bound)
         return sees_it
     try:

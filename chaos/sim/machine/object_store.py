@@ -64,6 +64,8 @@ class Storage:
         self.down_until = self.full_until = self.lossy_until = self.failing_until = 0.0
         self.conflict_until = self.taken_until = self.slow_until = self.slow_sync_until = 0.0
         self.num_lost_answers = 0
+        self.is_unconditional = False
+        """Whether a key is created although it exists."""
         self.is_to_tear = False
         self.at_tear: Callable[[Process], None] = lambda process: None
         """Called with a process that dies in the middle of a file."""
@@ -142,7 +144,7 @@ class StorageClient:
                 kernel.after(delay_s, lambda: None if key in storage.files else storage.put(key, content, node))
             kernel.sleep(ANSWER_TIMEOUT_S)
             raise Uncertain(f"{key}: create was not confirmed")
-        if key in storage.files:
+        if key in storage.files and not storage.is_unconditional:
             raise KeyTaken(f"{key}: exists already")
         storage.put(key, content, node)
         kernel.sleep(storage.delay(is_write=True))

@@ -234,13 +234,15 @@ def _exists(store: Store, key: str) -> bool:
 
 
 def _after(store: Store, key: str, left: list[str], skipped: list[tuple[str, str]]) -> list[str]:
-    """Return the candidates after a commit that failed: from its parent on if that is known, else all that are left."""
-    try:
-        record = read_record(store, key)
-    except DAMAGE:
+    """Return the candidates after a commit that failed: from its parent on if that is known, else all that are left.
+
+    The parent is one by its name, listed or not.
+    """
+    record = readable(store, key)
+    parent = record.parent_key if record else None
+    if parent is None or (parent not in left and readable(store, parent) is None):
         return left
-    if record.parent_key not in left:
-        return left
-    at = left.index(record.parent_key)
-    skipped += [(other, f"is not an ancestor of {key}: a late record of an older term") for other in left[:at]]
-    return left[at:]
+    at = place_of(parent) or (0, 0)
+    newer = [other for other in left if (place_of(other) or at) > at]
+    skipped += [(other, f"is not an ancestor of {key}: a late record of an older term") for other in newer]
+    return [parent, *(other for other in left if other not in newer and other != parent)]

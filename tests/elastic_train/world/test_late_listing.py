@@ -68,6 +68,16 @@ def test_a_fence_without_its_data_is_given_the_head_again(job: LateJob) -> None:
     assert job.etcd.commit == newest.key
 
 
+def test_the_parent_of_a_damaged_head_is_opened_by_its_name(job: LateJob) -> None:
+    """Neither is listed; the fence then names the parent, so that the next world need not look for it."""
+    parent = job.commit(job.first, (1, 0, 5), (2, 5, 10))
+    newest = job.commit(parent, (1, 0, 5), (2, 5, 10), (3, 10, 12))
+    (Path(job.store.url) / newest.attempt / ".metadata").write_bytes(b"damaged")
+    job.store = job.late
+    assert restore(job.plan, job.world(), state_of()) == parent  # type: ignore[arg-type]
+    assert job.etcd.commit == parent.key
+
+
 def test_a_listed_commit_that_parted_from_the_head_is_passed_over(job: LateJob) -> None:
     """It has the highest term of all, by a process that was frozen while others published: that says nothing."""
     newest = job.commit(job.first, (1, 0, 5), (2, 5, 6))

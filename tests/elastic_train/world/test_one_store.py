@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from chaos.services.s3_server import S3
+from elastic_train.checkpoint import open_store
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.world import one_store
-from elastic_train.world.one_store import check, check_before_joining, choose, identify
+from elastic_train.world.one_store import check, check_before_joining, choose, identify, proves_itself
 
 
 class Ranks:
@@ -91,3 +93,25 @@ def test_who_cannot_ask_joins_and_is_asked_again(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(one_store, "LOCAL_PATIENCE_S", 0.0)
     with pytest.raises(ConfigError, match="has no store-id"):
         check_before_joining(config, "word", lambda: None)
+
+
+def test_a_store_that_creates_a_key_twice_is_refused(tmp_path: Path) -> None:
+    """Any folder passes; an S3 server that ignores If-None-Match does not, and keeps what it held."""
+    local = LocalStore(tmp_path)
+    assert proves_itself(local, identify(local))
+    assert not proves_itself(local, "another")
+
+
+@pytest.mark.slow
+def test_an_s3_that_ignores_conditions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the store and the header; the same server passes once it honours that."""
+    with S3() as s3:
+        for name, value in s3.environ.items():
+            monkeypatch.setenv(name, value)
+        store = open_store(s3.url("run"))
+        word = identify(store)
+        spoilt = s3.spoil("no_conditional_create")
+        with pytest.raises(ConfigError, match=r"/run ignores .* honours If-None-Match"):
+            proves_itself(store, word)
+        s3.heal(spoilt)
+        assert proves_itself(store, word) and identify(store) == word
