@@ -2,7 +2,7 @@
 
 Two ways, of which the quicker is the disk's: past the page cache (the disk alone), and through it, as `dd conv=fsync`
 writes (the disk idles while the bytes are copied). Both end as a commit must: the bytes and their name, two small
-files, and another name are made durable one behind the other.
+files, and another name are made durable one after the other.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python -m benchmarks.checkpoint [--json] [--sizes 0.1,1,4] [--rounds 5]
 
 All sides save the same state (a model's weights and AdamW's moments, sizes in GB) in the same process, in turn. A stall
-is the time that the training thread spends in a save: in the call at the step boundary, and, where a copy goes on
+is the time that the training thread spends in a save: in the call at the step boundary, and, where a copy runs
 beside forward and backward, waiting for it before the update. A whole save ends when its files are there: with the
-call itself, or, where it goes on in the background, behind the step beside it at the earliest. States of more than 1 GB
+call itself, or, where it runs in the background, after the step beside it at the earliest. States of more than 1 GB
 get 3 rounds, and of more than 2 GB `dcp.async_save` is measured with kept memory only: 4 GB need about 14 GB of memory
 (the state, gradients, and two staged copies). The last line is JSON:
 
@@ -135,7 +135,7 @@ def _measure_saves(training: Training, figures: Figures, rounds: int, folder: Pa
 def _measure_disk_and_loads(training: Training, figures: Figures, rounds: int, folder: Path) -> None:
     """Write the state's bytes bare, and as a commit with nothing beside it, in turn; then load it, and with dcp.
 
-    The commits are those of a run that goes on: one behind the other in one store, of which the newest is kept.
+    The commits are those of one run: one after the other in one store, of which the newest is kept.
     """
     store, state = open_store(str(folder / "commits")), training.state.shards.held()
     saves = open_saves(store, SaveMemory())

@@ -7,7 +7,7 @@ stock_apart   the same with the store in a process of its own, as etcd is, so th
 restart       the same script under `--rdzv_backend=etcd`
 live          our trainer, recovery=live
 
-A try passes if training goes on, in the world that is expected and within 90 s of the fault. Stock has a new job for
+A try passes if training continues, in the world that is expected and within 90 s of the fault. Stock has a new job for
 every try; ours go through all tries in one job, unless one fails. The last line is JSON.
 """
 
@@ -54,7 +54,7 @@ class Tally:
     failures: list[str] = field(default_factory=list)
 
     def take(self, outcome: float | str) -> None:
-        """Count a try: the seconds until training went on, or why it did not."""
+        """Count a try: the seconds until training continued, or why it did not."""
         self.turns += 1
         if isinstance(outcome, str):
             self.failures.append(outcome)
@@ -80,7 +80,7 @@ class Running:
             node.start()
             if self._host is not None:
                 _await_listener(self._host)
-        if self._go_on(size, since, set(), START_S) is None:
+        if self._continues(size, since, set(), START_S) is None:
             return f"{size} nodes did not start: {self._state(since)}"
         return None
 
@@ -110,11 +110,11 @@ class Running:
             node.kill()
 
     def _judge(self, size: int, since: float, before: set[int]) -> float | str:
-        """Return the seconds until the job goes on in a world of `size`, or why it does not."""
-        first = self._go_on(size, since, before, BOUND_S)
+        """Return the seconds until the job continues in a world of `size`, or why it does not."""
+        first = self._continues(size, since, before, BOUND_S)
         return self._state(since) if first is None else first - since
 
-    def _go_on(self, size: int, since: float, before: set[int], timeout_s: float) -> float | None:
+    def _continues(self, size: int, since: float, before: set[int], timeout_s: float) -> float | None:
         """Return when a world of `size` took its first step after `since`; it has a process that is not in `before`."""
         first = self._steps.first(
             lambda step: step.world == size and step.t > since and step.pid not in before,
@@ -129,7 +129,7 @@ class Running:
         return {step.pid for step in self._steps.newest.values()}
 
     def _state(self, since: float) -> str:
-        """Say in a few words what a job that does not go on is doing."""
+        """Say in a few words what a job that does not continue is doing."""
         started = [node for node in self._nodes if node.agent is not None and node.code != -signal.SIGKILL]
         ended = [node for node in started if not node.is_up]
         words = [f"{len(ended)} of {len(started)} agents ended" if ended else "no agent ended"]

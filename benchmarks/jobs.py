@@ -97,7 +97,7 @@ def plain_nodes(folder: Path, flags: list[str], endpoint: str, *, max_restarts: 
 
 
 def write_live_job(folder: Path, ranks: int) -> str:
-    """Make data and a configuration that trains until it is told to leave; return the configuration's path."""
+    """Make data and a configuration that trains until it is asked to leave; return the configuration's path."""
     folder.mkdir(parents=True)
     synthesise(str(folder / "data"), 20_000, "quality", seed=1)
     params = {"max_tokens": 128, "dim": 96, "depth": 2, "heads": 4, "dropout": 0.1}

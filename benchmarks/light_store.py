@@ -39,7 +39,7 @@ class LightStore:
             writer.close()
 
     async def _answer(self, request: bytes, writer: asyncio.StreamWriter) -> bool:
-        """Answer a request; say whether the connection goes on."""
+        """Answer a request; say whether the connection stays open."""
         line, *headers = request.decode("latin-1").split("\r\n")
         method, target, _ = line.split(" ")
         range_ = next((header[6:].strip() for header in headers if header.lower().startswith("range:")), "")

@@ -1,7 +1,7 @@
-"""Live jobs with faults: one is run, told to leave behind its last fault, and repeated without any.
+"""Live jobs with faults: one is run, asked to leave after its last fault, and repeated without any.
 
 A job has no end of its own: how many steps fit between its faults is the machine's affair, so nothing here counts them
-beforehand. The nodes are told to leave, and the last of them commits and leaves a result.
+beforehand. The nodes are asked to leave, and the last of them commits and leaves a result.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def run_job(
     num_nodes: int = 2,
     laid: Cable | None = None,
 ) -> Evidence:
-    """Run a live job through its faults, tell its nodes to leave so many seconds later, and return what it left.
+    """Run a live job through its faults, ask its nodes to leave so many seconds later, and return what it left.
 
-    Without a fault the seconds count from the first step. Nodes are told once all of them train again: who waits for a
+    Without a fault the seconds count from the first step. Nodes are asked once all train again: one waiting for a
     world has no result to leave.
     The last node is put at the other end of a cable, if one is laid.
     """
@@ -51,17 +51,17 @@ def run_job(
     after_s, at_s = (leave_after_s, None) if due else (None, leave_after_s)
     first = Due(LEAVE, num_nodes - 1, None, after_s, at_s=at_s, is_healed=True)
     faults = [*due, first, *(Due(LEAVE, node, None, 0.0) for node in reversed(range(num_nodes - 1)))]
-    around, told = Surroundings(cable=laid), ""
+    around, ending = Surroundings(cable=laid), ""
     with EtcdServer(host="0.0.0.0" if laid else "127.0.0.1") as server:
         endpoint = server.endpoint.replace("127.0.0.1", laid.address("etcd")) if laid else server.endpoint
         started = launch(scenario, endpoint, folder, ["--run.dir", str(folder)], folder.name, around)
         try:
             Job(folder, started, scenario, faults, 0, lambda _: None, lambda _: None, around=around).run()
-        except RunError as error:  # expected: told to leave, no node ends with 0
-            told = str(error)
+        except RunError as error:  # expected: asked to leave, no node ends with 0
+            ending = str(error)
     run = collect(folder)
     if run.result is None or len(run.of("fault")) <= len(due):
-        raise SystemExit(f"{folder}: {told}")
+        raise SystemExit(f"{folder}: {ending}")
     return run
 
 

@@ -37,7 +37,7 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import lane_seed, owned_lanes, parts_of
 from elastic_train.core.mesh import Mesh
 from elastic_train.core.order import Cursor
-from elastic_train.job.state import build_state
+from elastic_train.job.state import StepFacts, build_state
 from elastic_train.parallel.exchange import Scratch, exchange
 from elastic_train.parallel.gradient_sum import make_gradient_sum
 from elastic_train.parallel.group import Group
@@ -120,7 +120,7 @@ def _rank(rank: int, case: Case, folder: str) -> None:
 
 
 def _alternate(sides: tuple[Callable[[], None], Callable[[], None]], rounds: int) -> list[list[float]]:
-    """Time the two sides in turn, each behind a barrier; the first rounds warm up and are not counted."""
+    """Time the two sides in turn, each after a barrier; the first rounds warm up and are not counted."""
     times: list[list[float]] = [[], []]
     for number in range(rounds + 3):
         for place in (0, 1) if number % 2 else (1, 0):
@@ -188,7 +188,7 @@ def _lane_step(
             rows[lane] = [float(loss.detach()), float(MICRO_BATCH), MICRO_BATCH, 1, 2, 0]
         table = gather_tables(group, Mesh(group.rank, group.size), case.num_lanes, rows).lanes
         gradients.finish(tree_sum([float(row[1]) for row in table]))
-        state.apply(Cursor(), CoverageSums(), 1, SampleAccount())
+        state.apply(StepFacts(Cursor(), CoverageSums(), 1, SampleAccount()))
 
     return step
 
@@ -208,7 +208,7 @@ def _ddp_step(case: Case, lanes: range, batches: dict[tuple[int, int], dict[str,
                 (loss * share).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         dist.all_reduce(total)
-        state.apply(Cursor(), CoverageSums(), 1, SampleAccount())
+        state.apply(StepFacts(Cursor(), CoverageSums(), 1, SampleAccount()))
 
     return step
 

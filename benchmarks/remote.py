@@ -4,7 +4,7 @@
 
 Two stores in turn, each in a process of its own, 50 ms away, with 1 % errors and 1 % of answers a second late: `moto`,
 behind `benchmarks.slow_network`, Python under one lock; and `light`, `benchmarks.light_store`, which takes little CPU
-time. All ratios are samples/s behind the first fifth over the same from local files, read in turn with them:
+time. All ratios are samples/s after the first fifth over the same from local files, read in turn with them:
 `paced_vs_local` for a consumer that takes `--pace` samples/s at most; `free_vs_local` as fast as it goes, where the
 store takes `store_cpu_share` of all CPU time of the same cores; `apart_vs_local` with the loader on one half of the
 cores, for local files as well, and the store on the other; `cached_vs_local` in later epochs, both with a cache.
@@ -144,7 +144,7 @@ def _ratio(found: dict[str, list[Run]], local: str, name: str = "samples_per_s")
 
 
 def _read(url: str, *, num_epochs: int = EPOCHS, pace: float | None = None, cache: Path | None = None) -> Run:
-    """Read some epochs; samples/s and CPU time behind their first fifth, and whether each id came once an epoch."""
+    """Read some epochs; samples/s and CPU time after their first fifth, and whether each id came once an epoch."""
     manifest = load_manifest(url)
     order = Order(manifest.group_rows, num_lanes=1, seed=1, block_row_groups=BLOCK)
     reader = Reader(manifest, COLUMNS, cache=RowCache(cache, manifest, COLUMNS) if cache else None)

@@ -19,7 +19,7 @@ from elastic_train.config.schema import OptimizerConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
-from elastic_train.job.state import AppliedState, build_state
+from elastic_train.job.state import AppliedState, StepFacts, build_state
 from elastic_train.world.fencing import StoreFence
 
 OURS = "elastic_train"
@@ -37,7 +37,7 @@ class Training:
         self.state.model(self.batch).square().mean().backward()
 
     def update(self) -> None:
-        self.state.apply(Cursor(), CoverageSums(), 1, SampleAccount())
+        self.state.apply(StepFacts(Cursor(), CoverageSums(), 1, SampleAccount()))
         self.state.optimizer.zero_grad(set_to_none=False)
 
     def facts(self) -> CommitFacts:

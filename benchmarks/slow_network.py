@@ -43,7 +43,7 @@ class Trouble:
 
 
 def add_trouble(parser: argparse.ArgumentParser) -> None:
-    """Let a program be told its trouble."""
+    """Let a program configure its faults."""
     for name in ("delay_s", "refused", "broken", "late", "late_s"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(Trouble(), name))
 

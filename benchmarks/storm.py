@@ -22,7 +22,7 @@ LEAVE_AFTER_S = 20.0
 
 
 def measure(folder: Path, num_faults: int, seed: int) -> dict[str, object]:
-    """Send three nodes through faults in quick succession, tell them to leave, and repeat the same steps without."""
+    """Send three nodes through faults in quick succession, ask them to leave, and repeat the same steps without."""
     config, laid = write_live_job(folder, ranks=3), None
     with contextlib.ExitStack() as undo:
         with contextlib.suppress(NoNamespacesError):

@@ -22,7 +22,7 @@ QUIET_FROM = 0.6
 def measure(folder: Path, seconds: float) -> dict[str, object]:
     """Run a job of four workers with a fault every 29 s, kills and freezes in turn, and without.
 
-    It has no end of its own, and is told to leave a period behind the last fault: no quiet time dilutes the rate.
+    It has no end of its own, and is asked to leave a period after the last fault: no quiet time dilutes the rate.
     """
     kinds = [("kill_worker", None), ("freeze_worker", FROZEN_S)]
     due = [
@@ -64,7 +64,7 @@ def kept_beside_quiet(run: Evidence) -> dict[str, tuple[float, float]]:
     times = _applied_at(run)
     faults = [(number(fault, "t"), str(fault["kind"])) for fault in run.of("fault")]
     hits = [(at, kind) for at, kind in faults if kind != LEAVE]
-    periods = list(pairwise([*(at for at, _ in hits), _told_at(run)]))
+    periods = list(pairwise([*(at for at, _ in hits), _asked_at(run)]))
     quiet = [_rate([t for t in times if t > at + QUIET_FROM * (end - at) and t <= end]) for at, end in periods]
     kept: dict[str, tuple[float, float]] = {}
     for turn, ((at, end), (_, kind)) in enumerate(zip(periods, hits, strict=True)):
@@ -77,8 +77,8 @@ def kept_beside_quiet(run: Evidence) -> dict[str, tuple[float, float]]:
 
 
 def _applied_at(run: Evidence) -> list[float]:
-    """Return when each step was applied first, in order, until the nodes were told to leave."""
-    until = _told_at(run)
+    """Return when each step was applied first, in order, until the nodes were asked to leave."""
+    until = _asked_at(run)
     first: dict[int, float] = {}
     for line in run.of("step"):
         step, t = whole(line, "step"), number(line, "t")
@@ -86,8 +86,8 @@ def _applied_at(run: Evidence) -> list[float]:
     return sorted(t for t in first.values() if t <= until)
 
 
-def _told_at(run: Evidence) -> float:
-    """Return when the first node was told to leave."""
+def _asked_at(run: Evidence) -> float:
+    """Return when the first node was asked to leave."""
     return min(number(fault, "t") for fault in run.of("fault") if fault["kind"] == LEAVE)
 
 
@@ -111,9 +111,9 @@ imports_s = time.process_time()
 from elastic_train.config import sources
 from elastic_train.training.open_session import make_repeatable
 from elastic_train.job.plan import make_plan
-told = sources.load(Path(sys.argv[1]), environ={}, arguments=[])
-make_repeatable(told)
-plan = make_plan(told)
+config = sources.load(Path(sys.argv[1]), environ={}, arguments=[])
+make_repeatable(config)
+plan = make_plan(config)
 plan.build_state()
 plan.task.metrics()
 print(imports_s, time.process_time() - imports_s)

@@ -12,6 +12,7 @@ ElasticTrainError               1
 ├── ResultError                74   done and committed, but the result could not be written
 ├── WeightsDifferError          1   ranks that train together hold different weights
 ├── PeerLostError               1   a collective failed: a member of the world is gone
+├── NoProgressError            93   world after world ends without a step, or updates are not finite; do not requeue
 ├── Preempted                  75   asked to leave, committed, requeue
 ├── HungError                  76   no step in the time allowed
 ├── TooFewNodesError           77   not enough nodes in time
@@ -84,6 +85,12 @@ class WeightsDifferError(ElasticTrainError):
 
 class PeerLostError(ElasticTrainError):
     """A collective failed because a member of the world is gone."""
+
+
+class NoProgressError(ElasticTrainError):
+    """Training cannot get on, and would not if it were started again: the message says at which step, and why."""
+
+    exit_code = 93
 
 
 class Preempted(ElasticTrainError, rendezvous_errors.StoppedWaiting):  # noqa: N818 - not a failure: the job left as asked

@@ -39,9 +39,9 @@ def read_commit(run: Path) -> dict[tuple, object]:
     record = newest_record(run)
     digest, compute = DIGESTS[record["format"]]
     files = {}
-    for name, told in record["files"].items():
+    for name, facts in record["files"].items():
         files[name] = (run / record["attempt"] / name).read_bytes()
-        if len(files[name]) != told["size"] or compute(files[name]).hexdigest() != told[digest]:
+        if len(files[name]) != facts["size"] or compute(files[name]).hexdigest() != facts[digest]:
             raise SystemExit(f"{record['attempt']}/{name} does not match its record")
     metadata = pickle.loads(files[".metadata"])  # a pickle: only opened now that its digest has cleared it
     leaves: dict[tuple, object] = {}

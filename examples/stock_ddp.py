@@ -3,7 +3,7 @@
 elastic-chaos run --command "torchrun examples/stock_ddp.py {dir}"                        # torchrun's own rendezvous
 elastic-chaos run --command "torchrun --rdzv-backend=etcd examples/stock_ddp.py {dir}"    # ours
 
-Three lines tell which rows were applied (marked). Where a world of another size goes on from a snapshot, the same
+Three lines report which rows were applied (marked). Where a world of another size resumes from a snapshot, the same
 number of batches are other rows: some count twice, some never. And the sampler pads each epoch to a multiple of ranks.
 """
 

@@ -1,4 +1,4 @@
-"""What several rooms' tests share: a small real dataset, and runs of the trainer as users start it."""
+"""What several packages' tests share: a small real dataset, and runs of the trainer as users start it."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def run_ranks(of_rank: Callable[..., None], size: int, *arguments: object, join:
 
 
 def _places(num_ranks: int | None) -> list[dict[str, str]]:
-    """Return what a launcher tells each rank; for a world without a launcher, nothing."""
+    """Return the environment that a launcher gives each rank; without a launcher, nothing."""
     if num_ranks is None:
         return [{}]
     world = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}

@@ -33,5 +33,5 @@ def command_lines_below(pid: int) -> list[str]:
 
 
 def _fields(pid: int) -> list[str]:
-    """Return what stands behind the program's name: state, parent, and so on."""
+    """Return the fields after the program's name: state, parent, and so on."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
@@ -79,3 +84,50 @@ class OwnWeights(TextClassifier):
         with torch.no_grad():
             dict(model.named_parameters())["head.bias"].fill_(float(os.environ.get("RANK", "0")))
         return model
+
+
+class Poisoned(TextClassifier):
+    """Some samples make the loss NaN (`how` is nan), or end the process as a crash in a kernel does (kill)."""
+
+    def __init__(self, ids: Sequence[int], how: str, **params: object) -> None:
+        super().__init__(**params)  # type: ignore[arg-type]
+        self.ids, self.how = frozenset(ids), how
+
+    def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
+        is_poison = torch.tensor([int(id_) in self.ids for id_ in ids])
+        return {**super().collate(rows, ids), "poison": is_poison}
+
+    def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
+        loss = super().loss(model, batch)
+        if not batch["poison"].any():
+            return loss
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return replace(loss, total=loss.total * torch.nan)
+
+
+class Flips(FailsOnce):
+    """One bit of a weight is another on rank 1 once, after the n-th loss of its process, as broken memory does it."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
+        self.num_losses += 1
+        if self.is_armed and self.num_losses == self.after and os.environ.get("RANK") == "1":
+            self.marker.touch()
+            with torch.no_grad():
+                dict(model.named_parameters())["head.weight"].view(torch.int32)[0, 0] ^= 1
+        return TextClassifier.loss(self, model, batch)
+
+
+class Stalls(TextClassifier):
+    """Computes for a minute in every lane, as long as the file `marker` exists."""
+
+    def __init__(self, marker: str, **params: object) -> None:
+        super().__init__(**params)  # type: ignore[arg-type]
+        self.marker = Path(marker)
+
+    def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
+        if self.marker.exists():
+            Path(f"{self.marker}.{os.getpid()}").touch()
+            time.sleep(60)
+        time.sleep(0.01)
+        return super().loss(model, batch)

@@ -32,7 +32,7 @@ def test_the_public_names_are_these() -> None:
 
 @pytest.mark.parametrize("package", [elastic_train, chaos, rendezvous], ids=lambda package: package.__name__)
 def test_every_public_name_is_there_and_documented(package: ModuleType) -> None:
-    """A dataclass without a docstring of its own would show its signature."""
+    """A dataclass without its own docstring would show its signature."""
     for name in package.__all__:
         found = getattr(package, name)
         assert name in dir(package)

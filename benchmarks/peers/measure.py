@@ -44,7 +44,7 @@ def main(name: str, what: str, rows: Path, out: Path, *rest: str) -> None:
 
 
 def speed(peer: Peer, rows: Path, out: Path, seconds: float) -> dict[str, float]:
-    """Read epoch after epoch for some seconds behind the first batch.
+    """Read epoch after epoch for some seconds after the first batch.
 
     The clocks stand still while a dataset is opened once more, which nobody does between epochs. What a loader puts off
     until its first batch, such as an epoch's order, is its own time.

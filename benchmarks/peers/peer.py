@@ -26,7 +26,7 @@ class Stream(Protocol):
         """Yield (tokens, labels): shapes (rows, longest) and (rows,)."""
 
     def state(self) -> Any:
-        """Return what `open` goes on from, as of the last batch that was yielded."""
+        """Return what `open` resumes from, as of the last batch that was yielded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,7 @@ class Job:
             why = f"{waiting_for} did not come within {soak.heal_s:.0f} s, with nothing wrong any more"
             raise RunError(f"{why} (step {self.followed.step}, term {self.followed.term}); {self._logs()}")
 
-    def check_goes_on(self, waiting_for: str) -> None:
+    def check_progress(self, waiting_for: str) -> None:
         """Refuse to wait in a soak for the end of a job that takes no steps although nothing is wrong any more."""
         soak = self.scenario.soak
         last = max(self._disturbed_at, self.followed.applied_at)
@@ -208,7 +208,7 @@ class Job:
     def _wait_for_end(self) -> None:
         while any(node.is_up for node in self.nodes) or self._undos:
             self.look("its end")
-            self.check_goes_on("the job's end")
+            self.check_progress("the job's end")
         self._points.give_up(self)
         self.followed.look(self.folder)
         self.on_look(self.followed)

@@ -19,7 +19,7 @@ def land(last_step: Callable[[int], int]) -> Callable[[Job], None]:
             job.inject(Due("stop_node", node, None, 0.0))
         while any(node.is_up for node in job.nodes):
             job.look("all nodes' leaving")
-            job.check_goes_on("all nodes' leaving")
+            job.check_progress("all nodes' leaving")
         until = last_step(newest_commit(job.folder))
         job.on_event(f"landing: the job ends at step {until}")
         for each in job.nodes:

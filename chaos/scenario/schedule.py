@@ -12,7 +12,7 @@ from chaos.errors import ScenarioError
 from chaos.scenario.model import Point, Scenario, Target
 
 SMALLEST_INTERVAL = 4
-"""Steps between commits that a drawn step needs, to lie neither on a commit nor beside one."""
+"""Steps between commits that a drawn step needs, to be neither on a commit nor beside one."""
 
 
 @dataclass(frozen=True, slots=True)

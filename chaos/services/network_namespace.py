@@ -32,7 +32,7 @@ class NoNamespacesError(ChaosError):
 class Cable:
     """The ends of a cable and their addresses, distinguished by a number from others on this machine.
 
-    Beside it may lie a relay: packets between the nodes take that way while some are to be lost, or to be late.
+    A relay may be added beside it: packets between the nodes take that way while some are to be lost, or to be late.
     """
 
     number: int

@@ -129,6 +129,11 @@ class OptimizerConfig(_Section):
     """Largest norm of the whole gradient of a step; null for no clipping."""
     warmup_steps: int = Field(default=20, ge=0)
     """Steps over which the learning rate rises from 0."""
+    on_nonfinite: Literal["fail", "skip", "keep"] = "fail"
+    """If a step's loss or gradient is NaN or infinite. skip: leave out its update. fail: do so, and end with an error
+    after nonfinite_limit steps in a row. keep: update with it all the same."""
+    nonfinite_limit: PositiveInt = 10
+    """With on_nonfinite: fail, how many steps in a row end training."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """Learning rate after the warm-up: down to zero along a cosine, or constant."""
 
@@ -225,6 +230,8 @@ class Config(_Section):
     """Compute threads per rank, the same in all worlds: another number may round differently."""
     peer_timeout_s: PositiveFloat = 300.0
     """Seconds that a collective waits for a silent peer before the world is abandoned."""
+    give_up_after_worlds: PositiveInt | None = 20
+    """End with exit code 93 after this many worlds in a row that end without a step; null for never."""
     hang_timeout_s: PositiveFloat | None = None
     """Seconds that a rank may work without progress before it dumps its stacks and exits; null: learned from its steps.
 

@@ -21,6 +21,8 @@ def describe_commit(plan: Plan, state: AppliedState, world_size: int) -> CommitF
         world_size=world_size,
         account=state.reached.account,
         order=order_facts(plan),
+        fast_steps=state.reached.fast_steps or None,
+        skipped_steps=state.reached.skipped_steps or None,
     )
 
 

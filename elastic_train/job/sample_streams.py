@@ -40,6 +40,11 @@ class Feed:
             is_shuffled=False,
         )
 
+    @property
+    def validation_digest(self) -> str | None:
+        """The digest of the validation set's manifest; None without one."""
+        return None if self._held_out is None else self._held_out.digest
+
     def training(
         self, order: Order, lanes: range, cursor: Cursor, num_steps: int, holes: Sequence[Hole] = ()
     ) -> Iterable[Sequence[LaneBatch]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.config.schema import OptimizerConfig
 from elastic_train.core.accounting import SampleAccount
+from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval, extend
 from elastic_train.core.order import Cursor
@@ -26,8 +27,31 @@ from elastic_train.tasks.task import ParameterGroup
 
 
 @dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What is known of a step whose mean gradient is in place; equal on every rank.
+
+    `cursor` and `account` are those after the step, `coverage` are the step's own sums, `term` is the world's.
+    `buffers` are pairs of a buffer and what the step's forward passes have made of it. `loss` is the lanes' sum;
+    `is_fast` says that the gradient's rounding depends on the world.
+    """
+
+    cursor: Cursor
+    coverage: CoverageSums
+    term: int
+    account: SampleAccount
+    buffers: Sequence[tuple[Tensor, Tensor]] = ()
+    loss: float = 0.0
+    is_fast: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Reached:
-    """How far a state has come: its place in the data, the terms that applied its steps, what it was last worth."""
+    """How far a state has come: its place in the data, the terms that applied its steps, what it was last worth.
+
+    `fast_steps` and `skipped_steps` are half-open ranges of the steps, counted from 0, whose rounding depended on the
+    world, and those whose update was left out because loss or gradient was not finite. `num_nonfinite` counts the
+    newest steps in a row that were not finite.
+    """
 
     step: int = 0
     cursor: Cursor = field(default_factory=Cursor)
@@ -35,18 +59,38 @@ class Reached:
     intervals: tuple[Interval, ...] = ()
     validation: Mapping[str, float | None] = field(default_factory=dict)
     account: SampleAccount = field(default_factory=SampleAccount)
+    fast_steps: Ranges = ()
+    skipped_steps: Ranges = ()
+    num_nonfinite: int = 0
 
     @property
     def term(self) -> int:
         """The term that applied the last step; 0 before the first."""
         return self.intervals[-1].term if self.intervals else 0
 
-    def advance(self, cursor: Cursor, coverage: CoverageSums, term: int, account: SampleAccount) -> Reached:
+    def advance(self, facts: StepFacts, *, is_finite: bool = True, is_skipped: bool = False) -> Reached:
         """Return the place one step further."""
-        intervals, total = extend(self.intervals, term, self.step, self.step + 1), self.coverage + coverage
-        if cursor.epoch > self.cursor.epoch:
+        account, total = facts.account, self.coverage + facts.coverage
+        if facts.cursor.epoch > self.cursor.epoch:
             account = account.end_epoch(total)
-        return Reached(self.step + 1, cursor, total, intervals, self.validation, account)
+        return replace(
+            self,
+            step=self.step + 1,
+            cursor=facts.cursor,
+            coverage=total,
+            intervals=extend(self.intervals, facts.term, self.step, self.step + 1),
+            account=account,
+            fast_steps=_with(self.fast_steps, self.step) if facts.is_fast else self.fast_steps,
+            skipped_steps=_with(self.skipped_steps, self.step) if is_skipped else self.skipped_steps,
+            num_nonfinite=0 if is_finite else self.num_nonfinite + 1,
+        )
+
+
+def _with(ranges: Ranges, step: int) -> Ranges:
+    """Append a step, greater than all before, to half-open ranges."""
+    if ranges and ranges[-1][1] == step:
+        return (*ranges[:-1], (ranges[-1][0], step + 1))
+    return (*ranges, (step, step + 1))
 
 
 @dataclass(slots=True)
@@ -57,7 +101,7 @@ class AppliedState:
     optimizer: Optimizer
     scheduler: LambdaLR
     scaler: torch.amp.GradScaler
-    clip_norm: float | None
+    config: OptimizerConfig
     shards: StateShards
     reached: Reached = field(default_factory=Reached)
 
@@ -78,32 +122,27 @@ class AppliedState:
         """What tells the optimizer's parameter groups from another rank's, one line each."""
         return describe_groups(self.model, self.optimizer)
 
-    def apply(
-        self,
-        cursor: Cursor,
-        coverage: CoverageSums,
-        term: int,
-        account: SampleAccount,
-        buffers: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> float:
-        """Take one optimizer step of a term with the reduced gradients in place; return their norm.
+    def apply(self, facts: StepFacts) -> float:
+        """Take one optimizer step with the reduced gradients in place; return their norm.
 
-        `coverage` are the step's own sums, `account` is what is known of all samples once it is applied, `buffers` are
-        pairs of a buffer and what the step's forward passes have made of it.
-
-        Clipping and the scaler's decision read reduced values only, so every rank decides alike. A step whose fp16
-        gradients overflowed leaves the weights alone and still counts as applied: its samples are spent.
+        Clipping, the scaler's decision and what is finite read reduced values only, so every rank decides alike. A step
+        whose loss or gradient is not finite leaves weights, moments and buffers alone, unless the configuration keeps
+        it; it still counts as applied: its samples are spent. So does one whose fp16 gradients overflowed, which is
+        how a scaler finds its scale, and which counts as finite.
         """
         self.scaler.unscale_(self.optimizer)
-        limit = math.inf if self.clip_norm is None else self.clip_norm
-        norm = self.shards.clip(limit)
-        self.scaler.step(self.optimizer)
+        limit = math.inf if self.config.clip_norm is None else self.config.clip_norm
+        norm = float(self.shards.clip(limit))
+        is_finite = math.isfinite(facts.loss) and (math.isfinite(norm) or self.scaler.is_enabled())
+        is_skipped = not is_finite and self.config.on_nonfinite != "keep"
+        if not is_skipped:
+            self.scaler.step(self.optimizer)
+            for buffer, value in facts.buffers:
+                buffer.copy_(value)
         self.scaler.update()
         self.scheduler.step()
-        for buffer, value in buffers:
-            buffer.copy_(value)
-        self.reached = self.reached.advance(cursor, coverage, term, account)
-        return float(norm)
+        self.reached = self.reached.advance(facts, is_finite=is_finite, is_skipped=is_skipped)
+        return norm
 
     def restore(self, fill: Callable[[State], None], reached: Reached, *, keeps_rates: bool = False) -> None:
         """Take over what was saved at a place, as `fill` reads it back into what is held; see `StateShards.take`."""
@@ -131,7 +170,7 @@ def build_state(
     scheduler = LambdaLR(optimizer, lambda step: rate_factor(step, config, total_steps))
     scaler = torch.amp.GradScaler(device, enabled=is_fp16)
     shards = ReplicatedState(model, optimizer, scheduler, scaler)
-    return AppliedState(model, optimizer, scheduler, scaler, config.clip_norm, shards)
+    return AppliedState(model, optimizer, scheduler, scaler, config, shards)
 
 
 def rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:

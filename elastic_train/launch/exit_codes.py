@@ -5,11 +5,20 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
-from elastic_train.errors import ConfigError, CorruptError, HungError, Preempted, ResultError, TooFewNodesError
+from elastic_train.errors import (
+    ConfigError,
+    CorruptError,
+    HungError,
+    NoProgressError,
+    Preempted,
+    ResultError,
+    TooFewNodesError,
+)
 
 TELLING_CODES = (
     CorruptError.exit_code,
     ConfigError.exit_code,
+    NoProgressError.exit_code,
     HungError.exit_code,
     TooFewNodesError.exit_code,
     ResultError.exit_code,

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from elastic_train.errors import ElasticTrainError, TooFewNodesError, translated
 from elastic_train.launch.exit_codes import exit_code
 from elastic_train.launch.options import Launch
-from elastic_train.system.preemption import EXIT_AT_ONCE, SAME_REQUEST_S
+from elastic_train.system.preemption import EXIT_AT_ONCE, GRACE_VARIABLE, SAME_REQUEST_S
 
 ETCD_PORT = 23790
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -76,6 +76,7 @@ def _run_agent(plan: Launch, endpoint: str) -> int:
         ttl=plan.ttl_s,
     )
     handler = create_handler(parameters)
+    os.environ[GRACE_VARIABLE] = str(plan.grace_s)  # which the workers inherit
     spec = WorkerSpec(
         role="default",
         local_world_size=plan.ranks,

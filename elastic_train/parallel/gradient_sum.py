@@ -23,6 +23,8 @@ from elastic_train.core.lanes import (
 from elastic_train.parallel.exchange import Scratch, exchange
 from elastic_train.parallel.group import Group
 
+Reduction = Literal["canonical", "fast"]
+
 
 class GradientSum(Protocol):
     """From the lanes' backward passes to one mean gradient, the same on every rank."""
@@ -38,13 +40,13 @@ class GradientSum(Protocol):
 
 
 def make_gradient_sum(
-    kind: Literal["canonical", "fast"], parameters: Sequence[nn.Parameter], replicas: Group, num_lanes: int
+    kind: Reduction, parameters: Sequence[nn.Parameter], replicas: Group, num_lanes: int
 ) -> GradientSum:
     """Bind the parameters' gradients to buffers and return the sum that the configuration asks for."""
     return make_sum(kind, bind_gradients(parameters), replicas, num_lanes)
 
 
-def make_sum(kind: Literal["canonical", "fast"], flats: list[Tensor], replicas: Group, num_lanes: int) -> GradientSum:
+def make_sum(kind: Reduction, flats: list[Tensor], replicas: Group, num_lanes: int) -> GradientSum:
     """Return the sum of whatever lanes add to flat tensors; `replicas` has one rank of every replica, by replica."""
     return CanonicalSum(flats, replicas, num_lanes) if kind == "canonical" else FastSum(flats, replicas)
 

@@ -10,16 +10,18 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.tracking.background_files import ANSWER_S, BackgroundFiles
-from elastic_train.tracking.history_files import FOLDER, LastApplied, last_applied
+from elastic_train.tracking.history_files import FOLDER, LastApplied, last_applied, num_without_step
 from elastic_train.tracking.history_pruning import prune
 
+T = TypeVar("T")
 HEAD = ("form", "restore")
 """Lines that begin every part of a history, marked `again` in all but the first: the rest means little without them."""
 READ_FLUSH_S = 5.0
@@ -92,6 +94,10 @@ class History:
         counts = {"num_samples": num_samples, **({"num_left_out": num_left_out} if num_left_out else {})}
         self._write("step", step=step, **where, **counts, world=world, loss=loss)
 
+    def nonfinite(self, *, step: int, loss: float, norm: float, samples: Mapping[int, Ranges]) -> None:
+        """A step's loss or gradient was not finite; `samples` are, by lane, ids of this rank's that did it."""
+        self._write("nonfinite", step=step, loss=repr(loss), norm=repr(norm), samples=samples)
+
     def read(self, *, step: int, epoch: int, ids: Ranges, world: int) -> None:
         """A rank of a world of so many is about to use the samples of these ids; they count if the step is applied.
 
@@ -119,6 +125,10 @@ class History:
         times = {"created_at": created_at, "seconds": seconds, "stall_s": stall_s}
         self._write("commit", step=step, key=key, digest=digest, parent=parent, **times)
 
+    def no_progress(self, *, step: int) -> None:
+        """The job gives up: world after world ended without a step after this one. Those before do not count again."""
+        self._write("no_progress", step=step)
+
     def rollback(self, *, from_step: int, to_step: int) -> None:
         """This process gives up steps that it had applied: its world resumes from `to_step`."""
         self._write("rollback", from_step=from_step, to_step=to_step)
@@ -130,11 +140,20 @@ class History:
     def last_applied(self) -> LastApplied | None:
         """Return the furthest step of earlier terms; None if there is none, or the folder does not say so in time."""
 
-        def look() -> LastApplied | None:
-            self._files.flush(ANSWER_S)  # the last lines of this process's own earlier terms
-            return last_applied(self._run_dir, self.term)
+        return self._ask(lambda: last_applied(self._run_dir, self.term), None)
 
-        return self._files.ask(look, None)
+    def num_without_step(self, most: int) -> int:
+        """Count the terms before this one that ended without a step, up to `most`; 0 if the folder does not say."""
+        return self._ask(lambda: num_without_step(self._run_dir, self.term, most), 0)
+
+    def _ask(self, look: Callable[[], T], otherwise: T) -> T:
+        """Look at the run's histories, once the last lines of this process's own earlier terms are in them."""
+
+        def looked() -> T:
+            self._files.flush(ANSWER_S)
+            return look()
+
+        return self._files.ask(looked, otherwise)
 
     def prune(self, keep_terms: int) -> None:
         """Let the thread delete the histories of all but the newest terms, where that is due; returns at once."""

@@ -40,6 +40,22 @@ def last_applied(run_dir: str | Path, before_term: int) -> LastApplied | None:
     return None
 
 
+def num_without_step(run_dir: str | Path, before_term: int, most: int) -> int:
+    """Count the newest terms before `before_term` that ended without a step, up to `most` of them.
+
+    Reads rank 0's histories, newest first, to the first with a step, or in which the job gave up.
+    """
+    num = 0
+    for parts in reversed(histories(run_dir, rank=0)):
+        if num == most:
+            break
+        if term_of(parts[0]) < before_term:
+            if any(last_step_lines(path) or b'"no_progress"' in path.read_bytes() for path in parts):
+                break
+            num += 1
+    return num
+
+
 def histories(run_dir: str | Path, rank: int) -> list[list[Path]]:
     """Return the parts of every history of a rank, the oldest first, of the oldest term first."""
     paths = sorted((Path(run_dir) / FOLDER).glob(f"[0-9]*-{rank:05d}-*.jsonl"))

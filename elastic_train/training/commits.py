@@ -193,6 +193,6 @@ class Commits:
         if num_left == 0:
             raise StorageError(
                 f"step {self.state.step} could not be committed in {LAST_COMMIT_TRIES} tries: make room in "
-                f"{self.world.store.url} and start again, to go on from step {self.head.step if self.head else 0}"
+                f"{self.world.store.url} and start again, to resume from step {self.head.step if self.head else 0}"
             )
         return False, False

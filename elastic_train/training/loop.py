@@ -2,7 +2,7 @@
 
 Everything that depends on where the run happens (ranks, files, storage, tracker) is in the `Session` that the loop is
 given. Between the gradient sum's return and the next step's start the applied state moves from s to s+1; a fault
-anywhere else leaves it at s.
+anywhere else leaves it at s. What may be dropped when there is no time left to finish it is marked `droppable`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import enum
 import time
 
+from elastic_train.job.state import StepFacts
 from elastic_train.system.failpoints import reach
+from elastic_train.training.nonfinite import report_nonfinite
 from elastic_train.training.session import Session
 from elastic_train.training.step import compute_step
 from elastic_train.training.step_sums import BUSY, COMMIT, GIVE_UP, GROW, LEAVE, StepSums
@@ -32,11 +34,14 @@ class Outcome(enum.Enum):
 def train_steps(session: Session) -> Outcome:
     """Train from the session's state to its last step, or until the world ends; a job that ends is committed."""
     state, clock = session.state, session.clock
+    if (end := _end_before(session)) is not None:
+        return end
     clock.start()
-    for lanes in session.steps():
+    for lanes in session.leave.dropping(session.steps()):
         clock.data_s = clock.lap()
         started = time.perf_counter()
-        computed = compute_step(session, lanes)
+        with session.leave.droppable():
+            computed = compute_step(session, lanes)
         sums = computed.sums
         if sums.is_unreadable:
             session.quarantine(lanes)
@@ -46,15 +51,21 @@ def train_steps(session: Session) -> Outcome:
         session.commits.await_staging()
         reach("apply")
         account = state.reached.account.advance(state.step, session.holes, sums.num_left_out, sums.num_truncated)
-        norm = state.apply(cursor, sums.coverage, session.world.term, account, computed.buffers)
+        facts = StepFacts(
+            cursor, sums.coverage, session.world.term, account, computed.buffers, sums.loss, session.reduction == "fast"
+        )
+        norm = state.apply(facts)
         reach("applied")
         seconds = time.perf_counter() - started
         session.record_step(sums, norm, seconds)
+        if state.reached.num_nonfinite:
+            report_nonfinite(session, lanes, sums, norm)
 
         if state.step == session.plan.total_steps:
             break
         if session.is_validation_due():
-            session.validate()
+            with session.leave.droppable():
+                session.validate()
         session.commits.collect()
         end = _end(session, computed.flags, sums)
         if end is Outcome.PREEMPTED:
@@ -67,6 +78,20 @@ def train_steps(session: Session) -> Outcome:
     session.validate()
     session.commits.finish()
     return Outcome.DONE
+
+
+def _end_before(session: Session) -> Outcome | None:
+    """Say how a world ends whose ranks were asked to leave before its first step; None if it trains.
+
+    There may be no time for a step: this is where ranks meet that have dropped one.
+    """
+    if session.state.step == session.plan.total_steps or not any(leaving := session.leaving()):
+        return None
+    if all(leaving) or not session.worlds.is_live:
+        if session.state.step:
+            session.commits.finish()
+        return Outcome.PREEMPTED
+    return Outcome.LEFT if leaving[session.world.group.rank] else Outcome.REGROUP
 
 
 def _is_time_to_commit(session: Session, sums: StepSums) -> bool:

@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -38,7 +37,7 @@ from elastic_train.job.commit_facts import describe_commit
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.buffer_mean import BufferMean
-from elastic_train.parallel.gradient_sum import make_gradient_sum, make_sum
+from elastic_train.parallel.gradient_sum import Reduction, make_gradient_sum, make_sum
 from elastic_train.tasks.task import Counting
 from elastic_train.tracking.mlflow_run import (
     COMMIT_TAG,
@@ -51,12 +50,11 @@ from elastic_train.training.commits import Commits
 from elastic_train.training.session import Process, Session
 from elastic_train.world.fencing import CONFIGS, StoreFence, claim_of
 from elastic_train.world.forming import Formed
+from elastic_train.world.no_progress import check_progress
 from elastic_train.world.quarantine import known_holes
 from elastic_train.world.restore import parent_of, restore
-from elastic_train.world.uniformity import check_alike, has_equal_kernels
+from elastic_train.world.uniformity import check_alike, differing_kernels
 from elastic_train.world.world import World, enter_world
-
-Reduction = Literal["canonical", "fast"]
 
 
 def open_session(process: Process, formed: Formed) -> Session:
@@ -73,6 +71,7 @@ def _open_in(process: Process, world: World) -> Session:
     plan, state = process.plan, process.state
     check_alike(world.group, plan, state.grouping)
     head = restore(plan, world, state)
+    check_progress(world, plan, state.step)
     kind = _pick_reduction(plan, world)
     gradients = make_gradient_sum(kind, list(state.model.parameters()), world.replicas, plan.num_lanes)
     saves = open_saves(process, world, head)
@@ -91,6 +90,7 @@ def _open_in(process: Process, world: World) -> Session:
         commits=Commits(plan, world, state, process.watchdog, saves, cadence, tracker, head),
         tracker=tracker,
         holes=known_holes(world, plan, state),
+        reduction=kind,
     )
     world.announce(
         f"term {world.term}: {world.group.size} ranks, {plan.num_lanes} lanes, {plan.total_steps} steps, {plan.device}"
@@ -107,8 +107,8 @@ def open_buffers(plan: Plan, world: World, state: AppliedState, kind: Reduction)
 
 def _pick_reduction(plan: Plan, world: World) -> Reduction:
     """Return the reduction that is configured, or the one that the ranks' devices allow."""
-    if plan.config.reduction == "canonical" and not has_equal_kernels(world.group, plan.device):
-        world.announce("the ranks' devices differ, so bits cannot be equal: continuing with `reduction: fast`")
+    if plan.config.reduction == "canonical" and (differing := differing_kernels(world.group, plan.device)):
+        world.announce(f"bits may not be equal, so `reduction: fast` is used in this world: {'; '.join(differing)}")
         return "fast"
     return plan.config.reduction
 

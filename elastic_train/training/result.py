@@ -14,6 +14,7 @@ from pathlib import Path
 
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.accounting import Hole
+from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.errors import ResultError
 from elastic_train.job.plan import Plan
@@ -36,6 +37,8 @@ class TrainResult:
     validation by name, without one empty. `coverage` sums all applied samples, over all epochs. `num_samples` is the
     size of the training set, `epochs` how often all of it was applied. `holes` are the row groups that could not be
     read, `num_left_out` the samples that they cost, `num_truncated` how many rows were cut to the task's length.
+    `fast_steps` and `skipped_steps` are half-open ranges of steps, counted from 0: those whose rounding depended on the
+    world, and those whose update was left out because loss or gradient was not finite.
     """
 
     status: str
@@ -48,6 +51,8 @@ class TrainResult:
     holes: tuple[Hole, ...]
     num_left_out: int
     num_truncated: int
+    fast_steps: Ranges
+    skipped_steps: Ranges
 
 
 def result_of(plan: Plan, state: AppliedState, status: str) -> TrainResult:
@@ -64,6 +69,8 @@ def result_of(plan: Plan, state: AppliedState, status: str) -> TrainResult:
         holes=account.holes,
         num_left_out=account.left_out,
         num_truncated=account.truncated,
+        fast_steps=state.reached.fast_steps,
+        skipped_steps=state.reached.skipped_steps,
     )
 
 
@@ -105,7 +112,7 @@ def write_result(session: Session, result: TrainResult) -> ResultError | None:
 
 @contextlib.contextmanager
 def _noting(unwritten: list[str], what: str) -> Iterator[None]:
-    """Note what cannot be written, and why, and go on."""
+    """Note what cannot be written, and why, and continue."""
     try:
         yield
     except GivenUp:

@@ -15,7 +15,7 @@ from pathlib import Path
 from elastic_train.config import sources
 from elastic_train.config.schema import Config
 from elastic_train.errors import ElasticTrainError, explain
-from elastic_train.system.preemption import LeaveRequest
+from elastic_train.system.preemption import LeaveRequest, launched_grace_s
 from elastic_train.tracking.progress import flush_streams
 from elastic_train.training.result import TrainResult
 from elastic_train.training.supervisor import supervise
@@ -31,7 +31,8 @@ def train(config: Config | str | Path) -> TrainResult:
 
     The result is frozen and equal on every rank: `status` ('done', or 'closed' where the other members finished the
     job without this process), `step` (applied steps), `weights_sha256`, `metrics` (the last validation's, by name),
-    `coverage` (`CoverageSums` over all epochs), `num_samples`, `epochs`, `holes`, `num_left_out`, `num_truncated`.
+    `coverage` (`CoverageSums` over all epochs), `num_samples`, `epochs`, `holes`, `num_left_out`, `num_truncated`,
+    `fast_steps`, `skipped_steps`.
     `run.dir` holds the same in result.json, and the weights in its commits (`discover`, `read_state`).
 
     Call it in the main thread: until it returns, SIGTERM and SIGUSR1 ask it to commit and leave at the next step, and
@@ -40,7 +41,7 @@ def train(config: Config | str | Path) -> TrainResult:
 
     Under torchrun call it on every rank, before any process group is made: it joins the world by itself, one world
     after another with `recovery=live`. End such a process as the command does: flush, then `os._exit(0)`, or
-    `os._exit(error.exit_code)`, by which the launcher tells leaving from failing. A thread in a collective or in a call
+    `os._exit(error.exit_code)`, by which the launcher knows leaving from failing. A thread in a collective or in a call
     to etcd that does not return would hold up or abort a normal exit of the interpreter.
 
     Raises ElasticTrainError: ConfigError, DataError before the first step; StorageError where commits cannot be
@@ -91,7 +92,7 @@ def _begin() -> LeaveRequest:
     """Tie a launched process to its launcher's life, and listen for requests to leave."""
     if _is_launched():
         die_with_parent()
-    return LeaveRequest()
+    return LeaveRequest(launched_grace_s())
 
 
 def _is_launched() -> bool:

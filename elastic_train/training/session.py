@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from elastic_train.checkpoint import SaveMemory
@@ -13,7 +14,7 @@ from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.buffer_mean import BufferMean
-from elastic_train.parallel.gradient_sum import GradientSum
+from elastic_train.parallel.gradient_sum import GradientSum, Reduction
 from elastic_train.system.failpoints import reach
 from elastic_train.system.preemption import LeaveRequest
 from elastic_train.system.watchdog import Watchdog
@@ -58,6 +59,7 @@ class Session:
     watchdog: Watchdog
     commits: Commits
     tracker: Tracker | None
+    reduction: Reduction = "canonical"
     clock: StepClock = field(default_factory=StepClock)
     holes: tuple[Hole, ...] = ()
 
@@ -76,6 +78,11 @@ class Session:
                 yield lanes
                 if self.holes is not holes:
                     break
+
+    def leaving(self) -> list[bool]:
+        """Return, by rank, which processes of the world have been asked to leave; equal on every rank."""
+        mine = torch.tensor(int(self.leave.is_set))
+        return [bool(asked) for asked in self.world.group.all_gather(mine).flatten()]
 
     def to_device(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(self.plan.device, non_blocking=True) for name, tensor in tensors.items()}

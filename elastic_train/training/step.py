@@ -1,4 +1,4 @@
-"""One step's sums: run this replica's lanes, tell all ranks what came of them, and leave the step's mean gradient.
+"""One step's sums: run this replica's lanes, share the results with all ranks, and leave the step's mean gradient.
 
 `run_lanes` is the seam: what makes a gradient out of lanes, here one lane after another. A schedule that interleaves
 lanes, such as a pipeline's, takes its place. Nothing of the applied state changes here.

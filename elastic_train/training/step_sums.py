@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_, or_
@@ -38,6 +39,8 @@ class StepSums:
     buffers: tuple[int, ...] = ()
     """The lanes' checksums of integer buffers, of the lanes that had samples."""
     ranks: tuple[RankFacts, ...] = ()
+    nonfinite_lanes: tuple[int, ...] = ()
+    """The lanes whose loss is NaN or infinite."""
 
     @property
     def is_unreadable(self) -> bool:
@@ -65,6 +68,7 @@ def fold(tables: StepTables) -> StepSums:
         reduce(and_, flags),
         tuple(digest for digest, has in zip(buffers, has_samples, strict=True) if has),
         tuple(_facts_of(row[4:]) for row in tables.ranks),
+        tuple(lane for lane, loss in enumerate(losses) if not math.isfinite(loss)),
     )
 
 

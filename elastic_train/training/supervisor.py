@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 
@@ -18,14 +19,14 @@ from elastic_train.errors import (
 )
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.state import AppliedState
-from elastic_train.system.preemption import LeaveRequest
+from elastic_train.job.warm_up import warm_up
+from elastic_train.system.preemption import LeaveRequest, StepDropped
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.tracking.tracker import WRITE_TIMEOUT_S
 from elastic_train.training.loop import Outcome, train_steps
 from elastic_train.training.open_session import commit_alone, make_repeatable, open_session
 from elastic_train.training.result import TrainResult, result_of, write_result
 from elastic_train.training.session import Process, Session
-from elastic_train.training.warm_up import warm_up
 from elastic_train.world.forming import Formed, open_worlds
 
 CLOSED = "closed"
@@ -59,7 +60,11 @@ def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveR
     worlds = open_worlds(plan.config, plan.device, watchdog, lambda: _is_through(leave, state))
     if worlds.is_live:
         watchdog.warm_up()
-        warm_up(plan, state)
+        try:
+            with leave.droppable():
+                warm_up(plan, state)
+        except StepDropped:
+            return Preempted("asked to leave before the first world")
     process = Process(plan, state, worlds, leave, watchdog, started_at)
     try:
         return _train_through(process)
@@ -77,6 +82,11 @@ def _train_through(process: Process) -> Ended:
         except (PeerLostError, FencedError):
             if not worlds.is_live:
                 raise  # the job continues in the next world, and with it the tracker's run
+            formed.group.abandon()
+            continue
+        except StepDropped:
+            if not worlds.is_live:
+                return _leave_alone(process)
             formed.group.abandon()
             continue
         except StorageError as error:
@@ -99,7 +109,8 @@ def _is_through(leave: LeaveRequest, state: AppliedState) -> bool:
     All nodes may be asked to leave at slightly different times. So a process that holds a state enters one more world,
     in which all find out together whether any of them continues, and commit if none does.
     """
-    return leave.is_set and (state.step == 0 or time.monotonic() - leave.since_s > LEAVING_PATIENCE_S)
+    patience_s = leave.patience_s if leave.is_late else min(LEAVING_PATIENCE_S, leave.patience_s)
+    return leave.is_set and (state.step == 0 or time.monotonic() - leave.since_s > patience_s)
 
 
 def _next_world(process: Process) -> Formed | None:
@@ -116,6 +127,18 @@ def _next_world(process: Process) -> Formed | None:
         raise
 
 
+def _leave_alone(process: Process) -> Preempted:
+    """Commit the applied state without its world, which is in the middle of a step that this process has dropped.
+
+    One rank of a node does it: all of them hold the same state.
+    """
+    step = process.state.step
+    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+        return Preempted(f"asked to leave, the step after {step} was dropped: start again to resume")
+    commit_alone(process.plan, process.state, process.save_memory)
+    return Preempted(f"asked to leave, the step after {step} was dropped; step {step} is committed: start again")
+
+
 def _train_in(session: Session) -> Ended | None:
     """Train in one world; return how the job ended for this process, None if another world is to follow."""
     try:
@@ -127,6 +150,11 @@ def _train_in(session: Session) -> Ended | None:
             return None
         return _finish(session, outcome)
     except (PeerLostError, FencedError):
+        session.watchdog.leave()
+        session.pause()
+        raise
+    except StepDropped:
+        sys.stderr.write(f"no time left to finish a step: the one after step {session.state.step} is dropped\n")
         session.watchdog.leave()
         session.pause()
         raise

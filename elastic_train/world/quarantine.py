@@ -6,7 +6,7 @@ all repeat the step without their samples. The record comes before the step. So 
 commit finds it, and leaves out the same samples from the same step on, whether it could read them or not.
 
 A hole in a commit is in effect; one that is only recorded takes effect when its step comes, in any world that begins at
-or before that step. A record behind which a world has gone on without it is of a lineage that was given up.
+or before that step. A record that a later world has passed over belongs to a lineage that was given up.
 """
 
 from __future__ import annotations

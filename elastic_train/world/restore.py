@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+import torch
+
 from elastic_train.checkpoint import CommitRecord, Store, discover, load
 from elastic_train.checkpoint.commits.reader import DAMAGE, read_record, records
 from elastic_train.core.accounting import SampleAccount
@@ -22,6 +24,7 @@ from elastic_train.system.failpoints import reach
 from elastic_train.tracking.progress import ResumeBanner
 from elastic_train.world.agreement import agree
 from elastic_train.world.handover import gather_places, hand_over
+from elastic_train.world.uniformity import other_starts
 from elastic_train.world.world import World
 
 
@@ -48,6 +51,8 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
     if head is not None and is_loaded:
         _load(world.store, head, state)
     else:
+        if furthest.step == 0:
+            _begin_alike(world, state)
         given_by = hand_over(world.group, state, places)
         key = agree(world.group, lambda: parent_of(world.store, state))
         head = read_record(world.store, key) if key else None
@@ -75,14 +80,40 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
     return head
 
 
+def _begin_alike(world: World, state: AppliedState) -> None:
+    """Give rank 0's weights to ranks that begin a run with others."""
+    weights = state.shards.weights()
+    others = other_starts(world.group, weights)
+    if not others:
+        return
+    world.announce(
+        f"ranks {others} began with other weights than rank 0 and take its weights: the task draws them without "
+        "torch's generator, so another run will not have them again"
+    )
+    for tensor in weights.values():
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        world.group.broadcast(content)
+        with torch.no_grad():
+            tensor.copy_(content.view(tensor.dtype).reshape(tensor.shape))
+
+
 def _load(store: Store, head: CommitRecord, state: AppliedState) -> None:
     account = head.account or SampleAccount()
-    reached = Reached(head.step, head.cursor, head.coverage, head.intervals, head.metrics, account)
+    reached = Reached(
+        head.step,
+        head.cursor,
+        head.coverage,
+        head.intervals,
+        head.metrics,
+        account,
+        head.fast_steps or (),
+        head.skipped_steps or (),
+    )
     try:
         # Every rank reads the commit, and all of them have one configuration; a member's state brings its rates along.
         state.restore(lambda tensors: load(store, head, tensors), reached, keeps_rates=True)
     except StorageError as error:
-        # The state is neither the old nor the new one: nothing but a new process may go on from here.
+        # The state is neither the old nor the new one: only a new process may continue from here.
         raise ElasticTrainError(f"{head.key} could not be read to its end: {error}") from error
 
 
@@ -109,7 +140,7 @@ def _published(world: World) -> tuple[int, list[tuple[int, int, int]]]:
 def _is_of(published: Sequence[Interval], state: AppliedState) -> bool:
     """Say whether a state and a published commit are of one lineage.
 
-    Who was frozen while others went on from an earlier commit, and published, may be further, on a dead branch.
+    A rank that was frozen while others continued from an earlier commit and published may be further, on a dead branch.
     """
     mine = state.reached.intervals
     common = min(state.step, published[-1].hi if published else 0)
@@ -147,7 +178,7 @@ class Source:
 
 
 def _banner(world: World, source: Source, skipped: list[tuple[str, str]], seconds: float) -> ResumeBanner | None:
-    """Return what a resumption cost, as far as the histories of earlier terms tell; None at a run's beginning."""
+    """Return what a resumption cost, as far as the histories of earlier terms record; None at a run's beginning."""
     last = world.history.last_applied()
     if source.step == 0 and last is None:
         return None

@@ -1,15 +1,19 @@
 """Ranks that train together compute one thing: what decides it must be the same in all of their configurations.
 
-Where data lie, commits go and metrics are shown is a node's own affair. A rate that one node has and another has not is
-not: weights would differ from rank to rank, and a rank that validates or commits at other steps would wait for ever.
+Where data is stored, commits go and metrics are shown is each node's choice. The rate may not differ, or weights would
+differ from rank to rank; nor may the steps of validations and commits, or ranks would wait for each other for ever.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,6 +29,8 @@ _KEYS = {
     "data": ("block_row_groups", "length_bucketing", "unreadable", "too_long"),
     "checkpoint": ("every_steps", "interval", "when_busy"),
 }
+_NOT_OURS = frozenset({"torch", "builtins", *sys.stdlib_module_names})
+_VECTOR = ("sse", "ssse", "avx", "fma", "f16c", "amx", "neon", "asimd", "sve", "bf16", "vsx")
 _TOP = ("epochs", "max_steps", "precision", "reduction", "threads_per_rank")
 
 
@@ -52,9 +58,14 @@ def check_alike(group: Group, plan: Plan, grouping: Sequence[str]) -> None:
 
 
 def deciding(plan: Plan) -> dict[str, object]:
-    """Return what decides, in configuration and data, what is computed: JSON's types, by the names of the keys."""
+    """Return what decides, in configuration, data and code, what is computed: JSON's types by the names of keys."""
     config = plan.config.model_dump(mode="json")
-    found = {key: config[key] for key in _TOP} | {"the training set's digest": plan.manifest.digest}
+    found = {key: config[key] for key in _TOP} | {
+        "the training set's digest": plan.manifest.digest,
+        "the validation set's digest": plan.feed.validation_digest,
+        "the version of elastic-train": _version("elastic-train"),
+        "the task's source": source_digest(type(plan.task)),
+    }
     for section in _SECTIONS:
         found |= {f"{section}.{key}": value for key, value in config[section].items()}
     for section, keys in _KEYS.items():
@@ -62,11 +73,81 @@ def deciding(plan: Plan) -> dict[str, object]:
     return found
 
 
-def has_equal_kernels(group: Group, device: torch.device) -> bool:
-    """Say whether all ranks compute on the same kind of device with the same library, so that bits can be equal."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-    mine = torch.tensor([zlib.crc32(f"{device.type} {name} {torch.__version__}".encode())])
-    return bool((group.all_gather(mine) == mine).all())
+@functools.cache
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a folder of sources
+        return "unknown"
+
+
+@functools.cache
+def source_digest(kind: type) -> str:
+    """Return a digest of the source files of a class and its bases, but torch's and Python's; "" without files."""
+    names = {base.__module__ for base in kind.__mro__}
+    modules = [sys.modules[name] for name in sorted(names) if name.partition(".")[0] not in _NOT_OURS]
+    files = [Path(file) for module in modules if (file := getattr(module, "__file__", None))]
+    contents = [file.read_bytes() for file in files if file.is_file()]
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:12] if contents else ""
+
+
+def kernels_of(device: torch.device) -> dict[str, str]:
+    """Return what bits may depend on beside configuration, data and code: device, processor and libraries."""
+    is_cuda = device.type == "cuda"
+    found = {
+        "device": torch.cuda.get_device_name(device) if is_cuda else torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "numpy": _version("numpy"),
+        "pyarrow": _version("pyarrow"),
+    }
+    return found if is_cuda else {**found, **_processor()}
+
+
+def differing_kernels(group: Group, device: torch.device) -> list[str]:
+    """Return, on every rank, in what ranks differ from rank 0 so that bits may differ; one line for each such rank."""
+    mine = kernels_of(device)
+    digest = zlib.crc32(json.dumps(mine, sort_keys=True).encode())
+    seen = group.all_gather(torch.tensor(digest)).flatten().tolist()
+    others = [rank for rank in range(group.size) if seen[rank] != seen[0]]
+    if not others:
+        return []
+    first = group.broadcast_object(mine, 0)
+    assert isinstance(first, dict), "rank 0 sends what it computes with"
+    lines = []
+    for rank in others:
+        theirs = group.broadcast_object(mine, rank)
+        assert isinstance(theirs, dict), "every rank sends what it computes with"
+        parts = [f"{key} {theirs.get(key)}, not {first.get(key)}" for key in first if theirs.get(key) != first[key]]
+        lines.append(f"rank {rank} has {'; '.join(parts)}")
+    return lines
+
+
+def _processor() -> dict[str, str]:
+    """Return the CPU's vendor and a digest of its vector instructions, as far as /proc/cpuinfo has them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return {}
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    flags = fields.get("flags", fields.get("Features", "")).split()
+    vector = sorted(flag for flag in flags if flag.startswith(_VECTOR))
+    return {
+        "processor": fields.get("vendor_id", fields.get("CPU implementer", "")),
+        "vector instructions": " ".join(vector),
+    }
+
+
+def other_starts(group: Group, weights: Mapping[str, Tensor]) -> list[int]:
+    """Return, alike on every rank, the ranks whose weights and buffers are not rank 0's bit for bit."""
+    if group.size == 1:
+        return []
+    seen = group.all_gather(torch.tensor(_checksum_of(weights))).flatten().tolist()
+    return [rank for rank in range(group.size) if seen[rank] != seen[0]]
+
+
+def _checksum_of(weights: Mapping[str, Tensor]) -> int:
+    each = torch.tensor([checksum(tensor) for tensor in weights.values()], dtype=torch.int64)
+    return zlib.crc32(each.numpy().tobytes())
 
 
 def check_same_weights(group: Group, weights: Mapping[str, Tensor], step: int) -> None:

@@ -2,7 +2,7 @@
 
 The order is the protocol of DESIGN.md: form the group, claim the term, and only then read a commit (fence first, then
 restore). Decisions that read the outside world are rank 0's; it tells the others, its errors included, so that all
-ranks go on alike or stop alike. Rank 0 alone speaks to etcd.
+ranks continue alike or stop alike. Rank 0 alone speaks to etcd.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def enter_world(
         started_at=started_at,
     )
     if config.run.history_terms is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-        history.prune(config.run.history_terms)
+        history.prune(max(config.run.history_terms, config.give_up_after_worlds or 0))
     if group.rank == 0:
         try:
             sweep(store, term)

@@ -36,8 +36,8 @@ longer than the third was stopped itself, with its node, so what it knew of stop
 SHORT_LIFE_S = 20.0
 LONGEST_PAUSE_S = 30.0
 DONE_GRACE_S = 60.0
-# Codes of errors that another worker in its place would meet as well: bad input, damage.
-FINAL_CODES = frozenset({2, 65})
+# Codes of errors that another worker in its place would meet as well: bad input, damage, no progress.
+FINAL_CODES = frozenset({2, 65, 93})
 # Codes with which a worker leaves by itself: done without its result, preempted, too few nodes.
 LEAVING_CODES = frozenset({74, 75, 77})
 

@@ -1,4 +1,4 @@
-"""A stand-in for torchrun and a script with the hook, without torch: ranks that are started anew when one dies.
+"""A stand-in for torchrun and a script with the hook, without torch: ranks that are all restarted when one dies.
 
 python fake_torchrun.py DIR HISTORY RANKS [--silent]; 3 epochs of 16 steps of 8 rows, a snapshot every 10 steps. The
 first world waits at step 30 for a fault, if the reference's folder is not what it runs in. --silent: no hook.
@@ -21,8 +21,8 @@ STEPS = EPOCHS * ROWS // BATCH
 def agent(folder: Path, history: Path, ranks: int) -> int:
     """Start all ranks, and all of them again when one dies."""
     for turn in range(10):
-        told = {"TURN": str(turn), "WORLD_SIZE": str(ranks)}
-        workers = [_start({**told, "RANK": str(rank)}) for rank in range(ranks)]
+        given = {"TURN": str(turn), "WORLD_SIZE": str(ranks)}
+        workers = [_start({**given, "RANK": str(rank)}) for rank in range(ranks)]
         while all(worker.poll() is None for worker in workers):
             time.sleep(0.01)
         if any(worker.poll() not in (None, 0) for worker in workers):
@@ -34,9 +34,9 @@ def agent(folder: Path, history: Path, ranks: int) -> int:
     return 1
 
 
-def _start(told: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(given: dict[str, str]) -> subprocess.Popen[bytes]:
     everywhere = {"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "here"}
-    return subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, **everywhere, **told})
+    return subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, **everywhere, **given})
 
 
 def train(folder: Path, history: Path, is_silent: bool) -> None:
@@ -66,8 +66,8 @@ def _wait(is_over) -> None:  # type: ignore[no-untyped-def]
 
 
 if __name__ == "__main__":
-    own, told = Path(sys.argv[1]), Path(sys.argv[2]).resolve()
+    own, history = Path(sys.argv[1]), Path(sys.argv[2]).resolve()
     if "RANK" in os.environ:
-        train(own, told, "--silent" in sys.argv)
+        train(own, history, "--silent" in sys.argv)
     else:
-        sys.exit(agent(own, told, int(sys.argv[3])))
+        sys.exit(agent(own, history, int(sys.argv[3])))

@@ -1,4 +1,4 @@
-"""A stand-in for torchrun and the trainer: writes a history, and has a worker in a session of its own, as torchrun has.
+"""A stand-in for torchrun and the trainer: writes a history, and has a worker in a separate session, as torchrun has.
 
 python fake_trainer.py FOLDER NUM_STEPS [EXIT_CODE]; -1 steps for a job that never begins.
 """

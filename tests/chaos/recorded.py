@@ -1,7 +1,7 @@
 """A small run as the trainer records it, made up without training: three worlds, a kill, a preemption, a new node.
 
 101 rows on 6 lanes with micro-batches of 4: 5 steps an epoch, 6 epochs, a commit every 5 steps, the last 3 kept. Term 1
-(2 ranks) is killed after step 13 and gives up 3 steps; term 2 (1 rank) is told to leave at step 22, for a node that
+(2 ranks) is killed after step 13 and gives up 3 steps; term 2 (1 rank) is asked to leave at step 22, for a node that
 joins; term 3 (3 ranks) comes to the end.
 """
 
@@ -50,7 +50,7 @@ def samples_until(step: int) -> int:
 
 
 def coverage_at(step: int) -> dict[str, int]:
-    """Return the sums at an epoch's end; between, only the count is told."""
+    """Return the sums at an epoch's end; in between, only the count."""
     epochs, steps = divmod(step, STEPS_PER_EPOCH)
     sums = CoverageSums.of_all(ROWS) * epochs
     return {"count": samples_until(step), "sum_a": sums.sum_a + steps, "sum_b": sums.sum_b + steps}
@@ -145,8 +145,8 @@ class Recorder:
         (self.folder / "result.json").write_text(json.dumps({**result, **counts, "metrics": metrics}))
         batch = {"global_batch": LANES * MICRO_BATCH, "micro_batch": MICRO_BATCH}
         task = {"path": "elastic_train.tasks.witness:Witness"}
-        told = {"batch": batch, "task": task, "tracking": {"mlflow_uri": "sqlite:///mlflow.db"}}
-        (self.folder / "config.yaml").write_text(yaml.safe_dump(told))
+        config = {"batch": batch, "task": task, "tracking": {"mlflow_uri": "sqlite:///mlflow.db"}}
+        (self.folder / "config.yaml").write_text(yaml.safe_dump(config))
         (self.folder / "metrics").mkdir()
         for number, lines in self.metrics.items():
             path = self.folder / "metrics" / f"{number:08d}.jsonl"

@@ -1,4 +1,4 @@
-"""The command line: listing, judging again, exit codes that say the verdict, and mistakes that are told."""
+"""The command line: listing, judging again, exit codes for the verdict, and clear error messages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_ls_shows_what_comes_with_the_package(capsys: pytest.CaptureFixture[str]
 
 
 def test_check_judges_an_old_run_again(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A good run leaves with 0, a table, and the command that draws the same steps."""
+    """A good run exits with 0, a table, and the command that draws the same steps."""
     assert leave(["check", str(healthy)]) == 0
     shown = capsys.readouterr().out
     assert "VALID" in shown
@@ -47,8 +47,8 @@ def test_check_judges_an_old_run_again(healthy: Path, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out)["valid"] is True
 
 
-def test_report_is_made_with_every_verdict_and_again(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`check` writes the page, `report` the same page again, and says where it lies."""
+def test_check_writes_the_report_and_report_repeats_it(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`check` writes the page, `report` the same page again, and prints its path."""
     assert leave(["check", str(healthy)]) == 0
     page = (healthy / "report.html").read_bytes()
     (healthy / "report.html").unlink()
@@ -60,15 +60,15 @@ def test_report_is_made_with_every_verdict_and_again(healthy: Path, capsys: pyte
 
 @pytest.mark.parametrize("name", ["witness-swap", "no-faults"])
 def test_what_is_false_or_unknown_is_not_valid(healthy: Path, tmp_path: Path, name: str) -> None:
-    """A broken invariant, and one that nothing put to the test, leave with 1."""
+    """A broken invariant, and one that nothing tested, exit with 1."""
     shutil.copytree(healthy, tmp_path / "run")
     next(planted for planted in PLANTED if planted.name == name).plant(tmp_path / "run" / "faulted")
     assert leave(["check", str(tmp_path / "run")]) == 1
     assert json.loads((tmp_path / "run" / "verdict.json").read_text())["valid"] is False
 
 
-def test_mistakes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder that is no run, a scenario that is not there, and a setting without a value end with a clear error."""
+def test_mistakes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder that is not a run, a missing scenario, and a setting without a value end with a clear error."""
     assert leave(["check", str(tmp_path)]) == 1
     assert "no faulted/history there" in capsys.readouterr().err
     assert leave(["run", "wittness"]) == 2
@@ -79,10 +79,10 @@ def test_mistakes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "epochs" in capsys.readouterr().err
 
 
-def test_a_cable_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Here only the last node has a cable of its own: a fault of another one's is refused, not done to the last."""
-    told = "name: x\ndescription: y\nconfig: configs/witness.yaml\nnodes: {count: 3}\nrows: 64\n"
-    (tmp_path / "x.yaml").write_text(f"{told}faults: [{{kind: cut_link, node: 0, at_step: 3, for_s: 2}}]\n")
+def test_a_fault_of_a_missing_cable_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here only the last node has its own cable: a fault of another node's is refused, not done to the last."""
+    scenario = "name: x\ndescription: y\nconfig: configs/witness.yaml\nnodes: {count: 3}\nrows: 64\n"
+    (tmp_path / "x.yaml").write_text(f"{scenario}faults: [{{kind: cut_link, node: 0, at_step: 3, for_s: 2}}]\n")
     data = [f"--set=data.{name}={tmp_path / 'rows' / name}" for name in ("train", "validation")]
     assert leave(["run", str(tmp_path / "x.yaml"), "--out", str(tmp_path / "run"), *data]) == 2
     assert "only the last node, 2, has its own cable: say node: 2" in capsys.readouterr().err
@@ -96,10 +96,10 @@ def test_a_cable_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.Captur
         ("{kind: cut_link, node: 0, at_step: 3, for_s: 2}", ["--command", "false"]),
     ],
 )
-def test_what_is_refused_takes_nothing_away(tmp_path: Path, fault: str, command: list[str]) -> None:
+def test_a_refused_run_deletes_no_earlier_results(tmp_path: Path, fault: str, command: list[str]) -> None:
     """The results of an earlier run stay where the next one cannot begin."""
-    told = f"name: x\ndescription: y\nconfig: configs/witness.yaml\nnodes: {{count: 3}}\nfaults: [{fault}]\n"
-    (tmp_path / "x.yaml").write_text(told)
+    scenario = f"name: x\ndescription: y\nconfig: configs/witness.yaml\nnodes: {{count: 3}}\nfaults: [{fault}]\n"
+    (tmp_path / "x.yaml").write_text(scenario)
     (tmp_path / "run" / "faulted").mkdir(parents=True)
     earlier = [tmp_path / "run" / name for name in ("verdict.json", "report.html", "faulted/result.json")]
     for path in earlier:
@@ -111,10 +111,10 @@ def test_what_is_refused_takes_nothing_away(tmp_path: Path, fault: str, command:
 
 
 @pytest.mark.parametrize("error", [ChaosError("no etcd here"), ConfigError("no etcd here")])
-def test_the_demo_tells_its_mistakes(
+def test_the_demo_reports_its_mistakes(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What goes wrong in it ends in lines and an exit code, not in a traceback."""
+    """What goes wrong in it ends with a message and an exit code, not with a traceback."""
 
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -138,24 +138,24 @@ def test_a_planted_bug_has_to_be_found(capsys: pytest.CaptureFixture[str]) -> No
     assert "canary" in capsys.readouterr().err
 
 
-def test_a_scenario_none_of_whose_faults_come_is_not_valid(capsys: pytest.CaptureFixture[str]) -> None:
-    """A job that is through before its faults are due has put nothing to the test, and says how to run it again."""
+def test_a_scenario_whose_faults_never_happen_is_not_valid(capsys: pytest.CaptureFixture[str]) -> None:
+    """A job that finishes before its faults are due has tested nothing, and says how to run it again."""
     assert leave(["sim", "--scenario", "any-script", "--seed", "1", "--json"]) == 1
     fields = json.loads(capsys.readouterr().out)
     assert (fields["valid"], fields["replay"]) == (0, "elastic-chaos sim --scenario any-script --seed 1")
 
 
 @pytest.mark.parametrize("name", ["hours", "faults-per-hour", "processes"])
-def test_nothing_and_less_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A rate below nothing would have a next fault for ever."""
+def test_counts_and_rates_below_one_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rate below zero would never end."""
     assert leave(["sim", "--seeds", "1", f"--{name}", "-1"]) == 2
     assert f"--{name} -1: give more than 0" in capsys.readouterr().err
 
 
-def test_ctrl_c_says_how_to_judge_what_was_done(
+def test_ctrl_c_prints_how_to_judge_what_was_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Behind the taking away of everything comes the command for what is left; without a history there is none."""
+    """After everything is stopped the command that judges the rest is printed; without a history there is none."""
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -166,6 +166,6 @@ def test_ctrl_c_says_how_to_judge_what_was_done(
             (tmp_path / "faulted" / "history").mkdir(parents=True)
         with pytest.raises(SystemExit) as left:
             main(["run", "demo", "--out", str(tmp_path)])
-        told = capsys.readouterr().err
-        assert left.value.code == 130 and "no process is left running" in told
-        assert (f"elastic-chaos check {tmp_path}" in told) is is_begun
+        printed = capsys.readouterr().err
+        assert left.value.code == 130 and "no process is left running" in printed
+        assert (f"elastic-chaos check {tmp_path}" in printed) is is_begun

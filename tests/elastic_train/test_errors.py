@@ -33,7 +33,7 @@ def test_an_error_of_rendezvous_keeps_its_message_and_gets_an_exit_code(
 
 
 @pytest.mark.parametrize("kind", [errors.ConfigError, errors.FencedError, errors.TooFewNodesError, errors.Preempted])
-def test_an_error_of_ours_is_one_of_theirs_and_passes_as_it_is(kind: type[ElasticTrainError]) -> None:
+def test_a_translated_error_is_not_translated_again(kind: type[ElasticTrainError]) -> None:
     """Translating again what has been translated changes nothing, though it is an error of rendezvous as well."""
     raised = kind("why")
     assert isinstance(raised, theirs.RendezvousError)
@@ -42,6 +42,6 @@ def test_an_error_of_ours_is_one_of_theirs_and_passes_as_it_is(kind: type[Elasti
     assert caught.value is raised
 
 
-def test_the_errors_cost_no_import_of_etcds_client() -> None:
+def test_importing_the_errors_does_not_import_the_etcd_client() -> None:
     source = "import sys, elastic_train.errors; assert not {'grpc', 'pyetcd', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", source], check=True)

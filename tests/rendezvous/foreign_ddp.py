@@ -25,7 +25,7 @@ dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 model = DistributedDataParallel(torch.nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-told = json.loads(os.environ.get("ELASTIC_RENDEZVOUS", "{}"))
+context = json.loads(os.environ.get("ELASTIC_RENDEZVOUS", "{}"))
 steps, is_last = 0, torch.zeros(1)
 while not is_last.item():
     optimizer.zero_grad()
@@ -35,7 +35,7 @@ while not is_last.item():
     if steps == 3:
         weights = [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
         restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        say(op="trains", rank=rank, world=world, restarts=restarts, told=told, weights=weights)
+        say(op="trains", rank=rank, world=world, restarts=restarts, context=context, weights=weights)
     is_last[0] = os.path.exists(stop)  # noqa: PTH110
     dist.all_reduce(is_last)
     time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""A worker's membership: what it does when it is told to leave."""
+"""A worker's membership: what it does when it is asked to leave."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rendezvous.live_member import LiveMember
 pytestmark = pytest.mark.slow
 
 
-def test_who_regroups_while_etcd_is_away_can_be_told_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, with its state to save: where etcd ends with the other nodes it is told to leave in that very moment."""
+def test_a_worker_regrouping_while_etcd_is_away_can_be_asked_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, with its state to save: where etcd ends with the other nodes it is asked to leave at that moment."""
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with EtcdServer() as etcd:
-        told = LiveContext((etcd.endpoint,), "job", "n", "h", "127.0.0.1", "", 1, 1, 3.0, 0.0, timeout_s=20.0)
-        member = LiveMember(told, max_members=1)
+        context = LiveContext((etcd.endpoint,), "job", "n", "h", "127.0.0.1", "", 1, 1, 3.0, 0.0, timeout_s=20.0)
+        member = LiveMember(context, max_members=1)
         assert member.next_world(lambda: False) is not None
         etcd.kill()
         with pytest.raises(StoppedWaiting, match="while etcd was away"):

@@ -23,10 +23,10 @@ def test_public_names() -> None:
 
 
 @pytest.mark.parametrize("name", rendezvous.__all__)
-def test_every_public_name_says_what_it_is(name: str) -> None:
+def test_every_public_name_has_a_docstring(name: str) -> None:
     documented = getattr(rendezvous, name)
     assert inspect.getdoc(documented)
-    assert documented.__doc__ and not documented.__doc__.startswith(f"{name}("), "a docstring of its own"
+    assert documented.__doc__ and not documented.__doc__.startswith(f"{name}("), "its own docstring"
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:

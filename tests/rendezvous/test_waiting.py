@@ -14,7 +14,7 @@ def bystander() -> Bystander:
     return Bystander("tested")
 
 
-def test_what_a_call_returns_or_raises_arrives(bystander: Bystander) -> None:
+def test_a_calls_result_or_error_arrives(bystander: Bystander) -> None:
     """Calls are made one after another on one other thread; an error is raised where the call was made."""
     threads = [bystander.call(threading.current_thread, lambda: False) for _ in range(2)]
     assert threads[0] is threads[1]
@@ -24,7 +24,7 @@ def test_what_a_call_returns_or_raises_arrives(bystander: Bystander) -> None:
     assert bystander.call(lambda: 7, lambda: False) == 7
 
 
-def test_a_hopeless_call_is_given_up(bystander: Bystander) -> None:
+def test_a_hopeless_call_is_abandoned(bystander: Bystander) -> None:
     """The caller leaves while the call is stuck; the last words are said once it is free."""
     is_free, has_said = threading.Event(), threading.Event()
     with pytest.raises(GivenUp):
@@ -35,7 +35,7 @@ def test_a_hopeless_call_is_given_up(bystander: Bystander) -> None:
     assert has_said.wait(10)
 
 
-def test_a_call_on_a_thread_of_its_own_is_waited_for_no_longer_than_asked() -> None:
+def test_a_call_on_a_thread_is_waited_for_no_longer_than_asked() -> None:
     """GivenUp is the caller's alone: the call continues, and its result, or its own TimeoutError, arrives later."""
     is_free = threading.Event()
     call = begin("tested", lambda: is_free.wait(30))
@@ -51,7 +51,7 @@ def test_a_call_on_a_thread_of_its_own_is_waited_for_no_longer_than_asked() -> N
         begin("tested", fail).result(10)
 
 
-def test_calls_are_made_in_the_order_of_their_beginning(bystander: Bystander) -> None:
+def test_calls_run_in_the_order_they_were_begun(bystander: Bystander) -> None:
     """None begins before the last one has ended; the thread leaves after all of them."""
     is_free, made, has_left = threading.Event(), list[int](), threading.Event()
     stuck = bystander.begin(lambda: is_free.wait(30))

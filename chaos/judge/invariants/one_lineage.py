@@ -83,7 +83,7 @@ def _check_parents(run: Evidence, published: dict[str, Line]) -> None:
     for digest, line in sorted(published.items(), key=lambda item: _place(str(item[1]["key"]))):
         term = whole(line, "term")
         # A term that no world restored is that of a process that committed alone before it left.
-        if term in unseen:  # it went on from a commit that no history records and that retention has deleted
+        if term in unseen:  # it continued from a commit that no history records and that retention has deleted
             unseen.remove(term)
             if line["parent"] in published:
                 named, begun = published[str(line["parent"])]["key"], restored[term]["commit"]
@@ -119,7 +119,7 @@ def _is_forgotten(run: Evidence, published: dict[str, Line], commit: Line) -> bo
 def _chain(run: Evidence, published: dict[str, Line]) -> Iterator[Line]:
     """Yield the newest commit by (term, step) and its ancestors; a parent that was never published breaks the chain.
 
-    Behind one that is forgotten the chain continues with what came before that one.
+    Before one that is deleted and unrecorded the chain continues with what came before that one.
     """
     commit = max(published.values(), key=lambda line: _place(str(line["key"])))
     for _ in published:
@@ -128,7 +128,7 @@ def _chain(run: Evidence, published: dict[str, Line]) -> Iterator[Line]:
             return
         parent = published.get(str(commit["parent"]))
         if parent is None and _is_forgotten(run, published, commit):
-            parent = _behind_forgotten(run, published, str(commit["key"]))
+            parent = _before_forgotten(run, published, str(commit["key"]))
             if parent is None:
                 return
         if parent is None:
@@ -139,7 +139,7 @@ def _chain(run: Evidence, published: dict[str, Line]) -> Iterator[Line]:
     raise Violated("the chain of parents is a circle")
 
 
-def _behind_forgotten(run: Evidence, published: dict[str, Line], key: str) -> Line | None:
+def _before_forgotten(run: Evidence, published: dict[str, Line], key: str) -> Line | None:
     """Return the newest commit that a commit with a forgotten parent continues; None if all of them are forgotten.
 
     It is one of its own term, or the one that its term restored; if that is forgotten too, what that one continues.

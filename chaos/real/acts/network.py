@@ -81,7 +81,7 @@ def lose_packets(job: JobView, fault: Due) -> Struck | None:
 
 
 def _cut(job: JobView, spoil: Callable[[Cable], None]) -> Struck | None:
-    """Spoil the only cable, that of the last node; either side may be left behind. A later fault takes its place."""
+    """Spoil the only cable, that of the last node; either side may be left out. A later fault takes its place."""
     laid = job.around.cable
     assert laid is not None, "the scenario's kinds have asked for it"
     if not job.nodes[-1].is_up:

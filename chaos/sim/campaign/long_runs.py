@@ -1,7 +1,7 @@
 """Long runs: jobs of many nodes and virtual hours, hit at a stated rate; their steps take seconds, as a transformer's.
 
 Nothing runs otherwise than in the short ones; only the shape differs. Steps, leases, looks and the peers' patience are
-longer, in proportion, so fewer events lie in an hour; commits come often enough for a job whose every node dies now and
+longer, in proportion, so an hour has fewer events; commits come often enough for a job whose every node dies now and
 then. All seeds of one range of nodes have the same lanes, rows and steps: what follows from those, the run without
 faults included, is worked out once.
 """

@@ -35,7 +35,7 @@ class SimBug:
 
     def cases(self) -> Iterator[Case]:
         if isinstance(self.faults, str):
-            yield load(FOLDER / f"{self.faults}.yaml")
+            yield from near(load(FOLDER / f"{self.faults}.yaml"))
             return
         for seed in range(SEEDS):
             yield Case(seed, self.shape, self.faults(random.Random(f"{seed}/{self.name}")))
@@ -47,6 +47,20 @@ class SimBug:
             if any(finding.truth == "false" and finding.invariant in self.invariants for finding in outcome.findings):
                 return outcome, number
         return None, SEEDS
+
+
+def near(kept: Case) -> Iterator[Case]:
+    """Yield a kept case, then its like: where the product does a little more, its faults come a little later."""
+    yield kept
+    for seed in range(SEEDS - 1):
+        draws = random.Random(f"{seed}/near")
+        faults = [
+            replace(fault, nth=fault.nth + draws.randint(-8, 8))
+            if fault.nth > 8
+            else replace(fault, at_s=fault.at_s * draws.uniform(0.95, 1.05))
+            for fault in kept.faults
+        ]
+        yield replace(kept, seed=kept.seed + seed, faults=tuple(faults))
 
 
 # The faults that lead there.
@@ -307,7 +321,7 @@ PLANTED = (
             "elastic_train.tracking.tracker:LineageReader": bugs.read_files_alone,
         },
         ("tracking",),
-        "woken-with-more-steps",
+        "values-of-a-dead-branch",
     ),
     # The canary: nothing is wrong with the product, and the judge must say that something is wrong.
     SimBug(

@@ -17,8 +17,9 @@ class SimLeaveRequest(LeaveRequest):
     """A request to leave without the signals that make one."""
 
     def __init__(self) -> None:
-        self.is_set = False
+        self.is_set = self.is_late = self._is_droppable = False
         self.since_s = 0.0
+        self._grace_s = None
 
     def ask(self, now: float) -> None:
         if not self.is_set:

@@ -187,6 +187,7 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
     yield from _in("elastic_train.training.open_session", faults_before=lambda *_: Faults(0, 0.0))
     yield from _in(
         "elastic_train.training.supervisor",
+        os=_Launcher(host),
         Watchdog=Unwatched,
         make_repeatable=_nothing,
         make_plan=lambda _: host.plan,
@@ -272,7 +273,7 @@ def _tensors(host: Host) -> Iterable[tuple[ModuleType, str, object]]:
         return sum((training.sums_of(tuple(batch.ids.tolist())) for batch in lanes), CoverageSums())
 
     yield from _in(
-        "elastic_train.training.open_session", make_gradient_sum=gradient_sum, has_equal_kernels=lambda *_: True
+        "elastic_train.training.open_session", make_gradient_sum=gradient_sum, differing_kernels=lambda *_: []
     )
     yield from _in(
         "elastic_train.training.step", _run_lane=run_lane, _coverage_of=coverage_of, fold=_memory_of(step_sums.fold)
@@ -349,6 +350,10 @@ class SimHistory(History):
 
     def prune(self, keep_terms: int) -> None:
         """The evidence is kept whole."""
+
+    def num_without_step(self, most: int) -> int:
+        """A simulated job never gives up."""
+        return 0
 
     def last_applied(self) -> None:
         """Banners are not shown."""

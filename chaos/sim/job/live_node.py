@@ -74,7 +74,7 @@ class Node:
         return hit
 
     def stop(self) -> list[Process]:
-        """Tell all workers to leave; none is started in another's place any more."""
+        """Ask all workers to leave; none is started in another's place any more."""
         hit, self._is_stopping = self.live_workers(), True
         for process in hit:
             self._host.workers[process].leave.ask(self._kernel.now)

@@ -48,7 +48,7 @@ class Generation:
         return RunProcsResult(return_values=dict.fromkeys(self._workers), failures=self._failures())
 
     def close(self, death_sig: signal.Signals, timeout: int) -> None:
-        """Tell all workers to leave, and end those that have not left in time."""
+        """Ask all workers to leave, and end those that have not left in time."""
         kernel = self._host.kernel
         until = kernel.now + timeout
         for worker in self._workers.values():
@@ -79,7 +79,7 @@ class RestartNode(Node):
         return [process for process in (self.agent, self._main) if process is not None and not process.is_dead]
 
     def stop(self) -> list[Process]:
-        """Tell torchrun to end; it passes that on to its workers."""
+        """Ask torchrun to end; it passes that on to its workers."""
         hit, self._is_stopping = self.live_workers(), True
         if self._watcher is not None:
             self._kernel.wake(self._watcher)

@@ -1,7 +1,7 @@
 """Virtual time: processes whose threads run one at a time, in an order that a seed alone decides.
 
 A task has its own stack, a greenlet's, and gives way to another where the code that it runs would block. So the
-product's blocking code runs as it is. Between two blocking calls a task is alone, and time stands still: time goes on
+product's blocking code runs as it is. Between two blocking calls a task is alone, and time stands still: time advances
 only when no task is left to run, to the next event in the queue.
 
 A process that is paused gets no turn until it is resumed; one that is dead gets one more, to raise `Killed` wherever it

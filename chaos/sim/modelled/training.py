@@ -23,12 +23,11 @@ from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.config.schema import Config
-from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.keyed_random import derive, mix64
 from elastic_train.core.order import Cursor, Order
-from elastic_train.job.state import Reached
+from elastic_train.job.state import Reached, StepFacts
 from elastic_train.job.state_shards import Place, Transfer, whole_from_furthest
 
 _MASK = (1 << 64) - 1
@@ -97,15 +96,13 @@ class ModelledState:
     def coverage(self) -> CoverageSums:
         return self.reached.coverage
 
-    def apply(
-        self, cursor: Cursor, coverage: CoverageSums, term: int, account: SampleAccount, buffers: Sequence[object] = ()
-    ) -> float:
+    def apply(self, facts: StepFacts) -> float:
         weights = self.model
         assert weights.gradient is not None, "a step has a gradient"
         weights.counts += weights.gradient.counts
         weights.digest = derive(weights.digest, weights.gradient.digest, self.step)
         weights.gradient = None
-        self.reached = self.reached.advance(cursor, coverage, term, account)
+        self.reached = self.reached.advance(facts)
         return 0.0
 
     @property

@@ -51,6 +51,8 @@ class Dataset:
 class ModelledFeed:
     """What `elastic_train.job.sample_streams.Feed` is to its users."""
 
+    validation_digest = None
+
     def __init__(self, data: Dataset, *, quarantines: bool) -> None:
         self._data, self._quarantines = data, quarantines
 

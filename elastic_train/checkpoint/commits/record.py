@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.core.accounting import SampleAccount
+from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval, commit_key
 from elastic_train.core.order import Cursor
@@ -45,6 +46,9 @@ class CommitFacts:
     `account` and `order` let anyone check the coverage sums without the run: `order` has the numbers from which the
     order of samples follows (version, num_samples, num_lanes, micro_batch, block_row_groups; lengths: their
     fingerprint, or 0). Older commits have neither, or no version.
+
+    `fast_steps` and `skipped_steps` are half-open ranges of the steps before this one, counted from 0: those whose
+    rounding depended on the world, and those whose update was left out because loss or gradient was not finite.
     """
 
     step: int
@@ -57,6 +61,8 @@ class CommitFacts:
     world_size: int
     account: SampleAccount | None = None
     order: Mapping[str, int] | None = None
+    fast_steps: Ranges | None = None
+    skipped_steps: Ranges | None = None
 
     def __post_init__(self) -> None:
         finite = {
@@ -120,7 +126,7 @@ class CommitRecord(CommitFacts):
 
 
 _ADAPTER = TypeAdapter(CommitRecord)
-_SINCE_THEN = ("account", "order")
+_SINCE_THEN = ("account", "order", "fast_steps", "skipped_steps")
 """Fields that records did not always have; their absence is None."""
 
 

@@ -54,7 +54,7 @@ def test_a_healthy_run_passes(healthy: Path) -> None:
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
 def test_a_planted_bug_is_caught_by_its_invariant(healthy: Path, tmp_path: Path, planted: Planted) -> None:
-    """Damage as a bug would leave it gives the named invariant the named truth, with a reason in words."""
+    """Damage as a bug would leave it makes the named invariant false or unknown as expected, with a reason."""
     folder = tmp_path / "run"
     shutil.copytree(healthy, folder)
     planted.plant(folder / "faulted")
@@ -70,7 +70,7 @@ def test_every_invariant_has_a_bug_that_breaks_it() -> None:
     assert {planted.invariant for planted in PLANTED} == ALL
 
 
-def test_what_a_leader_logs_behind_a_newer_terms_beginning_is_not_owed(healthy: Path) -> None:
+def test_values_logged_after_a_newer_term_began_may_be_missing_from_the_tracker(healthy: Path) -> None:
     """A step's value that the tracker lacks is one that it should have, unless it was logged too late to be sent."""
     run = collect(healthy / "faulted")
     assert run.metrics is not None and run.tracked is not None
@@ -82,10 +82,10 @@ def test_what_a_leader_logs_behind_a_newer_terms_beginning_is_not_owed(healthy: 
         assert find("tracking", lambda: tracking(lacks)).truth == truth  # noqa: B023 - called at once
 
 
-def test_a_tracker_keeps_what_a_damaged_commit_had_settled(healthy: Path) -> None:
-    """Of steps that are computed again behind damage it may hold an older value, if some term has logged that.
+def test_a_tracker_may_keep_values_that_a_damaged_commit_had_settled(healthy: Path) -> None:
+    """Of steps computed again after damage it may hold an older value, if some term logged it.
 
-    Whoever computed it again may have died before it logged, with another going on from its step.
+    The rank that computed it again may have died before it logged, and another continued from its step.
     """
     run = collect(healthy / "faulted")
     assert run.metrics is not None and run.tracked is not None
@@ -101,8 +101,8 @@ def test_a_tracker_keeps_what_a_damaged_commit_had_settled(healthy: Path) -> Non
             assert find("tracking", lambda: tracking(held)).truth == truth  # noqa: B023 - called at once
 
 
-def test_nothing_is_true_by_default() -> None:
-    """Of a run that left nothing, no invariant is true: each is unknown, or misses what has to be there."""
+def test_no_invariant_is_true_by_default() -> None:
+    """For a run that left nothing no invariant is true: each is unknown, or reports what is missing."""
     nothing = Evidence(Path("nowhere"), [], [], {}, None, np.zeros(3, np.int64), metrics={})
     findings = judge(nothing, nothing)
     assert {finding.invariant for finding in findings} == ALL
@@ -110,8 +110,8 @@ def test_nothing_is_true_by_default() -> None:
 
 
 @pytest.mark.parametrize("error", [AssertionError, RecursionError, KeyError, RuntimeError])
-def test_a_check_that_throws_has_not_checked(error: type[Exception]) -> None:
-    """Whatever a check trips over, its finding is unknown, and the others are made."""
+def test_a_check_that_raises_is_unknown(error: type[Exception]) -> None:
+    """Whatever a check raises, its finding is unknown, and the other checks still run."""
 
     def trip() -> str:
         raise error("over itself")
@@ -139,8 +139,8 @@ def test_every_invariant_can_be_unknown(healthy: Path, tmp_path: Path) -> None:
     assert set(found) == ALL
 
 
-def test_a_reference_that_is_missing_is_missed(healthy: Path, tmp_path: Path) -> None:
-    """A run that was to be compared is not valid without the other one; one that was not to be has no such finding."""
+def test_a_missing_reference_run_is_reported(healthy: Path, tmp_path: Path) -> None:
+    """A run to be compared with a reference is not valid without it; other runs have no such finding."""
     shutil.copytree(healthy / "faulted", tmp_path / "run" / "faulted")
     found = {finding.invariant: finding.truth for finding in examine(tmp_path / "run").findings}
     assert {name: found[name] for name in COMPARED} == dict.fromkeys(COMPARED, "unknown")
@@ -149,8 +149,8 @@ def test_a_reference_that_is_missing_is_missed(healthy: Path, tmp_path: Path) ->
     assert verdict.is_valid and COMPARED.keys().isdisjoint(finding.invariant for finding in verdict.findings)
 
 
-def test_a_draft_that_a_fault_left_is_no_leak(healthy: Path, tmp_path: Path) -> None:
-    """Who is killed while it writes cannot tidy up; who was not has to."""
+def test_a_draft_left_by_a_killed_process_is_not_a_leak(healthy: Path, tmp_path: Path) -> None:
+    """A killed process cannot clean up while it writes; one that was not killed has to."""
     folder = tmp_path / "run"
     shutil.copytree(healthy, folder)
     (kill, _) = collect(folder / "faulted").of("fault")
@@ -224,8 +224,8 @@ def test_a_run_that_deleted_histories_is_not_accused(healthy: Path, tmp_path: Pa
     assert {x.truth for x in others} == {"unknown"} and all("were deleted (run.history_" in x.why for x in others)
 
 
-def test_a_commit_whose_publisher_died_before_it_told(healthy: Path, tmp_path: Path) -> None:
-    """A record without a line in any history is part of the chain all the same."""
+def test_a_commit_no_history_records_is_part_of_the_chain(healthy: Path, tmp_path: Path) -> None:
+    """A record without a line in any history is still part of the chain."""
     folder = tmp_path / "run"
     shutil.copytree(healthy, folder)
     path = sorted((folder / "faulted" / "history").glob("00000002-00000-*"))[0]
@@ -235,7 +235,7 @@ def test_a_commit_whose_publisher_died_before_it_told(healthy: Path, tmp_path: P
     assert set(truths(folder).values()) == {"true"}
 
 
-def test_a_copy_is_no_reference(healthy: Path, tmp_path: Path) -> None:
+def test_a_copy_is_not_a_reference(healthy: Path, tmp_path: Path) -> None:
     """A run compared with itself, or with a copy, proves nothing."""
     shutil.copytree(healthy / "faulted", tmp_path / "run" / "faulted")
     shutil.copytree(healthy / "faulted", tmp_path / "run" / "reference")
@@ -264,10 +264,10 @@ def test_lineage_leaves_out_what_was_given_up(healthy: Path) -> None:
     assert [applied.term for applied in lineage] == [1] * 10 + [2] * 12 + [3] * 8
 
 
-def test_who_was_about_to_be_given_a_state_did_not_bring_it() -> None:
+def test_a_process_about_to_receive_a_state_did_not_have_it() -> None:
     """Process 1 lived through a world in which others had step 2, and never got it; that branch is dead.
 
-    It got step 2 of the branch that began anew, in term 4, which broke before it could tell.
+    It got step 2 of the new branch in term 4, which broke before its history recorded that.
     """
     worlds = {1: (8, 9), 2: (1, 9), 3: (5, 6), 4: (1, 5), 5: (1, 7)}
     lines: list[Line] = [
@@ -293,8 +293,8 @@ def test_shape_counts_samples_as_the_lanes_do(healthy: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 101, 1 << 16, (1 << 20) + 1])
-def test_closed_form_is_the_trainers(rows: int) -> None:
-    """The sums that the checker works out for itself are those that the trainer is to arrive at."""
+def test_the_closed_form_agrees_with_the_trainers(rows: int) -> None:
+    """The sums that the checker computes by itself equal the trainer's."""
     trainers = CoverageSums.of_all(rows)
     assert closed_form(rows) == (trainers.sum_a, trainers.sum_b)
 
@@ -320,7 +320,9 @@ def test_verdict_names_what_is_asked_for(healthy: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "counts"), [("witness-repeat", (1, 2)), ("witness-skip", (0, 1)), ("skip", (0, 1))])
-def test_coverage_tells_repeats_from_skips(healthy: Path, tmp_path: Path, name: str, counts: tuple[int, int]) -> None:
+def test_coverage_distinguishes_repeats_from_skips(
+    healthy: Path, tmp_path: Path, name: str, counts: tuple[int, int]
+) -> None:
     """The least and most counts of a sample are those that were planted."""
     shutil.copytree(healthy / "faulted", tmp_path / "run")
     next(planted for planted in PLANTED if planted.name == name).plant(tmp_path / "run")
@@ -329,8 +331,8 @@ def test_coverage_tells_repeats_from_skips(healthy: Path, tmp_path: Path, name: 
     assert coverage_counts(collect(tmp_path / "run")) == counts
 
 
-def test_a_soak_may_miss_what_it_planted(healthy: Path, tmp_path: Path) -> None:
-    """Its histories tell when all was well again: many of its failpoints nobody comes to, and that is no finding."""
+def test_a_soak_may_end_before_its_failpoints_are_reached(healthy: Path, tmp_path: Path) -> None:
+    """Its histories show when all was well again: many failpoints are never reached, and that is not a finding."""
     shutil.copytree(healthy, tmp_path / "run")
     missed = {"op": "missed", "t": 1.0, "kind": "kill", "point": "form", "node": 1}
     (tmp_path / "run" / "faulted" / "history" / "missed.jsonl").write_text(json.dumps(missed) + "\n")

@@ -1,4 +1,4 @@
-"""The chain of commits, followed past what retention has deleted and what nobody lived to tell of."""
+"""The chain of commits, followed past commits that retention deleted or that no history records."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def committed(term: int, step: int, digest: str, parent: str | None) -> Line:
     return {"op": "commit", "t": 10.0 * term + step / 100, **where, "digest": digest, "parent": parent}
 
 
-def test_behind_a_forgotten_commit_the_chain_goes_on_with_what_its_term_had_restored() -> None:
+def test_before_a_deleted_commit_the_chain_continues_with_what_its_term_restored() -> None:
     """Not with the newest one before it, which was damaged and passed over: the steps would not grow.
 
-    The publisher of step 20 died before it told of it; two terms went on from there, the second because what the
+    The publisher of step 20 died before its history had it; two terms continued from there, the second because what the
     first had committed was damaged; retention has deleted the records since.
     """
     lines = [
@@ -46,11 +46,11 @@ def test_behind_a_forgotten_commit_the_chain_goes_on_with_what_its_term_had_rest
         restored(3, 20, key(1, 20)),
         committed(3, 30, "e", "b"),
     ]
-    told = lineage(Evidence(Path("drawn"), [lines], [], {}, None, None))
-    assert told == "2 of 4 commits are one chain, intervals tile [0, 30)"
+    verdict = lineage(Evidence(Path("drawn"), [lines], [], {}, None, None))
+    assert verdict == "2 of 4 commits are one chain, intervals tile [0, 30)"
 
 
-def test_who_made_the_steps_of_a_commit_that_nobody_told_of_had_come_so_far() -> None:
+def test_an_unrecorded_commit_belongs_to_the_term_that_reached_its_step() -> None:
     """A process of term 1 committed alone, under term 3, and died; retention has deleted the record since.
 
     Term 2, which began again before that, applied nothing: what term 4 reads is not its.
@@ -71,10 +71,10 @@ def test_who_made_the_steps_of_a_commit_that_nobody_told_of_had_come_so_far() ->
     assert [(step.step, step.term) for step in lineage_of(run)] == [(1, 1), (2, 4)]
 
 
-def test_what_lies_behind_a_damaged_commit_is_passed_over_once() -> None:
-    """The next term's members hold the state that came of it, look at no commit, and so tell of none."""
-    behind, why = key(2, 3), f"is no ancestor of {key(3, 3)}: a late record"
-    first = restored(4, 1, key(1, 1)) | {"skipped": [[key(3, 3), "a file is missing"], [behind, why]]}
+def test_commits_before_a_damaged_one_are_passed_over_once() -> None:
+    """The next term's members hold the state that came of it, read no commit, and so record none."""
+    late, why = key(2, 3), f"is no ancestor of {key(3, 3)}: a late record"
+    first = restored(4, 1, key(1, 1)) | {"skipped": [[key(3, 3), "a file is missing"], [late, why]]}
     lines: list[Line] = [
         *(committed(1, 1, "a", None), committed(2, 3, "b", "a"), committed(3, 3, "c", "a")),
         *({"op": "form", "t": 10.0 * term + 5, "term": term, "rank": 0, "pid": term} for term in (4, 5)),
@@ -86,13 +86,13 @@ def test_what_lies_behind_a_damaged_commit_is_passed_over_once() -> None:
         durability(Evidence(Path("drawn"), [lines], [], {}, None, None))
 
 
-def test_a_world_goes_on_from_the_term_that_its_restore_names() -> None:
-    """Two processes of a left world bring its step back, who had the newer one's all died: no guess, it is told.
+def test_a_world_continues_from_the_term_that_its_restore_names() -> None:
+    """Two processes of an abandoned world bring its step back; all that had the newer step died: the restore says so.
 
     They had been in a world that broke while the newer step was handed over, so nobody else could know (storm 1937).
     """
 
-    def told(term: int, pids: list[int], step: int, applied_by: int | None, applied: list[int]) -> list[Line]:
+    def lines_of(term: int, pids: list[int], step: int, applied_by: int | None, applied: list[int]) -> list[Line]:
         at = 10.0 * term
         return [
             *({"op": "form", "t": at, "term": term, "rank": rank, "pid": pid, "world": len(pids)}
@@ -102,15 +102,19 @@ def test_a_world_goes_on_from_the_term_that_its_restore_names() -> None:
             *({"op": "step", "t": at + 1 + number, "term": term, "rank": 0, "step": number} for number in applied),
         ]  # fmt: skip
 
-    lines = [*told(57, [1, 2, 3], 0, None, [1]), *told(59, [3, 4], 0, None, [1, 2]), *told(61, [4, 1], 1, 59, [])]
+    lines = [
+        *lines_of(57, [1, 2, 3], 0, None, [1]),
+        *lines_of(59, [3, 4], 0, None, [1, 2]),
+        *lines_of(61, [4, 1], 1, 59, []),
+    ]
     for applied_by, branch in ((57, [(57, 0, 1)]), (59, [(59, 0, 1)])):
-        last = told(66, [1, 2], 1, applied_by, [2, 3])
+        last = lines_of(66, [1, 2], 1, applied_by, [2, 3])
         run = Evidence(Path("drawn"), [[*lines, *last]], [], {}, None, None)
         assert branch_of(run, 66, 3) == [*branch, (66, 1, 3)]
 
 
-def test_a_forgotten_parent_may_have_two_children() -> None:
-    """Two who committed alone went on from the same commit, which retention has deleted: neither is older than that."""
+def test_a_deleted_parent_may_have_two_children() -> None:
+    """Two processes committed alone, both from a commit that retention has deleted: both are newer than that."""
 
     def made(term: int, step: int, parent: str, parent_key: str, at: float) -> Commit:
         fields: Line = {"term": term, "step": step, "parent": parent, "parent_key": parent_key, "created_at": at}

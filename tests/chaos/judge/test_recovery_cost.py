@@ -65,7 +65,7 @@ def plainly(run: Evidence) -> list[tuple[int, int, float]]:
 
 @given(runs())
 @settings(max_examples=200)
-def test_costs_are_those_of_the_plain_reading(run: Evidence) -> None:
+def test_costs_match_a_slow_and_plain_calculation(run: Evidence) -> None:
     """Whatever terms and faults there are, each fault has the same next world and the same time to it."""
     assert [(cost.place, cost.term, cost.rto_s) for cost in recoveries(run)] == plainly(run)
     costly = {cost.place for cost in recoveries(run)}
@@ -76,7 +76,7 @@ def test_costs_are_those_of_the_plain_reading(run: Evidence) -> None:
 
 
 def test_a_long_run_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 500 faults and 20,000 steps, lines are looked at a few times each, not once for every fault."""
+    """With 500 faults and 20,000 steps, each line is read a few times, not once for every fault."""
     looks = [0]
 
     def counted(line: Line, key: str) -> float:
@@ -98,7 +98,7 @@ def test_a_long_run_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert looks[0] < 3 * len(lines)
 
 
-def test_a_fault_between_two_worlds_costs_what_lies_between(tmp_path: Path) -> None:
+def test_a_fault_between_two_worlds_costs_the_steps_between(tmp_path: Path) -> None:
     """The recorded run's kill gives up three steps, its start none."""
     from chaos.judge.evidence.run_files import collect
 
@@ -106,7 +106,7 @@ def test_a_fault_between_two_worlds_costs_what_lies_between(tmp_path: Path) -> N
     assert [(cost.kind, cost.rpo_steps) for cost in recoveries(run)] == [("kill_node", 3), ("start_node", 0)]
 
 
-def test_a_fault_after_the_last_step_is_answered_by_the_jobs_end() -> None:
+def test_recovery_from_a_fault_after_the_last_step_is_the_jobs_end() -> None:
     """A kill while the last step was applied, or later, has no next world's step; earlier it has changed nothing."""
     lines: list[Line] = [
         {"op": "form", "t": 1.0, "term": 1, "rank": 0, "pid": 7, "world": 1},
@@ -119,8 +119,8 @@ def test_a_fault_after_the_last_step_is_answered_by_the_jobs_end() -> None:
     assert list(after_the_last_step(Evidence(Path("drawn"), [lines], [], {}, None, None))) == [1, 2]
 
 
-def test_a_process_leaves_when_it_is_seen_no_more() -> None:
-    """Who did not live to tell of a world may be in the next, or be hit in it; who is never seen again was lost."""
+def test_a_process_left_when_it_was_last_seen() -> None:
+    """A process without a line in a world may be in the next, or be hit in it; one never seen again was lost."""
 
     def formed(term: int, *pids: int) -> list[Line]:
         return [
@@ -132,22 +132,24 @@ def test_a_process_leaves_when_it_is_seen_no_more() -> None:
     hit: Line = {"op": "fault", "t": 12.0, "kind": "kill_worker", "node": 0, "pids": [8]}
     ends: list[Line] = [{"op": "end", "t": 40.0, "term": 3, "rank": rank, "status": "done"} for rank in (0, 1)]
 
-    def told(*lines: Line) -> Evidence:
+    def evidence_of(*lines: Line) -> Evidence:
         return Evidence(Path("drawn"), [[scenario, *formed(1, 7, 8), *lines, *ends]], [], {}, None, None)
 
-    assert deaths(told(hit, *formed(2, 9), *formed(3, 7, 9))).startswith("2 changes")
-    assert deaths(told(hit, *formed(2, 9), *formed(3, 9, 10), {**hit, "t": 25.0, "pids": [7]})).startswith("2 changes")
+    assert deaths(evidence_of(hit, *formed(2, 9), *formed(3, 7, 9))).startswith("2 changes")
+    assert deaths(evidence_of(hit, *formed(2, 9), *formed(3, 9, 10), {**hit, "t": 25.0, "pids": [7]})).startswith(
+        "2 changes"
+    )
     with pytest.raises(Unknown, match="process 7 left between terms 1 and 2"):
-        deaths(told(hit, *formed(2, 9), *formed(3, 9, 10)))
+        deaths(evidence_of(hit, *formed(2, 9), *formed(3, 9, 10)))
 
 
 @pytest.mark.parametrize(
     ("kind", "is_explained"), [("storage_errors", True), ("etcd_outage", True), ("flip_bit", False)]
 )
-def test_a_service_that_is_away_explains_whoever_leaves_while_it_is(kind: str, is_explained: bool) -> None:
-    """Who was started amid an outage of etcd or the storage is hit by it, although its line cannot name it."""
+def test_a_service_outage_explains_processes_that_leave_during_it(kind: str, is_explained: bool) -> None:
+    """A process started during an outage of etcd or the storage is hit by it; the fault's line cannot name it."""
 
-    def told(outage_s: float, *, stays: bool = False, left_at: float = 90.0) -> Evidence:
+    def evidence_of(outage_s: float, *, stays: bool = False, left_at: float = 90.0) -> Evidence:
         both = [(1, 10.0), (2, 20.0)] if stays else [(1, 10.0)]
         last = len(both) + 1
         lines: list[Line] = [
@@ -164,19 +166,19 @@ def test_a_service_that_is_away_explains_whoever_leaves_while_it_is(kind: str, i
         return Evidence(Path("drawn"), [lines], [], {}, None, None)
 
     if is_explained:
-        assert deaths(told(outage_s=10.0)).startswith("1 changes")
+        assert deaths(evidence_of(outage_s=10.0)).startswith("1 changes")
         with pytest.raises(Unknown, match="process 8 left"):
-            deaths(told(outage_s=10.0, left_at=9000.0))
+            deaths(evidence_of(outage_s=10.0, left_at=9000.0))
     with pytest.raises(Unknown, match="process 8 left between terms 1 and 2"):
-        deaths(told(outage_s=5.0 if is_explained else 10.0))
+        deaths(evidence_of(outage_s=5.0 if is_explained else 10.0))
     with pytest.raises(Unknown, match="process 8 left between terms 2 and 3" if is_explained else "term 2 was formed"):
-        deaths(told(outage_s=10.0, stays=True))
+        deaths(evidence_of(outage_s=10.0, stays=True))
 
 
-def test_a_world_is_sealed_before_it_forms_whatever_its_leader_says() -> None:
-    """Its clock may be an hour ahead: a fault that came behind the seal by that clock hits the world all the same."""
+def test_a_world_is_sealed_before_it_forms_whatever_its_leaders_clock_says() -> None:
+    """Its clock may be an hour ahead: a fault that came after the seal by that clock still hits the world."""
 
-    def told(sealed_at: float) -> Evidence:
+    def evidence_of(sealed_at: float) -> Evidence:
         lines: list[Line] = [
             {"op": "scenario", "t": 0.0, "recovery": "live"},
             *(
@@ -191,14 +193,16 @@ def test_a_world_is_sealed_before_it_forms_whatever_its_leader_says() -> None:
         ]
         return Evidence(Path("drawn"), [lines], [], {}, None, None)
 
-    assert recovery_cost.sealed_at(told(3610.0)) == {1: 10.0, 2: 59.0}
-    assert deaths(told(3610.0)) == deaths(told(9.0)) == "1 changes of the world, each explained by a fault"
+    assert recovery_cost.sealed_at(evidence_of(3610.0)) == {1: 10.0, 2: 59.0}
+    assert (
+        deaths(evidence_of(3610.0)) == deaths(evidence_of(9.0)) == "1 changes of the world, each explained by a fault"
+    )
 
 
 def test_a_fault_of_a_spare_node_is_ridden_out() -> None:
-    """Whoever waits outside of a full world may die without ending it: nothing is lost, nothing has to be formed."""
+    """A node waiting outside a full world may die without ending it: nothing is lost, nothing has to be formed."""
 
-    def told(*faults: Line) -> Evidence:
+    def evidence_of(*faults: Line) -> Evidence:
         lines: list[Line] = [
             {"op": "scenario", "t": 0.0, "recovery": "live"},
             {"op": "form", "t": 1.0, "term": 1, "rank": 0, "pid": 7, "world": 1},
@@ -212,19 +216,19 @@ def test_a_fault_of_a_spare_node_is_ridden_out() -> None:
     spare: Line = {"op": "fault", "t": 3.5, "kind": "kill_node", "node": 1, "pids": [8]}
     for kind in ("start_node", "lose_lease"):  # these have agents' numbers, which are never in a world
         with pytest.raises(Unknown, match="0 of 1 faults were recovered from"):
-            rto(told({**spare, "kind": kind}))
-    assert rpo(told(spare)) == "0 applied steps computed again; 1 faults were ridden out"
-    assert rto(told(spare)) == "no new world had to be formed: 1 faults were ridden out"
+            rto(evidence_of({**spare, "kind": kind}))
+    assert rpo(evidence_of(spare)) == "0 applied steps computed again; 1 faults were ridden out"
+    assert rto(evidence_of(spare)) == "no new world had to be formed: 1 faults were ridden out"
     with pytest.raises(Unknown, match="nothing was recovered from"):
-        rpo(told())
+        rpo(evidence_of())
     with pytest.raises(Unknown, match="0 of 1 faults were recovered from"):
-        rto(told({**spare, "t": 2.5, "pids": [7]}))
+        rto(evidence_of({**spare, "t": 2.5, "pids": [7]}))
     with pytest.raises(Unknown, match="0 of 0 faults were recovered from"):
-        rto(told({**spare, "t": 8.0}))
+        rto(evidence_of({**spare, "t": 8.0}))
 
 
-def test_the_end_of_who_was_left_behind_is_ridden_out() -> None:
-    """It was of the world before, and slept while the others, and another in its place, formed the next one."""
+def test_the_end_of_a_process_that_was_left_out_costs_nothing() -> None:
+    """It belonged to the previous world, and slept while the others, with a replacement, formed the next one."""
     lines: list[Line] = [
         {"op": "scenario", "t": 0.0, "recovery": "live"},
         *({"op": "form", "t": 1.0, "term": 1, "rank": rank, "pid": 7 + rank, "world": 2} for rank in (0, 1)),
@@ -242,8 +246,8 @@ def test_the_end_of_who_was_left_behind_is_ridden_out() -> None:
     assert list(ridden_out(Evidence(Path("drawn"), [hit], [], {}, run.result, None))) == []
 
 
-def test_a_node_that_is_never_admitted_is_no_spare() -> None:
-    """Its later ends cost nothing because the world has stayed small: that is not what should have come."""
+def test_a_node_that_is_never_admitted_is_not_a_spare() -> None:
+    """Its later ends cost nothing because the world stayed small, which is not what should have happened."""
     lines: list[Line] = [
         {"op": "scenario", "t": 0.0, "recovery": "live"},
         *({"op": "form", "t": 1.0, "term": 1, "rank": rank, "pid": 7 + rank, "world": 2} for rank in (0, 1)),
@@ -267,10 +271,10 @@ def test_a_node_that_is_never_admitted_is_no_spare() -> None:
     ((250.0, 350.0, 450.0), 460.0, 10.0),
     ((250.0,), 460.0, 110.0),
 ])  # fmt: skip
-def test_a_small_world_makes_room_behind_a_step_of_its_own(
+def test_a_small_world_admits_a_returning_node_after_its_first_step(
     steps_at: tuple[float, ...], first_at: float, late_s: float | None
 ) -> None:
-    """Who comes back waits for a world that is at work; not for its third step, nor for one that stands still."""
+    """A returning node waits for a working world, but not for its third step, nor for a world without progress."""
     back = first_at - 2
     lines: list[Line] = [
         {"op": "scenario", "t": 0.0, "recovery": "live", "patience_s": 100.0},
@@ -294,10 +298,10 @@ def test_a_small_world_makes_room_behind_a_step_of_its_own(
         rto(run)
 
 
-def test_a_world_of_restarted_processes_is_explained_by_what_hit_the_one_before() -> None:
-    """By a fault since that was sealed, one that lasted until then, one that had hit a member; or by who came."""
+def test_a_restarted_world_is_explained_by_a_fault_of_the_previous_one() -> None:
+    """By a fault after that world was sealed, one that lasted until then, one that hit a member, or by a joiner."""
 
-    def told(*hits: Line, seats: tuple[int, int] = (2, 2)) -> str:
+    def verdict_of(*hits: Line, seats: tuple[int, int] = (2, 2)) -> str:
         lines: list[Line] = [
             {"op": "scenario", "t": 0.0, "recovery": "restart"},
             *hits,
@@ -315,17 +319,17 @@ def test_a_world_of_restarted_processes_is_explained_by_what_hit_the_one_before(
         {**fault, "pids": [7]},
         {**fault, "op": "undo", "t": 15.0},
     ):
-        assert told(hit).startswith("1 changes"), hit
-    assert told(fault, seats=(1, 2)).startswith("1 changes")
+        assert verdict_of(hit).startswith("1 changes"), hit
+    assert verdict_of(fault, seats=(1, 2)).startswith("1 changes")
     for hits in ([], [fault], [killed], [{**fault, "t": 21.0, "pids": [7]}]):
         with pytest.raises(Unknown, match="term 2 was formed, but no fault since term 1"):
-            told(*hits)
+            verdict_of(*hits)
 
 
-def test_an_agent_that_was_kept_from_etcd_ends_one_world_that_was_sealed_behind_that() -> None:
-    """The renewal that was lost is missed when the next world is there; then it is another member (seed 8961)."""
+def test_an_agent_cut_off_from_etcd_explains_one_world_sealed_after_that() -> None:
+    """The lost renewal is noticed when the next world has formed; by then it is another member (seed 8961)."""
 
-    def told(*worlds: tuple[float, int], kind: str = "lose_requests", node: int = 1) -> str:
+    def verdict_of(*worlds: tuple[float, int], kind: str = "lose_requests", node: int = 1) -> str:
         lines: list[Line] = [
             {"op": "scenario", "t": 0.0, "recovery": "restart"},
             {"op": "fault", "t": 5.0, "kind": kind, "node": node, "pids": [900], "for_s": 2.0},
@@ -338,7 +342,7 @@ def test_an_agent_that_was_kept_from_etcd_ends_one_world_that_was_sealed_behind_
         lines.append({"op": "end", "t": 90.0, "term": len(worlds), "rank": 0, "status": "done"})
         return deaths(Evidence(Path("drawn"), [lines], [], {}, None, None))
 
-    assert told((9.2, 7), (14.0, 8)).startswith("1 changes")
+    assert verdict_of((9.2, 7), (14.0, 8)).startswith("1 changes")
     for kind, node, worlds in (
         ("lose_requests", 1, [(9.2, 7), (14.0, 8), (19.0, 9)]),
         ("lose_requests", 0, [(9.2, 7), (14.0, 8)]),
@@ -346,16 +350,16 @@ def test_an_agent_that_was_kept_from_etcd_ends_one_world_that_was_sealed_behind_
         ("lose_requests", 1, [(1009.2, 7), (1014.0, 8)]),
     ):
         with pytest.raises(Unknown, match=f"term {len(worlds)} was formed, but no fault since term {len(worlds) - 1}"):
-            told(*worlds, kind=kind, node=node)
+            verdict_of(*worlds, kind=kind, node=node)
 
 
-def test_who_was_told_to_leave_ends_worlds_until_it_has_left() -> None:
-    """A world may end with one that leaves before all have heard of its last step: it leaves the next one.
+def test_a_process_asked_to_leave_may_end_worlds_until_it_has_left() -> None:
+    """A world may end with a member that leaves before all know of its last step: it then leaves the next one.
 
     A world that one of its members is lost to, as the fault's late effect, may be formed by the same processes.
     """
 
-    def told(kind: str, cause: str = "restart", num_worlds: int = 3) -> str:
+    def verdict_of(kind: str, cause: str = "restart", num_worlds: int = 3) -> str:
         who = {"rank": 0, "pid": 7, "world": 1, "cause": cause}
         lines: list[Line] = [
             {"op": "scenario", "t": 0.0, "recovery": "live"},
@@ -365,11 +369,11 @@ def test_who_was_told_to_leave_ends_worlds_until_it_has_left() -> None:
         ]
         return deaths(Evidence(Path("drawn"), [lines], [], {}, None, None))
 
-    assert told("stop_node", num_worlds=MOST_WORLDS_LEAVING + 2).startswith("4 changes")
+    assert verdict_of("stop_node", num_worlds=MOST_WORLDS_LEAVING + 2).startswith("4 changes")
     with pytest.raises(Unknown, match="term 6 was formed by the processes of term 5"):
-        told("stop_node", num_worlds=10)
-    assert told("freeze_worker", "lost").startswith("2 changes")
+        verdict_of("stop_node", num_worlds=10)
+    assert verdict_of("freeze_worker", "lost").startswith("2 changes")
     with pytest.raises(Unknown, match="term 4 was formed by the processes of term 3"):
-        told("freeze_worker", "lost", num_worlds=10)
+        verdict_of("freeze_worker", "lost", num_worlds=10)
     with pytest.raises(Unknown, match="term 3 was formed by the processes of term 2"):
-        told("freeze_worker")
+        verdict_of("freeze_worker")

@@ -1,4 +1,4 @@
-"""A run that goes on can be judged at any time; one that got stuck is judged as far as it came."""
+"""A run in progress can be judged at any time; one that got stuck is judged as far as it came."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def truths(folder: Path) -> dict[str, str]:
 
 
 def test_what_has_happened_so_far_is_judged(going_on: Path) -> None:
-    """All that can be said of a run that goes on is true; that it ended is not known."""
+    """All that can be said of a run in progress is true; whether it ended is unknown."""
     found = truths(going_on)
     true = {
         "agreement",
@@ -62,8 +62,8 @@ def test_what_has_happened_so_far_is_judged(going_on: Path) -> None:
     assert found["finished"] == "unknown"
 
 
-def test_steps_behind_the_newest_commit_are_not_judged_yet(going_on: Path) -> None:
-    """They may still be given up, and some ranks have not told of theirs."""
+def test_steps_after_the_newest_commit_are_not_judged_yet(going_on: Path) -> None:
+    """They may still be given up, and some ranks have not recorded theirs."""
     run = collect(going_on / FAULTED)
     newest = max(whole(line, "step") for line in run.of("commit"))
     assert max(whole(line, "step") for line in run.of("step")) > newest
@@ -72,7 +72,7 @@ def test_steps_behind_the_newest_commit_are_not_judged_yet(going_on: Path) -> No
 
 
 def test_damage_is_seen_before_the_end(going_on: Path) -> None:
-    """A step that is missing is found while the run goes on."""
+    """A missing step is found while the run is in progress."""
     for path in (going_on / FAULTED / "history").glob("0*.jsonl"):
         lines = [line for line in path.read_text().splitlines() if json.loads(line).get("step") != 24]
         path.write_text("".join(f"{line}\n" for line in lines))
@@ -80,7 +80,7 @@ def test_damage_is_seen_before_the_end(going_on: Path) -> None:
 
 
 def test_a_run_that_got_stuck_is_false(going_on: Path) -> None:
-    """It did not end, and it did not heal; the rest is judged."""
+    """It did not end, and it did not recover; the rest is judged."""
     with (going_on / FAULTED / "history" / "chaos.jsonl").open("a") as file:
         file.write(json.dumps({"op": "stuck", "t": 1_900_000_000.0, "why": "nobody trains"}) + "\n")
     found = truths(going_on)

@@ -33,8 +33,8 @@ def around(deleted: list[str], *pids: int | None) -> Job:
     return SimpleNamespace(around=SimpleNamespace(etcd=cluster))  # type: ignore[return-value]
 
 
-def test_an_outage_waits_for_those_who_are_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the first fault's undoing would begin what the second has just killed, or bring it back without its data."""
+def test_an_outage_waits_until_members_are_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise undoing the first fault would start what the second has just killed, or restore it without its data."""
     monkeypatch.setattr(etcd, "_answers", lambda member: True)
     deleted, mine = list[str](), os.getpid()
     job = around(deleted, mine, None, mine)
@@ -46,7 +46,7 @@ def test_an_outage_waits_for_those_who_are_away(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_soak_does_not_wait_for_ever_for_its_end(tmp_path: Path) -> None:
-    """A job that hangs behind the last fault is stuck, as one is that hangs before."""
+    """A job that hangs after the last fault is stuck, as is one that hangs before it."""
     last = time.time() - 100
 
     def waits(heal_s: float, undos: tuple[object, ...] = ()) -> None:
@@ -57,7 +57,7 @@ def test_a_soak_does_not_wait_for_ever_for_its_end(tmp_path: Path) -> None:
             _undos=undos,
             _logs=lambda: "its log",
         )
-        Job.check_goes_on(job, "the job's end")  # type: ignore[arg-type]
+        Job.check_progress(job, "the job's end")  # type: ignore[arg-type]
 
     waits(300.0)
     waits(50.0, undos=(1,))

@@ -1,4 +1,4 @@
-"""The executor: nodes die whole, faults come when they are due and are recorded, nothing outlives a job."""
+"""The executor: a node's processes die together, faults come when due and are recorded, nothing outlives a job."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_node_that_is_up_is_not_started_twice(node: Node, monkeypatch: pytest.
 
 
 def test_a_stopped_node_comes_back_under_its_own_name(node: Node) -> None:
-    """SIGTERM ends the agent; the node can be started again, and is found whole by its mark."""
+    """SIGTERM ends the agent; the node can be started again, and all of its processes are found by their mark."""
     before = node.pids()
     assert node.stop() == before
     node.start()
@@ -95,7 +95,7 @@ def test_a_stopped_node_comes_back_under_its_own_name(node: Node) -> None:
 
 
 def test_a_node_dies_with_the_executor(tmp_path: Path) -> None:
-    """SIGKILL of the executor itself leaves no agent behind."""
+    """SIGKILL of the executor itself leaves no agent running."""
     program = (
         "import os, sys, time; from pathlib import Path; from chaos.services.torchrun_node import Node\n"
         f"node = Node(0, {[*FAKE, str(tmp_path), '-1']!r}, Path({str(tmp_path / 'log')!r}), dict(os.environ))\n"
@@ -114,7 +114,7 @@ def test_a_node_dies_with_the_executor(tmp_path: Path) -> None:
         os.kill(worker, signal.SIGKILL)  # a real worker is bound to its agent; this one is not
 
 
-def test_a_nodes_environment_has_no_launcher_in_it() -> None:
+def test_a_nodes_environment_has_no_launcher_variables() -> None:
     """What an outer torchrun has set does not reach the nodes; everything else does."""
     outer = {"RANK": "3", "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "y", "PET_NNODES": "2", "ELASTIC_RENDEZVOUS": "{}"}
     assert clean_environ({**outer, "PATH": "/bin", "ELASTIC_TRAIN__EPOCHS": "2"}) == {
@@ -127,10 +127,10 @@ def test_faults_come_when_due_and_are_recorded(tmp_path: Path) -> None:
     """A drawn fault hits an applied step that is in no commit; the record names step, seen step, node, signal, pids."""
     kill = Due("kill_worker", "leader", 17, None, interval=fake_trainer.COMMIT_EVERY)
     job(tmp_path, 300, kill, Due("stop_node", 0, None, 0.05), Due("start_node", "lost", None, 0.0)).run()
-    told = recorded(tmp_path)
-    scenario, worker, stop, start, *ends = [line for line in told if line["op"] != "node"]
+    lines = recorded(tmp_path)
+    scenario, worker, stop, start, *ends = [line for line in lines if line["op"] != "node"]
     assert {"kill_worker", "stop_node"} <= set(scenario["kinds"])  # type: ignore[call-overload]
-    assert worker["pids"] in [line["pids"] for line in told if line["op"] == "node" and line["node"] == 0]
+    assert worker["pids"] in [line["pids"] for line in lines if line["op"] == "node" and line["node"] == 0]
     assert (worker["kind"], worker["at_step"], worker["is_drawn"], worker["signal"]) == (
         "kill_worker",
         17,
@@ -147,13 +147,13 @@ def test_faults_come_when_due_and_are_recorded(tmp_path: Path) -> None:
 
 
 def test_a_job_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
-    """A fault that never came due is told, with the end of the node's log."""
+    """A fault that never came due is reported, with the end of the node's log."""
     with pytest.raises(RunError, match=r"(?s)the job ended before kill_node on node 0 was due; .*worker \d+"):
         job(tmp_path, 3, Due("kill_node", 0, 20, None)).run()
 
 
 def test_a_job_that_hangs_is_an_error(tmp_path: Path) -> None:
-    """The deadline ends a job that does not come to its end, and its processes."""
+    """The deadline ends a job that does not finish, and its processes."""
     hung = job(tmp_path, -1, timeout_s=0.5)
     with pytest.raises(RunError, match="did not come to its end within"):
         hung.run()
@@ -161,7 +161,7 @@ def test_a_job_that_hangs_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_job_in_which_every_node_failed_is_an_error(tmp_path: Path) -> None:
-    """If no node ends well, the job did not."""
+    """If no node succeeds, the job failed."""
     with pytest.raises(RunError, match="no node ended well"):
         job(tmp_path, 1, code=1).run()
     assert [line["code"] for line in recorded(tmp_path) if line["op"] == "exit"] == [1]
@@ -190,18 +190,18 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_a_soak_is_told_to_end_between_two_faults(tmp_path: Path) -> None:
-    """Ctrl-C brings a job without an end to its end: nothing is half done, what is planned does not come, all is told.
+def test_ctrl_c_ends_a_soak_between_two_faults(tmp_path: Path) -> None:
+    """Ctrl-C ends an endless job cleanly: no fault is left half done, planned ones are dropped, and the log says so.
 
     A second one gives up: no process is left.
     """
     for num_signals in (1, 2):
         folder = tmp_path / str(num_signals)
         folder.mkdir()
-        told: list[str] = []
+        events: list[str] = []
 
-        def press(followed: Followed, folder: Path = folder, told: list[str] = told) -> None:
-            if followed.step >= 3 and not told:
+        def press(followed: Followed, folder: Path = folder, events: list[str] = events) -> None:
+            if followed.step >= 3 and not events:
                 os.kill(os.getpid(), signal.SIGINT)
 
         def land(job: Job, folder: Path = folder, again: bool = num_signals == 2) -> None:
@@ -210,14 +210,14 @@ def test_a_soak_is_told_to_end_between_two_faults(tmp_path: Path) -> None:
             job.inject(Due("kill_node", 0, None, 0.0))
 
         soak = job(folder, 1000, Due("kill_worker", "leader", 999, None), look=press)
-        soak.land, soak.on_event = land, told.append
+        soak.land, soak.on_event = land, events.append
         with pytest.raises(
             KeyboardInterrupt if num_signals == 2 else RunError, match=None if num_signals == 2 else "no node"
         ):
             soak.run()
         assert soak.nodes[0].pids() == []
         ops = [line["op"] for line in recorded(folder)]
-        assert "stopping after 0 faults" in told[0] and ("stopped" in ops)
+        assert "stopping after 0 faults" in events[0] and ("stopped" in ops)
         assert [line["kind"] for line in recorded(folder) if line["op"] == "fault"] == ["kill_node"][: 2 - num_signals]
 
 
@@ -227,7 +227,7 @@ def test_histories_are_followed_line_by_line(tmp_path: Path) -> None:
     path.parent.mkdir()
     followed = Followed()
 
-    def told(text: str) -> tuple[int, int, int | None]:
+    def follow(text: str) -> tuple[int, int, int | None]:
         with path.open("a") as file:
             file.write(text)
         followed.look(tmp_path)
@@ -236,18 +236,18 @@ def test_histories_are_followed_line_by_line(tmp_path: Path) -> None:
     form = {"op": "form", "t": 1, "term": 1, "rank": 0, "world": 2, "pid": 7}
     step = {"op": "step", "t": 1, "term": 1, "rank": 0, "world": 2, "epoch": 0, "num_samples": 8, "loss": 1.5}
     whole = [json.dumps(line) + "\n" for line in (form, {**step, "step": 5}, {"op": "commit", "term": 1, "step": 5})]
-    assert told(whole[0] + whole[1][:40]) == (1, 0, None)
-    assert told(whole[1][40:] + whole[2]) == (1, 5, 5)
+    assert follow(whole[0] + whole[1][:40]) == (1, 0, None)
+    assert follow(whole[1][40:] + whole[2]) == (1, 5, 5)
     assert followed.pids == {0: 7}
     newer = {"op": "restore", "t": 1, "term": 2, "step": 3, "resumed": None}
     (tmp_path / "history" / "00000002-00000-2.jsonl").write_text(json.dumps(newer) + "\n")
-    assert told(json.dumps({**step, "step": 6}) + "\n") in {(2, 3, 5), (1, 6, 5)}
-    assert told("") == (2, 3, 5)
+    assert follow(json.dumps({**step, "step": 6}) + "\n") in {(2, 3, 5), (1, 6, 5)}
+    assert follow("") == (2, 3, 5)
 
 
 @pytest.mark.parametrize("kind", ["kill_worker", "freeze_worker", "slow_worker", "start_twin"])
-def test_a_role_that_nobody_has_is_no_error(tmp_path: Path, kind: str) -> None:
-    """While no world stands nobody leads: what is aimed at the leader is not done, and not the executor's end."""
+def test_a_role_that_nobody_has_is_not_an_error(tmp_path: Path, kind: str) -> None:
+    """Without a world there is no leader: a fault for the leader is skipped, and the executor continues."""
     assert ACTS[kind](job(tmp_path, 1), Due(kind, "leader", None, None)) is None
 
 
@@ -296,7 +296,7 @@ def at_form(kind: str, target: str | int = "leader", nth: int = 1) -> Due:
 
 
 def waits_at_points(folder: Path, node: Node) -> Job:
-    """A job of one node that is up and leads no world; what is armed lies in its folder of failpoints."""
+    """A job of one node that is up and leads no world; what is armed is a file in its folder of failpoints."""
     waiting = job(folder, 1)
     (folder / "history").mkdir()
     waiting.nodes, waiting.around.points = [node], folders(folder, 1)
@@ -313,7 +313,7 @@ def come(waiting: Job) -> None:
 
 
 def test_a_failpoint_is_armed_once_somebody_has_the_role(node: Node, tmp_path: Path) -> None:
-    """Whom a killed leader left behind lead nothing for a while: the fault at the next leader's place is not lost."""
+    """After a leader is killed nobody leads for a while: a fault at the next leader's place is not lost."""
     waiting = waits_at_points(tmp_path, node)
     waiting._points.arm(waiting, at_form("kill"))
     assert armed(waiting) == []
@@ -326,7 +326,7 @@ def test_a_failpoint_is_armed_once_somebody_has_the_role(node: Node, tmp_path: P
 
 
 def test_a_second_fault_at_a_place_waits_for_the_first(node: Node, tmp_path: Path) -> None:
-    """Both come, in the order of the scenario; what waits there to the end is told, with what it waited for."""
+    """Both come, in the order of the scenario; one still waiting at the end is reported, with what it waited for."""
     waiting = waits_at_points(tmp_path, node)
     for kind, nth in (("raise", 1), ("slow", 2), ("kill", 1)):
         waiting._points.arm(waiting, at_form(kind, 0, nth))
@@ -334,12 +334,12 @@ def test_a_second_fault_at_a_place_waits_for_the_first(node: Node, tmp_path: Pat
     come(waiting)
     until(lambda: [waiting._points.look(waiting), armed(waiting)][1] == ["slow 2"])
     waiting._points.give_up(waiting)
-    told = [(line["op"], line["kind"], line.get("why", "")) for line in recorded(tmp_path)]
-    assert [(op, kind) for op, kind, _ in told] == [("fault", "raise"), ("missed", "slow"), ("missed", "kill")]
-    assert "came there 2 times" in str(told[1][2]) and "another fault waited there, on node 0" in str(told[2][2])
+    ends = [(line["op"], line["kind"], line.get("why", "")) for line in recorded(tmp_path)]
+    assert [(op, kind) for op, kind, _ in ends] == [("fault", "raise"), ("missed", "slow"), ("missed", "kill")]
+    assert "came there 2 times" in str(ends[1][2]) and "another fault waited there, on node 0" in str(ends[2][2])
 
 
-def test_a_role_that_nobody_ever_has_is_told(node: Node, tmp_path: Path) -> None:
+def test_a_role_that_nobody_ever_has_is_reported(node: Node, tmp_path: Path) -> None:
     """A fault that could not be armed until the job ended is recorded as missed, and why."""
     waiting = waits_at_points(tmp_path, node)
     waiting._points.arm(waiting, at_form("kill"))
@@ -349,8 +349,8 @@ def test_a_role_that_nobody_ever_has_is_told(node: Node, tmp_path: Path) -> None
     assert "no node was 'leader'" in str(missed["why"])
 
 
-def test_a_soak_does_without_what_cannot_be_armed(node: Node, tmp_path: Path) -> None:
-    """It draws another: nothing waits, and nothing is told."""
+def test_a_soak_replaces_a_fault_that_cannot_be_armed(node: Node, tmp_path: Path) -> None:
+    """It draws another: nothing waits, and nothing is reported."""
     waiting = waits_at_points(tmp_path, node)
     waiting.scenario = waiting.scenario.model_copy(update={"soak": Soak()})
     waiting._points.arm(waiting, at_form("kill"))

@@ -79,7 +79,7 @@ def test_every_sample_counts_once_through_four_worlds(
     evidence = collect(tmp_path / "run" / "faulted")
     worlds = {line["term"]: line["world"] for line in evidence.of("form")}
     sizes = list(worlds.values())
-    assert sizes[-5:] == [4, 3, 2, 1, 2] and sizes[:-5] == sorted(sizes[:-5]), "who is late joins the first world"
+    assert sizes[-5:] == [4, 3, 2, 1, 2] and sizes[:-5] == sorted(sizes[:-5]), "late nodes join the first world"
     assert found["coverage"] == {"min": 1, "max": 1, "samples": 331}
     check_planted(tmp_path / "run" / "faulted", tmp_path / "damaged")
 
@@ -120,7 +120,7 @@ def test_faults_change_no_bit(tmp_path: Path, rows: Path, capfd: pytest.CaptureF
 
 
 def test_a_run_without_faults_proves_nothing(tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """With nothing injected the verdict is not valid, though the run is as good as any: the canary."""
+    """With nothing injected the verdict is not valid, though the run is fine: the canary."""
     config = {**WITNESS, "epochs": 1, "task": {"path": "elastic_train.tasks.witness:Witness"}}
     path = scenario(tmp_path, rows, config, nodes={"count": 1})
     found = verdict_of([path, "--out", str(tmp_path / "run"), "--no-reference"], capfd)
@@ -130,7 +130,7 @@ def test_a_run_without_faults_proves_nothing(tmp_path: Path, rows: Path, capfd: 
     assert {item["invariant"] for item in invariants if item["truth"] != "true"} == {"faults", "rpo", "rto"}
 
 
-def test_survivors_go_on_in_their_processes(tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_survivors_continue_in_their_processes(tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Live: a killed rank, a frozen one, a killed node and its return cost no applied step and no other process."""
     faults = [
         {"kind": "kill_worker", "node": 1, "within": [0.05, 0.1]},
@@ -155,7 +155,7 @@ def test_survivors_go_on_in_their_processes(tmp_path: Path, rows: Path, capfd: p
 def test_training_does_not_wait_for_a_tracker_that_is_away(
     tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A real MLflow is killed and frozen: no world ends of it, and its database has one value a metric and step."""
+    """MLflow is killed and frozen: no world ends because of it; its database has one value per metric and step."""
     faults = [
         {"kind": "tracker_outage", "within": [0.05, 0.1], "for_s": 4},
         {"kind": "kill_worker", "node": "other", "after_s": 1},
@@ -176,10 +176,10 @@ def test_training_does_not_wait_for_a_tracker_that_is_away(
 
 
 @pytest.mark.long
-def test_data_that_goes_bad_is_a_hole_and_nothing_else(
+def test_data_that_goes_bad_becomes_a_hole_and_changes_nothing_else(
     tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Row groups are damaged under a job, which is killed behind that: the bits are those of a run that knew."""
+    """Row groups are damaged under a job, which is then killed: the bits are those of a run that knew."""
     faults = [
         {"kind": "bad_row_group", "within": [0.1, 0.2]},
         {"kind": "kill_job", "within": [0.3, 0.4], "for_s": 1},
@@ -191,8 +191,8 @@ def test_data_that_goes_bad_is_a_hole_and_nothing_else(
     found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
     assert found["valid"], found["invariants"]
     assert found["weights_sha256"] == found["reference_weights_sha256"]
-    told = collect(tmp_path / "run" / "faulted").of("fault")
-    damaged = [(line["file"], line["row_group"]) for line in told if line["kind"] == "bad_row_group"]
+    recorded = collect(tmp_path / "run" / "faulted").of("fault")
+    damaged = [(line["file"], line["row_group"]) for line in recorded if line["kind"] == "bad_row_group"]
     holes = found["holes"]
     assert isinstance(holes, list) and len(damaged) == 2
     assert sorted((hole["file"], hole["row_group"]) for hole in holes) == sorted(damaged)
@@ -201,9 +201,7 @@ def test_data_that_goes_bad_is_a_hole_and_nothing_else(
 
 
 @pytest.mark.long
-def test_packets_that_are_lost_or_late_cost_time_alone(
-    tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_lost_or_late_packets_cost_only_time(tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Steps slow down while a fifth of the packets is lost or all are late, and a world forms amid it; nobody dies."""
     faults = [
         {"kind": "lose_packets", "node": 1, "within": [0.1, 0.2], "for_s": 4},

@@ -1,4 +1,4 @@
-"""Being calls to stop once, and twice."""
+"""Being asked to stop once, and twice."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from chaos.real.stopping import on_first_signal
 
 
-def test_what_the_second_one_has_set_stays() -> None:
-    """Whoever is calls a second time may ask to be left alone while it cleans up: nothing takes that back."""
+def test_a_handler_set_during_cleanup_is_kept() -> None:
+    """A handler that ignores further signals while it cleans up stays in place."""
     calls = list[str]()
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""The report: what it shows is what the evidence says, it stands alone, and torn or huge evidence has a page, too."""
+"""The report: it shows what the evidence says, in one self-contained page, even for torn or huge evidence."""
 
 from __future__ import annotations
 
@@ -141,7 +141,9 @@ def test_every_invariant_has_a_row(healthy: Path) -> None:
         ("different-losses", "loss", "differs"),
     ],
 )
-def test_what_is_wrong_is_seen_where_it_is(healthy: Path, tmp_path: Path, name: str, section: str, class_: str) -> None:
+def test_a_violation_is_shown_where_it_happened(
+    healthy: Path, tmp_path: Path, name: str, section: str, class_: str
+) -> None:
     """A planted bug shows its witness in words, and its mark in the figure."""
     verdict = judged(planted(name, healthy, tmp_path))
     page = Page(render(verdict))
@@ -172,9 +174,9 @@ def test_torn_evidence_has_a_page(healthy: Path, tmp_path: Path) -> None:
 
 
 def test_a_dead_branch_that_others_passed_over_cuts_nothing_off() -> None:
-    """Term 2 went on from step 2 with a process of an older world; term 3 from step 5, with one that had gone on."""
+    """Term 2 continued from step 2 with a process of an older world; term 3 from step 5, with one still in term 1."""
 
-    def told(term: int, pid: int, step: int, applied_by: int | None, applied: range) -> list[Line]:
+    def lines_of(term: int, pid: int, step: int, applied_by: int | None, applied: range) -> list[Line]:
         at = 10.0 * term
         return [
             {"op": "form", "t": at, "term": term, "rank": 0, "pid": pid, "world": 1},
@@ -185,7 +187,11 @@ def test_a_dead_branch_that_others_passed_over_cuts_nothing_off() -> None:
             ),
         ]
 
-    lines = [*told(1, 7, 0, None, range(1, 6)), *told(2, 8, 2, 1, range(3, 5)), *told(3, 7, 5, 1, range(6, 9))]
+    lines = [
+        *lines_of(1, 7, 0, None, range(1, 6)),
+        *lines_of(2, 8, 2, 1, range(3, 5)),
+        *lines_of(3, 7, 5, 1, range(6, 9)),
+    ]
     story = story_of(Reader(Evidence(Path("drawn"), [lines], [], {}, None, None)))
     assert [(branch.term, branch.lo, branch.cut, branch.hi) for branch in story.branches] == [
         (1, 0, 5, 5),
@@ -230,7 +236,7 @@ def test_a_thousand_nodes_are_readable() -> None:
     assert page.sum("cursor", "data-commits") == 7
     lost = [item.text for item in page.find("lineage", "path", "dead-branch")]
     assert len(lost) == 6
-    assert all(": 1 step given up" in told for told in lost)
+    assert all(": 1 step given up" in title for title in lost)
     strips = [item.text for item in page.find("lanes", "path") if "level" in item.attributes.get("class", "")]
     for term in range(1, 8):
         assert f"term {term}: 75 to 100 % of a row's processes train in it" in strips
@@ -249,7 +255,7 @@ def test_a_thousand_terms_stay_small() -> None:
     assert Page(html).sum("cursor", "data-faults") == 999
 
 
-def test_processes_lie_in_their_nodes_lanes() -> None:
+def test_processes_are_drawn_in_their_nodes_lanes() -> None:
     """The executor's lines place a process; one that nobody placed gets a slot, which later processes share."""
     run = gather(Crowd(nodes=3, terms=3, steps=2, lost=1))
     lanes = story_of(Reader(run)).lanes
@@ -267,13 +273,17 @@ def test_processes_lie_in_their_nodes_lanes() -> None:
     )
 
 
-def test_cells_that_were_never_hit_are_told(healthy: Path, tmp_path: Path) -> None:
+def test_cells_that_were_never_hit_are_listed(healthy: Path, tmp_path: Path) -> None:
     """What the executor could have done and did not is never; without its word, only what was done is known."""
     shutil.copytree(healthy, tmp_path / "run")
     reader = Reader(collect(healthy / "faulted"))
     assert not moments_grid(reader, story_of(reader)).is_listed
-    told = {"kinds": ["kill_node", "start_node", "freeze_node"], "points": ["commit", "form"], "point_kinds": ["kill"]}
-    rewrite(tmp_path / "run", "chaos.jsonl", told, "scenario")
+    fields = {
+        "kinds": ["kill_node", "start_node", "freeze_node"],
+        "points": ["commit", "form"],
+        "point_kinds": ["kill"],
+    }
+    rewrite(tmp_path / "run", "chaos.jsonl", fields, "scenario")
     path = tmp_path / "run" / "faulted" / "history" / "chaos.jsonl"
     fault = {"op": "fault", "t": 1_800_000_002.0, "kind": "kill@commit", "node": 0, "seen_step": 1, "pids": [1]}
     path.write_text(path.read_text() + json.dumps(fault) + "\n")
@@ -308,8 +318,8 @@ def test_a_long_curve_keeps_its_extremes(points: list[tuple[float, float]]) -> N
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(2, 12))
-def test_ticks_are_few_round_and_inside(lo: float, span: float, most: int) -> None:
-    """An axis has no more ticks than asked for and one, none outside of it."""
+def test_ticks_are_few_and_within_the_axis(lo: float, span: float, most: int) -> None:
+    """An axis has at most one tick more than asked for, and none outside of it."""
     ticks = Axis(lo, lo + span).ticks(most)
     assert len(ticks) <= most + 1
     assert all(lo - 1e-6 * span <= tick <= lo + span + 1e-6 * span for tick in ticks)

@@ -1,4 +1,4 @@
-"""One vocabulary: every kind is done by whoever is said to do it, and nobody does others."""
+"""One vocabulary: every kind is implemented where the vocabulary says, and there are no others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from chaos.sim.job import fault, kinds
 from elastic_train.system import failpoints
 
 
-def test_acts_are_the_local_kinds() -> None:
+def test_the_local_executor_does_every_local_kind() -> None:
     """What the local executor does, by itself and at failpoints, is what the vocabulary says."""
     assert set(ACTS) == {kind.name for kind in KINDS.values() if kind.local and kind.aim != "point"}
     assert set(failpoints.KINDS) == {kind.name for kind in KINDS.values() if kind.local and kind.aim == "point"}

@@ -39,7 +39,7 @@ def test_scenarios_of_the_package_are_valid(path: Path) -> None:
     assert len(schedule(scenario, 1, total_steps=600, commit_every=20)) == len(scenario.faults)
 
 
-def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
+def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:
     """Unknown keys, wrong kinds, wrong types and missing moments come in one error, each with the nearest name."""
     found = problems(
         tmp_path,
@@ -99,8 +99,8 @@ def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
         ("[{kind: kill_node, node: 0, at_step: 4, after_s: 2}]", "exactly one of at_step, within"),
     ],
 )
-def test_what_cannot_happen_is_refused(tmp_path: Path, faults: str, expected: str) -> None:
-    """A fault to a node that is not there, not up or not down, and a job that could never go on, are errors."""
+def test_impossible_faults_are_refused(tmp_path: Path, faults: str, expected: str) -> None:
+    """A fault to a node that is not there, not up or not down, and a job that could never continue, are errors."""
     assert any(expected in problem for problem in problems(tmp_path, f"{HEAD}faults: {faults}\n"))
 
 
@@ -117,13 +117,13 @@ def test_what_cannot_happen_is_refused(tmp_path: Path, faults: str, expected: st
     ],
 )
 def test_a_soak_that_could_never_begin_is_refused(tmp_path: Path, soak: str, expected: str) -> None:
-    """What a soak cannot draw from, or cannot be judged by, is told before a node is started."""
+    """What a soak cannot draw from, or cannot be judged by, is reported before a node is started."""
     (found,) = problems(tmp_path, f"{HEAD}{soak}\n")
     assert found.startswith(expected)
 
 
 def test_a_soaks_bounds_are_checked() -> None:
-    """Those of the command line, too: each is told by its name; good ones replace the file's."""
+    """Those of the command line, too: each error names its option; valid ones replace the file's."""
     soak = load(FOLDER / "soak.yaml")
     with pytest.raises(ScenarioError) as caught:
         bounded(soak, 0, -1.0)
@@ -144,13 +144,13 @@ def test_a_whole_job_may_be_killed_and_started(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "a: [", "just words"])
-def test_what_is_no_scenario_is_refused(tmp_path: Path, text: str) -> None:
-    """Broken YAML, and YAML that is no mapping, are errors with the file's name."""
+def test_a_file_that_is_not_a_scenario_is_refused(tmp_path: Path, text: str) -> None:
+    """Broken YAML, and YAML that is not a mapping, are errors with the file's name."""
     assert len(problems(tmp_path, text)) == 1
 
 
-def test_an_unknown_name_gets_the_nearest() -> None:
-    """A name that no scenario has is answered with the nearest one."""
+def test_an_unknown_name_suggests_the_nearest() -> None:
+    """An unknown scenario name gets the nearest known one as a suggestion."""
     with pytest.raises(ScenarioError, match="did you mean 'kill-a-node'"):
         find("kil-a-node")
 
@@ -162,7 +162,7 @@ def drawn(lo: float, hi: float) -> Scenario:
 
 @given(st.integers(0, 2**32), st.integers(SMALLEST_INTERVAL, 100), st.integers(3, 50), st.floats(0, 0.8))
 def test_a_drawn_step_always_loses_work(seed: int, commit_every: int, num_commits: int, lo: float) -> None:
-    """It comes behind the first commit, never on a commit's step nor beside the next, and the seed alone decides."""
+    """It comes after the first commit, never on a commit's step nor beside the next, and the seed alone decides."""
     total_steps = commit_every * num_commits
     (due,) = schedule(drawn(lo, lo + 0.2), seed, total_steps, commit_every)
     assert due.step is not None
@@ -181,14 +181,14 @@ def test_seeds_draw_different_steps() -> None:
 
 
 def test_a_job_too_short_for_its_faults_is_refused() -> None:
-    """A step behind the job's end, and commits so dense that nothing can be lost, are told together."""
+    """A step after the job's end, and commits so dense that nothing can be lost, are reported together."""
     faults = (Fault(kind="kill_node", node=1, at_step=70), Fault(kind="start_node", node=1, within=(0.8, 0.9)))
     with pytest.raises(ScenarioError) as caught:
         schedule(Scenario(name="x", description="y", config="c", faults=faults), 1, 60, 2)
     assert len(caught.value.problems) == 2
 
 
-def test_a_given_step_is_not_moved() -> None:
+def test_a_fault_at_a_given_step_is_not_moved() -> None:
     """A fault at a given step comes at that step, also on a commit's."""
     due = Due("kill_node", 1, 40, None)
     assert not due.has_come(39)

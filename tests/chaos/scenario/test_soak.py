@@ -29,7 +29,7 @@ def drawn(seed: int, num: int, missing: dict[str, str] | None = None) -> list[Du
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=20)
-def test_the_seed_alone_decides(seed: int) -> None:
+def test_faults_depend_on_the_seed_alone(seed: int) -> None:
     """The same seed draws the same faults, each with what its kind needs; the first waits until all is well."""
     faults = drawn(seed, 200)
     assert faults == drawn(seed, 200)
@@ -42,7 +42,7 @@ def test_the_seed_alone_decides(seed: int) -> None:
         assert fault.for_s is not None if kind.lasts == "must" else fault.for_s is None or kind.lasts == "may"
 
 
-def test_no_kind_is_left_out_and_what_costs_much_is_rare() -> None:
+def test_every_kind_is_drawn_and_expensive_kinds_are_rare() -> None:
     """Five hundred faults have every kind; whole jobs die seldom, since a recovery from that takes long."""
     num = Counter(fault.kind for fault in drawn(1, 500))
     own = {name for name, kind in KINDS.items() if kind.local and kind.needs in (None, "tracker")}
@@ -51,12 +51,12 @@ def test_no_kind_is_left_out_and_what_costs_much_is_rare() -> None:
     assert min(num.values()) >= 2
 
 
-def test_what_cannot_be_done_is_not_drawn() -> None:
-    """Kinds that this machine cannot do are left out."""
+def test_kinds_this_machine_cannot_do_are_not_drawn() -> None:
+    """Kinds that this machine cannot do are never drawn."""
     assert "cut_node" not in {fault.kind for fault in drawn(1, 500, {"cut_node": "no namespaces"})}
 
 
-def test_cells_that_never_came_come_next() -> None:
+def test_cells_not_yet_hit_are_drawn_next() -> None:
     """In a long soak every cell comes, and each about as often as others of its kind."""
     cells = Counter((fault.point.name, fault.kind) for fault in drawn(1, 2000) if fault.point)
     assert set(cells) == {(point, kind) for point in POINTS for kind in POINT_KINDS if can_be_at(kind, point)}
@@ -66,7 +66,7 @@ def test_cells_that_never_came_come_next() -> None:
 
 
 def test_a_soak_that_can_do_nothing_is_refused() -> None:
-    """On a machine that lacks all that is asked for there is nothing to draw, and that is told before a node starts."""
+    """On a machine that can do nothing that is asked for this is reported before a node starts."""
     assert SOAK.soak is not None
     cut = SOAK.model_copy(update={"soak": SOAK.soak.model_copy(update={"kinds": ("cut_node",)})})
     with pytest.raises(ScenarioError, match="cut_node cannot be done here: no namespaces"):
@@ -77,15 +77,15 @@ def test_a_soak_that_can_do_nothing_is_refused() -> None:
     ("params", "expected"),
     [("{lane_ms: 12}", {"lane_ms": 0}), ("{lane_ms: 12, dim: 64}", {"lane_ms": 0, "dim": 64}), ("{dim: 64}", None)],
 )
-def test_only_a_task_that_waits_is_hurried(params: str, expected: dict[str, int] | None) -> None:
-    """For the run without faults a task loses its waits, and no other parameter; one without waits is left alone."""
+def test_the_reference_run_drops_only_a_tasks_waits(params: str, expected: dict[str, int] | None) -> None:
+    """In the run without faults a task loses its waits, and no other parameter; a task without waits is unchanged."""
     config = sources.load("configs/soak.yaml", environ={}, arguments=[f"--task.params={params}"])
-    told = [yaml.safe_load(text.partition("=")[2]) for text in _unslowed(config)]
-    assert told == ([expected] if expected else [])
+    unslowed = [yaml.safe_load(text.partition("=")[2]) for text in _unslowed(config)]
+    assert unslowed == ([expected] if expected else [])
 
 
-def test_enough_is_enough() -> None:
-    """The faults end when so many were done, whatever was drawn and missed."""
+def test_a_soak_ends_after_the_requested_number_of_faults() -> None:
+    """The faults end when the requested number has been done, however many were drawn and missed."""
     done = [0]
     for _ in Drawn(SOAK, 1, {})(lambda: done[0]):
         done[0] += 1

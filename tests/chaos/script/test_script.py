@@ -44,14 +44,14 @@ ENDS = fake_torchrun.HELD_AT - 1
 
 
 def fake(ranks: int, *options: str) -> str:
-    """A line whose `{dir}` is the folder of the run's own; its history lies beside that."""
+    """A line whose `{dir}` is the run's own folder; its history is beside that."""
     return " ".join([sys.executable, fake_torchrun.__file__, "{dir}", "{dir}/../history", str(ranks), *options])
 
 
 def broken(folder: Path, *options: str) -> Path:
     """Run the fake with one fault, a worker killed where its world waits for it, and without."""
     faults = (Fault(kind="kill_worker", node=0, at_step=ENDS),)
-    if options:  # nobody tells of steps, so the fault comes as soon as there is a worker
+    if options:  # no hook reports steps, so the fault comes as soon as there is a worker
         faults = (Fault(kind="kill_worker", node=0, after_s=0),)
     described = Scenario(
         name="x", description="y", nodes=Nodes(count=1), faults=faults, timeout_s=60, reference=not options
@@ -62,7 +62,7 @@ def broken(folder: Path, *options: str) -> Path:
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A script that goes on exactly where its snapshot was, and lost nothing."""
+    """A script that resumes exactly at its snapshot, and lost nothing."""
     return broken(tmp_path_factory.mktemp("script") / "run")
 
 
@@ -170,7 +170,7 @@ PLANTED: dict[str, tuple[Callable[[Line], Line | None], str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_what_is_planted_is_found(healthy: Path, tmp_path: Path, name: str) -> None:
+def test_planted_bugs_are_found(healthy: Path, tmp_path: Path, name: str) -> None:
     """Each is caught by its invariant, in words; and no such run is valid."""
     change, invariant, truth, words = PLANTED[name]
     shutil.copytree(healthy, tmp_path / "run")
@@ -180,8 +180,8 @@ def test_what_is_planted_is_found(healthy: Path, tmp_path: Path, name: str) -> N
     assert not examine(tmp_path / "run").is_valid
 
 
-def test_a_reference_says_what_faults_did_not_cause(healthy: Path, tmp_path: Path) -> None:
-    """Rows that count twice without faults, too, are told beside; a last epoch that is cut short in both is no skip."""
+def test_a_reference_shows_what_faults_did_not_cause(healthy: Path, tmp_path: Path) -> None:
+    """Rows that count twice even without faults are listed too; a last epoch cut short in both is not a skip."""
     shutil.copytree(healthy, tmp_path / "run")
     pad = rows(lambda ids: [*ids, ids[0]], 30)
     edit(tmp_path / "run" / "faulted", pad)
@@ -200,8 +200,8 @@ def test_a_reference_says_what_faults_did_not_cause(healthy: Path, tmp_path: Pat
     assert truths(tmp_path / "short")["coverage"] == "false"
 
 
-def test_what_is_ridden_out_starts_nobody(healthy: Path, tmp_path: Path) -> None:
-    """A freeze that all survived has no next world: the restarts that are asked for, and timed, are the others'."""
+def test_a_fault_without_a_restart_has_no_next_world(healthy: Path, tmp_path: Path) -> None:
+    """A freeze that all survived has no next world: only the other faults' restarts are required and timed."""
     shutil.copytree(healthy, tmp_path / "run")
     folder = tmp_path / "run" / "faulted"
     before = judging.restarts(collect(folder))
@@ -225,7 +225,7 @@ def test_epochs_that_begin_at_one_are_drawn(healthy: Path, tmp_path: Path) -> No
 
 
 def test_without_the_hook_restarts_are_timed_and_coverage_is_unknown(tmp_path: Path) -> None:
-    """A script that says nothing has its worlds and their restarts, and no claim beyond."""
+    """Of a script without the hook only its worlds and their restarts are known."""
     folder = broken(tmp_path / "run", "--silent")
     found = truths(folder)
     assert {name for name, truth in found.items() if truth == "true"} >= {"finished", "faults", "deaths", "restarts"}
@@ -235,7 +235,7 @@ def test_without_the_hook_restarts_are_timed_and_coverage_is_unknown(tmp_path: P
 
 
 def test_a_job_that_fails_is_a_finding(tmp_path: Path) -> None:
-    """A script that ends with an error is judged, and the fault that never came is told."""
+    """A script that ends with an error is judged, and the fault that never came is reported."""
     late = (Fault(kind="kill_node", node=0, at_step=5),)
     described = Scenario(name="x", description="y", nodes=Nodes(count=1), faults=late, reference=False)
     said: list[str] = []
@@ -246,9 +246,7 @@ def test_a_job_that_fails_is_a_finding(tmp_path: Path) -> None:
     assert any("before kill_node" in text for text in said)
 
 
-def test_what_a_script_prints_is_shown_as_it_is(
-    healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_script_output_is_shown_verbatim(healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Brackets in an error of somebody's library are no markup, in a log's end and in a verdict."""
     shutil.copytree(healthy, tmp_path / "run")
     stuck = "[/w:7] Read error"
@@ -265,8 +263,10 @@ def test_what_a_script_prints_is_shown_as_it_is(
     assert "[/w:7]" in capsys.readouterr().out
 
 
-def test_the_hook_imports_nothing_and_does_nothing_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside a run it costs a look at the environment; in one, every call is a line, of tensors, arrays and lists."""
+def test_the_hook_imports_nothing_and_does_nothing_outside_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside a run it only reads the environment; inside, every call writes a line, from tensors, arrays and lists."""
     tree = ast.parse(Path(chaos.hook.__file__).read_text())
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
@@ -283,19 +283,19 @@ def test_the_hook_imports_nothing_and_does_nothing_elsewhere(tmp_path: Path, mon
         log_ids([1], step=1, epoch=0, of=2)
 
 
-def test_nodes_are_told_where_they_meet_by_torchruns_own_variables(tmp_path: Path) -> None:
+def test_nodes_get_their_rendezvous_from_torchruns_own_variables(tmp_path: Path) -> None:
     """The line is the user's, but for {dir}; the first node opens torchrun's own store."""
     nodes = nodes_of("torchrun train.py {dir}/a", Nodes(count=3, ranks=2, min=2), tmp_path, "id", Surroundings())
     assert [node.command for node in nodes] == [["torchrun", "train.py", f"{tmp_path}/dir/a"]] * 3
-    told = [node._environ for node in nodes]
-    assert [environ["PET_RDZV_CONF"] for environ in told] == ["is_host=1", "is_host=0", "is_host=0"]
-    assert {environ["PET_NNODES"] for environ in told} == {"2:3"}
-    assert {environ["PET_NPROC_PER_NODE"] for environ in told} == {"2"}
-    (endpoint,) = {environ["PET_RDZV_ENDPOINT"] for environ in told}
+    environs = [node._environ for node in nodes]
+    assert [environ["PET_RDZV_CONF"] for environ in environs] == ["is_host=1", "is_host=0", "is_host=0"]
+    assert {environ["PET_NNODES"] for environ in environs} == {"2:3"}
+    assert {environ["PET_NPROC_PER_NODE"] for environ in environs} == {"2"}
+    (endpoint,) = {environ["PET_RDZV_ENDPOINT"] for environ in environs}
     assert endpoint.startswith("localhost:")
     own = "torchrun --rdzv-backend=etcd --rdzv-endpoint=mine:2379 a.py"
     (node, _) = nodes_of(own, Nodes(), tmp_path, "id", Surroundings())
-    assert node._environ["PET_RDZV_CONF"] == "ttl=3", "our rendezvous takes no is_host, whoever's etcd it meets at"
+    assert node._environ["PET_RDZV_CONF"] == "ttl=3", "our rendezvous takes no is_host, whichever etcd it uses"
     (first, last) = nodes_of("torchrun --rdzv-backend etcd a.py", Nodes(), tmp_path, "id", Surroundings(cable=Cable(7)))
     assert first._environ["PET_RDZV_CONF"] == "ttl=3"
     assert [node._environ["PET_LOCAL_ADDR"] for node in (first, last)] == ["10.213.7.1", "10.213.7.2"]
@@ -312,13 +312,13 @@ def test_nodes_are_told_where_they_meet_by_torchruns_own_variables(tmp_path: Pat
         ("torchrun --rdzv-backend=c10d train.py", False),
     ],
 )
-def test_an_etcd_is_started_for_those_who_name_none(command: str, is_etcd: bool) -> None:
-    """`--rdzv-backend=etcd` alone gets one; an endpoint of the user's own is left alone."""
+def test_an_etcd_is_started_if_no_endpoint_is_given(command: str, is_etcd: bool) -> None:
+    """`--rdzv-backend=etcd` alone gets one; a user's own endpoint is left alone."""
     assert uses_etcd(command) is is_etcd
 
 
-def test_mistakes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What cannot be run says why, and what to write instead."""
+def test_mistakes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error says why a command cannot be run, and what to write instead."""
     for command, expected in (
         ("", "is empty"),
         ("a 'b", "cannot be read"),
@@ -351,7 +351,7 @@ def test_mistakes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ("tracker: true", "{kind: tracker_outage, at_step: 3, for_s: 2}", "tracker_outage is for our own trainer"),
     ],
 )
-def test_what_cannot_be_done_to_a_script_is_refused(tmp_path: Path, brought: str, fault: str, expected: str) -> None:
+def test_faults_that_a_script_cannot_have_are_refused(tmp_path: Path, brought: str, fault: str, expected: str) -> None:
     """Faults of other nodes' cables, of the simulator, and of what a script does not have: before anything starts."""
     (tmp_path / "x.yaml").write_text(f"name: x\ndescription: y\n{brought}\nfaults: [{fault}]\n")
     described = scenarios.load(tmp_path / "x.yaml")
@@ -377,11 +377,11 @@ def test_a_stock_script_repeats_and_skips(tmp_path: Path, rendezvous: str, capsy
 
 
 def test_a_worker_is_not_older_than_what_made_it_start() -> None:
-    """The system tells a start in ticks of 10 ms: rounded down, it would come before the fault that caused it."""
-    told = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}
+    """The system gives start times in ticks of 10 ms: rounded down, one would come before the fault that caused it."""
+    environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}
     for _ in range(20):
         before = time.time()
-        with subprocess.Popen(["sleep", "60"], env=told) as process:
+        with subprocess.Popen(["sleep", "60"], env=environ) as process:
             try:
                 while (worker := worker_of(process.pid, 0)) is None:
                     assert process.poll() is None, "it has an environment as soon as it runs"

@@ -50,7 +50,7 @@ def connect(proxies: Proxies, node: int = 0) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
 
 
-def test_bytes_pass_and_ends_are_passed_on(proxies: Proxies) -> None:
+def test_bytes_and_ends_of_connections_are_forwarded(proxies: Proxies) -> None:
     with connect(proxies) as client:
         client.sendall(b"a")
         assert client.recv(10) == b"<a"
@@ -59,8 +59,8 @@ def test_bytes_pass_and_ends_are_passed_on(proxies: Proxies) -> None:
 
 
 @pytest.mark.parametrize("held", ["requests_are_held", "answers_are_held"])
-def test_what_is_held_comes_late_and_other_nodes_are_spared(proxies: Proxies, held: str) -> None:
-    """A held way keeps what was sent, and gives it in order once it heals."""
+def test_held_bytes_arrive_late_and_other_nodes_are_unaffected(proxies: Proxies, held: str) -> None:
+    """A held direction keeps what was sent, and delivers it in order when released."""
     setattr(proxies.ways[0], held, True)
     with connect(proxies) as client, connect(proxies, 1) as other:
         client.sendall(b"a")
@@ -74,7 +74,7 @@ def test_what_is_held_comes_late_and_other_nodes_are_spared(proxies: Proxies, he
         assert client.recv(10) == b"<a"
 
 
-def test_a_target_that_is_away_refuses() -> None:
+def test_a_missing_target_ends_the_connection() -> None:
     """Where nobody listens, a connection ends at once, as it would without a proxy."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -75,14 +75,14 @@ def seconds_of(connection: socket.socket, num_bytes: int = 2000) -> float:
     return time.monotonic() - began
 
 
-def test_what_a_killed_process_has_left_is_taken_away(laid: Cable) -> None:
+def test_a_namespace_of_a_killed_process_is_removed(laid: Cable) -> None:
     """Its addresses may be given to another cable."""
     namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert laid.namespace in namespaces and LEFT not in namespaces
 
 
 def test_packets_are_late_both_ways_and_those_to_etcd_are_not(laid: Cable, connect: object) -> None:
-    """An open connection goes on, later by the delay each way; mended it is as before."""
+    """An open connection continues, later by the delay each way; without the delay it is as before."""
     assert callable(connect)
     if laid.relay is None:
         pytest.skip("no TUN interfaces here")
@@ -103,8 +103,8 @@ def test_packets_are_late_both_ways_and_those_to_etcd_are_not(laid: Cable, conne
     assert laid.relay.num_passed == passed
 
 
-def test_what_is_lost_is_sent_again(laid: Cable, connect: object) -> None:
-    """A fifth of the packets is lost, and no byte; where all are lost, bytes come once that is over."""
+def test_lost_packets_are_sent_again(laid: Cable, connect: object) -> None:
+    """A fifth of the packets is lost, but no byte; where all are lost, the bytes arrive afterwards."""
     assert callable(connect)
     if laid.relay is None:
         pytest.skip("no TUN interfaces here")
@@ -124,7 +124,7 @@ def test_what_is_lost_is_sent_again(laid: Cable, connect: object) -> None:
 
 
 @pytest.mark.parametrize("spoil", [Cable.part, Cable.silence])
-def test_a_cut_node_reaches_etcd_and_nobody_else(laid: Cable, connect: object, spoil: object) -> None:
+def test_a_cut_off_node_reaches_only_etcd(laid: Cable, connect: object, spoil: object) -> None:
     """What is sent meanwhile arrives once the cut is mended."""
     assert callable(connect) and callable(spoil)
     nodes, etcd = connect("nodes"), connect("etcd")

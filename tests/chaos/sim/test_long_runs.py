@@ -1,4 +1,4 @@
-"""Long runs and their record: drawn at a stated rate, gone on with after any end, and the same when repeated."""
+"""Long runs and their record: drawn at a stated rate, continued after any end, and the same when repeated."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from tests.conftest import ROOT
 pytestmark = pytest.mark.slow
 
 RECORD = ROOT / "tests" / "chaos" / "recorded_long.jsonl"
-"""Made anew by: rm tests/chaos/recorded_long.jsonl && elastic-chaos sim --nodes 16..64 --hours 0.1 --seeds 2
+"""Remade by: rm tests/chaos/recorded_long.jsonl && elastic-chaos sim --nodes 16..64 --hours 0.1 --seeds 2
 --ledger tests/chaos/recorded_long.jsonl"""
 DRAWN = Draw((16, 64), 0.1)
 SIMULATED = ("elastic_train", "rendezvous", "chaos/sim")
 
 
-def test_a_recorded_long_run_happens_again() -> None:
+def test_a_recorded_long_run_repeats_exactly() -> None:
     """Its faults and its verdict; and, as long as the code is that of its commit, every line of its history."""
     (entry, *_) = Ledger(RECORD).entries
     assert entry.options == DRAWN.options
@@ -83,7 +83,7 @@ def test_faults_come_at_the_stated_rate() -> None:
 
 
 def test_a_fault_at_a_place_waits_for_its_moment() -> None:
-    """Times are counted from when it is armed: who first comes to a step's end from then on is killed."""
+    """Times count from when it is armed: the first process to reach a step's end after that is killed."""
     run = Job(Shape(), 1, (SimFault("kill", at_s=7.5, point="applied", nth=1),)).run()
     (fault,) = [line for process in run.processes for line in process if line["op"] == "fault"]
     steps = [line for process in run.processes for line in process if line["op"] == "step"]
@@ -93,7 +93,7 @@ def test_a_fault_at_a_place_waits_for_its_moment() -> None:
 
 
 def test_files_may_be_damaged_again_and_again() -> None:
-    """As often as the commit before is whole: the job goes on from that one each time."""
+    """As often as the commit before is whole: the job continues from that one each time."""
     shape = Shape(nodes=2, lanes=6, epochs=14, keep_last=3)
     hits = [(SimFault("flip_bit", at_s=at_s), SimFault("kill_job", at_s=at_s + 0.5, for_s=1.0)) for at_s in (10, 24)]
     outcome = simulate(Case(1, shape, tuple(fault for pair in hits for fault in pair)))
@@ -101,8 +101,8 @@ def test_files_may_be_damaged_again_and_again() -> None:
     assert outcome.num_faults == {"flip_bit": 2, "kill_job": 2}
 
 
-def test_processes_and_pauses_change_no_digest(tmp_path: Path) -> None:
-    """Seeds on one process, on two, and in two goes with a line torn in between add up to the same."""
+def test_the_digest_does_not_depend_on_processes_or_pauses(tmp_path: Path) -> None:
+    """Seeds on one process, on two, and in two runs with a torn line in between give the same digest."""
     whole = run_campaign(Campaign(range(60, 66)), is_quiet=True).fields()
     two = run_campaign(Campaign(range(60, 66), processes=2), is_quiet=True).fields()
     ledger = tmp_path / "ledger.jsonl"
@@ -115,10 +115,10 @@ def test_processes_and_pauses_change_no_digest(tmp_path: Path) -> None:
         assert {**other, "runs_per_s": 0} == {**whole, "runs_per_s": 0}
 
 
-def test_a_ledger_is_ended_by_an_interrupt_and_keeps_other_options(
+def test_an_interrupt_ends_a_ledger_and_runs_with_other_options_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C ends with what has been run; what was drawn otherwise is another seed's line."""
+    """Ctrl-C ends with the seeds that were run; a line with other options counts as another seed."""
     outcome = simulate(case_of(60))
 
     def interrupted(*_: object) -> Iterator[Outcome]:

@@ -1,4 +1,4 @@
-"""A scenario in virtual time: the same faults in the same order, and all that is not simulated is told."""
+"""A scenario in virtual time: the same faults in the same order; what is not simulated is listed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_live_scenario_holds_in_virtual_time() -> None:
 
 
 @pytest.mark.parametrize("name", ["kill-a-rank", "shrink-and-regrow", "witness"])
-def test_what_restarts_for_real_restarts_in_virtual_time(name: str) -> None:
+def test_scenarios_of_restart_mode_hold_in_virtual_time(name: str) -> None:
     """Scenarios of the restart mode: all of their faults come, at their steps, and no process outlives its world."""
     case = rehearse(load(FOLDER / f"{name}.yaml"), 3)
     run = Job(case.shape, case.seed, case.faults).run()
@@ -93,7 +93,7 @@ def test_data_and_tracker_break_in_a_scenario_too() -> None:
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_scenario_of_the_package_is_simulated_or_refused(path: Path) -> None:
-    """All that comes with the package for real nodes has a case, whose steps the job has, but for what is said."""
+    """All that comes with the package for real nodes has a case, whose steps the job has, except for those listed."""
     refused = {"hangs": "hang is not simulated", "soak": "a soak lists no faults to simulate"}
     if path.stem in refused:
         with pytest.raises(ScenarioError, match=refused[path.stem]):
@@ -103,7 +103,7 @@ def test_every_scenario_of_the_package_is_simulated_or_refused(path: Path) -> No
     assert case.faults and max(fault.step for fault in case.faults) < case.shape.total_steps
 
 
-def test_what_is_not_simulated_is_told_at_once() -> None:
+def test_all_faults_that_are_not_simulated_are_listed_at_once() -> None:
     """Kinds that only real runs have come in one error."""
     faults = (
         Fault(kind="slow", node=0, at_point=Point(name="write")),
@@ -114,10 +114,10 @@ def test_what_is_not_simulated_is_told_at_once() -> None:
     assert len(caught.value.problems) == 2
 
 
-def test_a_state_that_passed_over_a_damaged_commit_is_kept() -> None:
-    """The newest commit is damaged and the job killed; the world that began behind it breaks before its first commit.
+def test_a_state_that_skipped_a_damaged_commit_is_kept() -> None:
+    """The newest commit is damaged and the job killed; the world that began after that breaks before its first commit.
 
-    Its members go on from where they were, and not from that older commit again and again.
+    Its members continue from their state, and not from that older commit again and again.
     """
     shape = Shape(nodes=2, lanes=6, epochs=8, keep_last=4)
     for nth in range(16, 30, 2):

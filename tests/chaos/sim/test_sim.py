@@ -13,11 +13,12 @@ import pytest
 from chaos.cli import main
 from chaos.errors import ScenarioError
 from chaos.judge.checker import judge
+from chaos.judge.evidence.run_files import Evidence
 from chaos.judge.findings import Violated
 from chaos.judge.invariants.departures import deaths
 from chaos.judge.invariants.one_lineage import lineage
 from chaos.sim.campaign import cases
-from chaos.sim.campaign.planted import PLANTED, SimBug
+from chaos.sim.campaign.planted import PLANTED, SimBug, near
 from chaos.sim.campaign.shrink import shrink
 from chaos.sim.campaign.simulate import (
     Case,
@@ -39,8 +40,8 @@ SEEDS = range(40)
 KEPT = sorted(cases.FOLDER.glob("*.yaml"))
 
 
-def test_the_healthy_product_is_never_blamed() -> None:
-    """Forty swarms of faults break no invariant; between them they hit most of what there is to hit."""
+def test_the_healthy_product_breaks_no_invariant() -> None:
+    """Forty sets of random faults break no invariant; together they hit most kinds and places."""
     hit, digests = set(), set()
     for seed in SEEDS:
         outcome = simulate(case_of(seed))
@@ -52,7 +53,7 @@ def test_the_healthy_product_is_never_blamed() -> None:
 
 
 @pytest.mark.long
-def test_a_thousand_seeds_more() -> None:
+def test_a_thousand_more_seeds_break_no_invariant() -> None:
     for seed in range(1000, 2000):
         outcome = simulate(case_of(seed))
         assert outcome.violations == (), f"seed {seed}: {outcome.violations}"
@@ -66,7 +67,7 @@ def test_the_same_seed_is_the_same_history(seed: int) -> None:
 
 
 def test_a_fault_left_out_is_another_history() -> None:
-    """What a case says is what happens: without its faults it is the run without faults."""
+    """A case determines what happens: without its faults it is the run without faults."""
     case = Case(5, Shape(), (SimFault("kill_worker", at_s=6.0, node=1),))
     faulted, healthy = simulate(case), simulate(replace(case, faults=()))
     assert faulted.num_faults == {"kill_worker": 1} and healthy.num_faults == {}
@@ -75,15 +76,15 @@ def test_a_fault_left_out_is_another_history() -> None:
 
 
 def test_two_nodes_that_only_a_third_reaches_do_not_stop_the_job() -> None:
-    """Both reach etcd, so no lease ends; whoever waits for the other looks, and worlds are formed without the pair."""
+    """Both reach etcd, so no lease ends; a waiting member probes the other, and worlds form without the pair."""
     run = Job(Shape(), 1, (SimFault("cut_link", at_s=6.0, node=0, other=1, for_s=1000.0),)).run()
     assert run.result is not None and run.result["status"] == "done"
     (ended,) = {line["t"] for process in run.processes for line in process if line["op"] == "end" and line["rank"] == 0}
     assert isinstance(ended, float) and ended < EPOCH_S + 100.0
 
 
-def test_whoever_leaves_at_a_later_turn_of_a_flapping_node_is_explained() -> None:
-    """The node's second and third process are others than the one that the fault's line names."""
+def test_every_process_of_a_flapping_node_that_leaves_is_explained() -> None:
+    """The node's second and third processes are not the one that the fault's line names."""
     run = Job(Shape(epochs=20), 1, (SimFault("flap_node", at_s=8.0, node=1, for_s=8.0),)).run()
     named = [line["pids"] for line in run.of("undo") if line["kind"] == "flap_node"]
     assert len(named) == 2 and all(named)
@@ -98,8 +99,8 @@ def test_a_planted_bug_is_caught_by_its_invariant(bug: SimBug) -> None:
     assert simulate(found.case).violations == ()
 
 
-def test_who_dies_by_itself_is_no_valid_run() -> None:
-    """A worker ends with an error of its own long after the only fault: nothing is false, and nothing explains it."""
+def test_a_run_in_which_a_worker_dies_by_itself_is_not_valid() -> None:
+    """A worker ends with an unrelated error long after the only fault: nothing is false, and nothing explains it."""
     calls = itertools.count()
     steps_from = Session.steps
 
@@ -119,28 +120,35 @@ def test_who_dies_by_itself_is_no_valid_run() -> None:
 
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
-def test_what_was_found_once_stays_mended(path: Path) -> None:
+def test_every_past_failure_stays_fixed(path: Path) -> None:
     """Every case that once broke an invariant is kept, shrunk, and breaks none."""
     assert simulate(cases.load(path)).violations == ()
 
 
-def test_a_parent_that_is_forgotten_is_known_by_who_restored_it() -> None:
-    """A term began from a commit that nobody told of and retention deleted: its first one may name no other."""
-    case = cases.load(cases.FOLDER / "begun-again-from-untold.yaml")
-    run = Job(case.shape, case.seed, case.faults).run()
-    assert lineage(run).startswith("6 of 7 commits")
+def test_a_deleted_parent_is_known_by_the_term_that_restored_it() -> None:
+    """A term began from a commit that no history has and retention deleted: its first commit must name that parent."""
+    kept = cases.load(cases.FOLDER / "begun-again-from-untold.yaml")
+    runs = (Job(case.shape, case.seed, case.faults).run() for case in near(kept))
+    run, restored, first = next(found for run in runs if (found := begun_from_unreported(run)) is not None)
     others = {line["key"]: line for line in run.of("commit")}
-    damaged, again = sorted(key for key in others if key.endswith("24.json"))
-    first = others[again]
-    restored = next(line["commit"] for line in run.of("restore") if line["term"] == first["term"])
-    assert restored not in others
-    for key in ("commits/00000001-000000000012.json", damaged):
-        first["parent"] = others[key]["digest"]
-        with pytest.raises(Violated, match=f"its term continued from {restored}"):
-            lineage(run)
+    for key in sorted(others):
+        if others[key]["step"] < first["step"]:
+            first["parent"] = others[key]["digest"]
+            with pytest.raises(Violated, match=f"its term continued from {restored}"):
+                lineage(run)
 
 
-def test_a_failing_case_is_made_small(tmp_path: Path) -> None:
+def begun_from_unreported(run: Evidence) -> tuple[Evidence, str, dict[str, object]] | None:
+    """Return a commit that no history reports, of which a term began, and the first commit of that term."""
+    reported, stored = {line["key"]: line for line in run.of("commit")}, {commit.key for commit in run.commits}
+    for line in run.of("restore"):
+        firsts = [commit for commit in reported.values() if commit["term"] == line["term"]]
+        if line["commit"] and line["commit"] not in reported and firsts and line["commit"] not in stored:
+            return run, str(line["commit"]), min(firsts, key=lambda commit: commit["step"])  # type: ignore[return-value]
+    return None
+
+
+def test_a_failing_case_is_shrunk(tmp_path: Path) -> None:
     """Of five faults the one that matters is left, and the file that it is written to is the same case."""
     bug = next(bug for bug in PLANTED if bug.name == "fetched-cursor")
     harmless = [SimFault("jump_clock", at_s=at_s, for_s=1.0) for at_s in (5.0, 6.0, 7.0, 8.0)]
@@ -152,7 +160,7 @@ def test_a_failing_case_is_made_small(tmp_path: Path) -> None:
     assert cases.load(tmp_path / "case.yaml") == small
 
 
-def test_a_case_that_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_an_impossible_case_is_refused(tmp_path: Path) -> None:
     (tmp_path / "case.yaml").write_text("seed: 1\nshape: {nodes: two}\nfaults: [{kind: kill_worker, at: 3}]\n")
     with pytest.raises(ScenarioError, match=r"nodes"):
         cases.load(tmp_path / "case.yaml")
@@ -161,8 +169,8 @@ def test_a_case_that_cannot_be_is_refused(tmp_path: Path) -> None:
         cases.load(tmp_path / "case.yaml")
 
 
-def test_time_that_stands_still_is_told() -> None:
-    """A wait that nothing can end, and a circle without a wait, end the simulation in place of hanging it."""
+def test_a_deadlock_ends_the_simulation() -> None:
+    """A wait that nothing can end, and a busy loop without a wait, end the simulation instead of hanging it."""
     kernel = Kernel()
     with pytest.raises(Timeless, match="nothing is left"):
         kernel.park()
@@ -189,8 +197,8 @@ def test_the_history_is_the_evidence_that_real_runs_leave() -> None:
     assert digest_of(run) == digest_of(Job(Shape(), 1, ()).run())
 
 
-def test_what_cannot_be_read_is_left_out_by_all_and_replayed() -> None:
-    """A hole begins behind a commit, everybody dies, all can be read again: the replay leaves out the same samples.
+def test_an_unreadable_row_group_is_skipped_by_all_and_in_the_replay() -> None:
+    """A hole begins after a commit, every process dies, all can be read again: the replay leaves out the same samples.
 
     The bits are those of a run that knew of the hole from the beginning.
     """
@@ -202,11 +210,11 @@ def test_what_cannot_be_read_is_left_out_by_all_and_replayed() -> None:
     assert [line["step"] for line in run.of("restore") if line["rank"] == 0] == [0, 5]
     findings = simulate(case).findings
     assert all(finding.truth == "true" for finding in findings), findings
-    (told,) = [finding.why for finding in findings if finding.invariant == "coverage"]
-    assert "but for 54 in 1 holes that are listed" in told
+    (why,) = [finding.why for finding in findings if finding.invariant == "coverage"]
+    assert "but for 54 in 1 holes that are listed" in why
 
 
-def test_what_cannot_be_read_ends_a_job_that_takes_no_less() -> None:
+def test_without_quarantine_an_unreadable_row_group_ends_the_job() -> None:
     """Without quarantine every node ends with 65, and is not started again; the judge says that the job did not end."""
     run = Job(Shape(), 1, (SimFault("bad_row_group", at_s=6.0, node=-1, other=1),)).run()
     assert [line["code"] for line in run.of("exit")] == [65, 65, 65]
@@ -215,8 +223,8 @@ def test_what_cannot_be_read_ends_a_job_that_takes_no_less() -> None:
 
 
 @pytest.mark.parametrize(("recovery", "for_s"), [("live", 4.0), ("restart", 4.0), ("live", 60.0)])
-def test_a_tracker_that_is_away_holds_everything_once_in_the_end(recovery: Recovery, for_s: float) -> None:
-    """Back before the job's end or long after it: each value of each step is there once, and is the one that was kept.
+def test_a_tracker_has_every_value_once_after_an_outage(recovery: Recovery, for_s: float) -> None:
+    """Back before the job's end or long after it: each value of each step is there once, and is the final one.
 
     What came back after the end was sent by the product's `sync`.
     """
@@ -225,8 +233,8 @@ def test_a_tracker_that_is_away_holds_everything_once_in_the_end(recovery: Recov
     outcome = simulate(Case(1, shape, (away, SimFault("kill_worker", step=8, node=2))))
     assert outcome.num_faults == {"tracker_outage": 1, "kill_worker": 1}
     assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
-    (told,) = [finding.why for finding in outcome.findings if finding.invariant == "tracking"]
-    assert "15 losses are those applied" in told and "once each" in told
+    (why,) = [finding.why for finding in outcome.findings if finding.invariant == "tracking"]
+    assert "15 losses are those applied" in why and "once each" in why
 
 
 def test_as_many_nodes_as_asked_for() -> None:

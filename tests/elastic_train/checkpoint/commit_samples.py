@@ -46,7 +46,7 @@ def trained(num_steps: int, seed: int = 0) -> tuple[nn.Module, torch.optim.AdamW
 
 
 def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, lo: int, hi: int) -> None:
-    """Take the steps [lo, hi), each on a batch of its own."""
+    """Take the steps [lo, hi), each on a different batch."""
     for step in range(lo, hi):
         batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
         model(batch).square().sum().backward()

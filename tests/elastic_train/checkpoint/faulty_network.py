@@ -19,7 +19,7 @@ _PIECE = 1 << 16
 
 
 class FaultyNetwork(socketserver.ThreadingTCPServer):
-    """Forwards requests to a server, one connection each, and breaks those that it is told to.
+    """Forwards requests to a server, one connection each, and breaks those selected by its settings.
 
     `cut_after` resets a connection once so many bytes of its request have passed. Of the requests whose first line
     matches `matching`, the next `num_unanswered` arrive but their answers are lost, and the next `num_conflicts` are
@@ -87,7 +87,7 @@ class _Connection(socketserver.BaseRequestHandler):
 
 
 def _read_head(client: socket.socket) -> bytes:
-    """Read a request's head, asking the server to close behind its answer, and what of the body came with it."""
+    """Read a request's head, asking the server to close after its answer, and what of the body came with it."""
     received = b""
     while b"\r\n\r\n" not in received:
         piece = client.recv(_PIECE)

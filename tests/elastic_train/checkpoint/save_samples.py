@@ -91,7 +91,7 @@ def open_saves(
 
 
 def all_still(path: object) -> bool:
-    """Say that only updates change the state."""
+    """Say of every leaf that only updates change it."""
     return True
 
 

@@ -50,7 +50,7 @@ def test_ls_lists_the_newest_first(local_store: Store, capsys: pytest.CaptureFix
     assert "in 2 commits" in printed
 
 
-def test_ls_sees_damage_and_marks_the_commit_to_go_on_from(
+def test_ls_detects_damage_and_marks_the_commit_to_resume_from(
     local_store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A wrong size is seen at once, a flipped bit with --verify; the head is then the parent."""
@@ -73,8 +73,8 @@ def test_ls_sees_damage_and_marks_the_commit_to_go_on_from(
     assert "4 B in 1" in " ".join(capsys.readouterr().out.split())
 
 
-def test_an_empty_run_is_said_to_be_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No commits is no error for ls, and is one for show; a folder that is not there is one for both."""
+def test_an_empty_run_is_reported_as_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No commits is an error for show but not for ls; a missing folder is one for both."""
     (tmp_path / "run-1").mkdir()
     assert run("ls", str(tmp_path / "run-1")) == 0
     assert "no commits" in capsys.readouterr().out
@@ -84,7 +84,7 @@ def test_an_empty_run_is_said_to_be_empty(tmp_path: Path, capsys: pytest.Capture
         run("ls", str(tmp_path / "run_1"))
 
 
-def test_a_runs_folder_leads_to_its_commits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_folder_leads_to_its_commits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where the commits are elsewhere, the run's resolved configuration says where."""
     (tmp_path / "run").mkdir()
     url = f"memory://{tmp_path.name}"
@@ -105,7 +105,7 @@ def test_a_commit_has_several_names(local_store: Store, capsys: pytest.CaptureFi
     assert run("show", local_store.url, name) == 0
 
 
-def test_an_unknown_name_tells_the_known_ones(local_store: Store) -> None:
+def test_an_unknown_name_lists_the_known_ones(local_store: Store) -> None:
     """The message names commits that exist."""
     commit_steps(local_store, 1, 2)
     with pytest.raises(ConfigError, match="1-2, 1-1"):
@@ -113,7 +113,7 @@ def test_an_unknown_name_tells_the_known_ones(local_store: Store) -> None:
 
 
 def test_verify_finds_damage(local_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    """One damaged commit is told; the code is 65 only when the one asked for, or all of them, are damaged."""
+    """One damaged commit is reported; the code is 65 only when the one asked for, or all of them, are damaged."""
     first, second = commit_steps(local_store, 1, 2)
     os.truncate(Path(local_store.url) / second.attempt / "__0_0.distcp", 9)
     found = run_json(capsys, "verify", local_store.url)
@@ -126,7 +126,7 @@ def test_verify_finds_damage(local_store: Store, capsys: pytest.CaptureFixture[s
 
 
 def test_prune_keeps_what_a_rule_keeps(local_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command deletes as retention does, says how much, and says it beforehand if asked to."""
+    """The command deletes as retention does, says how much, and with --dry-run says it beforehand."""
     first, second, third, _ = commit_steps(local_store, 1, 2, 3, 4)
     run("pin", local_store.url, "1")
     options = ("prune", local_store.url, "--keep-last", "1", "--keep-best", "max loss", "--keep-every-steps", "3")
@@ -151,35 +151,35 @@ def test_prune_keeps_what_a_rule_keeps(local_store: Store, capsys: pytest.Captur
         (("--storage-budget", "much"), "write 200GB"),
     ],
 )
-def test_a_rule_that_makes_no_sense_deletes_nothing(local_store: Store, options: tuple[str, str], message: str) -> None:
-    """It is refused with what to write instead."""
+def test_an_invalid_retention_rule_deletes_nothing(local_store: Store, options: tuple[str, str], message: str) -> None:
+    """The error says what to write instead."""
     commit_steps(local_store, 1, 2)
     with pytest.raises(ConfigError, match=message):
         run("prune", local_store.url, *options)
     assert len(commit_keys(local_store)) == 2
 
 
-def test_a_plan_shows_the_curve(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_shows_the_waste_of_each_interval(capsys: pytest.CaptureFixture[str]) -> None:
     """Of the intervals that the budget allows none wastes less than the chosen one, which is among the rows."""
     options = ("plan", "--state-gb", "12", "--mtbf-h", "8")
-    told = run_json(capsys, *options)
-    assert isinstance(told, dict)
-    chosen = next(row for row in told["rows"] if row["interval_s"] == told["chosen_s"])
+    found = run_json(capsys, *options)
+    assert isinstance(found, dict)
+    chosen = next(row for row in found["rows"] if row["interval_s"] == found["chosen_s"])
     assert chosen["is_allowed"]
-    assert chosen["waste"] == min(row["waste"] for row in told["rows"] if row["is_allowed"])
-    assert [row["is_allowed"] for row in told["rows"]][-1] is False
+    assert chosen["waste"] == min(row["waste"] for row in found["rows"] if row["is_allowed"])
+    assert [row["is_allowed"] for row in found["rows"]][-1] is False
     assert run(*options) == 0
     printed = capsys.readouterr().out
     assert "chosen" in printed
     assert "keep_last 5 takes 72 GB" in printed
 
 
-def test_a_plan_takes_what_a_run_has_measured(local_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_uses_what_a_run_has_measured(local_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     """Size, stall, publication and faults are the run's own, by the medians of its last saves; what is given wins."""
     (commit,) = commit_steps(local_store, 9)
     for term in (1, 2):
         history = History(Unqueued(), local_store.url, term=term, rank=0)
-        told: dict[str, object] = {"steps_lost": 3 if term == 2 else 0}
+        resumed: dict[str, object] = {"steps_lost": 3 if term == 2 else 0}
         history.restore(
             step=1,
             epoch=0,
@@ -189,7 +189,7 @@ def test_a_plan_takes_what_a_run_has_measured(local_store: Store, capsys: pytest
             applied_by=None,
             seconds=0.1,
             skipped=[],
-            resumed=told,
+            resumed=resumed,
         )
         for number in range(6):
             key = {"key": "k", "digest": "d", "parent": None, "created_at": 1.0}
@@ -208,7 +208,9 @@ def test_a_plan_takes_what_a_run_has_measured(local_store: Store, capsys: pytest
     assert (facts["stall_s"], facts["publish_s"]) == (5.0, 60.0)
 
 
-def test_a_plan_of_nothing_says_what_to_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_without_measurements_says_which_options_to_give(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without a run, and of a run without commits, the numbers have to be given; the cost is then assumed."""
     for run_dir in ([], [str(tmp_path)]):
         with pytest.raises(ConfigError, match="--state-gb and --mtbf-h"):

@@ -1,4 +1,4 @@
-"""`elastic-train data`: what it says and how it ends, as users call it; describe and verify behind it."""
+"""`elastic-train data`: what it says and how it ends, as users call it; and describe and verify themselves."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def test_an_import_ends_as_it_says(tmp_path: Path) -> None:
-    """A process of its own imports docstrings, with worker processes, and ends with code 0 and an empty error."""
+def test_an_import_exits_with_0_and_an_empty_stderr(tmp_path: Path) -> None:
+    """A separate process imports docstrings, with worker processes, and ends with code 0 and an empty error."""
     for library in ("torch", "sympy"):
         write_functions(tmp_path / "packages", library, 40)
     command = [sys.executable, "-m", "elastic_train.cli.main", "data", "import", "docstrings", str(tmp_path / "out")]
@@ -78,7 +78,7 @@ def test_text_is_imported_once(tmp_path: Path, call: Call) -> None:
 
 
 def test_synth_is_written_once(tmp_path: Path, call: Call) -> None:
-    """Like an import: there already, refused if different, replaced when told."""
+    """Like an import: there already, refused if different, replaced with --replace."""
     out = tmp_path / "out"
     assert [call("synth", out, "--rows", 50).code for _ in range(2)] == [0, 0]
     before = snapshot(out)
@@ -115,8 +115,8 @@ BAD_INPUT: dict[str, tuple[list[str], int, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_is_explained_and_harms_nothing(tmp_path: Path, call: Call, case: str) -> None:
-    """2 for what was typed or named for import, 65 for what is no dataset; nothing is written."""
+def test_bad_input_is_explained_and_writes_nothing(tmp_path: Path, call: Call, case: str) -> None:
+    """2 for what was typed or named for import, 65 for what is not a dataset; nothing is written."""
     arguments, code, message = BAD_INPUT[case]
     (tmp_path / "empty.txt").touch()
     places = {"OUT": tmp_path / "out", "EMPTY": tmp_path / "empty.txt", "FOLDER": tmp_path}
@@ -126,7 +126,7 @@ def test_bad_input_is_explained_and_harms_nothing(tmp_path: Path, call: Call, ca
     assert [path.name for path in tmp_path.iterdir()] == ["empty.txt"]
 
 
-def test_an_import_never_takes_a_folder_of_something_else(tmp_path: Path, call: Call) -> None:
+def test_an_import_never_overwrites_a_foreign_folder(tmp_path: Path, call: Call) -> None:
     """A folder that holds other work is refused and stays as it is."""
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("one")
@@ -181,7 +181,7 @@ def test_describe_prints_tables_and_json(tmp_path: Path, call: Call) -> None:
 
 
 def test_describe_names_a_damaged_file(tmp_path: Path, call: Call) -> None:
-    """A file that cannot be read ends it with 65, the file and the command that tells more."""
+    """A file that cannot be read ends it with 65, the file and the command that shows more."""
     write_rows(tmp_path / "rows", 30)
     (tmp_path / "rows" / "part-1.parquet").write_bytes(b"PAR1")
     done = call("describe", tmp_path / "rows")

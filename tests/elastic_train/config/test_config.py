@@ -77,7 +77,7 @@ def test_a_mistake_names_its_place_and_its_key(tmp_path, tree, environ, argument
 
 
 def test_all_mistakes_are_reported_at_once(tmp_path):
-    """Six mistakes from three sources, two of which are no YAML, give six problems."""
+    """Six mistakes from three sources, two of which are not valid YAML, give six problems."""
     tree = {"data": {"train": 3}, "batch": {"bogus": 1}}
     environ = {"ELASTIC_TRAIN__EPOCHS": "x", "ELASTIC_TRAIN__RUN__DIR": "@x"}
     with pytest.raises(ConfigError) as raised:
@@ -93,8 +93,8 @@ def test_the_resolved_configuration_reads_back_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["1e-3", "-1E5", "2.5e7", ".5e+1", "7.e0"])
-def test_numbers_are_numbers_wherever_they_stand(tmp_path: Path, text: str) -> None:
-    """In a task's parameters, too, whose types nobody but the task knows; text is what is quoted."""
+def test_numbers_are_parsed_the_same_in_every_source(tmp_path: Path, text: str) -> None:
+    """In a task's parameters, too, whose types only the task knows; quoted values are text."""
     path, key = tmp_path / "written.yaml", "ELASTIC_TRAIN__TASK__PARAMS__B"
     path.write_text(f"data: {{train: x}}\ntask: {{params: {{a: {text}, text: '{text}'}}}}\nrun: {{name: '{text}'}}\n")
     config = sources.load(path, environ={key: text}, arguments=["--task.params.c", text])
@@ -106,23 +106,23 @@ def test_numbers_are_numbers_wherever_they_stand(tmp_path: Path, text: str) -> N
     assert yaml.safe_load(config.to_yaml())["run"]["name"] == text
 
 
-def test_words_stay_words(tmp_path: Path) -> None:
+def test_python_only_number_syntax_stays_text(tmp_path: Path) -> None:
     """What Python takes for a number need not be one."""
     assert load(tmp_path, GOOD, arguments=("--run.name", "nan")).run.name == "nan"
     assert load(tmp_path, GOOD, arguments=("--run.name", "1e5-b")).run.name == "1e5-b"
     assert load(tmp_path, GOOD, arguments=("--run.name", "infinity")).run.name == "infinity"
 
 
-def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
-    """All that stands below the first would be dropped without a word."""
+def test_a_duplicate_key_is_refused(tmp_path: Path) -> None:
+    """All keys below the first one would be dropped silently."""
     path = tmp_path / "config.yaml"
     path.write_text("data:\n  train: a\noptimizer:\n  lr: 0.1\nepochs: 2\noptimizer:\n  name: sgd\n")
     with pytest.raises(ConfigError, match=r"config\.yaml:6: duplicate key 'optimizer' \(first on line 3\)"):
         sources.load(path, environ={})
 
 
-def test_home_is_where_the_shell_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all folders alike: a dataset's was found at home, and the run was put into a folder named ~."""
+def test_a_tilde_means_the_home_folder_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every folder: it once held for datasets only, and runs went into a folder named ~."""
     monkeypatch.setenv("HOME", "/home/me")
     places = {"run": {"dir": "~/runs/./a"}, "checkpoint": {"url": "~/commits", "near_dir": "~/near"}}
     config = load(tmp_path, {**places, "data": {"train": "x", "cache_dir": "~/cache"}})
@@ -148,8 +148,8 @@ def test_every_key_is_explained():
     assert [key for key, _, _, meaning in rows if not meaning and "." in key] == []
 
 
-def test_an_unreadable_file_is_said_so(tmp_path):
-    """No file, no YAML, and no UTF-8 are configuration errors."""
+def test_an_unreadable_file_is_a_config_error(tmp_path):
+    """A missing file, invalid YAML and invalid UTF-8 are configuration errors."""
     with pytest.raises(ConfigError, match="cannot be read"):
         sources.load(tmp_path / "none.yaml", environ={})
     (tmp_path / "bad.yaml").write_text("a: [1")
@@ -161,7 +161,7 @@ def test_an_unreadable_file_is_said_so(tmp_path):
 
 
 def test_what_to_keep_is_read_and_checked(tmp_path: Path) -> None:
-    """A budget has a unit, and a best that is not understood is refused with what to write."""
+    """A budget has a unit, and an invalid keep_best is refused with what to write."""
     keep = {"storage_budget": "200GB", "keep_best": "max macro_f1"}
     config = load(tmp_path, {**GOOD, "checkpoint": keep})
     assert config.checkpoint.storage_budget == 200 * 10**9

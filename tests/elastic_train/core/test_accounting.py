@@ -20,7 +20,7 @@ STORED = {
 }
 
 
-def test_a_hole_lacks_what_its_epoch_had_not_applied() -> None:
+def test_a_hole_removes_only_what_its_epoch_had_not_applied() -> None:
     """Nothing is left out before the hole's epoch, in it what had not been applied, and everything later."""
     assert [HOLE.left_out_of(epoch) for epoch in range(3)] == [(), ((10, 12), (14, 20)), ((10, 20),)]
 

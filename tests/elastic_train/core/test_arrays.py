@@ -21,7 +21,7 @@ def test_every_id_is_found_in_its_group(group_rows: list[int]) -> None:
 
 
 @given(st.sets(st.integers(0, 40)))
-def test_ranges_hold_just_the_ids(ids: set[int]) -> None:
+def test_ranges_hold_exactly_the_ids(ids: set[int]) -> None:
     """The ranges of ids hold all of them and no other, ascending, and no two of them touch."""
     ranges = ranges_of(np.array(sorted(ids, reverse=True), dtype=np.int64))
     assert [id_ for lo, hi in ranges for id_ in range(lo, hi)] == sorted(ids)

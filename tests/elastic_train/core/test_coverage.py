@@ -26,7 +26,7 @@ def test_golden_sums() -> None:
 
 
 @given(ids, st.randoms())
-def test_sums_do_not_depend_on_order_or_cutting(some: list[int], shuffle: random.Random) -> None:
+def test_sums_do_not_depend_on_order_or_chunking(some: list[int], shuffle: random.Random) -> None:
     """Ranks and lanes may add in any order and in any portions."""
     shuffled = list(some)
     shuffle.shuffle(shuffled)
@@ -50,7 +50,7 @@ def test_whole_epochs_multiply(n: int, times: int) -> None:
 
 
 @given(st.integers(2, 300), st.data())
-def test_a_repeat_that_hides_a_skip_is_seen(n: int, data: st.DataObject) -> None:
+def test_a_repeat_that_hides_a_skip_is_detected(n: int, data: st.DataObject) -> None:
     """One sample in another's place leaves the count right, and both sums wrong."""
     skipped, repeated = (
         data.draw(st.permutations(range(n)))[:2] if n < 20 else (n - 1, data.draw(st.integers(0, n - 2)))

@@ -94,7 +94,7 @@ def test_permute_is_a_bijection(n: int) -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 3000), words, st.data())
-def test_permute_maps_a_position_alike_alone_and_in_company(n: int, key: int, data: st.DataObject) -> None:
+def test_permute_maps_a_position_the_same_alone_and_in_an_array(n: int, key: int, data: st.DataObject) -> None:
     """A slice of positions gives the slice of the whole: nothing depends on how a request is cut."""
     lo = data.draw(st.integers(0, n))
     hi = data.draw(st.integers(lo, n))

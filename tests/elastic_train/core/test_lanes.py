@@ -62,7 +62,7 @@ def test_every_world_adds_the_same_tree(world_size: int, num_lanes: int) -> None
 
 @given(worlds)
 def test_any_world_adds_the_same_tree(world: tuple[int, int]) -> None:
-    """The same at sizes that nobody thought of."""
+    """The same at randomly drawn sizes."""
     assert sum_tree(*world) == local_sum(root_of(world[1]), world[1])
 
 
@@ -79,7 +79,7 @@ def test_a_rank_has_few_parts(world: tuple[int, int]) -> None:
         assert ends[-1] == lanes.stop
 
 
-def test_a_lone_part_rises_through_empty_siblings() -> None:
+def test_a_lone_part_passes_up_through_empty_siblings() -> None:
     """With 5 lanes, lane 4 is the whole right half."""
     assert settle(Part(0, 4), 5) == Part(2, 1)
     assert root_of(5) == Part(3, 0)
@@ -103,7 +103,7 @@ def test_golden_lane_seeds() -> None:
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 10**6), st.integers(0, 500))
 def test_lane_seeds_fit_torch_and_differ(seed: int, step: int, lane: int) -> None:
-    """Seeds lie in [0, 2^63), and neighbouring lanes and steps have others."""
+    """Seeds are in [0, 2^63), and neighbouring lanes and steps have others."""
     found = {lane_seed(seed, step, lane), lane_seed(seed, step + 1, lane), lane_seed(seed, step, lane + 1)}
     assert len(found) == 3
     assert all(0 <= value < 2**63 for value in found)

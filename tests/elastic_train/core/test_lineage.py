@@ -19,7 +19,7 @@ places = st.tuples(st.integers(0, 10**9), st.integers(0, 10**13))
 
 
 @given(places)
-def test_a_key_names_its_place(place: tuple[int, int]) -> None:
+def test_a_commit_key_round_trips(place: tuple[int, int]) -> None:
     """place_of is the inverse of commit_key."""
     assert place_of(commit_key(*place)) == place
 
@@ -34,8 +34,8 @@ def test_a_key_names_its_place(place: tuple[int, int]) -> None:
         "commits/000000001-000000000002.json",
     ],
 )
-def test_other_keys_name_nothing(key: str) -> None:
-    """What commit_key would not have written is no commit."""
+def test_other_keys_are_not_commits(key: str) -> None:
+    """What commit_key would not have written is not a commit."""
     assert place_of(key) is None
 
 
@@ -60,7 +60,7 @@ def test_extended_intervals_tile(commits: list[tuple[bool, int]]) -> None:
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 60))
-def test_what_is_before_a_step_tiles_up_to_it(lengths: list[int], step: int) -> None:
+def test_a_lineage_cut_at_a_step_tiles_up_to_it(lengths: list[int], step: int) -> None:
     """A cut lineage is the beginning of the whole one, and ends at the step or where the whole one ends."""
     intervals: tuple[Interval, ...] = ()
     for term, length in enumerate(lengths):
@@ -72,7 +72,7 @@ def test_what_is_before_a_step_tiles_up_to_it(lengths: list[int], step: int) -> 
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.data())
-def test_a_planted_gap_or_overlap_is_seen(lengths: list[int], data: st.DataObject) -> None:
+def test_a_planted_gap_or_overlap_is_detected(lengths: list[int], data: st.DataObject) -> None:
     """Moving any bound of a tiling breaks it, and the report names the steps."""
     ends = [sum(lengths[: n + 1]) for n in range(len(lengths))]
     intervals = [Interval(1, end - length, end) for end, length in zip(ends, lengths, strict=True)]
@@ -100,6 +100,6 @@ def test_a_planted_gap_or_overlap_is_seen(lengths: list[int], data: st.DataObjec
         ([], 3, "gap: steps [0, 3) are in no interval"),
     ],
 )
-def test_problems_are_told_in_words(intervals: list[tuple[int, int, int]], total: int, problem: str) -> None:
+def test_problems_are_described_in_words(intervals: list[tuple[int, int, int]], total: int, problem: str) -> None:
     """A report names the steps and the terms."""
     assert tiling_problems([Interval(*interval) for interval in intervals], total) == [problem]

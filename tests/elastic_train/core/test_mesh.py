@@ -14,7 +14,7 @@ cells = st.builds(Cell, degrees, degrees, degrees, degrees)
 
 
 @given(cells, st.integers(1, 5))
-def test_every_rank_has_coordinates_of_its_own(cell: Cell, num_replicas: int) -> None:
+def test_every_rank_has_unique_coordinates(cell: Cell, num_replicas: int) -> None:
     """No two ranks share coordinates, and each coordinate is below its degree."""
     size = num_replicas * cell.size
     seen = {Mesh(rank, size, cell).coordinates for rank in range(size)}
@@ -54,6 +54,6 @@ def test_a_rank_is_a_replica_by_default() -> None:
 
 
 @pytest.mark.parametrize(("rank", "size", "cell"), [(3, 3, Cell()), (0, 5, Cell(tensor=2)), (-1, 2, Cell())])
-def test_ranks_that_make_no_whole_cells_are_refused(rank: int, size: int, cell: Cell) -> None:
+def test_ranks_that_do_not_fill_whole_cells_are_refused(rank: int, size: int, cell: Cell) -> None:
     with pytest.raises(AssertionError):
         Mesh(rank, size, cell)

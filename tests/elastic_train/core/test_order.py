@@ -66,7 +66,7 @@ def test_every_sample_once(order: Order, epoch: int) -> None:
 
 @settings(deadline=None)
 @given(orders(), st.integers(0, 3), st.data())
-def test_ids_do_not_depend_on_the_cutting(order: Order, epoch: int, data: st.DataObject) -> None:
+def test_ids_do_not_depend_on_the_request_bounds(order: Order, epoch: int, data: st.DataObject) -> None:
     """[lo, hi) gives that slice of the lane, so any micro-batch and any resume reads the same order."""
     lane = data.draw(st.integers(0, order.num_lanes - 1))
     whole = order.epoch(epoch).ids(lane, 0, order.num_samples)
@@ -122,7 +122,7 @@ def test_a_cursor_and_its_step_are_inverse(order: Order, micro_batch: int, step:
 
 @settings(deadline=None)
 @given(orders(), st.integers(1, 9))
-def test_an_epochs_steps_cover_it(order: Order, micro_batch: int) -> None:
+def test_the_steps_of_an_epoch_cover_it(order: Order, micro_batch: int) -> None:
     """Walking the cursor from step to step through an epoch reads every sample once, and then the next epoch begins."""
     cursor, counts = Cursor(), Counter[int]()
     for _ in range(order.num_steps(micro_batch)):
@@ -171,14 +171,14 @@ def test_epochs_and_seeds_differ() -> None:
 @pytest.mark.parametrize(
     ("rows", "num_lanes", "block_row_groups"), [([], 1, 1), ([3, 0], 1, 1), ([3], 0, 1), ([3], 1, 0), ([[3]], 1, 1)]
 )
-def test_a_senseless_order_is_refused(rows: list[int], num_lanes: int, block_row_groups: int) -> None:
+def test_an_impossible_order_is_refused(rows: list[int], num_lanes: int, block_row_groups: int) -> None:
     """No row groups, an empty one, no lanes or an empty block cannot be ordered."""
     with pytest.raises(ValueError, match="at least"):
         Order(rows, num_lanes=num_lanes, seed=1, block_row_groups=block_row_groups)
 
 
 def test_a_cursor_counts_from_zero() -> None:
-    """A negative cursor is a mistake of ours."""
+    """A negative cursor is a programming error."""
     with pytest.raises(AssertionError):
         Cursor(-1, 0)
     with pytest.raises(AssertionError):

@@ -32,14 +32,14 @@ def test_golden_numbers() -> None:
 
 
 @given(st.lists(words, max_size=3), st.lists(words, min_size=1, max_size=5))
-def test_folding_into_many_keys_is_folding_into_one(key: list[int], last: list[int]) -> None:
+def test_derive_each_agrees_with_derive(key: list[int], last: list[int]) -> None:
     """`derive_each` and `derive` are one function, also where words overflow."""
     expected = [derive(*key, word) for word in last]
     assert derive_each(derive(*key), np.array(last, dtype=np.uint64)).tolist() == expected
 
 
 @given(st.integers(0, 2**63), st.integers(0, 99), st.lists(st.integers(0, 2**40), max_size=9), st.data())
-def test_a_sample_draws_alone_what_it_draws_in_company(
+def test_a_samples_draws_do_not_depend_on_its_micro_batch(
     seed: int, epoch: int, ids: list[int], data: st.DataObject
 ) -> None:
     """Whatever samples share a micro-batch, in whatever order, each gets its own numbers."""
@@ -70,7 +70,7 @@ def test_the_order_of_draws_does_not_matter() -> None:
     assert np.array_equal(second.uniform("crop"), crop)
 
 
-def test_numbers_are_where_they_should_be() -> None:
+def test_numbers_fill_their_ranges_evenly() -> None:
     """Uniform numbers and whole numbers fill their ranges evenly, bounds included where they are allowed."""
     draw = SampleRandom(3, 0, np.arange(20_000))
     uniform, integers = draw.uniform("u"), draw.integers("i", -2, 3)
@@ -94,7 +94,7 @@ def test_an_empty_range_is_refused() -> None:
         SampleRandom(0, 0, IDS).integers("top", 3, 3)
 
 
-def test_no_samples_no_numbers() -> None:
+def test_no_samples_give_empty_draws() -> None:
     """An empty micro-batch draws arrays of no rows."""
     none = SampleRandom(0, 0, IDS[:0])
     assert (none.uniform("a", (2, 3)).shape, none.integers("a", 0, 2).shape) == ((0, 2, 3), (0,))

@@ -22,7 +22,7 @@ def test_it_is_a_permutation(num_groups: int, num_lanes: int, block_row_groups: 
 def test_a_turn_has_one_row_group_of_each_run_of_neighbours(
     num_lanes: int, block_row_groups: int, num_turns: int, key: int
 ) -> None:
-    """The n-th blocks of all lanes: their row groups in file order lie in the first, second, ... run of `num_turns`."""
+    """The n-th blocks of all lanes: their row groups in file order are in the first, second, ... run of `num_turns`."""
     groups = stratified_order(num_lanes * block_row_groups * num_turns, num_lanes, block_row_groups, key)
     for turn in groups.reshape(num_lanes, num_turns, block_row_groups).transpose(1, 0, 2).reshape(num_turns, -1):
         assert (np.sort(turn) // num_turns).tolist() == list(range(num_lanes * block_row_groups))

@@ -15,7 +15,7 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError
 from elastic_train.job.parameter_groups import describe_groups
-from elastic_train.job.state import AppliedState, build_state
+from elastic_train.job.state import AppliedState, StepFacts, build_state
 from elastic_train.parallel.gradient_sum import bind_gradients
 from elastic_train.tasks.task import ParameterGroup
 from elastic_train.tasks.text_classifier import TextClassifier
@@ -43,7 +43,7 @@ def step(state: AppliedState, times: int = 1) -> None:
     for _ in range(times):
         for number, parameter in enumerate(state.model.parameters()):
             parameter.grad = torch.full_like(parameter, 0.25 + number) if parameter.requires_grad else None
-        state.apply(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount())
+        state.apply(StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount()))
 
 
 def resumed(state: AppliedState, other: AppliedState) -> AppliedState:
@@ -97,7 +97,7 @@ def test_without_groups_nothing_changes(name: str) -> None:
     assert list(mine.items()) == list(theirs.items())
 
 
-def test_what_is_frozen_is_saved_and_not_trained() -> None:
+def test_frozen_parameters_are_saved_and_not_trained() -> None:
     """No gradient buffer, no moments, no decay; but a place in every commit and hand-over."""
     state = built(ParameterGroup(BODY, is_frozen=True))
     before = weights(state)
@@ -108,7 +108,7 @@ def test_what_is_frozen_is_saved_and_not_trained() -> None:
     assert list(saved["model"]) == [*BODY, *HEAD] and set(saved["optimizer"]["state"]) == set(HEAD)  # type: ignore[call-overload,index]
 
 
-def test_a_tied_parameter_is_one_under_any_of_its_names() -> None:
+def test_a_tied_parameter_counts_once_under_any_of_its_names() -> None:
     """It is in one group, once, and two groups cannot share it under two names."""
     groups = [ParameterGroup(["outer.weight", "inner.weight"], weight_decay=0.0)]
     state = build_state(Tied(), CONFIG, 20, "cpu", is_fp16=False, groups=groups)
@@ -129,7 +129,7 @@ def test_a_tied_parameter_is_one_under_any_of_its_names() -> None:
         )
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_at_once() -> None:
     """With the group, the value or the nearest name; and nothing is frozen then."""
     groups = [
         ParameterGroup(["0.wieght", "2.bias"], lr_factor=-1.0),
@@ -150,7 +150,7 @@ def test_all_mistakes_are_told_at_once() -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_a_model_that_is_frozen_as_a_whole_is_refused() -> None:
+def test_a_fully_frozen_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="every parameter is frozen, so there is nothing to train"):
         built(ParameterGroup(BODY, is_frozen=True), ParameterGroup(HEAD, is_frozen=True))
 
@@ -205,7 +205,7 @@ def test_a_layer_may_be_frozen_and_thawed_between_runs(name: str, caplog: pytest
     assert not torch.equal(kept["0.weight"], weights(thawed)["0.weight"])
 
 
-def test_descriptions_differ_where_groups_do() -> None:
+def test_descriptions_differ_exactly_where_groups_do() -> None:
     """Ranks compare them: by parameters, rates and decays, whatever the order of the names."""
 
     def of(*groups: ParameterGroup) -> list[str]:
@@ -222,7 +222,7 @@ def test_descriptions_differ_where_groups_do() -> None:
     assert lines == state.grouping and lines[1].endswith("rate 0.2, weight decay 0.5")
 
 
-def test_the_text_classifier_decays_biases_and_norms_unless_told() -> None:
+def test_the_text_classifier_decays_biases_and_norms_by_default() -> None:
     """The option leaves out all of one dimension, and nothing else."""
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     assert list(TextClassifier().parameter_groups(model)) == []

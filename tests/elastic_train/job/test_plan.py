@@ -19,14 +19,14 @@ from elastic_train.tasks.task import load_task
 def commit_of(**fields: object) -> CommitRecord:
     """A commit with nothing but what a plan compares."""
     record = object.__new__(CommitRecord)
-    told = {"config_digest": "one", "manifest_digest": "two", "order": {"version": VERSION, "lengths": 0}, **fields}
-    for name, value in {"term": 1, "step": 9, **told}.items():
+    facts = {"config_digest": "one", "manifest_digest": "two", "order": {"version": VERSION, "lengths": 0}, **fields}
+    for name, value in {"term": 1, "step": 9, **facts}.items():
         object.__setattr__(record, name, value)
     return record
 
 
 @pytest.mark.parametrize(
-    ("fields", "error", "told"),
+    ("fields", "error", "message"),
     [
         ({"config_digest": "other"}, ConfigError, "another configuration"),
         ({"manifest_digest": "other"}, DataError, "manifest changed"),
@@ -37,14 +37,14 @@ def commit_of(**fields: object) -> CommitRecord:
     ],
 )
 def test_a_commit_of_another_run_is_refused(
-    fields: dict[str, object], error: type[ElasticTrainError], told: str
+    fields: dict[str, object], error: type[ElasticTrainError], message: str
 ) -> None:
-    """To go on would repeat samples and leave others out."""
+    """Continuing would repeat samples and leave others out."""
     config = SimpleNamespace(run=SimpleNamespace(dir="run"), identity=lambda: "one")
     manifest = SimpleNamespace(digest="two", url="rows")
     plan = SimpleNamespace(config=config, manifest=manifest, order=SimpleNamespace(arrangement=None))
     Plan.check_continues(plan, commit_of())  # type: ignore[arg-type]
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         Plan.check_continues(plan, commit_of(**fields))  # type: ignore[arg-type]
 
 
@@ -56,35 +56,37 @@ def planned(rows: Path, **changes: object) -> Plan:
 
 
 @pytest.mark.parametrize("best", ["min loss", "max samples", "max macro_f1"])
-def test_a_best_by_what_a_validation_gives_is_planned(rows: Path, best: str) -> None:
+def test_a_keep_best_by_a_validation_metric_is_accepted(rows: Path, best: str) -> None:
     """Those of every task, and those of this one."""
     assert planned(rows, checkpoint={"keep_best": best}).retention.policies[-1] == Best.parse(best)
 
 
 @pytest.mark.parametrize(
-    ("best", "validation", "told"),
+    ("best", "validation", "message"),
     [
         ("max macrof1", True, "has no 'macrof1'; did you mean 'macro_f1'"),
         ("min zzzz", True, "has no 'zzzz'; it has loss, samples, "),
         ("min loss", False, "no data.validation"),
     ],
 )
-def test_a_best_that_no_commit_would_be_is_refused(rows: Path, best: str, validation: bool, told: str) -> None:
+def test_a_keep_best_that_no_commit_could_satisfy_is_refused(
+    rows: Path, best: str, validation: bool, message: str
+) -> None:
     """It would keep nothing, and nobody would notice before the commit is gone."""
     data = {"train": str(rows / "train"), "validation": str(rows / "validation") if validation else None}
-    with pytest.raises(ConfigError, match=rf"checkpoint\.keep_best '{best}'.*{told}"):
+    with pytest.raises(ConfigError, match=rf"checkpoint\.keep_best '{best}'.*{message}"):
         planned(rows, data=data, checkpoint={"keep_best": best})
 
 
 @pytest.mark.parametrize(
-    ("params", "told"),
+    ("params", "message"),
     [
         ({"heads": 0}, "heads must be at least 1, not 0"),
         ({"heads": -4}, "heads must be at least 1, not -4"),
         ({"category_buckets": 1}, "category_buckets must be at least 2, not 1"),
     ],
 )
-def test_a_task_that_cannot_be_built_is_refused(params: dict[str, object], told: str) -> None:
-    """A number that nothing can be divided by is told with its name, not found by the division."""
-    with pytest.raises(ConfigError, match=told):
+def test_a_task_that_cannot_be_built_is_refused(params: dict[str, object], message: str) -> None:
+    """A divisor of zero is refused by its name, not by a ZeroDivisionError."""
+    with pytest.raises(ConfigError, match=message):
         load_task(TaskConfig(params=params))

@@ -64,7 +64,7 @@ def expected(seed: int, epoch: int) -> Drawn:
 
 
 def test_training_draws_by_the_runs_seed_and_the_epoch(feed: tuple[Feed, Order]) -> None:
-    """Each epoch of a run has numbers of its own."""
+    """Each epoch of a run has different numbers."""
     feed_, order = feed
     for epoch in (0, 3):
         steps = feed_.training(order, range(NUM_LANES), Cursor(epoch), order.num_steps(MICRO_BATCH))

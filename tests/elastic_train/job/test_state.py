@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
 from torch import nn
 
 from elastic_train.checkpoint.format.layout import State
+from elastic_train.checkpoint.format.state_tree import leaves_of
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.config.schema import OptimizerConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
-from elastic_train.job.state import AppliedState, build_state
+from elastic_train.job.state import AppliedState, Reached, StepFacts, build_state
 
 
 def built(config: OptimizerConfig, total_steps: int = 20) -> AppliedState:
@@ -25,7 +27,7 @@ def built(config: OptimizerConfig, total_steps: int = 20) -> AppliedState:
 def step(state: AppliedState) -> None:
     for parameter in state.model.parameters():
         parameter.grad = torch.full_like(parameter, 0.25)
-    state.apply(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount())
+    state.apply(StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount()))
 
 
 def restored(state: AppliedState, config: OptimizerConfig, total_steps: int = 20) -> AppliedState:
@@ -41,8 +43,8 @@ def restored(state: AppliedState, config: OptimizerConfig, total_steps: int = 20
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize("num_steps", [1, 2, 7])
-def test_the_same_configuration_goes_on_with_the_same_bits(name: str, num_steps: int) -> None:
-    """Rates that are computed anew are those that were saved."""
+def test_the_same_configuration_resumes_with_the_same_bits(name: str, num_steps: int) -> None:
+    """Rates that are computed again are those that were saved."""
     config = OptimizerConfig(name=name, lr=0.0123, warmup_steps=3)  # type: ignore[arg-type]
     through = built(config)
     for _ in range(num_steps):
@@ -55,7 +57,7 @@ def test_the_same_configuration_goes_on_with_the_same_bits(name: str, num_steps:
     assert weights_digest(again.model) == weights_digest(through.model)
 
 
-def test_a_changed_rate_holds_from_the_next_step_on() -> None:
+def test_a_changed_rate_applies_from_the_next_step() -> None:
     """Also a changed decay and a longer schedule; moments and the schedule's place are those that were saved."""
     before = OptimizerConfig(lr=0.1, weight_decay=0.5, betas=(0.8, 0.9), warmup_steps=2)
     state = built(before)
@@ -72,3 +74,30 @@ def test_a_changed_rate_holds_from_the_next_step_on() -> None:
         assert again.scheduler.get_last_lr() == never_stopped.scheduler.get_last_lr()
         step(again)
         step(never_stopped)
+
+
+def test_what_was_not_finite_leaves_weights_and_moments_alone_and_its_step_counts() -> None:
+    """Neither a loss nor a gradient that is not finite changes anything but the place."""
+    state = built(OptimizerConfig(warmup_steps=0, schedule="constant"))
+    step(state)
+    before = copy.deepcopy(state.shards.held())
+    for value, loss in ((math.inf, 1.0), (0.25, math.nan)):
+        for parameter in state.model.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        state.apply(StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount(), loss=loss))
+    assert (state.step, state.reached.skipped_steps, state.reached.num_nonfinite) == (3, ((1, 3),), 2)
+    after = state.shards.held()
+    for part in ("model", "optimizer"):
+        for (path, tensor), (_, was) in zip(leaves_of(after[part]), leaves_of(before[part]), strict=True):  # type: ignore[arg-type]
+            assert not isinstance(tensor, torch.Tensor) or torch.equal(tensor, was), path  # type: ignore[arg-type]
+    step(state)
+    assert (state.reached.skipped_steps, state.reached.num_nonfinite) == (((1, 3),), 0)
+
+
+def test_a_state_remembers_which_steps_were_fast() -> None:
+    """In ranges, so that a million steps of one kind are two numbers."""
+    reached = Reached()
+    for number in range(10):
+        facts = StepFacts(Cursor(0, number), CoverageSums(), 1, SampleAccount(), is_fast=number in (2, 3, 4, 8))
+        reached = reached.advance(facts)
+    assert reached.fast_steps == ((2, 5), (8, 9))

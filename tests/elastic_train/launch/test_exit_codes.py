@@ -22,7 +22,7 @@ from elastic_train.launch.exit_codes import exit_code
         ([0, 1], True, 1),
     ],
 )
-def test_codes_that_say_more_win(codes: list[int], has_failed: bool, expected: int) -> None:
+def test_more_specific_exit_codes_win(codes: list[int], has_failed: bool, expected: int) -> None:
     """Damage, a bad configuration, a hang, too few nodes, a lost result are passed on; the rest is 0, 75 or 1."""
     assert exit_code(codes, has_failed=has_failed) == expected
 
@@ -31,6 +31,6 @@ def test_codes_that_say_more_win(codes: list[int], has_failed: bool, expected: i
     ("codes", "expected"),
     [([-15], 75), ([75, -15], 75), ([0, -15], 75), ([], 75), ([-9], 1), ([65, -15], 65), ([0], 0)],
 )
-def test_who_is_asked_before_its_workers_listen_has_lost_nothing(codes: list[int], expected: int) -> None:
-    """A worker that SIGTERM killed was still importing; asked at any other time it leaves with a code of its own."""
+def test_sigterm_before_the_workers_listen_loses_nothing(codes: list[int], expected: int) -> None:
+    """A worker that SIGTERM killed was still importing; asked at any other time it leaves with its own exit code."""
     assert exit_code(codes, has_failed=False, is_asked=True) == expected

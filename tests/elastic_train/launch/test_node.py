@@ -11,20 +11,21 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from elastic_train.cli import main
 from rendezvous import EtcdStore, TooFewNodesError
 from rendezvous.membership.participant import Participant
 from rendezvous.torchelastic import live_handler
 from tests.conftest import ROOT, start
-from tests.elastic_train.training.test_live import history, until_whole, write_config
+from tests.elastic_train.training.test_live import PARAMS, eventually, history, until_whole, write_config
 from tests.processes import command_lines_below
 
 pytestmark = pytest.mark.slow
 
 
 def ended(capsys: pytest.CaptureFixture[str], folder: Path, *flags: str) -> tuple[int, str]:
-    """Launch in this process something that gets no worker started; return the exit code and what was told."""
+    """Launch in this process something that gets no worker started; return the exit code and stderr."""
     (folder / "c.yaml").write_text("data: {train: nowhere}")
     with pytest.raises(SystemExit) as left:
         main.main(["launch", str(folder / "c.yaml"), *flags])
@@ -33,21 +34,21 @@ def ended(capsys: pytest.CaptureFixture[str], folder: Path, *flags: str) -> tupl
 
 
 @pytest.mark.parametrize("recovery", ["live", "restart"])
-def test_a_control_plane_that_is_not_there_is_told(
+def test_a_missing_control_plane_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, recovery: str
 ) -> None:
-    """What is no endpoint ends with 2; one where nobody answers, and no etcd to start, with 1: a line, no traceback."""
+    """An invalid endpoint ends with 2; one that does not answer, and no etcd to start, with 1: a line, no traceback."""
     monkeypatch.setattr(live_handler, "START_PATIENCE_S", 0.2)
     monkeypatch.setitem(EtcdStore.__init__.__kwdefaults__, "give_up_after_s", 0.2)
     how = ("--recovery", recovery)
-    code, told = ended(capsys, tmp_path, *how, "--endpoint", "a:b")
-    assert (code, told) == (2, "error: etcd's endpoint 'a:b' is not HOST:PORT\n")
-    code, told = ended(capsys, tmp_path, *how, "--endpoint", "127.0.0.1:1")
-    assert code == 1 and told.startswith("error: no etcd answers at 127.0.0.1:1")
+    code, printed = ended(capsys, tmp_path, *how, "--endpoint", "a:b")
+    assert (code, printed) == (2, "error: etcd's endpoint 'a:b' is not HOST:PORT\n")
+    code, printed = ended(capsys, tmp_path, *how, "--endpoint", "127.0.0.1:1")
+    assert code == 1 and printed.startswith("error: no etcd answers at 127.0.0.1:1")
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    code, told = ended(capsys, tmp_path, *how)
-    assert code == 1 and told.startswith("error: no etcd found")
+    code, printed = ended(capsys, tmp_path, *how)
+    assert code == 1 and printed.startswith("error: no etcd found")
 
 
 def test_too_few_nodes_end_with_77(
@@ -59,16 +60,16 @@ def test_too_few_nodes_end_with_77(
         raise TooFewNodesError("1 of 2 nodes came")
 
     monkeypatch.setattr(Participant, "next_world", wait_in_vain)
-    code, told = ended(capsys, tmp_path, "--recovery", "restart")
-    assert (code, told.splitlines()[-1]) == (77, "error: 1 of 2 nodes came")
+    code, printed = ended(capsys, tmp_path, "--recovery", "restart")
+    assert (code, printed.splitlines()[-1]) == (77, "error: 1 of 2 nodes came")
 
 
 def command(config: str, *flags: str) -> list[str]:
     return [sys.executable, "-m", "elastic_train.cli.main", "launch", config, *flags]
 
 
-def test_sigterm_ends_with_75_and_the_same_line_goes_on(tmp_path: Path, rows: Path) -> None:
-    """Told to leave, the launcher ends with 75, committed; started again, with 0, from where it was."""
+def test_sigterm_ends_with_75_and_the_same_command_resumes(tmp_path: Path, rows: Path) -> None:
+    """Asked to leave, the launcher ends with 75, committed; started again, with 0, from where it was."""
     config = write_config(tmp_path, rows, 300)
     job = subprocess.Popen(command(config, "--ranks", "2"), cwd=ROOT)
     until_whole(tmp_path / "run", 2)
@@ -79,8 +80,35 @@ def test_sigterm_ends_with_75_and_the_same_line_goes_on(tmp_path: Path, rows: Pa
     assert max(line["step"] for line in restores) > 0
 
 
+@pytest.mark.parametrize("recovery", ["live", "restart"])
+def test_a_step_that_outlasts_the_grace_is_dropped_and_the_applied_state_committed(
+    tmp_path: Path, rows: Path, recovery: str
+) -> None:
+    """A step of a minute, three seconds from SIGTERM to SIGKILL: the job leaves in time and loses no applied step."""
+    config, marker = Path(write_config(tmp_path, rows, 40)), tmp_path / "stall"
+    tree = yaml.safe_load(config.read_text())
+    tree["task"] = {"path": "tests.tasks:Stalls", "params": {**PARAMS, "marker": str(marker)}}
+    config.write_text(yaml.safe_dump(tree | {"hang_timeout_s": 600.0}))
+    line = command(str(config), "--ranks", "2", "--recovery", recovery, "--grace-s", "3")
+    job = subprocess.Popen(line, cwd=ROOT)
+    until_whole(tmp_path / "run", 2)
+    eventually(lambda: applied(tmp_path / "run") > 3, "some steps")
+    marker.touch()
+    eventually(lambda: len(list(tmp_path.glob("stall.*"))) == 2, "two ranks in a long step")
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(30) == 75
+    marker.unlink()
+    assert subprocess.run(line, cwd=ROOT, timeout=240, check=False).returncode == 0
+    lines = [line for line in history(tmp_path / "run") if line["op"] == "step"]
+    assert sorted(line["step"] for line in lines) == sorted([*range(1, 41), *range(1, 41)])
+
+
+def applied(run: Path) -> int:
+    return max((line["step"] for line in history(run) if line["op"] == "step"), default=0)
+
+
 def test_sigterm_before_a_worker_listens_ends_with_75(tmp_path: Path, rows: Path) -> None:
-    """A scheduler that takes a node back right after the start starts it again, and does not call it failed."""
+    """A scheduler that reclaims a node right after the start requeues it, and does not count it as failed."""
     config = write_config(tmp_path, rows, 300)
     job = subprocess.Popen(command(config, "--ranks", "1"), cwd=ROOT)
     while not any("-m elastic_train " in line for line in command_lines_below(job.pid)):
@@ -91,7 +119,7 @@ def test_sigterm_before_a_worker_listens_ends_with_75(tmp_path: Path, rows: Path
 
 
 def test_a_done_job_without_its_result_ends_with_74_and_is_not_started_over(tmp_path: Path, rows: Path) -> None:
-    """Nobody takes the place of the rank that could not write it; another start writes it, and trains nothing."""
+    """The rank that could not write it is not replaced; another start writes it, and trains nothing."""
     config = write_config(tmp_path, rows, 20, lane_ms=0.0)
     (tmp_path / "run" / "result.json").mkdir(parents=True)
     done = subprocess.run(
@@ -109,7 +137,7 @@ def test_a_done_job_without_its_result_ends_with_74_and_is_not_started_over(tmp_
     assert len([line for line in history(tmp_path / "run") if line["op"] == "step"]) == 2 * 20
 
 
-def test_a_bad_configuration_is_told_once(tmp_path: Path, rows: Path) -> None:
+def test_a_bad_configuration_is_reported_once(tmp_path: Path, rows: Path) -> None:
     """An unknown key ends the launcher with 2 before any worker starts."""
     done = subprocess.run(
         command(write_config(tmp_path, rows, 9), "--ranks", "2", "--batch.micro_bach", "3"),

@@ -20,8 +20,8 @@ def resolved(flags: Flags, environ: dict[str, str], num_gpus: int = 0) -> Launch
     return resolve(Path("c.yaml"), ["--epochs", "2"], flags, environ, num_gpus)
 
 
-def test_alone_it_needs_nothing() -> None:
-    """One node, a rank for each GPU, an etcd and a name of its own."""
+def test_one_node_needs_no_options() -> None:
+    """One node, a rank for each GPU, its own etcd and a name."""
     plan = resolved(Flags(), {}, num_gpus=8)
     assert (plan.min_nodes, plan.max_nodes, plan.ranks, plan.endpoint, plan.is_etcd_host) == (1, 1, 8, None, True)
     assert plan.arguments() == ["-m", "elastic_train", "c.yaml", "--epochs", "2"]
@@ -29,7 +29,7 @@ def test_alone_it_needs_nothing() -> None:
 
 
 def test_kubernetes_variables_are_read_and_flags_win() -> None:
-    """PET_* variables say what torchrun would take from them; the command line goes over them."""
+    """PET_* variables mean what they mean to torchrun; the command line overrides them."""
     plan = resolved(Flags(ranks=2, run_id="mine"), KUBERNETES)
     assert (plan.min_nodes, plan.max_nodes, plan.ranks, plan.endpoint, plan.run_id) == (2, 8, 2, "etcd:2379", "mine")
 
@@ -50,18 +50,18 @@ def test_the_first_host_of_a_list(nodelist: str, first: str) -> None:
     assert first_host(nodelist) == first
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_at_once() -> None:
     """Nodes, recovery, endpoint and name: one error with everything that is wrong."""
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as raised:
         resolved(Flags(nodes="0", recovery="life"), {"PET_NPROC_PER_NODE": "many"})
-    assert len(told.value.problems) == 3
-    with pytest.raises(ConfigError) as told:
+    assert len(raised.value.problems) == 3
+    with pytest.raises(ConfigError) as raised:
         resolved(Flags(nodes="2"), {})
-    assert [problem.split()[0] for problem in told.value.problems] == ["--endpoint", "--id"]
+    assert [problem.split()[0] for problem in raised.value.problems] == ["--endpoint", "--id"]
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (Flags(ranks=0), "--ranks must be at least 1, not 0"),
         (Flags(ranks=-1), "--ranks must be at least 1, not -1"),
@@ -70,7 +70,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         (Flags(grace_s=-1.0), "--grace-s must be a number of seconds"),
     ],
 )
-def test_numbers_that_mean_nothing_are_refused(flags: Flags, told: str) -> None:
-    """No count of ranks below 1 is taken for another, and no time that is none gets as far as etcd."""
-    with pytest.raises(ConfigError, match=told):
+def test_numbers_out_of_range_are_refused(flags: Flags, message: str) -> None:
+    """A count of ranks below 1 is refused, and so is an invalid time before it reaches etcd."""
+    with pytest.raises(ConfigError, match=message):
         resolved(flags, {}, num_gpus=8)

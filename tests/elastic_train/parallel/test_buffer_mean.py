@@ -114,7 +114,7 @@ def ranks(rank: int, size: int, folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_no_world_changes_a_buffer(tmp_path: Path, size: int) -> None:
+def test_buffers_do_not_depend_on_the_world_size(tmp_path: Path, size: int) -> None:
     """For every number of lanes, W ranks end with the weights and buffers of one, empty lanes included."""
     torch.set_num_threads(1)
     expected = {str(num_lanes): weights_digest(alone(num_lanes)) for num_lanes in LANES}
@@ -168,7 +168,7 @@ def test_a_model_that_changes_no_buffer_has_nothing_in_the_sum() -> None:
     assert buffers.finish([0, 0]) == []
 
 
-def test_a_validation_leaves_the_buffers_alone() -> None:
+def test_validation_leaves_the_buffers_unchanged() -> None:
     """What forward passes change outside of steps is undone, assigned buffers included."""
     net = alone(steps=2)
     group = Group(0, 1, None, 60)
@@ -182,7 +182,7 @@ def test_a_validation_leaves_the_buffers_alone() -> None:
 
 
 class Uneven(nn.Module):
-    """Counts its samples, and tells nobody."""
+    """Counts its samples in an attribute that is not a buffer."""
 
     def __init__(self) -> None:
         super().__init__()

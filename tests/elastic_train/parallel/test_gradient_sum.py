@@ -70,7 +70,7 @@ def ranks(rank: int, size: int, folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_no_world_changes_a_bit(tmp_path: Path, size: int) -> None:
+def test_the_gradient_does_not_depend_on_the_world_size(tmp_path: Path, size: int) -> None:
     """For every number of lanes, W ranks end with the weights of one, empty lanes and unused parameters included."""
     torch.set_num_threads(1)
     expected = {str(num_lanes): train(Group(0, 1, None, 60), num_lanes) for num_lanes in LANES}
@@ -96,23 +96,23 @@ def lonely(rank: int, size: int, folder: str) -> None:
     group.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    told = "nothing"
+    message = "nothing"
     try:
         train(group, 4, steps=1000)
     except PeerLostError as error:
-        told = str(error)
-    (Path(folder) / "told").write_text(told)
+        message = str(error)
+    (Path(folder) / "message").write_text(message)
     os._exit(0)
 
 
 @pytest.mark.slow
-def test_a_dead_peer_is_told_as_such(tmp_path: Path) -> None:
+def test_a_dead_peer_raises_peer_lost_error(tmp_path: Path) -> None:
     """A rank whose peer was killed gets PeerLostError, long before the group's timeout."""
     context = run_ranks(lonely, 2, str(tmp_path), join=False)
     assert context is not None
     for process in context.processes:
         process.join(300)
-    assert "rank 0 of 2: a collective failed" in (tmp_path / "told").read_text()
+    assert "rank 0 of 2: a collective failed" in (tmp_path / "message").read_text()
 
 
 def test_the_lane_table_keeps_every_bit() -> None:
@@ -128,8 +128,8 @@ def test_the_lane_table_keeps_every_bit() -> None:
 
 
 @pytest.mark.parametrize("cell", [Cell(), Cell(tensor=2)])
-def test_a_replicas_first_rank_speaks_for_its_lanes(cell: Cell) -> None:
-    """Lanes are found by replica, however many ranks a replica has; every rank has a row of its own."""
+def test_the_first_rank_of_a_replica_reports_its_lanes(cell: Cell) -> None:
+    """Lanes are found by replica, however many ranks a replica has; every rank has its own row."""
     num_lanes, num_replicas = 5, 2
     rows = []
     for rank in range(num_replicas * cell.size):

@@ -1,4 +1,4 @@
-"""The group of ranks: what its collectives return, how it ends, and what it says when it cannot form."""
+"""The group of ranks: what its collectives return, how it ends, and the error when it cannot form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def ranks(rank: int, size: int, folder: str) -> None:
-    """Do each collective once, close the group, and let the interpreter end as it ends for everybody."""
+    """Do each collective once, close the group, and let the interpreter end normally."""
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     mine = torch.tensor([float(rank), 10.0 * rank])
     total, copied = mine.clone(), mine.clone()
@@ -27,18 +27,18 @@ def ranks(rank: int, size: int, folder: str) -> None:
     others = [other for other in range(size) if other != rank]
     group.exchange([(other, mine) for other in others], [(other, arrived[other]) for other in others])
     arrived[rank] = mine
-    told = {
+    results = {
         "all_gather": group.all_gather(mine).tolist(),
         "all_reduce": total.tolist(),
         "broadcast": copied.tolist(),
         "object": group.broadcast_object({"rank": rank, "text": "ä" * rank}, source=2),
         "exchange": arrived.tolist(),
     }
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(told))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(results))
     group.close()
 
 
-def test_collectives_and_a_quiet_end(tmp_path: Path) -> None:
+def test_collectives_agree_and_closing_is_clean(tmp_path: Path) -> None:
     """Every rank gets the same from each collective; processes whose group was closed end with exit code 0."""
     run_ranks(ranks, 3, str(tmp_path))
     everything = [[0.0, 0.0], [1.0, 10.0], [2.0, 20.0]]
@@ -52,7 +52,7 @@ def test_collectives_and_a_quiet_end(tmp_path: Path) -> None:
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)] == [expected] * 3
 
 
-def test_a_world_of_one_needs_nobody() -> None:
+def test_a_world_of_one_needs_no_peers() -> None:
     """Alone, every collective returns what was given, and closing does nothing."""
     group = Group(0, 1, None, 60)
     value = torch.ones(2)
@@ -63,7 +63,7 @@ def test_a_world_of_one_needs_nobody() -> None:
     group.close()
 
 
-def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_launcher_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """WORLD_SIZE without the rest names what is missing and how to start."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):

@@ -103,7 +103,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run({line: Done(*each) for line, each in zip(lines, done, strict=True)}, modules, files)
 
 
-def test_what_is_hidden_are_the_extras() -> None:
+def test_the_hidden_packages_are_those_of_the_extras() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     listed = {
         re.split("[<>=]", each)[0].replace("-", "_") for name in ("chaos", "corpora", "s3") for each in extras[name]
@@ -118,13 +118,13 @@ def test_every_module_can_be_imported(run: Run) -> None:
 
 
 @pytest.mark.parametrize("line", WORKING)
-def test_what_needs_no_extra_works(run: Run, line: str) -> None:
+def test_commands_that_need_no_extra_work(run: Run, line: str) -> None:
     assert run.lines[line].code == 0, run.lines[line].err
     assert run.lines[line].out
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_what_needs_an_extra_says_how_to_install_it(run: Run, line: str) -> None:
+def test_commands_that_need_an_extra_say_how_to_install_it(run: Run, line: str) -> None:
     """One line and no traceback."""
     code, missing, extra = REFUSED[line]
     done = run.lines[line]
@@ -133,12 +133,12 @@ def test_what_needs_an_extra_says_how_to_install_it(run: Run, line: str) -> None
     assert done.err.endswith(f"pip install 'elastic-train[{extra}]'\n")
 
 
-def test_what_is_refused_writes_nothing(run: Run) -> None:
+def test_refused_commands_write_nothing(run: Run) -> None:
     assert run.files == {"texts.csv", "rows"}
 
 
-def test_a_missing_module_that_no_extra_brings_is_a_bug() -> None:
-    """It is raised as it is: no advice could be right."""
+def test_a_missing_module_that_no_extra_installs_is_raised_as_it_is() -> None:
+    """It is raised unchanged: no install hint could be right."""
     with pytest.raises(ModuleNotFoundError, match="no_such_module"), needed_for("this"):
         import no_such_module  # noqa: F401
     assert install_command(ModuleNotFoundError("No module named 'x.y'", name="x.y")) is None

@@ -27,20 +27,20 @@ def comes() -> bool:
     return False
 
 
-def test_nothing_happens_unarmed() -> None:
+def test_an_unarmed_failpoint_does_nothing() -> None:
     assert not comes()
 
 
 @pytest.mark.parametrize("nth", [1, 2, 9, 11])
-def test_the_nth_comer_has_it(folder: Path, nth: int) -> None:
-    """Those before and behind pass; the file that armed the place is renamed after the process."""
+def test_the_nth_arrival_has_the_fault(folder: Path, nth: int) -> None:
+    """Earlier and later arrivals pass; the file that armed the place is renamed after the process."""
     arm(folder, "apply", "raise", nth)
     assert [comes() for _ in range(nth + 3)] == [*[False] * (nth - 1), True, *[False] * 3]
     assert [path.name.split(".")[0] for path in folder.iterdir()] == ["apply"]
     assert not (folder / "apply").exists()
 
 
-def test_of_many_at_once_one_has_it(folder: Path) -> None:
+def test_exactly_one_of_many_concurrent_arrivals_has_the_fault(folder: Path) -> None:
     """Comers at the same time are counted one by one, also those that arrive while it is taken away."""
     with ThreadPoolExecutor(8) as pool:
         for nth in (1, 5, 16):
@@ -48,8 +48,8 @@ def test_of_many_at_once_one_has_it(folder: Path) -> None:
             assert sum(pool.map(lambda _: comes(), range(16))) == 1
 
 
-def test_what_was_taken_back_does_not_come(folder: Path) -> None:
-    """Disarming says whether it was in time."""
+def test_a_disarmed_fault_does_not_happen(folder: Path) -> None:
+    """Disarming returns whether it was in time."""
     arm(folder, "apply", "raise")
     assert disarm(folder, "apply")
     assert not comes()
@@ -57,7 +57,7 @@ def test_what_was_taken_back_does_not_come(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "number"), [("full", errno.ENOSPC), ("eio", errno.EIO)])
-def test_the_systems_errors_come_where_it_reports_them(folder: Path, kind: str, number: int) -> None:
+def test_a_failing_sync_raises_the_systems_error(folder: Path, kind: str, number: int) -> None:
     """A sync of the real disk fails as a full or a broken one does."""
     from elastic_train.checkpoint.stores.disk import RealDisk
 

@@ -55,8 +55,8 @@ def test_bytes_outlive_their_mapping_and_their_file(tmp_path: Path) -> None:
     assert maps_of(path) == 0
 
 
-def test_what_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
-    """No bytes, and what is no file, are the operating system's error, not a crash."""
+def test_an_unmappable_file_is_refused(tmp_path: Path) -> None:
+    """An empty file, and anything but a file, is the operating system's error, not a crash."""
     (tmp_path / "empty").touch()
     for path, size in ((tmp_path / "empty", 0), (tmp_path, 8)):
         with pytest.raises(OSError, match="could not be mapped"):

@@ -1,11 +1,11 @@
-"""The watchdog's sense of time: what it learns a stretch of work is, and what does not count."""
+"""The watchdog's limits: what it learns from, and what does not count."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_work_up_to_a_wait_is_learned(clock: list[float]) -> None:
 
 
 def test_limits_have_bounds(clock: list[float]) -> None:
-    """Nothing is known at first; short steps do not make it nervous; long ones do not make it blind."""
+    """Nothing is known at first; short steps do not make the limit too short, nor long ones too long."""
     watched = Watchdog()
     assert watched.limit_s == MOST_S
     for seconds, limit_s in ((0.1, LEAST_S), (1000.0, MOST_S)):
@@ -55,10 +55,10 @@ def test_limits_have_bounds(clock: list[float]) -> None:
         assert watched.limit_s == limit_s
 
 
-def test_entering_a_world_has_a_limit_of_its_own_and_teaches_nothing(clock: list[float]) -> None:
+def test_entering_a_world_has_a_separate_limit_and_is_not_learned_from(clock: list[float]) -> None:
     """Between two signs of progress it is half a minute, a process's first world too; a first batch may take long.
 
-    A limit that is configured, or learned, for steps is no reason to be stricter; a longer one is one to be laxer.
+    A limit that is configured, or learned, for steps does not make it stricter; a longer one makes it laxer.
     """
     for fixed_s, first_s in ((3.0, ENTERING_S), (100.0, 100.0), (None, MOST_S)):
         watched = Watchdog(fixed_s)
@@ -76,10 +76,10 @@ def test_entering_a_world_has_a_limit_of_its_own_and_teaches_nothing(clock: list
         assert watched.limit_s == MOST_S
 
 
-def test_what_a_hang_is(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hung claim is seen once nothing was heard for the limit; a long load is none while the storage answers.
+def test_silence_beyond_the_limit_is_a_hang(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hung claim is detected after the limit without an answer; a long load is not a hang while the storage answers.
 
-    While there are steps, the storage's answers, to a save beside them, are no progress.
+    While there are steps, the storage's answers to a save beside them do not count as progress.
     """
     ends: list[float] = []
     monkeypatch.setattr(Watchdog, "_end", lambda self, stuck_s: ends.append(stuck_s))
@@ -110,12 +110,12 @@ def test_what_a_hang_is(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> 
     ("fixed_s", "limit_s"),
     [(None, MOST_S), (100.0, TIMES_LONGEST * 100.0), (8.0, TIMES_LONGEST * 8.0), (1.0, ENTERING_S)],
 )
-def test_who_hangs_while_it_warms_up_is_ended(
+def test_a_process_that_hangs_while_warming_up_is_ended(
     clock: list[float], monkeypatch: pytest.MonkeyPatch, fixed_s: float | None, limit_s: float
 ) -> None:
-    """It is in no world yet, so nobody misses it: only its own watchdog can tell. It may wait for a world without end.
+    """It is in no world yet, so nobody misses it: only its own watchdog sees a hang. Waiting for a world has no limit.
 
-    What it loads and compiles takes longer than a step: the limit that was set for those is no reason to end it.
+    What it loads and compiles takes longer than a step: the limit that was set for those does not end it.
     """
     ends: list[float] = []
     monkeypatch.setattr(Watchdog, "_end", lambda self, stuck_s: ends.append(stuck_s))
@@ -134,14 +134,14 @@ def test_who_hangs_while_it_warms_up_is_ended(
     monkeypatch.setattr(supervisor, "warm_up", hang)
     monkeypatch.setattr(supervisor, "open_worlds", lambda *_: SimpleNamespace(is_live=True, form=wait))
     monkeypatch.setattr(supervisor, "result_of", lambda plan, state, status: status)
-    assert supervisor._train_on(Mock(), Mock(), watched, Mock(), started_at=0.0) == "closed"
+    assert supervisor._train_on(Mock(), Mock(), watched, MagicMock(), started_at=0.0) == "closed"
     assert ends == [pytest.approx(1.1 * limit_s)]
-    assert watched.limit_s == max(MOST_S, fixed_s or 0.0), "also for who is frozen while it waits"
+    assert watched.limit_s == max(MOST_S, fixed_s or 0.0), "also for a process that is frozen while it waits"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("closed", [True, False])
-def test_a_process_that_is_through_may_end_slowly(closed: bool) -> None:
+def test_a_finished_process_may_end_slowly(closed: bool) -> None:
     """Once it is closed neither the thread nor the timer ends the process; until then one of them does."""
     program = f"""
 import time
@@ -159,8 +159,8 @@ time.sleep(2.5 if {closed} else 60)
     assert is_ended_by_one != closed, ended.stderr
 
 
-def test_no_stretch_is_measured_by_the_limit_of_another(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whenever the thread looks while a first batch that took long arrives, it sees no hang."""
+def test_each_phase_is_measured_by_its_own_limit(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever the thread checks while a slow first batch arrives, it sees no hang."""
     ends: list[float] = []
     monkeypatch.setattr(Watchdog, "_end", lambda self, stuck_s: ends.append(stuck_s))
     watched = Watchdog(3.0)
@@ -190,7 +190,7 @@ def test_no_stretch_is_measured_by_the_limit_of_another(clock: list[float], monk
 
 
 def test_a_copy_and_a_failed_end_may_take_long(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """To copy a large state, or to tell a tracker of a failure, is no hang, and teaches nothing of steps."""
+    """Copying a large state, or reporting a failure to a tracker, is not a hang, and does not count as step time."""
     watched, limits = Watchdog(), list[float]()
 
     def take_long(**_: object) -> None:

@@ -22,14 +22,14 @@ def test_a_size_is_in_decimal_units(num_bytes: float, text: str) -> None:
     assert size(num_bytes) == text
 
 
-def test_an_error_is_its_first_line_or_its_class() -> None:
+def test_an_error_is_shown_as_its_first_line_or_its_class() -> None:
     """A traceback's worth of text becomes one line, and an empty message the error's class."""
     assert first_line(ValueError("no\nat all")) == "no"
     assert first_line(ValueError()) == "ValueError"
     assert len(first_line(ValueError("x" * 1000))) == 300
 
 
-def test_a_mistyped_name_is_answered_by_the_nearest() -> None:
-    """A typo suggests the known name; a name like none of them gets the alternative text."""
+def test_a_mistyped_name_suggests_the_nearest() -> None:
+    """A typo suggests the known name; a name unlike any of them gets the alternative text."""
     assert did_you_mean(nearest("micro_bach", ["micro_batch", "global_batch"])) == "; did you mean 'micro_batch'?"
     assert did_you_mean(nearest("zzz", ["micro_batch"]), "; there is micro_batch") == "; there is micro_batch"

@@ -34,8 +34,8 @@ def test_tasks_with_and_without_random_numbers(kind: type) -> None:
     assert isinstance(load_task(TaskConfig(path=f"{__name__}:{kind.__name__}")), kind)
 
 
-def test_any_other_collate_is_refused() -> None:
+def test_a_collate_with_other_parameters_is_refused() -> None:
     """The message names the task, what its method takes, and what is expected."""
-    told = r"task.path: '.*:Wrong': Wrong.collate\(rows.* cannot be called .*; expected collate\(rows, ids\)"
-    with pytest.raises(ConfigError, match=told):
+    message = r"task.path: '.*:Wrong': Wrong.collate\(rows.* cannot be called .*; expected collate\(rows, ids\)"
+    with pytest.raises(ConfigError, match=message):
         load_task(TaskConfig(path=f"{__name__}:Wrong"))

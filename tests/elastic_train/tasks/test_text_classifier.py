@@ -34,7 +34,7 @@ def prepared(manifest: Manifest, **params: Any) -> TextClassifier:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "label", "told"),
+    ("tokens", "label", "message"),
     [
         (pa.array([[1, 2], [3, 4]], pa.list_(pa.int32(), 2)), pa.array([0, 1]), "not a list of integers"),
         (pa.array([[{"int": 1}], []]), pa.array([0, 1]), "not a list of integers"),
@@ -43,10 +43,10 @@ def prepared(manifest: Manifest, **params: Any) -> TextClassifier:
     ],
 )
 def test_types_that_cannot_be_collated_are_refused(
-    tmp_path: Path, tokens: pa.Array, label: pa.Array, told: str
+    tmp_path: Path, tokens: pa.Array, label: pa.Array, message: str
 ) -> None:
     """Also those whose names hold that of an integer."""
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         prepared(described(tmp_path / "rows", {"input_ids": tokens, "label": label}, label_column=None), label="label")
 
 
@@ -60,7 +60,7 @@ def test_classes_are_those_of_the_label_that_is_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "told"),
+    ("params", "message"),
     [
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"dim": 0}, "dim must be at least 1"),
@@ -69,13 +69,13 @@ def test_classes_are_those_of_the_label_that_is_trained(tmp_path: Path) -> None:
         ({"vocabulary": 0}, "vocabulary must be at least 1"),
     ],
 )
-def test_a_model_that_cannot_be_is_refused(params: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_an_impossible_model_is_refused(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         TextClassifier(**params)
 
 
 def test_numbers_of_any_size_are_taken(tmp_path: Path) -> None:
-    """Integers that no float holds exactly are rounded; what is not finite is as good as missing."""
+    """Integers that no float holds exactly are rounded; values that are not finite count as missing."""
     columns = {
         "input_ids": TOKENS,
         "label": LABELS,
@@ -96,7 +96,7 @@ def test_numbers_of_any_size_are_taken(tmp_path: Path) -> None:
         (TOKENS, pa.array([0, None, 1, 1]), "'label'"),
     ],
 )
-def test_what_must_not_be_missing_is_named(tmp_path: Path, tokens: pa.Array, label: pa.Array, named: str) -> None:
+def test_a_missing_required_value_is_named(tmp_path: Path, tokens: pa.Array, label: pa.Array, named: str) -> None:
     """A token among others, and a label; a row without tokens is an empty one."""
     task = prepared(described(tmp_path / "rows", {"input_ids": TOKENS, "label": LABELS}))
     assert task.collate(pa.table({"input_ids": TOKENS, "label": LABELS}), np.arange(4))["lengths"].tolist() == [
@@ -109,7 +109,7 @@ def test_what_must_not_be_missing_is_named(tmp_path: Path, tokens: pa.Array, lab
         task.collate(pa.table({"input_ids": tokens, "label": label}), np.arange(70, 74))
 
 
-def test_one_class_of_two_has_weights_for_both(tmp_path: Path) -> None:
+def test_a_set_with_one_of_two_classes_has_weights_for_both(tmp_path: Path) -> None:
     task = prepared(
         described(tmp_path / "rows", {"input_ids": TOKENS, "label": pa.array([0] * 4)}), class_weights="balanced"
     )
@@ -118,7 +118,7 @@ def test_one_class_of_two_has_weights_for_both(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "labels", "told"),
+    ("facts", "labels", "message"),
     [
         ({"labels": ("good", "bad")}, [0, 1, 1, 0], None),
         ({}, [0, 0, 0, 0], None),
@@ -129,7 +129,7 @@ def test_one_class_of_two_has_weights_for_both(tmp_path: Path) -> None:
     ],
 )
 def test_a_validation_set_of_another_kind_is_refused(
-    tmp_path: Path, facts: dict[str, Any], labels: list[int], told: str | None
+    tmp_path: Path, facts: dict[str, Any], labels: list[int], message: str | None
 ) -> None:
     """Classes numbered otherwise, or tokens, would give metrics that mean nothing."""
     known = {"labels": ("good", "bad"), "tokenizer_sha256": "a" * 64}
@@ -141,10 +141,10 @@ def test_a_validation_set_of_another_kind_is_refused(
             "data": {"train": str(tmp_path / "train"), "validation": str(tmp_path / "validation")},
         }
     )
-    if told is None:
+    if message is None:
         make_plan(config)
         return
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         make_plan(config)
 
 

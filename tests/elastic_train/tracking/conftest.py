@@ -16,7 +16,7 @@ def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def client(uri: str) -> MlflowClient:
-    """A client of its own, for the tests to look with."""
+    """A separate client, for the tests to look with."""
     return mlflow_run.connect(uri)
 
 

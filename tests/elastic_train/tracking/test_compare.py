@@ -101,15 +101,15 @@ def test_a_folder_and_its_mlflow_run_are_equal(
 
 
 @pytest.mark.parametrize("name", ["no/such/folder", "0123abc"])
-def test_a_run_that_is_not_there_is_the_users_error(name: str, tmp_path: Path) -> None:
-    """Neither a missing folder nor an unknown id makes a database or a trace back."""
+def test_a_missing_run_is_a_user_error(name: str, tmp_path: Path) -> None:
+    """Neither a missing folder nor an unknown id creates a database or a traceback."""
     database = tmp_path / "none.db"
     with pytest.raises(ConfigError, match="no such folder"):
         compare(name, name, mlflow_uri=f"sqlite:///{database}")
     assert not database.exists()
 
 
-def test_a_folder_that_is_no_run_is_the_users_error(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_a_user_error(tmp_path: Path) -> None:
     """A folder without config.yaml is refused by name, and so is a damaged result."""
     with pytest.raises(ConfigError, match=r"no config\.yaml"):
         compare(tmp_path, tmp_path)
@@ -132,7 +132,7 @@ def test_a_damaged_file_ends_compare_with_one_line(
     assert lines_of_failure([str(tmp_path), str(tmp_path)], capsys)[0].startswith(f"error: {tmp_path}/{name} ")
 
 
-def test_a_tracker_that_is_none_ends_compare_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unusable_tracker_ends_compare_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A garbage database, a tracker that is down and one of no known kind are named in one line, and the code is 2."""
     garbage = tmp_path / "garbage.db"
     garbage.write_bytes(b"no database " * 1000)

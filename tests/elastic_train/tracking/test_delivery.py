@@ -53,10 +53,10 @@ def test_code_tags_need_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert mlflow_run.TORCH_TAG in delivery.code_tags()
 
 
-def test_artifacts_that_cannot_be_kept_stop_neither_metrics_nor_status(
+def test_a_failed_artifact_upload_stops_neither_metrics_nor_status(
     tmp_path: Path, uri: str, client: MlflowClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A config upload that fails is told, tried again at the end, and left to `sync`."""
+    """A config upload that fails is logged, tried again at the end, and left to `sync`."""
     tries: list[int] = []
     with monkeypatch.context() as patch:
 
@@ -79,7 +79,7 @@ def test_artifacts_that_cannot_be_kept_stop_neither_metrics_nor_status(
     assert [entry.path for entry in client.list_artifacts(run.info.run_id)] == ["config.yaml"]
 
 
-def test_metrics_that_cannot_be_sent_do_not_hide_the_end(
+def test_the_end_is_sent_even_if_metrics_are_refused(
     tmp_path: Path, uri: str, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run whose values MLflow refuses is ended all the same."""
@@ -96,7 +96,7 @@ def test_metrics_that_cannot_be_sent_do_not_hide_the_end(
     assert sync(tmp_path).num_sent == 1
 
 
-def test_what_mlflow_has_is_asked_without_its_history(
+def test_the_furthest_steps_in_mlflow_are_read_in_one_call(
     tmp_path: Path, uri: str, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The furthest steps of all metrics come in one call, whatever the run's length."""
@@ -148,7 +148,7 @@ def test_a_new_database_appears_as_a_whole(tmp_path: Path) -> None:
 def test_an_older_term_neither_sends_nor_ends_the_run_of_a_newer_one(
     tmp_path: Path, uri: str, client: MlflowClient
 ) -> None:
-    """A leader that was left behind by a newer term cannot end its run."""
+    """A leader overtaken by a newer term cannot end its run."""
     old = start(tmp_path, uri, term=1)
     run_id = run_of(client, old).info.run_id
     new = start(tmp_path, uri, term=2)
@@ -159,10 +159,10 @@ def test_an_older_term_neither_sends_nor_ends_the_run_of_a_newer_one(
     assert new.wait_run_id(0) == run_id
 
 
-def test_terms_that_come_and_go_while_the_tracker_is_down_leave_one_sender_and_one_run(
+def test_many_terms_during_a_tracker_outage_leave_one_sender_and_one_run(
     tmp_path: Path, uri: str, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the newest goes on asking; were all of them to wait, each would make a run once the tracker is back."""
+    """Only the newest keeps retrying; if all of them did, each would make a run once the tracker is back."""
     opened, is_back, asking = delivery.Delivery.open, threading.Event(), Counter[int]()
 
     def open_later(self: delivery.Delivery) -> str:
@@ -310,8 +310,8 @@ def test_flatten_names_nested_keys_with_dots() -> None:
     assert without_password("a: text with @") == "a: text with @"
 
 
-def test_a_damaged_link_is_as_none(tmp_path: Path) -> None:
-    """mlflow.json that cannot be read does not stop a job."""
+def test_a_damaged_link_is_treated_as_missing(tmp_path: Path) -> None:
+    """An unreadable mlflow.json does not stop a job."""
     (tmp_path / "mlflow.json").write_text('{"job"')
     assert RunFolder(tmp_path).link() is None
     (tmp_path / "mlflow.json").write_text('{"job": "a"}')

@@ -11,7 +11,14 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.tracking import background_files
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import History
-from elastic_train.tracking.history_files import LastApplied, histories, last_applied, last_step_lines, restore_line
+from elastic_train.tracking.history_files import (
+    LastApplied,
+    histories,
+    last_applied,
+    last_step_lines,
+    num_without_step,
+    restore_line,
+)
 from tests.elastic_train.tracking.unqueued import Unqueued
 
 
@@ -27,7 +34,7 @@ def step(history: History, number: int, world: int = 2) -> None:
 
 def begin(history: History) -> None:
     history.form(world=2, cause="lost", joined_at=None, sealed_at=1.0, started_at=2.0)
-    told: dict[str, object] = {"steps_lost": 1}
+    resumed: dict[str, object] = {"steps_lost": 1}
     history.restore(
         step=4,
         epoch=0,
@@ -37,7 +44,7 @@ def begin(history: History) -> None:
         applied_by=None,
         seconds=0.1,
         skipped=[("d", "torn")],
-        resumed=told,
+        resumed=resumed,
     )
 
 
@@ -64,7 +71,7 @@ def test_every_operation_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("torn", [b'{"op": "step", "t', b"12", b'"a"', b"\xff\xfe{", b"[]", b'{"t": 1}'])
 def test_a_torn_line_is_passed_over(tmp_path: Path, torn: bytes) -> None:
-    """What is no whole line of ours is not read, and hides no other line."""
+    """A line that is torn or foreign is not read, and hides no other line."""
     write_all(tmp_path)
     (path,) = (tmp_path / "history").iterdir()
     path.write_bytes(torn + b"\n" + path.read_bytes() + torn)
@@ -73,7 +80,7 @@ def test_a_torn_line_is_passed_over(tmp_path: Path, torn: bytes) -> None:
     assert found.step == 5
 
 
-def test_the_last_applied_step_is_the_newest_earlier_terms_furthest(tmp_path: Path) -> None:
+def test_the_last_applied_step_is_the_furthest_of_the_newest_earlier_term(tmp_path: Path) -> None:
     """Later and stepless terms do not count; of the ranks the furthest one does."""
     for term, rank, number in [(1, 0, 90), (2, 0, 41), (2, 1, 42), (5, 0, 7)]:
         history = History(Unqueued(), tmp_path, term, rank)
@@ -152,3 +159,28 @@ def test_a_history_that_could_not_be_opened_at_first_says_how_it_began(
     step(history, 6)
     lines = read_history(tmp_path / "run")
     assert [(line["op"], line.get("again")) for line in lines] == [("form", True), ("restore", True), ("step", None)]
+
+
+def test_the_newest_terms_without_a_step_are_counted(tmp_path: Path) -> None:
+    """Up to the last term with a step, or in which the job gave up; other ranks' files do not count."""
+
+    def world(term: int, *, num_steps: int = 0, gives_up: bool = False, rank: int = 0) -> None:
+        history = History(Unqueued(), tmp_path, term, rank)
+        history.form(world=2, cause="lost", joined_at=None, sealed_at=1.0, started_at=2.0)
+        for number in range(num_steps):
+            step(history, number + 1)
+        if gives_up:
+            history.no_progress(step=4)
+        history.close()
+
+    world(1)
+    world(2, num_steps=3)
+    world(3)
+    world(4)
+    world(4, rank=1, num_steps=1)
+    assert num_without_step(tmp_path, 5, most=20) == 2
+    assert num_without_step(tmp_path, 5, most=1) == 1
+    assert num_without_step(tmp_path, 3, most=20) == 0
+    world(5, gives_up=True)
+    world(6)
+    assert num_without_step(tmp_path, 7, most=20) == 1

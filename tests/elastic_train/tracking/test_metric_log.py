@@ -1,4 +1,4 @@
-"""Which lines of a run's metrics hold: those of the branch that the newest term goes on from."""
+"""Which lines of a run's metrics hold: those of the branch that the newest term continues."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Branch = tuple[Interval, ...]
 
 
 def train(run_dir: Path, term: int, begun: Branch, num_steps: int) -> Branch:
-    """Let a term go on from a branch: log what it finds there, and each step's loss, which names the term."""
+    """Let a term continue a branch: log what it finds there, and each step's loss, which names the term."""
     lo = begun[-1].hi if begun else 0
     writer = MetricsWriter(Unqueued().lines(metrics_path(run_dir, term)), term)
     writer.begin(begun)
@@ -35,14 +35,14 @@ def train(run_dir: Path, term: int, begun: Branch, num_steps: int) -> Branch:
     return extend(begun, term, lo, lo + num_steps) if num_steps else begun
 
 
-def told(run_dir: Path, name: str = "train/loss") -> list[tuple[int, float]]:
+def values_of(run_dir: Path, name: str = "train/loss") -> list[tuple[int, float]]:
     lines = [line for line in read_metrics(run_dir) if isinstance(line, Values)]
     return [(line.step, line.by_name[name]) for line in lines if name in line.by_name]
 
 
 @given(st.data())
-def test_what_the_newest_terms_lineage_names_holds(data: st.DataObject) -> None:
-    """Terms go on from any older one's steps, as frozen processes make them; each step is the lineage's, in order.
+def test_metrics_are_those_of_the_newest_terms_lineage(data: st.DataObject) -> None:
+    """Terms continue from any older one's steps, as frozen processes make them; each step is the lineage's, in order.
 
     What a term validated at the step that it began at holds if it began on the lineage, where that has no later steps
     of older terms, which validated themselves.
@@ -55,19 +55,19 @@ def test_what_the_newest_terms_lineage_names_holds(data: st.DataObject) -> None:
             begun.append(cut(whole, data.draw(st.integers(0, whole[-1].hi if whole else 0))))
             branches.append(train(Path(folder), term, begun[-1], data.draw(st.integers(0, 4))))
         lineage = branches[-1]
-        assert told(Path(folder)) == [(step, i.term) for i in lineage for step in range(i.lo + 1, i.hi + 1)]
+        assert values_of(Path(folder)) == [(step, i.term) for i in lineage for step in range(i.lo + 1, i.hi + 1)]
         validated = [(branch[-1].hi if branch else 0, term) for term, branch in enumerate(begun) if term]
         holds = [
             (step, term)
             for step, term in validated
             if begun[term] == cut(lineage, step) and all(i.term >= term for i in lineage if i.hi > step)
         ]
-        assert sorted(told(Path(folder), "validation/loss")) == sorted(holds)
+        assert sorted(values_of(Path(folder), "validation/loss")) == sorted(holds)
         steps = [line.step for line in read_metrics(Path(folder))]
         assert all(a <= b for a, b in pairwise(steps))
 
 
-def test_what_is_settled_is_read_piece_by_piece_while_the_term_goes_on(tmp_path: Path) -> None:
+def test_settled_lines_are_read_incrementally_while_the_term_runs(tmp_path: Path) -> None:
     """A reader gives up to the settled step what holds, and the rest of the newest term's as it is written.
 
     Who reads in the newest term's process knows how it began, also where the disk was full.
@@ -86,10 +86,10 @@ def test_what_is_settled_is_read_piece_by_piece_while_the_term_goes_on(tmp_path:
     writer.close()
 
 
-def test_where_no_lineage_is_told_the_newest_term_takes_back_what_older_ones_wrote(tmp_path: Path) -> None:
+def test_without_a_recorded_lineage_the_newest_term_overrides_older_ones(tmp_path: Path) -> None:
     """A beginning that did not fit on the disk, or was written by an older version, names no terms."""
     train(tmp_path, 1, (), 5)
     metrics_path(tmp_path, 2).write_text('{"t": 1.0, "term": 2, "begins_at": 4}\n{"t": 1.0, "te')
     metrics_path(tmp_path, 3).write_text('{"t": 2.0, "term": 3, "step": 4, "values": {"train/loss": 3}}\n')
     metrics_path(tmp_path, 4).touch()
-    assert told(tmp_path) == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 3.0)]
+    assert values_of(tmp_path) == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 3.0)]

@@ -66,7 +66,7 @@ def test_sync_leaves_a_live_run_alone(tmp_path: Path, uri: str, client: MlflowCl
 
 
 @pytest.mark.parametrize("content", ["", "- a list", "epochs: [", "just text"])
-def test_sync_of_a_damaged_config_is_the_users_error(
+def test_sync_of_a_damaged_config_is_a_user_error(
     tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An empty or foreign config.yaml ends `elastic-train sync` with one line that names it, and code 2."""
@@ -80,7 +80,7 @@ def test_sync_of_a_damaged_config_is_the_users_error(
     assert "name the folder of a run" in line
 
 
-def test_sync_into_a_file_that_is_no_database_is_the_users_error(
+def test_sync_into_a_file_that_is_not_a_database_is_a_user_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A garbage database ends `elastic-train sync` with one line that names it, and code 2; so does a missing run."""

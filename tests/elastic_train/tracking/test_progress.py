@@ -65,7 +65,7 @@ BANNER = ResumeBanner(
 )
 
 
-def test_plain_output_is_one_line_in_two_seconds_and_the_last_status() -> None:
+def test_plain_output_is_at_most_a_line_every_two_seconds_and_the_last_status() -> None:
     """Statuses between are not shown, but the last one always is, once."""
     clock, (out, text) = Clock(), console(is_terminal=False)
     progress = Progress(out, clock)
@@ -124,7 +124,7 @@ def test_a_terminal_has_a_panel_that_ends_with_the_last_status() -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_banner_tells_what_the_interruption_cost(is_terminal: bool) -> None:
+def test_the_banner_shows_what_the_interruption_cost(is_terminal: bool) -> None:
     """Commit, steps lost, worlds, terms and times are said; what is not known is called unknown."""
     out, text = console(is_terminal=is_terminal)
     Progress(out).banner(BANNER)
@@ -134,7 +134,7 @@ def test_the_banner_tells_what_the_interruption_cost(is_terminal: bool) -> None:
     assert "skipped commits/[13]: torn" in text()
 
 
-def test_a_banner_without_a_before_says_so() -> None:
+def test_a_banner_without_an_earlier_world_says_so() -> None:
     """A first term after a copied folder has no world before."""
     first = ResumeBanner("c", 1, None, None, None, 2, None, 1, None, None, 0.1)
     assert first.lines()[1] == "world ? -> 2 ranks, term ? -> 1"
@@ -155,7 +155,7 @@ class Failing(io.StringIO):
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_stream_that_is_full_is_told_once_and_tried_again(
+def test_a_stream_that_fails_is_reported_once_and_retried(
     is_terminal: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is raised while a stream cannot be written to, and lines come again when it can."""
@@ -171,10 +171,10 @@ def test_a_stream_that_is_full_is_told_once_and_tried_again(
     progress.close()
     assert "seen" in stream.getvalue()
     assert "lost" not in stream.getvalue()
-    told = [line for line in capsys.readouterr().err.splitlines() if line]
-    assert len(told) == 1
-    assert "training continues" in told[0]
-    assert "No space left" in told[0]
+    printed = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert len(printed) == 1
+    assert "training continues" in printed[0]
+    assert "No space left" in printed[0]
 
 
 PROGRAM = """
@@ -194,7 +194,7 @@ print("the end", file=sys.stderr)
 @pytest.mark.slow
 @pytest.mark.parametrize("stdout", ["closed pipe", "full disk", "none"])
 def test_a_process_outlives_its_stdout(stdout: str) -> None:
-    """With a closed pipe, a full disk or nothing as stdout a process goes on to its end, and exits with 0."""
+    """With a closed pipe, a full disk or nothing as stdout a process runs to its end, and exits with 0."""
     redirection = {"closed pipe": "| true", "full disk": "> /dev/full", "none": ">&-"}[stdout]
     command = f"set -o pipefail; sleep 0; {shlex.quote(sys.executable)} -c {shlex.quote(PROGRAM)} {redirection}"
     done = subprocess.run(["bash", "-c", command], input="\n", capture_output=True, text=True, timeout=60, check=False)

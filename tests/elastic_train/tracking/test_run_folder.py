@@ -28,7 +28,7 @@ def test_a_link_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert RunFolder(tmp_path).link() == link
 
 
-def test_a_folder_that_is_not_a_runs_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_named(tmp_path: Path) -> None:
     """No config.yaml: the configuration is refused with the folder's name, and no setting is known."""
     with pytest.raises(ConfigError, match=rf"{tmp_path} is not a run's folder: it has no config\.yaml"):
         RunFolder(tmp_path).config()
@@ -37,7 +37,7 @@ def test_a_folder_that_is_not_a_runs_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "[1]", "a: [", "\x00"])
 def test_a_damaged_file_is_named(tmp_path: Path, content: str) -> None:
-    """What no run writes is refused by its path, never taken for an absent file."""
+    """Content that no run writes is refused with its path, never taken for an absent file."""
     (tmp_path / "config.yaml").write_text(content)
     (tmp_path / "result.json").write_text(content)
     for read, name in ((RunFolder(tmp_path).config, "config.yaml"), (RunFolder(tmp_path).result, "result.json")):

@@ -53,13 +53,13 @@ def test_values_config_and_status_arrive(
     assert run.data.tags[mlflow_run.WEIGHTS_TAG] == "abc"
     assert "global_batch: 64" in run.data.tags[mlflow_run.CONFIG_TAG]
     assert [entry.path for entry in client.list_artifacts(run.info.run_id)] == ["config.yaml"]
-    assert not list(Path().glob("mlruns")), "artifacts lie beside the database, not in the current folder"
+    assert not list(Path().glob("mlruns")), "artifacts are stored beside the database, not in the current folder"
 
 
 def test_rollback_and_resume_keep_one_run_and_one_value_a_step(
     tmp_path: Path, uri: str, client: MlflowClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A preempted job goes on in its run, RUNNING again, and steps computed twice are there once."""
+    """A preempted job continues its run, RUNNING again, and steps computed twice are there once."""
     first = start(tmp_path, uri, term=1)
     for step in range(1, 11):
         first.log(step, {"loss": float(step)})
@@ -112,7 +112,7 @@ def test_the_highest_term_wins(tmp_path: Path, uri: str, client: MlflowClient) -
 
 
 def test_tags_name_the_code_the_world_and_the_newest_commit(tmp_path: Path, uri: str, client: MlflowClient) -> None:
-    """After a restart the tags are the newest term's; an older term's are replaced, whoever sends them."""
+    """After a restart the tags are the newest term's; an older term's are replaced, whichever term sends them."""
     first = start(tmp_path, uri, term=1, tags={mlflow_run.WORLD_TAG: "4", mlflow_run.HOSTS_TAG: "2"})
     first.log(1, {"loss": 1.0})
     first.commit(1, "commits/00000001-000000000001.json")
@@ -224,7 +224,7 @@ def test_foreign_lines_among_the_metrics_are_passed_over(tmp_path: Path) -> None
 def test_log_is_cheap_and_survives_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A call takes less than 50 µs; a disk that is full is told once, and does not end the training."""
+    """A call takes less than 50 µs; a full disk is reported once, and does not end the training."""
     files = BackgroundFiles()
     tracker = start(tmp_path, None, files=files)
     costs = []

@@ -20,7 +20,7 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval
 from elastic_train.core.order import Cursor
 from elastic_train.errors import FencedError, SavesFailedError, StorageError
-from elastic_train.job.state import build_state
+from elastic_train.job.state import StepFacts, build_state
 from elastic_train.parallel.group import Group
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.training import loop
@@ -98,7 +98,7 @@ def take_step(commits: Commits) -> None:
     """Do what the loop does for a step, up to its boundary."""
     commits.state.model(torch.ones(1, 3)).sum().backward()
     commits.await_staging()
-    commits.state.apply(Cursor(), CoverageSums(), commits.world.term, SampleAccount())
+    commits.state.apply(StepFacts(Cursor(), CoverageSums(), commits.world.term, SampleAccount()))
     commits.collect()
 
 
@@ -120,7 +120,7 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_commit_due_while_one_is_written_is_skipped_and_counted(tmp_path: Path) -> None:
-    """The next one continues the one that was in flight, with the right intervals; the history tells of each once."""
+    """The next one continues the one that was in flight, with the right intervals; the history records each once."""
     store = HeldStore(tmp_path)
     commits, ears = opened_on(store)
     for _ in range(2):
@@ -136,8 +136,8 @@ def test_a_commit_due_while_one_is_written_is_skipped_and_counted(tmp_path: Path
     assert head is not None and head.step == 3 and head.intervals == (Interval(1, 0, 3),)
 
 
-def test_a_due_commit_can_wait_for_the_last(tmp_path: Path) -> None:
-    """With `when_busy: wait` none is left out."""
+def test_a_due_commit_can_wait_for_the_one_in_flight(tmp_path: Path) -> None:
+    """With `when_busy: wait` none is skipped."""
     store = HeldStore(tmp_path)
     commits, ears = opened_on(store, when_busy="wait")
     take_step(commits)
@@ -149,7 +149,7 @@ def test_a_due_commit_can_wait_for_the_last(tmp_path: Path) -> None:
     assert ears.steps == [1, 2] and commits.num_skipped == 0 and ears.announced == []
 
 
-def test_a_job_ends_behind_the_save_in_flight(tmp_path: Path) -> None:
+def test_a_job_ends_after_the_save_in_flight(tmp_path: Path) -> None:
     """The last commit comes after it, of the last step, and is there when the call returns."""
     store = HeldStore(tmp_path)
     commits, ears = opened_on(store)
@@ -165,7 +165,7 @@ def test_a_job_ends_behind_the_save_in_flight(tmp_path: Path) -> None:
 
 
 def test_saves_that_fail_in_a_row_end_training(tmp_path: Path) -> None:
-    """Each is counted and shown; one that succeeds makes up for those before; then enough is enough."""
+    """Each is counted and shown; one that succeeds makes up for those before; after too many in a row training ends."""
     store = FullStore(tmp_path, 3 * 2)
     commits, ears = opened_on(store, give_up_after=3)
     for number in range(1, 7):
@@ -188,8 +188,8 @@ def test_saves_that_fail_in_a_row_end_training(tmp_path: Path) -> None:
     assert [entry.key.split("/")[1] for entry in store.list("data/")] == ["step-000000000003"] * 2
 
 
-def test_commits_that_etcd_has_not_heard_of_are_no_failures(tmp_path: Path) -> None:
-    """The store has them; the first behind the outage is their child, and counts for all."""
+def test_commits_missing_from_etcd_are_not_failures(tmp_path: Path) -> None:
+    """The store has them; the first commit after the outage is their child, and the only one published to etcd."""
     etcd = AwayEtcd()
     commits, ears = opened_on(LocalStore(tmp_path), etcd=etcd, give_up_after=2)
     for number in range(1, 5):
@@ -206,8 +206,8 @@ def test_commits_that_etcd_has_not_heard_of_are_no_failures(tmp_path: Path) -> N
     assert (head.key, head.parent_key) == (etcd.published[0], head.key.replace("5.json", "4.json"))
 
 
-def test_a_job_ends_without_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody comes behind the last commit who could make up for it, so the store's word is enough, after some tries."""
+def test_a_job_can_end_without_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No later commit could make up for the last one, so after some tries being in the store is enough."""
     monkeypatch.setattr("elastic_train.training.commits.LAST_COMMIT_PAUSE_S", 0.01)
     commits, ears = opened_on(LocalStore(tmp_path), etcd=AwayEtcd())
     take_step(commits)
@@ -216,8 +216,8 @@ def test_a_job_ends_without_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(ears.announced) == LAST_COMMIT_TRIES
 
 
-def test_what_exists_is_not_written_again(tmp_path: Path) -> None:
-    """Told to leave while etcd is away: rank 0 asks it again, and nobody uploads the state once more for that."""
+def test_an_existing_commit_is_not_written_again(tmp_path: Path) -> None:
+    """Asked to leave while etcd is away: rank 0 retries etcd, and no rank uploads the state a second time."""
     commits, _ = opened_on(LocalStore(tmp_path))
     take_step(commits)
     save(commits)
@@ -230,8 +230,8 @@ def test_what_exists_is_not_written_again(tmp_path: Path) -> None:
     assert commits.saves.begin.call_count == 1 and not list(answers)
 
 
-def test_who_is_fenced_in_the_store_does_not_end_well_without_etcd(tmp_path: Path) -> None:
-    """The store alone tells that a newer world is there."""
+def test_a_process_fenced_in_the_store_fails_even_without_etcd(tmp_path: Path) -> None:
+    """The claims in the store alone show that there is a newer world."""
     store = LocalStore(tmp_path)
     commits, ears = opened_on(store, etcd=AwayEtcd())
     take_step(commits)
@@ -242,8 +242,8 @@ def test_who_is_fenced_in_the_store_does_not_end_well_without_etcd(tmp_path: Pat
 
 
 @pytest.mark.parametrize("is_live", [True, False])
-def test_a_world_that_ends_gives_its_save_up_or_time(tmp_path: Path, is_live: bool) -> None:
-    """Survivors hold the state and go on at once; a process that ends lets the job go on from what it was writing."""
+def test_a_regrouping_world_abandons_its_save_and_an_ending_process_waits_for_it(tmp_path: Path, is_live: bool) -> None:
+    """Survivors hold the state and continue at once; an ending process waits, so that the job resumes from its save."""
     store = HeldStore(tmp_path)
     commits, ears = opened_on(store)
     take_step(commits)
@@ -258,14 +258,15 @@ def test_a_world_that_ends_gives_its_save_up_or_time(tmp_path: Path, is_live: bo
 
 
 @pytest.mark.parametrize(("flags", "num_commits"), [(loop.COMMIT, 3), (loop.COMMIT | loop.BUSY, 0)])
-def test_an_overdue_commit_waits_until_nobody_is_busy(
+def test_an_overdue_commit_waits_until_no_rank_is_saving(
     monkeypatch: pytest.MonkeyPatch, flags: int, num_commits: int
 ) -> None:
     """A rank that gave its part up asks again with every step, and no step is a commit that was skipped."""
     sums = StepSums(0.0, 1.0, CoverageSums(), 0, 0, flags, 0)
     monkeypatch.setattr(loop, "compute_step", lambda *_: Computed(sums, flags, ()))
     session = MagicMock()
-    session.steps.return_value = [()] * 3
+    session.leave.dropping.return_value = [()] * 3
+    session.leaving.return_value = [False]
     session.clock.lap.return_value = 0.0
     session.is_validation_due.return_value = session.commits.is_due.return_value = False
     assert loop.train_steps(session) is loop.Outcome.DONE

@@ -33,7 +33,7 @@ OUTAGE_S = 20.0
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_training_goes_on_whatever_breaks_in_etcd(tmp_path: Path, rows: Path) -> None:
+def test_training_continues_whatever_breaks_in_etcd(tmp_path: Path, rows: Path) -> None:
     """The leader dies; all members are away for 20 s; one says nothing while the history is compacted.
 
     None of that costs the world anything. Then, with that member still silent, a worker is killed: the job regroups,
@@ -111,6 +111,6 @@ def terms(run: Path) -> set[int]:
 
 
 def leave(job: subprocess.Popen[bytes]) -> None:
-    """Tell the only node to leave: it commits what it has applied."""
+    """Ask the only node to leave: it commits what it has applied."""
     job.send_signal(signal.SIGTERM)
     job.wait(PATIENCE_S)

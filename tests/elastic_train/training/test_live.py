@@ -73,7 +73,7 @@ def launch(
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """End what a test that failed has left running, so that it does not slow the tests behind it."""
+    """End what a test that failed has left running, so that it does not slow the tests after it."""
     yield
     while STARTED:
         node = STARTED.pop()
@@ -174,7 +174,7 @@ def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 180)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("hang", marks=pytest.mark.long), "hang-native"])
-def test_a_hanging_rank_is_ended_and_the_others_go_on(
+def test_a_hanging_rank_is_ended_and_the_others_continue(
     tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object], kind: str
 ) -> None:
     """The hung process dumps its stacks and ends, also when it holds the interpreter's lock; no bit differs."""
@@ -190,10 +190,8 @@ def test_a_hanging_rank_is_ended_and_the_others_go_on(
     assert weights(run) == undisturbed(120)
 
 
-def test_a_stopped_worker_is_left_behind_and_a_dead_one_forked_anew(
-    tmp_path: Path, rows: Path, etcd: EtcdServer
-) -> None:
-    """No lease has to end for a worker that was stopped; going on, it joins anew, as the process that it was.
+def test_a_stopped_worker_is_left_out_and_a_dead_one_replaced(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+    """No lease has to end for a worker that was stopped; once continued, the same process joins again.
 
     A dead one's place is taken by a fork of the standby process, and none of them outlives the agent.
     """
@@ -217,7 +215,7 @@ def test_a_stopped_worker_is_left_behind_and_a_dead_one_forked_anew(
 
 
 @pytest.mark.long
-def test_a_node_that_is_told_to_leave_commits_when_nobody_goes_on(
+def test_the_last_node_to_leave_commits(
     tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
 ) -> None:
     """SIGTERM to the only node: all ranks leave together, the applied state is committed, and training resumes."""
@@ -234,7 +232,7 @@ def test_a_node_that_is_told_to_leave_commits_when_nobody_goes_on(
 
 
 @pytest.mark.long
-def test_regroups_leave_nothing_behind(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+def test_regrouping_leaks_nothing(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
     """Open files, threads and memory of a survivor do not grow with the number of its worlds."""
     config = write_config(tmp_path, rows, 100_000)
     job = launch(tmp_path, etcd, config, ranks=2)
@@ -287,7 +285,7 @@ def test_a_node_with_another_configuration_is_not_let_in(tmp_path: Path, rows: P
 
 
 @pytest.mark.long
-def test_training_goes_on_without_etcd(tmp_path: Path, rows: Path, undisturbed: Callable[[int], object]) -> None:
+def test_training_continues_without_etcd(tmp_path: Path, rows: Path, undisturbed: Callable[[int], object]) -> None:
     """While etcd is away for longer than a lease, members compute on and save in their world, and need no new one."""
     with EtcdServer() as server:
         config = write_config(tmp_path, rows, 240)
@@ -307,10 +305,10 @@ def test_training_goes_on_without_etcd(tmp_path: Path, rows: Path, undisturbed: 
 
 
 @pytest.mark.long
-def test_an_etcd_without_its_data_costs_a_world(
+def test_an_etcd_that_lost_its_data_costs_one_world(
     tmp_path: Path, rows: Path, undisturbed: Callable[[int], object]
 ) -> None:
-    """Etcd comes back empty under a job: the same processes register anew, and go on with the state that they hold."""
+    """Etcd comes back empty under a job: the same processes register again, and keep their state."""
     with EtcdServer() as server:
         config = write_config(tmp_path, rows, 240)
         job = launch(tmp_path, server, config, ranks=2)

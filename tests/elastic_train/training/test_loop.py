@@ -1,4 +1,4 @@
-"""The loop's step: what a rank tells the others rides on the step that it has just computed."""
+"""The loop's step: a rank's flags reach the others with the step that it has just computed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from elastic_train.training.step_clock import StepClock
 from elastic_train.training.step_sums import LEAVE, LaneSums
 
 
-def test_who_is_told_to_leave_in_the_midst_of_a_step_leaves_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not behind the next: a step may take as long as the time that a machine is given to leave."""
+def test_a_rank_asked_to_leave_during_a_step_leaves_right_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not after the next: one step may take all the time that a machine is given to leave."""
     session = MagicMock()
     session.lanes = range(1)
     session.leave.is_set = session.commits.is_busy = False

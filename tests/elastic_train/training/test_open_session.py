@@ -53,9 +53,9 @@ def state_of(*intervals: tuple[int, int, int]) -> AppliedState:
     return replace(state, reached=Reached(step=intervals[-1][2], intervals=lineage))
 
 
-@pytest.mark.parametrize("error", [TooFewNodesError("few"), Preempted("told"), StorageError("etcd is away")])
-def test_whatever_ends_the_waiting_for_a_world_the_state_is_committed(error: ElasticTrainError, tmp_path: Path) -> None:
-    """Its parent is the newest commit that it goes on from, not the late record of a fenced writer."""
+@pytest.mark.parametrize("error", [TooFewNodesError("few"), Preempted("asked to leave"), StorageError("etcd is away")])
+def test_the_state_is_committed_however_the_wait_for_a_world_ends(error: ElasticTrainError, tmp_path: Path) -> None:
+    """Its parent is the newest commit of its lineage, not the late record of a fenced writer."""
     plan, store = plan_of(tmp_path), open_store(str(tmp_path))
 
     def commit(term: int, parent: CommitRecord | None, *intervals: tuple[int, int, int]) -> CommitRecord:
@@ -64,7 +64,7 @@ def test_whatever_ends_the_waiting_for_a_world_the_state_is_committed(error: Ela
         return writer.save(state.shards.held(), describe_commit(plan, state, 1), state.reached.intervals)  # type: ignore[arg-type]
 
     ancestor = commit(1, None, (1, 0, 3))
-    commit(1, ancestor, (1, 0, 6))  # term 2 went on from step 4 meanwhile
+    commit(1, ancestor, (1, 0, 6))  # term 2 continued from step 4 meanwhile
     left: list[bool] = []
 
     def form() -> None:
@@ -79,7 +79,7 @@ def test_whatever_ends_the_waiting_for_a_world_the_state_is_committed(error: Ela
     assert left == [False]
 
 
-def test_a_damaged_commit_of_the_very_step_is_replaced_and_not_continued(tmp_path: Path) -> None:
+def test_a_damaged_commit_of_the_same_step_is_replaced_and_not_continued(tmp_path: Path) -> None:
     """The chain's steps grow: the parent is the damaged commit's own parent."""
     plan, store, state = plan_of(tmp_path), open_store(str(tmp_path)), state_of((1, 0, 9))
     facts = describe_commit(plan, state, 1)  # type: ignore[arg-type]
@@ -93,19 +93,19 @@ def test_a_damaged_commit_of_the_very_step_is_replaced_and_not_continued(tmp_pat
 
 
 @pytest.mark.parametrize("hung", ["write", "sync", "read"])
-def test_storage_that_hangs_holds_up_nobody_who_leaves(
+def test_hanging_storage_does_not_keep_a_process_from_leaving(
     hung: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever the storage does not come back from, the process leaves, and says what it could not commit."""
+    """Whichever storage call hangs, the process leaves, and reports what it could not commit."""
     plan, store, state = plan_of(tmp_path), open_store(str(tmp_path)), state_of((1, 0, 9))
     facts = describe_commit(plan, state, 1)  # type: ignore[arg-type]
     earlier = CommitWriter(store, StoreFence(store), StoreFence(store).claim(), None)
     first = earlier.save(state.shards.held(), replace(facts, step=6), (Interval(1, 0, 6),))
-    may_go_on, is_hung = threading.Event(), threading.Event()
+    may_continues, is_hung = threading.Event(), threading.Event()
 
     def hang(*_: object) -> bool:
         is_hung.set()
-        return may_go_on.wait(60.0)
+        return may_continues.wait(60.0)
 
     where = {"write": (LocalStore, "write"), "sync": (RealDisk, "sync"), "read": (reader, "find_damage")}
     monkeypatch.setattr(*where[hung], hang)
@@ -118,7 +118,7 @@ def test_storage_that_hangs_holds_up_nobody_who_leaves(
     assert "step 9 could not be committed: the storage made no progress" in capsys.readouterr().err
     monkeypatch.undo()
     assert discover(store).head == first
-    may_go_on.set()
+    may_continues.set()
 
 
 def few() -> None:

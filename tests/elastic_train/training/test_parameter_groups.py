@@ -53,8 +53,8 @@ def test_any_world_gives_the_same_bits(tmp_path: Path, rows: Path, alone: Path, 
     assert same == {name for name in first if name.startswith("blocks.0.")}
 
 
-def test_a_layer_is_thawed_from_a_commit_on(tmp_path: Path, rows: Path) -> None:
-    """What was trained goes on with its moments; one hash on any world that resumes it."""
+def test_a_layer_is_thawed_when_a_run_resumes(tmp_path: Path, rows: Path) -> None:
+    """What was trained keeps its moments; one hash on any world that resumes it."""
     digests = set()
     for num_ranks in (1, 2):
         folder = tmp_path / str(num_ranks)

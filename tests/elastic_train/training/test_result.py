@@ -1,4 +1,4 @@
-"""The end of a run on disk: what cannot be written is told, and neither fails the job nor starts it over."""
+"""The end of a run on disk: a failed write is reported, and neither fails the job nor starts it over."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 class Ended:
-    """Stands where a session does behind its last commit, on rank 0; notes in which order the end comes."""
+    """Stands in for a session after its last commit, on rank 0; records the order of the calls that end it."""
 
     def __init__(self, folder: Path, *, is_live: bool = True, is_launched: bool = True) -> None:
         self.acts: list[str] = []
@@ -36,7 +36,7 @@ class Ended:
             group=SimpleNamespace(
                 rank=0, size=1, all_gather=lambda row: row.unsqueeze(0), close=lambda: self.acts.append("group closed")
             ),
-            history=SimpleNamespace(end=lambda **_: self.acts.append("told")),
+            history=SimpleNamespace(end=lambda **_: self.acts.append("history ended")),
             term=3,
         )
         reached = SimpleNamespace(validation={}, account=SampleAccount())
@@ -77,20 +77,20 @@ def test_a_job_whose_result_cannot_be_written_is_done(
     is_launched: bool,
     code: int,
 ) -> None:
-    """It is told with file and reason, the job is closed, and the exit code is one that nothing starts over."""
+    """The error names file and reason, the job is closed, and the exit code is one that no scheduler restarts."""
     fill(monkeypatch)
     session = Ended(tmp_path, is_live=is_live, is_launched=is_launched)
     ended = _finish(session, Outcome.DONE)  # type: ignore[arg-type]
     assert (ended.exit_code if isinstance(ended, ResultError) else 0) == code
     assert code or (isinstance(ended, TrainResult) and (ended.status, ended.step) == ("done", 14))
-    assert session.acts == ["told", "FINISHED", "group closed", "job closed"]
+    assert session.acts == ["history ended", "FINISHED", "group closed", "job closed"]
     assert capsys.readouterr().err == (
         f"error: step 14 is committed, but the result could not be written: {tmp_path}/result.json: "
         "[Errno 28] No space left on device; make room there and start again: no step is trained twice\n"
     )
 
 
-def test_who_is_told_to_leave_leaves_without_a_result_too(
+def test_a_rank_asked_to_leave_leaves_even_if_the_result_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The code still asks to be requeued: the commit is there."""
@@ -98,12 +98,12 @@ def test_who_is_told_to_leave_leaves_without_a_result_too(
     session = Ended(tmp_path)
     ended = _finish(session, Outcome.PREEMPTED)  # type: ignore[arg-type]
     assert isinstance(ended, Preempted) and "step 14 is committed" in str(ended)
-    assert session.acts == ["told", "KILLED", "group closed", "left"]
+    assert session.acts == ["history ended", "KILLED", "group closed", "left"]
     assert "result.json: [Errno 28]" in capsys.readouterr().err
 
 
-def test_what_the_task_cannot_write_costs_no_result(tmp_path: Path) -> None:
-    """An OSError of the task's own end is told, and result.json is written nonetheless; both are told together."""
+def test_a_task_that_cannot_write_does_not_cost_the_result(tmp_path: Path) -> None:
+    """An OSError of the task's end hook is reported, and result.json is written; two errors are reported together."""
     session = Ended(tmp_path)
 
     def finish() -> None:
@@ -119,8 +119,8 @@ def test_what_the_task_cannot_write_costs_no_result(tmp_path: Path) -> None:
     assert "/exports/model" in str(error) and f"{tmp_path}/result.json: [Errno" in str(error)
 
 
-def test_another_error_of_the_task_stays_one(tmp_path: Path) -> None:
-    """What is not the disk's is the task's own failure."""
+def test_other_errors_of_the_task_are_raised(tmp_path: Path) -> None:
+    """An error that is not the disk's is the task's own failure."""
     session = Ended(tmp_path)
 
     def finish() -> None:

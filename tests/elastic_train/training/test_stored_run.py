@@ -32,7 +32,7 @@ def rounds_alike() -> bool:
     return (EXPECTED["torch"], EXPECTED["cpu"]) == (torch.__version__, torch.backends.cpu.get_cpu_capability())
 
 
-def test_the_stored_commit_is_found_and_whole() -> None:
+def test_the_stored_commit_is_found_and_valid() -> None:
     store = et.open_store(str(STORED / "run"))
     found = et.discover(store)
     assert found.head is not None and found.skipped == ()

@@ -1,4 +1,4 @@
-"""`train` as a function: what it returns on one process and on two ranks, what it raises, and what it leaves behind."""
+"""`train` as a function: what it returns on one process and on two ranks, what it raises, what it leaves on disk."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def test_the_function_the_command_and_two_ranks_agree(tmp_path: Path, rows: Path
 def test_a_request_to_leave_is_raised_and_the_next_call_resumes(tmp_path: Path, rows: Path) -> None:
     """SIGTERM ends the call after a commit, with the exit code that asks for more time; the handlers are given back."""
     lines = run(LEFT, config(tmp_path, rows, failing(tmp_path, after=10, how="SIGTERM"), epochs=1))
-    told = [line for line in lines if line.startswith("Preempted")]
-    assert told == ["Preempted 75 asked to leave; step 3 is committed: start again to resume from it"]
+    printed = [line for line in lines if line.startswith("Preempted")]
+    assert printed == ["Preempted 75 asked to leave; step 3 is committed: start again to resume from it"]
     assert lines[-1] == "14"
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import yaml
 
+import elastic_train as et
 from elastic_train.checkpoint.format.torch_frame import bytes_of
 from elastic_train.checkpoint.format.weights_digest import join_digests, tensor_digest
 from elastic_train.data.corpora.synthetic import synthesise
@@ -57,7 +58,7 @@ WITNESS: dict[str, object] = {
 
 
 def config(folder: Path, rows: Path, tree: dict[str, object], **changes: object) -> str:
-    """Write a configuration whose run lies below `folder`."""
+    """Write a configuration whose run is stored below `folder`."""
     data = {"train": str(rows / "train"), "validation": str(rows / "validation"), "too_long": "truncate"}
     whole = {"run": {"dir": str(folder / "run"), "seed": 5}, "data": data, **tree, **changes}
     folder.mkdir(parents=True, exist_ok=True)
@@ -131,7 +132,7 @@ def test_every_sample_counts_once_an_epoch(tmp_path: Path, rows: Path) -> None:
     assert Counter(counts.tolist()) == {3: 331}
 
 
-def test_a_failed_run_goes_on_at_another_world_size(tmp_path: Path, rows: Path, alone: Path) -> None:
+def test_a_failed_run_resumes_at_another_world_size(tmp_path: Path, rows: Path, alone: Path) -> None:
     """A run of two ranks that crashed is resumed by three from its newest commit, and ends with the same bits."""
     path = config(tmp_path, rows, failing(tmp_path, after=34))
     first = start_cold([path], num_ranks=2)
@@ -148,7 +149,7 @@ def test_a_failed_run_goes_on_at_another_world_size(tmp_path: Path, rows: Path, 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_policy_data_gives_the_same_metrics_resumed_or_not(tmp_path: Path) -> None:
-    """Eleven classes with a long tail; crashed or told to leave, ended on other ranks: equal to the last digit."""
+    """Eleven classes with a long tail; crashed or asked to leave, finished on other ranks: equal to the last digit."""
     for name, num_rows, seed in (("train", 720, 1), ("validation", 300, 2)):
         synthesise(str(tmp_path / name), num_rows, "policy", seed, rows_per_group=64)
     params: dict[str, object] = {"max_tokens": 32, "dim": 16, "depth": 1, "heads": 2}
@@ -173,7 +174,7 @@ def test_policy_data_gives_the_same_metrics_resumed_or_not(tmp_path: Path) -> No
 
 
 def test_sigterm_commits_and_exits_with_75(tmp_path: Path, rows: Path, alone: Path) -> None:
-    """Told to leave, the trainer commits at the step's boundary, exits with 75, and loses nothing."""
+    """Asked to leave, the trainer commits at the step's boundary, exits with 75, and loses nothing."""
     path = config(tmp_path, rows, failing(tmp_path, after=42, how="SIGTERM"))
     assert start([path]).code == 75
     assert result(tmp_path)["status"] == "preempted"
@@ -228,7 +229,7 @@ def start_on_a_full_disk(*arguments: str) -> Finished:
 
 
 def test_a_full_disk_stops_no_training(tmp_path: Path, rows: Path) -> None:
-    """Saves that fail for want of space are counted, and training goes on; without its last one a job is not done."""
+    """Saves that fail for want of space are counted; training continues. Without its last commit a job is not done."""
     done = start_on_a_full_disk(config(tmp_path, rows, CLASSIFIER, epochs=1))
     assert done.code == 1, done.output
     assert "FAILED (1 so far), training continues" in done.output
@@ -303,14 +304,14 @@ def test_bad_input_is_refused_before_training(
 
 
 def test_more_ranks_than_lanes_are_refused(tmp_path: Path, rows: Path) -> None:
-    """Five ranks on four lanes end with an error that says how to go on."""
+    """Five ranks on four lanes end with an error that says what to do."""
     done = start([config(tmp_path, rows, CLASSIFIER)], num_ranks=5)
     assert done.code != 0
     assert "5 ranks, but only 4 lanes" in done.output
     assert not (tmp_path / "run" / "history").exists()
 
 
-def test_a_task_and_a_schema_of_ones_own(tmp_path: Path) -> None:
+def test_a_custom_task_and_schema(tmp_path: Path) -> None:
     """The example trains a user's task on a user's columns, from outside the package, on one rank and on two alike."""
     example = ROOT / "examples" / "own_task"
     environ = {"PYTHONPATH": str(example)}
@@ -357,10 +358,61 @@ def test_batch_norm_across_ranks_is_refused(tmp_path: Path, rows: Path) -> None:
     assert "SyncBatchNorm (norm), whose statistics depend on the number of ranks: use BatchNorm" in done.output
 
 
-def test_ranks_that_differ_are_found_before_the_first_commit(tmp_path: Path, rows: Path) -> None:
-    """The tensor and the rank are named, and nothing of either model is committed."""
-    task = {"path": "tests.tasks:OwnWeights", "params": PARAMS}
-    done = start([config(tmp_path, rows, {**CLASSIFIER, "task": task})], num_ranks=2)
+def test_ranks_that_begin_with_other_weights_take_those_of_rank_0(tmp_path: Path, rows: Path) -> None:
+    """A task that initialises with another library's generator trains one model all the same, as under DDP."""
+    tree = {**CLASSIFIER, "task": {"path": "tests.tasks:OwnWeights", "params": PARAMS}}
+    succeed(start([config(tmp_path / "alone", rows, tree)]))
+    done = succeed(start([config(tmp_path / "two", rows, tree)], num_ranks=2))
+    assert "ranks [1] began with other weights than rank 0 and take its weights" in done.output
+    assert result(tmp_path / "two")["weights_sha256"] == result(tmp_path / "alone")["weights_sha256"]
+
+
+def test_a_flipped_bit_is_found_before_the_next_commit(tmp_path: Path, rows: Path, alone: Path) -> None:
+    """Tensor and rank are named, nothing of either model is committed, and the job resumes from before the flip."""
+    params = {**PARAMS, "marker": str(tmp_path / "flipped"), "after": 30}
+    path = config(tmp_path, rows, {**CLASSIFIER, "task": {"path": "tests.tasks:Flips", "params": params}})
+    done = start([path], num_ranks=2)
     assert done.code == 1
-    assert "step 7: ranks [1] hold other weights than rank 0, first in 'head.bias'" in done.output
-    assert not list((tmp_path / "run").glob("commits/*.json"))
+    assert "ranks [1] hold other weights than rank 0, first in 'head.weight'" in done.output
+    assert (tmp_path / "flipped").exists()
+    succeed(start([path], num_ranks=2))
+    assert result(tmp_path)["weights_sha256"] == result(alone)["weights_sha256"]
+
+
+def poisoned(folder: Path, rows: Path, ids: list[int], how: str, **changes: object) -> str:
+    task = {"path": "tests.tasks:Poisoned", "params": {**PARAMS, "ids": ids, "how": how}}
+    return config(folder, rows, {**CLASSIFIER, "task": task}, **changes)
+
+
+def test_the_update_of_a_step_that_is_not_finite_is_left_out_and_its_samples_are_named(
+    tmp_path: Path, rows: Path
+) -> None:
+    """At any number of ranks alike, in commits and in the result; weights stay finite, and every sample counts."""
+    ended = {}
+    for name, num_ranks in (("one", None), ("two", 2)):
+        done = succeed(start([poisoned(tmp_path / name, rows, [5, 40], "nan")], num_ranks=num_ranks))
+        assert "its update is left out" in done.output
+        ended[name] = result(tmp_path / name)
+        reported = history(tmp_path / name, "nonfinite")
+        spans = [span for line in reported for ranges in line["samples"].values() for span in ranges]  # type: ignore[attr-defined]
+        ids = {id_ for lo, hi in spans for id_ in range(lo, hi)}
+        assert {5, 40} <= ids and len(ids) <= 4 * 6  # two lanes in each of two epochs
+        assert {line["loss"] for line in reported} == {"nan"}
+    assert ended["one"]["weights_sha256"] == ended["two"]["weights_sha256"]
+    assert ended["one"]["skipped_steps"] == ended["two"]["skipped_steps"] != []
+    head = et.discover(et.open_store(str(tmp_path / "two" / "run"))).head
+    assert head is not None and [list(pair) for pair in head.skipped_steps or ()] == ended["two"]["skipped_steps"]
+
+
+def test_steps_in_a_row_that_are_not_finite_end_training_and_the_last_good_commit_is_kept(
+    tmp_path: Path, rows: Path
+) -> None:
+    """With a code after which nothing starts it again; `keep` trains on, as every other trainer does."""
+    optimizer = {**CLASSIFIER["optimizer"], "nonfinite_limit": 3}  # type: ignore[dict-item]
+    path = poisoned(tmp_path, rows, list(range(60, 120)), "nan", optimizer=optimizer, checkpoint={"every_steps": 1})
+    done = start([path], num_ranks=2)
+    assert done.code == 93, done.output
+    assert "loss or gradient of 3 steps in a row, up to step" in done.output
+    path = poisoned(tmp_path / "keep", rows, [5], "nan", optimizer={**optimizer, "on_nonfinite": "keep"})
+    assert "its update is used all the same" in succeed(start([path])).output
+    assert result(tmp_path / "keep")["skipped_steps"] == []

@@ -1,4 +1,4 @@
-"""Handing the applied state over: who gives to whom, equal bits afterwards, and nothing taken over that is damaged."""
+"""Handing the applied state over: who gives to whom, equal bits afterwards, and damaged states are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.errors import PeerLostError
-from elastic_train.job.state import AppliedState, build_state
+from elastic_train.job.state import AppliedState, StepFacts, build_state
 from elastic_train.job.state_shards import Place, whole_from_furthest
 from elastic_train.parallel.gradient_sum import bind_gradients
 from elastic_train.parallel.group import Group
@@ -33,7 +33,7 @@ TERM = 3
 
 
 @given(st.lists(st.builds(Place, st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=9))
-def test_everybody_behind_gets_the_state_once_from_somebody_furthest(places: list[Place]) -> None:
+def test_every_rank_behind_gets_the_state_once_from_a_furthest_rank(places: list[Place]) -> None:
     """Givers are at the furthest place, takers are all the others, and the work is shared out evenly."""
     given_to = whole_from_furthest(places)
     assert sorted(taker for _, taker in given_to) == [r for r, place in enumerate(places) if place != max(places)]
@@ -51,38 +51,43 @@ def trained(num_steps: int, name: str = "adamw") -> AppliedState:
     for step in range(num_steps):
         state.optimizer.zero_grad(set_to_none=False)
         model(torch.randn(8, 5, generator=torch.Generator().manual_seed(step))).square().sum().backward()
-        state.apply(Cursor(0, step + 1), CoverageSums(8, step, step), TERM, SampleAccount())
+        state.apply(StepFacts(Cursor(0, step + 1), CoverageSums(8, step, step), TERM, SampleAccount()))
     return state
 
 
 def ranks(rank: int, size: int, folder: str, optimizer: str) -> None:
-    """Begin at different steps, come together, take one more step, and tell what came of it."""
+    """Begin at different steps, come together, take one more step, and write down the outcome."""
     handover.CHUNK_BYTES = 1000  # many chunks, shared and cut
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     state = trained([0, 4, 3, 4][rank], optimizer)
     given_by = hand_over(group, state, gather_places(group, state))
     bind_gradients(list(state.model.parameters()))
     state.model(torch.ones(8, 5)).square().sum().backward()
-    state.apply(Cursor(0, 9), CoverageSums(), TERM, SampleAccount())
-    told = {"given_by": given_by, "step": state.step, "term": state.reached.term, "digest": weights_digest(state.model)}
+    state.apply(StepFacts(Cursor(0, 9), CoverageSums(), TERM, SampleAccount()))
+    outcome = {
+        "given_by": given_by,
+        "step": state.step,
+        "term": state.reached.term,
+        "digest": weights_digest(state.model),
+    }
     buffers = {name: value.tolist() for name, value in state.model.state_dict().items() if "running" in name}
     rate = state.scheduler.get_last_lr()
-    (Path(folder) / f"{rank}.json").write_text(json.dumps({**told, "buffers": buffers, "rate": rate}))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps({**outcome, "buffers": buffers, "rate": rate}))
     group.close()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_all_ranks_go_on_from_the_furthest_state(tmp_path: Path, optimizer: str) -> None:
+def test_all_ranks_continue_from_the_furthest_state(tmp_path: Path, optimizer: str) -> None:
     """A new rank and one that is a step behind take the next step with the bits of those that were furthest."""
     run_ranks(ranks, 4, str(tmp_path), optimizer)
-    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
-    assert [one.pop("given_by") for one in told] == [1, None, 3, None]
-    assert told[1:] == told[:1] * 3
-    assert (told[0]["step"], told[0]["term"]) == (5, TERM)
+    outcomes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    assert [one.pop("given_by") for one in outcomes] == [1, None, 3, None]
+    assert outcomes[1:] == outcomes[:1] * 3
+    assert (outcomes[0]["step"], outcomes[0]["term"]) == (5, TERM)
 
 
 def damaging(rank: int, size: int, folder: str) -> None:
-    """Rank 1's hand-over loses a bit on its way; rank 0 tells what it holds afterwards."""
+    """Rank 1's hand-over arrives with a flipped bit; each rank writes down what it holds afterwards."""
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     state = trained(2 * rank)
     before = weights_digest(state.model)
@@ -95,19 +100,19 @@ def damaging(rank: int, size: int, folder: str) -> None:
                 tensor[-1] ^= 1
 
         group.transfer = flip  # type: ignore[method-assign]
-    told = "nothing"
+    message = "nothing"
     try:
         hand_over(group, state, gather_places(group, state))
     except PeerLostError as error:
-        told = str(error)
+        message = str(error)
     kept = weights_digest(state.model) == before and state.step == 2 * rank
-    (Path(folder) / f"{rank}.json").write_text(json.dumps([told, kept]))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps([message, kept]))
     group.close()
 
 
 def test_a_damaged_state_is_not_taken_over(tmp_path: Path) -> None:
-    """One wrong bit: the taker says so and still holds what it had."""
+    """One wrong bit: the receiver reports it and still holds what it had."""
     run_ranks(damaging, 2, str(tmp_path))
-    told, kept = json.loads((tmp_path / "0.json").read_text())
-    assert told == "the state that rank 1 handed over arrived damaged"
+    message, kept = json.loads((tmp_path / "0.json").read_text())
+    assert message == "the state that rank 1 handed over arrived damaged"
     assert kept

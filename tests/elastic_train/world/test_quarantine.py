@@ -1,4 +1,4 @@
-"""Quarantine from the outside: the same hole, and the same bits, whoever finds it, whenever, and after any restart."""
+"""Quarantine from the outside: the same hole and bits, whichever rank finds it, at any time, after any restart."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def truths(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_two_ranks_find_what_one_process_knew_from_the_beginning(
+def test_two_ranks_finding_a_hole_match_one_process_that_knew_it(
     tmp_path: Path, torn: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The weights have the same bits; commits and result list the samples; the judge accepts these and no others.
@@ -122,8 +122,8 @@ def test_the_witness_counts_all_but_the_hole(tmp_path: Path, torn: Path) -> None
 
 
 @pytest.mark.long
-def test_a_replay_leaves_out_what_was_left_out_before(tmp_path: Path) -> None:
-    """A run that crashed behind a hole goes on from before it, and keeps to it although the file is whole again."""
+def test_a_replay_keeps_the_holes_of_the_first_run(tmp_path: Path) -> None:
+    """A run that crashed after a hole resumes from before it, and keeps the hole although the file is intact again."""
     data = write_rows(tmp_path / "data", 331, seed=1)
     whole = (data / "part-1.parquet").read_bytes()
     damage(data, "part-1.parquet", 2)
@@ -143,7 +143,7 @@ def test_a_replay_leaves_out_what_was_left_out_before(tmp_path: Path) -> None:
     assert {line["term"] for line in history(tmp_path / "crashed", "step") if line.get("num_left_out")} == {1, 2}
 
 
-def test_records_ahead_take_effect_and_those_behind_do_not(tmp_path: Path) -> None:
+def test_holes_recorded_ahead_take_effect_and_those_of_a_dead_branch_do_not(tmp_path: Path) -> None:
     """A world begins with the holes in effect and those recorded for its steps, not with those of a dead branch."""
     manifest = load_manifest(str(write_rows(tmp_path / "data", 101, group_rows=7)))
     order = Order(manifest.group_rows, num_lanes=2, seed=1)

@@ -1,4 +1,4 @@
-"""What a world begins with: the furthest state that is of the lineage that was published."""
+"""What a world begins with: the furthest state of the published lineage."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Job:
 
 
 @pytest.mark.parametrize("is_heard", [True, False])
-def test_who_was_frozen_does_not_take_a_commit_back(tmp_path: Path, is_heard: bool) -> None:
-    """Others went on from an earlier commit and published, whether etcd has heard of it or was away just then."""
+def test_a_rank_that_was_frozen_does_not_undo_a_commit(tmp_path: Path, is_heard: bool) -> None:
+    """Others continued from an earlier commit and published, whether etcd has heard of it or was away just then."""
     job = Job(tmp_path)
     first = job.commit(None, (1, 0, 5))
     job.etcd.is_away = not is_heard
@@ -78,8 +78,8 @@ def test_who_was_frozen_does_not_take_a_commit_back(tmp_path: Path, is_heard: bo
     assert frozen.reached.intervals == newest.intervals
 
 
-def test_who_commits_alone_takes_nobodys_steps_away(tmp_path: Path) -> None:
-    """A process of an older world that is told to leave commits what it has; who trains on keeps what was applied."""
+def test_a_process_that_commits_alone_undoes_no_applied_steps(tmp_path: Path) -> None:
+    """A process of an older world that is asked to leave commits its state; others keep what was applied."""
     job = Job(tmp_path)
     first = job.commit(None, (1, 0, 5))
     job.commit(first, (1, 0, 5), (2, 5, 6))
@@ -92,8 +92,8 @@ def test_who_commits_alone_takes_nobodys_steps_away(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_heard", [True, False])
 @pytest.mark.parametrize("damaged", ["record", "files"])
-def test_who_passed_over_a_damaged_commit_keeps_its_state(tmp_path: Path, is_heard: bool, damaged: str) -> None:
-    """Nobody goes back to what such a state goes on from, though the commit is newer than that."""
+def test_a_state_that_skipped_a_damaged_commit_is_kept(tmp_path: Path, is_heard: bool, damaged: str) -> None:
+    """No rank goes back to that state's parent, though the damaged commit is newer."""
     job = Job(tmp_path)
     first = job.commit(None, (1, 0, 5))
     job.etcd.is_away = not is_heard

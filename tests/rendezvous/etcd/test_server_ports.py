@@ -11,7 +11,7 @@ from rendezvous.etcd import server
 from rendezvous.etcd.server import free_ports
 
 
-def test_ports_are_none_that_the_system_gives_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ports_are_outside_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A server listens some time after its port was chosen; one that is taken is not chosen, nor one twice."""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports = free_ports(50)

@@ -55,8 +55,8 @@ def test_watch_and_lease_survive_a_killed_etcd() -> None:
         store.close()
 
 
-def test_a_loss_of_data_is_noticed_by_what_a_watch_has_shown() -> None:
-    """Nothing else had told of the revisions that are missing: an etcd that is young again is not taken for late."""
+def test_a_loss_of_data_is_detected_by_an_older_revision() -> None:
+    """Only the watch has seen the missing revisions: an etcd that restarted empty is not taken for a lagging one."""
     with EtcdServer() as server:
         store, other = (EtcdStore(etcd_options(server.endpoint)) for _ in range(2))
         watch = store.watch("/a/")
@@ -88,7 +88,7 @@ def test_watch_survives_a_compaction_it_slept_through(etcd_store: EtcdStore) -> 
     assert seen is not None and seen.entries["/compacted/a"].value == "late"
 
 
-def test_a_frozen_member_and_a_lost_leader_cost_no_lease_and_hide_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leases_and_watches_survive_a_frozen_member_and_a_lost_leader(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the member of etcd in use says nothing, and when the leader dies, a lease of 5 s holds and the watch shows.
 
     The watch of a prefix in which nothing happens notices it, too: it finds out by asking.
@@ -118,12 +118,12 @@ def test_a_frozen_member_and_a_lost_leader_cost_no_lease_and_hide_no_change(monk
             each.close()
 
 
-def test_a_watch_outlives_an_etcd_that_says_nothing_for_long(
+def test_a_watch_outlives_a_long_silence_of_etcd(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The only member of etcd is silent until nobody asks it any more: the watch goes on once it answers.
+    """The only member of etcd is silent until the client gives up: the watch continues once it answers.
 
-    Its stream is left behind then, and there is nobody to tell so.
+    Its old stream is abandoned by then, and its end goes unlogged.
     """
     monkeypatch.setattr(mirror, "PROBE_S", 0.1)
     monkeypatch.setattr(mirror, "GIVE_UP_AFTER_S", 0.1)
@@ -193,11 +193,11 @@ def test_a_client_is_closed_by_nobody_while_another_thread_uses_it(etcd: EtcdSer
         if failures:
             raise failures.pop()
 
-    def ask_behind(client: pyetcd.MultiEndpointEtcd3Client) -> int:
+    def ask_again(client: pyetcd.MultiEndpointEtcd3Client) -> int:
         connection.call(fail_first, give_up_after_s=1.0)
         return int(client.get_response("/nothing").header.revision)
 
-    assert connection.call(ask_behind, give_up_after_s=1.0) > 0
+    assert connection.call(ask_again, give_up_after_s=1.0) > 0
     assert clients[0] is not clients[1], "the first is not asked again"
     assert connection.client() is clients[1], "who used the first to its end leaves the second alone"
     connection.close()
@@ -213,7 +213,7 @@ def test_a_clock_that_is_set_back_hides_no_endpoint(etcd: EtcdServer, monkeypatc
     connection.close()
 
 
-def test_no_etcd_is_said_in_time() -> None:
+def test_a_missing_etcd_is_reported_in_time() -> None:
     """Without an etcd a call ends soon, with an error that names the endpoint and says what to do."""
     started = time.monotonic()
     with pytest.raises(StoreUnavailableError, match=r"127\.0\.0\.1:1 .*refused.*Start etcd there"):
@@ -242,7 +242,7 @@ def test_a_transaction_whose_answer_was_lost_counts(etcd_store: EtcdStore, monke
     assert etcd_store.swap({"/lost/a": Put("other")}, {"/lost/a": 0}) is None
 
 
-def test_an_etcd_that_has_too_much_to_do_is_asked_again(etcd_store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overloaded_etcd_is_asked_again(etcd_store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so by the code that a full database has, too, which asking again does not empty."""
     client = etcd_store._connection.client()
     transact, failures = client.transaction, list[str]()
@@ -323,7 +323,7 @@ def test_mutual_tls(tmp_path: Path) -> None:
                 EtcdStore(etcd_options(server.endpoint, incomplete), give_up_after_s=0.5).get("/a")
 
 
-def test_options_say_everything_that_is_wrong(tmp_path: Path) -> None:
+def test_options_report_everything_that_is_wrong(tmp_path: Path) -> None:
     """Bad TLS and user options are all reported at once."""
     conf = {"cert": str(tmp_path / "missing.pem"), "user": "me"}
     with pytest.raises(OptionError) as caught:

@@ -1,4 +1,4 @@
-"""What single views of a job decide: who waits, who seals, who is left out, and why."""
+"""What single views of a job decide: which members wait, seal or are left out, and why."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_causes(members: list[Member], cause: str) -> None:
     assert isinstance(decision, Seal) and (decision.cause, decision.term) == (cause, 4)
 
 
-def test_too_many_wait_for_room() -> None:
+def test_members_beyond_the_maximum_wait() -> None:
     """A full world is not disturbed by one more node, which waits until there is room."""
     full = view(member("a"), member("b"), member("c"), of=world(3, "a", "b"))
     assert decisions.decide(full, "c", TWO, 9.0) == Wait("room")
@@ -211,7 +211,7 @@ def test_members_beyond_the_most_stand_by() -> None:
 
 @given(st.integers(2, 9), st.data())
 def test_members_out_of_reach_of_each_other_make_no_world(num_nodes: int, data: st.DataObject) -> None:
-    """No two of the chosen miss each other, whoever has noticed; who misses nobody is always among them."""
+    """No two of the chosen miss each other, whichever noticed; a member that misses nobody is always chosen."""
     names = [str(number) for number in range(num_nodes)]
     others = st.lists(st.sampled_from([*names, "gone"]), max_size=3)
     members = tuple(replace(member(name), missed=tuple(data.draw(others))) for name in names)
@@ -223,7 +223,7 @@ def test_members_out_of_reach_of_each_other_make_no_world(num_nodes: int, data: 
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.randoms(use_true_random=False))
-def test_the_larger_part_of_a_split_network_goes_on(size: int, other_size: int, random: Random) -> None:
+def test_the_larger_part_of_a_split_network_continues(size: int, other_size: int, random: Random) -> None:
     """Of two parts without a connection the larger one is chosen; of equal ones that of the first that registered."""
     names = [*(f"a{n}" for n in range(size)), *(f"b{n}" for n in range(other_size))]
     random.shuffle(names)
@@ -234,8 +234,8 @@ def test_the_larger_part_of_a_split_network_goes_on(size: int, other_size: int, 
         assert kept == {"a" if size > other_size else "b"}
 
 
-def test_who_is_out_of_reach_stands_by_until_the_network_heals() -> None:
-    """The others' world stands, and asks for nothing; who misses the leader leads no world of its own."""
+def test_an_unreachable_member_stands_by_until_the_network_heals() -> None:
+    """The others' world stands and needs nothing; a member that misses the leader does not lead another world."""
     two = world(1, "a", "b")
     cut = replace(member("c"), missed=("a", "b"))
     running = view(member("a"), member("b"), cut, of=two)
@@ -250,7 +250,7 @@ def test_who_is_out_of_reach_stands_by_until_the_network_heals() -> None:
     assert decisions.decide(first, "b", Policy(3, 3), 99.0) == Wait("nodes")
 
 
-def test_of_two_halves_the_one_that_has_trained_goes_on() -> None:
+def test_of_two_halves_the_one_that_has_trained_continues() -> None:
     """Who was left out and registered first does not take over from the last world's survivor."""
     out, lost = replace(member("a"), missed=("b",)), world(7, "b", "c")
     survivor = member("b", after=7)

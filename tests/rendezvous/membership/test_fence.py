@@ -72,7 +72,7 @@ def test_a_zombie_cannot_claim(side: Side, run_id: str) -> None:
     with pytest.raises(FencedError, match="term 3 may not claim: the newest world in etcd has term 4"):
         zombie.claim(3)
     assert EtcdFence(side.store, run_id, world_term=4).claim(4) == 4
-    seal(1)  # by who began the job anew over an etcd without its data
+    seal(1)  # by a process that restarted the job on an etcd without its data
     with pytest.raises(FencedError, match="term 3 may not claim: the newest world in etcd has term 1"):
         zombie.claim(3)
 
@@ -83,16 +83,16 @@ def test_a_worker_opens_the_fence_of_its_context(
     """What the launcher leaves in the environment is enough to claim and to publish."""
     monkeypatch.delenv(VARIABLE, raising=False)
     assert context() is None
-    told = RendezvousContext((etcd.endpoint,), run_id, 5, "member", 1.0, 2.0, "lost", 2)
-    monkeypatch.setenv(VARIABLE, told.encode())
+    given = RendezvousContext((etcd.endpoint,), run_id, 5, "member", 1.0, 2.0, "lost", 2)
+    monkeypatch.setenv(VARIABLE, given.encode())
     found = context()
-    assert found == told
+    assert found == given
     store, keys = EtcdStore(etcd_options(etcd.endpoint)), Keys(run_id)
     world = World(5, (Seat("member", 1),), "lost", "address", 1, 2.0)
     store.swap({keys.world: Put(encode(world))}, {})
     store.close()
-    fence = open_fence(told)
-    fence.publish(fence.claim(told.term), "commit")
+    fence = open_fence(given)
+    fence.publish(fence.claim(given.term), "commit")
     head = fence.head()
     fence.close()
     assert head is not None and (head.term, head.commit) == (5, "commit")

@@ -1,7 +1,7 @@
 """Membership explored: every interleaving of a few nodes that join, seal, die, freeze and come back.
 
 The model runs the same pure functions as the product. A node looks, decides and writes in three separate steps, so
-that every write may rest on an old look; a lease may end while its holder, a zombie, goes on.
+that every write may rest on an old look; a lease may end while its holder, a zombie, continues.
 """
 
 from __future__ import annotations
@@ -215,13 +215,13 @@ def test_every_interleaving_is_safe(num_nodes: int, depth: int) -> None:
 
 
 @pytest.mark.parametrize("guard", [KEYS.world, KEYS.head])
-def test_a_missing_guard_is_found(guard: str) -> None:
+def test_the_search_finds_a_missing_guard(guard: str) -> None:
     """The exploration can fail: without the guard on the world, or on the head, it finds the broken history."""
     with pytest.raises(AssertionError, match=r"terms do not grow|fenced world"):
         explore(2, 14, ignoring=guard)
 
 
-def test_progress_from_everywhere() -> None:
+def test_progress_is_possible_from_every_state() -> None:
     """From every reachable state, once nothing fails any more, the living end in one world together."""
     for state in explore(2, 9):
         calm = settle(state)

@@ -131,7 +131,7 @@ def test_the_last_to_finish_closes_the_job(store: MemoryStore, pool: ThreadPoolE
     assert enter(make_node(store)) is None
 
 
-def test_who_has_finished_waits_for_an_etcd_that_is_away(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_member_waits_for_an_etcd_that_is_away(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the workers have done is done: nothing is raised, and the job is closed when etcd is back."""
     node, swap, refused = make_node(store, last_call_s=0.0), store.swap, list[Writes]()
     enter(node)
@@ -149,7 +149,7 @@ def test_who_has_finished_waits_for_an_etcd_that_is_away(store: MemoryStore, mon
 
 
 def test_a_closed_run_id_can_be_used_again(store: MemoryStore) -> None:
-    """The mark of a finished job ends by itself, and terms go on from where they were."""
+    """The mark of a finished job expires, and terms continue from where they were."""
     node = make_node(store, last_call_s=0.0)
     enter(node)
     node.finish(10.0)
@@ -183,7 +183,7 @@ def test_an_expelled_node_joins_as_a_new_one(store: MemoryStore, pool: ThreadPoo
 def test_a_node_expelled_while_it_waits_outlives_an_etcd_that_does_not_answer(
     store: MemoryStore, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It registers anew as soon as etcd grants a lease again."""
+    """It registers again as soon as etcd grants a lease again."""
     node, granted, refused = make_node(store, least=2), store.lease, threading.Event()
 
     def refuse(ttl_s: float, *, renew: bool = True) -> Lease:
@@ -241,7 +241,7 @@ def test_an_outage_of_etcd_does_not_end_a_world() -> None:
 
 
 @pytest.mark.slow
-def test_an_etcd_that_comes_back_without_its_data_is_joined_anew() -> None:
+def test_members_rejoin_an_etcd_that_lost_its_data() -> None:
     """Its revisions begin at 1 again: the members notice, register once or twice each, and form the next world."""
     with EtcdServer() as server, ThreadPoolExecutor(2) as pool:
         stores = [EtcdStore(etcd_options(server.endpoint)) for _ in range(2)]
@@ -261,7 +261,7 @@ def test_an_etcd_that_comes_back_without_its_data_is_joined_anew() -> None:
             node.leave()
 
 
-def test_what_was_read_before_the_loss_is_not_shown_behind_it() -> None:
+def test_a_snapshot_from_before_a_data_loss_is_not_shown_after_it() -> None:
     """An answer of the etcd that was may arrive late, and has the higher revision."""
     seen, lives = LatestView(Keys("job"), Snapshot(70, {})), DataLossDetector()
     assert lives.heard(lives.ask(), 70) == 0

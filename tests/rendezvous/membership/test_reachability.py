@@ -30,7 +30,7 @@ def enter(node: Participant) -> World:
 
 
 def test_a_node_that_is_cut_off_from_the_others_is_left_out_until_it_can_be_reached() -> None:
-    """Two silent looks in a row count; the larger part goes on, and takes the third in again once it answers."""
+    """Two silent looks in a row count; the larger part continues, and takes the third back once it answers."""
     store, cut = MemoryStore(), {"c"}
     nodes = {name: make_node(store, name) for name in "abc"}
 
@@ -61,7 +61,7 @@ def test_a_node_that_is_cut_off_from_the_others_is_left_out_until_it_can_be_reac
 
 
 @pytest.mark.slow
-def test_who_is_missed_by_the_record_alone_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_missing_only_in_the_record_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer of etcd's was lost: the record names a node that this process does not know that it has named."""
     monkeypatch.setattr(reach, "SELDOM_S", 0.05)
     store = MemoryStore()
@@ -76,7 +76,7 @@ def test_who_is_missed_by_the_record_alone_is_looked_for(monkeypatch: pytest.Mon
         node.leave()
 
 
-def test_what_a_machine_answers() -> None:
-    """A refusal is an answer: the machine is there. What is no address, or leads nowhere, is out of reach."""
+def test_refusals_count_as_reachable_and_bad_addresses_do_not() -> None:
+    """A refused connection is an answer: the machine is there. An invalid or unroutable address is out of reach."""
     assert is_reachable("127.0.0.1:1")
     assert not is_reachable("nowhere")

@@ -56,7 +56,7 @@ def test_a_guard_of_a_folder_sees_every_write_below(side: Side) -> None:
     assert side.store.swap({key: Put("4")}, {folder: seen}) is None
 
 
-def test_a_transaction_has_so_many_guards_and_no_more(side: Side) -> None:
+def test_the_guards_of_a_transaction_are_limited(side: Side) -> None:
     """What etcd takes by default, the twin takes, too; one more is refused, not lost in retries."""
     guards = {f"{side.prefix}none-{number}": ABSENT for number in range(MOST_GUARDS)}
     assert side.store.swap({side.prefix + "a": Put("1")}, guards) is not None
@@ -96,7 +96,7 @@ def test_a_deleted_key_leaves_its_lease(side: Side) -> None:
 
 
 def test_an_abandoned_lease_ends(side: Side) -> None:
-    """A lease that nobody renews ends after its time to live, and a watch tells."""
+    """A lease that nobody renews ends after its time to live, and a watch shows it."""
     lease = side.store.lease(2)
     watch = side.store.watch(side.prefix)
     written = side.store.swap({side.prefix + "a": Put("1", lease)}, {})

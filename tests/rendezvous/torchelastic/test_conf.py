@@ -155,14 +155,14 @@ def test_two_names_for_a_file_that_disagree_are_an_error(tmp_path: Path) -> None
     assert read(ca_cert=ours, cacert=ours).etcd.ca_cert == ours
 
 
-def test_two_names_that_agree_are_no_conflict() -> None:
+def test_two_names_that_agree_are_not_a_conflict() -> None:
     """Values are compared, not how they are written."""
     conf = read(ttl="6", keep_alive_interval=2, keep_alive_max_attempt="3", last_call_s="1.0", last_call_timeout=1)
     assert (conf.ttl_s, conf.last_call_s) == (6.0, 1.0)
 
 
 def test_the_launchers_timeout_yields_to_join_timeout() -> None:
-    """The launcher adds a timeout of its own, which is no contradiction; it is the one that we take for it."""
+    """The launcher adds its own timeout, which is not a conflict; ours replaces it."""
     launch = LaunchConfig(1, 1, 1, rdzv_configs={"join_timeout": "60"})
     assert launch.rdzv_configs["timeout"] == LAUNCHER_TIMEOUT_S
     assert read(**launch.rdzv_configs).timeout_s == 60.0
@@ -194,7 +194,7 @@ def test_a_protocol_that_cannot_be_kept_is_an_error(
 
 @pytest.mark.parametrize("names", [("cacert", "cert", "key"), ("ca_cert", "ssl_cert", "ssl_cert_key")])
 @pytest.mark.parametrize("endpoint", ["b:2379", "https://b:2379"])
-def test_torchs_names_for_tls_are_ours(names: tuple[str, ...], endpoint: str, tmp_path: Path) -> None:
+def test_torchs_names_for_tls_options_are_accepted(names: tuple[str, ...], endpoint: str, tmp_path: Path) -> None:
     """Both of torch's etcd backends have names of their own for mutual TLS."""
     files = [sample(name, tmp_path) for name in names]
     etcd = Conf.read(params(endpoint, protocol="https", **dict(zip(names, files, strict=True)))).etcd

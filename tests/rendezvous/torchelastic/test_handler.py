@@ -54,13 +54,13 @@ def test_every_round_has_a_fresh_store(etcd: EtcdServer, run_id: str, monkeypatc
     handler = make(etcd, run_id)
     first = handler.next_rendezvous()
     first.store.set("key", "old")
-    told = context()
+    given = context()
     again = handler.next_rendezvous()
     assert not again.store.check(["key"])
     later = context()
-    assert told is not None and later is not None
-    assert (told.term, told.cause, later.term, later.cause) == (1, "start", 2, "restart")
-    assert told.endpoints == (etcd.endpoint,) and told.joined_at <= told.sealed_at
+    assert given is not None and later is not None
+    assert (given.term, given.cause, later.term, later.cause) == (1, "start", 2, "restart")
+    assert given.endpoints == (etcd.endpoint,) and given.joined_at <= given.sealed_at
     assert handler.use_agent_store and handler.get_backend() == "etcd" and handler.get_run_id() == run_id
     handler.shutdown()
 
@@ -94,7 +94,7 @@ def test_children_die_with_their_parent(tmp_path: Path) -> None:
 
 
 def test_the_demo_server_runs_by_itself() -> None:
-    """`python -m rendezvous` prints its endpoint, and leaves nothing behind when it is told to stop."""
+    """`python -m rendezvous` prints its endpoint, and leaves no process or file when it is asked to stop."""
     server = subprocess.Popen([sys.executable, "-m", "rendezvous"], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     assert server.stdout.readline().startswith("127.0.0.1:")

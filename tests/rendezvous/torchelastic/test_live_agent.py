@@ -39,8 +39,8 @@ def test_a_node_starts_while_etcd_is_away(run_id: str) -> None:
     with EtcdServer() as server:
         server.stop()
         threading.Timer(GIVE_UP_AFTER_S + 0.5, server.begin).start()
-        told = RendezvousParameters("etcd", server.endpoint, run_id, min_nodes=1, max_nodes=1, recovery="live")
-        handler = create_handler(told)
+        parameters = RendezvousParameters("etcd", server.endpoint, run_id, min_nodes=1, max_nodes=1, recovery="live")
+        handler = create_handler(parameters)
         assert not handler.is_closed()
         handler.shutdown()
 
@@ -55,8 +55,8 @@ class Started:
 @pytest.fixture
 def agent(etcd: EtcdServer, run_id: str) -> Iterator[tuple[LiveAgent, WorkerGroup, list[int]]]:
     """An agent that is about to look at its only worker, and the ranks that it will have replaced."""
-    told = RendezvousParameters("etcd", etcd.endpoint, run_id, min_nodes=1, max_nodes=1, recovery="live")
-    handler = create_handler(told)
+    parameters = RendezvousParameters("etcd", etcd.endpoint, run_id, min_nodes=1, max_nodes=1, recovery="live")
+    handler = create_handler(parameters)
     spec = WorkerSpec("default", 1, handler, entrypoint="python", args=("worker.py",), max_restarts=3)
     made = LiveAgent(spec=spec, logs_specs=DefaultLogsSpecs())
     made._pcontext = SubprocessContext.__new__(SubprocessContext)
@@ -67,12 +67,12 @@ def agent(etcd: EtcdServer, run_id: str) -> Iterator[tuple[LiveAgent, WorkerGrou
     handler.shutdown()
 
 
-def test_a_worker_that_nobody_lets_go_on_is_replaced(
+def test_a_worker_that_stays_stopped_is_replaced(
     agent: tuple[LiveAgent, WorkerGroup, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that was stopped for a moment is left alone; one that stays stopped is ended, and another is started.
 
-    One that was stopped with its whole node, agent included, is left alone, too, whoever of them goes on first.
+    One that was stopped with its whole node, agent included, is left alone, too, whichever of them continues first.
     """
     looking, group, replaced = agent
     now, worker = [1000.0], Started()
@@ -110,7 +110,9 @@ def test_a_worker_that_nobody_lets_go_on_is_replaced(
         worker.proc.kill()
 
 
-def test_a_worker_that_dies_during_a_look_is_found_by_the_next(agent: tuple[LiveAgent, WorkerGroup, list[int]]) -> None:
+def test_a_worker_that_dies_during_a_check_is_found_by_the_next(
+    agent: tuple[LiveAgent, WorkerGroup, list[int]],
+) -> None:
     """It is buried and replaced then; the node does not fail over a death that it has not dealt with."""
     looking, group, replaced = agent
     assert isinstance(looking._pcontext, SubprocessContext)

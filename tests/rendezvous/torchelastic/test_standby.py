@@ -82,8 +82,8 @@ def test_which_command_lines_are_modules() -> None:
     assert Program.of(()) is None
 
 
-def test_signalling_a_worker_that_has_just_begun_or_ended_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before its first line a fork has no group of its own, and one that ended may not be known as such yet."""
+def test_signalling_a_worker_that_has_just_begun_or_ended_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its first line a fork has no process group, and one that ended may not be known as such yet."""
     process = multiprocessing.get_context("fork").Process(target=signal.pause)
     process.start()
     worker = ForkedWorker(process)  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ def test_signalling_a_worker_that_has_just_begun_or_ended_is_no_error(monkeypatc
     worker.close(signal.SIGTERM)
 
 
-def test_a_standby_process_that_does_not_serve_costs_no_worker() -> None:
+def test_a_failing_standby_process_costs_no_worker() -> None:
     """A worker is then started in the ordinary way: an error would end the node with all of its workers."""
 
     class Gone:

@@ -57,9 +57,9 @@ class Job:
         """Return what the ranks of a world of `size` say once all of them train in a term above `above`."""
 
         def ranks() -> list[dict[str, Any]]:
-            new = [line for line in self.said("trains") if line["told"]["term"] > above and line["world"] == size]
-            newest = max((line["told"]["term"] for line in new), default=0)
-            return sorted((line for line in new if line["told"]["term"] == newest), key=lambda line: line["rank"])
+            new = [line for line in self.said("trains") if line["context"]["term"] > above and line["world"] == size]
+            newest = max((line["context"]["term"] for line in new), default=0)
+            return sorted((line for line in new if line["context"]["term"] == newest), key=lambda line: line["rank"])
 
         try:
             eventually(lambda: len(ranks()) == size, f"a world of {size} above term {above}", within_s=PATIENCE_S)
@@ -102,17 +102,17 @@ def test_nodes_are_lost_come_back_and_finish(job: Job) -> None:
     """
     nodes = [job.node(), job.node()]
     workers = job.await_world(2, above=0)
-    assert [worker["told"]["num_nodes"] for worker in workers] == [2, 2]
+    assert [worker["context"]["num_nodes"] for worker in workers] == [2, 2]
     for victim_rank in (1, 0):
-        term = workers[0]["told"]["term"]
+        term = workers[0]["context"]["term"]
         victim = next(node for node in nodes if parent_of(workers[victim_rank]["pid"]) == node.pid)
         killed_at = kill(victim)
         (survivor,) = job.await_world(1, above=term)
-        assert survivor["told"]["cause"] == "lost" and survivor["told"]["sealed_at"] - killed_at < 3 + 2
+        assert survivor["context"]["cause"] == "lost" and survivor["context"]["sealed_at"] - killed_at < 3 + 2
         assert not is_running(workers[victim_rank]["pid"])
         nodes = [node for node in nodes if node is not victim] + [job.node()]
-        workers = job.await_world(2, above=survivor["told"]["term"])
-        assert {worker["told"]["cause"] for worker in workers} == {"joined"}
+        workers = job.await_world(2, above=survivor["context"]["term"])
+        assert {worker["context"]["cause"] for worker in workers} == {"joined"}
     assert job.finish(*nodes) == [0, 0], job.output()
     assert [line["rank"] for line in sorted(job.said("done"), key=lambda line: line["rank"])] == [0, 1]
     assert job.node().wait(timeout=PATIENCE_S) == 0, "a late joiner of a finished job leaves with 0"
@@ -136,10 +136,10 @@ def test_worlds_of_1_3_2_4_1(job: Job) -> None:
                 victim.terminate()  # one leaves, with a lease to revoke and a worker to stop
             else:
                 kill(victim)
-        workers = job.await_world(size, above=workers[0]["told"]["term"])
+        workers = job.await_world(size, above=workers[0]["context"]["term"])
         assert [worker["rank"] for worker in workers] == list(range(size))
-        assert {worker["told"]["num_nodes"] for worker in workers} == {size}
-        assert {worker["told"]["cause"] for worker in workers} == {"lost" if victims else "joined"}
+        assert {worker["context"]["num_nodes"] for worker in workers} == {size}
+        assert {worker["context"]["cause"] for worker in workers} == {"lost" if victims else "joined"}
         assert all(worker["weights"] == workers[0]["weights"] for worker in workers)
         assert {parent_of(worker["pid"]) for worker in workers} == {node.pid for node in nodes}
         assert not any(is_running(pid) for pid in lost)
@@ -152,20 +152,20 @@ def test_worlds_of_1_3_2_4_1(job: Job) -> None:
 def test_a_killed_worker_is_restarted_and_one_node_pays(job: Job) -> None:
     """A worker is killed: both nodes meet in the next term at once, and one of them has spent a restart.
 
-    Then a node is told to leave: it revokes its lease, and the other goes on without waiting for the lease to end.
+    Then a node is asked to leave: it revokes its lease, and the other continues without waiting for the lease to end.
     """
     nodes = [job.node("--max_restarts=1"), job.node("--max_restarts=1")]
     workers = job.await_world(2, above=0)
     killed_at = time.time()
     os.kill(workers[1]["pid"], signal.SIGKILL)
-    again = job.await_world(2, above=workers[0]["told"]["term"])
-    assert again[0]["told"]["cause"] == "restart" and sorted(worker["restarts"] for worker in again) == [0, 1]
-    assert again[0]["told"]["sealed_at"] - killed_at < 3, "nobody waits for a lease when every node lives"
+    again = job.await_world(2, above=workers[0]["context"]["term"])
+    assert again[0]["context"]["cause"] == "restart" and sorted(worker["restarts"] for worker in again) == [0, 1]
+    assert again[0]["context"]["sealed_at"] - killed_at < 3, "nobody waits for a lease when every node lives"
     leaver = next(node for node in nodes if parent_of(again[0]["pid"]) == node.pid)
-    told_at = time.time()
+    asked_at = time.time()
     leaver.terminate()
-    (survivor,) = job.await_world(1, above=again[0]["told"]["term"])
-    assert survivor["told"]["sealed_at"] - told_at < 2.5
+    (survivor,) = job.await_world(1, above=again[0]["context"]["term"])
+    assert survivor["context"]["sealed_at"] - asked_at < 2.5
     stayer = next(node for node in nodes if node is not leaver)
     assert job.finish(stayer) == [0], job.output()
 

@@ -1,6 +1,6 @@
 """Faults of storage: its weather, which everybody meets while it lasts, and damage to what was written.
 
-A file of the newest commit is damaged only while the one that it continues is whole: so there always is one to go on
+A file of the newest commit is damaged only while the one that it continues is whole: so there always is one to resume
 from, however often files are damaged.
 """
 

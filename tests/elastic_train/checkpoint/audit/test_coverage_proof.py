@@ -1,4 +1,4 @@
-"""The audit: it proves what is so from records alone, names what is not, and its forensics name the very samples."""
+"""The audit: it proves coverage from records alone, names what is wrong, and its forensics name the samples."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 @dataclass
 class Run:
-    """A run as its commits and histories tell it: steps of two ranks, of which `spoil` may change the ids."""
+    """A run with its commits and histories: steps of two ranks, of which `spoil` may change the ids."""
 
     folder: Path
     manifest: Manifest
@@ -137,8 +137,8 @@ def test_a_good_run_is_proven_at_any_step(tmp_path: Path, dataset: Manifest, ste
     assert (f"epoch {steps // 4}, the first" in in_words(found.proven)) == (steps % 4 > 0)
 
 
-def test_holes_are_left_out_of_the_proof_and_told(tmp_path: Path, dataset: Manifest) -> None:
-    """A hole that begins inside an epoch takes just what the epoch had not applied of it."""
+def test_holes_are_excluded_from_the_proof_and_reported(tmp_path: Path, dataset: Manifest) -> None:
+    """A hole that begins inside an epoch excludes only the samples that the epoch had not applied."""
     whole = Run(tmp_path, dataset)
     group = int(group_of(whole.order.group_first_id, whole.order.epoch(0).ids(0, 0, 1))[0])
     hole = make_hole(whole.order, dataset, MICRO_BATCH, 1, group, "gone")
@@ -166,41 +166,43 @@ def in_progress(step: int, ids: Int64s) -> Int64s:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "expected"),
     [
         (swapped, "epoch 0: the sums over the samples applied are not those of each of 47 samples"),
         (made_good, "epoch 0: the sums over the samples applied are not"),
         (in_progress, "epoch 2, the first 4 places of each of 3 lanes: 12 samples counted, and they are not the 12"),
     ],
 )
-def test_a_repeat_or_a_skip_is_told(tmp_path: Path, dataset: Manifest, spoil: Spoil, told: str) -> None:
+def test_a_repeated_or_skipped_sample_is_reported(
+    tmp_path: Path, dataset: Manifest, spoil: Spoil, expected: str
+) -> None:
     """A sample in place of another is found, in a finished epoch or in the one in progress."""
     Run(tmp_path, dataset).train(9, commit_at=(9,), spoil=spoil)
     found = audit(open_store(str(tmp_path)), dataset)
-    assert told in in_words(found.wrong)
+    assert expected in in_words(found.wrong)
     assert found.exit_code == 65
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         (lambda r: replace(r, intervals=(Interval(1, 0, 3), Interval(2, 4, 9))), "gap: steps [3, 4)"),
         (lambda r: replace(r, cursor=replace(r.cursor, offset=8)), "step 9 is not at Cursor(epoch=2, offset=8)"),
         (lambda r: replace(r, account=replace(r.account, epochs=r.account.epochs[1:])), "has sums of 1"),
     ],
 )
-def test_a_record_that_contradicts_itself_is_told(
-    tmp_path: Path, dataset: Manifest, change: Callable[[CommitRecord], CommitRecord], told: str
+def test_a_record_that_contradicts_itself_is_reported(
+    tmp_path: Path, dataset: Manifest, change: Callable[[CommitRecord], CommitRecord], expected: str
 ) -> None:
     record = Run(tmp_path / "good", dataset).train(9, commit_at=(9,))
     spoiled = change(record)
     store = open_store(str(tmp_path / "spoiled"))
     store.create(spoiled.key, spoiled.encode())
-    assert told in in_words(audit(store, dataset).wrong)
+    assert expected in in_words(audit(store, dataset).wrong)
 
 
-def test_what_cannot_be_proven_is_said(tmp_path: Path, dataset: Manifest) -> None:
-    """Without the dataset, or with an older version's record, the audit says so, and is not content."""
+def test_what_cannot_be_proven_is_reported(tmp_path: Path, dataset: Manifest) -> None:
+    """Without the dataset, or with an older version's record, the audit says so, and fails."""
     record = Run(tmp_path / "new", dataset).train(9, commit_at=(9,))
     found = audit(open_store(str(tmp_path / "new")), None)
     assert "epoch 2, the first 4 places of each of 3 lanes: the dataset's manifest was not found" in found.unproven[0]
@@ -232,7 +234,7 @@ def test_forensics_name_the_samples(tmp_path: Path, dataset: Manifest, capsys: p
     assert audit_run(str(tmp_path), data=dataset.url, is_forensic=False, is_json=True) == 65
     fields = json.loads(capsys.readouterr().out)
     assert (fields["step"], fields["num_epochs"], fields["is_proven"], fields["num_truncated"]) == (9, 2, False, 9)
-    assert len(fields["wrong"]) == 2  # both epochs' ends are behind the first step
+    assert len(fields["wrong"]) == 2  # both epochs' ends come after the first step
 
 
 def test_ids_that_one_rank_could_not_write_accuse_nobody(
@@ -249,7 +251,7 @@ def test_ids_that_one_rank_could_not_write_accuse_nobody(
 
 
 def test_forensics_need_ids(tmp_path: Path, dataset: Manifest) -> None:
-    """A run that kept no ids cannot be looked at that closely."""
+    """A run that recorded no ids cannot be examined that closely."""
     Run(tmp_path, dataset).train(4, commit_at=(4,))
     for path in (tmp_path / "history").iterdir():
         path.unlink()

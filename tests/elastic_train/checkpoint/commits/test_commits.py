@@ -154,7 +154,7 @@ def test_a_changed_model_is_refused(local_store: Store, model: State, message: s
     [({"path": Path("x")}, "'path' is a "), ({"m": {0: 1, "a": 2}}, "'m' has keys of type int and str")],
 )
 def test_a_state_that_could_not_be_read_back_is_not_saved(local_store: Store, extras: State, message: str) -> None:
-    """What would need trust in a pickle, or lose its keys, is refused, and nothing of it stays."""
+    """What would need a trusted pickle, or lose its keys, is refused, and no file of it stays."""
     with pytest.raises(ConfigError, match=message):
         writer(local_store).save(extras, facts(1))
     assert local_store.list("data/") == []
@@ -213,7 +213,7 @@ def test_stock_dcp_reads_the_newest_commit_over_one_two_and_three_ranks(local_st
 
 
 @pytest.mark.parametrize("is_older", [False, True])
-def test_a_reader_of_fifty_lines_reads_a_commit(
+def test_a_fifty_line_reader_reads_a_commit(
     local_store: Store, is_older: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page about the format is enough to write one, and the example that follows it gets the same bits."""
@@ -231,7 +231,7 @@ def test_a_reader_of_fifty_lines_reads_a_commit(
 def test_a_state_can_be_spread_over_writers(
     local_store: Store, num_parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every rank plans alike without talking, writes its part, and the parts are the whole."""
+    """Every rank makes the same plan without communication and writes its part; together they are the whole."""
     monkeypatch.setattr(layout, "LEAST_PART_BYTES", 1)
     state = odd_state()
     leaves = leaves_by_path(state)

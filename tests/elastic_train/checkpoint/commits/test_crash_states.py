@@ -89,7 +89,7 @@ def started_from(states: Collection[Image]) -> Iterator[Store]:
 
 
 def heads(states: Collection[Image], allowed: Collection[CommitRecord]) -> Counter[int]:
-    """Start from every state: the head is whole and allowed, nothing newer looks damaged, and training goes on.
+    """Start from every state: the head is whole and allowed, nothing newer looks damaged, and training continues.
 
     Returns how many states had which step as head.
     """
@@ -127,7 +127,7 @@ def saved_once(machine: Machine) -> tuple[CommitWriter, CommitRecord]:
 
 
 def test_every_crash_state_of_a_save_yields_the_old_commit_or_the_new(tmp_path: Path) -> None:
-    """Never a third thing, never none, and the new one once `save` has returned."""
+    """Never a mixture, never nothing, and always the new one once `save` has returned."""
     machine = Machine(tmp_path)
     commits, first = saved_once(machine)
     second = commits.save(small_state(2), facts(2))
@@ -138,7 +138,7 @@ def test_every_crash_state_of_a_save_yields_the_old_commit_or_the_new(tmp_path: 
 
 
 def test_the_first_save_leaves_nothing_or_itself(tmp_path: Path) -> None:
-    """Before the first commit a crash leaves a run that begins, not a damaged one."""
+    """A crash before the first commit leaves an empty run, not a damaged one."""
     machine = Machine(tmp_path)
     machine.watch()
     first = open_commits(machine).save(small_state(1), facts(1))
@@ -154,7 +154,7 @@ def test_the_first_save_leaves_nothing_or_itself(tmp_path: Path) -> None:
 def test_a_crash_after_failed_operations_yields_the_old_commit_or_the_new(
     tmp_path: Path, num_failing: int, is_done: bool
 ) -> None:
-    """Cleaning up behind errors is safe against a crash too, and a save that returned in spite of one holds.
+    """Cleaning up after errors is safe against a crash too, and a save that returned in spite of one holds.
 
     What fails may have been done all the same. Four in a row also meet the undoing of the first and the second try.
     """
@@ -191,7 +191,7 @@ def test_every_crash_state_of_a_deletion_keeps_the_head(tmp_path: Path) -> None:
 
 
 def test_every_crash_state_of_a_sweep_leaves_a_late_record_whole_or_impossible(tmp_path: Path) -> None:
-    """Whatever was deleted of an attempt, its writer, who comes to publish at last, finds its name taken."""
+    """Whatever was deleted of an attempt, its writer, publishing at last, finds its name taken."""
     machine = Machine(tmp_path)
     commits, first = saved_once(machine)
     late = commits.save(small_state(2), facts(2))
@@ -208,7 +208,7 @@ def test_every_crash_state_of_a_sweep_leaves_a_late_record_whole_or_impossible(t
 
 
 def test_folders_that_a_dead_process_has_made_become_durable(tmp_path: Path) -> None:
-    """Whoever made a folder may have stopped before it was synced; a save below it counts on nobody else's syncs."""
+    """A folder's creator may have died before syncing it, so a save below it relies on no other process's syncs."""
     machine = Machine(tmp_path)
     commits, _ = saved_once(machine)
     machine.disk.make_directory(tmp_path / "data" / "step-000000000002")
@@ -225,7 +225,7 @@ KEPT: dict[str, Callable[[Sequence[BinaryIO], Sequence[Path]], tuple[Sequence[Bi
 
 
 @pytest.mark.parametrize("omitted", KEPT)
-def test_the_enumeration_sees_a_missing_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, omitted: str) -> None:
+def test_the_enumeration_detects_a_missing_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, omitted: str) -> None:
     """The check can fail: without syncing files, or folders, or those above a file's own, the promise is broken."""
     sync, keep = MirroredDisk.sync, KEPT[omitted]
     monkeypatch.setattr(MirroredDisk, "sync", lambda self, files, folders: sync(self, *keep(files, folders)))
@@ -235,7 +235,7 @@ def test_the_enumeration_sees_a_missing_sync(tmp_path: Path, monkeypatch: pytest
         heads(machine.states(), (second,))
 
 
-def test_the_enumeration_sees_files_that_go_before_their_record(tmp_path: Path) -> None:
+def test_the_enumeration_detects_files_deleted_before_their_record(tmp_path: Path) -> None:
     """The check can fail: deleting in the wrong order leaves a record without its files."""
     machine = Machine(tmp_path)
     _, first = saved_once(machine)

@@ -1,4 +1,4 @@
-"""Damage of any kind is seen before it is used, told, and stepped around along the lineage."""
+"""Damage of any kind is detected before use, reported, and skipped along the lineage."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_one_flipped_bit_is_passed_over(local_store: Store, file: int, place: fl
 
 
 def test_damage_is_passed_over_on_every_kind_of_store(store: Store) -> None:
-    """A flipped bit, and a lost end, of an object in any store; the last whole commit is found behind all of them."""
+    """A flipped bit, and a lost end, of an object in any store; the last valid commit before them is found."""
     first, *others = commit_steps(store, 1, 2, 3, 4)
     keys = [others[0].key, f"{others[1].attempt}/__0_0.distcp", f"{others[2].attempt}/.metadata"]
     for key, harm in zip(
@@ -87,8 +87,8 @@ def test_a_file_of_the_wrong_size_is_passed_over(local_store: Store, file: int, 
     assert discover(local_store).head == first
 
 
-def test_nothing_whole_left_is_an_error_that_names_every_commit(local_store: Store) -> None:
-    """With commits but none whole, training does not silently start anew: exit code 65."""
+def test_no_valid_commit_left_is_an_error_that_names_every_commit(local_store: Store) -> None:
+    """With commits but none whole, training does not silently start over: exit code 65."""
     commits = commit_steps(local_store, 1, 2, 3)
     for commit in commits:
         flip(files_of(local_store, commit)[1], 0.5)
@@ -98,8 +98,8 @@ def test_nothing_whole_left_is_an_error_that_names_every_commit(local_store: Sto
     assert caught.value.exit_code == 65
 
 
-def test_a_left_over_attempt_is_no_commit(local_store: Store) -> None:
-    """Files without a record are not seen."""
+def test_a_leftover_attempt_is_not_a_commit(local_store: Store) -> None:
+    """Files without a record are ignored."""
     (first,) = commit_steps(local_store, 1)
     with local_store.write("data/step-000000000009/00000001-dead/__0_0.distcp") as sink:
         sink.write(b"half a checkpoint")
@@ -109,7 +109,7 @@ def test_a_left_over_attempt_is_no_commit(local_store: Store) -> None:
 
 
 def test_a_late_record_of_an_older_term_is_passed_over(local_store: Store) -> None:
-    """Order is (term, step): a higher step of an older term is not the head, and is no reason to complain."""
+    """Order is (term, step): a higher step of an older term is not the head, and no problem to report."""
     late_writer = writer(local_store)
     first = late_writer.save(small_state(1), facts(1))
     (newer,) = commit_steps(local_store, 2, parent=first)
@@ -122,7 +122,7 @@ def test_a_late_record_of_an_older_term_is_passed_over(local_store: Store) -> No
 
 
 def test_falling_back_follows_the_lineage(local_store: Store) -> None:
-    """After a damaged commit comes its parent, not the late record that lies between them in order."""
+    """After a damaged commit comes its parent, not the late record that sorts between them."""
     late_writer = writer(local_store)
     first = late_writer.save(small_state(1), facts(1))
     (newer,) = commit_steps(local_store, 2, parent=first)
@@ -134,8 +134,8 @@ def test_falling_back_follows_the_lineage(local_store: Store) -> None:
     assert [key for key, _ in found.skipped] == [newer.key, "commits/00000001-000000000009.json"]
 
 
-def test_a_head_that_the_store_lacks_is_told(local_store: Store) -> None:
-    """If the fence names a commit that is gone, discovery says so and goes on."""
+def test_a_head_missing_from_the_store_is_reported(local_store: Store) -> None:
+    """If the fence names a commit that is gone, discovery says so and continues."""
     (first,) = commit_steps(local_store, 1)
     found = discover(local_store, published="commits/00000004-000000000002.json")
     assert found.head == first
@@ -160,8 +160,8 @@ class SilentStore(LocalStore):
         return super().open(key)
 
 
-def test_a_store_without_an_answer_is_not_damage(local_store: Store) -> None:
-    """An outage ends the search: falling back would lose steps for nothing."""
+def test_a_store_that_does_not_answer_is_not_damage(local_store: Store) -> None:
+    """An outage ends the search: falling back would lose steps without need."""
     commit_steps(local_store, 1, 2)
     with pytest.raises(StorageError, match="no answer"):
         discover(SilentStore(local_store.url))
@@ -177,7 +177,7 @@ class Bomb:
         return os.mkdir, (self.path,)
 
 
-def test_no_pickle_is_opened_before_its_digest_clears_it(local_store: Store, tmp_path: Path) -> None:
+def test_no_pickle_is_opened_before_its_digest_is_verified(local_store: Store, tmp_path: Path) -> None:
     """Metadata that someone replaced is refused unopened, by discovery and by a load that skips discovery."""
     first, second = commit_steps(local_store, 1, 2)
     (Path(local_store.url) / second.attempt / ".metadata").write_bytes(pickle.dumps(Bomb(str(tmp_path / "bang"))))
@@ -204,7 +204,7 @@ def sealed_record() -> CommitRecord:
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_flipped_bit_of_a_record_is_seen(data: st.DataObject) -> None:
-    """No bit of a record is idle."""
+    """Every bit of a record is covered by its checksum."""
     record = sealed_record()
     content = bytearray(record.encode())
     content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
@@ -254,7 +254,7 @@ def test_checksums_do_not_depend_on_how_bytes_arrive(pieces: list[int], data: st
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 3 * BLOCK_BYTES), st.data())
-def test_a_bad_bit_is_seen_by_whoever_touches_its_block_and_by_nobody_else(size: int, data: st.DataObject) -> None:
+def test_a_flipped_bit_is_seen_only_by_reads_of_its_block(size: int, data: st.DataObject) -> None:
     """What is checked is exactly what is read, in whole blocks: the neighbours of a damaged block are still good."""
     whole = bytes(size)
     record = FileRecord(size, tuple(zlib.crc32(whole[at : at + BLOCK_BYTES]) for at in range(0, size, BLOCK_BYTES)), "")

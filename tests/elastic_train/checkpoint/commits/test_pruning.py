@@ -1,4 +1,4 @@
-"""Retention deletes what is not needed, in an order in which a crash leaves nothing half."""
+"""Retention deletes what is not needed, in an order in which a crash leaves nothing half deleted."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def steps_of(store: Store) -> list[int]:
     return [int(key[-17:-5]) for key in commit_keys(store)]
 
 
-def test_the_last_commits_stay(store: Store) -> None:
-    """keep_last commits stay whole; of the others nothing is left."""
+def test_the_last_commits_are_kept(store: Store) -> None:
+    """keep_last commits stay whole; nothing of the others is left."""
     commits = commit_steps(store, 1, 2, 3, 4)
     pruned = prune(store, Retention.of(last=2))
     assert steps_of(store) == [4, 3]
@@ -48,8 +48,8 @@ def test_the_last_commits_stay(store: Store) -> None:
     assert discover(store).head == commits[3]
 
 
-def test_the_newest_whole_commit_stays_whatever_its_age(local_store: Store) -> None:
-    """If all newer ones are damaged, the last good commit is not counted away, nor one that it could be lost for."""
+def test_the_newest_valid_commit_is_kept_whatever_its_age(local_store: Store) -> None:
+    """If all newer ones are damaged, the last good commit is kept, and so is any commit it may depend on."""
     commits = commit_steps(local_store, 1, 2, 3, 4, 5)
     for commit in commits[3:]:
         damage(local_store, commit)
@@ -58,8 +58,8 @@ def test_the_newest_whole_commit_stays_whatever_its_age(local_store: Store) -> N
     assert discover(local_store).head == commits[2]
 
 
-def test_a_branch_that_was_given_up_takes_nobodys_place(local_store: Store) -> None:
-    """Damage may strike right behind a commit: so the one it continues stays, however many dead ones lie between.
+def test_commits_of_a_dead_branch_do_not_count_towards_keep_last(local_store: Store) -> None:
+    """A commit may be damaged at once, so its parent is kept, however many dead commits sort between them.
 
     They go with the first of the lineage that are older than what is asked for.
     """
@@ -78,8 +78,10 @@ def test_a_branch_that_was_given_up_takes_nobodys_place(local_store: Store) -> N
 
 
 @pytest.mark.parametrize("how", [{"last": 2}, {"last": 9, "budget": 2}])
-def test_a_commit_of_a_term_that_applied_nothing_is_of_the_lineage(local_store: Store, how: dict[str, int]) -> None:
-    """A process that is alone commits what others have applied, under a term of its own."""
+def test_a_commit_of_a_term_that_applied_nothing_is_part_of_the_lineage(
+    local_store: Store, how: dict[str, int]
+) -> None:
+    """A process that is alone commits what others have applied, under a new term."""
     (first,) = commit_steps(local_store, 1)
     alone = writer(local_store, first).save(small_state(2), facts(2), (Interval(1, 0, 2),))
     (before,) = commit_steps(local_store, 2, parent=first)
@@ -91,7 +93,7 @@ def test_a_commit_of_a_term_that_applied_nothing_is_of_the_lineage(local_store: 
     assert commit_keys(local_store) == kept
 
 
-def test_a_dead_branch_takes_no_period(local_store: Store) -> None:
+def test_a_dead_branch_does_not_use_up_a_retention_period(local_store: Store) -> None:
     """The first commit of a period is one that somebody may want to go back to."""
     (whole,) = commit_steps(local_store, 1)
     commit_steps(local_store, 2, parent=whole)
@@ -102,15 +104,15 @@ def test_a_dead_branch_takes_no_period(local_store: Store) -> None:
     assert [key[8:16] + key[-7:-5] for key in commit_keys(local_store)] == ["0000000304", "0000000302"]
 
 
-def test_nothing_is_deleted_while_nothing_is_whole(local_store: Store) -> None:
-    """With every commit damaged, what a person may still rescue stays."""
+def test_nothing_is_deleted_while_every_commit_is_damaged(local_store: Store) -> None:
+    """With every commit damaged, what a person may still rescue is kept."""
     for commit in commit_steps(local_store, 1, 2, 3):
         damage(local_store, commit)
     assert prune(local_store, Retention.of(last=1)).commits == ()
     assert steps_of(local_store) == [3, 2, 1]
 
 
-def test_pinned_commits_stay(store: Store) -> None:
+def test_pinned_commits_are_kept(store: Store) -> None:
     """A pin keeps a commit until it is taken off, and is put on and taken off any number of times."""
     commits = commit_steps(store, 1, 2, 3)
     for _ in range(2):
@@ -124,8 +126,8 @@ def test_pinned_commits_stay(store: Store) -> None:
     assert steps_of(store) == [3]
 
 
-def test_a_commit_that_a_reader_holds_stays(store: Store) -> None:
-    """From the hold's creation to its end nothing of the commit goes; afterwards it does."""
+def test_a_commit_held_by_a_reader_is_kept(store: Store) -> None:
+    """From the hold's creation to its end nothing of the commit is deleted; afterwards it is."""
     commits = commit_steps(store, 1, 2)
     with holding(store, commits[0].key):
         assert prune(store, Retention.of(last=1)).commits == ()
@@ -136,7 +138,7 @@ def test_a_commit_that_a_reader_holds_stays(store: Store) -> None:
     assert store.list("holds/") == []
 
 
-def test_a_hold_ends_by_itself(local_store: Store) -> None:
+def test_a_hold_expires(local_store: Store) -> None:
     """A reader that died keeps a commit until the time that its hold names."""
     (commit,) = commit_steps(local_store, 1)
     hold = holding(local_store, commit.key, ttl_s=100)
@@ -146,8 +148,8 @@ def test_a_hold_ends_by_itself(local_store: Store) -> None:
     assert local_store.list("holds/") == []
 
 
-def test_who_may_only_read_sees_that_a_hold_has_ended(local_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hold that is over is over, also where its object cannot be deleted: `ckpt ls` of another's run works."""
+def test_a_read_only_user_sees_that_a_hold_has_expired(local_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expired hold has no effect even if its object cannot be deleted: `ckpt ls` of another user's run works."""
     (commit,) = commit_steps(local_store, 1)
     hold = holding(local_store, commit.key, ttl_s=-10)
     hold.__enter__()
@@ -160,7 +162,7 @@ def test_who_may_only_read_sees_that_a_hold_has_ended(local_store: Store, monkey
     assert [row.marks for row in survey_store(local_store, Best.parse("min loss")).rows] == [("head", "best")]
 
 
-def test_a_hold_that_comes_while_the_record_goes_keeps_the_files(
+def test_a_hold_taken_while_the_record_is_deleted_keeps_the_files(
     local_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader that still saw the record has its files until it is done, whatever happens in between."""
@@ -180,10 +182,10 @@ def test_a_hold_that_comes_while_the_record_goes_keeps_the_files(
     assert sweep(local_store, term=9).attempts == (old.attempt,)
 
 
-def test_a_store_that_cannot_be_written_to_is_read_without_a_hold(
+def test_a_read_only_store_is_read_without_a_hold(
     local_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Read-only credentials are enough for a reader, who is told what that means."""
+    """Read-only credentials are enough for a reader; the log says what that means."""
     (commit,) = commit_steps(local_store, 1)
 
     def refuse(store: LocalStore, key: str, content: bytes) -> None:
@@ -194,24 +196,24 @@ def test_a_store_that_cannot_be_written_to_is_read_without_a_hold(
         assert "without a hold" in caplog.text
 
 
-def test_a_rehearsal_deletes_nothing(local_store: Store) -> None:
-    """It tells what would go, and how much that is."""
+def test_a_dry_run_deletes_nothing(local_store: Store) -> None:
+    """It lists what would be deleted, and how much that is."""
     commits = commit_steps(local_store, 1, 2)
-    told = prune(local_store, Retention.of(last=1), is_rehearsal=True)
-    assert told.commits == (commits[0].key,)
-    assert told.num_bytes == commits[0].num_bytes
+    planned = prune(local_store, Retention.of(last=1), is_rehearsal=True)
+    assert planned.commits == (commits[0].key,)
+    assert planned.num_bytes == commits[0].num_bytes
     assert steps_of(local_store) == [2, 1]
 
 
-def test_a_commit_known_to_be_whole_is_not_read_again(local_store: Store) -> None:
-    """The caller's word saves reading the newest commit."""
+def test_a_commit_known_to_be_valid_is_not_read_again(local_store: Store) -> None:
+    """A caller that knows the newest commit to be valid saves reading it."""
     commits = commit_steps(local_store, 1, 2)
     damage(local_store, commits[1])
     prune(local_store, Retention.of(last=1), newest=commits[1])
     assert steps_of(local_store) == [2]
 
 
-def test_a_record_goes_before_its_files(local_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_deleted_before_its_files(local_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """At no moment is there a record without its files."""
     commits = commit_steps(local_store, 1, 2)
     deleted: list[str] = []
@@ -222,8 +224,8 @@ def test_a_record_goes_before_its_files(local_store: Store, monkeypatch: pytest.
     assert len(deleted) == 3
 
 
-def test_who_was_overtaken_does_not_delete_the_newest_commit(local_store: Store) -> None:
-    """A process frozen behind its commit tidies up when others have long published: what is newest is theirs."""
+def test_an_overtaken_writer_does_not_delete_the_newest_commit(local_store: Store) -> None:
+    """A process frozen after its commit prunes when others have long published: the newest commit is theirs."""
     (mine,) = commit_steps(local_store, 5)
     theirs = commit_steps(local_store, 6, 7, parent=mine)
     prune(local_store, Retention.of(last=1, budget=theirs[-1].num_bytes * 3 // 2), newest=mine)

@@ -1,4 +1,4 @@
-"""Publishing: one winner, a fence, and no failure that leaves a third thing."""
+"""Publishing: one winner, a fence, and no failure that leaves a mixture."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_two_writers_of_one_key_have_one_winner(store: Store) -> None:
-    """Of writers that believe in the same term, one publishes; the others are told, and leave nothing behind."""
+    """Of writers that believe in the same term, one publishes; the others get an error and leave no files."""
     if store.url.startswith("plain"):
         pytest.skip("a claimed create may have no winner")
     fence = StoreFence(store)
@@ -112,7 +112,7 @@ class FailingFile:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_whatever_operation_fails_the_old_head_stays(tmp_path: Path, code: int) -> None:
+def test_the_old_head_survives_a_failure_of_any_operation(tmp_path: Path, code: int) -> None:
     """At every single operation of a save, a full or broken disk ends it cleanly, and the next save works."""
     for failing in range(1, 100):
         root = tmp_path / str(failing)
@@ -165,7 +165,7 @@ except StorageError as error:
 """
 
 
-def test_the_kernel_refusing_to_write_is_a_storage_error(tmp_path: Path) -> None:
+def test_a_write_refused_by_the_kernel_is_a_storage_error(tmp_path: Path) -> None:
     """A real failed write, in the middle of a tensor, leaves the head alone and the process alive."""
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path), str(ROOT)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
@@ -188,7 +188,7 @@ class UnansweredStore(LocalStore):
 
 
 def test_an_unanswered_create_that_arrived_is_a_commit(tmp_path: Path) -> None:
-    """The record is looked for, and found."""
+    """The record is searched for, and found."""
     store = UnansweredStore(tmp_path)
     record = writer(store).save(small_state(), facts(1))
     assert discover(store).head == record
@@ -217,7 +217,7 @@ def test_a_taken_record_that_cannot_be_read_keeps_its_files(tmp_path: Path) -> N
     assert head.step == 1
 
 
-def test_a_record_whose_fence_does_not_answer_is_still_the_next_ones_parent(local_store: Store) -> None:
+def test_a_record_is_the_next_commits_parent_even_if_the_fence_did_not_answer(local_store: Store) -> None:
     """The commit exists once its record does, whatever the fence says afterwards."""
 
     class LostFence(StoreFence):
@@ -248,7 +248,7 @@ def test_a_state_changed_after_its_save_is_not_changed_in_the_commit(local_store
     assert read_state(local_store, record)["model"]["w"].tolist() == [1.0] * 5
 
 
-def test_a_commit_made_alone_continues_what_its_state_went_on_from(tmp_path: Path) -> None:
+def test_a_commit_without_a_world_continues_its_own_states_parent(tmp_path: Path) -> None:
     """A state that is further than a newer world's commit names the commit before it as its parent, not that one."""
     store = LocalStore(tmp_path)
     first = CommitWriter(store, StoreFence(store), 1, None).save(small_state(), facts(5))

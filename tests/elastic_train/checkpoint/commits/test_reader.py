@@ -54,7 +54,7 @@ def test_a_bad_sector_is_passed_over(local_store: Store, file: int, monkeypatch:
 
 
 @pytest.mark.parametrize("file", [0, 1, 2], ids=["record", "data", "metadata"])
-def test_a_server_that_fails_in_the_middle_of_a_read_is_no_damage(
+def test_a_server_failing_in_the_middle_of_a_read_is_not_damage(
     local_store: Store, file: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that opens and is not read for another reason may be whole: the search ends, and is tried again later."""
@@ -65,10 +65,10 @@ def test_a_server_that_fails_in_the_middle_of_a_read_is_no_damage(
 
 
 @pytest.mark.parametrize("kind", ["commits", "data"])
-def test_an_object_store_that_fails_in_the_middle_of_a_read_is_no_damage(
+def test_an_object_store_failing_in_the_middle_of_a_read_is_not_damage(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It asks for fewer requests, in the words of its file system."""
+    """The file system's error asks for fewer requests: the search ends with it."""
     store = open_store(f"memory://{kind}-busy/run")
     commit_steps(store, 1, 2)
     read = MemoryFile.read

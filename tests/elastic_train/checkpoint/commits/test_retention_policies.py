@@ -41,7 +41,7 @@ def unreadable(step: int) -> Candidate:
     return Candidate(str(step), step, lambda: None)
 
 
-def test_each_policy_keeps_what_it_says() -> None:
+def test_each_policy_keeps_what_it_promises() -> None:
     """By number, by steps, by time, by metric."""
     commits = [
         unreadable(70),
@@ -59,7 +59,7 @@ def test_each_policy_keeps_what_it_says() -> None:
     assert Best.parse("max f1").wanted(commits) == []
 
 
-def test_a_budget_takes_what_is_wanted_and_then_the_newest() -> None:
+def test_a_budget_keeps_what_policies_want_and_then_the_newest() -> None:
     """Whatever is sure to stay comes first, then what a policy wants, then the newest, as far as it goes."""
     commits = [candidate(step, loss=float(step), size=10) for step in (6, 5, 4, 3, 2, 1)]
     retention = Retention.of(last=99, best="min loss", budget=45)
@@ -68,7 +68,7 @@ def test_a_budget_takes_what_is_wanted_and_then_the_newest() -> None:
 
 
 @pytest.mark.parametrize("text", ["loss", "best loss", "min", "max ", "min a b"])
-def test_a_best_that_is_not_understood_is_refused(text: str) -> None:
+def test_an_invalid_keep_best_is_refused(text: str) -> None:
     """The message shows how to write it."""
     with pytest.raises(ConfigError, match="write 'min loss'"):
         Best.parse(text)
@@ -101,7 +101,7 @@ def commits_of(run: list[tuple[int, int, float | None, int]]) -> list[Candidate]
 
 @settings(deadline=None)
 @given(runs, st.lists(policies, max_size=3))
-def test_deleting_early_keeps_what_deleting_late_keeps(run: list, chosen: list) -> None:
+def test_how_often_commits_are_pruned_does_not_change_what_is_kept(run: list, chosen: list) -> None:
     """What a policy wants at the end is never deleted before, so how often one deletes does not matter."""
     retention = Retention((Last(1), *chosen))
     commits, left = commits_of(run), []

@@ -1,4 +1,4 @@
-"""A sweep deletes only what can never be published, whoever is frozen where."""
+"""A sweep deletes only what can never be published, wherever a writer or a sweep is frozen."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DEADLINE_S = 20.0
 
 
 def test_abandoned_attempts_of_older_terms_are_swept(store: Store) -> None:
-    """An attempt without a record goes once its term is over; commits, and the newest term's attempts, stay."""
+    """An attempt without a record is deleted once its term is over; commits, and the newest term's attempts, stay."""
     (commit,) = commit_steps(store, 1)
     for attempt in ("data/step-000000000002/00000001-dead", "data/step-000000000002/00000002-live"):
         store.create(f"{attempt}/__0_0.distcp", b"half")
@@ -55,8 +55,8 @@ def test_abandoned_attempts_of_older_terms_are_swept(store: Store) -> None:
     assert sweep(store, term=2).attempts == ()
 
 
-def test_what_a_sweep_was_stopped_in_the_midst_of_the_next_one_ends(local_store: Store) -> None:
-    """The name may have been taken by another sweep, or by this one, before it died."""
+def test_the_next_sweep_finishes_an_interrupted_one(local_store: Store) -> None:
+    """The record's name may have been taken by another sweep, or by this one, before it died."""
     attempt = "data/step-000000000002/00000001-dead"
     local_store.create(f"{attempt}/__0_0.distcp", b"half")
     local_store.create(commit_key(1, 2), VOID)
@@ -64,16 +64,16 @@ def test_what_a_sweep_was_stopped_in_the_midst_of_the_next_one_ends(local_store:
     assert local_store.list("data/") == []
 
 
-def test_a_rehearsal_takes_no_name(local_store: Store) -> None:
-    """It tells what would go, and whoever writes may still publish."""
+def test_a_dry_run_blocks_no_record(local_store: Store) -> None:
+    """It lists what would be deleted, and a writer may still publish."""
     local_store.create("data/step-000000000002/00000001-slow/__0_0.distcp", b"half")
-    told = sweep(local_store, term=2, is_rehearsal=True)
-    assert (told.attempts, told.num_bytes) == (("data/step-000000000002/00000001-slow",), 4)
+    planned = sweep(local_store, term=2, is_rehearsal=True)
+    assert (planned.attempts, planned.num_bytes) == (("data/step-000000000002/00000001-slow",), 4)
     assert local_store.list(COMMITS) == [] and len(local_store.list("data/")) == 1
 
 
 def test_an_attempt_long_untouched_is_swept(local_store: Store) -> None:
-    """An attempt of the running term goes once it is older than the safe age."""
+    """An attempt of the running term is deleted once it is older than the safe age."""
     key = "data/step-000000000002/00000002-slow/__0_0.distcp"
     local_store.create(key, b"half")
     touched = local_store.list("data/")[0].modified_at
@@ -82,7 +82,7 @@ def test_an_attempt_long_untouched_is_swept(local_store: Store) -> None:
     assert sweep(local_store, term=2, now=touched + 101, safe_age_s=100).attempts == (key.rsplit("/", 1)[0],)
 
 
-def test_the_files_of_an_unreadable_record_stay(local_store: Store) -> None:
+def test_the_files_of_an_unreadable_record_are_kept(local_store: Store) -> None:
     """A damaged record does not take its files with it: a person may rescue them."""
     (commit,) = commit_steps(local_store, 1)
     path = Path(local_store.url) / commit.key
@@ -92,7 +92,7 @@ def test_the_files_of_an_unreadable_record_stay(local_store: Store) -> None:
 
 
 def test_a_swept_commit_cannot_be_held(local_store: Store) -> None:
-    """A reader that comes too late is told so, before it reads."""
+    """A reader that comes too late gets an error before it reads."""
     local_store.create(commit_key(1, 2), VOID)
     with pytest.raises(KeyMissing, match="swept"), holding(local_store, commit_key(1, 2)):
         pass
@@ -127,7 +127,7 @@ class InTurns:
 
 
 class Actor:
-    """Something done on a thread, one call of the store after the other, as far as it is told to."""
+    """Something done on a thread, one store call after another, as many as are allowed."""
 
     def __init__(self, store: Store, act: Callable[[Store], object]) -> None:
         self._store = InTurns(store)
@@ -146,7 +146,7 @@ class Actor:
             self._store.arrived.release()
 
     def go_on(self, num_calls: int) -> None:
-        """Let so many calls happen, or as many as there are."""
+        """Let the given number of calls happen, or as many as there are."""
         for _ in range(num_calls):
             if not self.is_through:
                 self._store.turn.release()
@@ -164,8 +164,8 @@ NUM_SAVING, NUM_SWEEPING = 4, 6
 def endings() -> Iterator[tuple[bool, bool]]:
     """Interleave a late save, a sweep that is frozen, and a newer world that reads, at every call of theirs.
 
-    The save is stopped after some calls, the sweep after some of its own, the save again; a newer world reads what it
-    finds, and both are let go on, the sweep first. Yields whether the commit exists in the end, and whether the newer
+    The save is stopped after some calls, the sweep after some of its calls, the save again; a newer world reads what it
+    finds, and both may continue, the sweep first. Yields whether the commit exists in the end, and whether the newer
     world has read it.
     """
     store = open_store(f"memory://{uuid.uuid4().hex}/run")
@@ -198,21 +198,21 @@ def save_second(first: CommitRecord, store: Store) -> None:
     CommitWriter(store, StoreFence(store), first.term, first).save(small_state(2), facts(2))
 
 
-def test_whoever_is_frozen_where_no_commit_loses_its_files() -> None:
+def test_no_commit_loses_its_files_wherever_a_writer_or_a_sweep_is_frozen() -> None:
     """Of a late save and a sweep one wins, wherever either was frozen; what a newer world has read stays."""
     seen = list(endings())
     assert {*seen} == {(False, False), (True, False), (True, True)}
 
 
-def test_the_enumeration_sees_a_sweep_that_only_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check can fail: a look at the records right before the deletion does not do."""
+def test_the_enumeration_detects_a_sweep_that_only_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check can fail: checking the records right before the deletion is not enough."""
     monkeypatch.setattr(sweeping, "create_once", lambda store, key, content: key not in commit_keys(store))
     with pytest.raises((AssertionError, ElasticTrainError), match=r"without its files|missing"):
         list(endings())
 
 
-def test_a_commit_that_comes_to_exist_during_a_sweep_keeps_its_files(tmp_path: Path) -> None:
-    """A writer of an older term wakes and publishes behind the look at the records; a world may go on from that."""
+def test_a_commit_published_during_a_sweep_keeps_its_files(tmp_path: Path) -> None:
+    """A writer of an older term wakes and publishes after the records were checked; a world may continue from it."""
 
     class Waking(LocalStore):
         late: tuple[str, bytes] | None = None

@@ -27,7 +27,7 @@ def test_claimed_terms_only_grow(store: Store) -> None:
     assert fence.claim(1) == 13
 
 
-def test_claims_at_once_get_different_terms(store: Store) -> None:
+def test_concurrent_claims_get_different_terms(store: Store) -> None:
     """No term is claimed twice, on any store."""
     with ThreadPoolExecutor(6) as pool:
         terms = list(pool.map(lambda _: StoreFence(store).claim(1), range(6)))
@@ -133,8 +133,8 @@ def test_a_term_is_not_given_twice_when_etcd_loses_its_data(local_store: Store) 
     assert discover(local_store).head == head
 
 
-def test_etcds_errors_are_told_as_ours(local_store: Store) -> None:
-    """Fenced by etcd is fenced; etcd out of reach is a failed save."""
+def test_etcd_errors_become_our_errors(local_store: Store) -> None:
+    """A fence error of etcd is a FencedError; an unreachable etcd is a failed save."""
     control = ControlPlane()
     fence = JoinedFence(local_store, control)
     commits = CommitWriter(local_store, fence, fence.claim(1), None)

@@ -1,4 +1,4 @@
-"""Commits of format 1, whose files have SHA-256 digests, are as good as new ones, and the lineage goes on from them."""
+"""Commits of format 1, whose files have SHA-256 digests, are as good as new ones, and the lineage continues."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ RECORD = (  # as the version before BLAKE3 wrote it
 KEY = "commits/00000001-000000000002.json"
 
 
-def test_a_record_of_the_version_before_reads_and_writes_the_same_bytes() -> None:
+def test_a_record_of_the_previous_version_reads_and_writes_the_same_bytes() -> None:
     """Its digest is what its children name as their parent."""
     record = decode(RECORD, KEY)
     assert record.encode() == RECORD
     assert {(file.algorithm, file.digest[:2]) for file in record.files.values()} == {("sha256", "cd"), ("sha256", "ef")}
 
 
-def test_a_record_of_a_format_to_come_is_refused() -> None:
-    """What it means is not guessed."""
+def test_a_record_of_a_newer_format_is_refused() -> None:
+    """Its meaning is not guessed."""
     with pytest.raises(CommitError, match="has format 3"):
         decode(RECORD.replace(b'"format":1', b'"format":3'), KEY)
 
 
 @pytest.mark.parametrize("digests", [{}, {"blake3": "a", "sha256": "b"}], ids=["none", "two"])
-def test_a_file_has_one_digest(digests: dict[str, str]) -> None:
-    """A record that leaves its files to nobody, or to two, is refused."""
+def test_a_file_record_has_exactly_one_digest(digests: dict[str, str]) -> None:
+    """A record whose files have no digest, or two, is refused."""
     (file, *_) = decode(RECORD, KEY).files.values()
     with pytest.raises(ValueError, match="one digest"):
         dataclasses.replace(file, **{"blake3": None, "sha256": None, **digests})
 
 
-def test_the_lineage_goes_on_from_an_older_commit(local_store: Store) -> None:
+def test_the_lineage_continues_from_a_commit_of_an_older_format(local_store: Store) -> None:
     """It is found, verified, loaded, and continued by a commit of today."""
     (record,) = commit_steps(local_store, 1)
     old = aged(local_store, record)
@@ -58,8 +58,8 @@ def test_the_lineage_goes_on_from_an_older_commit(local_store: Store) -> None:
     verify(local_store, old)
 
 
-def test_a_near_copy_of_an_older_commit_is_read(tmp_path: Path) -> None:
-    """Its digest clears it there, too."""
+def test_a_node_copy_of_an_older_format_is_read(tmp_path: Path) -> None:
+    """Its digest is verified there, too."""
     store, far = open_store("memory://older/run", str(tmp_path)), open_store("memory://older/run")
     (record,) = commit_steps(store, 1)
     old = aged(store, record)
@@ -69,7 +69,7 @@ def test_a_near_copy_of_an_older_commit_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
-def test_a_damaged_file_of_an_older_commit_is_seen(local_store: Store, name: str) -> None:
+def test_a_damaged_file_of_an_older_format_is_detected(local_store: Store, name: str) -> None:
     """SHA-256 still stands between a flipped bit and its use, and before the pickle of the metadata is opened."""
     first, second = (aged(local_store, record) for record in commit_steps(local_store, 1, 2))
     path = Path(local_store.url) / second.attempt / name

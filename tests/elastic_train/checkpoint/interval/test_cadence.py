@@ -48,7 +48,7 @@ def test_steps_and_seconds_are_as_configured() -> None:
     assert not cadence.is_due(50)
 
 
-def test_worlds_that_end_faster_than_commits_are_due_commit_all_the_same() -> None:
+def test_worlds_shorter_than_the_interval_still_commit() -> None:
     """What is applied beyond the head counts from the head on, over all worlds; before the first from the start on."""
     process = SimpleNamespace(
         plan=SimpleNamespace(config=SimpleNamespace(checkpoint=CheckpointConfig(every_steps=None, every_s=900))),
@@ -70,8 +70,8 @@ def test_worlds_that_end_faster_than_commits_are_due_commit_all_the_same() -> No
     assert not is_overdue(None)
 
 
-def test_auto_saves_early_to_learn_and_then_as_the_measurements_say() -> None:
-    """The first save comes soon; the next by Young and Daly from the medians, the reason is told."""
+def test_auto_saves_early_to_measure_and_then_at_the_computed_interval() -> None:
+    """The first save comes soon; the next by Young and Daly from the medians, and the reason is logged."""
     past = Faults(9, 36000.0)
     cadence, clock = open_cadence(past, interval="auto", every_steps=5)
     assert not cadence.is_due(5)
@@ -85,11 +85,11 @@ def test_auto_saves_early_to_learn_and_then_as_the_measurements_say() -> None:
     assert cadence.measured(500.0, 3000.0) is None
 
 
-def test_auto_tells_again_when_much_has_changed() -> None:
+def test_auto_logs_a_new_reason_only_after_a_large_change() -> None:
     """A small change is silent, a large one says why."""
     cadence, _ = open_cadence(interval="auto", rpo_s=10_000)
     assert cadence.measured(0.5, 3.0) is not None
     assert cadence.measured(0.55, 3.0) is None
-    told = [cadence.measured(5.0, 30.0) for _ in range(5)]
-    assert any(told)
-    assert told[-1] is None
+    reasons = [cadence.measured(5.0, 30.0) for _ in range(5)]
+    assert any(reasons)
+    assert reasons[-1] is None

@@ -50,8 +50,8 @@ def test_young_and_daly_are_its_approximations(stall_s: float, mtbf_s: float) ->
 
 @settings(deadline=None)
 @given(stalls, st.floats(0, 1000), mtbfs, st.floats(1, 7200))
-def test_the_budget_is_kept_where_it_can_be(stall_s: float, rest_s: float, mtbf_s: float, rpo_s: float) -> None:
-    """Interval and publication together stay within it, saves never overlap, and a breach is told."""
+def test_the_budget_is_kept_where_possible(stall_s: float, rest_s: float, mtbf_s: float, rpo_s: float) -> None:
+    """Interval and publication together stay within it, saves never overlap, and a breach is reported."""
     cost = SaveCost(stall_s, stall_s + rest_s)
     choice = choose(cost, mtbf_s, rpo_s)
     assert choice.interval_s >= max(cost.publish_s, SHORTEST_S)
@@ -62,7 +62,7 @@ def test_the_budget_is_kept_where_it_can_be(stall_s: float, rest_s: float, mtbf_
 
 @settings(deadline=None)
 @given(stalls, mtbfs, st.floats(1, 10), st.floats(1, 10))
-def test_dearer_saves_come_less_often_and_more_faults_more_often(
+def test_costlier_saves_are_less_frequent_and_more_faults_make_them_more_frequent(
     stall_s: float, mtbf_s: float, dearer: float, rarer: float
 ) -> None:
     """The interval grows with the stall and with the time between faults."""
@@ -109,7 +109,7 @@ def test_the_model_wastes_what_a_simulation_wastes(interval_s: float) -> None:
     assert simulated_waste(interval_s, cost, mtbf_s, restart_s, seed=1) == pytest.approx(expected, rel=0.05)
 
 
-def test_the_reason_says_what_decided() -> None:
+def test_the_reason_names_the_deciding_limit() -> None:
     """Waste, the budget, or the save itself."""
     assert choose(SaveCost(0.5, 5), 3600, 900).reason == (
         "commit every 60 s: a save stalls training for 0.5 s and is published after 5 s, a fault is expected every "

@@ -32,7 +32,7 @@ from tests.elastic_train.checkpoint.save_samples import (
 __all__ = ["quick_retries"]
 
 
-def test_what_changes_while_a_save_is_written_is_not_in_the_commit(tmp_path: Path) -> None:
+def test_changes_during_a_save_are_not_in_the_commit(tmp_path: Path) -> None:
     """The copy is of the step boundary: training changes every tensor during the upload, and no bit of the commit."""
     store = HeldStore(tmp_path)
     store.may_create.set()
@@ -58,7 +58,7 @@ def test_what_changes_while_a_save_is_written_is_not_in_the_commit(tmp_path: Pat
 
 
 class RestlessStore(LocalStore):
-    """A store during whose writes the bytes that it is given change behind its back, once they have been hashed."""
+    """A store during whose writes the caller's bytes change after they have been hashed."""
 
     @contextlib.contextmanager
     def write(self, key: str) -> Iterator[Sink]:
@@ -79,7 +79,7 @@ class RestlessFile:
         return self._file.write(content)
 
 
-def test_a_staged_buffer_that_changes_during_its_upload_is_seen(tmp_path: Path) -> None:
+def test_a_staged_buffer_that_changes_during_its_upload_is_detected(tmp_path: Path) -> None:
     """Whichever of the hashes saw the change, they do not agree on the file, and discovery and loads refuse it."""
     first = open_saves(LocalStore(tmp_path))
     first.begin({"model": {"w": torch.ones(1_000_000)}}, facts(1))
@@ -97,7 +97,7 @@ def test_a_staged_buffer_that_changes_during_its_upload_is_seen(tmp_path: Path) 
 
 
 def test_a_change_before_the_copy_fails_the_save(tmp_path: Path) -> None:
-    """Who updates without waiting is told, and no third state is published; what was cloned is not affected."""
+    """An update without waiting fails the save, and no third state is published; what was cloned is not affected."""
     state = small_state(1)
     part = plan_attempt(state).parts[0]
     memory = SaveMemory().staging
@@ -137,7 +137,7 @@ def test_a_full_disk_in_the_writer_thread_is_a_failed_save(tmp_path: Path, num_f
     assert discover(store).head == ended.commit
 
 
-def test_a_world_that_breaks_in_a_save_publishes_nothing_of_it(tmp_path: Path) -> None:
+def test_a_world_that_breaks_during_a_save_publishes_nothing(tmp_path: Path) -> None:
     """The next world begins while the old thread is stuck in a write, which comes back, unseen and harmless."""
     stuck, memory = HeldStore(tmp_path), SaveMemory()
     old = open_saves(stuck, memory)

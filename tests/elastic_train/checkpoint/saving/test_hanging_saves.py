@@ -51,7 +51,7 @@ def test_stuck_writers_take_no_memory_and_block_nobody(tmp_path: Path) -> None:
     assert read_state(store, ended.commit)["scheduler"] == {"last_epoch": 7}
 
 
-def test_a_save_that_hangs_is_given_up_and_the_next_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_save_is_abandoned_and_the_next_one_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write that never returns costs its save, not the later ones; each that is given up gives the next more time."""
     monkeypatch.setattr(abandonment, "LEAST_S", 0.05)
     store, memory = HeldStore(tmp_path), SaveMemory()
@@ -75,8 +75,8 @@ def test_a_save_that_hangs_is_given_up_and_the_next_goes_on(tmp_path: Path, monk
     assert hung is not None and not hung.ended.is_set()
 
 
-def test_a_large_part_may_be_silent_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An upload tells nothing before it is through: slow storage is given the time that so many bytes take."""
+def test_a_large_part_may_take_long_without_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload shows no progress before it is done: slow storage gets time in proportion to the bytes."""
     monkeypatch.setattr(abandonment, "LEAST_S", 0.05)
     monkeypatch.setattr(abandonment, "SLOWEST_BYTES_S", 1.0)
     store = HeldStore(tmp_path)
@@ -103,10 +103,8 @@ class MuteHeads(Heads):
         assert self.may_answer.wait(DEADLINE_S), "never let through"
 
 
-def test_a_commit_that_exists_and_does_not_become_the_head_holds_nobody_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same step is published again, and nothing is copied: who waits for the copy, or gives it up, goes on."""
+def test_a_commit_that_does_not_become_the_head_blocks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same step is published again, and nothing is copied: waiting for the copy, or abandoning it, returns."""
     monkeypatch.setattr("elastic_train.checkpoint.saving.save_thread.PUBLISH_PATIENCE_S", 0.0)
     fence = MuteHeads()
     background = open_saves(LocalStore(tmp_path), fence=fence)
@@ -124,10 +122,10 @@ def test_a_commit_that_exists_and_does_not_become_the_head_holds_nobody_up(
 
 
 @pytest.mark.parametrize("wakes_first", [False, True])
-def test_a_publish_that_hangs_sets_no_later_commit_back(
+def test_a_hanging_publish_does_not_undo_later_commits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wakes_first: bool
 ) -> None:
-    """A record that its store creates late is no ancestor of what was published since, nor the head."""
+    """A record that its store creates late is not an ancestor of later commits, nor the head."""
     monkeypatch.setattr("elastic_train.checkpoint.saving.save_thread.PUBLISH_PATIENCE_S", 0.0)
     store, fence = HeldStore(tmp_path), Heads()
     store.may_write.set()
@@ -178,7 +176,7 @@ class LateStore(HeldStore):
 def test_the_same_step_saved_again_finds_its_own_late_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
-    """What was given up and came to exist is the commit of its step, whoever waits for it: not another writer's."""
+    """An abandoned record that appears later is the commit of its step, and is not taken for another writer's."""
     monkeypatch.setattr("elastic_train.checkpoint.saving.save_thread.PUBLISH_PATIENCE_S", 0.0)
     store, fence = LateStore(tmp_path, num_unknown=int(late == "is unknown")), Heads()
     if late == "is unknown":
@@ -223,7 +221,7 @@ def unknown(store: Store, key: str, content: bytes) -> bool:
     raise Uncertain("nobody knows")
 
 
-def test_a_publish_that_has_begun_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_started_publish_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next world reads the lineage with the commit in it, not while it comes to exist."""
     monkeypatch.setattr("elastic_train.checkpoint.saving.save_thread.PUBLISH_PATIENCE_S", DEADLINE_S)
     store = HeldStore(tmp_path)

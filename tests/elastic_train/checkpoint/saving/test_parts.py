@@ -30,8 +30,8 @@ from tests.elastic_train.checkpoint.save_samples import DEADLINE_S, FullStore, H
 __all__ = ["quick_retries"]
 
 
-def test_nobody_waits_for_the_part_of_a_rank_that_is_lost(tmp_path: Path) -> None:
-    """Rank 0 has written its part, the other never will: who waits learns that the world is broken, and gives up."""
+def test_nobody_waits_for_the_part_of_a_lost_rank(tmp_path: Path) -> None:
+    """Rank 0 has written its part, the other never will: it learns that the world is broken, and gives up."""
     memory = SaveMemory()
     background = open_saves(LocalStore(tmp_path), memory, of=2)
     with pytest.MonkeyPatch.context() as patch:
@@ -59,7 +59,7 @@ def world_of(stores: list[Store], patch: pytest.MonkeyPatch) -> list[Saves]:
 
 
 def test_ranks_write_a_part_each_and_the_first_publishes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a word between them, W ranks write every tensor once, spread by bytes; the whole is bit-equal."""
+    """Without communication, W ranks write every tensor once, spread by bytes; the whole is bit-equal."""
     ranks = world_of([store] * 3, monkeypatch)
     model, optimizer = trained(2)
     states: list[State] = [
@@ -82,7 +82,7 @@ def test_ranks_write_a_part_each_and_the_first_publishes(store: Store, monkeypat
 
 
 def test_a_rank_that_cannot_write_its_part_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 is told why by the done record, publishes nothing, and the next save is whole."""
+    """Rank 0 learns the reason from the done record, publishes nothing, and the next save is whole."""
     full = FullStore(tmp_path, 3)
     ranks = world_of([LocalStore(tmp_path), full], monkeypatch)
     for step in (1, 2):
@@ -97,7 +97,7 @@ def test_a_rank_that_cannot_write_its_part_fails_the_save(tmp_path: Path, monkey
     assert first is not None and discover(full).head == first.commit
 
 
-def test_a_writer_that_dies_is_no_trouble_for_the_next_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_writer_does_not_disturb_the_next_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits for a part that never comes until its world ends; the next world's first save starts clean."""
     is_waiting = threading.Event()
 
@@ -144,8 +144,8 @@ def test_a_damaged_done_record_fails_the_save(
     assert isinstance(ended.error, StorageError) and "done-00001.json" in str(ended.error)
 
 
-def test_a_rank_that_hangs_in_its_part_does_not_hold_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 waits for it no longer than for a write of its own; then both are free for the next save."""
+def test_a_rank_hanging_in_its_part_does_not_block_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for it no longer than for its own write; then both are free for the next save."""
     monkeypatch.setattr(abandonment, "LEAST_S", 0.2)
     hung = HeldStore(tmp_path)
     ranks = world_of([LocalStore(tmp_path), hung], monkeypatch)
@@ -162,8 +162,8 @@ def test_a_rank_that_hangs_in_its_part_does_not_hold_rank_0(tmp_path: Path, monk
     assert first is not None and discover(hung).head == first.commit
 
 
-def test_rank_0_learns_of_a_part_that_was_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have far more patience than a rank that is new to the job; a part that will not come is not waited for."""
+def test_rank_0_learns_of_an_abandoned_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its deadline may be far longer than a new rank's; a part that will not come is not waited for."""
     monkeypatch.setattr(abandonment, "LEAST_S", 0.2)
     ranks = world_of([LocalStore(tmp_path), HeldStore(tmp_path)], monkeypatch)
     ranks[0]._memory.timeout.learn(10 * DEADLINE_S)

@@ -22,8 +22,8 @@ from tests.elastic_train.checkpoint.saving.test_background_saves import DEADLINE
 CONTENTS = [memoryview(bytes([number])) for number in range(3)]
 
 
-def test_what_is_there_is_given_out_and_no_more() -> None:
-    """Each waits until it was told of, whoever goes through them again need not wait."""
+def test_only_copied_leaves_are_handed_out() -> None:
+    """Each leaf waits until it is marked as copied; a second iteration need not wait."""
     staged, given, is_given = Staged(CONTENTS, lambda: False), [], threading.Semaphore(0)
 
     def go_through() -> None:
@@ -43,8 +43,8 @@ def test_what_is_there_is_given_out_and_no_more() -> None:
     assert list(staged) == given == CONTENTS
 
 
-def test_a_failed_copy_is_raised_to_whoever_goes_through() -> None:
-    """At the first that is not there, and again at the next try."""
+def test_a_failed_copy_is_raised_in_every_iteration() -> None:
+    """At the first leaf that was not copied, and again at the next iteration."""
     staged = Staged(CONTENTS, lambda: False)
     staged.fail(StorageError("changed"))
     for _ in range(2):
@@ -54,8 +54,8 @@ def test_a_failed_copy_is_raised_to_whoever_goes_through() -> None:
         staged.wait()
 
 
-def test_nothing_is_given_out_while_training_waits() -> None:
-    """Then the first comes when the last is there."""
+def test_nothing_is_handed_out_while_training_waits() -> None:
+    """Then the first leaf is handed out once the last is copied."""
     is_asked, num_there_then = threading.Event(), []
 
     def is_awaited() -> bool:
@@ -73,11 +73,11 @@ def test_nothing_is_given_out_while_training_waits() -> None:
 
 
 class TellingStore(LocalStore):
-    """A local store that tells of every write of a part."""
+    """A local store that records every write of a part."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self.told: list[str] = []
+        self.events: list[str] = []
         self.num_files, self.has_written = 0, threading.Event()
 
     @contextlib.contextmanager
@@ -92,13 +92,13 @@ class _Telling:
         self._file, self._store = file, store
 
     def write(self, content: bytes | memoryview, /) -> int:
-        self._store.told.append("written")
+        self._store.events.append("written")
         self._store.has_written.set()
         return self._file.write(content)
 
 
 def two_tensors() -> State:
-    """Return a state of two tensors that are copied one behind the other."""
+    """Return a state of two tensors that are copied one after the other."""
     return {"model": {name: torch.arange(3_000_000) + place for place, name in enumerate("ab")}}
 
 
@@ -116,7 +116,7 @@ def test_the_rest_is_copied_while_the_beginning_is_written(
             assert background._flight.awaited.wait(DEADLINE_S)
         elif lo:
             assert store.has_written.wait(DEADLINE_S), "nothing is written while the rest is copied"
-        store.told.append("copied")
+        store.events.append("copied")
 
     monkeypatch.setattr(Snapshot, "_check_unchanged", copied)
     background.begin(two_tensors(), facts(1))
@@ -125,7 +125,7 @@ def test_the_rest_is_copied_while_the_beginning_is_written(
         background.await_staging()
     ended = background.wait()
     assert ended is not None and ended.commit is not None
-    assert store.told[:2] == ["copied", "copied" if is_awaited else "written"]
+    assert store.events[:2] == ["copied", "copied" if is_awaited else "written"]
     assert_equal_trees(read_state(store, ended.commit), two_tensors())
 
 

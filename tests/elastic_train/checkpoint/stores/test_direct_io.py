@@ -1,4 +1,4 @@
-"""Files that are written past the page cache hold what was written, or say that they do not."""
+"""Files written with O_DIRECT hold what was written, or raise an error."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ sizes = st.sampled_from([0, 1, 100, 4095, 4096, 4097, RUN_BYTES - 1, RUN_BYTES, 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(sizes, st.booleans()), max_size=6), st.booleans())
-def test_bytes_arrive_in_order_however_they_come(pieces: list[tuple[int, bool]], is_known: bool) -> None:
-    """Whatever the pieces' sizes, with a flush behind any of them, and on file systems without direct writes."""
+def test_bytes_are_written_in_order_whatever_the_piece_sizes(pieces: list[tuple[int, bool]], is_known: bool) -> None:
+    """Whatever the pieces' sizes, with a flush after any of them, and on file systems without direct writes."""
     runs, whole, set_flags = Runs(), b"", fcntl.fcntl
 
     def without_direct(descriptor: int, command: int, flags: int = 0) -> int:
@@ -74,8 +74,8 @@ def test_bytes_arrive_in_order_however_they_come(pieces: list[tuple[int, bool]],
 
 
 @pytest.mark.parametrize("failing", range(1, 7))
-def test_a_disk_that_is_full_is_told(tmp_path: Path, failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever write fails, on the thread or off it, somebody hears of it before the file counts as written."""
+def test_a_full_disk_is_reported(tmp_path: Path, failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever write fails, on the thread or off it, it is raised before the file counts as written."""
     calls = Calls(monkeypatch, errno.ENOSPC, range(failing, failing + 1))
     with pytest.raises(OSError, match="injected"), DirectFile(tmp_path / "file", Runs()) as file:
         for _ in range(5):
@@ -85,9 +85,7 @@ def test_a_disk_that_is_full_is_told(tmp_path: Path, failing: int, monkeypatch: 
     assert calls.num_made >= failing
 
 
-def test_what_cannot_be_written_directly_is_written_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_direct_write_falls_back_to_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that knows direct writes and refuses one of them gets it through the page cache."""
     Calls(monkeypatch, errno.EINVAL, range(2, 3))
     content = os.urandom(5 * RUN_BYTES + 5)
@@ -96,8 +94,8 @@ def test_what_cannot_be_written_directly_is_written_all_the_same(
     assert (tmp_path / "file").read_bytes() == content
 
 
-def test_a_file_that_is_given_up_writes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error goes through as it is, even where the disk would have another."""
+def test_an_abandoned_file_writes_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's error is raised unchanged, even if the disk has another."""
     calls = Calls(monkeypatch, errno.ENOSPC, range(1, 1000))
     with pytest.raises(KeyError), DirectFile(tmp_path / "file", Runs()) as file:
         file.write(b"not wanted")
@@ -107,8 +105,8 @@ def test_a_file_that_is_given_up_writes_no_more(tmp_path: Path, monkeypatch: pyt
         os.fstat(file.fileno())
 
 
-def test_memory_is_kept_once_and_bounded(tmp_path: Path) -> None:
-    """Files written one behind the other, or at once, and closed twice, leave a few runs, no two of them the same."""
+def test_buffers_are_reused_and_bounded(tmp_path: Path) -> None:
+    """Files written one after another, or at once, and closed twice, leave a few buffers, no two of them the same."""
     runs = Runs()
     files = [DirectFile(tmp_path / str(number), runs) for number in range(4)]
     for file in files:
@@ -121,7 +119,7 @@ def test_memory_is_kept_once_and_bounded(tmp_path: Path) -> None:
     assert [(tmp_path / str(number)).stat().st_size for number in range(4)] == [7 * RUN_BYTES] * 4
 
 
-def test_a_process_ends_without_a_disk_that_hangs(tmp_path: Path) -> None:
+def test_a_process_can_end_while_the_disk_hangs(tmp_path: Path) -> None:
     """Saves that hang in a write or in a sync have been given up: not even the interpreter's end waits for them."""
     program = f"""
 import os, pathlib, threading

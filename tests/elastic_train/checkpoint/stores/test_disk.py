@@ -59,8 +59,8 @@ def test_a_name_is_taken_once(disk: tuple[Disk, Read], tmp_path: Path) -> None:
     assert read(tmp_path / "a") == b"first"
 
 
-def test_what_is_not_there_is_said_so(disk: tuple[Disk, Read], tmp_path: Path) -> None:
-    """No operation makes up a name or a directory."""
+def test_missing_files_and_folders_are_errors(disk: tuple[Disk, Read], tmp_path: Path) -> None:
+    """No operation creates a missing name or directory on the way."""
     kind, _ = disk
     for act in (
         lambda: kind.unlink(tmp_path / "a"),

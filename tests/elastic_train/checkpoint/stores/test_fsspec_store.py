@@ -1,4 +1,4 @@
-"""A store behind a network: what breaks on the way neither shows up as a commit nor takes one away."""
+"""A store across a network: what breaks on the way neither shows up as a commit nor takes one away."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_connection_that_breaks_in_the_middle_of_a_file_publishes_nothing(
 
 
 def test_a_record_whose_answers_are_lost_is_recognised(network: FaultyNetwork, remote: FsspecStore) -> None:
-    """The store refuses the retry of a create that arrived (412), and the content tells whose it is."""
+    """The store refuses the retry of a create that arrived (412), and the content shows whose it is."""
     commits = writer(remote)
     network.matching, network.num_unanswered = re.compile(rb"PUT \S*/run/commits/0"), 1
     record = commits.save(small_state(1), facts(1))
@@ -67,8 +67,8 @@ def test_a_record_whose_answers_are_lost_is_recognised(network: FaultyNetwork, r
     assert read_state(remote, record)["scheduler"] == {"last_epoch": 1}
 
 
-def test_a_conflict_is_asked_again(network: FaultyNetwork, remote: FsspecStore) -> None:
-    """A 409 decides nothing: the create is repeated, and given up, as unknown, after some."""
+def test_a_conflict_is_retried(network: FaultyNetwork, remote: FsspecStore) -> None:
+    """A 409 decides nothing: the create is repeated, and after some tries ends as unknown."""
     commits = writer(remote)
     network.matching, network.num_conflicts = re.compile(rb"PUT \S*/run/commits/0"), 3
     first = commits.save(small_state(1), facts(1))

@@ -1,4 +1,4 @@
-"""The near copy is read if it matches, and is never missed if it does not."""
+"""The node copy is read if it matches, and is not needed if it does not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def near_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def test_what_was_saved_here_is_read_from_here(far_url: str, tmp_path: Path) -> None:
+def test_a_commit_saved_on_this_node_is_read_from_it(far_url: str, tmp_path: Path) -> None:
     """Without the far files the state still loads where it was saved, and nowhere else."""
     store, far = open_store(far_url, str(tmp_path)), open_store(far_url)
     record = writer(store).save(small_state(7), facts(1))
@@ -47,8 +47,8 @@ def test_what_was_saved_here_is_read_from_here(far_url: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "all"])
-def test_a_near_copy_that_does_not_match_is_not_read(far_url: str, tmp_path: Path, harm: str) -> None:
-    """Damaged, torn or gone: the far file is read in its place."""
+def test_a_node_copy_that_does_not_match_is_not_read(far_url: str, tmp_path: Path, harm: str) -> None:
+    """If it is damaged, torn or missing, the store's file is read instead."""
     store = open_store(far_url, str(tmp_path))
     record = writer(store).save(small_state(7), facts(1))
     files = near_files(tmp_path)
@@ -63,8 +63,8 @@ def test_a_near_copy_that_does_not_match_is_not_read(far_url: str, tmp_path: Pat
     assert value_of(store, record) == 7
 
 
-def test_a_record_decides_and_not_the_near_copy(far_url: str, tmp_path: Path) -> None:
-    """What is near and has no far record is no commit."""
+def test_the_record_decides_and_not_the_node_copy(far_url: str, tmp_path: Path) -> None:
+    """A node copy without a record in the store is not a commit."""
     store = open_store(far_url, str(tmp_path))
     with store.write("data/step-000000000009/00000001-dead/__0_0.distcp") as sink:
         sink.write(b"whole")
@@ -72,7 +72,7 @@ def test_a_record_decides_and_not_the_near_copy(far_url: str, tmp_path: Path) ->
     assert discover(store).head is None
 
 
-def test_the_newest_attempts_are_kept_near(far_url: str, tmp_path: Path) -> None:
+def test_the_newest_attempts_are_kept_on_the_node(far_url: str, tmp_path: Path) -> None:
     """Memory is bounded: the newest commit's files stay, and those of the one before it."""
     store = open_store(far_url, str(tmp_path))
     commits = writer(store)
@@ -84,10 +84,8 @@ def test_the_newest_attempts_are_kept_near(far_url: str, tmp_path: Path) -> None
     assert {path.parent.name for path in near_files(tmp_path)} == {records[-1].attempt.rpartition("/")[2]}
 
 
-def test_a_near_folder_that_cannot_be_written_fails_no_save(
-    far_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is told, and the far commit is as good as ever."""
+def test_an_unwritable_node_copy_fails_no_save(far_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The failure is logged, and the commit in the store is as good as ever."""
     (tmp_path / "file").write_text("")
     store = open_store(far_url, str(tmp_path / "file"))
     record = writer(store).save(small_state(7), facts(1))
@@ -95,10 +93,10 @@ def test_a_near_folder_that_cannot_be_written_fails_no_save(
     assert value_of(store, record) == 7
 
 
-def test_a_near_disk_that_runs_full_fails_no_save(
+def test_a_full_node_copy_disk_fails_no_save(
     far_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was begun is removed, and the far file is whole."""
+    """What was begun is removed, and the store's file is complete."""
     store = open_store(far_url, str(tmp_path))
     full, real_open = Path("/dev/full"), Path.open
 
@@ -112,7 +110,7 @@ def test_a_near_disk_that_runs_full_fails_no_save(
     assert torch.equal(read_state(store, record)["w"], torch.arange(1_000_000.0))
 
 
-def test_a_failed_save_leaves_nothing_near(far_url: str, tmp_path: Path) -> None:
+def test_a_failed_save_leaves_nothing_in_the_node_copy(far_url: str, tmp_path: Path) -> None:
     """A file whose writing ended with an error is in neither place."""
     store = open_store(far_url, str(tmp_path))
     with pytest.raises(ZeroDivisionError), store.write("data/x/y/file") as sink:
@@ -122,7 +120,7 @@ def test_a_failed_save_leaves_nothing_near(far_url: str, tmp_path: Path) -> None
     assert store.list("data/") == []
 
 
-def test_checking_a_near_copy_is_progress(far_url: str, tmp_path: Path) -> None:
+def test_checking_a_node_copy_counts_as_progress(far_url: str, tmp_path: Path) -> None:
     """Reading it to its end takes long if it is large: the watchdog sees every block."""
     reports: list[None] = []
     store = DeadlineStore(open_store(far_url, str(tmp_path)), lambda: reports.append(None))

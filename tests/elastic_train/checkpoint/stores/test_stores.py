@@ -91,7 +91,7 @@ def test_a_listing_names_what_is_below_a_folder(store: Store) -> None:
     assert store.list("nothing/") == []
 
 
-def test_a_folder_that_goes_while_it_is_listed_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_deleted_during_a_listing_is_omitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Retention deletes, and readers let go of what they hold, while others look."""
     store, scan = LocalStore(tmp_path), os.scandir
     for key in ("data/a/1", "data/b/2"):
@@ -106,8 +106,8 @@ def test_a_folder_that_goes_while_it_is_listed_is_left_out(tmp_path: Path, monke
     assert [entry.key for entry in store.list("data/")] == ["data/b/2"]
 
 
-def test_a_folder_that_may_not_be_listed_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody may look there is no way to tell that there is nothing."""
+def test_a_folder_that_may_not_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without permission to list, nobody can say that it is empty."""
     store, scan = LocalStore(tmp_path), os.scandir
     store.create("commits/a.json", b"x")
 
@@ -122,7 +122,7 @@ def test_a_folder_that_may_not_be_listed_is_not_empty(tmp_path: Path, monkeypatc
 
 
 def test_deleting_is_repeatable(store: Store) -> None:
-    """A deleted key is gone; deleting it again is no error."""
+    """A deleted key is gone; deleting it again is not an error."""
     store.create("data/a/1", b"x")
     store.delete("data/a/1")
     store.delete("data/a/1")
@@ -162,7 +162,7 @@ def http_error(status: int) -> OSError:
     ("answers", "expected"),
     [([409, None], None), ([412], KeyTaken), ([409, 412], KeyTaken), ([409] * 9, Uncertain), ([500], Uncertain)],
 )
-def test_every_answer_to_a_conditional_create_is_understood(
+def test_every_http_status_of_a_conditional_create_is_handled(
     monkeypatch: pytest.MonkeyPatch, answers: list[int | None], expected: type[StorageError] | None
 ) -> None:
     """409 is asked again, a bounded number of times; 412 is taken; anything else leaves it open."""
@@ -191,7 +191,7 @@ def test_every_answer_to_a_conditional_create_is_understood(
 def test_storage_that_does_not_answer_is_an_error(
     monkeypatch: pytest.MonkeyPatch, act: Callable[[Store], object], error: type[StorageError]
 ) -> None:
-    """Who waits is told after a while, and leaves the call where it hangs; a create may still come true."""
+    """The caller gets an error after a while and abandons the hanging call; a create may still succeed."""
     monkeypatch.setattr(deadline, "ANSWER_S", 0.05)
     woken, reports = threading.Event(), list[None]()
 
@@ -202,15 +202,15 @@ def test_storage_that_does_not_answer_is_an_error(
             return lambda *_: woken.wait(30)
 
     try:
-        with pytest.raises(error, match=r"somewhere: cannot .* no answer in") as told:
+        with pytest.raises(error, match=r"somewhere: cannot .* no answer in") as raised:
             act(DeadlineStore(Away(), lambda: reports.append(None)))  # type: ignore[arg-type]
-        assert type(told.value) is error and len(reports) == 1
+        assert type(raised.value) is error and len(reports) == 1
     finally:
         woken.set()
 
 
 def test_a_claim_outlives_a_hung_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A term's create that hangs is asked again: the claim is made, and is found made by the one that wakes up."""
+    """A hanging create of a term is retried: the claim is made, and the call that wakes up finds it made."""
     woken, is_through, is_hung = threading.Event(), threading.Event(), threading.Event()
 
     class Hanging(LocalStore):
@@ -242,8 +242,8 @@ def test_a_claim_outlives_a_hung_sync(tmp_path: Path, monkeypatch: pytest.Monkey
     assert stores.read(store, "terms/00000001.json") == claim and StoreFence(store).claim() == 2
 
 
-def test_everything_that_a_store_does_is_progress(tmp_path: Path) -> None:
-    """Every answer, and every piece of a file: a long load over slow storage is seen to get on."""
+def test_every_store_operation_counts_as_progress(tmp_path: Path) -> None:
+    """Every answer, and every piece of a file: a long load over slow storage shows progress."""
     reports: list[None] = []
     store = DeadlineStore(LocalStore(tmp_path), lambda: reports.append(None))
 

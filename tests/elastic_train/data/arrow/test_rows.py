@@ -65,7 +65,7 @@ def test_any_rows_in_any_order(kind: tuple[pa.DataType, st.SearchStrategy[Any]],
     st.integers(0, 3),
 )
 def test_padding(rows: list[list[int]], max_width: int, multiple: int, skipped: int) -> None:
-    """As wide as the longest row, rounded up and cut, 0 behind each row; a slice of a column is padded alone."""
+    """As wide as the longest row, rounded up and cut, 0 after each row; a slice of a column is padded alone."""
     column = pa.chunked_array([pa.array([[7]] * skipped + rows, pa.list_(pa.int32()))]).slice(skipped)
     padded, lengths = pad_lists(column, max_width=max_width, multiple=multiple)
     cut = [row[:max_width] for row in rows]

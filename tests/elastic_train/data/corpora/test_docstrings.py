@@ -90,7 +90,7 @@ def test_a_file_that_cannot_be_parsed_gives_none(tmp_path: Path, source: str) ->
 
 
 def test_versions_come_from_metadata(tmp_path: Path) -> None:
-    """Libraries that are there are named with their version, '' where no metadata tells."""
+    """Installed libraries are named with their version, '' where no metadata has one."""
     for name in ("sklearn", "scikit_learn-1.9.1.dist-info", "joblib", "unknown"):
         (tmp_path / name).mkdir()
     assert versions(tmp_path) == {"sklearn": "1.9.1", "joblib": ""}
@@ -127,5 +127,5 @@ def test_one_library_is_too_few(tmp_path: Path) -> None:
     ],
 )
 def test_section_styles(text: str, style: str) -> None:
-    """A docstring's convention is told by the form of its sections."""
+    """A docstring's convention is recognised by the form of its sections."""
     assert section_style(text) == style

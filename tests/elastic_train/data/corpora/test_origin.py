@@ -40,7 +40,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "x").read_text() == "old"
 
 
-def test_left_overs_of_the_dead_are_removed(tmp_path: Path) -> None:
+def test_leftovers_of_dead_processes_are_removed(tmp_path: Path) -> None:
     """A partial folder of a process that is gone is deleted; one of a living process is left alone."""
     dead, alive = (tmp_path / f".out.{pid}.partial" for pid in (ENDED_PID, 1))
     for folder in (dead, alive):
@@ -50,7 +50,7 @@ def test_left_overs_of_the_dead_are_removed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.1.partial", "out"]
 
 
-def test_replacing_takes_the_place_of_the_old(tmp_path: Path) -> None:
+def test_replacing_removes_the_old_content(tmp_path: Path) -> None:
     """A folder filled again holds only the new content."""
     for name in ("x", "y"):
         with filled(tmp_path / "out", ORIGIN) as partial:
@@ -72,7 +72,7 @@ def test_another_dataset_is_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]"], ids=["none", "torn", "a list"])
-def test_a_folder_of_something_else_is_not_overwritten(tmp_path: Path, text: str | None) -> None:
+def test_a_foreign_folder_is_not_overwritten(tmp_path: Path, text: str | None) -> None:
     """A folder without a readable origin is somebody's work."""
     (tmp_path / "thesis.txt").touch()
     if text is not None:

@@ -30,8 +30,8 @@ def test_json_lines_keep_every_row(tmp_path_factory: pytest.TempPathFactory, row
     assert read(path, content) == rows
 
 
-def test_files_of_spreadsheets_and_long_texts_are_read(tmp_path: Path) -> None:
-    """The mark that says UTF-8 is no part of the first key or text; a field may be as long as a book."""
+def test_csv_with_a_byte_order_mark_and_long_fields_is_read(tmp_path: Path) -> None:
+    """The byte order mark is not part of the first key or text; a field may be as long as a book."""
     mark, long = "\ufeff", "word " * 40_000
     assert read(tmp_path / "a.csv", f"{mark}text,label\n{long},x\n") == [(long, "x")]
     assert read(tmp_path / "a.jsonl", f'{mark}{{"text": "t", "label": "x"}}\n') == [("t", "x")]

@@ -59,7 +59,7 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path, schema: str) -> None
     st.integers(1, 400), st.integers(1, 90), st.one_of(st.none(), st.integers(1, 200)), st.sampled_from(list(SCHEMAS))
 )
 def test_any_number_of_rows(num_rows: int, per_group: int, per_file: int | None, schema: str) -> None:
-    """Rows, row groups and files are cut as told, whatever the numbers."""
+    """Rows, row groups and files have the requested sizes, whatever the numbers."""
     url = "memory://synthetic-any"
     fsspec.filesystem("memory").rm(url, recursive=True) if fsspec.filesystem("memory").exists(url) else None
     manifest = synthesise(url, num_rows, schema, rows_per_group=per_group, rows_per_file=per_file)

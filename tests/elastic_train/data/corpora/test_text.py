@@ -116,7 +116,7 @@ def test_docstrings_become_policy_rows(tmp_path: Path) -> None:
     assert made_from["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
-def test_metadata_goes_missing_as_in_practice(tmp_path: Path) -> None:
+def test_some_metadata_is_dropped_as_in_practice(tmp_path: Path) -> None:
     """Of values that are all known 7 % are dropped; their rows stay."""
     imported = corpora.import_text(tmp_path / "out", [write_texts(tmp_path / "a.jsonl", 4000)], OPTIONS)
     rows = table_of(imported.train)
@@ -137,7 +137,7 @@ def test_no_text_is_on_both_sides(rows: list[tuple[str, str]], seed: int) -> Non
 
 
 @given(st.lists(st.sampled_from("tuvwxyz"), min_size=1, max_size=40), st.integers(0, 9))
-def test_a_label_of_two_texts_is_on_both_sides(texts: list[str], seed: int) -> None:
+def test_a_label_with_two_texts_is_on_both_sides(texts: list[str], seed: int) -> None:
     """A label validates with one of its texts as soon as it has two, and never with its only one."""
     train, validation = corpora.split([Sample(text, "a", ()) for text in texts], seed)
     num_texts = len(Counter(texts))
@@ -153,7 +153,7 @@ def test_a_label_of_two_texts_is_on_both_sides(texts: list[str], seed: int) -> N
     ],
 )
 def test_too_little_text_is_refused(tmp_path: Path, rows: list[tuple[str, str]], message: str) -> None:
-    """One label, or one text a label, makes no dataset; nothing is left behind."""
+    """One label, or one text a label, makes no dataset; no files are left."""
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps({"text": text, "label": label}) for text, label in rows))
     with pytest.raises(ConfigError, match=message):

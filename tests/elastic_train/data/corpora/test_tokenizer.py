@@ -20,14 +20,14 @@ def tokenizer() -> Tokenizer:
 
 
 @given(st.text())
-def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+def test_any_text_round_trips(tokenizer: Tokenizer, text: str) -> None:
     """Bytes are the alphabet, so a text that was never seen decodes to itself, and holds no padding."""
     (ids,) = encode(tokenizer, [text], 10**6)
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     assert [id_ for id_ in ids if not 0 < id_ < 275] == []
 
 
-def test_half_a_character_costs_no_more_than_itself(tokenizer: Tokenizer) -> None:
+def test_a_lone_surrogate_damages_nothing_else(tokenizer: Tokenizer) -> None:
     """JSON may hold the first of an emoji's two codes without the second: UTF-8 cannot."""
     (ids,) = encode(train_tokenizer([*TEXTS, "cut \ud83d"], 275), ["the cat \ud83d"], 10**6)
     assert tokenizer.decode(ids) == "the cat ?"

@@ -102,7 +102,7 @@ def test_a_renamed_file_is_another_dataset(tmp_path: Path) -> None:
     assert build_manifest(str(tmp_path)).digest != before.digest
 
 
-def test_the_place_is_no_part_of_a_manifest(tmp_path: Path) -> None:
+def test_the_location_is_not_part_of_a_manifest(tmp_path: Path) -> None:
     """The same bytes over memory:// and on disk have one digest."""
     write_ids(tmp_path / "a.parquet", [0, 1, 2])
     with fsspec.open("memory://manifest-place/a.parquet", "wb") as file:
@@ -158,7 +158,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_file_that_cannot_serve_is_named(tmp_path: Path, case: str) -> None:
+def test_an_unusable_file_is_named(tmp_path: Path, case: str) -> None:
     """A file that is truncated, or lacks a usable label, is refused by name and with what is wrong."""
     harm, message = BROKEN[case]
     write_ids(tmp_path / "a.parquet", list(range(100)))

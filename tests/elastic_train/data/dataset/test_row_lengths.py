@@ -72,7 +72,7 @@ def test_every_sample_stays_in_its_window(shape: tuple[list[int], int, int, int,
 
 @settings(deadline=None)
 @given(shapes, st.data())
-def test_arranged_ids_do_not_depend_on_the_cutting(
+def test_arranged_ids_do_not_depend_on_the_request_bounds(
     shape: tuple[list[int], int, int, int, int], data: st.DataObject
 ) -> None:
     """Any places of a lane give that slice of it: the order is a pure function of the cursor."""
@@ -109,7 +109,7 @@ def test_a_step_takes_the_same_rank_by_length_from_every_lane(shape: tuple[list[
 
 @settings(deadline=None, max_examples=12)
 @given(shapes, st.lists(st.tuples(st.integers(1, 9), st.integers(0, 7)), max_size=4), st.sampled_from([0, 1 << 20]))
-def test_any_worlds_read_the_arranged_order(
+def test_worlds_of_any_size_read_the_arranged_order(
     shape: tuple[list[int], int, int, int, int], worlds: list[tuple[int, int]], prefetch: int
 ) -> None:
     """The loader gives worlds of any size, that follow each other at any step, the rows of just this order."""
@@ -202,7 +202,7 @@ def test_long_lengths_take_four_bytes(tmp_path: Path) -> None:
 
 
 def test_lengths_that_cannot_be_used_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """None there, of another dataset, damaged, or of a column that has no lengths: told, with what to do."""
+    """Missing, of another dataset, damaged, or of a column without lengths: the error says what to do."""
     folder = write_rows(tmp_path / "rows", 60)
     manifest = load_manifest(str(folder))
     with pytest.raises(DataError, match=r"no manifest\.lengths there.*elastic-train data lengths"):

@@ -107,7 +107,7 @@ shapes = st.tuples(
 
 @settings(deadline=None, max_examples=40)
 @given(shapes, st.data())
-def test_quarantine_changes_only_what_it_lists(
+def test_quarantine_skips_only_the_listed_samples(
     shape: tuple[list[int], int, int, int, list[tuple[int, int]]], data: st.DataObject
 ) -> None:
     """Whatever breaks, and when: every step applies its samples in their order, but for those that the holes list.
@@ -137,7 +137,7 @@ def test_quarantine_changes_only_what_it_lists(
 
 @settings(deadline=None, max_examples=15)
 @given(shapes, st.data())
-def test_who_knows_of_a_hole_from_the_beginning_applies_the_same(
+def test_a_hole_known_from_the_beginning_gives_the_same_steps(
     shape: tuple[list[int], int, int, int, list[tuple[int, int]]], data: st.DataObject
 ) -> None:
     """Row groups that never could be read give the same steps whether they are found on the way or known before."""
@@ -182,7 +182,7 @@ def damage(folder: Path, file: str, row_group: int) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_threads_and_workers_name_what_they_cannot_read(tmp_path: Path, num_workers: int) -> None:
+def test_threads_and_workers_report_unreadable_row_groups(tmp_path: Path, num_workers: int) -> None:
     """A damaged row group leaves its micro-batches without tensors; as a hole it leaves the others as they were."""
     folder = write_rows(tmp_path / "rows", 101, group_rows=7)
     manifest = load_manifest(str(folder))
@@ -213,8 +213,8 @@ def no_tensors(rows: pa.Table, ids: np.ndarray) -> dict[str, object]:  # type: i
     return {}
 
 
-def test_a_changed_file_is_refused_also_in_quarantine(tmp_path: Path) -> None:
-    """A file that is not the manifest's is no damage to leave out: nobody knows what is in it."""
+def test_a_changed_file_is_refused_even_under_quarantine(tmp_path: Path) -> None:
+    """A file other than the manifest's is not damage that a hole could skip: nobody knows what is in it."""
     folder = write_rows(tmp_path / "rows", 60)
     manifest = load_manifest(str(folder))
     content = bytearray((folder / "part-0.parquet").read_bytes())
@@ -228,8 +228,8 @@ def test_a_changed_file_is_refused_also_in_quarantine(tmp_path: Path) -> None:
     assert not isinstance(refused.value, UnreadableError)
 
 
-def test_what_cannot_be_read_once_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two failures of a row group are passed over, and a third is told; what changed is not tried again."""
+def test_a_failed_read_of_a_row_group_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two failed reads of a row group are retried, a third is raised; a changed file is not retried."""
     manifest = load_manifest(str(write_rows(tmp_path / "rows", 60)))
     reader, calls = Reader(manifest, ["label"]), Counter[int]()
     decode = reader.groups.decode

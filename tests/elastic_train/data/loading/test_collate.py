@@ -139,7 +139,7 @@ def test_worker_processes_draw_the_same(dataset: Manifest) -> None:
         (lambda rows, ids, anything: {}, True),
     ],
 )
-def test_old_functions_keep_working(dataset: Manifest, collate: Collate, is_drawing: bool) -> None:
+def test_collate_functions_of_two_arguments_keep_working(dataset: Manifest, collate: Collate, is_drawing: bool) -> None:
     """Two arguments are passed as ever; a third only where it is required, or named draw."""
     assert takes_draw(collate) == is_drawing
     (step,) = loader_of(dataset, collate, range(NUM_LANES), Cursor(), 1)
@@ -154,7 +154,9 @@ def test_old_functions_keep_working(dataset: Manifest, collate: Collate, is_draw
         (lambda rows, ids, *, draw: {}, r"\(rows, ids, \*, draw\)"),
     ],
 )
-def test_other_functions_are_refused_at_once(dataset: Manifest, collate: Callable[..., object], shown: str) -> None:
+def test_other_collate_functions_are_refused_at_once(
+    dataset: Manifest, collate: Callable[..., object], shown: str
+) -> None:
     """The loader is not built, and the message shows what was passed and what is expected."""
     with pytest.raises(TypeError, match=shown + r" cannot be called .*; expected collate\(rows, ids\), or collate"):
         loader_of(dataset, collate, range(NUM_LANES), Cursor(), 1)  # type: ignore[arg-type]

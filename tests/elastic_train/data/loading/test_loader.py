@@ -157,8 +157,8 @@ def test_epochs_follow_each_other(dataset: Manifest) -> None:
 
 
 @pytest.mark.parametrize("taken", [0, 1, 4, 6])
-def test_state_goes_on_with_exactly_the_rest(dataset: Manifest, taken: int) -> None:
-    """The state behind any step, loaded into a new loader, gives the steps that were left and no other."""
+def test_a_loaded_state_yields_exactly_the_remaining_steps(dataset: Manifest, taken: int) -> None:
+    """The state after any step, loaded into a new loader, yields the remaining steps and no others."""
     order, lanes = order_of(dataset), range(1, 4)
     num_steps = order.num_steps(MICRO_BATCH)
     first = loader_of(dataset, order, lanes)
@@ -173,7 +173,7 @@ def test_state_goes_on_with_exactly_the_rest(dataset: Manifest, taken: int) -> N
 
 
 def test_state_is_of_steps_yielded_not_of_those_prefetched(dataset: Manifest) -> None:
-    """Two workers prefetch, their loader's state does not: it goes on in a loader without workers, in another world."""
+    """Two workers prefetch; the loader's state does not, and resumes without workers in another world."""
     order = order_of(dataset)
     first = loader_of(dataset, order, range(NUM_LANES), num_steps=6, num_workers=2)
     steps = iter(first)
@@ -189,7 +189,7 @@ def test_state_is_of_steps_yielded_not_of_those_prefetched(dataset: Manifest) ->
         assert [micro_batches(step) for step in resumed] == expected_steps(order, lanes, 2, 4)
 
 
-def test_one_worker_goes_on_from_a_cursor(dataset: Manifest) -> None:
+def test_one_worker_resumes_from_a_cursor(dataset: Manifest) -> None:
     """A loader with one worker crosses from one epoch into the next; its worker ends when it is given up."""
     order = order_of(dataset)
     last = order.num_steps(MICRO_BATCH) - 1
@@ -278,7 +278,7 @@ def test_a_state_is_loaded_with_other_workers_in_another_world(dataset: Manifest
         assert state == asdict(order.cursor_at(2 * turn + 2, MICRO_BATCH)), "kept when its workers end"
 
 
-def test_a_loaded_loader_ends_where_it_would_have_ended(dataset: Manifest) -> None:
+def test_a_resumed_loader_ends_where_the_original_would(dataset: Manifest) -> None:
     """A state from the middle leaves the rest of its steps; one from the end leaves none."""
     order = order_of(dataset)
     for step, num_left in ((0, 6), (4, 2), (6, 0), (8, 0)):
@@ -290,7 +290,7 @@ def test_a_loaded_loader_ends_where_it_would_have_ended(dataset: Manifest) -> No
 
 
 def test_torchdatas_own_loader_resumes_by_the_sampler(dataset: Manifest) -> None:
-    """The sampler follows torchdata's protocol: a plain StatefulDataLoader with it goes on where another stood."""
+    """The sampler follows torchdata's protocol: a plain StatefulDataLoader with it resumes where another stopped."""
 
     def plain() -> StatefulDataLoader[list[LaneSlice]]:
         sampler = LaneSampler(order_of(dataset), range(2), MICRO_BATCH, Cursor(), 3)
@@ -327,7 +327,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
-def test_a_process_ends_in_the_middle_of_a_loader(dataset: Manifest, tmp_path: Path) -> None:
+def test_a_process_can_end_in_the_middle_of_an_epoch(dataset: Manifest, tmp_path: Path) -> None:
     """Workers are deaf to the signal by which multiprocessing ends them, and waits for them: they end all the same."""
     script = tmp_path / "unfinished.py"
     script.write_text(UNFINISHED)

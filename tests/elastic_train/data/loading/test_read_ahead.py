@@ -1,4 +1,4 @@
-"""Reading ahead: the pure order at any shapes and worlds, what is held is bounded, and what goes wrong is told."""
+"""Reading ahead: the pure order at any shapes and worlds, what is held is bounded, and errors are raised."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def count_rows(rows: pa.Table, ids: Ids) -> dict[str, Tensor]:
     st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.integers(0, 9), st.integers(0, 4)), max_size=4),
     st.sampled_from([0, 100, 1 << 20]),
 )
-def test_any_worlds_read_every_sample_once_in_the_same_order(
+def test_worlds_of_any_size_read_every_sample_once_in_the_same_order(
     group_rows: list[int],
     num_lanes: int,
     block: int,
@@ -74,7 +74,7 @@ def test_any_worlds_read_every_sample_once_in_the_same_order(
 ) -> None:
     """Worlds of any size, read by threads or as workers do, are killed after any steps, and go back some of them.
 
-    Each goes on from the state that a loader left, and was ahead of what it applied. Whatever they were: every step has
+    Each resumes from a loader's saved state, read ahead of what was applied. Whatever they were: every step has
     the ids of the pure order, lane by lane; every epoch has every sample once; and the rows are those named.
     """
     manifest = dataset_of(group_rows)
@@ -124,7 +124,7 @@ def as_workers_read(
 def test_a_block_holds_the_samples_of_its_offsets(
     group_rows: list[int], num_lanes: int, block_row_groups: int, is_shuffled: bool
 ) -> None:
-    """Blocks of a lane follow each other without a gap, and name just the row groups that their ids lie in."""
+    """Blocks of a lane follow each other without a gap, and name exactly the row groups that hold their ids."""
     order = Order(group_rows, num_lanes=num_lanes, seed=2, block_row_groups=block_row_groups, is_shuffled=is_shuffled)
     group_of = np.repeat(np.arange(len(group_rows)), group_rows)
     for lane in range(num_lanes):
@@ -156,13 +156,13 @@ class Inline:
 
 
 def test_what_is_read_ahead_is_bounded(tmp_path: Path) -> None:
-    """Blocks are decoded up to a bound, in the order of need, released behind their last step, and never too late."""
+    """Blocks are decoded up to a bound, in the order of need, released after their last step, and never late."""
     manifest = load_manifest(str(write_rows(tmp_path / "rows", 400, num_files=2, group_rows=10)))
     order = Order(manifest.group_rows, num_lanes=2, seed=1, block_row_groups=2)
     schedule, pool = BlockSchedule(Reader(manifest, ["label"]), order, range(2), 5, range(40)), Inline()
     assert [len(blocks) for blocks in schedule.require(0, 1, pool)] == [1, 1]  # type: ignore[arg-type]
     assert pool.num_tasks == 4
-    assert schedule.row_bytes == 4.2, "an int32, and the place where a missing one would be told"
+    assert schedule.row_bytes == 4.2, "an int32, and the bitmap for missing values"
     schedule.prefetch(0, 0, 32, pool)  # type: ignore[arg-type]
     assert pool.num_tasks == 4
     schedule.prefetch(0, 260, 32, pool)  # type: ignore[arg-type]
@@ -174,8 +174,8 @@ def test_what_is_read_ahead_is_bounded(tmp_path: Path) -> None:
     assert [blocks[0].first for blocks in needed] == [4, 4]
 
 
-def test_what_a_first_step_looked_up_is_read_behind_it(tmp_path: Path) -> None:
-    """Only the first step's row groups are asked for at hand; behind it threads read them, and all that come later."""
+def test_blocks_found_in_the_cache_are_read_after_the_first_step(tmp_path: Path) -> None:
+    """Only the first step's row groups are looked up in the cache; later ones, and these again, are read by threads."""
     manifest = load_manifest(str(write_rows(tmp_path / "rows", 400, num_files=2, group_rows=10)))
     order = Order(manifest.group_rows, num_lanes=2, seed=1, block_row_groups=2)
     reader, asked, pool = Reader(manifest, ["label"]), list[int](), Inline()
@@ -213,7 +213,7 @@ def test_what_a_first_step_looked_up_is_read_behind_it(tmp_path: Path) -> None:
     assert asked == needed, "what comes later is for the threads"
 
 
-def test_small_rows_are_not_read_ahead_without_end(tmp_path: Path) -> None:
+def test_read_ahead_of_small_rows_is_bounded(tmp_path: Path) -> None:
     """Rows of a few bytes, and epochs without end, never fill the bytes that may be held: blocks are counted, too."""
     manifest = load_manifest(str(write_rows(tmp_path / "rows", 100, num_files=1, group_rows=10)))
     for num_lanes, groups_ahead in ((2, 32), (10, 10 * BLOCKS_AHEAD)):
@@ -226,8 +226,8 @@ def test_small_rows_are_not_read_ahead_without_end(tmp_path: Path) -> None:
             assert pool.num_tasks == num_lanes + groups_ahead
 
 
-def test_damage_ends_the_loader_with_the_files_name(tmp_path: Path) -> None:
-    """What fails in a thread is raised where steps are asked for, behind the steps that were whole."""
+def test_damage_is_raised_with_the_files_name(tmp_path: Path) -> None:
+    """What fails in a thread is raised to the caller, after the steps that were complete."""
     manifest = load_manifest(str(write_rows(tmp_path / "rows", 60)))
     (tmp_path / "rows" / "part-0.parquet").unlink()
     order = Order(manifest.group_rows, num_lanes=3, seed=1, block_row_groups=1, is_shuffled=False)
@@ -248,8 +248,8 @@ def test_damage_ends_the_loader_with_the_files_name(tmp_path: Path) -> None:
             assert sum(len(batch.ids) for step in loader for batch in step) == 20
 
 
-def test_a_loader_that_is_given_up_leaves_no_work_behind(tmp_path: Path) -> None:
-    """Behind a closed iterator nothing more is decoded: a world that ends does not read on for the one that it was."""
+def test_an_abandoned_loader_stops_decoding(tmp_path: Path) -> None:
+    """After an iterator is closed nothing more is decoded: an ended world does not keep reading ahead."""
     manifest = load_manifest(str(write_rows(tmp_path / "rows", 600, group_rows=3)))
     order = Order(manifest.group_rows, num_lanes=1, seed=1)
     reading = read_ahead.ReadAhead(
@@ -261,7 +261,7 @@ def test_a_loader_that_is_given_up_leaves_no_work_behind(tmp_path: Path) -> None
     assert list(steps) == []
 
 
-def test_the_example_goes_on_at_another_world_size(tmp_path: Path) -> None:
+def test_the_example_resumes_at_another_world_size(tmp_path: Path) -> None:
     """The example's ranks of two worlds print every id of the epoch once."""
     run = [sys.executable, "examples/own_loop.py", str(tmp_path / "prices")]
     subprocess.run([sys.executable, "examples/own_task/make_data.py", str(tmp_path / "prices")], cwd=ROOT, check=True)
@@ -315,7 +315,7 @@ RICH = pa.table(
 )
 
 
-def test_any_schema_and_a_collate_of_ones_own(tmp_path: Path) -> None:
+def test_any_schema_with_a_custom_collate(tmp_path: Path) -> None:
     """Rows of nested, missing, decimal, dictionary and other columns come as pyarrow reads them, whatever the order."""
     (tmp_path / "rich").mkdir()
     pq.write_table(RICH, tmp_path / "rich" / "a.parquet", row_group_size=7)

@@ -108,7 +108,7 @@ def test_rows_of_any_ids(dataset: Manifest, whole: list[dict[str, object]], ids:
 def test_a_columns_name_may_have_dots(
     tmp_path: Path, watched: type[WatchedFileSystem], protocol: str, columns: list[str]
 ) -> None:
-    """It is told from a nested column's path, near and far."""
+    """It is not confused with a nested column's path, in local and remote files."""
     places = pa.StructArray.from_arrays([pa.array([7, 8, 9]), pa.array(["x", None, "z"])], ["x", "y"])
     table = pa.table({"id": [0, 1, 2], "meta.lang": ["a", "b", "c"], "place": places, "metadata": [1, 2, 3]})
     table = table.append_column("meta", pa.array([4, 5, 6])) if columns == ["meta"] else table
@@ -119,7 +119,7 @@ def test_a_columns_name_may_have_dots(
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, NUM_ROWS - 1), min_size=1, max_size=6), min_size=1, max_size=6))
-def test_what_was_read_before_changes_nothing(
+def test_results_do_not_depend_on_earlier_reads(
     dataset: Manifest, whole: list[dict[str, object]], requests: list[list[int]]
 ) -> None:
     """One reader that keeps a single row group gives the same rows, request after request."""
@@ -159,10 +159,8 @@ def test_only_the_columns_in_use_are_read(watched: type[WatchedFileSystem]) -> N
 
 
 @pytest.mark.parametrize("has_footers", [True, False], ids=["with footers", "without"])
-def test_a_file_is_compared_once_and_its_footer_read_with_the_rows(
-    watched: type[WatchedFileSystem], has_footers: bool
-) -> None:
-    """The footer's own bytes are read once, with the first row group where the footers lie beside the manifest."""
+def test_a_file_is_verified_once_and_its_footer_read_once(watched: type[WatchedFileSystem], has_footers: bool) -> None:
+    """The footer's bytes are read once, with the first row group where footers are stored beside the manifest."""
     manifest = put("watched://footers", pa.table({"a": range(40)}), group_rows=10)
     if not has_footers:
         del watched.store[next(key for key in watched.store if key.endswith(FOOTERS))]
@@ -174,7 +172,7 @@ def test_a_file_is_compared_once_and_its_footer_read_with_the_rows(
     assert len(reads) == (4 if has_footers else 5)
 
 
-def test_files_are_read_by_threads_of_python_alone(watched: type[WatchedFileSystem]) -> None:
+def test_no_arrow_thread_reads_a_python_file(watched: type[WatchedFileSystem]) -> None:
     """No thread of pyarrow's own runs the code of a Python file: it could be cancelled in it when the process ends."""
     table = pa.table({"a": range(400), "label": [i % 3 for i in range(400)]})
     put("watched://threads", table, group_rows=50)
@@ -205,14 +203,14 @@ def test_row_groups_are_kept_up_to_the_bound(
     assert count_groups_read(watched, manifest) == num_reads
 
 
-def test_no_more_row_groups_are_kept_than_allowed(dataset: Manifest) -> None:
+def test_the_number_of_kept_row_groups_is_bounded(dataset: Manifest) -> None:
     """Memory is bounded: a pass over everything leaves the last few row groups."""
     reader = Reader(dataset, ["label"], max_row_groups=3)
     reader.read(np.arange(NUM_ROWS))
     assert list(reader._rows) == [len(dataset.group_rows) - 3 + i for i in range(3)]
 
 
-def test_a_reader_travels_without_its_files(dataset: Manifest) -> None:
+def test_a_reader_is_pickled_without_its_open_files(dataset: Manifest) -> None:
     """A reader that has read something can be sent to a worker process, and reads the same there."""
     reader = Reader(dataset, ["label", "input_ids"])
     rows, _ = reader.read(np.arange(NUM_ROWS))
@@ -222,7 +220,7 @@ def test_a_reader_travels_without_its_files(dataset: Manifest) -> None:
 
 
 def test_reading_through_fsspec() -> None:
-    """A dataset behind memory:// is read by URL alone."""
+    """A dataset at memory:// is read by URL alone."""
     manifest = put("memory://reader-fsspec", pa.table({"a": range(25)}), group_rows=4)
     rows, read_ids = Reader(load_manifest("memory://reader-fsspec"), ["a"]).read(ids_of(24, 0, 13))
     assert (rows.column("a").to_pylist(), read_ids.tolist(), manifest.num_rows) == ([24, 0, 13], [24, 0, 13], 25)
@@ -252,7 +250,7 @@ def change_the_footer(path: Path) -> None:
 
 
 def damage_pages(path: Path) -> None:
-    """Overwrite the pages behind the first magic; the footer stays."""
+    """Overwrite the pages after the leading magic bytes; the footer stays."""
     content = bytearray(path.read_bytes())
     content[4:300] = b"\xff" * 296
     path.write_bytes(bytes(content))

@@ -58,7 +58,7 @@ class Decoder:
         return table_of(group)
 
 
-def test_an_entry_is_used_until_it_is_not_whole(tmp_path: Path, manifest: Manifest) -> None:
+def test_an_entry_is_used_while_it_is_intact(tmp_path: Path, manifest: Manifest) -> None:
     """Cut anywhere, or of an earlier boot and changed: it is decoded again; of an earlier boot and whole: it is not."""
     cache, decode = RowCache(tmp_path, manifest, COLUMNS), Decoder()
     assert cache.get(3, decode).equals(table_of(3))
@@ -91,7 +91,7 @@ def test_columns_and_datasets_do_not_mix(tmp_path: Path, manifest: Manifest) -> 
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(0, 19), min_size=1, max_size=40), st.integers(0, 12))
-def test_the_least_recently_used_goes_first(manifest: Manifest, gets: list[int], num_entries: int) -> None:
+def test_the_least_recently_used_is_evicted_first(manifest: Manifest, gets: list[int], num_entries: int) -> None:
     """The bound is kept at all times, and nothing is deleted that was used later than something that stays."""
     with tempfile.TemporaryDirectory() as temporary:
         folder, decode = Path(temporary), Decoder()
@@ -149,8 +149,8 @@ def test_datasets_share_the_bound(tmp_path: Path, manifest: Manifest) -> None:
     assert not of_other.exists()
 
 
-def test_what_a_killed_process_left_goes_before_any_entry(tmp_path: Path, manifest: Manifest) -> None:
-    """A half-written file is of no use to anybody, however new it is."""
+def test_leftovers_of_killed_processes_are_removed_before_any_entry(tmp_path: Path, manifest: Manifest) -> None:
+    """A half-written file is useless, however new it is."""
     cache, decode = RowCache(tmp_path, manifest, COLUMNS), Decoder()
     cache.get(0, decode)
     (path,) = tmp_path.glob("*/*.rows")
@@ -184,7 +184,7 @@ def test_steps_do_not_touch_the_cache(tmp_path: Path, manifest: Manifest, monkey
     assert 0 < marks["used"] <= len(manifest.group_rows) + shared + looked_up
 
 
-def test_other_things_in_the_folder_are_let_be(tmp_path: Path, manifest: Manifest) -> None:
+def test_foreign_files_in_the_folder_are_left_alone(tmp_path: Path, manifest: Manifest) -> None:
     """A folder that is a node's scratch space holds other people's files: they are neither counted nor deleted."""
     others = [tmp_path / "work" / "draft.tex", tmp_path / ("0" * 32) / "7.json", tmp_path / "work" / "5.partial"]
     for path in others:
@@ -198,10 +198,10 @@ def test_other_things_in_the_folder_are_let_be(tmp_path: Path, manifest: Manifes
     assert not (tmp_path / "work" / "locks").exists()
 
 
-def test_a_folder_that_cannot_be_used_is_done_without(
+def test_an_unusable_folder_disables_the_cache(
     tmp_path: Path, manifest: Manifest, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rows are decoded as ever, and that is said once."""
+    """Rows are decoded as usual, and a warning is logged once."""
     (tmp_path / "file").write_text("")
     cache, decode = RowCache(tmp_path / "file", manifest, COLUMNS), Decoder()
     for _ in range(2):
@@ -267,7 +267,7 @@ for place in range(1000):
 """
 
 
-def test_killed_at_any_line_the_cache_is_whole(tmp_path: Path, manifest: Manifest) -> None:
+def test_the_cache_survives_a_kill_at_any_line(tmp_path: Path, manifest: Manifest) -> None:
     """SIGKILL before each line that runs: locks are free, entries whole, bytes never counted too low, no litter."""
     command = [sys.executable, "-c", CRASHES, str(tmp_path), manifest.url]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
@@ -313,7 +313,7 @@ print(rows.column("label").to_pylist())
 """
 
 
-def test_processes_share_and_one_reads(tmp_path: Path, manifest: Manifest) -> None:
+def test_concurrent_processes_make_one_request_per_row_group(tmp_path: Path, manifest: Manifest) -> None:
     """Two processes that want the same row groups at once make one request for each, and both have all rows."""
     log = tmp_path / "log"
     command = [sys.executable, "-c", SHARING, manifest.url, str(log), str(tmp_path / "cache")]
@@ -358,7 +358,7 @@ def test_a_warm_resume_reads_nothing_remote(tmp_path: Path, manifest: Manifest, 
     order = Order(remote.group_rows, num_lanes=4, seed=1, block_row_groups=2)
 
     def read(world_size: int, step: int, num_steps: int) -> list[int]:
-        """Return the ids that all ranks read, each with a cache of its own over the one folder."""
+        """Return the ids that all ranks read, each with its own cache object over one folder."""
         seen = []
         for rank in range(world_size):
             loader = LaneLoader(
@@ -386,10 +386,10 @@ def test_a_warm_resume_reads_nothing_remote(tmp_path: Path, manifest: Manifest, 
     assert not reads, "another epoch comes from the node as well"
 
 
-def test_a_first_step_from_the_node_waits_for_no_thread(
+def test_a_first_step_from_the_cache_waits_for_no_thread(
     tmp_path: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a busy node each thread that has to wake up costs more than to map rows; behind the step they read on."""
+    """On a busy node waking a thread costs more than mapping rows; after that step threads read ahead."""
     order, starts = Order(manifest.group_rows, num_lanes=2, seed=1, block_row_groups=2), list[str]()
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda thread: (starts.append(thread.name), start(thread))[1])

@@ -1,4 +1,4 @@
-"""Data behind a store that gives no answer: what its SDK raises is told like any other failure, and no traceback."""
+"""Data on a store that does not answer: its SDK's errors are reported like any other failure, without a traceback."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Silent(MemoryFileSystem):  # type: ignore[misc]
 
 @pytest.fixture(autouse=True)
 def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Silent]]:
-    """A dataset of 20 rows in two row groups, behind a store that still answers; nobody waits between tries."""
+    """A dataset of 20 rows in two row groups, on a store that still answers; retries do not wait."""
     fsspec.register_implementation("silent", Silent, clobber=True)
     monkeypatch.setattr(sources._again, "wait", lambda _: 0.0)
     monkeypatch.setattr(reader._again, "wait", lambda _: 0.0)
@@ -80,14 +80,14 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Silent]]:
 def test_a_store_that_cannot_be_reached_is_refused_by_name(silent: type[Silent], error: Exception) -> None:
     """No credentials, or a wrong endpoint: the message has the address, what the SDK says, and what to check."""
     silent.error = error
-    with pytest.raises(DataError) as told:
+    with pytest.raises(DataError) as raised:
         load_manifest(URL)
-    assert str(told.value) == (
+    assert str(raised.value) == (
         f"{URL}/manifest.json: cannot be reached: {error}; check the address, and the store's credentials and endpoint"
     )
 
 
-def test_what_fsspec_cannot_open_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_that_fsspec_cannot_open_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """An address whose package is not installed, or whose protocol nobody knows, says so."""
     monkeypatch.setitem(sys.modules, "gcsfs", None)  # whether it is installed here or not
     with pytest.raises(DataError, match=r"gs://x/manifest\.json: cannot be opened: .*install gcsfs"):
@@ -109,7 +109,7 @@ def test_commands_end_with_65_and_no_traceback(
     assert f"error: {URL}: cannot be reached: {error}" in capsys.readouterr().err
 
 
-def test_commands_refuse_a_protocol_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_refuse_an_unknown_protocol(capsys: pytest.CaptureFixture[str]) -> None:
     """A mistyped protocol is an error in one line, too."""
     with pytest.raises(SystemExit) as ended:
         main(["data", "describe", "nosuch://x"])
@@ -118,25 +118,25 @@ def test_commands_refuse_a_protocol_that_nobody_knows(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_a_source_raises_oserror_after_its_tries(silent: type[Silent], error: Exception) -> None:
+def test_a_source_raises_oserror_after_its_retries(silent: type[Silent], error: Exception) -> None:
     """Sizes and ranges raise what the protocol of sources promises, when it was tried so often."""
     remote = open_source(URL)
     assert isinstance(remote, RemoteSource)
     silent.error = error
     for act in (lambda: remote.size("a.parquet"), lambda: remote.read("a.parquet", 0, 4)):
         silent.num_calls = 0
-        with pytest.raises(OSError, match=str(error)) as told:
+        with pytest.raises(OSError, match=str(error)) as raised:
             act()
-        assert told.value.__cause__ is error
+        assert raised.value.__cause__ is error
         assert silent.num_calls == sources.TRIES
 
 
 @pytest.mark.parametrize("has_footers", [True, False], ids=["with footers", "without"])
 @pytest.mark.parametrize("is_at_first", [True, False], ids=["from the first call on", "later"])
-def test_a_row_group_behind_a_silent_store_is_unreadable(
+def test_a_row_group_on_a_silent_store_is_unreadable(
     silent: type[Silent], has_footers: bool, is_at_first: bool
 ) -> None:
-    """It is tried again, named, and under quarantine left to whoever trains; when the store answers, it is read."""
+    """It is retried and named, and under quarantine left to the trainer; when the store answers, it is read."""
     if not has_footers:
         del silent.store[next(key for key in silent.store if key.endswith(FOOTERS))]
     manifest = load_manifest(URL)
@@ -154,8 +154,8 @@ def test_a_row_group_behind_a_silent_store_is_unreadable(
     assert rows.decode(1).num_rows == 10
 
 
-def test_a_store_that_falls_silent_is_told_file_by_file(silent: type[Silent]) -> None:
-    """What stops answering behind the manifest is a verdict on its files, and the end of a description."""
+def test_a_store_that_goes_silent_is_reported_file_by_file(silent: type[Silent]) -> None:
+    """Verify reports each file that stops answering after the manifest was read; describe ends with an error."""
     manifest = load_manifest(URL)
     silent.error = ERRORS[1]
     assert [verdict.wrong for verdict in verify(manifest)] == [f"cannot be read: {ERRORS[1]}", None]

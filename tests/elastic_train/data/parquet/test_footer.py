@@ -43,7 +43,7 @@ def write(path: Path, table: pa.Table, group_rows: int, **options: object) -> tu
 
 @pytest.mark.parametrize("options", [{}, {"write_page_index": True, "compression": "zstd"}, {"version": "1.0"}])
 @pytest.mark.parametrize(("num_rows", "group_rows", "num_columns"), [(1, 1, 1), (60, 4, 6), (50, 3, 17), (31, 2, 1)])
-def test_every_row_group_is_read_by_its_part(
+def test_every_row_group_is_read_with_its_part_of_the_footer(
     tmp_path: Path, num_rows: int, group_rows: int, num_columns: int, options: dict[str, object]
 ) -> None:
     """A part says of its row group what the whole footer says, and reads the same rows."""

@@ -63,7 +63,7 @@ class Request(BaseHTTPRequestHandler):
         self.send_header("content-range", f"bytes {lo + (fault == 'elsewhere')}-{hi}/{len(CONTENT)}")
         self.end_headers()
         self.wfile.write(content[:100] if fault == "short" else content)
-        self.close_connection |= fault in ("short", "closed behind it")
+        self.close_connection |= fault in ("short", "closed after it")
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Say nothing."""
@@ -87,17 +87,17 @@ def ranges_of(server: Server) -> SignedRanges:
     return ranges
 
 
-def test_ranges_of_an_object_share_its_signature_and_a_connection(server: Server) -> None:
-    """Any range is what lies there, fewer bytes where the object ends; one signature, one connection for a thread."""
+def test_ranges_of_an_object_share_one_signature_and_one_connection(server: Server) -> None:
+    """Any range has the object's bytes, fewer at its end; one signature, one connection for a thread."""
     ranges = ranges_of(server)
     for lo, hi in ((0, 1), (5, 200_000), (len(CONTENT) - 10, len(CONTENT)), (len(CONTENT) - 10, len(CONTENT) + 1)):
         assert ranges.read("a", lo, hi) == CONTENT[lo:hi]
     assert (server.num_signed, server.num_connections) == (1, 1)
 
 
-def test_a_connection_that_was_closed_meanwhile_costs_no_failure(server: Server) -> None:
+def test_a_connection_closed_while_idle_is_reopened(server: Server) -> None:
     """Servers close what is idle; the next range goes over a new connection."""
-    ranges, server.fault = ranges_of(server), "closed behind it"
+    ranges, server.fault = ranges_of(server), "closed after it"
     for number in (1, 2):
         server.ended = threading.Event()
         assert ranges.read("a", 0, 10) == CONTENT[:10]
@@ -106,8 +106,8 @@ def test_a_connection_that_was_closed_meanwhile_costs_no_failure(server: Server)
 
 
 @pytest.mark.parametrize("fault", ["refused", "short", "whole", "elsewhere", "no length", "not signed"])
-def test_what_is_not_the_range_is_nothing(server: Server, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No failure gives bytes; the next read signs anew and works. Behind too many in a row there is a pause."""
+def test_a_wrong_answer_gives_no_bytes(server: Server, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No failure gives bytes; the next read signs again and works. After too many in a row there is a pause."""
     monkeypatch.setattr(presigned_s3, "MOST_FAILURES", 3)
     ranges, server.fault = ranges_of(server), fault
     assert ranges.read("a", 0, 5000) is None
@@ -125,8 +125,8 @@ def test_what_is_not_the_range_is_nothing(server: Server, fault: str, monkeypatc
     assert ranges.read("a", 0, 5000) == CONTENT[:5000]
 
 
-def test_behind_a_proxy_fsspec_reads(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proxy that is set for such addresses is not passed by."""
+def test_fsspec_reads_where_a_proxy_is_set(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy that is configured for such URLs is not bypassed."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "")
     assert ranges_of(server).read("a", 0, 10) is None

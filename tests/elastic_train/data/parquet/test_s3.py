@@ -52,7 +52,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlowNetwork]:
     store.stop()
 
 
-def test_over_a_bad_network_every_row_comes_once(network: SlowNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_row_arrives_once_over_a_bad_network(network: SlowNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
     """With two of five requests refused or broken off, and some far too late: each id once, with its own row."""
     monkeypatch.setattr(sources._again, "wait", lambda _: 0.0)
     monkeypatch.setattr(sources._again, "stop", lambda state: state.attempt_number >= 20)
@@ -87,7 +87,9 @@ def test_over_a_bad_network_every_row_comes_once(network: SlowNetwork, monkeypat
 
 
 @pytest.mark.parametrize("pickled", [False, True])
-def test_ranges_come_by_signed_addresses(network: SlowNetwork, monkeypatch: pytest.MonkeyPatch, pickled: bool) -> None:
+def test_ranges_are_read_by_presigned_urls(
+    network: SlowNetwork, monkeypatch: pytest.MonkeyPatch, pickled: bool
+) -> None:
     """fsspec signs, and is not asked for a single range; in a process that is handed the source neither."""
     made = open_source(URL)
     source_ = pickle.loads(pickle.dumps(made)) if pickled else made
@@ -100,8 +102,8 @@ def test_ranges_come_by_signed_addresses(network: SlowNetwork, monkeypatch: pyte
     assert file.read(len(whole) - 20) == whole[20:]
 
 
-def test_what_is_missing_on_s3_is_named(network: SlowNetwork, tmp_path: Path) -> None:
-    """An object that went away ends reading with its name, and is not asked for again and again."""
+def test_a_missing_s3_object_is_named(network: SlowNetwork, tmp_path: Path) -> None:
+    """A deleted object ends reading with an error that names it, and is not retried."""
     rows = write_rows(tmp_path / "rows", 40, group_rows=7)
     fsspec.filesystem("s3").put(f"{rows}/", "s3://rows/missing/", recursive=True)
     manifest = load_manifest("s3://rows/missing")
@@ -110,7 +112,7 @@ def test_what_is_missing_on_s3_is_named(network: SlowNetwork, tmp_path: Path) ->
         Reader(manifest, ["label"]).groups.decode(0)
 
 
-def test_the_light_store_gives_what_is_in_the_files(
+def test_the_light_store_serves_the_files_contents(
     network: SlowNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store of the benchmark, with one of five requests refused or broken off: each range is the file's own."""

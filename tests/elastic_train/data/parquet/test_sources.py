@@ -67,8 +67,8 @@ WANTED = b"".join(CONTENT[lo:hi] for lo, hi in RANGES)
 
 
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 60)), max_size=12), st.integers(0, 40))
-def test_joined_ranges_hold_all_and_lie_apart(starts: list[tuple[int, int]], max_gap: int) -> None:
-    """Every range lies in exactly one joined one; joined ones lie further apart than the gap, no longer than needed."""
+def test_joined_ranges_hold_all_and_stay_apart(starts: list[tuple[int, int]], max_gap: int) -> None:
+    """Every range is in exactly one joined one; joined ones are further apart than the gap, and minimal."""
     ranges = [(lo, lo + size) for lo, size in starts]
     joined = join_near(ranges, max_gap)
     for lo, hi in ranges:
@@ -78,7 +78,7 @@ def test_joined_ranges_hold_all_and_lie_apart(starts: list[tuple[int, int]], max
     assert {hi for _, hi in joined} <= {hi for _, hi in ranges}
 
 
-def test_only_the_ranges_are_here(troubled: RemoteSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_requested_ranges_are_available(troubled: RemoteSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """Near ranges take one request; bytes that were not asked for cannot be read."""
     monkeypatch.setattr(sources, "MAX_GAP", 0)
     monkeypatch.setattr(join_near, "__defaults__", (0,))
@@ -90,7 +90,7 @@ def test_only_the_ranges_are_here(troubled: RemoteSource, monkeypatch: pytest.Mo
         file.read(10)
 
 
-def test_what_fails_is_tried_again_up_to_a_bound(troubled: RemoteSource) -> None:
+def test_failures_are_retried_a_bounded_number_of_times(troubled: RemoteSource) -> None:
     """A range that fails four times is read, one that fails for ever raises what the file system said."""
     Troubled.failing[0] = sources.TRIES - 1
     assert read_all(troubled.open("a", RANGES)) == WANTED
@@ -99,14 +99,14 @@ def test_what_fails_is_tried_again_up_to_a_bound(troubled: RemoteSource) -> None
         troubled.open("a", RANGES)
 
 
-def test_a_missing_file_is_not_tried_again(troubled: RemoteSource) -> None:
-    """Nobody waits for a file that is not there."""
+def test_a_missing_file_is_not_retried(troubled: RemoteSource) -> None:
+    """There is no retry, and no wait, for a missing file."""
     with pytest.raises(FileNotFoundError):
         troubled.read("b", 0, 10)
     assert len(Troubled.calls) == 1
 
 
-def test_a_late_range_is_asked_for_twice(troubled: RemoteSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_range_is_requested_twice(troubled: RemoteSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that does not come back is overtaken by a second one, once others of the first ones came."""
     monkeypatch.setattr(sources, "SOONEST_HEDGE_S", 0.01)
     monkeypatch.setattr(sources, "LONGEST_PAUSE_S", 1e6)
@@ -119,7 +119,9 @@ def test_a_late_range_is_asked_for_twice(troubled: RemoteSource, monkeypatch: py
         Troubled.go_on.set()
 
 
-def test_where_all_is_late_nothing_is_asked_for_twice(troubled: RemoteSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_uniformly_slow_store_gets_no_second_requests(
+    troubled: RemoteSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A store that is slow as a whole gets no second requests beyond those that were saved; all ranges come."""
     monkeypatch.setattr(sources, "SOONEST_HEDGE_S", 0.001)
     troubled._took_s.append(0.001)
@@ -147,7 +149,7 @@ def test_where_all_is_late_nothing_is_asked_for_twice(troubled: RemoteSource, mo
 
 
 def test_local_files_are_read_by_arrow_alone(tmp_path: Any) -> None:
-    """A local source hands pyarrow a file of its own, and reads single ranges up to the end."""
+    """A local source hands pyarrow a separate file, and reads single ranges up to the end."""
     (tmp_path / "a").write_bytes(CONTENT)
     local = sources.open_source(str(tmp_path))
     assert type(local.open("a", RANGES)).__module__.startswith("pyarrow")

@@ -15,7 +15,7 @@ from elastic_train.core.order import Cursor
 from elastic_train.errors import DataError
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.state import AppliedState
-from elastic_train.training.warm_up import warm_up
+from elastic_train.job.warm_up import warm_up
 from tests.conftest import ROOT, write_rows
 from tests.elastic_train.training.test_training import CLASSIFIER, config
 
@@ -61,8 +61,8 @@ def test_warming_up_changes_nothing(tmp_path: Path, rows: Path, monkeypatch: pyt
     assert not state.optimizer.state
 
 
-def test_data_that_cannot_be_read_is_left_to_its_step(tmp_path: Path) -> None:
-    """Warming up reads a sample of one lane; that it cannot be read is no reason not to join."""
+def test_warming_up_tolerates_unreadable_data(tmp_path: Path) -> None:
+    """Warming up reads a sample of one lane; an unreadable one does not keep a rank from joining."""
     write_rows(tmp_path / "rows" / "train", 331, seed=1)
     write_rows(tmp_path / "rows" / "validation", 101, seed=2)
     plan, state = planned(config(tmp_path, tmp_path / "rows", CLASSIFIER))
