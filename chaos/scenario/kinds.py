@@ -12,7 +12,7 @@ from typing import Literal
 
 Aim = Literal["worker", "node", "etcd", "storage", "tracker", "data", "point"]
 Lasting = Literal["never", "may", "must"]
-Need = Literal["s3", "tracker", "own_data"]
+Need = Literal["s3", "tracker", "own_data", "freezing_disk"]
 """What a scenario has to bring along, by the name that its file has for it."""
 Passage = Literal["proxy", "cable", "relay"]
 """What a real run puts in the way of a node's traffic, so that it can be spoilt: a proxy before etcd, a cable of the
@@ -108,6 +108,13 @@ _ALL = (
     Kind("skew_clocks", "the clock of a node is seconds ahead of the others', or late", "node", "never", local=False),
     Kind("jump_clock", "the wall clock of a node is set", "node", local=False),
     Kind("storage_full", "no space is left for checkpoints", "storage"),
+    Kind(
+        "freeze_fs",
+        "the file system of commits' files and of metrics takes no writes, as one whose server is away",
+        "storage",
+        sim=False,
+        needs="freezing_disk",
+    ),
     Kind("storage_outage", "the storage of checkpoints does not answer", "storage", local=False),
     Kind("storage_slow", "the storage of checkpoints is slow", "storage", needs="s3"),
     Kind("storage_lossy", "answers of the storage are lost, requests arrive late", "storage", local=False),

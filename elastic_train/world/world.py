@@ -120,7 +120,7 @@ def enter_world(
         started_at=started_at,
     )
     if config.run.history_terms is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-        history.prune(config.run.history_terms)
+        history.prune(max(config.run.history_terms, config.give_up_after_worlds or 0))
     if group.rank == 0:
         try:
             sweep(store, term)
