@@ -48,6 +48,12 @@ _ALL = (
     ),
     Kind("kill_job", "SIGKILL to all nodes at once, started again after for_s", "node", "must", ends_world=True),
     Kind("lose_node", "the machine is gone: its ports do not even refuse", "node", ends_world=True, local=False),
+    Kind(
+        "private_storage",
+        "a node comes back without its mount of the storage, and sees a folder of its own for for_s",
+        "node",
+        local=False,
+    ),
     Kind("stop_node", "SIGTERM to the agent; started again after for_s", "node", "may", ends_world=True),
     Kind(
         "start_node", "a node that was lost comes back", "node", "never", ends_world=True, sim=False, leaves_alive=True
@@ -59,6 +65,8 @@ _ALL = (
     Kind("hang_worker", "a worker waits for ever", "worker", local=False),
     Kind("freeze_worker", "SIGSTOP to one worker, SIGCONT after for_s", "worker"),
     Kind("freeze_node", "SIGSTOP to agent and workers, SIGCONT after for_s", "node"),
+    Kind("freeze_standby", "SIGSTOP to a node's standby process, SIGCONT after for_s", "node", sim=False),
+    Kind("kill_standby", "SIGKILL to a node's standby process, on which no worker depends", "node", "never", sim=False),
     Kind("slow_worker", "one worker gets a fraction of its CPU time", "worker"),
     Kind("cut_off_etcd", "a node's requests and etcd's answers are lost", "node", through="proxy", cuts_off=True),
     Kind("lose_requests", "a node's requests do not reach etcd", "node", through="proxy", cuts_off=True),
@@ -86,6 +94,8 @@ _ALL = (
     Kind("freeze_etcd_member", "SIGSTOP to a member of etcd", "etcd", sim=False),
     Kind("etcd_outage", "all members of etcd are down, and come back with their data", "etcd"),
     Kind("lose_etcd_data", "all members of etcd are down, and come back without their data", "etcd"),
+    Kind("etcd_refuses", "etcd answers and refuses: an alarm (NOSPACE, CORRUPT), or it lets nobody in", "etcd"),
+    Kind("alien_record", "a record that nobody can read is written below the job's prefix", "etcd", "never"),
     Kind(
         "lose_lease",
         "etcd ends the lease of a worker that renewed it in time",
@@ -95,6 +105,7 @@ _ALL = (
         leaves_alive=True,
     ),
     Kind("break_watch", "a watch falls silent", "worker", "never", local=False),
+    Kind("skew_clocks", "the clock of a node is seconds ahead of the others', or late", "node", "never", local=False),
     Kind("jump_clock", "the wall clock of a node is set", "node", local=False),
     Kind("storage_full", "no space is left for checkpoints", "storage"),
     Kind("storage_outage", "the storage of checkpoints does not answer", "storage", local=False),
@@ -103,6 +114,7 @@ _ALL = (
     Kind("storage_errors", "some requests to the storage fail", "storage", needs="s3"),
     Kind("storage_conflict", "the storage answers a create with a conflict", "storage", needs="s3"),
     Kind("storage_taken", "the storage claims that a free name is taken", "storage", needs="s3"),
+    Kind("stale_listing", "listings of the storage lack what others have written last", "storage", local=False),
     Kind("slow_sync", "syncing bytes to disk takes long", "storage", local=False),
     Kind("tear_write", "a file is left half written", "storage", local=False, damages=True),
     Kind("flip_bit", "a bit of the newest commit flips", "storage", "never", damages=True),
@@ -130,6 +142,17 @@ LOCAL = tuple(kind.name for kind in _ALL if kind.local)
 PROXIED = tuple(kind.name for kind in _ALL if kind.through == "proxy")
 RELAYED = tuple(kind.name for kind in _ALL if kind.through == "relay")
 CABLED = tuple(kind.name for kind in _ALL if kind.through in ("cable", "relay"))
+ALIEN_RECORDS = (
+    ("world", "garbage"),
+    ("failure", "[]"),
+    ("closed", "{}"),
+    ("notes", "5"),
+    ("members/alien", "garbage"),
+    ("members/alien-newer", '{"format": 2}'),
+)
+"""What `alien_record` writes: keys below the job's prefix, and texts that this version cannot read."""
+ALIENS = tuple(f"/{key}" for key, _ in ALIEN_RECORDS if key.startswith("members/"))
+"""How the keys of members end that nobody in the job has written, so that nobody in it deletes them."""
 ON_DISK = ("full", "eio")
 """At the failpoint `sync` alone, where an operating system would report them."""
 

@@ -176,6 +176,8 @@ class Scenario(_Section):
     """Where the configuration's training set is not there yet, make one up with so many rows."""
     reference: bool = True
     """Run the same without faults, too, and compare; --no-reference leaves it out."""
+    nonfinite: bool = False
+    """Whether the weights may end as numbers that are not finite; else that is a finding."""
     timeout_s: float = Field(default=300, gt=0)
     """Longest time that one of the two runs may take."""
     patience_s: float = Field(default=180, gt=0)

@@ -6,6 +6,7 @@ mode the process outlives its worlds: it asks for the next one after a fault, or
 
 from __future__ import annotations
 
+import datetime
 import logging
 import os
 import time
@@ -16,12 +17,16 @@ from typing import Protocol
 import torch
 
 from elastic_train.config.schema import Config
-from elastic_train.errors import PeerLostError, Preempted, StorageError, translated
+from elastic_train.errors import ConfigError, PeerLostError, Preempted, StorageError, translated
 from elastic_train.parallel.group import Group, connect
 from elastic_train.system.watchdog import Watchdog
+from elastic_train.world import one_store
 from rendezvous.context import LiveContext, RendezvousContext, context, live_context
 from rendezvous.errors import StoreUnavailableError
 from rendezvous.live_member import LiveMember, LiveWorld
+from rendezvous.membership.participant import CLOSED_S
+from rendezvous.membership.records import Closed, Job
+from rendezvous.outage_log import OutageLog
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 5.0
 """How long a member waits after a world that did not form; twice as long after the next."""
@@ -51,11 +56,15 @@ class Worlds(Protocol):
     def form(self) -> Formed | None:
         """Wait for the next world, leaving the last; None if there is none, because the job is done.
 
-        Raises TooFewNodesError if not enough nodes come in time, and Preempted if asked to leave.
+        Raises TooFewNodesError if not enough nodes come in time, Preempted if asked to leave, and ConfigError if
+        another job was done under the same run id a moment ago.
         """
 
     def wants_to_grow(self) -> bool:
         """Whether the world should end at the next step boundary to let others in."""
+
+    def published(self) -> str | None:
+        """Return the commit that etcd named as head when it was last heard of; None if it named none."""
 
     def leave(self, *, is_job_done: bool) -> None:
         """Be gone for the others, at once; a job that is done takes no more members."""
@@ -86,6 +95,9 @@ class OneWorld:
     def wants_to_grow(self) -> bool:
         return False
 
+    def published(self) -> str | None:
+        return None
+
     def leave(self, *, is_job_done: bool) -> None:
         """The launcher does it."""
 
@@ -102,8 +114,11 @@ class LiveWorlds:
         device: torch.device,
         watchdog: Watchdog,
         is_stopped: Callable[[], bool],
+        job: Job,
     ) -> None:
-        self._context, self._is_stopped, self._watchdog = context, is_stopped, watchdog
+        self._context, self._is_stopped, self._watchdog, self._job = context, is_stopped, watchdog, job
+        self._has_trained = False
+        self._config = config
         self._num_lanes = config.batch.num_lanes
         self._timeout_s, self._device = config.peer_timeout_s, device
         self._member: LiveMember | None = None
@@ -113,11 +128,13 @@ class LiveWorlds:
     def form(self) -> Formed | None:
         if self._member is None:
             self._member = self._be_member()
+            self._check_store(self._member)
         pause_s = FIRST_PAUSE_S
         while True:
             with translated():
                 world = self._member.next_world(self._is_stopped)
             if world is None:
+                self._check_what_is_done(self._member.closed)
                 return None
             try:
                 group = self._connect(self._member, world)
@@ -127,7 +144,7 @@ class LiveWorlds:
                 time.sleep(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
                 continue
-            self.num_not_formed = 0
+            self.num_not_formed, self._has_trained = 0, True
             return Formed(group, world.context)
 
     def _connect(self, member: LiveMember, world: LiveWorld) -> Group:
@@ -153,22 +170,52 @@ class LiveWorlds:
                 *(self.num_not_formed, world.context.term, world.size, world.context.num_nodes, error),
             )
 
+    def _check_what_is_done(self, done: Closed | None) -> None:
+        """Say that the job is done; raise ConfigError if it was another one that was done under this run id.
+
+        A process that has trained in one of its worlds was compared with its other members then.
+        """
+        if done is None or self._has_trained:
+            return
+        at = datetime.datetime.fromtimestamp(done.at, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        what = (
+            f"the job of the run id {self._context.run_id!r} was finished at {at} in {done.job.folder or 'its folder'}"
+        )
+        if done.job.digest and done.job != self._job:
+            differs = "folder" if done.job.digest == self._job.digest else "configuration"
+            raise ConfigError(
+                f"{what}, and this one has another {differs} (it would commit to {self._job.folder}): nothing was "
+                f"trained. Give it a run id of its own (--id, --rdzv_id), or start it {CLOSED_S:.0f} s after that one."
+            )
+        log.warning("%s: nothing is left to do", what)
+
+    def _check_store(self, member: LiveMember) -> None:
+        """Leave before joining if this node does not see the store that has the job's commits."""
+        try:
+            one_store.check_before_joining(self._config, member.store, self._watchdog.moved)
+        except ConfigError:
+            member.leave()
+            raise
+
     def _be_member(self) -> LiveMember:
         """Begin the membership; an etcd that is away is waited for, as those wait who are members already."""
-        deadline = time.monotonic() + self._context.timeout_s
+        deadline, outage = time.monotonic() + self._context.timeout_s, OutageLog(log)
         while True:
             try:
-                return LiveMember(self._context, self._num_lanes)
+                return LiveMember(self._context, self._num_lanes, self._job)
             except StoreUnavailableError as error:
                 if self._is_stopped():
                     raise Preempted("asked to leave while etcd was away") from error
                 if time.monotonic() > deadline:
                     raise StorageError(str(error)) from error
-                log.warning("waiting for etcd: %s", error)
+                outage.waits(error)
                 time.sleep(ETCD_PAUSE_S)
 
     def wants_to_grow(self) -> bool:
         return self._member is not None and self._member.wants_to_grow()
+
+    def published(self) -> str | None:
+        return self._member.published if self._member is not None else None
 
     def leave(self, *, is_job_done: bool) -> None:
         if self._member is not None:
@@ -177,12 +224,14 @@ class LiveWorlds:
             self._member.leave()
 
 
-def open_worlds(config: Config, device: torch.device, watchdog: Watchdog, is_stopped: Callable[[], bool]) -> Worlds:
-    """Return the worlds that the launcher has prepared; `is_stopped` ends the waiting for one."""
+def open_worlds(
+    config: Config, device: torch.device, watchdog: Watchdog, is_stopped: Callable[[], bool], job: Job
+) -> Worlds:
+    """Return the worlds that the launcher has prepared for a job; `is_stopped` ends the waiting for one."""
     launched = live_context()
     if launched is None:
         return OneWorld(config, device, watchdog)
-    return LiveWorlds(launched, config, device, watchdog, is_stopped)
+    return LiveWorlds(launched, config, device, watchdog, is_stopped, job)
 
 
 def _meeting_place(launched: RendezvousContext | None) -> str:

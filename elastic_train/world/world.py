@@ -7,8 +7,11 @@ ranks continue alike or stop alike. Rank 0 alone speaks to etcd.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,12 +22,15 @@ from elastic_train.core.mesh import Mesh
 from elastic_train.errors import ElasticTrainError, StorageError
 from elastic_train.parallel.group import Group
 from elastic_train.system.failpoints import reach
+from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import History
 from elastic_train.tracking.progress import Progress
+from elastic_train.world import one_store
 from elastic_train.world.agreement import agree
-from elastic_train.world.fencing import Fence, JoinedFence, StoreFence
+from elastic_train.world.fencing import Fence, JoinedFence, StoreFence, forget_old_terms
 from elastic_train.world.forming import Formed
 from rendezvous.context import RendezvousContext, open_fence
+from rendezvous.waiting import begin
 
 FENCE_TIMEOUT_S = 3.0
 """An election of etcd's takes about a second; a commit that etcd does not answer to is found by its record anyway."""
@@ -46,6 +52,10 @@ class World:
     formed_at: float
     save_store: Store
     """The same store without deadlines: a save that hangs is abandoned as a whole."""
+    word: str = ""
+    """Unique to this world, and the same on all of its ranks."""
+    sees_store: bool = True
+    """Whether this rank could make sure that its store is the job's; if that did not answer, it writes no part."""
 
     @property
     def mesh(self) -> Mesh:
@@ -76,10 +86,12 @@ class World:
         self.fence.close()
 
 
-def enter_world(config: Config, formed: Formed, started_at: float, on_progress: Callable[[], None]) -> World:
+def enter_world(
+    config: Config, formed: Formed, started_at: float, files: BackgroundFiles, on_progress: Callable[[], None]
+) -> World:
     """Claim the term of a group that has formed; sweep what fenced writers left behind.
 
-    `on_progress` is called for every answer of the store, and every piece of a file.
+    `files` writes the history. `on_progress` is called for every answer of the store, and every piece of a file.
     """
     reach("form")
     group, launched = formed.group, formed.launched
@@ -88,11 +100,12 @@ def enter_world(config: Config, formed: Formed, started_at: float, on_progress: 
     fence: Fence = _joined(store, launched) if launched and group.rank == 0 else StoreFence(store)
     at_least = launched.term if launched else 1
     try:
-        term = agree(group, lambda: fence.claim(at_least))
+        term, bound, word = agree(group, lambda: (fence.claim(at_least), fence.bind(None), uuid.uuid4().hex[:12]))
+        sees_store = _sees_store(group, store, fence, bound)
     except ElasticTrainError:
         fence.close()
         raise
-    history = History(config.run.dir, term, group.rank)
+    history = History(files, config.run.dir, term, group.rank, config.run.history_bytes)
     history.form(
         world=group.size,
         cause=launched.cause if launched else "start",
@@ -100,13 +113,39 @@ def enter_world(config: Config, formed: Formed, started_at: float, on_progress: 
         sealed_at=launched.sealed_at if launched else None,
         started_at=started_at,
     )
+    if config.run.history_terms is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        history.prune(config.run.history_terms)
     if group.rank == 0:
         try:
             sweep(store, term)
         except StorageError as error:
             log.warning("what fenced writers left could not be removed: %s", error)
+        begin("old terms", lambda: _forget_old_terms(save_store, term))  # nobody waits for it
     progress = Progress() if group.rank == 0 else None
-    return World(group, term, store, fence, history, progress, launched, time.time(), save_store)
+    return World(group, term, store, fence, history, progress, launched, time.time(), save_store, word, sees_store)
+
+
+def _sees_store(group: Group, store: Store, fence: Fence, bound: str | None) -> bool:
+    """Say whether this rank's store is known to be the job's; ConfigError, on this rank alone, if it is another.
+
+    `bound` is the word of the job's store, None if it has none yet. A rank whose store does not answer does not know.
+    """
+    if bound is None:
+        bound, sees_it = one_store.choose(group, store)
+        if group.rank == 0 and bound is not None:
+            fence.bind(bound)
+        return sees_it
+    try:
+        one_store.check(store, bound, group.check)
+    except StorageError as error:
+        log.warning("this rank writes no part of this world's commits: %s", error)
+        return False
+    return True
+
+
+def _forget_old_terms(store: Store, term: int) -> None:
+    with contextlib.suppress(StorageError):  # the next world tries again
+        forget_old_terms(store, term)
 
 
 def _joined(store: Store, launched: RendezvousContext) -> Fence:

@@ -28,6 +28,8 @@ from rendezvous.membership.records import (
     View,
     World,
     encode,
+    read_view,
+    refuse_newer,
 )
 from rendezvous.membership.store import ABSENT, MOST_GUARDS, Snapshot
 
@@ -104,7 +106,11 @@ class Change:
 
 
 def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
-    """Say what a member that is ready does next; `quiet_s` is how long the ready members have been the same."""
+    """Say what a member that is ready does next; `quiet_s` is how long the ready members have been the same.
+
+    Raises NewerVersionError.
+    """
+    refuse_newer(view.newer)
     if view.closed is not None:
         return Finished()
     mine = view.member(me)
@@ -261,7 +267,8 @@ def seal(snapshot: Snapshot, keys: Keys, world: World) -> Change:
     guards = {keys.world: snapshot.revision_of(keys.world), keys.head: snapshot.revision_of(keys.head)}
     if len(seats) > MOST_GUARDED:
         seats = {keys.members: snapshot.revision}
-    return Change({keys.world: encode(world)}, {**guards, **seats, keys.closed: ABSENT})
+    guards[keys.closed] = snapshot.revision_of(keys.closed)  # none, or nothing that could be read
+    return Change({keys.world: encode(world)}, {**guards, **seats})
 
 
 def update(snapshot: Snapshot, keys: Keys, member: Member) -> Change:
@@ -281,8 +288,11 @@ def bury(snapshot: Snapshot, keys: Keys, member_id: str) -> Change:
     return Change({key: None}, {key: snapshot.revision_of(key)})
 
 
-def close(keys: Keys, closed: Closed) -> Change:
-    return Change({keys.closed: encode(closed)}, {keys.closed: ABSENT})
+def close(snapshot: Snapshot, keys: Keys, closed: Closed) -> Change:
+    """Mark the job as done, unless it is; the next one of this run id may keep its commits in another store."""
+    is_closed = read_view(snapshot, keys).closed is not None
+    guard = ABSENT if is_closed else snapshot.revision_of(keys.closed)
+    return Change({keys.closed: encode(closed), keys.store: None}, {keys.closed: guard})
 
 
 def leaving_world(member: Member, view: View) -> Member:

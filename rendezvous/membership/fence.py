@@ -18,8 +18,9 @@ from rendezvous.membership.records import (
     encode,
     read_head,
     read_view,
+    refuse_newer,
 )
-from rendezvous.membership.store import Put, Snapshot, Store
+from rendezvous.membership.store import ABSENT, Put, Snapshot, Store
 
 MAX_TRIES = 100
 
@@ -50,6 +51,17 @@ class EtcdFence:
     def head(self) -> Head | None:
         return _head(self._store.get(self._keys.head), self._keys)
 
+    def bind(self, word: str | None) -> str | None:
+        """Bind the job to the store that has a word, unless it is bound; return the word that holds. None only asks."""
+        key = self._keys.store
+        for _ in range(MAX_TRIES):
+            bound = self._store.get(key).entries.get(key)
+            if bound is not None or word is None:
+                return bound.value if bound is not None else None
+            if self._try(Change({key: word}, {key: ABSENT})):
+                return word
+        raise self._contended()
+
     def close(self) -> None:
         self._store.close()
 
@@ -59,7 +71,7 @@ class EtcdFence:
 
     def _contended(self) -> StoreUnavailableError:
         return StoreUnavailableError(
-            f"{self._keys.head} changed during each of {MAX_TRIES} tries; does another job use the same run id?"
+            f"{self._keys.prefix} changed during each of {MAX_TRIES} tries; does another job use the same run id?"
         )
 
 
@@ -69,6 +81,7 @@ def raise_head(snapshot: Snapshot, keys: Keys, at_least: int, claim: str, world_
     A world that is sealed between the look and the write must win, so the guard covers the world, too.
     """
     view = read_view(snapshot, keys)
+    refuse_newer(view.newer)
     if world_term is not None and view.term != world_term:
         raise FencedError(
             f"the world of term {world_term} may not claim: the newest world in etcd has term {view.term} "
@@ -95,4 +108,4 @@ def carry(snapshot: Snapshot, keys: Keys, term: int, commit: str) -> Change:
 
 def _head(snapshot: Snapshot, keys: Keys) -> Head | None:
     entry = snapshot.entries.get(keys.head)
-    return None if entry is None else read_head(entry.value)
+    return read_head(keys.head, None if entry is None else entry.value)

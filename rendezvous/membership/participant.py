@@ -36,16 +36,21 @@ from rendezvous.membership.decisions import (
 )
 from rendezvous.membership.known_agents import Ask, KnownAgents
 from rendezvous.membership.latest_view import LatestView
-from rendezvous.membership.own_record import OwnRecord, Place
+from rendezvous.membership.own_record import PAUSE_S, OwnRecord, Place
 from rendezvous.membership.records import (
     Closed,
     Failure,
+    Job,
     Keys,
     Member,
     View,
     World,
 )
 from rendezvous.membership.store import Snapshot, Store
+from rendezvous.outage_log import OutageLog
+
+CLOSED_S = 300.0
+"""How long a finished job is marked as done, in seconds."""
 
 LEASE_MARGIN_S = 2.0
 """How much longer than a lease a dead member may be seen."""
@@ -66,12 +71,15 @@ class Participant:
         self.policy = policy
         self.world: World | None = None
         self.joined_at = 0.0
+        self.job = Job()
+        """What this member trains: a job that it closes is marked as that."""
         self._store = store
         self._watch = store.watch(self.keys.prefix)
         self._latest = LatestView(self.keys, self._watch.snapshot)
         self._own = OwnRecord(store, self.keys, replace(place, nodes=policy.nodes), self._latest, ttl_s)
         self._left = threading.Event()
         self._dead_agents = DeadAgentProbe(self.agents)
+        self._outage = OutageLog(_log)
         threading.Thread(target=self._follow, name=f"membership {run_id}", daemon=True).start()
 
     @property
@@ -99,8 +107,9 @@ class Participant:
     def join(self, timeout_s: float, is_stopped: Callable[[], bool] = lambda: False) -> None:
         """Be ready for the next world: register, or leave the world that this member was in.
 
-        Waits for etcd if it does not answer; raises StoreUnavailableError after `timeout_s`, StoppedWaiting when
-        `is_stopped()`, LimitsDifferError if other members were started with another --nnodes.
+        Waits for etcd if it does not answer, takes no writes, or does not let this member in; raises
+        StoreUnavailableError after `timeout_s`, StoppedWaiting when `is_stopped()`, and LimitsDifferError if other
+        members were started with another --nnodes.
         """
         self.joined_at = time.time()
         if self._own.is_gone:
@@ -115,8 +124,10 @@ class Participant:
                     raise StoppedWaiting("asked to leave while etcd was away") from error
                 if time.monotonic() > deadline:
                     raise
-                _log.warning("waiting for etcd: %s", error)
+                self._outage.waits(error)
+                time.sleep(PAUSE_S)
             else:
+                self._outage.is_over()
                 self.world = None
                 return
 
@@ -128,9 +139,10 @@ class Participant:
     ) -> World | None:
         """Wait for a world with this member in it, sealing it if this member leads; None if the job is done.
 
-        `host` starts the store of a world that is about to be sealed and returns its address. Raises
-        TooFewNodesError after `timeout_s`, StoppedWaiting when `is_stopped()`, LimitsDifferError if members that were
-        there before have another --nnodes; a member for which there is no room waits without end.
+        `host` starts the store of a world that is about to be sealed and returns its address. Raises TooFewNodesError
+        after `timeout_s`, StoppedWaiting when `is_stopped()`, NewerVersionError if a newer version has written what
+        this one cannot read, and LimitsDifferError if members that were there before have another --nnodes; a member
+        for which there is no room waits without end.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -168,6 +180,11 @@ class Participant:
     def is_broken(self) -> bool:
         """Whether the world that this member is in can take no further step."""
         return self.world is not None and decisions.is_broken(self.view, self.id, self.world)
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether this member has the first seat of its world."""
+        return self.world is not None and self.world.rank_of(self.id) == 0
 
     def note_missed(self, nodes: frozenset[str]) -> None:
         """Say from the next registration on which nodes this member cannot reach."""
@@ -244,13 +261,14 @@ class Participant:
             try:
                 self._own.update(lambda member, view: replace(member, done=term))
             except StoreUnavailableError as error:
-                _log.warning("waiting for etcd: %s", error)
+                self._outage.waits(error)
+                time.sleep(PAUSE_S)
             else:
                 return
 
-    def close(self, term: int, for_s: float = 300.0) -> None:
+    def close(self, term: int, for_s: float = CLOSED_S) -> None:
         """Mark the job as done for `for_s`: members that join by then leave, and later the run id may be used again."""
-        change = decisions.close(self.keys, Closed(term, time.time()))
+        change = decisions.close(self._latest.now().snapshot, self.keys, Closed(term, time.time(), self.job))
         try:
             lease = self._store.lease(for_s, renew=False)
             self._own.swap(change, lease)
@@ -285,7 +303,7 @@ class Participant:
                 self._own.register()
                 self._latest.wait(snapshot, min(left_s, LOOK_S))  # the watch notices if etcd has lost its data
             except StoreUnavailableError as error:
-                _log.warning("waiting for etcd: %s", error)
+                self._outage.waits(error)
                 time.sleep(min(left_s, LOOK_S))
         elif isinstance(decision, Wait):
             pause_s = LOOK_S
@@ -309,10 +327,12 @@ class Participant:
     def _try(self, change: Change) -> bool:
         """Like `OwnRecord.swap`, but False if etcd does not answer: the caller tries again later."""
         try:
-            return self._own.swap(change, None)
+            done = self._own.swap(change, None)
         except StoreError as error:
-            _log.warning("waiting for etcd: %s", error)
+            self._outage.waits(error)
             return False
+        self._outage.is_over()
+        return done
 
     def _follow(self) -> None:
         revision, life = 0, 0

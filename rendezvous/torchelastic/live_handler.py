@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from rendezvous.context import LIVE_VARIABLE, LiveContext
 from rendezvous.errors import StoreError
 from rendezvous.etcd.connection import Connection, list_prefix
-from rendezvous.etcd.store import EtcdStore
+from rendezvous.etcd.store import EtcdStore, check_permission
 from rendezvous.identity import IdentityPort
 from rendezvous.live_member import member_prefix
 from rendezvous.membership.records import Keys
@@ -37,6 +37,7 @@ class LiveRendezvousHandler(RendezvousHandler):
         # A missing etcd is reported here, not by every worker; but wait a little, as a running job does in an outage.
         with contextlib.closing(Connection(conf.etcd)) as connection:
             list_prefix(connection, self._keys.world, START_PATIENCE_S)
+        check_permission(self._etcd, self._keys)
         self._address = own_address(params.local_addr, conf.etcd, params.max_nodes)
         self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
         self.node = f"{machine_name()}-{uuid.uuid4().hex[:8]}"
@@ -54,6 +55,7 @@ class LiveRendezvousHandler(RendezvousHandler):
             last_call_s=conf.last_call_s,
             timeout_s=conf.timeout_s,
             options=conf.etcd.secrets(),
+            compacts=conf.compacts,
         )
 
     def get_backend(self) -> str:

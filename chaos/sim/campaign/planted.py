@@ -89,6 +89,27 @@ def _late_record(draws: random.Random) -> tuple[SimFault, ...]:
     return (SimFault("kill_job", at_s=10.6 + for_s + draws.uniform(0.0, 6.0), for_s=2.0), frozen)
 
 
+def _late_listing(draws: random.Random) -> tuple[SimFault, ...]:
+    """Everybody dies while listings are late, and another node leads than the one that made the last commits."""
+    at_s = draws.uniform(8.0, 16.0)
+    return (
+        SimFault("kill_node", at_s=6.0, node=0, for_s=0.5),
+        SimFault("stale_listing", at_s=at_s, for_s=30.0),
+        SimFault("kill_job", at_s=at_s + draws.uniform(1.0, 6.0), for_s=2.0),
+    )
+
+
+def _without_its_mount(draws: random.Random) -> tuple[SimFault, ...]:
+    """A node comes back without its mount, and then everybody else dies."""
+    at_s, node = draws.uniform(7.0, 10.0), draws.randrange(3)
+    others = tuple(
+        SimFault("kill_node", at_s=at_s + draws.uniform(6.0, 9.0), node=other, for_s=8.0)
+        for other in range(3)
+        if other != node
+    )
+    return (SimFault("private_storage", at_s=at_s, node=node, for_s=60.0), *others)
+
+
 def _torn(draws: random.Random) -> tuple[SimFault, ...]:
     """Everybody dies in the middle of a commit."""
     nodes = tuple(SimFault("kill_job", at_s=draws.uniform(6.0, 16.0), for_s=2.0) for _ in range(2))
@@ -139,7 +160,19 @@ def _half_applied(draws: random.Random) -> tuple[SimFault, ...]:
     return tuple(SimFault("kill", point=point, nth=draws.randint(20, 90)) for _ in range(3))
 
 
+def _aliens(draws: random.Random) -> tuple[SimFault, ...]:
+    """Somebody writes below the job's prefix what is no record."""
+    return tuple(SimFault("alien_record", at_s=draws.uniform(6.0, 14.0)) for _ in range(3))
+
+
 PLANTED = (
+    SimBug(
+        "strict-records",
+        "a record that cannot be read is an error of those who read it",
+        lambda: {"rendezvous.membership.records:_known": bugs.known_or_error},
+        ("crash",),
+        _aliens,
+    ),
     SimBug(
         "no-fence",
         "an older world publishes",
@@ -163,6 +196,20 @@ PLANTED = (
         "a world applies the last step's samples again",
         lambda: {"elastic_train.training.session:Session.steps": bugs.steps_from(-1)},
         ("coverage", "witness"),
+        _kills,
+    ),
+    SimBug(
+        "ends-early",
+        "a loader that runs dry is taken for the end of the job",
+        lambda: {"elastic_train.training.session:Session.steps": bugs.steps_run_dry},
+        ("finished",),
+        _kills,
+    ),
+    SimBug(
+        "last-commit-left-out",
+        "a job ends without a commit of its last steps",
+        lambda: {"elastic_train.training.commits:Commits.finish": bugs.finish_without_commit},
+        ("deliverable",),
         _kills,
     ),
     SimBug(
@@ -197,6 +244,21 @@ PLANTED = (
         ("durability",),
         _kills,
         replace(_SHAPE, recovery="restart"),
+    ),
+    SimBug(
+        "head-by-listing",
+        "the commit that etcd names is looked for in a listing, and not opened by its name",
+        lambda: {"elastic_train.world.restore:named": lambda fence: None},
+        ("durability", "heads"),
+        _late_listing,
+    ),
+    SimBug(
+        "any-store",
+        "a node that does not see the job's store is let in",
+        lambda: {"elastic_train.world.one_store:check": lambda store, word, still=None: None},
+        ("lineage", "durability", "heads"),
+        _without_its_mount,
+        replace(_SHAPE, epochs=16),
     ),
     SimBug(
         "stale-lanes",
@@ -326,8 +388,11 @@ PLANTED = (
     # The canary: nothing is wrong with the product, and the judge must say that something is wrong.
     SimBug(
         "canary",
-        "storage lists no commit of the last seconds, against its promise",
-        lambda: {"chaos.sim.machine.object_store:StorageClient.list": bugs.list_late},
+        "storage neither lists nor opens a commit of the last seconds, against its promise",
+        lambda: {
+            "chaos.sim.machine.object_store:StorageClient.list": bugs.list_late,
+            "chaos.sim.machine.object_store:StorageClient.open": bugs.open_late,
+        },
         ("durability",),
         _torn,
     ),

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from chaos.sim.job.fault import SimFault
 from chaos.sim.job.fleet import Fleet
+from chaos.sim.job.live_node import RUN_ID
+from chaos.sim.job.run_record import named
 from chaos.sim.machine.kernel import Process
+from rendezvous.membership.records import Keys
+
+AWAY_S = 2.0
+"""How long a machine takes to start again."""
 
 
 def kill_worker(fleet: Fleet, fault: SimFault) -> list[Process]:
@@ -17,6 +23,28 @@ def kill_worker(fleet: Fleet, fault: SimFault) -> list[Process]:
 def kill_node(fleet: Fleet, fault: SimFault) -> list[Process]:
     """Agent and workers at once; it is started again after a while."""
     return fleet.kill_node(fleet.node(fault), fault.for_s)
+
+
+def private_storage(fleet: Fleet, fault: SimFault) -> list[Process]:
+    """A node starts again without its mount of the storage, sees an empty folder, and gets the mount later."""
+    number, storage = fleet.node(fault), fleet.around.storage
+    is_bound = bool(fleet.around.etcd.show(Keys(RUN_ID).store).entries)
+    hit = fleet.nodes[number].kill() if is_bound and number not in storage.private else []
+    if not hit:
+        return []  # it is not up, or without its mount already; or the job may as well begin in its folder
+    storage.isolate(number)
+    fleet.kernel.after(AWAY_S, lambda: fleet.start_again(number))
+    fleet.kernel.after(AWAY_S + fault.for_s, lambda: _mount(fleet, number))
+    fleet.keep_busy(AWAY_S + fault.for_s)
+    return hit
+
+
+def _mount(fleet: Fleet, number: int) -> None:
+    """Let a node see the job's storage again; whatever believes in its own folder ends."""
+    hit = fleet.nodes[number].kill()
+    del fleet.around.storage.private[number]
+    fleet.record.write("chaos", "undo", kind="private_storage", node=number, pids=[process.pid for process in hit])
+    fleet.start_again(number)
 
 
 def lose_node(fleet: Fleet, fault: SimFault) -> list[Process]:
@@ -55,7 +83,7 @@ def flap_node(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 def _flap(fleet: Fleet, number: int, for_s: float) -> None:
     if hit := fleet.stop_node(number, for_s):
-        fleet.record.write("chaos", "undo", kind="flap_node", node=number, pids=[process.pid for process in hit])
+        fleet.record.write("chaos", "undo", kind="flap_node", node=number, **named(hit))
 
 
 def scale_down(fleet: Fleet, fault: SimFault) -> list[Process]:
@@ -109,7 +137,17 @@ def jump_clock(fleet: Fleet, fault: SimFault) -> list[Process]:
     return hit
 
 
+def skew_clocks(fleet: Fleet, fault: SimFault) -> list[Process]:
+    """A node's clock is ahead of the others', or late, by as many seconds as the fault lasts: from now on, for good."""
+    number, ahead_s = fleet.node(fault), fault.for_s if fault.other % 2 else -fault.for_s
+    fleet.kernel.skews[number] = ahead_s
+    hit = fleet.nodes[number].live_workers()
+    for process in hit:
+        process.skew_s += ahead_s
+    return hit
+
+
 ACTS = (
-    *(kill_worker, kill_node, lose_node, kill_rack, kill_job, stop_node, flap_node, scale_down),
-    *(freeze_worker, freeze_node, hang_worker, slow_worker, jump_clock, start_twin),
+    *(kill_worker, kill_node, private_storage, lose_node, kill_rack, kill_job, stop_node, flap_node, scale_down),
+    *(freeze_worker, freeze_node, hang_worker, slow_worker, jump_clock, skew_clocks, start_twin),
 )
