@@ -38,6 +38,7 @@ from elastic_train.job.state import AppliedState
 from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.gradient_sum import Reduction, make_gradient_sum, make_sum
 from elastic_train.system.atomic_files import write_atomically
+from elastic_train.system.file_systems import hazards
 from elastic_train.tasks.task import Counting
 from elastic_train.tracking.mlflow_run import (
     COMMIT_TAG,
@@ -95,7 +96,17 @@ def _open_in(process: Process, world: World) -> Session:
     world.announce(
         f"term {world.term}: {world.group.size} ranks, {plan.num_lanes} lanes, {plan.total_steps} steps, {plan.device}"
     )
+    if world.is_leader:
+        _warn_of_file_system(process, world)
     return session
+
+
+def _warn_of_file_system(process: Process, world: World) -> None:
+    """Say once what is dangerous about where the commits go."""
+    for hazard in hazards(process.plan.config.checkpoint_url):
+        if hazard not in process.warned:
+            process.warned.add(hazard)
+            world.announce(f"WARNING: {hazard}")
 
 
 def open_buffers(plan: Plan, world: World, state: AppliedState, kind: Reduction) -> BufferMean:

@@ -42,6 +42,8 @@ class Process:
     save_memory: SaveMemory = field(default_factory=SaveMemory)
     proven: set[str] = field(default_factory=set)
     """Words of the stores that this process has tested when it led."""
+    warned: set[str] = field(default_factory=set)
+    """What it has said about the file system of its commits."""
 
 
 @dataclass(slots=True)
