@@ -108,6 +108,7 @@ class TooFewNodesError(ElasticTrainError, rendezvous_errors.TooFewNodesError):
 
 
 _KINDS: tuple[tuple[type[rendezvous_errors.RendezvousError], type[ElasticTrainError]], ...] = (
+    (rendezvous_errors.NewerVersionError, ConfigError),
     (rendezvous_errors.FencedError, FencedError),
     (rendezvous_errors.TooFewNodesError, TooFewNodesError),
     (rendezvous_errors.StoppedWaiting, Preempted),

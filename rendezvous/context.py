@@ -53,6 +53,8 @@ class LiveContext:
     last_call_s: float
     timeout_s: float
     options: Mapping[str, str] = field(default_factory=dict)
+    compacts: bool = True
+    """Whether the leader compacts etcd's history."""
 
     def encode(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import Store as TorchStore
 
 from rendezvous.context import LiveContext, RendezvousContext
 from rendezvous.errors import StoreError
+from rendezvous.etcd.compaction import Compaction
 from rendezvous.etcd.options import etcd_options
 from rendezvous.etcd.store import EtcdStore
 from rendezvous.meeting_point import Meeting
@@ -23,7 +24,7 @@ from rendezvous.membership.decisions import Policy, count_nodes, mates_of
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.reachability import Reachability
-from rendezvous.membership.records import World
+from rendezvous.membership.records import Closed, Job, World
 
 GROW_QUIET_S = 0.5
 """A world grows once no member has come or gone for this long, so that workers of one node are admitted together."""
@@ -42,10 +43,11 @@ class LiveWorld:
 class LiveMember:
     """A worker's membership over the life of its process."""
 
-    def __init__(self, context: LiveContext, max_members: int) -> None:
+    def __init__(self, context: LiveContext, max_members: int, job: Job = Job()) -> None:  # noqa: B008 - it is frozen
         """`max_members` is the most that a world can use: further ones wait, warmed up, until one is lost.
 
-        Raises StoreUnavailableError if etcd does not answer.
+        `job` says what is trained, for members that come when it is done. Raises StoreUnavailableError if etcd does not
+        answer.
         """
         self._context = context
         options = etcd_options(context.endpoints, context.options)
@@ -66,7 +68,10 @@ class LiveMember:
         except StoreError:
             store.close()
             raise
+        self._participant.job = job
         self._reachability = Reachability(self._participant)
+        self._reachability.look_ahead()
+        self._compaction = Compaction(options, lambda: self._participant.is_leading) if context.compacts else None
         self._meeting = Meeting(self._participant, context.address, context.timeout_s, self.is_broken)
 
     def next_world(self, is_stopped: Callable[[], bool]) -> LiveWorld | None:
@@ -81,6 +86,7 @@ class LiveMember:
                 return None
             store = self._meeting.connect(world)
             rank = world.rank_of(self._participant.id)
+            self._reachability.notice()
             if store is not None and rank is not None:
                 return LiveWorld(rank, len(world.seats), store, self._context_of(world))
 
@@ -93,9 +99,18 @@ class LiveMember:
             self._reachability.ask()
         return self._participant.is_broken()
 
+    def look_for_unreachable(self) -> None:
+        """Have the nodes of the present world asked soon, because it could not begin; returns at once."""
+        self._reachability.ask(is_urgent=True)
+
     def wants_to_grow(self) -> bool:
         """Whether warmed-up members wait to be admitted."""
         return self._participant.wants_to_grow(GROW_QUIET_S)
+
+    @property
+    def closed(self) -> Closed | None:
+        """What was done under this run id, once it is; None before, and some time later."""
+        return self._participant.view.closed
 
     @property
     def published(self) -> str | None:
@@ -117,6 +132,8 @@ class LiveMember:
     def leave(self) -> None:
         """Leave at once: the others need not wait for a lease to end."""
         self._reachability.close()
+        if self._compaction is not None:
+            self._compaction.close()
         self._participant.leave()
 
     def _context_of(self, world: World) -> RendezvousContext:

@@ -45,10 +45,7 @@ class Meeting:
         if self._hosted is None or self._hosted_for != seal.term:
             self._hosted = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
             self._hosted_for = seal.term
-        hosts = {member.host for member in self._participant.view.members}
-        is_alone = hosts <= {self._participant.place.host}
-        is_local = self._address.startswith("127.") or self._address == "localhost"
-        return (self._address if is_alone or not is_local else socket.getfqdn()), self._hosted.port
+        return self._address, self._hosted.port
 
     def connect(self, world: World) -> Store | None:
         """Reach the TCPStore of a world, or return None as soon as the world has fallen apart."""

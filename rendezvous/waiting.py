@@ -30,6 +30,7 @@ class Call(Generic[T]):
         self.ended = threading.Event()
         self._result: T | None = None
         self._error: BaseException | None = None
+        self._is_given_up = False
 
     def run(self) -> None:
         """Make the call, on this thread; a call is made once."""
@@ -37,7 +38,8 @@ class Call(Generic[T]):
         try:
             self._result = self._function()
         except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
-            self._error = error
+            # An error that nobody is to see would hold, by its frames and in a circle, all that the call had.
+            self._error = None if self._is_given_up else error
         self._function = None
         self.ended.set()
 
@@ -53,6 +55,7 @@ class Call(Generic[T]):
         """Return what the call returns or raise what it raises; GivenUp as soon as `is_hopeless()`."""
         while not self.ended.wait(look_every_s):
             if is_hopeless():
+                self._is_given_up = True
                 raise GivenUp
         return self.result()
 

@@ -1,9 +1,9 @@
 """The judge: from a run's files to one finding an invariant, importing nothing from the trainer.
 
-The invariants are functions in six rooms: what was applied (`exactly_once`), what was published (`one_lineage`), the
-run as a whole (`whole_run`), departures (`departures`), what was logged of it (`tracked_values`), and what outlived it
-(`leftovers`). Here is the table of them; a planted bug is caught by the one named beside it in
-`chaos.planted.catalogue`. A run of a user's script is judged by `chaos.judge.invariants.script_run`.
+The invariants are functions in seven rooms: what was applied (`exactly_once`), what was published (`one_lineage`),
+what its last commit holds (`deliverable`), the run as a whole (`whole_run`), departures (`departures`), what was logged
+of it (`tracked_values`), and what outlived it (`leftovers`). Here is the table of them; a planted bug is caught by the
+one named beside it in `chaos.planted.catalogue`. `chaos.judge.invariants.script_run` judges a run of a user's script.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from chaos.judge.evidence.run_files import Evidence, scenario_field
 from chaos.judge.evidence.script_samples import is_script
 from chaos.judge.findings import Finding, find
 from chaos.judge.invariants import (
+    deliverable,
     departures,
     exactly_once,
     leftovers,
@@ -41,6 +42,8 @@ INVARIANTS: dict[str, Callable[[Evidence], str]] = {
     "liveness": whole_run.liveness,
     "cleanliness": leftovers.cleanliness,
 }
+WITHOUT_HISTORIES = ("cleanliness", "sums", "witness", "hash", "metrics")
+"""What can be judged of a run that has deleted some of its histories: these read results, commits and what is left."""
 COMPARED: dict[str, Callable[[Evidence, Evidence], str]] = {
     "hash": exactly_once.same_weights,
     "losses": exactly_once.same_losses,
@@ -52,8 +55,16 @@ def judge(run: Evidence, reference: Evidence | None = None) -> list[Finding]:
     """Return every invariant's finding on a run, against the run of the same job without faults if there is one."""
     if is_script(run):
         return scripts.judge(run, reference)
+    findings = _judge(run, reference)
+    if run.pruned is None:
+        return findings
+    return [x if x.invariant in WITHOUT_HISTORIES else Finding(x.invariant, "unknown", run.pruned) for x in findings]
+
+
+def _judge(run: Evidence, reference: Evidence | None) -> list[Finding]:
     findings = [find(name, partial(check, run)) for name, check in INVARIANTS.items()]
     findings.append(find("sums", partial(exactly_once.sums, run, reference)))
+    findings.append(find("deliverable", partial(deliverable.deliverable, run, reference)))
     if run.metrics is not None:
         findings.append(find("tracking", partial(tracked_values.tracking, run)))
     if run.witness is not None or exactly_once.trains_witness(run):

@@ -86,6 +86,8 @@ def _fields(
         "rpo_distribution": _distribution([float(cost.rpo_steps) for cost in costs]),
         "rto_distribution": _distribution([cost.rto_s for cost in costs]),
         "faults_by_kind": dict(sorted(Counter(fault_kind(fault) for fault in _lines(run, "fault")).items())),
+        "missed_by_kind": dict(sorted(Counter(fault_kind(fault) for fault in _lines(run, "missed")).items())),
+        "effects": [line.get("proof") for line in _lines(run, "effect")],
         "faults": [{key: value for key, value in fault.items() if key != "op"} for fault in _lines(run, "fault")],
         "recoveries": [asdict(cost) for cost in costs],
         "validation": {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos.judge.findings import Truth
-from chaos.planted import damage, damage_around, damage_commits
+from chaos.planted import damage, damage_around, damage_commits, damage_delivered
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +82,22 @@ PLANTED = (
     Planted("never-healed", "a job that stays broken once all is undone", damage_around.never_healed, "liveness"),
     Planted("standstill", "a job that stands still, with nothing wrong", damage.standstill, "liveness"),
     Planted("unwatched", "healing that was not timed", damage_around.unwatched, "liveness", "unknown"),
+    Planted("ended-early", "a job that ended after 6 of 600 epochs", damage_delivered.ended_early, "finished"),
+    Planted("fewer-rows", "a training set of which rows were not read", damage_delivered.fewer_rows, "finished"),
+    Planted("missing-file", "a commit without one of its files", damage_delivered.missing_file, "deliverable"),
+    Planted("flipped-byte", "a commit of which a byte changed", damage_delivered.flipped_byte, "deliverable"),
+    Planted(
+        "other-delivery", "the last commit holds an older state", damage_delivered.other_step_delivered, "deliverable"
+    ),
+    Planted("other-claim", "a hash that the files do not have", damage_delivered.other_claim, "deliverable"),
+    Planted("nan-weights", "weights that are not numbers", damage_delivered.nan_weights, "deliverable"),
     Planted("no-result", "a job that hung or died", damage.no_result, "finished"),
     Planted("preempted", "a job that was not started again", damage.preempted, "finished"),
     Planted("unseen-leases", "an etcd that did not answer", damage_around.unseen_leases, "cleanliness", "unknown"),
     Planted("unlooked", "orphans were not looked for", damage.unlooked, "cleanliness", "unknown"),
     Planted("no-faults", "nothing was put to the test", damage.no_faults, "faults", "unknown"),
     Planted("never-came", "a fault at a place that no process came to", damage_around.never_came, "faults", "unknown"),
+    Planted("no-proof", "faults that may have had no effect", damage_around.no_proof, "faults", "unknown"),
     Planted("harmless-kill", "a kill that lost nothing", damage.harmless_kill, "faults", "unknown"),
     Planted("vain-fault", "a fault that changed nothing", damage.vain_fault, "rto", "unknown"),
     Planted("unexplained-term", "a world that broke by itself", damage.unexplained_term, "deaths", "unknown"),

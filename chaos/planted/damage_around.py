@@ -118,6 +118,11 @@ def never_came(folder: Path) -> None:
     _waited(folder, {"op": "missed", "kind": "kill", "point": "form", "node": 1, "why": "no process came there"})
 
 
+def no_proof(folder: Path) -> None:
+    """Nobody has looked whether the faults had an effect."""
+    edit(folder, lambda line: None if line["op"] == "effect" else line)
+
+
 def _waited(folder: Path, fields: Line) -> None:
     """Put a line in the place of those that say how long was waited."""
     last = max(number(line, "t") for line in collect(folder).of("step"))

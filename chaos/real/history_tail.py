@@ -51,9 +51,12 @@ class Followed:
             kept = [name for name in _names(history) if name[:1].isdigit() and _term_of(name) >= self.term]
             self._places = {name: self._places.get(name, 0) for name in sorted(kept)}
         for name, place in self._places.items():
-            with (history / name).open("rb") as file:
-                file.seek(place)
-                content = file.read()
+            try:
+                with (history / name).open("rb") as file:
+                    file.seek(place)
+                    content = file.read()
+            except FileNotFoundError:
+                continue  # the first part of a long history, which was deleted since
             end = content.rfind(b"\n") + 1
             self._places[name] = place + end
             for line in parse_lines(content[:end]):
@@ -61,7 +64,7 @@ class Followed:
 
     def _take(self, line: Line) -> None:
         term = whole(line, "term")
-        if term < self.term:
+        if term < self.term or line.get("again"):
             return
         if term > self.term:
             self.pids = {}

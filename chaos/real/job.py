@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from chaos.errors import RunError
 from chaos.real import leftovers
 from chaos.real.acts import ACTS, Struck, Undo
+from chaos.real.acts.effects import Effect
 from chaos.real.acts.failpoints import Points
 from chaos.real.history_tail import Followed
 from chaos.real.stopping import Enough, on_first_signal
@@ -25,7 +27,7 @@ from chaos.scenario.kinds import KINDS, LOCAL
 from chaos.scenario.model import Scenario
 from chaos.scenario.schedule import Due
 from chaos.services.surroundings import Surroundings
-from chaos.services.torchrun_node import Node, signal_all
+from chaos.services.torchrun_node import Node, born_at, signal_all
 from elastic_train.system.failpoints import KINDS as POINT_KINDS
 from elastic_train.system.failpoints import POINTS
 
@@ -33,8 +35,22 @@ _LOOK_EVERY_S = 0.01
 _AGAIN_S = 0.05
 """What could not be done is not tried at every look: to find a node's processes takes some milliseconds."""
 _DYING_S = 2.0
+_PROOF_S = 30.0
+"""So long after a fault's end something must have shown that it bit: who was asked to leave may take a while."""
 _SETTLED_S = 0.5
 """Steps that were on their way when something happened are applied by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unproved:
+    """A fault of which nothing has shown yet that it bit."""
+
+    number: int
+    fault: Due
+    node: int | None
+    look: Effect
+    until: float
+    """When it is over, by the monotonic clock."""
 
 
 @dataclass(slots=True)
@@ -63,6 +79,9 @@ class Job:
     _points: Points = field(default_factory=Points)
     _placed: set[int] = field(default_factory=set)
     _kinds: set[str] = field(default_factory=set)
+    _born: dict[int, int | None] = field(default_factory=dict)
+    _ended_at: dict[int, float] = field(default_factory=dict)
+    _unproved: list[_Unproved] = field(default_factory=list)
     _disturbed_at: float = 0.0
     _is_stopping: bool = False
 
@@ -77,6 +96,7 @@ class Job:
             recovery=self.scenario.nodes.recovery,
             patience_s=self.scenario.patience_s,
             reference=self.scenario.reference,
+            nonfinite=self.scenario.nonfinite,
             max_restarts=self.scenario.nodes.max_restarts,
             command=self.nodes[0].command,
             replay=self.replay,
@@ -149,10 +169,38 @@ class Job:
         who = {"kind": fault.kind, "target": fault.target, "node": node, "nodes": [n.number for n in done.nodes]}
         what = {"signal": done.signal, "for_s": fault.for_s, "point": fault.point.name if fault.point else None}
         seen = {"seen_commit": followed.commit, "term": followed.term}
-        self.record("fault", t=at, **who, **what, **moments, **seen, **done.recorded, pids=done.pids)
+        self._unproved.append(
+            _Unproved(self.num_faults, fault, node, done.proof, time.monotonic() + (fault.for_s or 0.0))
+        )
+        self.record(
+            "fault",
+            t=at,
+            number=self.num_faults,
+            **who,
+            **what,
+            **moments,
+            **seen,
+            **done.recorded,
+            **self._named(done.pids),
+        )
         where = f" on node {node}" if node is not None else ""
         point = f" at {fault.point.name}" if fault.point else ""
         self.on_event(f"fault {self.num_faults}: {fault.kind}{point}{where} at step {followed.step}")
+        self._look_for_effects()
+
+    def _look_for_effects(self, *, is_last: bool = False) -> None:
+        """Record the proof that a fault bit, or, when it has been over for a while, that there is none."""
+        for one in list(self._unproved):
+            where: dict[str, Any] = {"kind": one.fault.kind, "point": one.fault.point.name if one.fault.point else None}
+            if (proof := one.look()) is not None:
+                self.record("effect", fault=one.number, proof=proof, **where)
+            elif is_last or time.monotonic() > one.until + _PROOF_S:
+                why = "nothing showed that it had an effect"
+                self.record("missed", fault=one.number, node=one.node, why=why, **where)
+                self.on_event(f"fault {one.number}: {one.fault.kind}: {why}")
+            else:
+                continue
+            self._unproved.remove(one)
 
     def undo_after(self, seconds: float, kind: str, undo: Undo) -> None:
         self._undos.append((time.monotonic() + seconds, kind, undo))
@@ -224,10 +272,12 @@ class Job:
                 f"the job did not come to {waiting_for} within {self.scenario.timeout_s:.0f} s "
                 f"(step {self.followed.step}, term {self.followed.term}); {self._logs()}"
             )
+        self._look_for_effects()
         for pending in [pending for pending in self._undos if time.monotonic() >= pending[0]]:
             self._undo(pending)
         self._points.look(self)
         self.followed.look(self.folder)
+        self._note_ends()
         self._place()
         self.on_look(self.followed)
         time.sleep(_LOOK_EVERY_S)
@@ -239,7 +289,15 @@ class Job:
         if pids is not None:
             self._undos.remove(pending)
             self._disturbed_at = time.time()
-            self.record("undo", kind=kind, pids=pids)
+            self.record("undo", kind=kind, **self._named(pids))
+
+    def _note_ends(self) -> None:
+        """Note when each node has ended: what explains that has to have come before, and not long before."""
+        for node in self.nodes:
+            if node.code is None:
+                self._ended_at.pop(node.number, None)
+            else:
+                self._ended_at.setdefault(node.number, time.time())
 
     def _place(self) -> None:
         """Record on which node the processes run that have come into the world since the last look."""
@@ -247,16 +305,23 @@ class Job:
         self._placed |= new
         for node in self.nodes if new else []:
             if pids := sorted(new.intersection(node.pids())):
-                self.record("node", node=node.number, pids=pids)
+                self._born.update({pid: born_at(pid) for pid in pids})
+                self.record("node", node=node.number, **self._named(pids))
+
+    def _named(self, pids: list[int]) -> dict[str, Any]:
+        """Return pids, and when these processes were born: their numbers may be given to others."""
+        return {"pids": pids, "born": [self._born.get(pid) for pid in pids]}
 
     def _clean_up(self) -> None:
         """Record how nodes ended and what outlived the job, and end that."""
         for _, _, undo in self._undos if any(node.is_up for node in self.nodes) else []:
             undo()
         is_over = not any(node.is_up for node in self.nodes)
+        self._note_ends()
+        self._look_for_effects(is_last=True)
         for node in self.nodes:
             if node.code is not None:
-                self.record("exit", node=node.number, code=node.code)
+                self.record("exit", t=self._ended_at[node.number], node=node.number, code=node.code)
         left = self._left(_DYING_S if is_over else 0.0)
         if is_over:
             found = leftovers.look(self.folder, self._placed, self.around, self.scenario.nodes.lease_ttl_s)

@@ -22,6 +22,7 @@ def land(last_step: Callable[[int], int]) -> Callable[[Job], None]:
             job.check_progress("all nodes' leaving")
         until = last_step(newest_commit(job.folder))
         job.on_event(f"landing: the job ends at step {until}")
+        job.record("horizon", steps=until)
         for each in job.nodes:
             each.command = [*each.command, "--max_steps", str(until)]
         for node in range(len(job.nodes)):

@@ -33,7 +33,7 @@ def launch(
             f"--max-restarts={nodes.max_restarts}",
             *("-m", "elastic_train", scenario.config, *overrides),
         ]
-        own = {**environ, **around.environ(number, nodes.count)}
+        own = {**environ, **around.environ(number)}
         log = folder / f"node-{number}.log"
         described.append(Node(number, around.command(number, nodes.count, command), log, own))
     return described

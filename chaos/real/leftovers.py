@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from chaos.scenario.kinds import ALIENS
 from chaos.services.surroundings import Surroundings
 from rendezvous.errors import RendezvousError
 from rendezvous.etcd.connection import Connection, list_prefix
@@ -41,7 +42,9 @@ def leased(endpoint: str, run_id: str, ttl_s: float) -> list[str] | None:
     try:
         connection = Connection(etcd_options(endpoint))
         try:
-            while keys := sorted(list_prefix(connection, Keys(run_id).members, _ASK_S).entries):
+            while keys := sorted(
+                k for k in list_prefix(connection, Keys(run_id).members, _ASK_S).entries if not k.endswith(ALIENS)
+            ):
                 if time.monotonic() > deadline:
                     return keys
                 time.sleep(0.1)

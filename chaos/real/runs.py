@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import fsspec
 import yaml
 from rich.console import Console
 
 from chaos.errors import RunError, ScenarioError
+from chaos.judge.evidence.run_files import MANIFEST
 from chaos.judge.verdict import (
     FAULTED,
     REFERENCE,
@@ -43,6 +45,7 @@ from elastic_train.tracking.mlflow_sync import sync
 from elastic_train.tracking.progress import Progress, ResumeBanner, Status
 
 Say = Callable[[str], None]
+_ALL_BYTES = 1 << 40
 
 
 def undoable(scenario: Scenario) -> Iterator[str]:
@@ -78,7 +81,7 @@ def run_once(
     with _around(scenario, config, folder, kinds) as around:
         if absent := [f"{kind} cannot be done here: {why}" for kind, why in around.missing.items() if kind in kinds]:
             raise ScenarioError(*(f"{scenario.name}: {problem}" for problem in absent))
-        _run(scenario, folder, due, seed, changes, total_steps, replay, is_quiet, around)
+        _run(scenario, config, folder, due, seed, changes, total_steps, replay, is_quiet, around)
 
 
 def run_soak(
@@ -104,7 +107,7 @@ def run_soak(
         say(f"soak, seed {seed}: {scenario.soak.faults} faults of {len(drawn.kinds)} kinds, in {faulted}")
         try:
             landing = land(lambda step: -(-(step + 1) // per_epoch) * per_epoch)
-            _run(scenario, faulted, drawn, seed, changes, None, replay, is_quiet, around, landing)
+            _run(scenario, config, faulted, drawn, seed, changes, None, replay, is_quiet, around, landing)
         except RunError as error:
             say(f"STUCK: {error}")
     verdict = examine(folder)
@@ -156,6 +159,12 @@ def steps_per_epoch(config: Config) -> int:
     return order.num_steps(config.batch.micro_batch)
 
 
+def copy_manifest(config: Config, folder: Path) -> None:
+    """Keep the training set's manifest with the evidence: the judge counts rows by it, and not by what a run says."""
+    with fsspec.open(f"{config.data.train.rstrip('/')}/{MANIFEST}", "rb") as file:
+        (folder / MANIFEST).write_bytes(file.read())
+
+
 def copy_holes(folder: Path) -> None:
     """Let the run without faults know from the beginning what the other could not read, and from which step on."""
     result = json.loads((folder / FAULTED / "result.json").read_text())
@@ -172,6 +181,7 @@ def _around(
 
 def _run(
     scenario: Scenario,
+    config: Config,
     folder: Path,
     due: Iterable[Due] | Drawn,
     seed: int,
@@ -182,9 +192,11 @@ def _run(
     around: Surroundings,
     landing: Callable[[Job], None] | None = None,
 ) -> None:
+    copy_manifest(config, folder)
     progress = Progress(Console(soft_wrap=True, quiet=is_quiet))
     own = ["--run.dir", str(folder), "--run.name", around.run_id, *around.settings]
-    nodes = launch(scenario, "", folder, [*changes, *own], around.run_id, around)
+    whole = ["--run.history-terms=null", f"--run.history-bytes={_ALL_BYTES}"]  # the judge needs every line
+    nodes = launch(scenario, "", folder, [*whole, *changes, *own], around.run_id, around)
     look = _shown(progress, total_steps)
     job = Job(folder, nodes, scenario, (), seed, look, progress.event, replay, around, landing)
     job.faults = due(lambda: job.num_faults) if isinstance(due, Drawn) else due

@@ -12,7 +12,7 @@ from typing import Literal
 
 Aim = Literal["worker", "node", "etcd", "storage", "tracker", "data", "point"]
 Lasting = Literal["never", "may", "must"]
-Need = Literal["s3", "tracker", "own_data"]
+Need = Literal["s3", "tracker", "own_data", "freezing_disk"]
 """What a scenario has to bring along, by the name that its file has for it."""
 Passage = Literal["proxy", "cable", "relay"]
 """What a real run puts in the way of a node's traffic, so that it can be spoilt: a proxy before etcd, a cable of the
@@ -65,6 +65,8 @@ _ALL = (
     Kind("hang_worker", "a worker waits for ever", "worker", local=False),
     Kind("freeze_worker", "SIGSTOP to one worker, SIGCONT after for_s", "worker"),
     Kind("freeze_node", "SIGSTOP to agent and workers, SIGCONT after for_s", "node"),
+    Kind("freeze_standby", "SIGSTOP to a node's standby process, SIGCONT after for_s", "node", sim=False),
+    Kind("kill_standby", "SIGKILL to a node's standby process, on which no worker depends", "node", "never", sim=False),
     Kind("slow_worker", "one worker gets a fraction of its CPU time", "worker"),
     Kind("cut_off_etcd", "a node's requests and etcd's answers are lost", "node", through="proxy", cuts_off=True),
     Kind("lose_requests", "a node's requests do not reach etcd", "node", through="proxy", cuts_off=True),
@@ -75,12 +77,25 @@ _ALL = (
     Kind("cut_node", "a node is cut off the network, etcd included", "node", sim=False, through="cable", cuts_off=True),
     Kind("cut_link", "a node and the others do not reach each other; all reach etcd", "node", through="cable"),
     Kind("cut_one_way", "what a node sends to others is lost; what they send arrives", "node", through="cable"),
+    Kind(
+        "refuse_address", "what a node sends to others is refused, and theirs does not arrive", "node", through="cable"
+    ),
+    Kind("same_address", "a node's address leads whoever uses it to his own machine", "node", local=False),
+    Kind(
+        "hosts_file",
+        "a node's hosts file gives its own name a loopback address, as Debian's does",
+        "node",
+        sim=False,
+        through="cable",
+    ),
     Kind("sever_link", "cut_link, for longer than worlds without one of the nodes take to form", "node", local=False),
     Kind("kill_etcd_member", "SIGKILL to a member of etcd that does not lead", "etcd"),
     Kind("kill_etcd_leader", "SIGKILL to the member of etcd that leads", "etcd"),
     Kind("freeze_etcd_member", "SIGSTOP to a member of etcd", "etcd", sim=False),
     Kind("etcd_outage", "all members of etcd are down, and come back with their data", "etcd"),
     Kind("lose_etcd_data", "all members of etcd are down, and come back without their data", "etcd"),
+    Kind("etcd_refuses", "etcd answers and refuses: an alarm (NOSPACE, CORRUPT), or it lets nobody in", "etcd"),
+    Kind("alien_record", "a record that nobody can read is written below the job's prefix", "etcd", "never"),
     Kind(
         "lose_lease",
         "etcd ends the lease of a worker that renewed it in time",
@@ -90,8 +105,16 @@ _ALL = (
         leaves_alive=True,
     ),
     Kind("break_watch", "a watch falls silent", "worker", "never", local=False),
+    Kind("skew_clocks", "the clock of a node is seconds ahead of the others', or late", "node", "never", local=False),
     Kind("jump_clock", "the wall clock of a node is set", "node", local=False),
     Kind("storage_full", "no space is left for checkpoints", "storage"),
+    Kind(
+        "freeze_fs",
+        "the file system of commits' files and of metrics takes no writes, as one whose server is away",
+        "storage",
+        sim=False,
+        needs="freezing_disk",
+    ),
     Kind("storage_outage", "the storage of checkpoints does not answer", "storage", local=False),
     Kind("storage_slow", "the storage of checkpoints is slow", "storage", needs="s3"),
     Kind("storage_lossy", "answers of the storage are lost, requests arrive late", "storage", local=False),
@@ -126,6 +149,17 @@ LOCAL = tuple(kind.name for kind in _ALL if kind.local)
 PROXIED = tuple(kind.name for kind in _ALL if kind.through == "proxy")
 RELAYED = tuple(kind.name for kind in _ALL if kind.through == "relay")
 CABLED = tuple(kind.name for kind in _ALL if kind.through in ("cable", "relay"))
+ALIEN_RECORDS = (
+    ("world", "garbage"),
+    ("failure", "[]"),
+    ("closed", "{}"),
+    ("notes", "5"),
+    ("members/alien", "garbage"),
+    ("members/alien-newer", '{"format": 2}'),
+)
+"""What `alien_record` writes: keys below the job's prefix, and texts that this version cannot read."""
+ALIENS = tuple(f"/{key}" for key, _ in ALIEN_RECORDS if key.startswith("members/"))
+"""How the keys of members end that nobody in the job has written, so that nobody in it deletes them."""
 ON_DISK = ("full", "eio")
 """At the failpoint `sync` alone, where an operating system would report them."""
 

@@ -170,12 +170,16 @@ class Scenario(_Section):
     """Publish commits on an S3 of this machine, whose answers can be spoilt, in place of the run's folder."""
     tracker: bool = False
     """Log to an MLflow server of this machine, with its own database, which can be taken down."""
+    freezing_disk: bool = False
+    """Whether commits' files and metrics are on a file system of their own, which can be frozen (needs root)."""
     own_data: bool = False
     """Train on a copy of the training set, of which row groups can be damaged; what cannot be read is a hole."""
     rows: PositiveInt | None = None
     """Where the configuration's training set is not there yet, make one up with so many rows."""
     reference: bool = True
     """Run the same without faults, too, and compare; --no-reference leaves it out."""
+    nonfinite: bool = False
+    """Whether the weights may end as numbers that are not finite; else that is a finding."""
     timeout_s: float = Field(default=300, gt=0)
     """Longest time that one of the two runs may take."""
     patience_s: float = Field(default=180, gt=0)

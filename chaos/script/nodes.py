@@ -70,9 +70,12 @@ def nodes_of(command: str, shape: Nodes, folder: Path, run_id: str, around: Surr
             "PET_RDZV_ENDPOINT": (around.endpoint(number) or "") if is_etcd else opened,
             "PET_RDZV_CONF": f"ttl={shape.lease_ttl_s:g}" if _meets_by_etcd(command) else f"is_host={int(number == 0)}",
         }
-        own = {**shared, **meets, **around.environ(number, shape.count)}
+        own = {**shared, **meets, **around.environ(number)}
         if around.cable is not None:
-            own["PET_LOCAL_ADDR"] = around.cable.address("inside" if number == shape.count - 1 else "nodes")
+            is_inside = number == shape.count - 1
+            own["PET_LOCAL_ADDR"] = around.cable.address("inside" if is_inside else "nodes")
+            if not _meets_by_etcd(command):  # torchrun by itself leaves gloo to bind what the machine's name means
+                own["GLOO_SOCKET_IFNAME"] = around.cable.inside if is_inside else around.cable.outside
         placed = around.command(number, shape.count, line)
         described.append(Node(number, placed, folder / f"node-{number}.log", own))
     return described

@@ -25,6 +25,8 @@ class Way:
     delay_s: float = 0.0
     num_faults: int = 0
     """How often it was changed: to undo a change is to see whether another came since."""
+    num_held: int = 0
+    """How many chunks of either direction were held, or late, so far."""
 
 
 @dataclass
@@ -93,6 +95,7 @@ async def _connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, w
 
 async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter, way: Way, held: str) -> None:
     while content := await source.read(_CHUNK):
+        way.num_held += bool(way.delay_s) or getattr(way, held)
         if way.delay_s:
             await asyncio.sleep(way.delay_s)
         while getattr(way, held):

@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -70,6 +71,13 @@ class Cable:
         self.silence()
         _ip("rule", "add", *self._between(), "blackhole")
 
+    def refuse(self) -> None:
+        """Have what the node inside sends to other nodes refused, and lose what they send it; etcd is reached.
+
+        Their address is its own machine's, too, as docker's bridge has one address on every host.
+        """
+        _ip("-n", self.namespace, "addr", "add", f"{self.address('nodes')}/32", "dev", "lo")
+
     def worsen(self, *, loss: float = 0.0, delay_s: float = 0.0) -> None:
         """Lose a part of what goes between the node inside and other nodes, or bring it late; etcd is not concerned."""
         assert self.relay is not None, "it was laid"
@@ -78,12 +86,22 @@ class Cable:
         _ip("route", "replace", self.address("inside"), "dev", outside, "table", self._table)
         _ip("-n", self.namespace, "route", "replace", self.address("nodes"), "dev", inside)
 
+    def misname(self) -> None:
+        """Have the hosts file inside give this machine's name a loopback address, as Debian's installer does."""
+        self._hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
+
+    def name_as_outside(self) -> None:
+        """Let the node inside have this machine's hosts file."""
+        self._hosts.parent.mkdir(parents=True, exist_ok=True)
+        self._hosts.write_text(Path("/etc/hosts").read_text())
+
     def mend(self) -> None:
-        """Undo whatever was done."""
+        """Undo whatever was done to links and packets."""
         _ip("link", "set", self.outside, "up")
         for undo in (
             ("-n", self.namespace, "neigh", "del", self.address("nodes"), "dev", self.inside),
             ("rule", "del", *self._between(), "blackhole"),
+            ("-n", self.namespace, "addr", "del", f"{self.address('nodes')}/32", "dev", "lo"),
             ("route", "flush", "table", self._table),
             ("-n", self.namespace, "route", "del", self.address("nodes")),
         ):
@@ -94,6 +112,11 @@ class Cable:
     def command(self, command: list[str]) -> list[str]:
         """Return the command that runs another one inside."""
         return ["ip", "netns", "exec", self.namespace, *command]
+
+    @property
+    def _hosts(self) -> Path:
+        """What processes inside have as /etc/hosts: iproute2 mounts it there."""
+        return Path("/etc/netns") / self.namespace / "hosts"
 
     @property
     def _table(self) -> str:
@@ -151,11 +174,13 @@ def _take_away(laid: Cable) -> None:
         ("netns", "del", laid.namespace),
     ):
         subprocess.run(["ip", *undo], capture_output=True, check=False)
+    shutil.rmtree(laid._hosts.parent, ignore_errors=True)
 
 
 def _lay(laid: Cable) -> None:
     name = laid.namespace
     _ip("netns", "add", name)
+    laid.name_as_outside()
     _ip("link", "add", laid.outside, "type", "veth", "peer", "name", laid.inside)
     _ip("link", "set", laid.inside, "netns", name)
     for whose in ("nodes", "etcd"):

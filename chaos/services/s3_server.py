@@ -1,7 +1,7 @@
 """An S3 of this machine that answers wrongly on demand: moto's server behind a layer that spoils its answers.
 
-Needs moto, as the tests do. What it holds is in memory, and is lost with it: `mirror` writes the commits to a folder,
-where the judge looks for them.
+Needs moto, as the tests do. What it holds is in memory, and is lost with it: `mirror` writes the commits, with their
+files, to a folder, where the judge looks for them.
 """
 
 from __future__ import annotations
@@ -70,14 +70,16 @@ class S3:
         self._spoilt = tuple(begun for begun in self._spoilt if begun[0] != number)
 
     def mirror(self, run: str, folder: Path) -> None:
-        """Write a run's commit records below `folder`, as a local store has them."""
+        """Write a run's commits, records and files, below `folder`, as a local store has them."""
         (folder / "commits").mkdir(exist_ok=True)
         self._spoilt = ()
         client = self._client()
-        for page in client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=f"{run}/commits/"):
-            for entry in page.get("Contents", []):
-                content = client.get_object(Bucket=BUCKET, Key=entry["Key"])["Body"].read()
-                (folder / "commits" / Path(entry["Key"]).name).write_bytes(content)
+        for part in ("commits", "data"):
+            for page in client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=f"{run}/{part}/"):
+                for entry in page.get("Contents", []):
+                    path = folder / str(entry["Key"]).removeprefix(f"{run}/")
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(client.get_object(Bucket=BUCKET, Key=entry["Key"])["Body"].read())
 
     def __enter__(self) -> S3:
         threading.Thread(target=self._server.serve_forever, name="s3", daemon=True).start()

@@ -16,6 +16,7 @@ from chaos.scenario.kinds import CABLED, KINDS, PROXIED, RELAYED
 from chaos.scenario.model import Scenario
 from chaos.services.etcd_cluster import EtcdCluster
 from chaos.services.etcd_proxy import Proxies, Way
+from chaos.services.freezing_disk import FreezingDisk, NoFreezingError, freezing_disk
 from chaos.services.mlflow_server import TrackerServer
 from chaos.services.network_namespace import Cable, NoNamespacesError, cable
 from chaos.services.private_dataset import OwnData
@@ -37,6 +38,7 @@ class Surroundings:
     """How often the cable was spoilt."""
     points: list[Path] = field(default_factory=list)
     disk: Path | None = None
+    freezing: list[FreezingDisk] = field(default_factory=list)
     s3: S3 | None = None
     tracker: TrackerServer | None = None
     data: OwnData | None = None
@@ -54,11 +56,9 @@ class Surroundings:
         """Return the options that place a node's torchrun."""
         return [f"--local-addr={self.cable.address('nodes')}"] if self.cable and node != count - 1 else []
 
-    def environ(self, node: int, count: int) -> dict[str, str]:
+    def environ(self, node: int) -> dict[str, str]:
         """Return what a node's processes need in their environment."""
         environ = {VARIABLE: str(self.points[node])} if self.points else {}
-        if self.cable is not None:
-            environ["GLOO_SOCKET_IFNAME"] = self.cable.inside if node == count - 1 else self.cable.outside
         return environ | (self.s3.environ if self.s3 is not None else {})
 
     @property
@@ -95,6 +95,11 @@ def surroundings(
                 around.disk = undo.enter_context(_small_disk(folder / "data"))
             except subprocess.CalledProcessError as error:
                 around.missing["storage_full"] = f"no file system can be mounted: {error.stderr.decode().strip()}"
+        if scenario.freezing_disk:
+            try:
+                around.freezing = [undo.enter_context(freezing_disk(folder / name)) for name in ("data", "metrics")]
+            except NoFreezingError as error:
+                around.missing["freeze_fs"] = str(error)
         if scenario.s3:
             around.s3 = undo.enter_context(S3())
             undo.callback(around.s3.mirror, run_id, folder)

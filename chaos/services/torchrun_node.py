@@ -22,6 +22,7 @@ MARK = "ELASTIC_CHAOS_NODE"
 _LAUNCHED = ("TORCHELASTIC_", "PET_", "MASTER_", "GROUP_", "ROLE_", "ELASTIC_RENDEZVOUS")
 _RANKED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
 _GRACE_S = 45.0
+_STARTED = 19  # the place in /proc/<pid>/stat after the program's name
 _MOST_SCANS, _SCAN_EVERY_S = 200, 0.01
 """A process that was killed is found until the kernel is through with it."""
 
@@ -113,9 +114,31 @@ class Node:
         mark = f"{MARK}={self._mark}".encode()
         return [pid for pid in _processes() if mark in _read(Path(f"/proc/{pid}/environ")).split(b"\0")]
 
+    def standby(self) -> int | None:
+        """Return the standby process, from which the agent has workers forked; None if there is none."""
+        return next(
+            (pid for pid in children_of(self.agent) if b"forkserver" in _read(Path(f"/proc/{pid}/cmdline"))), None
+        )
+
     def tail(self, num_lines: int = 15) -> str:
         """Return the end of the node's log."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-num_lines:]) if self._log.exists() else ""
+
+
+def children_of(parent: int | None) -> list[int]:
+    """Return the processes that a process has started and that run."""
+    found = []
+    for pid in _processes():
+        state, _, rest = _read(Path(f"/proc/{pid}/stat")).rpartition(b") ")[2].partition(b" ")
+        if state not in (b"", b"Z") and rest.split(b" ", 1)[0] == str(parent).encode():
+            found.append(pid)
+    return found
+
+
+def born_at(pid: int) -> int | None:
+    """Return when a process was started, in clock ticks since boot; None if it has gone."""
+    stat = _read(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()
+    return int(stat[_STARTED]) if stat else None
 
 
 def clean_environ(environ: Mapping[str, str]) -> dict[str, str]:

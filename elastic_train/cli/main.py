@@ -52,6 +52,7 @@ def launch(
     max_restarts: int = 100,
     ttl_s: float = 3.0,
     grace_s: float = 30.0,
+    local_addr: str | None = None,
 ) -> int:
     """Start one node of a job: run the same line on every node; the exit codes are ones that a scheduler can act on.
 
@@ -59,13 +60,14 @@ def launch(
     is not given is read from PET_* variables (Kubernetes operators set them), then from Slurm's. Without an endpoint,
     launch starts an etcd for a job of one node, or on the first node of a Slurm job; several nodes elsewhere need one.
     --recovery live (survivors never stop) or restart. --max-restarts of workers (live: per cause and hour). --ttl-s:
-    seconds after which a silent worker counts as lost. --grace-s: seconds from SIGTERM to SIGKILL. Any key of CONFIG
-    can follow.
+    seconds after which a silent worker counts as lost. --grace-s: seconds from SIGTERM to SIGKILL. --local-addr: the
+    address by which other nodes reach this one (default: the one by which it reaches etcd). Any key of CONFIG can
+    follow.
     """
     from elastic_train.launch import node, options
 
     sources.load(config, environ=os.environ, arguments=overrides)  # report a mistake once, not from every rank
-    flags = options.Flags(nodes, ranks, endpoint, run_id, recovery, max_restarts, ttl_s, grace_s)
+    flags = options.Flags(nodes, ranks, endpoint, run_id, recovery, max_restarts, ttl_s, grace_s, local_addr)
     return node.launch(options.resolve(config, overrides, flags, os.environ, options.count_gpus()))
 
 

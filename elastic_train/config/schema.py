@@ -57,6 +57,10 @@ class RunConfig(_Section):
     """Seed of the order, initial weights, dropout and augmentation."""
     forensic: bool = False
     """Record every step's sample ids in the history, for `elastic-train audit --forensic` to name the wrong ones."""
+    history_bytes: int = Field(default=256 << 20, ge=1 << 16)
+    """Size limit of one process's history of one term in bytes: the older half is deleted when it is reached."""
+    history_terms: PositiveInt | None = 100
+    """How many terms' histories are kept; what recovery asks of older ones is summarised. null to keep all."""
 
     _is_folder = field_validator("dir")(_folder)
 
@@ -81,6 +85,8 @@ class DataConfig(_Section):
     """Loader processes per rank; 0 reads with threads, which is faster unless collating is slow."""
     unreadable: Literal["fail", "quarantine"] = "fail"
     """If a row group cannot be read: end the run, or continue without its samples, which every commit then lists."""
+    deadly: Literal["fail", "quarantine"] = "fail"
+    """If samples end the processes that compute them, world after world: end the run, or continue without them."""
     too_long: Literal["fail", "truncate"] = "fail"
     """If a row has more values than the task takes: end the run, or truncate the row and count it."""
     cache_dir: str | None = None

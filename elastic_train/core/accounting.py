@@ -17,10 +17,11 @@ from elastic_train.core.coverage import CoverageSums
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """A row group that could not be read: the samples [lo, hi) are left out from step `since` on, which is in `epoch`.
+    """A row group that could not be read, or samples of one that end the process that computes them.
 
-    `applied_before` are those of its ids, as half-open ranges, that this epoch had applied before. `group` is the row
-    group's number through all files, `row_group` its number in its file.
+    The samples [lo, hi) are left out from step `since` on, which is in `epoch`. `applied_before` are those of its ids,
+    as half-open ranges, that this epoch had applied before. `group` is the row group's number through all files,
+    `row_group` its number in its file.
     """
 
     group: int
@@ -41,6 +42,10 @@ class Hole:
             return ((self.lo, self.hi),)
         bounds = [self.lo, *(bound for applied in self.applied_before for bound in applied), self.hi]
         return tuple((lo, hi) for lo, hi in zip(bounds[::2], bounds[1::2], strict=True) if lo < hi)
+
+    def overlaps(self, other: Hole) -> bool:
+        """Say whether two holes share samples without being of the same ones."""
+        return self.lo < other.hi and other.lo < self.hi and (self.lo, self.hi) != (other.lo, other.hi)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields under the keys that stored files have them under."""

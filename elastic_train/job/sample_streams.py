@@ -66,8 +66,10 @@ class Feed:
         return self._loader(self._held_out, self._held_out_order, lanes, Cursor(), num_steps, self._rules(), None)
 
     def _rules(self, holes: Sequence[Hole] = (), *, quarantines: bool = False) -> SampleRules:
+        rows = self._manifest.group_rows
         return SampleRules(
-            holes=tuple((hole.group, hole.since) for hole in holes),
+            holes=tuple((hole.group, hole.since) for hole in holes if hole.hi - hole.lo == rows[hole.group]),
+            left_out=tuple((hole.lo, hole.hi, hole.since) for hole in holes if hole.hi - hole.lo != rows[hole.group]),
             quarantines=quarantines,
             longest=self._task.longest() if isinstance(self._task, Limited) else {},
             truncates=self._config.data.too_long == "truncate",

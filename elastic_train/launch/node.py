@@ -8,6 +8,7 @@ of its own: for a job of one node, or on the first node of a Slurm job for all o
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import signal
 import socket
@@ -20,7 +21,10 @@ from elastic_train.launch.exit_codes import exit_code
 from elastic_train.launch.options import Launch
 from elastic_train.system.preemption import EXIT_AT_ONCE, GRACE_VARIABLE, SAME_REQUEST_S
 
-ETCD_PORT = 23790
+ETCD_PORTS = range(20_000, 30_000)
+"""Where the first node of a job starts the job's etcd; which of them follows from the run id."""
+ETCD_PATIENCE_S = 15.0
+"""How long other nodes wait for it before they see for themselves."""
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -42,20 +46,27 @@ def launch(plan: Launch) -> int:
 
 @contextlib.contextmanager
 def _etcd(plan: Launch) -> Iterator[str]:
-    """Yield the endpoint of the job's etcd; start one here if the job has none."""
+    """Yield the endpoint of the job's etcd; start one here if the job has none.
+
+    Several jobs may have the same first node: each has a port of its own by its run id, and no job uses another's etcd.
+    """
     if plan.endpoint is not None:
         yield plan.endpoint
         return
-    from rendezvous.etcd.server import EtcdServer
+    from rendezvous.etcd.server import EtcdServer, refuse_other_etcd
 
+    digest = hashlib.sha256(plan.run_id.encode()).hexdigest()
+    name, port = f"job-{digest[:12]}", ETCD_PORTS[int(digest, 16) % len(ETCD_PORTS)]
     if plan.max_nodes == 1:
         with EtcdServer() as server:
             yield server.endpoint
     elif plan.is_etcd_host:
-        with EtcdServer(port=ETCD_PORT, host="0.0.0.0"):
-            yield f"{socket.gethostname()}:{ETCD_PORT}"
+        with EtcdServer(port=port, host="0.0.0.0", name=name):
+            yield f"{socket.gethostname()}:{port}"
     else:
-        yield f"{plan.etcd_address}:{ETCD_PORT}"
+        endpoint = f"{plan.etcd_address}:{port}"
+        refuse_other_etcd(endpoint, name, ETCD_PATIENCE_S)
+        yield endpoint
 
 
 def _run_agent(plan: Launch, endpoint: str) -> int:
@@ -72,6 +83,7 @@ def _run_agent(plan: Launch, endpoint: str) -> int:
         run_id=plan.run_id,
         min_nodes=plan.min_nodes,
         max_nodes=plan.max_nodes,
+        local_addr=plan.local_addr,
         recovery=plan.recovery,
         ttl=plan.ttl_s,
     )

@@ -34,6 +34,7 @@ class Launch:
     max_restarts: int
     ttl_s: float
     grace_s: float
+    local_addr: str | None = None
     is_etcd_host: bool = True
     etcd_address: str = "127.0.0.1"
 
@@ -54,6 +55,7 @@ class Flags:
     max_restarts: int = 100
     ttl_s: float = 3.0
     grace_s: float = 30.0
+    local_addr: str | None = None
 
 
 def resolve(config: Path, overrides: Sequence[str], flags: Flags, environ: Mapping[str, str], num_gpus: int) -> Launch:
@@ -92,6 +94,7 @@ def resolve(config: Path, overrides: Sequence[str], flags: Flags, environ: Mappi
         max_restarts=flags.max_restarts,
         ttl_s=flags.ttl_s,
         grace_s=flags.grace_s,
+        local_addr=flags.local_addr or environ.get("PET_LOCAL_ADDR") or None,
         is_etcd_host=not shared or environ.get("SLURM_NODEID", "0") == "0",
         etcd_address=first_host(environ["SLURM_JOB_NODELIST"]) if shared else "127.0.0.1",
     )

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,13 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from elastic_train.errors import ConfigError, PeerLostError
+from elastic_train.parallel.connections import Connections
+from rendezvous.open_files import make_room_for
 from rendezvous.waiting import Bystander, GivenUp
 
 T = TypeVar("T")
+
+_INTERFACES = "GLOO_SOCKET_IFNAME"
 
 
 class Group:
@@ -32,6 +36,8 @@ class Group:
     With `is_broken`, which is asked with the seconds that a wait has lasted, no wait outlasts the world: as soon as it
     says so, all waits raise PeerLostError, whatever the peers do. Without, a wait ends when the peers answer or die,
     or `timeout_s` is over. Waits happen inside `resting()`. `num_bytes` counts what this rank has given to collectives.
+    Peers connect to `address`, or to what gloo finds: that of the interface GLOO_SOCKET_IFNAME, or of this machine's
+    name.
     """
 
     num_bytes = 0
@@ -44,6 +50,7 @@ class Group:
         timeout_s: float,
         device: torch.device | None = None,
         *,
+        address: str | None = None,
         is_broken: Callable[[float], bool] | None = None,
         resting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -53,18 +60,24 @@ class Group:
         self._host: dist.ProcessGroup | None = None
         self._device: dist.ProcessGroup | None = None
         self._bystander = Bystander(f"group of rank {rank}") if is_broken is not None and size > 1 else None
+        self._connections: Connections | None = None
+        self._is_stuck = False
         if size == 1:
             return
         assert store is not None, "a world of several ranks meets at a store"
+        make_room_for(size)
         try:
-            self._connect(store, timedelta(seconds=timeout_s), device)
-        except PeerLostError:
+            self._connect(store, timedelta(seconds=timeout_s), device, address)
+        except (PeerLostError, ConfigError):
             self.abandon()
             raise
 
-    def _connect(self, store: Store, timeout: timedelta, device: torch.device | None) -> None:
+    def _connect(self, store: Store, timeout: timedelta, device: torch.device | None, address: str | None) -> None:
         rank, size = self.rank, self.size
-        self._host = self._guard(lambda: _typed(dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)))
+        gloo, connections = _gloo_options(timeout, address), Connections()
+        self._host = self._guard(lambda: _typed(dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, gloo)))
+        connections.note()
+        self._connections = connections
         if device is not None and device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
@@ -167,13 +180,17 @@ class Group:
     def abandon(self) -> None:
         """Give the group up at once, although a call may be stuck in it; the process must end by `os._exit`.
 
-        The group is dropped by the thread that is stuck in it, once that is free.
+        The group is dropped by the thread that is stuck in it, once that is free: on gloo soon, because the connections
+        are shut down.
         """
         groups = [group for group in (self._host, self._device) if group is not None]
         self._host = self._device = None
         if self._bystander is not None:
             self._bystander.leave(groups.clear)
             self._bystander = None
+        if self._is_stuck and self._connections is not None:
+            self._connections.shut_down()
+        self._connections = None
 
     def _group(self, tensor: Tensor) -> dist.ProcessGroup:
         group = self._device if tensor.is_cuda else self._host
@@ -199,12 +216,33 @@ class Group:
                     return call()
                 return self._bystander.call(call, lambda: is_broken(time.monotonic() - started))
         except GivenUp:
+            self._is_stuck = True
             raise self._lost("the world has changed") from None
         except (RuntimeError, TimeoutError) as error:
             raise self._lost(str(error)) from error
 
     def _lost(self, why: str) -> PeerLostError:
         return PeerLostError(f"rank {self.rank} of {self.size}: a collective failed: {why.splitlines()[0]}")
+
+
+def _gloo_options(timeout: timedelta, address: str | None) -> Any:
+    """Return options that bind an address, unless the user has chosen interfaces; raises ConfigError if it cannot.
+
+    By itself gloo binds what the machine's name resolves to: on Debian, 127.0.1.1.
+    """
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs name another class
+    options._timeout = timeout
+    gloo, names = dist.ProcessGroupGloo, os.environ.get(_INTERFACES)
+    try:
+        if names:
+            options._devices = [gloo.create_device(interface=name) for name in names.split(",")]
+        else:
+            options._devices = [gloo.create_device(hostname=address) if address else gloo.create_default_device()]
+    except RuntimeError as error:
+        where = f"{_INTERFACES}={names}" if names else address or "what this machine's name means"
+        raise ConfigError(f"gloo cannot listen at {where}: {str(error).splitlines()[0]}") from error
+    options._threads = 2 * len(options._devices)  # as gloo's own default
+    return options
 
 
 def _typed(backend: object) -> dist.ProcessGroup:

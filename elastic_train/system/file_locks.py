@@ -1,4 +1,4 @@
-"""Locks between the threads of all processes of a node: bytes of a file, released when their holder dies.
+"""Locks between the threads of all processes of a node, released when their holder dies: bytes of a file, or all of it.
 
 Open-file-description locks (Linux) belong to one opening of the file, so threads exclude each other, too, and one file
 serves for many locks.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,25 @@ def is_locked(path: Path, place: int) -> bool:
     finally:
         os.close(file)
     return False
+
+
+def locked_by(file: int, timeout_s: float) -> bool:
+    """Lock an open file until it is closed or its process dies; False if another process holds it for `timeout_s`.
+
+    True on a file system without locks: what it guards is only tidier for it. It may be shared with other hosts.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.05)
+        except OSError:
+            return True
+        else:
+            return True
 
 
 def _lock_of(place: int) -> bytes:

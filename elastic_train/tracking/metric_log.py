@@ -1,18 +1,17 @@
 """The local record of a run's metrics, which is authoritative: <run>/metrics/<term>.jsonl, one JSON line per event.
 
 A line says from which step the term resumes, or has the values of a step, or says that everything up to a step is
-settled (a commit), or how the term ended. It reaches the operating system before the call returns, so it survives
-SIGKILL; a torn line is skipped. Only a term's leader writes its file. Steps that were given up and computed again are
-in the files of several terms. The newest term's first line decides which of them count: it names the terms that applied
-the steps before it, as commits do. (The highest term alone does not decide: a branch that began while a process was
-frozen is dead once that process comes back with more steps.)
+settled (a commit), or how the term ended. A thread writes it within milliseconds; a torn line is skipped. Only a term's
+leader writes its file. Steps that were given up and computed again are in the files of several terms. The newest term's
+first line decides which of them count: it names the terms that applied the steps before it, as commits do. (The highest
+term alone does not decide: a branch that began while a process was frozen is dead once that process comes back with
+more steps.)
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from elastic_train.core.lineage import Interval, cut
+from elastic_train.tracking.background_files import LineFile
 
 FOLDER = "metrics"
 BEST = "best/"
@@ -70,14 +70,10 @@ class End:
 
 
 class MetricsWriter:
-    """Appends to this term's file; raises OSError when the line could not be written."""
+    """Appends to this term's file, `lines`, without waiting for it; what it does not take is lost."""
 
-    def __init__(self, run_dir: Path, term: int) -> None:
-        self._path = metrics_path(run_dir, term)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._term = term
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        self._is_torn = os.fstat(self._file).st_size > 0
+    def __init__(self, lines: LineFile, term: int) -> None:
+        self._lines, self._term = lines, term
 
     def begin(self, intervals: Sequence[Interval]) -> None:
         """Append which terms applied the steps before this one."""
@@ -96,23 +92,15 @@ class MetricsWriter:
 
     def end(self, status: str) -> None:
         """Append how the term ended, and close the file."""
-        try:
-            self._append({"status": status})
-        finally:
-            self.close()
+        self._append({"status": status})
+        self.close()
 
     def close(self) -> None:
         """Close the file without an end: another term follows."""
-        os.close(self._file)
+        self._lines.close()
 
     def _append(self, fields: Mapping[str, object]) -> None:
-        text = json.dumps({"t": time.time(), "term": self._term, **fields})
-        # Readers skip an empty line; it keeps this line whole if the one before it was torn.
-        line = (b"\n" if self._is_torn else b"") + text.encode() + b"\n"
-        self._is_torn = True
-        if os.write(self._file, line) != len(line):
-            raise OSError(f"{self._path}: a line was cut short; the disk is full")
-        self._is_torn = False
+        self._lines.append(json.dumps({"t": time.time(), "term": self._term, **fields}).encode())
 
 
 class MetricsReader:
@@ -124,10 +112,13 @@ class MetricsReader:
         self._offset = 0
 
     def read(self) -> list[Begin | Values | Settled | End] | None:
-        """Return the whole lines of the next mebibyte; None at the end of the file."""
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            whole, newline, _ = file.read(_READ_BYTES).rpartition(b"\n")
+        """Return the whole lines of the next mebibyte; None at the end of the file, or while there is none."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                whole, newline, _ = file.read(_READ_BYTES).rpartition(b"\n")
+        except FileNotFoundError:
+            return None
         self._offset += len(whole) + len(newline)
         return list(_parse(whole.splitlines())) if newline else None
 

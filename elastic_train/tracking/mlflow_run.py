@@ -7,11 +7,9 @@ call, so no value is stored twice, whichever process sent it.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import re
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
+from elastic_train.system.file_locks import locked_by
 from elastic_train.tracking.metric_log import Values
 from elastic_train.tracking.run_folder import Link, RunFolder
 
@@ -240,22 +239,3 @@ def _alone(database: Path | None) -> Iterator[None]:
     with database.with_name(f"{database.name}.lock").open("w") as file:
         locked_by(file.fileno(), _OPEN_TIMEOUT_S)
         yield
-
-
-def locked_by(file: int, timeout_s: float) -> bool:
-    """Lock an open file until it is closed or its process dies; False if another process holds it for `timeout_s`.
-
-    True on a file system without locks: two senders at once are rare and cost a repeated value at most.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.05)
-        except OSError:
-            return True
-        else:
-            return True

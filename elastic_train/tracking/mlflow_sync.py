@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_train.errors import ConfigError, StorageError
+from elastic_train.system.file_locks import locked_by
 from elastic_train.system.wording import first_line
 from elastic_train.tracking.delivery import (
     LOCK,
@@ -25,7 +26,6 @@ from elastic_train.tracking.metric_log import (
 from elastic_train.tracking.mlflow_run import (
     bound_requests,
     is_no_tracker,
-    locked_by,
     resolve,
     tracker_errors,
 )

@@ -1,4 +1,4 @@
-"""Tracking that training never waits for: values go to a local file, and a thread sends its lines to MLflow.
+"""Tracking that training never waits for: one thread writes values to a local file, another sends its lines to MLflow.
 
 The local file is authoritative; MLflow may be down, slow or gone. MLflow cannot take back what it was sent, so the
 thread sends only what is settled: everything up to the newest commit, and all of a job that is over. It skips steps up
@@ -13,12 +13,13 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from elastic_train.core.lineage import Interval
-from elastic_train.errors import StorageError
+from elastic_train.system.file_locks import locked_by
 from elastic_train.system.wording import first_line
+from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.delivery import (
     LOCK,
     SEND_EVERY_S,
@@ -32,12 +33,12 @@ from elastic_train.tracking.metric_log import (
     MetricsWriter,
     Settled,
     Values,
+    metrics_path,
     terms,
 )
 from elastic_train.tracking.mlflow_run import (
     COMMIT_TAG,
     bound_requests,
-    locked_by,
     resolve,
     without_password,
 )
@@ -47,6 +48,8 @@ log = logging.getLogger(__name__)
 
 STATUSES = ("FINISHED", "FAILED", "KILLED")
 FLUSH_TIMEOUT_S = {"FINISHED": 20.0, "FAILED": 20.0, "KILLED": 5.0}
+WRITE_TIMEOUT_S = 5.0
+"""How long the end of a job, and the thread that sends, wait for lines that are not in the file yet."""
 MAX_FAILURES_IN_A_ROW = 500
 MAX_FAILURES_AWAITED = 3
 _LONGEST_PAUSE_S = 60.0
@@ -55,14 +58,15 @@ _LONGEST_PAUSE_S = 60.0
 class Tracker:
     """One term's values: `log` records them, a daemon thread sends them once they are settled."""
 
-    def __init__(self, writer: MetricsWriter, sending: _Sending | None) -> None:
+    def __init__(self, files: BackgroundFiles, writer: MetricsWriter, sending: _Sending | None) -> None:
+        self._files = files
         self._writer: MetricsWriter | None = writer
         self._sending = sending
-        self._num_lost = 0
 
     @staticmethod
     def start(
         *,
+        files: BackgroundFiles,
         run_dir: Path,
         term: int,
         config: Mapping[str, object],
@@ -73,30 +77,29 @@ class Tracker:
         settled: int = 0,
         tags: Mapping[str, str] | None = None,
     ) -> Tracker:
-        """Begin a term's file, and the thread that sends it if there is a tracker; raises StorageError.
+        """Begin a term's file, which `files` writes, and the thread that sends it if there is a tracker.
 
         The term resumes from the steps that the terms of `intervals` applied, of which `settled` are in a commit;
         `tags` describe it further.
         """
-        try:
-            writer = MetricsWriter(run_dir, term)
-        except OSError as error:
-            raise StorageError(f"metrics cannot be written: {error}") from error
+        writer = MetricsWriter(files.lines(metrics_path(run_dir, term)), term)
+        writer.begin(intervals)
         sending = None
         if mlflow_uri is not None:
             bound_requests()
-            sending = _Sending(Job(run_dir, config, resolve(mlflow_uri), experiment, run_name), term, intervals)
-        tracker = Tracker(writer, sending)
-        tracker._write(lambda writer: writer.begin(intervals))
+            job = Job(run_dir, config, resolve(mlflow_uri), experiment, run_name)
+            sending = _Sending(job, term, intervals, files)
+        tracker = Tracker(files, writer, sending)
         tracker._settle(settled, code_tags() | dict(tags or {}))
         return tracker
 
     def log(self, step: int, values: Mapping[str, float], is_higher_better: Mapping[str, bool] | None = None) -> None:
         """Record a step's values; the best is kept of those in `is_higher_better`.
 
-        A full disk costs values, never the training.
+        A folder that takes no lines costs values, never the training.
         """
-        self._write(lambda writer: writer.values(step, values, is_higher_better or {}))
+        if self._writer is not None:
+            self._writer.values(step, values, is_higher_better or {})
 
     def commit(self, step: int, key: str) -> None:
         """Record that a commit was published: what was logged up to its step is settled, and is sent."""
@@ -115,8 +118,9 @@ class Tracker:
             raise ValueError(f"status {status!r} is not one of {', '.join(STATUSES)}")
         if self._writer is None:
             return
-        self._write(lambda writer: writer.end(status))
+        self._writer.end(status)
         self._writer = None
+        self._files.flush(WRITE_TIMEOUT_S)  # the thread that sends reads to the end of the file once it has the status
         if self._sending is not None and not self._sending.finish(status, FLUSH_TIMEOUT_S[status], goes_on):
             log.warning("MLflow does not have all of this run yet; `elastic-train sync RUN` sends the rest")
 
@@ -127,34 +131,25 @@ class Tracker:
             self._writer = None
 
     def _settle(self, step: int, tags: Mapping[str, str]) -> None:
-        self._write(lambda writer: writer.settled(step, tags))
+        if self._writer is not None:
+            self._writer.settled(step, tags)
         if self._sending is not None:
             self._sending.settled = step
-
-    def _write(self, line: Callable[[MetricsWriter], None]) -> None:
-        if self._writer is None:
-            return
-        try:
-            line(self._writer)
-        except OSError as error:
-            self._num_lost += 1
-            if self._num_lost == 1:
-                log.warning("metrics are being lost, training continues: %s; make room on the disk", error)
 
 
 class _Sending:
     """The thread: opens the run, sends older terms' lines and then its own as they are settled, and ends the run."""
 
-    def __init__(self, job: Job, term: int, intervals: Sequence[Interval]) -> None:
+    def __init__(self, job: Job, term: int, intervals: Sequence[Interval], files: BackgroundFiles) -> None:
         self.num_failures = 0
         self.settled: float = 0
-        self._job, self._term = job, term
-        self._delivery, self._lines = Delivery(job, goes_on=True), LineageReader(job.run_dir, (term, intervals))
+        self._job, self._term, self._intervals, self._files = job, term, intervals, files
+        self._delivery = Delivery(job, goes_on=True)
+        self._lines: LineageReader | None = None
         self._piece: list[Values | Settled] = []
         self._failures_in_a_row = 0
         self._reported: set[str] = set()
-        link = RunFolder(job.run_dir).link()
-        self._run_id = link.run_id if link and link.mlflow_uri == without_password(job.mlflow_uri) else None
+        self._run_id: str | None = None
         self._has_answer = threading.Event()
         self._is_awaited = threading.Event()
         self._num_failures_before = 0
@@ -184,6 +179,7 @@ class _Sending:
 
     def _supervise(self) -> None:
         try:
+            self._recall()
             with (self._job.run_dir / LOCK).open("w") as lock:
                 locked_by(lock.fileno(), 10 * SEND_EVERY_S)  # held by a `sync`, or by an older term that is stopped
                 self._deliver_in_spite_of_failures()
@@ -192,6 +188,14 @@ class _Sending:
         finally:
             self._is_through.set()
             self._has_answer.set()
+
+    def _recall(self) -> None:
+        """Take the run's id from the folder; wait for the lines of this process's earlier terms, which come first."""
+        link = RunFolder(self._job.run_dir).link()
+        if link and link.mlflow_uri == without_password(self._job.mlflow_uri):
+            self._run_id = link.run_id
+            self._has_answer.set()
+        self._files.flush(WRITE_TIMEOUT_S)
 
     def _deliver_in_spite_of_failures(self) -> None:
         while self._failures_in_a_row < MAX_FAILURES_IN_A_ROW:
@@ -217,9 +221,10 @@ class _Sending:
         self._has_answer.set()
         if not self._is_superseded():
             self._describe()
+        lines = self._lines = self._lines or LineageReader(self._job.run_dir, (self._term, self._intervals))
         while not self._is_superseded():
             is_ending = self._status is not None  # read first: what was logged before it was set is in the file
-            while piece := self._piece or self._lines.read(self.settled):
+            while piece := self._piece or lines.read(self.settled):
                 self._piece = piece
                 self._delivery.send(piece)
                 self._piece, self._failures_in_a_row = [], 0

@@ -30,16 +30,18 @@ from elastic_train.checkpoint.interval.young_daly import Faults
 from elastic_train.checkpoint.saving.abandonment import call_abandonable
 from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.config.schema import Config
+from elastic_train.core.accounting import Hole
 from elastic_train.core.lanes import owned_lanes
 from elastic_train.errors import StorageError
 from elastic_train.job.commit_facts import describe_commit
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
+from elastic_train.job.trial import find_deadly
 from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.gradient_sum import Reduction, make_gradient_sum, make_sum
-from elastic_train.system.atomic_files import write_atomically
 from elastic_train.system.file_systems import hazards
 from elastic_train.tasks.task import Counting
+from elastic_train.tracking.history_files import Stagnation
 from elastic_train.tracking.mlflow_run import (
     COMMIT_TAG,
     HOSTS_TAG,
@@ -49,18 +51,25 @@ from elastic_train.tracking.mlflow_run import (
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.training.commits import Commits
 from elastic_train.training.session import Process, Session
-from elastic_train.world.fencing import StoreFence
+from elastic_train.world.fencing import CONFIGS, StoreFence
 from elastic_train.world.forming import Formed
 from elastic_train.world.no_progress import check_progress
-from elastic_train.world.quarantine import known_holes
+from elastic_train.world.quarantine import known_holes, quarantine_deadly
 from elastic_train.world.restore import parent_of, restore
 from elastic_train.world.uniformity import check_alike, differing_kernels
 from elastic_train.world.world import World, enter_world
 
+TRIAL_EVERY = 3
+"""How many worlds in a row have to end at one step before the next one's samples are tried, and tried again."""
+TRIAL_SHARE = 0.5
+"""How much of the time that peers wait for a silent one a trial may take."""
+
 
 def open_session(process: Process, formed: Formed) -> Session:
     """Enter a world that has formed, bring its state to the furthest applied step, and bind the gradients to it."""
-    world = enter_world(process.plan.config, formed, process.started_at, process.watchdog.moved, process.proven)
+    world = enter_world(
+        process.plan.config, formed, process.started_at, process.files, process.watchdog.moved, process.proven
+    )
     with contextlib.ExitStack() as undo:
         undo.callback(world.close)
         session = _open_in(process, world)
@@ -72,11 +81,11 @@ def _open_in(process: Process, world: World) -> Session:
     plan, state = process.plan, process.state
     check_alike(world.group, plan, state.grouping)
     head = restore(plan, world, state)
-    check_progress(world, plan, state.step)
+    stuck = check_progress(world, plan)
     kind = _pick_reduction(plan, world)
     gradients = make_gradient_sum(kind, list(state.model.parameters()), world.replicas, plan.num_lanes)
     saves = open_saves(process, world, head)
-    tracker = start_tracker(plan, world, state, head)
+    tracker = start_tracker(process, world, head)
     cadence = open_cadence(process, world, head)
     session = Session(
         plan=plan,
@@ -90,7 +99,7 @@ def _open_in(process: Process, world: World) -> Session:
         watchdog=process.watchdog,
         commits=Commits(plan, world, state, process.watchdog, saves, cadence, tracker, head),
         tracker=tracker,
-        holes=known_holes(world, plan, state),
+        holes=_holes(process, world, stuck),
         reduction=kind,
     )
     world.announce(
@@ -107,6 +116,25 @@ def _warn_of_file_system(process: Process, world: World) -> None:
         if hazard not in process.warned:
             process.warned.add(hazard)
             world.announce(f"WARNING: {hazard}")
+
+
+def _holes(process: Process, world: World, stuck: Stagnation) -> tuple[Hole, ...]:
+    """Return the holes that a world begins with; where no world gets past a step, its samples are tried first.
+
+    Each rank tries its own lanes, so it takes no longer than the slowest; a second time where the first found nothing.
+    """
+    plan, state = process.plan, process.state
+    holes = known_holes(world, plan, state)
+    step = max(stuck.step, state.step)
+    if stuck.num_terms == 0 or stuck.num_terms % TRIAL_EVERY or step == plan.total_steps:
+        return holes
+    world.announce(
+        f"{stuck.num_terms} worlds in a row did not get past step {step}: trying the samples of the next one"
+    )
+    lanes = owned_lanes(world.mesh.replica, world.mesh.num_replicas, plan.num_lanes)
+    with process.watchdog.resting():
+        deadly = find_deadly(plan, state, step, lanes, holes, TRIAL_SHARE * plan.config.peer_timeout_s)
+    return quarantine_deadly(world, plan, step, deadly, holes)
 
 
 def open_buffers(plan: Plan, world: World, state: AppliedState, kind: Reduction) -> BufferMean:
@@ -130,7 +158,9 @@ def open_cadence(process: Process, world: World, head: CommitRecord | None) -> C
     Worlds may end faster than commits are due: what the state holds beyond the head counts from then on.
     """
     config = process.plan.config
-    past = faults_before(config.run.dir, world.term) if world.is_leader else Faults(0, 0.0)
+    past = Faults(0, 0.0)
+    if world.is_leader:
+        past = process.files.ask(lambda: faults_before(config.run.dir, world.term), past)
     last_at = process.started_at if head is None else head.created_at
     owed_s = max(0.0, time.time() - last_at) if process.state.step > (0 if head is None else head.step) else 0.0
     return Cadence(config.checkpoint, past, owed_s=owed_s)
@@ -198,28 +228,26 @@ def make_repeatable(config: Config) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def start_tracker(plan: Plan, world: World, state: AppliedState, head: CommitRecord | None) -> Tracker | None:
+def start_tracker(process: Process, world: World, head: CommitRecord | None) -> Tracker | None:
     """Start the tracker on rank 0, and keep the resolved configuration beside the commits."""
     if not world.is_leader:
         return None
-    config, folder = plan.config, Path(plan.config.run.dir)
-    try:
-        write_atomically(folder / "config.yaml", config.to_yaml())
-    except OSError as error:
-        world.announce(f"{folder}/config.yaml cannot be written, training continues: {error}; make room on the disk")
+    config, folder = process.plan.config, Path(process.plan.config.run.dir)
+    process.files.replace(folder / "config.yaml", config.to_yaml())
     if config.checkpoint.url is not None:
         try:
-            world.store.create(f"configs/{world.term:08d}.yaml", config.to_yaml().encode())
+            world.store.create(f"{CONFIGS}{world.term:08d}.yaml", config.to_yaml().encode())
         except StorageError as error:
             world.announce(f"the configuration cannot be stored with the commits, training continues: {error}")
     return Tracker.start(
+        files=process.files,
         run_dir=folder,
         term=world.term,
         config=config.model_dump(mode="json"),
         mlflow_uri=config.tracking.mlflow_uri,
         experiment=config.tracking.experiment,
         run_name=config.run_name,
-        intervals=state.reached.intervals,
+        intervals=process.state.reached.intervals,
         settled=head.step if head else 0,
         tags={
             WORLD_TAG: str(world.group.size),

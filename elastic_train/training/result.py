@@ -22,8 +22,9 @@ from elastic_train.job.state import AppliedState
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.tasks.task import Finishing
 from elastic_train.training.session import Session
+from rendezvous.waiting import GivenUp, begin
 
-TRACKER_TIMEOUT_S = 20.0
+TRACKER_TIMEOUT_S = WRITE_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,8 @@ def write_result(session: Session, result: TrainResult) -> ResultError | None:
         "mlflow_run_id": session.tracker.wait_run_id(TRACKER_TIMEOUT_S) if session.tracker else None,
     }
     with _noting(unwritten, f"{folder}/result.json"):
-        write_atomically(folder / "result.json", json.dumps(fields, indent=2) + "\n")
+        text = json.dumps(fields, indent=2) + "\n"
+        begin("result.json", lambda: write_atomically(folder / "result.json", text)).result(WRITE_TIMEOUT_S)
     if not unwritten:
         return None
     return ResultError(
@@ -113,5 +115,7 @@ def _noting(unwritten: list[str], what: str) -> Iterator[None]:
     """Note what cannot be written, and why, and continue."""
     try:
         yield
+    except GivenUp:
+        unwritten.append(f"{what}: no answer in {WRITE_TIMEOUT_S:.0f} s; is the storage reachable?")
     except OSError as error:
         unwritten.append(f"{what}: {error}")

@@ -11,6 +11,7 @@ from torch import Tensor
 from elastic_train.checkpoint import SaveMemory
 from elastic_train.core.accounting import Hole
 from elastic_train.data.loading.loader import LaneBatch
+from elastic_train.errors import DataError
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.buffer_mean import BufferMean
@@ -18,6 +19,7 @@ from elastic_train.parallel.gradient_sum import GradientSum, Reduction
 from elastic_train.system.failpoints import reach
 from elastic_train.system.preemption import LeaveRequest
 from elastic_train.system.watchdog import Watchdog
+from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.progress import Status
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.training.commits import Commits
@@ -40,6 +42,7 @@ class Process:
     watchdog: Watchdog
     started_at: float
     save_memory: SaveMemory = field(default_factory=SaveMemory)
+    files: BackgroundFiles = field(default_factory=BackgroundFiles)
     proven: set[str] = field(default_factory=set)
     """Words of the stores that this process has tested when it led."""
     warned: set[str] = field(default_factory=set)
@@ -99,8 +102,11 @@ class Session:
         A hole that was found at a later step before, and given up with that step, begins here now.
         """
         found = find_holes(self.world, self.plan, self.state, lanes)
-        again = {hole.group for hole in found}
-        self.holes = (*(hole for hole in self.holes if hole.group not in again), *found)
+        clash = next((old for hole in found for old in self.holes if hole.overlaps(old)), None)
+        if clash is not None:
+            raise DataError(f"{clash}, left out already, is in a row group that cannot be read now: restore its file")
+        again = {hole.lo for hole in found}
+        self.holes = (*(hole for hole in self.holes if hole.lo not in again), *found)
         for hole in found:
             self.world.announce(f"QUARANTINED: {hole}: {hole.why}")
 

@@ -127,7 +127,8 @@ def _gather(
 def _keep_ids(session: Session, lanes: Sequence[LaneBatch]) -> None:
     """Write the samples that this rank gives to the next step to the history."""
     ids = ranges_of(np.concatenate([batch.ids for batch in lanes]))
-    session.world.history.read(step=session.state.step + 1, epoch=session.state.cursor.epoch, ids=ids)
+    state, world = session.state, session.world
+    world.history.read(step=state.step + 1, epoch=state.cursor.epoch, ids=ids, world=world.group.size)
 
 
 def _coverage_of(lanes: Sequence[LaneBatch]) -> CoverageSums:

@@ -9,6 +9,7 @@ import time
 
 from elastic_train.config.schema import Config
 from elastic_train.errors import (
+    ConfigError,
     ElasticTrainError,
     FencedError,
     PeerLostError,
@@ -22,11 +23,13 @@ from elastic_train.job.state import AppliedState
 from elastic_train.job.warm_up import warm_up
 from elastic_train.system.preemption import LeaveRequest, StepDropped
 from elastic_train.system.watchdog import Watchdog
+from elastic_train.tracking.tracker import WRITE_TIMEOUT_S
 from elastic_train.training.loop import Outcome, train_steps
 from elastic_train.training.open_session import commit_alone, make_repeatable, open_session
 from elastic_train.training.result import TrainResult, result_of, write_result
 from elastic_train.training.session import Process, Session
 from elastic_train.world.forming import Formed, open_worlds
+from elastic_train.world.uniformity import job_of
 
 CLOSED = "closed"
 """The status of a result where others have finished the job."""
@@ -55,8 +58,8 @@ def supervise(config: Config, leave: LeaveRequest, started_at: float) -> Ended:
 
 
 def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveRequest, started_at: float) -> Ended:
-    """Train through one world after another, watched."""
-    worlds = open_worlds(plan.config, plan.device, watchdog, lambda: _is_through(leave, state))
+    """Train through one world after another, watched; what the run's folder takes in time is written at the end."""
+    worlds = open_worlds(plan.config, plan.device, watchdog, lambda: _is_through(leave, state), job_of(plan))
     if worlds.is_live:
         watchdog.warm_up()
         try:
@@ -64,11 +67,19 @@ def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveR
                 warm_up(plan, state)
         except StepDropped:
             return Preempted("asked to leave before the first world")
-    num_failed = 0
     process = Process(plan, state, worlds, leave, watchdog, started_at)
+    try:
+        return _train_through(process)
+    finally:
+        process.files.flush(WRITE_TIMEOUT_S)
+
+
+def _train_through(process: Process) -> Ended:
+    """Train in one world after another, until one ends the job for this process."""
+    plan, state, worlds, num_failed = process.plan, process.state, process.worlds, 0
     while (formed := _next_world(process)) is not None:
         try:
-            watchdog.enter()
+            process.watchdog.enter()
             ended = _train_in(open_session(process, formed))
         except (PeerLostError, FencedError):
             if not worlds.is_live:
@@ -109,7 +120,7 @@ def _next_world(process: Process) -> Formed | None:
     process.watchdog.rest()
     try:
         return process.worlds.form()
-    except (TooFewNodesError, Preempted, StorageError):
+    except (TooFewNodesError, Preempted, StorageError, ConfigError):
         try:
             commit_alone(process.plan, process.state, process.save_memory, process.worlds.published())
         except ElasticTrainError as error:

@@ -6,7 +6,7 @@ soon as a higher one is claimed. With etcd a term is claimed there and in the st
 still knows should etcd's data be lost.
 
 Invariant: `claim` returns a term above every term seen in the store, in a claim or in a commit, and never one that
-was returned before.
+was returned before, although claims of terms long past are deleted: a claim that comes that late is not returned.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from elastic_train.checkpoint.commits.reader import commit_keys
+from elastic_train.checkpoint.commits.sweeping import tombstones
 from elastic_train.checkpoint.commits.writer import Unheard
 from elastic_train.checkpoint.stores.store import Store, create_once
 from elastic_train.core.lineage import COMMITS, place_of
 from elastic_train.errors import FencedError, StorageError, translated
 
-TERMS = "terms/"
+TERMS, CONFIGS = "terms/", "configs/"
+KEPT_TERMS = 100
+"""How far behind the newest term traces of a term are kept: claims, configurations, and the tombstones of sweeps."""
 _CLAIM_TRIES = 100
-_KEY = re.compile(r"terms/(\d{8,})\.json")
+_KEY = re.compile(r"(?:terms|configs)/(\d{8,})\.(?:json|yaml)")
 
 
 class HeadLike(Protocol):
@@ -137,17 +140,41 @@ def _claim_in(store: Store, propose: Callable[[int], int]) -> int:
     lowest = 1 + newest_term(store)
     for _ in range(_CLAIM_TRIES):
         term = propose(lowest)
-        if create_once(store, f"{TERMS}{term:08d}.json", _claim()):
+        is_first = create_once(store, f"{TERMS}{term:08d}.json", _claim())
+        newest = max(number for number, _ in [(term, ""), *_of_terms(store, TERMS)])
+        # Whoever was frozen since the term was proposed may have created again what was claimed, and deleted, long ago.
+        if is_first and newest <= term + KEPT_TERMS:
             return term
-        lowest = max(term, newest_term(store)) + 1
+        lowest = max(term, newest) + 1
     raise StorageError(f"{store.url}/{TERMS}: {_CLAIM_TRIES} terms were claimed by others; who else runs here?")
 
 
 def newest_term(store: Store) -> int:
     """Return the highest term that the store has seen, in a claim or in a commit; 0 if there is none."""
-    claims = [int(match[1]) for entry in store.list(TERMS) if (match := _KEY.fullmatch(entry.key))]
+    claims = [term for term, _ in _of_terms(store, TERMS)]
     commits = [place[0] for entry in store.list(COMMITS) if (place := place_of(entry.key))]
     return max([*claims, *commits], default=0)
+
+
+def forget_old_terms(store: Store, term: int) -> int:
+    """Delete what is left of terms more than `KEPT_TERMS` older than a claimed one, commits aside; return how much.
+
+    No key that is deleted could change what is done next. A term's writer is fenced by the newest claim, which stays.
+    A tombstone goes only if a newer term has committed, so discovery passes over what could still be created there.
+    """
+    oldest = term - KEPT_TERMS
+    if oldest <= 0:
+        return 0
+    old = [key for prefix in (TERMS, CONFIGS) for number, key in _of_terms(store, prefix) if number < oldest]
+    old += tombstones(store, below_term=oldest)
+    for key in old:
+        store.delete(key)
+    return len(old)
+
+
+def _of_terms(store: Store, prefix: str) -> list[tuple[int, str]]:
+    """Return the keys below a folder that are named after a term, with the term."""
+    return [(int(match[1]), entry.key) for entry in store.list(prefix) if (match := _KEY.fullmatch(entry.key))]
 
 
 def _claim() -> bytes:

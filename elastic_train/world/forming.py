@@ -6,6 +6,7 @@ mode the process outlives its worlds: it asks for the next one after a fault, or
 
 from __future__ import annotations
 
+import datetime
 import logging
 import os
 import time
@@ -22,7 +23,10 @@ from elastic_train.system.watchdog import Watchdog
 from elastic_train.world import one_store
 from rendezvous.context import LiveContext, RendezvousContext, context, live_context
 from rendezvous.errors import StoreUnavailableError
-from rendezvous.live_member import LiveMember
+from rendezvous.live_member import LiveMember, LiveWorld
+from rendezvous.membership.participant import CLOSED_S
+from rendezvous.membership.records import Closed, Job
+from rendezvous.outage_log import OutageLog
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 5.0
 """How long a member waits after a world that did not form; twice as long after the next."""
@@ -52,7 +56,8 @@ class Worlds(Protocol):
     def form(self) -> Formed | None:
         """Wait for the next world, leaving the last; None if there is none, because the job is done.
 
-        Raises TooFewNodesError if not enough nodes come in time, and Preempted if asked to leave.
+        Raises TooFewNodesError if not enough nodes come in time, Preempted if asked to leave, and ConfigError if
+        another job was done under the same run id a moment ago.
         """
 
     def wants_to_grow(self) -> bool:
@@ -109,12 +114,16 @@ class LiveWorlds:
         device: torch.device,
         watchdog: Watchdog,
         is_stopped: Callable[[], bool],
+        job: Job,
     ) -> None:
-        self._context, self._is_stopped, self._watchdog = context, is_stopped, watchdog
+        self._context, self._is_stopped, self._watchdog, self._job = context, is_stopped, watchdog, job
+        self._has_trained = False
         self._config = config
         self._num_lanes = config.batch.num_lanes
         self._timeout_s, self._device = config.peer_timeout_s, device
         self._member: LiveMember | None = None
+        self.num_not_formed = 0
+        """How many worlds in a row did not form; 0 as soon as one has."""
 
     def form(self) -> Formed | None:
         if self._member is None:
@@ -122,26 +131,63 @@ class LiveWorlds:
             self._check_store(self._member)
         pause_s = FIRST_PAUSE_S
         while True:
+            with translated():
+                world = self._member.next_world(self._is_stopped)
+            if world is None:
+                self._check_what_is_done(self._member.closed)
+                return None
             try:
-                with translated():
-                    world = self._member.next_world(self._is_stopped)
-                if world is None:
-                    return None
-                group = Group(
-                    world.rank,
-                    world.size,
-                    world.store,
-                    self._timeout_s,
-                    self._device,
-                    is_broken=self._member.is_broken,
-                    resting=self._watchdog.resting,
-                )
-            except PeerLostError:
+                group = self._connect(self._member, world)
+            except PeerLostError as error:
                 # It fell apart before it began; the next is not tried for ever as fast as it can be.
+                self._note_not_formed(self._member, world, error)
                 time.sleep(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
                 continue
+            self.num_not_formed, self._has_trained = 0, True
             return Formed(group, world.context)
+
+    def _connect(self, member: LiveMember, world: LiveWorld) -> Group:
+        return Group(
+            world.rank,
+            world.size,
+            world.store,
+            self._timeout_s,
+            self._device,
+            address=self._context.address,
+            is_broken=member.is_broken,
+            resting=self._watchdog.resting,
+        )
+
+    def _note_not_formed(self, member: LiveMember, world: LiveWorld, error: PeerLostError) -> None:
+        """Count a world that did not form; one may be an accident, from the second on the reason is looked for."""
+        self.num_not_formed += 1
+        if self.num_not_formed > 1:
+            member.look_for_unreachable()
+            log.warning(
+                "%d worlds in a row did not form, the last of term %d, %d ranks on %d nodes: %s. The nodes are asked "
+                "whether they can be reached; those that cannot are left out",
+                *(self.num_not_formed, world.context.term, world.size, world.context.num_nodes, error),
+            )
+
+    def _check_what_is_done(self, done: Closed | None) -> None:
+        """Say that the job is done; raise ConfigError if it was another one that was done under this run id.
+
+        A process that has trained in one of its worlds was compared with its other members then.
+        """
+        if done is None or self._has_trained:
+            return
+        at = datetime.datetime.fromtimestamp(done.at, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        what = (
+            f"the job of the run id {self._context.run_id!r} was finished at {at} in {done.job.folder or 'its folder'}"
+        )
+        if done.job.digest and done.job != self._job:
+            differs = "folder" if done.job.digest == self._job.digest else "configuration"
+            raise ConfigError(
+                f"{what}, and this one has another {differs} (it would commit to {self._job.folder}): nothing was "
+                f"trained. Give it a run id of its own (--id, --rdzv_id), or start it {CLOSED_S:.0f} s after that one."
+            )
+        log.warning("%s: nothing is left to do", what)
 
     def _check_store(self, member: LiveMember) -> None:
         """Leave before joining if this node does not see the store that has the job's commits."""
@@ -153,16 +199,16 @@ class LiveWorlds:
 
     def _be_member(self) -> LiveMember:
         """Begin the membership; an etcd that is away is waited for, as those wait who are members already."""
-        deadline = time.monotonic() + self._context.timeout_s
+        deadline, outage = time.monotonic() + self._context.timeout_s, OutageLog(log)
         while True:
             try:
-                return LiveMember(self._context, self._num_lanes)
+                return LiveMember(self._context, self._num_lanes, self._job)
             except StoreUnavailableError as error:
                 if self._is_stopped():
                     raise Preempted("asked to leave while etcd was away") from error
                 if time.monotonic() > deadline:
                     raise StorageError(str(error)) from error
-                log.warning("waiting for etcd: %s", error)
+                outage.waits(error)
                 time.sleep(ETCD_PAUSE_S)
 
     def wants_to_grow(self) -> bool:
@@ -178,12 +224,14 @@ class LiveWorlds:
             self._member.leave()
 
 
-def open_worlds(config: Config, device: torch.device, watchdog: Watchdog, is_stopped: Callable[[], bool]) -> Worlds:
-    """Return the worlds that the launcher has prepared; `is_stopped` ends the waiting for one."""
+def open_worlds(
+    config: Config, device: torch.device, watchdog: Watchdog, is_stopped: Callable[[], bool], job: Job
+) -> Worlds:
+    """Return the worlds that the launcher has prepared for a job; `is_stopped` ends the waiting for one."""
     launched = live_context()
     if launched is None:
         return OneWorld(config, device, watchdog)
-    return LiveWorlds(launched, config, device, watchdog, is_stopped)
+    return LiveWorlds(launched, config, device, watchdog, is_stopped, job)
 
 
 def _meeting_place(launched: RendezvousContext | None) -> str:

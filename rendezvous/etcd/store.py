@@ -14,7 +14,7 @@ import time
 import pyetcd
 from pyetcd import utils
 
-from rendezvous.errors import StoreError, StoreRefusedError
+from rendezvous.errors import StoreDeniedError, StoreError, StoreRefusedError, StoreUnavailableError
 from rendezvous.etcd.connection import (
     CALL_TIMEOUT_S,
     GIVE_UP_AFTER_S,
@@ -24,14 +24,19 @@ from rendezvous.etcd.connection import (
 from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.etcd.options import EtcdOptions
 from rendezvous.etcd.watch import Mirror
+from rendezvous.membership.records import Keys
 from rendezvous.membership.store import (
     Guards,
     Lease,
     Put,
     Snapshot,
+    Store,
     Watch,
     Writes,
 )
+
+NEVER = (1 << 62) - 1
+"""A revision that no key will have."""
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +53,8 @@ class EtcdStore:
         return list_in_life(self._connection, prefix, self._data_loss, self._give_up_after_s)
 
     def swap(self, writes: Writes, guards: Guards) -> int | None:
+        if len(writes) == 1 and not guards and None in writes.values():
+            return self._delete(next(iter(writes)))
         tries = 0
 
         def transact(client: pyetcd.MultiEndpointEtcd3Client) -> int | None:
@@ -81,6 +88,15 @@ class EtcdStore:
     def close(self) -> None:
         self._connection.close()
 
+    def _delete(self, key: str) -> int:
+        """Delete a key by the one request that also a full etcd carries out, which refuses all transactions."""
+        asked = self._data_loss.ask()
+        answer = self._connection.call(
+            lambda client: client.delete(key, return_response=True), give_up_after_s=self._give_up_after_s
+        )
+        self._data_loss.heard(asked, answer.header.revision)
+        return int(answer.header.revision)
+
     def _written_before(self, writes: Writes) -> int | None:
         """Return the revision of an earlier try that wrote exactly `writes` although its answer was lost, else None."""
         revisions = set()
@@ -90,6 +106,21 @@ class EtcdStore:
                 return None
             revisions.add(entry.mod_revision)
         return revisions.pop() if len(revisions) == 1 else None
+
+
+def check_permission(store: Store, keys: Keys) -> None:
+    """Raise StoreDeniedError if this process may not write a job's keys, before anything depends on it.
+
+    The write is guarded by a revision that no etcd will reach, so it never happens. An alarm or an outage is logged and
+    otherwise none of this function's business: workers wait for the end of both.
+    """
+    probe = keys.member("probe")
+    try:
+        store.swap({probe: Put("")}, {probe: NEVER})
+    except StoreDeniedError:
+        raise
+    except StoreUnavailableError as error:
+        _log.warning("a world cannot form yet: %s", error)
 
 
 class EtcdLease:

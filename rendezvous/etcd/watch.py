@@ -26,8 +26,8 @@ from pyetcd import events as kinds
 from pyetcd import exceptions as failures
 from pyetcd import watch as streams
 
-from rendezvous.errors import StoreError
-from rendezvous.etcd.connection import GIVE_UP_AFTER_S, Connection, list_in_life
+from rendezvous.errors import StoreDeniedError, StoreError
+from rendezvous.etcd.connection import DENIED_S, GIVE_UP_AFTER_S, Connection, list_in_life, text_of
 from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.etcd.options import EtcdOptions
 from rendezvous.membership.latest_view import LatestSnapshot
@@ -68,6 +68,8 @@ class Mirror:
                 self._stream()
             except (StoreError, grpc.RpcError, failures.Etcd3Exception) as error:  # nothing ends this thread
                 _log.debug("the watch of %s waits for etcd: %s", self._prefix, error)
+                if isinstance(error, StoreDeniedError):
+                    self._closed.wait(random.uniform(*DENIED_S))
             self._closed.wait(random.uniform(0.02, 0.2))
         self._connection.close()
 
@@ -126,10 +128,10 @@ def _applied(snapshot: Snapshot, response: streams.WatchResponse) -> Snapshot:
     """Return the snapshot after a response's events; a response holds all events of its revisions."""
     entries = dict(snapshot.entries)
     for event in response.events:
-        key = event.key.decode()
+        key = text_of(event.key)
         if isinstance(event, kinds.DeleteEvent):
             entries.pop(key, None)
         else:
-            entries[key] = Entry(event.value.decode(), event.mod_revision, event.create_revision)
+            entries[key] = Entry(text_of(event.value), event.mod_revision, event.create_revision)
     revision = max([snapshot.revision, *(event.mod_revision for event in response.events)])
     return Snapshot(revision, entries, snapshot.life)

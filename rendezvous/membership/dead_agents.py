@@ -1,4 +1,4 @@
-"""Finds members whose agent is gone, while all others wait for a world: which member probes, how often, and whom.
+"""Finds members whose agent is gone, while all others wait for a world: which member asks, how often, and whom.
 
 A worker dies with its agent, so there is no need to wait for its lease to end. Were it everybody who looked, a thousand
 nodes would knock at one door ten times a second.
@@ -6,7 +6,7 @@ nodes would knock at one door ten times a second.
 
 from __future__ import annotations
 
-from rendezvous.membership.probes import is_refused
+from rendezvous.membership.known_agents import KnownAgents, by_node
 from rendezvous.membership.records import Member, View
 
 LOOK_S = 1.0
@@ -15,6 +15,8 @@ LOOK_S = 1.0
 PROBE_S = 0.1
 """How soon a worker that waits for others probes their agents again. The pause doubles after every probe of the same
 ones, up to `LOOK_S`: those that it waits for may be training a long step."""
+
+PROBE_TIMEOUT_S = 0.2
 
 NUM_LOOKING = 3
 """How many nodes probe on behalf of all others."""
@@ -31,11 +33,20 @@ def is_looking(view: View, own: str) -> bool:
     return not ready or own in firsts.values()
 
 
+def believed(gone: set[str], num_others: int) -> set[str]:
+    """Return which nodes are taken for dead, of those whose agents seem to be gone and so many others altogether.
+
+    A member that more than half of several nodes refuse suspects its own machine: were it to remove them, it would stop
+    the healthy ones, and train alone. If they are dead, their leases end.
+    """
+    return gone if len(gone) <= max(1, num_others // 2) else set()
+
+
 class DeadAgentProbe:
     """The probes of one member, from its machine."""
 
-    def __init__(self, host: str) -> None:
-        self._host = host
+    def __init__(self, agents: KnownAgents) -> None:
+        self._agents = agents
         self._last: tuple[tuple[str, ...], float] = (), PROBE_S
 
     def pause_s(self, view: View) -> float:
@@ -47,9 +58,8 @@ class DeadAgentProbe:
         return pause_s
 
     def gone(self, view: View) -> list[Member]:
-        """Return the late members whose agent is gone, because its machine refuses a connection."""
-        late = [member for member in view.members if member.agent and not view.is_ready(member)]
-        # On another host, a loopback address would mean this machine.
-        near = {m.agent for m in late if m.host == self._host or not m.agent.startswith(("127.", "localhost"))}
-        refused = {agent for agent in sorted(near) if is_refused(agent)}
-        return [member for member in late if member.agent in refused]
+        """Return the late members whose agent has answered this member before, and is gone."""
+        late = by_node(member for member in view.members if member.agent and not view.is_ready(member))
+        gone = {name for name, members in late.items() if self._agents.has_ended(members, PROBE_TIMEOUT_S)}
+        found = sorted(believed(gone, len(by_node(view.members)) - 1))
+        return [member for name in found for member in late[name] if self._agents.has_met(member)]

@@ -28,6 +28,8 @@ from rendezvous.membership.records import (
     View,
     World,
     encode,
+    read_view,
+    refuse_newer,
 )
 from rendezvous.membership.store import ABSENT, MOST_GUARDS, Snapshot
 
@@ -44,6 +46,11 @@ class Policy:
     max_nodes: int
     last_call_s: float = 2.0
     max_members: int = 1 << 30
+
+    @property
+    def nodes(self) -> str:
+        """The limits as --nnodes has them, on which all members must agree."""
+        return f"{self.min_nodes}:{self.max_nodes}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +83,18 @@ class Expelled:
 
 
 @dataclass(frozen=True, slots=True)
+class Refused:
+    """This member was started with other limits than those who were there before: leave."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The job is done: leave."""
 
 
-Decision = Enter | Seal | Wait | Expelled | Finished
+Decision = Enter | Seal | Wait | Expelled | Refused | Finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +106,18 @@ class Change:
 
 
 def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
-    """Say what a member that is ready does next; `quiet_s` is how long the ready members have been the same."""
+    """Say what a member that is ready does next; `quiet_s` is how long the ready members have been the same.
+
+    Raises NewerVersionError.
+    """
+    refuse_newer(view.newer)
     if view.closed is not None:
         return Finished()
     mine = view.member(me)
     if mine is None:
         return Expelled()
+    if (why := disagreement(view, mine.nodes, mine.id)) is not None:
+        return Refused(why)
     if view.world is not None and view.world.rank_of(me) is not None and mine.after < view.term:
         return Enter(view.world)
     if view.is_ending:
@@ -115,6 +135,20 @@ def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
     if num_nodes < policy.max_nodes and _is_fresh(view) and quiet_s < policy.last_call_s:
         return Wait("last call", policy.last_call_s - quiet_s)
     return _seal(view, _admitted(ready.members, policy))
+
+
+def disagreement(view: View, nodes: str, me: str = "") -> str | None:
+    """Say what is wrong with a member's limits, MIN:MAX, if those who were there before it have others.
+
+    Were each to go by its own, one would make room for a node, and the other would not, for ever.
+    """
+    agreed = "" if view.closed is not None else _agreed_limits(view)
+    if not nodes or not agreed or nodes == agreed or (view.members and view.members[0].id == me):
+        return None
+    return (
+        f"--nnodes (or --nodes) is {nodes} here, and {agreed} on the nodes that run already, such as that of member "
+        f"{view.members[0].id}: start this node with theirs, or all of them again with yours"
+    )
 
 
 def mutually_reachable(members: tuple[Member, ...], last: World | None = None) -> tuple[Member, ...]:
@@ -154,12 +188,24 @@ def _num_changes(view: View, policy: Policy) -> int:
     assert world is not None, "asked by a member of it"
     lost = len(world.seats) - len(mates)
     again = sum(mate.after >= world.term for mate in mates)
+    return lost + again + len(_joining(view, policy))
+
+
+def joining(view: View, world: World, policy: Policy) -> tuple[Member, ...]:
+    """The members that a new round would admit beside those of `world`; none if that is not the present one."""
+    return () if view.term != world.term else _joining(view, policy)
+
+
+@lru_cache(8)
+def _joining(view: View, policy: Policy) -> tuple[Member, ...]:
+    world, mates = view.world, view.mates
+    assert world is not None, "asked by a member of it"
     if any(view.is_finishing(mate) for mate in mates):
-        # The job is about to end: nobody is admitted any more.
-        return lost + again
-    staying = (*mates, *(member for member in view.members if world.rank_of(member.id) is None))
+        return ()  # The job is about to end: nobody is admitted any more.
+    newcomers = (member for member in view.members if world.rank_of(member.id) is None and _agrees(view, member))
+    staying = (*mates, *newcomers)
     admitted = _admitted(mutually_reachable(staying, world), policy)
-    return lost + again + sum(world.rank_of(member.id) is None for member in admitted)
+    return tuple(member for member in admitted if world.rank_of(member.id) is None)
 
 
 def is_broken(view: View, me: str, world: World) -> bool:
@@ -221,7 +267,8 @@ def seal(snapshot: Snapshot, keys: Keys, world: World) -> Change:
     guards = {keys.world: snapshot.revision_of(keys.world), keys.head: snapshot.revision_of(keys.head)}
     if len(seats) > MOST_GUARDED:
         seats = {keys.members: snapshot.revision}
-    return Change({keys.world: encode(world)}, {**guards, **seats, keys.closed: ABSENT})
+    guards[keys.closed] = snapshot.revision_of(keys.closed)  # none, or nothing that could be read
+    return Change({keys.world: encode(world)}, {**guards, **seats})
 
 
 def update(snapshot: Snapshot, keys: Keys, member: Member) -> Change:
@@ -241,9 +288,11 @@ def bury(snapshot: Snapshot, keys: Keys, member_id: str) -> Change:
     return Change({key: None}, {key: snapshot.revision_of(key)})
 
 
-def close(keys: Keys, closed: Closed) -> Change:
-    """Mark the job as done; the next one of this run id may keep its commits in another store."""
-    return Change({keys.closed: encode(closed), keys.store: None}, {keys.closed: ABSENT})
+def close(snapshot: Snapshot, keys: Keys, closed: Closed) -> Change:
+    """Mark the job as done, unless it is; the next one of this run id may keep its commits in another store."""
+    is_closed = read_view(snapshot, keys).closed is not None
+    guard = ABSENT if is_closed else snapshot.revision_of(keys.closed)
+    return Change({keys.closed: encode(closed), keys.store: None}, {keys.closed: guard})
 
 
 def leaving_world(member: Member, view: View) -> Member:
@@ -263,8 +312,17 @@ class _Candidates:
 @lru_cache(8)
 def _candidates(view: View) -> _Candidates:
     ready = _of_whole_nodes(view.ready) if _is_fresh(view) else view.ready
-    members = mutually_reachable(ready, view.world)
+    members = mutually_reachable(tuple(member for member in ready if _agrees(view, member)), view.world)
     return _Candidates(members, frozenset(member.id for member in members), count_nodes(members))
+
+
+def _agreed_limits(view: View) -> str:
+    """The limits of the member that registered first; members of a world agree, so there they are those of all."""
+    return next((member.nodes for member in view.mates or view.members), "")
+
+
+def _agrees(view: View, member: Member) -> bool:
+    return not member.nodes or member.nodes == _agreed_limits(view)
 
 
 def _seal(view: View, chosen: tuple[Member, ...]) -> Seal:

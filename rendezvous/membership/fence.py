@@ -18,6 +18,7 @@ from rendezvous.membership.records import (
     encode,
     read_head,
     read_view,
+    refuse_newer,
 )
 from rendezvous.membership.store import ABSENT, Put, Snapshot, Store
 
@@ -80,6 +81,7 @@ def raise_head(snapshot: Snapshot, keys: Keys, at_least: int, claim: str, world_
     A world that is sealed between the look and the write must win, so the guard covers the world, too.
     """
     view = read_view(snapshot, keys)
+    refuse_newer(view.newer)
     if world_term is not None and view.term != world_term:
         raise FencedError(
             f"the world of term {world_term} may not claim: the newest world in etcd has term {view.term} "
@@ -106,4 +108,4 @@ def carry(snapshot: Snapshot, keys: Keys, term: int, commit: str) -> Change:
 
 def _head(snapshot: Snapshot, keys: Keys) -> Head | None:
     entry = snapshot.entries.get(keys.head)
-    return None if entry is None else read_head(entry.value)
+    return read_head(keys.head, None if entry is None else entry.value)

@@ -39,6 +39,7 @@ class Place:
     node: str = ""
     node_members: int = 1
     agent: str = ""
+    nodes: str = ""
 
 
 class OwnRecord:
@@ -48,6 +49,8 @@ class OwnRecord:
         self.id = ""
         self.place = place
         """What the record says from the next registration on."""
+        self.missed: frozenset[str] = frozenset()
+        """The nodes that it cannot reach, as the record says from the next registration on."""
         self.ttl_s = ttl_s
         """How long the lease lasts; etcd may grant more than was asked for."""
         self.lease: Lease | None = None
@@ -112,6 +115,8 @@ class OwnRecord:
             node=place.node,
             node_members=place.node_members,
             agent=place.agent,
+            missed=tuple(sorted(self.missed)),
+            nodes=place.nodes,
         )
         key = self._keys.member(self.id)
         change = decisions.update(Snapshot(0, {}), self._keys, member)

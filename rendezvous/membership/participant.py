@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rendezvous.errors import (
+    LimitsDifferError,
     StoppedWaiting,
     StoreError,
     StoreUnavailableError,
@@ -29,20 +30,30 @@ from rendezvous.membership.decisions import (
     Expelled,
     Finished,
     Policy,
+    Refused,
     Seal,
     Wait,
 )
+from rendezvous.membership.known_agents import Ask, KnownAgents
 from rendezvous.membership.latest_view import LatestView
-from rendezvous.membership.own_record import OwnRecord, Place
+from rendezvous.membership.own_record import PAUSE_S, OwnRecord, Place
 from rendezvous.membership.records import (
     Closed,
     Failure,
+    Job,
     Keys,
     Member,
     View,
     World,
 )
 from rendezvous.membership.store import Snapshot, Store
+from rendezvous.outage_log import OutageLog
+
+CLOSED_S = 300.0
+"""How long a finished job is marked as done, in seconds."""
+
+LEASE_MARGIN_S = 2.0
+"""How much longer than a lease a dead member may be seen."""
 
 _log = logging.getLogger("rendezvous")
 
@@ -50,17 +61,25 @@ _log = logging.getLogger("rendezvous")
 class Participant:
     """A member of a job: `join`, `next_world`, serve until `num_waiting()`, join again, and at last `leave`."""
 
-    def __init__(self, store: Store, run_id: str, policy: Policy, place: Place, *, ttl_s: float) -> None:
+    def __init__(
+        self, store: Store, run_id: str, policy: Policy, place: Place, *, ttl_s: float, ask: Ask | None = None
+    ) -> None:
+        self.agents = KnownAgents(place.node, ask)
+        self.at_change: Callable[[], None] = lambda: None
+        """Called on the thread that follows the watch, whenever the view may have changed."""
         self.keys = Keys(run_id)
         self.policy = policy
         self.world: World | None = None
         self.joined_at = 0.0
+        self.job = Job()
+        """What this member trains: a job that it closes is marked as that."""
         self._store = store
         self._watch = store.watch(self.keys.prefix)
         self._latest = LatestView(self.keys, self._watch.snapshot)
-        self._own = OwnRecord(store, self.keys, place, self._latest, ttl_s)
+        self._own = OwnRecord(store, self.keys, replace(place, nodes=policy.nodes), self._latest, ttl_s)
         self._left = threading.Event()
-        self._dead_agents = DeadAgentProbe(place.host)
+        self._dead_agents = DeadAgentProbe(self.agents)
+        self._outage = OutageLog(_log)
         threading.Thread(target=self._follow, name=f"membership {run_id}", daemon=True).start()
 
     @property
@@ -88,10 +107,13 @@ class Participant:
     def join(self, timeout_s: float, is_stopped: Callable[[], bool] = lambda: False) -> None:
         """Be ready for the next world: register, or leave the world that this member was in.
 
-        Waits for etcd if it does not answer; raises StoreUnavailableError after `timeout_s`, StoppedWaiting when
-        `is_stopped()`.
+        Waits for etcd if it does not answer, takes no writes, or does not let this member in; raises
+        StoreUnavailableError after `timeout_s`, StoppedWaiting when `is_stopped()`, and LimitsDifferError if other
+        members were started with another --nnodes.
         """
         self.joined_at = time.time()
+        if self._own.is_gone:
+            self._check_limits(is_stopped)
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -102,8 +124,10 @@ class Participant:
                     raise StoppedWaiting("asked to leave while etcd was away") from error
                 if time.monotonic() > deadline:
                     raise
-                _log.warning("waiting for etcd: %s", error)
+                self._outage.waits(error)
+                time.sleep(PAUSE_S)
             else:
+                self._outage.is_over()
                 self.world = None
                 return
 
@@ -115,9 +139,10 @@ class Participant:
     ) -> World | None:
         """Wait for a world with this member in it, sealing it if this member leads; None if the job is done.
 
-        `host` starts the store of a world that is about to be sealed and returns its address. Raises
-        TooFewNodesError after `timeout_s`, StoppedWaiting when `is_stopped()`; a member for which there is no room
-        waits without end.
+        `host` starts the store of a world that is about to be sealed and returns its address. Raises TooFewNodesError
+        after `timeout_s`, StoppedWaiting when `is_stopped()`, NewerVersionError if a newer version has written what
+        this one cannot read, and LimitsDifferError if members that were there before have another --nnodes; a member
+        for which there is no room waits without end.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -125,6 +150,8 @@ class Participant:
             if isinstance(decision, Enter):
                 self.world = decision.world
                 return decision.world
+            if isinstance(decision, Refused):
+                raise LimitsDifferError(decision.why)
             if isinstance(decision, Finished):
                 return None
             if isinstance(decision, Wait) and decision.why == "room":
@@ -136,6 +163,16 @@ class Participant:
                 raise TooFewNodesError(self._too_few(timeout_s))
             self._act(decision, snapshot, host, left_s)
 
+    def _check_limits(self, is_stopped: Callable[[], bool]) -> None:
+        """Refuse to register beside members with other limits, unless they are dead and their leases about to end."""
+        deadline = time.monotonic() + self.ttl_s + LEASE_MARGIN_S
+        while (why := decisions.disagreement((now := self._latest.now()).view, self.policy.nodes)) is not None:
+            if is_stopped():
+                raise StoppedWaiting("asked to leave before it had registered")
+            if time.monotonic() > deadline:
+                raise LimitsDifferError(why)
+            self._latest.wait(now.snapshot, LOOK_S)
+
     def num_waiting(self) -> int:
         """How many changes require a new round; 0 while the world stands."""
         return 0 if self.world is None else decisions.num_waiting(self.view, self.id, self.world, self.policy)
@@ -143,6 +180,15 @@ class Participant:
     def is_broken(self) -> bool:
         """Whether the world that this member is in can take no further step."""
         return self.world is not None and decisions.is_broken(self.view, self.id, self.world)
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether this member has the first seat of its world."""
+        return self.world is not None and self.world.rank_of(self.id) == 0
+
+    def note_missed(self, nodes: frozenset[str]) -> None:
+        """Say from the next registration on which nodes this member cannot reach."""
+        self._own.missed = nodes
 
     def report_missed(self, nodes: frozenset[str]) -> None:
         """Publish which nodes this member cannot reach, and leave its world if one of them is in it."""
@@ -154,11 +200,21 @@ class Participant:
             after = max(member.after, world.term) if leaves and world is not None else member.after
             return replace(member, missed=tuple(sorted(nodes)), after=after)
 
+        self._own.missed = nodes
         self._own.update(reported)
 
+    def bury(self, member_id: str) -> bool:
+        """Remove a member that is known to be dead; False if it has changed meanwhile, or etcd does not answer."""
+        return self._try(decisions.bury(self._latest.now().snapshot, self.keys, member_id))
+
     def wants_to_grow(self, quiet_s: float) -> bool:
-        """Whether members wait to be admitted, and none has come or gone for `quiet_s`, so that they come together."""
-        return self._latest.now().same_for_s >= quiet_s and self.num_waiting() > 0
+        """Whether members wait to be admitted whose agents this one has met, and none has come or gone for `quiet_s`.
+
+        So they come together, and a world does not end for a newcomer at whose address somebody else is, or nobody.
+        """
+        if self._latest.now().same_for_s < quiet_s or self.num_waiting() == 0 or self.world is None:
+            return False
+        return all(self.agents.has_met(member) for member in decisions.joining(self.view, self.world, self.policy))
 
     def is_only_growing(self) -> bool:
         return self.world is not None and decisions.is_only_growing(self.view, self.world)
@@ -205,13 +261,14 @@ class Participant:
             try:
                 self._own.update(lambda member, view: replace(member, done=term))
             except StoreUnavailableError as error:
-                _log.warning("waiting for etcd: %s", error)
+                self._outage.waits(error)
+                time.sleep(PAUSE_S)
             else:
                 return
 
-    def close(self, term: int, for_s: float = 300.0) -> None:
+    def close(self, term: int, for_s: float = CLOSED_S) -> None:
         """Mark the job as done for `for_s`: members that join by then leave, and later the run id may be used again."""
-        change = decisions.close(self.keys, Closed(term, time.time()))
+        change = decisions.close(self._latest.now().snapshot, self.keys, Closed(term, time.time(), self.job))
         try:
             lease = self._store.lease(for_s, renew=False)
             self._own.swap(change, lease)
@@ -246,7 +303,7 @@ class Participant:
                 self._own.register()
                 self._latest.wait(snapshot, min(left_s, LOOK_S))  # the watch notices if etcd has lost its data
             except StoreUnavailableError as error:
-                _log.warning("waiting for etcd: %s", error)
+                self._outage.waits(error)
                 time.sleep(min(left_s, LOOK_S))
         elif isinstance(decision, Wait):
             pause_s = LOOK_S
@@ -270,10 +327,12 @@ class Participant:
     def _try(self, change: Change) -> bool:
         """Like `OwnRecord.swap`, but False if etcd does not answer: the caller tries again later."""
         try:
-            return self._own.swap(change, None)
+            done = self._own.swap(change, None)
         except StoreError as error:
-            _log.warning("waiting for etcd: %s", error)
+            self._outage.waits(error)
             return False
+        self._outage.is_over()
+        return done
 
     def _follow(self) -> None:
         revision, life = 0, 0
@@ -282,6 +341,7 @@ class Participant:
             if snapshot is not None:
                 revision, life = snapshot.revision, snapshot.life
                 self._latest.show(snapshot)
+                self.at_change()
             if not self._left.is_set():
                 self._show_life()
 

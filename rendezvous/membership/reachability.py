@@ -1,8 +1,14 @@
 """Finds nodes that a member cannot reach although all of them reach etcd: no lease ends, yet a world of both hangs.
 
-A member that has waited for its peers for longer than a lease connects to the agents of their nodes; one does it for
-all workers of a node. It names those that do not answer twice in a row in its own record, and `decisions` makes worlds
-without such pairs. It keeps probing what was out of reach, so that a network that heals is used again.
+A thread asks the agents of other nodes who they are:
+
+* a newcomer asks those of the standing world before it registers, and says in its record which it cannot reach;
+* the first worker of each of the first nodes of a world asks its newcomers before the world makes room for them, and
+  the others of the world, so that it knows a dead agent's refusal when it comes;
+* a member that has waited for its peers for longer than a lease asks all of them, one worker for all of its node.
+
+A node that is away twice in a row is named in the asking member's record, and `decisions` makes worlds without such
+pairs; it is asked again from time to time, so that a network that heals is used again. An agent that is gone is buried.
 """
 
 from __future__ import annotations
@@ -10,90 +16,189 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 
 from rendezvous.errors import StoreError
+from rendezvous.identity import ASK_TIMEOUT_S
 from rendezvous.membership import decisions
+from rendezvous.membership.dead_agents import believed
+from rendezvous.membership.decisions import count_nodes
+from rendezvous.membership.known_agents import Standing, by_node
 from rendezvous.membership.participant import Participant
-from rendezvous.membership.probes import is_reachable
-from rendezvous.membership.records import Member
+from rendezvous.membership.records import Member, View
 
 AGAIN_S = 1.0
-"""How long after the first probe nodes that did not answer are probed again."""
+"""How long after the first look nodes that were away are asked again."""
+BEFORE_S = 0.2
+"""The same for a newcomer, which has not registered yet."""
 
 LOOK_EVERY_S = 10.0
 SELDOM_S = 60.0
 """How often a member checks whether its own record misses any node: an answer from etcd may have been lost."""
+
+NUM_MEETING = 16
+"""The first worker of each of so many nodes of a world asks who the others are, and its newcomers."""
 _MOST_AT_ONCE = 16
 
 _log = logging.getLogger("rendezvous")
 
 
 class Reachability:
-    """Which nodes one member reaches; a thread probes when `ask`ed, and those that were out of reach now and then."""
+    """Which nodes one member reaches; a thread looks when `ask`ed, when somebody is new, and now and then."""
 
-    def __init__(self, participant: Participant, probe: Callable[[str], bool] = is_reachable) -> None:
-        self._participant, self._probe = participant, probe
-        self._silent: frozenset[str] = frozenset()
-        self._looked_at = 0.0
+    def __init__(self, participant: Participant) -> None:
+        self._participant, self._agents = participant, participant.agents
+        self._away: Mapping[str, float] = {}
+        """The nodes that were away at the last look, and since which one."""
+        self._hung_at = 0.0
+        self._hangs = self._is_warned = False
+        self._looking = threading.Lock()
         self._asked, self._closed = threading.Event(), threading.Event()
+        participant.at_change = self.notice
         threading.Thread(target=self._serve, name="reach", daemon=True).start()
 
-    def ask(self) -> None:
-        """Have all nodes of this member's world probed soon; returns at once."""
-        if time.monotonic() - self._looked_at > (AGAIN_S if self._silent else LOOK_EVERY_S):
+    def ask(self, *, is_urgent: bool = False) -> None:
+        """Have all nodes of this member's world asked soon, because the world hangs; returns at once.
+
+        `is_urgent`: it could not even begin.
+        """
+        if time.monotonic() - self._hung_at > (AGAIN_S if self._away or is_urgent else LOOK_EVERY_S):
+            self._hangs = True
             self._asked.set()
 
     def close(self) -> None:
         self._closed.set()
         self._asked.set()
 
-    def look(self) -> None:
-        """Probe the nodes of this member's world and those that it misses, and report what has changed."""
-        view, world = self._participant.view, self._participant.world
+    def look_ahead(self) -> None:
+        """Before this member registers: ask the nodes of the standing world, and note which it cannot reach."""
+        nodes = by_node(self._participant.view.mates)
+        for _ in range(2):
+            away = {name for name, standing in self._standing_of(nodes).items() if standing != "here"}
+            nodes = {name: members for name, members in nodes.items() if name in away}
+            if not nodes:
+                break
+            time.sleep(BEFORE_S)
+        if nodes:
+            self._warn(nodes)
+        self._participant.note_missed(frozenset(nodes))
+
+    def look(self, *, hangs: bool = True) -> None:
+        """Ask whom there is reason to ask, and report what has changed; `hangs`: the world does, so ask all of it."""
+        with self._looking:
+            view = self._participant.view
+            mine = view.member(self._participant.id)
+            if hangs:
+                self._hung_at = time.monotonic()
+            if mine is None:
+                return
+            self._agents.forget_all_but(view)
+            missed = frozenset(mine.missed)
+            held = missed | self._away.keys() | {member.node_id for member in self._new(view)}
+            if hangs and _is_first_of_its_node(view, mine):
+                held |= view.nodes
+            asked = held | {mate.node_id for mate in self._unmet_mates(view)}
+            nodes = {name: members for name, members in by_node(view.members).items() if name in asked}
+            nodes.pop(mine.node_id, None)
+            self._judge(view, nodes, held, missed)
+
+    def _judge(self, view: View, nodes: Mapping[str, list[Member]], held: Set[str], missed: frozenset[str]) -> None:
+        """Ask nodes; of those that it is held against and that are away again, bury the dead and miss the others."""
+        now, before = time.monotonic(), self._away
+        standing = self._standing_of(nodes)
+        self._away = {name: before.get(name, now) for name, how in standing.items() if how != "here" and name in held}
+        again = {name for name in self._away if name in missed or (name in before and now - before[name] >= AGAIN_S)}
+        dead = believed({name for name in again if standing[name] == "gone"}, count_nodes(view.members) - 1)
+        self._bury([member for name in sorted(dead) for member in nodes[name]])
+        if again - dead != missed:
+            self._warn({name: nodes[name] for name in again - dead})
+            self._participant.report_missed(frozenset(again - dead))
+
+    def notice(self) -> None:
+        """Look soon if there is anybody whose agent this member is to meet; called whenever the view has changed."""
+        view = self._participant.view
+        if self._new(view) or self._unmet_mates(view):
+            self._asked.set()
+        self._warn_if_missed(view)
+
+    def _new(self, view: View) -> list[Member]:
+        """The members that a world of which this member is one of the first would make room for, not met yet."""
+        world = self._participant.world
+        if world is None or self._participant.id not in _first_ones(view):
+            return []
+        joining = decisions.joining(view, world, self._participant.policy)
+        return [member for member in joining if not self._agents.has_met(member)]
+
+    def _unmet_mates(self, view: View) -> list[Member]:
+        if self._participant.id not in _first_ones(view):
+            return []
+        return [mate for mate in view.mates if not self._agents.has_met(mate)]
+
+    def _standing_of(self, nodes: Mapping[str, list[Member]]) -> dict[str, Standing]:
+        if not nodes:
+            return {}
+        with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(nodes))) as pool:
+            answers = pool.map(lambda members: self._agents.ask(members, ASK_TIMEOUT_S), nodes.values())
+            return dict(zip(nodes, answers, strict=True))
+
+    def _bury(self, dead: list[Member]) -> None:
+        for member in dead:
+            if self._agents.has_met(member):
+                self._participant.bury(member.id)
+
+    def _warn(self, missed: Mapping[str, list[Member]]) -> None:
+        where = ", ".join(f"{name} at {members[0].agent}" for name, members in sorted(missed.items()))
+        _log.warning("nodes in etcd that cannot be reached from here: %s", where or "none any more")
+
+    def _warn_if_missed(self, view: View) -> None:
+        """Say once, on a node that others cannot reach, what to do about it."""
         mine = view.member(self._participant.id)
-        self._looked_at = time.monotonic()
-        if mine is None:
+        if self._is_warned or mine is None or not view.is_split:
             return
-        mates = decisions.mates_of(view, world) if world else ()
-        if next((mate for mate in mates if mate.node_id == mine.node_id), mine) != mine:
-            return
-        missed_before = frozenset(mine.missed)
-        agents = {m.node_id: m for m in (*mates, *(m for m in view.members if m.node_id in missed_before))}
-        silent = self._silent_of({name: m for name, m in agents.items() if self._can_tell(m, mine)})
-        missed = frozenset(name for name in silent if name in self._silent or name in missed_before)
-        self._silent = silent
-        if missed != missed_before:
+        by = sorted(member.node_id for member in view.members if mine.node_id in member.missed)
+        if by:
+            self._is_warned = True
             _log.warning(
-                "nodes in etcd that cannot be reached from here: %s", ", ".join(sorted(missed)) or "none any more"
+                "%d nodes cannot reach this one at %s, such as %s, and train without it: check the firewall, or name "
+                "the address at which they can (--local-addr)",
+                *(len(by), mine.agent, by[0]),
             )
-            self._participant.report_missed(missed)
-
-    def _silent_of(self, agents: Mapping[str, Member]) -> frozenset[str]:
-        if not agents:
-            return frozenset()
-        with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(agents))) as pool:
-            answers = dict(zip(agents, pool.map(lambda m: self._probe(m.agent), agents.values()), strict=True))
-        return frozenset(name for name, answers_it in answers.items() if not answers_it)
-
-    @staticmethod
-    def _can_tell(other: Member, mine: Member) -> bool:
-        """Whether a probe tells anything: it does not for this node, nor for a loopback address, which is this host."""
-        is_near = other.agent.startswith(("127.", "localhost", "[::1]"))
-        return bool(other.agent) and not is_near and other.node_id != mine.node_id
 
     def _serve(self) -> None:
-        """Probe when asked, and every few seconds while this member's record misses any node."""
+        """Look when asked, and every few seconds while this member's record misses any node."""
+        pause_s = SELDOM_S
         while not self._closed.is_set():
-            is_asked = self._asked.wait(LOOK_EVERY_S if self._misses_any() else SELDOM_S)
+            is_asked = self._asked.wait(pause_s)
             self._asked.clear()
-            if is_asked or self._misses_any():
+            hangs, self._hangs = self._hangs, False
+            if is_asked or self._misses_any() or self._away:
                 try:
-                    self.look()
+                    self.look(hangs=hangs)
                 except StoreError as error:
                     _log.debug("could not report the nodes that are out of reach: %s", error)
+            if self._away and not self._misses_any():
+                self._closed.wait(AGAIN_S)
+                pause_s = 0.0
+            else:
+                pause_s = LOOK_EVERY_S if self._misses_any() or self._unmet_mates(self._participant.view) else SELDOM_S
 
     def _misses_any(self) -> bool:
         mine = self._participant.view.member(self._participant.id)
         return mine is not None and bool(mine.missed)
+
+
+@lru_cache(8)
+def _first_ones(view: View) -> frozenset[str]:
+    """The first worker of each of the first nodes of the present world."""
+    firsts: dict[str, str] = {}
+    for mate in view.mates:
+        firsts.setdefault(mate.node_id, mate.id)
+        if len(firsts) == NUM_MEETING:
+            break
+    return frozenset(firsts.values())
+
+
+def _is_first_of_its_node(view: View, mine: Member) -> bool:
+    return next((mate for mate in view.mates if mate.node_id == mine.node_id), mine) == mine

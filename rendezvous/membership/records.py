@@ -6,17 +6,25 @@
                   head           Head     the newest claimed term and the commit published under it
                   store          word     which store has the job's commits; deleted when the job is done
                   closed         Closed   the job is done: members that join later leave
+
+Another version may write them, and anybody with etcdctl: what cannot be read counts as absent, except for a world, a
+head or an end in a newer format, which this version must not overrule (`View.newer`).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, TypeVar
 from urllib.parse import quote
 
+from rendezvous.errors import NewerVersionError
+from rendezvous.lenient_json import NewerRecordError, UnreadableRecordError, read_record
 from rendezvous.membership.store import Snapshot
+
+_log = logging.getLogger("rendezvous")
 
 Cause = Literal["start", "lost", "joined", "restart"]
 
@@ -84,6 +92,8 @@ class Member:
     """host:port where its node's agent listens as long as it lives; empty if nothing does."""
     missed: tuple[str, ...] = ()
     """The nodes that it cannot reach, although they are in etcd."""
+    nodes: str = ""
+    """How many nodes it takes a world to have, MIN:MAX, which all members must agree on; empty if it does not say."""
 
     @property
     def node_id(self) -> str:
@@ -135,11 +145,24 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
+class Job:
+    """What a member trains, for the members that come later under the same run id."""
+
+    folder: str = ""
+    """Where its commits, or its results, are."""
+    digest: str = ""
+    """Of its configuration; empty if unknown."""
+
+
+@dataclass(frozen=True, slots=True)
 class Closed:
     """The job is done."""
 
     term: int
     at: float
+    """When, in unix seconds."""
+    job: Job = Job()
+    """What was done."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +179,8 @@ class View:
     head: Head | None = None
     store: str | None = None
     closed: Closed | None = None
+    newer: str = ""
+    """What a newer version has written and this one cannot read, as a message says it; empty if there is nothing."""
 
     @property
     def term(self) -> int:
@@ -226,35 +251,74 @@ def encode(record: Member | World | Failure | Head | Closed) -> str:
 
 
 def read_view(snapshot: Snapshot, keys: Keys) -> View:
-    """Parse everything below a job's prefix."""
+    """Parse everything below a job's prefix; nothing that is there can make it fail."""
     texts = {key: entry.value for key, entry in snapshot.entries.items()}
     leased = [(entry.create_revision, key) for key, entry in snapshot.entries.items() if key.startswith(keys.members)]
+    members = ((key, _read_member(texts[key])) for _, key in sorted(leased))
+    world, failure = _read(World, texts.get(keys.world)), _read(Failure, texts.get(keys.failure))
+    head, closed = _read(Head, texts.get(keys.head)), _read(Closed, texts.get(keys.closed))
     return View(
         revision=snapshot.revision,
-        members=tuple(_member(texts[key]) for _, key in sorted(leased)),
-        world=_world(texts.get(keys.world)),
-        failure=Failure(**json.loads(texts[keys.failure])) if keys.failure in texts else None,
-        head=read_head(texts.get(keys.head)),
+        members=tuple(
+            m for key, member in members if (m := _known(key, member)) is not None and keys.member(m.id) == key
+        ),
+        world=_known(keys.world, world),
+        failure=_known(keys.failure, failure),
+        head=_known(keys.head, head),
         store=texts.get(keys.store),
-        closed=Closed(**json.loads(texts[keys.closed])) if keys.closed in texts else None,
+        closed=_known(keys.closed, closed),
+        newer="".join(
+            _newer(key, found)
+            for key, found in zip((keys.world, keys.head, keys.closed), (world, head, closed), strict=True)
+        ),
     )
 
 
-def read_head(text: str | None) -> Head | None:
-    return None if text is None else Head(**json.loads(text))
+def read_head(key: str, text: str | None) -> Head | None:
+    """Read the head; None if there is none that can be read. Raises NewerVersionError."""
+    found = _read(Head, text)
+    refuse_newer(_newer(key, found))
+    return _known(key, found)
 
 
-# A change rewrites one member's text: of a thousand members, 999 need not be parsed again.
-@lru_cache(1 << 14)
-def _member(text: str) -> Member:
-    fields = json.loads(text)
-    return Member(**{**fields, "missed": tuple(fields.get("missed", ()))})
+def refuse_newer(newer: str) -> None:
+    """Raise NewerVersionError if `newer` names anything."""
+    if newer:
+        raise NewerVersionError(
+            f"{newer}: a newer version of this package trains under this run id. Install the same version on all nodes."
+        )
+
+
+R = TypeVar("R")
 
 
 @lru_cache(16)
-def _world(text: str | None) -> World | None:
-    if text is None:
+def _read(kind: type[R], text: str | None) -> R | UnreadableRecordError | None:
+    """Read a record; an error is a result, too, since it is the same every time."""
+    try:
+        return None if text is None else read_record(kind, text)
+    except UnreadableRecordError as error:
+        return error
+
+
+@lru_cache(1 << 14)
+def _read_member(text: str) -> Member | UnreadableRecordError | None:
+    """Read a member; a change rewrites one member's text: of a thousand members, 999 need not be parsed again."""
+    return _read.__wrapped__(Member, text)
+
+
+def _known(key: str, found: R | UnreadableRecordError | None) -> R | None:
+    if isinstance(found, UnreadableRecordError):
+        _warn(key, str(found))
         return None
-    fields = json.loads(text)
-    seats = tuple(Seat(**seat) for seat in fields.pop("seats"))
-    return World(seats=seats, **fields)
+    return found
+
+
+def _newer(key: str, found: object) -> str:
+    return f"{key} has {found}" if isinstance(found, NewerRecordError) else ""
+
+
+@lru_cache(64)
+def _warn(key: str, why: str) -> None:
+    """Say once what is passed over."""
+    _log.warning("%s is not a record that can be read, and is passed over: %s. Who else writes there?", key, why)

@@ -105,6 +105,7 @@ KEYS: Final[Mapping[str, Sets | Factor | Ignored]] = {
     "stop_grace_s": Sets("stop_grace_s"),
     "recovery": Sets("is_live", _one_of({"restart": False, "live": True})),
     "standby": Sets("has_standby", FLAG),
+    "compact": Sets("compacts", FLAG),
     **{key: Sets(key, TEXT) for key in ETCD_KEYS},
     # Other names that torch has for these.
     "join_timeout": Sets("timeout_s"),
@@ -140,6 +141,7 @@ class Conf:
     stop_grace_s: float = 3.0
     is_live: bool = False
     has_standby: bool = True
+    compacts: bool = True
     etcd: EtcdOptions = field(default_factory=lambda: EtcdOptions(("unset",)))
 
     @classmethod

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rendezvous.errors import StoreError
+from rendezvous.errors import OptionError, StoreDeniedError, StoreError
+from rendezvous.open_files import raise_limit
 from rendezvous.torchelastic.conf import BACKEND, Conf
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ def load() -> RendezvousHandlerCreator:
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     """Check the options, connect, and return the handler of the mode; our agents replace the stock one.
 
-    Raises OptionError with everything that is wrong with the options, and RendezvousConnectionError if etcd cannot be
-    used.
+    Raises OptionError with everything that is wrong with the options, etcd's opinion of user and password included,
+    and RendezvousConnectionError if etcd cannot be used.
     """
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
@@ -44,9 +45,12 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     try:
         conf = Conf.read(params)
         handler = (LiveRendezvousHandler if conf.is_live else EtcdRendezvousHandler)(params, conf)
+    except StoreDeniedError as error:
+        raise OptionError(str(error)) from None
     except StoreError as error:
         raise RendezvousConnectionError(str(error)) from None
     install()
+    raise_limit()  # workers inherit it
     return handler
 
 

@@ -55,6 +55,7 @@ class LiveAgent(BoundAgent):
         self._looked_at = 0.0
         self._buried_stopped: set[int] = set()
         self._standby: Standby | None = None
+        self._has_lost_standby = False
         self._born_at: dict[int, float] = {}
         self._young_deaths: Counter[int] = Counter()
         self._due_at: dict[int, float] = {}
@@ -72,6 +73,9 @@ class LiveAgent(BoundAgent):
         if now - self._looked_at > AWAY_S:
             self._stopped_since.clear()
         self._looked_at = now
+        if self._standby is not None and self._standby.has_ended:
+            _log.warning("the standby process was killed: another is started")
+            self._begin_standby(worker_group.spec)
         for rank, handler in list(handlers.items()):
             code = handler.proc.poll()
             if code is None:
@@ -101,7 +105,11 @@ class LiveAgent(BoundAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the workers, and then the standby process from which others are forked that take their places."""
         started = super()._start_workers(worker_group)
-        spec = worker_group.spec
+        self._begin_standby(worker_group.spec)
+        return started
+
+    def _begin_standby(self, spec: WorkerSpec) -> None:
+        """Start the standby process, if the program has one; in the main thread, with which it is to end."""
         preload = Standby.preload_of(spec.args)
         is_this_python = spec.entrypoint == sys.executable
         if self._rendezvous_handler.has_standby and preload and is_this_python and spec.numa_options is None:
@@ -109,7 +117,6 @@ class LiveAgent(BoundAgent):
                 self._standby = Standby(preload)
             except OSError as error:  # such as a TMPDIR that is too long for a socket's address
                 _log.warning("no standby process, workers are started the ordinary way: %s", error)
-        return started
 
     def _bury_if_stopped(self, rank: int, pid: int, now: float) -> None:
         """Do not let the others wait for the lease of a worker that was stopped by a signal or a debugger.
@@ -160,6 +167,9 @@ class LiveAgent(BoundAgent):
         context = self._context()
         started = self._start(rank, context, worker_group.spec)
         context.subprocess_handlers[rank] = started
+        if self._has_lost_standby:
+            self._has_lost_standby = False
+            self._begin_standby(worker_group.spec)
         context._running_local_ranks.add(rank)
         self._buried.discard(started.proc.pid)  # numbers come back
         self._born_at[rank] = time.monotonic()
@@ -175,8 +185,8 @@ class LiveAgent(BoundAgent):
             try:
                 return self._standby.start(program, env, stdout, stderr)
             except (OSError, EOFError) as error:
-                self._standby = None
-                _log.warning("the standby process failed and is no longer used: %s", error)
+                self._standby, self._has_lost_standby = None, True
+                _log.warning("the standby process failed, worker %d is started the ordinary way: %s", rank, error)
         assert isinstance(context.entrypoint, str), "a bound worker is a program"
         return get_subprocess_handler(
             entrypoint=context.entrypoint,

@@ -14,10 +14,11 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from rendezvous.context import LIVE_VARIABLE, LiveContext
 from rendezvous.errors import StoreError
 from rendezvous.etcd.connection import Connection, list_prefix
-from rendezvous.etcd.store import EtcdStore
+from rendezvous.etcd.store import EtcdStore, check_permission
+from rendezvous.identity import IdentityPort
 from rendezvous.live_member import member_prefix
 from rendezvous.membership.records import Keys
-from rendezvous.torchelastic.addresses import address_towards, machine_name
+from rendezvous.torchelastic.addresses import machine_name, own_address
 from rendezvous.torchelastic.conf import BACKEND, Conf
 
 START_PATIENCE_S = 15.0
@@ -36,22 +37,25 @@ class LiveRendezvousHandler(RendezvousHandler):
         # A missing etcd is reported here, not by every worker; but wait a little, as a running job does in an outage.
         with contextlib.closing(Connection(conf.etcd)) as connection:
             list_prefix(connection, self._keys.world, START_PATIENCE_S)
-        self._address = params.local_addr or address_towards(conf.etcd)
+        check_permission(self._etcd, self._keys)
+        self._address = own_address(params.local_addr, conf.etcd, params.max_nodes)
         self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
         self.node = f"{machine_name()}-{uuid.uuid4().hex[:8]}"
+        self._identity = IdentityPort(self._address, self.node)
         self.context = LiveContext(
             endpoints=conf.etcd.endpoints,
             run_id=params.run_id,
             node=self.node,
             host=machine_name(),
             address=self._address,
-            agent=f"{self._address}:{self._store.port}",
+            agent=self._identity.endpoint,
             min_nodes=params.min_nodes,
             max_nodes=params.max_nodes,
             ttl_s=conf.ttl_s,
             last_call_s=conf.last_call_s,
             timeout_s=conf.timeout_s,
             options=conf.etcd.secrets(),
+            compacts=conf.compacts,
         )
 
     def get_backend(self) -> str:
@@ -79,6 +83,7 @@ class LiveRendezvousHandler(RendezvousHandler):
         """Do nothing: the workers close the job when they have finished."""
 
     def shutdown(self) -> bool:
+        self._identity.close()
         self._etcd.close()
         return True
 

@@ -6,13 +6,18 @@ TorchElastic's agent charges `max_restarts` whenever workers fail, also when the
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 
+from rendezvous.membership.records import Job
 from rendezvous.torchelastic.bound_agent import FINAL_CODES, BoundAgent
 from rendezvous.torchelastic.restart_handler import EtcdRendezvousHandler
+
+MOST_SHOWN = 200
+"""How much of a command's end a message shows."""
 
 _log = logging.getLogger("rendezvous")
 
@@ -25,6 +30,7 @@ class ElasticAgent(BoundAgent):
         assert isinstance(spec.rdzv_handler, EtcdRendezvousHandler)
         self._membership = spec.rdzv_handler
         self._membership.num_workers = spec.local_world_size
+        self._membership.node.job = _job_of(spec)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Report workers that failed because of another node as healthy: the next look restarts them for free."""
@@ -55,3 +61,9 @@ class ElasticAgent(BoundAgent):
     def _exit_barrier(self) -> None:
         """Wait for the others of this world to finish or to be gone, and close the job with the last."""
         self._membership.node.finish(self._exit_barrier_timeout)
+
+
+def _job_of(spec: WorkerSpec) -> Job:
+    """Return what the workers run, for nodes that come when it is done."""
+    command = " ".join(str(part) for part in spec.args)
+    return Job(command[-MOST_SHOWN:], hashlib.sha256(command.encode()).hexdigest()[:16])

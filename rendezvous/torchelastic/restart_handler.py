@@ -23,17 +23,19 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from rendezvous.context import VARIABLE, RendezvousContext
-from rendezvous.errors import StoreError, TooFewNodesError
-from rendezvous.etcd.store import EtcdStore
+from rendezvous.errors import OptionError, StoreError, TooFewNodesError
+from rendezvous.etcd.compaction import Compaction
+from rendezvous.etcd.store import EtcdStore, check_permission
 from rendezvous.meeting_point import Meeting
 from rendezvous.membership.decisions import Policy
 from rendezvous.membership.own_record import Place
-from rendezvous.membership.participant import Participant
+from rendezvous.membership.participant import CLOSED_S, Participant
 from rendezvous.membership.records import World
-from rendezvous.torchelastic.addresses import address_towards, machine_name
+from rendezvous.torchelastic.addresses import interface_of, is_loopback, machine_name, own_address
 from rendezvous.torchelastic.conf import BACKEND, Conf
 
 GROWTH_GRACE_S = 30.0
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 _log = logging.getLogger("rendezvous")
 
@@ -44,13 +46,15 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def __init__(self, params: RendezvousParameters, conf: Conf) -> None:
         self._run_id = params.run_id
         self._conf = conf
-        self._local_address = params.local_addr or address_towards(conf.etcd)
+        self._local_address = own_address(params.local_addr, conf.etcd, params.max_nodes)
         self._store = EtcdStore(conf.etcd)
         policy = Policy(params.min_nodes, params.max_nodes, conf.last_call_s)
         place = Place(machine_name(), self._local_address, num_workers=0)
         self.node = Participant(self._store, params.run_id, policy, place, ttl_s=conf.ttl_s)
+        check_permission(self._store, self.node.keys)
         self._meeting = Meeting(self.node, self._local_address, conf.timeout_s, lambda _: self.node.is_broken())
-        self._is_restart_free = False
+        self._is_restart_free = self._has_entered = False
+        self._compaction = Compaction(conf.etcd, lambda: self.node.is_leading) if conf.compacts else None
         # After SIGTERM the launcher skips shutdown(); the others should not have to wait for the lease to end.
         atexit.register(self.node.leave)
 
@@ -77,7 +81,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for a world, and leave its description in the environment of the workers.
 
-        Raises RendezvousTimeoutError if too few nodes come, RendezvousGracefulExitError if the job is done.
+        Raises RendezvousTimeoutError if too few nodes come, RendezvousGracefulExitError if the job is done, OptionError
+        if another one was done under the same run id a moment ago.
         """
         self._is_restart_free = False
         while True:
@@ -89,9 +94,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
             except StoreError as error:
                 raise RendezvousConnectionError(str(error)) from None
             if world is None:
-                raise RendezvousGracefulExitError(
-                    f"the job {self._run_id!r} is done: there is nothing left to do for this node"
-                )
+                self._check_what_is_done()
+                done = f"the job of the run id {self._run_id!r} is done: there is nothing left to do for this node"
+                _log.warning(done)  # torchrun ends with 0, and says nothing
+                raise RendezvousGracefulExitError(done)
             if (store := self._meeting.connect(world)) is not None:
                 return self._enter(world, store)
 
@@ -120,12 +126,25 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Leave by revoking the lease. The job continues for the others, unless its workers have finished."""
+        if self._compaction is not None:
+            self._compaction.close()
         self.node.leave()
         return True
+
+    def _check_what_is_done(self) -> None:
+        """Raise OptionError if it was another program, or one with other arguments, that was done under this run id."""
+        done, mine = self.node.view.closed, self.node.job
+        if done is not None and not self._has_entered and done.job.digest and done.job != mine:
+            raise OptionError(
+                f"the run id {self._run_id!r} was finished by another command ({done.job.folder}): nothing started. "
+                f"Give this one ({mine.folder}) a run id of its own (--id, --rdzv_id), or start it {CLOSED_S:.0f} s "
+                "after that one."
+            )
 
     def _enter(self, world: World, store: Store) -> RendezvousInfo:
         rank = world.rank_of(self.node.id)
         assert rank is not None, "a node enters only a world that it has a seat in"
+        self._has_entered = True
         context = RendezvousContext(
             endpoints=self._conf.etcd.endpoints,
             run_id=self._run_id,
@@ -138,5 +157,16 @@ class EtcdRendezvousHandler(RendezvousHandler):
             options=self._conf.etcd.secrets(),
         )
         os.environ[VARIABLE] = context.encode()
+        _bind_gloo(self._local_address)
         address = RendezvousStoreInfo(world.address, world.port)
         return RendezvousInfo(store, rank, len(world.seats), address)
+
+
+def _bind_gloo(address: str) -> None:
+    """Let the groups of any script bind the interface of an address, unless the user has chosen one.
+
+    By itself gloo binds what the machine's name resolves to, which on Debian is a loopback address.
+    """
+    interface = None if is_loopback(address) else interface_of(address)
+    if interface is not None:
+        os.environ.setdefault(GLOO_INTERFACE, interface)

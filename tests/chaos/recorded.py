@@ -10,10 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
 import yaml
+from blake3 import blake3
 
 from elastic_train.core.coverage import CoverageSums
 
@@ -36,6 +40,21 @@ class Worlds:
 
 FAULTED = (Worlds(2, 0, 13, "killed"), Worlds(1, 10, 22, "preempted"), Worlds(3, 22, STEPS, "done"))
 REFERENCE = (Worlds(2, 0, STEPS, "done"),)
+
+
+def model_at(step: int) -> dict[str, torch.Tensor]:
+    """Return the weights after a step: plainly made up."""
+    return {"w": torch.full((ROWS,), step / 7)}
+
+
+@cache
+def digest_at(step: int) -> str:
+    """Return the hash of the weights after a step, as docs/formats.md has it."""
+    lines = ""
+    for name, tensor in model_at(step).items():
+        content = f"{tensor.dtype} {tuple(tensor.shape)}\n".encode() + tensor.numpy().tobytes()
+        lines += f"{name} {hashlib.sha256(content).hexdigest()}\n"
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def loss_of(step: int) -> float:
@@ -89,7 +108,7 @@ class Recorder:
                 self.commit(term, names[0], step)
         if world.status != "killed":
             for rank, name in enumerate(names):
-                outcome = {"status": world.status, "step": world.hi, "weights_sha256": f"{world.hi:064d}"}
+                outcome = {"status": world.status, "step": world.hi, "weights_sha256": digest_at(world.hi)}
                 self.write(name, "end", term=term, rank=rank, **outcome, coverage=coverage_at(world.hi))
 
     def step(self, term: int, world: Worlds, names: list[str], step: int) -> None:
@@ -107,7 +126,13 @@ class Recorder:
         lo = self.lo_of(term)
         self.intervals = [*({**i, "hi": min(i["hi"], lo)} for i in before), {"term": term, "lo": lo, "hi": step}]
         key, parent = f"commits/{term:08d}-{step:012d}.json", self.head[1] if self.head else None
-        places = {"step": step, "term": term, "intervals": self.intervals, "coverage": coverage_at(step)}
+        places: dict[str, object] = {
+            "step": step,
+            "term": term,
+            "intervals": self.intervals,
+            "coverage": coverage_at(step),
+        }
+        places |= self.save(term, step)
         record = {**places, "parent": parent, "parent_key": self.head[0] if self.head else None, "created_at": self.now}
         path = self.folder / key
         path.parent.mkdir(exist_ok=True)
@@ -119,11 +144,22 @@ class Recorder:
         for old in sorted(path.parent.glob("*.json"))[:-KEPT]:
             old.unlink()
 
+    def save(self, term: int, step: int) -> dict[str, object]:
+        """Write a commit's files with torch's own writer; return what its record says of them."""
+        attempt = f"data/step-{step:012d}/{term:08d}-made"
+        dcp.save({"model": model_at(step)}, checkpoint_id=self.folder / attempt, no_dist=True)
+        contents = {path.name: path.read_bytes() for path in (self.folder / attempt).iterdir()}
+        files = {name: {"size": len(held), "blake3": blake3(held).hexdigest()} for name, held in contents.items()}
+        return {"format": 2, "attempt": attempt, "files": files, "weights_sha256": digest_at(step)}
+
     def lo_of(self, term: int) -> int:
         return next(line["step"] for name in self.files for line in self.files[name] if _restores(line, term))  # type: ignore[return-value]
 
     def fault(self, kind: str, node: int, seen_step: int, pids: list[int], **fields: object) -> None:
-        self.write("chaos", "fault", kind=kind, target=node, node=node, seen_step=seen_step, pids=pids, **fields)
+        number = 1 + sum(line["op"] == "fault" for line in self.files["chaos"])
+        where = {"target": node, "node": node, "seen_step": seen_step, "pids": pids}
+        self.write("chaos", "fault", kind=kind, number=number, **where, **fields)
+        self.write("chaos", "effect", kind=kind, fault=number, proof=f"{len(pids)} processes have ended")
 
     def finish(self, term: int, *, ended: list[tuple[int, int]]) -> None:
         for node, code in ended:
@@ -137,7 +173,7 @@ class Recorder:
             "status": "done",
             "step": STEPS,
             "term": term,
-            "weights_sha256": f"{STEPS:064d}",
+            "weights_sha256": digest_at(STEPS),
             "mlflow_run_id": "m",
         }
         counts = {"coverage": coverage_at(STEPS), "num_samples": ROWS, "epochs": EPOCHS}
@@ -145,8 +181,15 @@ class Recorder:
         (self.folder / "result.json").write_text(json.dumps({**result, **counts, "metrics": metrics}))
         batch = {"global_batch": LANES * MICRO_BATCH, "micro_batch": MICRO_BATCH}
         task = {"path": "elastic_train.tasks.witness:Witness"}
-        config = {"batch": batch, "task": task, "tracking": {"mlflow_uri": "sqlite:///mlflow.db"}}
+        config = {
+            "epochs": EPOCHS,
+            "max_steps": None,
+            "batch": batch,
+            "task": task,
+            "tracking": {"mlflow_uri": "sqlite:///mlflow.db"},
+        }
         (self.folder / "config.yaml").write_text(yaml.safe_dump(config))
+        (self.folder / "manifest.json").write_text(json.dumps({"files": [{"row_groups": [60, ROWS - 60]}]}))
         (self.folder / "metrics").mkdir()
         for number, lines in self.metrics.items():
             path = self.folder / "metrics" / f"{number:08d}.jsonl"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -94,12 +94,25 @@ def is_live(run: Evidence) -> bool:
 
 @once
 def shape_of(run: Evidence) -> Shape:
-    """Work the job's shape out from its configuration and its manifest's row count."""
+    """Work the job's shape out from its configuration and its manifest's row count.
+
+    A job that says that it is done has to have applied all steps; of another one, those that it says it applied count.
+    """
     batch, result = part(run.config, "batch"), result_of(run)
+    if run.rows is None:
+        raise Unknown(f"the training set's manifest is neither in {run.folder} nor where its configuration says")
     micro_batch = whole(batch, "micro_batch")
-    return Shape(
-        whole(result, "num_samples"), whole(batch, "global_batch") // micro_batch, micro_batch, whole(result, "step")
-    )
+    shape = Shape(run.rows, whole(batch, "global_batch") // micro_batch, micro_batch, whole(result, "step"))
+    return replace(shape, total_steps=_horizon(run, shape)) if result["status"] == "done" else shape
+
+
+def _horizon(run: Evidence, shape: Shape) -> int:
+    """Return how many steps the job has to apply: as the executor has ended a soak, or as its configuration says."""
+    if ends := run.of("horizon"):
+        return whole(ends[-1], "steps")
+    if run.config.get("max_steps") is not None:
+        return whole(run.config, "max_steps")
+    return whole(run.config, "epochs") * shape.steps_per_epoch
 
 
 @once

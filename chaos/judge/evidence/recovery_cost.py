@@ -1,7 +1,7 @@
 """What each fault cost, read from the histories: applied steps computed again, seconds until the next applied step.
 
 A fault that need not end a world (a short freeze, a member of etcd, the end of a spare node) has a cost only where the
-next world formed in its window, and before anything else was done; else the world that it hit rode it out.
+next world formed in its spell, and before anything else was done; else the world that it hit rode it out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from chaos.judge.evidence.applied import (
     restored_at,
     steps_of,
 )
-from chaos.judge.evidence.fault_windows import fault_windows_of
 from chaos.judge.evidence.run_files import (
     Evidence,
     Line,
@@ -26,6 +25,7 @@ from chaos.judge.evidence.run_files import (
     once,
     whole,
 )
+from chaos.judge.evidence.spells import spell_end
 from chaos.scenario.kinds import ends_processes, ends_world
 
 
@@ -66,7 +66,7 @@ def recoveries(run: Evidence) -> list[Recovery]:
     faults = run.of("fault")
     if not faults:
         return []
-    records, lost, sealed, windows = _records(run), _lost(run), sealed_at(run), fault_windows_of(run)
+    records, lost, sealed = _records(run), _lost(run), sealed_at(run)
     formed = sorted((t, term) for term, t in formed_at(run).items())
     times, newest = [t for t, _ in formed], list(accumulate((term for _, term in formed), max))
     found = []
@@ -78,7 +78,9 @@ def recoveries(run: Evidence) -> list[Recovery]:
             continue
         first = records.steps[following]
         next_at = number(faults[place + 1], "t") if place + 1 < len(faults) else float("inf")
-        if not _has_to_end_one(run, fault) and formed_at(run)[whole(first, "term")] > min(next_at, windows.until(at)):
+        if not _has_to_end_one(run, fault) and formed_at(run)[whole(first, "term")] > min(
+            next_at, spell_end(run, fault)
+        ):
             continue
         found.append(_recovery(run, place, first, lost, sealed))
     return found

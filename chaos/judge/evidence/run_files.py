@@ -1,4 +1,4 @@
-"""What a run has left, read from files alone: histories, commit records, results, the witness, the faults.
+"""What a run has left, read from files alone: histories, commits, results, the witness, the faults.
 
 Nothing here is imported from what is judged. A torn last line of a history (its process died) is passed over.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -17,8 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
+from chaos.judge.evidence.clocks import leaders, moved, offsets_of, on_one_clock
+from chaos.judge.evidence.identities import identified
+from chaos.judge.evidence.stored_weights import Tensors, load_weights
+
 Line = dict[str, object]
 _LARGEST_VOID = 100
+MANIFEST = "manifest.json"
 T = TypeVar("T")
 
 
@@ -43,8 +49,14 @@ class Evidence:
     witness: npt.NDArray[np.int64] | None = field(repr=False)
     metrics: dict[int, list[Line]] | None = field(default=None, repr=False)
     """Each term's lines; None where nobody could have logged any."""
+    pruned: str | None = None
+    """Which histories the run has deleted, in words; None if all are there."""
     tracked: Line | None = field(default=None, repr=False)
     """What the tracker held, by metric; None if it was not read."""
+    rows: int | None = None
+    """How many rows the training set has by its manifest; None without one."""
+    load: Callable[[Line], Tensors] | None = field(default=None, repr=False)
+    """Returns the weights that the files of a commit record hold; raises Violated where they are not what it says."""
     # What is worked out of the files once; `replace` begins with none of it.
     _as_read: dict[str, list[Line]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _by_op: dict[str, list[Line]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -96,16 +108,84 @@ def collect(folder: Path) -> Evidence:
     witness = folder / "witness.npy"
     config = _mapping(yaml.safe_load(_text(folder / "config.yaml") or "{}"))
     result, held = _text(folder / "result.json"), _text(folder / "tracked.json")
-    return Evidence(
+    manifest = manifest_of(folder, config or {})
+    read = Evidence(
         folder=folder,
-        processes=[list(parse_lines(path.read_bytes())) for path in sorted((folder / "history").glob("*.jsonl"))],
+        processes=identified(without_vain([_process(parts) for parts in _histories(folder)])),
         commits=[_commit(path) for path in record_files(folder)],
         config=config or {},
         result=_parsed(result.encode()) if result else None,
         witness=np.load(witness, allow_pickle=False) if witness.exists() else None,
         metrics=metrics_of(folder),
+        pruned=_pruned(folder),
         tracked=_parsed(held.encode()) if held else None,
+        rows=None if manifest is None else rows_of(manifest),
+        load=functools.partial(load_weights, folder),
     )
+    return with_one_clock(read)
+
+
+def with_one_clock(run: Evidence) -> Evidence:
+    """Return the evidence with all times on the executor's clock, as far as hosts' clocks differ by seconds."""
+    offsets = offsets_of(run.processes)
+    if not offsets:
+        return run
+    leads = leaders(run.processes)
+    ahead = {term: offsets.get(host, 0.0) for term, host in leads.items()}
+    metrics = run.metrics and {
+        term: [moved(x, ahead.get(term, 0.0)) for x in run.metrics[term]] for term in run.metrics
+    }
+    commits = [
+        replace(commit, fields=commit.fields and moved(commit.fields, ahead.get(commit.fields.get("term"), 0.0)))
+        for commit in run.commits
+    ]
+    return replace(run, processes=on_one_clock(run.processes, offsets), metrics=metrics, commits=commits)
+
+
+def without_vain(processes: list[list[Line]]) -> list[list[Line]]:
+    """Leave out the faults that had no effect: a `missed` line has their number, and they explain nothing."""
+    vain = {line["fault"] for process in processes for line in process if line["op"] == "missed" and "fault" in line}
+    return [
+        [line for line in process if line["op"] != "fault" or line.get("number") not in vain] for process in processes
+    ]
+
+
+def manifest_of(folder: Path, config: Line) -> Line | None:
+    """Read the training set's manifest: the copy in the run's folder, or the one where its configuration says."""
+    data = _mapping(config.get("data")) or {}
+    places = [folder, *([Path(train)] if isinstance(train := data.get("train"), str) else [])]
+    return next((_parsed((place / MANIFEST).read_bytes()) for place in places if (place / MANIFEST).is_file()), None)
+
+
+def rows_of(manifest: Line) -> int:
+    """Count the rows of all row groups that a manifest lists."""
+    return sum(sum(cast(list[int], file["row_groups"])) for file in cast(list[Line], items(manifest, "files")))
+
+
+def _histories(folder: Path) -> list[list[Path]]:
+    """Return the parts of every process's history in the order in which they were written: X.jsonl, X.p000001.jsonl."""
+    paths = sorted((folder / "history").glob("*.jsonl"))
+    return [list(parts) for _, parts in itertools.groupby(paths, key=lambda path: path.name.partition(".")[0])]
+
+
+def _process(parts: list[Path]) -> list[Line]:
+    """Return a process's lines, each once: every part begins with some of the first one's `again`."""
+    lines, said = list[Line](), set[tuple[object, object]]()
+    for line in itertools.chain.from_iterable(parse_lines(path.read_bytes()) for path in parts):
+        if not line.get("again") or (line["op"], line.get("t")) not in said:
+            lines.append(line)
+        said.add((line["op"], line.get("t")))
+    return lines
+
+
+def _pruned(folder: Path) -> str | None:
+    """Say which histories were deleted while the run went on, whole terms or the first parts of long ones."""
+    summary = _parsed((_text(folder / "history" / "summary.json") or "{}").encode()) or {}
+    if terms := summary.get("pruned"):
+        return f"the histories of the terms up to {terms} were deleted (run.history_terms)"
+    firsts = [parts[0].name for parts in _histories(folder)]
+    shortened = next((name for name in firsts if ".p" in name), None)
+    return f"the first parts of {shortened} were deleted (run.history_bytes)" if shortened else None
 
 
 def record_files(folder: Path) -> list[Path]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 from chaos.judge.evidence.run_files import (
     Evidence,
     Line,
-    part,
     whole,
 )
 
@@ -31,7 +28,7 @@ def so_far(run: Evidence) -> Evidence:
         "status": "stuck" if run.has("stuck") else "running",
         "step": until,
         "term": max(formed),
-        "num_samples": _rows(run),
+        "num_samples": run.rows,
         "coverage": newest["coverage"],
     }
     kept = [[line for line in process if not _is_behind(line, until)] for process in run.processes]
@@ -40,9 +37,3 @@ def so_far(run: Evidence) -> Evidence:
 
 def _is_behind(line: Line, until: int) -> bool:
     return line["op"] in ("step", "end") and whole(line, "step") >= until + (line["op"] == "step")
-
-
-def _rows(run: Evidence) -> int:
-    """Return how many rows the training set has."""
-    manifest = json.loads((Path(str(part(run.config, "data")["train"])) / "manifest.json").read_text())
-    return sum(sum(file["row_groups"]) for file in manifest["files"])

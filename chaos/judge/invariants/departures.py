@@ -1,17 +1,17 @@
 """Invariant of departures: a fault explains each one from a world, and each world of the same processes again.
 
-A fault explains what happens in its window (`chaos.judge.evidence.fault_windows`). What it may explain there is written
+A fault explains what happens in its spell (`chaos.judge.evidence.spells`). What it may explain there is written
 at each check.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import math
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 from chaos.judge.evidence.applied import formed_at, is_live, pids_of
-from chaos.judge.evidence.fault_windows import fault_windows_of, over_at, patience_of
 from chaos.judge.evidence.recovery_cost import last_seen, sealed_at, seats_of
 from chaos.judge.evidence.run_files import (
     Evidence,
@@ -20,6 +20,7 @@ from chaos.judge.evidence.run_files import (
     number,
     scenario_field,
 )
+from chaos.judge.evidence.spells import spells_of
 from chaos.judge.findings import Unknown
 from chaos.scenario.kinds import (
     befalls_all,
@@ -59,85 +60,83 @@ def _check_worlds(run: Evidence) -> None:
     """No process outlives a world of the `restart` mode: it ends because a fault hit it, or because a node came.
 
     A fault hits a world if it came, lasted or was undone after that was sealed, or had hit one of its processes before;
-    and the world has to end in the fault's window. An agent that was kept from etcd is a member of the next world, too:
+    and the world has to end in the fault's spell. An agent that was kept from etcd is a member of the next world, too:
     a renewal that was lost is missed later, and ends one world.
     """
     formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
     node_of = {pid: line["node"] for line in run.of("node") for pid in _pids(line)}
-    window, until, hit, cut_off = 0.0, 0.0, set[object](), set[object]()
-    for before, after, hits, since in _changes(run):
-        if since != window:
-            window, until, hit, cut_off = since, 0.0, set(), set()
-        until = max(until, *(_until(line) for line in hits), 0.0)
-        hit.update(pid for line in hits for pid in _pids(line))
-        cut_off.update(node for line in hits if cuts_off(line["kind"]) for node in _nodes(line))
+    spent = set[tuple[int, object]]()
+    for before, after, hits in _changes(run):
+        until = max((_until(line) for line in hits), default=0.0)
+        hit = {pid for line in hits for pid in _pids(line)}
         began = sealed.get(before, formed[before])
         if until >= began or not hit.isdisjoint(pids[before]) or seats[after] > seats[before]:
             continue
-        members = cut_off & {node_of[pid] for pid in pids[before] if pid in node_of}
-        if not members:
+        own = {node_of[pid] for pid in pids[before] if pid in node_of}
+        cut_off = {
+            (id(line), node) for line in hits if cuts_off(line["kind"]) for node in own.intersection(_nodes(line))
+        }
+        if cut_off <= spent:
             raise Unknown(f"term {after} was formed, but no fault since term {before} explains it")
-        cut_off -= members
+        spent |= cut_off
 
 
 def _check_changes(run: Evidence) -> None:
     """Processes leave a live world only when a fault hit them, and worlds end only because one left or came.
 
-    A process that was hit, or started and ended by the undoing of a fault, may leave in the fault's window, or once
-    come back as another member; nodes are in a world as a whole, so the rest of a node leaves with it. A process that
-    was asked to leave ends a few worlds until it has left; one that was hit before it had recorded any world may have
-    been in one that no history has, or have been waited for, and ends one. A fault of etcd or of the storage hits all
+    A process that was hit, or started and ended by the undoing of a fault, may leave in the fault's spell, or once come
+    back as another member; nodes are in a world as a whole, so the rest of a node leaves with it. A process that was
+    asked to leave ends a few worlds until it has left; one that was hit before it had recorded any world may have been
+    in one that no history has, or have been waited for, and ends one. A fault of etcd or of the storage hits all
     members of a world while it lasts.
     """
     formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
     seen_in = last_seen(run)  # a world may break before all have recorded it
     node_of = {pid: line["node"] for line in run.of("node") for pid in _pids(line)}
     lost = {line["term"] for line in run.of("form") if line.get("cause") == "lost"}  # one of the members before is gone
-    last_hit = {pid: number(line, "t") for line in _by_time([*run.of("fault"), *run.of("undo")]) for pid in _pids(line)}
-    window, until, all_until, leaving_for, struck = 0.0, 0.0, 0.0, dict[object, int](), set[object]()
-    for before, after, hits, since in _changes(run):
-        if since != window:
-            window, until, all_until, leaving_for, struck = since, 0.0, 0.0, {}, set()
+    worlds_left, spent = dict[tuple[int, object], int](), set[tuple[int, object]]()
+    for before, after, hits in _changes(run):
         began = sealed.get(before, formed[before])
-        until = max(until, *(_until(line) for line in hits), 0.0)
-        all_until = max(all_until, *(_until(line) for line in hits if befalls_all(line["kind"])), 0.0)
-        struck.update(pid for line in hits for pid in _pids(line))
-        leaving = (pid for line in hits if line["kind"] in _TELL_TO_LEAVE for pid in _pids(line))
-        leaving_for.update(dict.fromkeys(leaving, MOST_WORLDS_LEAVING))
-        hit = {pid for pid, at in last_hit.items() if at >= since}
+        until = max((_until(line) for line in hits), default=0.0)
+        all_until = max((_until(line) for line in hits if befalls_all(line["kind"])), default=0.0)
+        struck = {(id(line), pid) for line in hits for pid in _pids(line)}
+        hit = {pid for _, pid in struck}
         broken = {node_of[pid] for pid in hit if pid in node_of}
         excused = {pid for pid in pids[before] if began <= all_until or pid in hit or node_of.get(pid) in broken}
+        if seats[after] > len(pids[after]):  # it may have been a member that did not live to record that
+            excused |= _hit_in(run, after)
         gone = sorted(pid for pid in pids[before] - pids[after] - excused if seen_in[pid] == before)
         if gone:
             raise Unknown(f"process {gone[0]} left between terms {before} and {after}, and no fault explains it")
         if pids[before] != pids[after] or seats[before] != seats[after] or until >= began:
             continue
-        late = [pid for pid in pids[before] if leaving_for.get(pid, 0) > 0]
-        again = pids[before] if after in lost and not struck.isdisjoint(pids[before]) else struck - seen_in.keys()
+        leaving = {(id(line), pid) for line in hits if line["kind"] in _TELL_TO_LEAVE for pid in _pids(line)}
+        late = [one for one in leaving if one[1] in pids[before] and worlds_left.get(one, MOST_WORLDS_LEAVING) > 0]
+        left = struck - spent
+        again = {one for one in left if one[1] not in seen_in}
+        if after in lost and any(pid in pids[before] for _, pid in left):
+            again = {one for one in left if one[1] in pids[before]}
         if not late and not again:
             raise Unknown(f"term {after} was formed by the processes of term {before}, and no fault explains it")
-        leaving_for.update({pid: leaving_for[pid] - 1 for pid in late})
-        struck -= set() if late else again
+        worlds_left.update({one: worlds_left.get(one, MOST_WORLDS_LEAVING) - 1 for one in late})
+        spent |= set() if late else again
 
 
-def _changes(run: Evidence) -> Iterator[tuple[int, int, list[Line], float]]:
-    """Yield each term, the next one, the faults and undoings between them, and since when what was done may explain it.
+def _hit_in(run: Evidence, term: int) -> set[Any]:
+    """Return the processes that were hit from when a term's world had formed until the next one had."""
+    formed = formed_at(run)
+    until = min((t for other, t in formed.items() if other > term), default=math.inf)
+    return {pid for hit in run.of("fault") if formed[term] < number(hit, "t") <= until for pid in _pids(hit)}
 
-    That is the beginning of the window in which the next world formed, or that moment itself if it is in none. (When
-    it was sealed is known by its leader's clock, which may be wrong.) Every fault is yielded once, if it is of that
-    window.
+
+def _changes(run: Evidence) -> Iterator[tuple[int, int, list[Line]]]:
+    """Yield each term, the next one, and the faults and undoings in whose spells that formed.
+
+    (When it was sealed is known by its leader's clock, which may be wrong.)
     """
-    hits, windows, formed = _by_time([*run.of("fault"), *run.of("undo")]), fault_windows_of(run), formed_at(run)
-    times, place = [number(line, "t") for line in hits], 0
+    spells, formed = spells_of(run), formed_at(run)
     for before, after in pairwise(sorted(formed)):
-        end = max(place, bisect_right(times, formed[after]))
-        since = windows.since(formed[after])
-        yield before, after, [line for line in hits[place:end] if number(line, "t") >= since], since
-        place = end
-
-
-def _by_time(lines: list[Line]) -> list[Line]:
-    return sorted(lines, key=lambda line: number(line, "t"))
+        yield before, after, spells.at(formed[after])
 
 
 def _pids(line: Line) -> list[object]:
@@ -154,23 +153,20 @@ def _until(line: Line) -> float:
 def _is_explained(run: Evidence, exit_: Line) -> bool:
     """Say whether the last thing done to a node was to end it, or its agent gave up.
 
-    It does so where it was once kept from etcd, or etcd was away not long before; and when workers have failed more
+    It does so where it was kept from etcd, or etcd was away, not long before; and when workers have failed more
     often than it may start its own again (the first to report a failure pays for it).
     """
-    hits = [fault for fault in run.of("fault") if exit_["node"] in _nodes(fault)]
-    if any(_TURNED_AWAY.get(str(hit["kind"])) == exit_["code"] and _lasts(run, hit, exit_) for hit in hits):
+    at, most = number(exit_, "t"), scenario_field(run, "max_restarts")
+    turned_away = (hit for hit in spells_of(run).at(at) if exit_["node"] in _nodes(hit))
+    if any(_TURNED_AWAY.get(str(hit["kind"])) == exit_["code"] for hit in turned_away):
         return True
-    mine = [hit["kind"] for hit in hits]
-    if mine and (mine[-1] in _ENDS_NODES or any(cuts_off(kind) for kind in mine)):
+    mine = [fault["kind"] for fault in run.of("fault") if exit_["node"] in _nodes(fault) and number(fault, "t") <= at]
+    if mine and mine[-1] in _ENDS_NODES:
         return True
-    most, since = scenario_field(run, "max_restarts"), fault_windows_of(run).since(number(exit_, "t"))
-    is_worn_out = isinstance(most, int) and not is_live(run) and len(run.of("fault")) > most
-    return is_worn_out or any(is_of_etcd(fault["kind"]) and number(fault, "t") >= since for fault in run.of("fault"))
-
-
-def _lasts(run: Evidence, fault: Line, exit_: Line) -> bool:
-    """Say whether a fault was there, or just over, when a node ended."""
-    return number(fault, "t") <= number(exit_, "t") <= over_at(fault) + patience_of(run)
+    hits = spells_of(run).at(at)
+    if any(is_of_etcd(hit["kind"]) or (cuts_off(hit["kind"]) and exit_["node"] in _nodes(hit)) for hit in hits):
+        return True
+    return isinstance(most, int) and not is_live(run) and len(run.of("fault")) > most
 
 
 def _nodes(fault: Line) -> list[object]:

@@ -19,7 +19,6 @@ from chaos.judge.evidence.applied import (
     counts_of,
     first_miscount,
     lineage_of,
-    newest_steps,
     restored_at,
     result_of,
     shape_of,
@@ -38,6 +37,7 @@ from chaos.judge.evidence.run_files import (
     Evidence,
     Line,
     lanes_of,
+    number,
     part,
     whole,
 )
@@ -45,6 +45,8 @@ from chaos.judge.findings import Unknown, Violated
 
 _MASK = (1 << 64) - 1
 _CHUNK = 1 << 20
+_UNWRITTEN_S = 0.25
+"""How long a line may wait for the thread that writes it, on a machine that is busy."""
 _SHARED = ("epoch", "lo", "hi", "num_samples", "world", "loss")
 
 
@@ -100,14 +102,17 @@ def _differ(value: object, other: object) -> bool:
 def partition(run: Evidence) -> str:
     """In every applied step, every lane belongs to exactly one rank of the world."""
     steps, num_lanes = steps_of(run), shape_of(run).num_lanes
-    newest, last_term = newest_steps(steps), whole(result_of(run), "term")
+    last_term, ended_at = whole(result_of(run), "term"), dict[int, float]()
+    for (term, _), lines in steps.items():
+        ended_at[term] = max(ended_at.get(term, 0.0), *(number(line, "t") for line in lines))
     for (term, step), lines in steps.items():
         if _tile(lines, num_lanes):
             continue
         owners = Counter(lane for line in lines for lane in range(*lanes_of(line)))
         wrong = [lane for lane in range(max(num_lanes, *owners) + 1) if owners[lane] != (lane < num_lanes)]
-        # A rank that was killed before it wrote its last line leaves a hole at its term's newest step only.
-        is_torn = step == newest[term] and term != last_term and all(owners[lane] == 0 for lane in wrong)
+        # A rank that was killed before its last lines were written leaves a hole at its term's end only.
+        is_last = max(number(line, "t") for line in lines) >= ended_at[term] - _UNWRITTEN_S
+        is_torn = is_last and term != last_term and all(owners[lane] == 0 for lane in wrong)
         if wrong and not is_torn:
             times = owners[wrong[0]]
             raise Violated(f"term {term}, step {step}: lane {wrong[0]} of {num_lanes} was computed {times} times")
@@ -271,7 +276,8 @@ def same_losses(run: Evidence, reference: Evidence) -> str:
 def _check_reference(run: Evidence, reference: Evidence) -> None:
     if reference.of("fault"):
         raise Unknown("the reference had faults itself")
-    pids = [{(line["pid"], line["started_at"]) for line in evidence.of("form")} for evidence in (run, reference)]
+    told = ("pid", "started_at", "host", "boot", "born")
+    pids = [{tuple(line.get(key) for key in told) for line in evidence.of("form")} for evidence in (run, reference)]
     if not pids[1]:
         raise Unknown("the reference has no history of its own")
     if pids[0] & pids[1]:

@@ -16,9 +16,9 @@ from chaos.judge.evidence.applied import (
     reached_by,
     restored_at,
     result_of,
+    shape_of,
     steps_of,
 )
-from chaos.judge.evidence.fault_windows import FaultWindows, fault_windows_of, patience_of
 from chaos.judge.evidence.recovery_cost import (
     Recovery,
     after_the_last_step,
@@ -28,6 +28,7 @@ from chaos.judge.evidence.recovery_cost import (
     ridden_out,
 )
 from chaos.judge.evidence.run_files import Evidence, number, whole
+from chaos.judge.evidence.spells import patience_of, spell_end, spells_of
 from chaos.judge.findings import Unknown, Violated
 from chaos.judge.invariants.rollbacks import check_rollbacks
 
@@ -41,16 +42,24 @@ def finished(run: Evidence) -> str:
         raise Unknown(f"the job has not ended; it is judged up to its commit of step {result['step']}")
     if result["status"] != "done":
         raise Violated(f"the job ended as {result['status']} at step {result['step']}")
-    return f"done at step {result['step']} in term {result['term']}"
+    shape = shape_of(run)
+    if result["step"] != shape.total_steps or result["num_samples"] != shape.rows:
+        said = f"done at step {result['step']} of {result['num_samples']} rows"
+        due = f"{shape.total_steps} steps of {shape.rows} rows"
+        raise Violated(f"the job says that it is {said}; by its configuration and manifest it is {due}")
+    return f"done at step {result['step']}, the last by configuration and manifest, in term {result['term']}"
 
 
 def faults(run: Evidence) -> str:
-    """All faults came, each changed the world or was ridden out, and a kill at a drawn step lost applied steps."""
+    """All faults came and bit; each changed the world or was ridden out; a kill at a drawn step lost applied steps."""
     injected = run.of("fault")
     if not is_soak(run) and (missed := run.of("missed")):
         raise Unknown(f"{fault_kind(missed[0])} never came: {missed[0].get('why', 'no process came there')}")
     if not injected:
         raise Unknown("no fault was injected, so recovery was not put to the test")
+    proved = {line.get("fault") for line in run.of("effect")}
+    if unproved := [fault for fault in injected if "number" in fault and fault["number"] not in proved]:
+        raise Unknown(f"{fault_name(unproved[0])}: nothing shows that it had an effect")
     recovered = {recovery.place: recovery for recovery in recoveries(run)}
     spared = ridden_out(run)
     late = after_the_last_step(run)
@@ -62,8 +71,10 @@ def faults(run: Evidence) -> str:
             raise Unknown(f"{fault_name(fault)} changed nothing: no newer world has applied a step after it")
         if not is_live(run) and fault["kind"] in _KILLS and fault.get("is_drawn") and recovery.rpo_steps == 0:
             raise Unknown(f"{fault_name(fault)} lost no applied step: it was not put to the test that they come back")
-    kinds = len({fault_kind(fault) for fault in injected})
+    kinds, missed = len({fault_kind(fault) for fault in injected}), run.of("missed")
     summary = f"{len(injected)} faults of {kinds} kinds, {len(formed_at(run))} terms"
+    summary += f"; {len(proved)} have shown their effect" if proved else ""
+    summary += f", {len(missed)} missed" if missed else ""
     if spared or late:
         ended = f", {len(late)} after the last step" if late else ""
         return f"{summary}: {len(recovered)} followed by a new world's steps, {len(spared)} ridden out{ended}"
@@ -116,7 +127,7 @@ def _given_up(run: Evidence) -> Iterator[tuple[int, int, int, int, int]]:
 
 
 def rto(run: Evidence) -> str:
-    """Every fault is followed by a next world's first applied step in its window, or was ridden out."""
+    """Every fault is followed by a next world's first applied step in its spell, or was ridden out."""
     costs, spared = recoveries(run), ridden_out(run)
     for cost in costs:
         late_s = cost.at + cost.rto_s - _due_at(run, cost)
@@ -139,7 +150,7 @@ def _due_at(run: Evidence, cost: Recovery) -> float:
     A small world takes long over a step, and makes room for a node that comes back only after the step that announces
     it: the second step, at the latest, that it applies when nothing is wrong any more.
     """
-    over, came = fault_windows_of(run).until(cost.at), cost.at + cost.rto_s
+    over, came = spell_end(run, run.of("fault")[cost.place]), cost.at + cost.rto_s
     if came <= over:
         return over
     applied = (
@@ -154,10 +165,10 @@ def liveness(run: Evidence) -> str:
     for line in run.of("stuck"):
         raise Violated(str(line["why"]))
     times = [number(line, "t") for line in run.of("step")]
-    patience_s, windows, longest_s = patience_of(run), fault_windows_of(run), 0.0
+    patience_s, spells, longest_s = patience_of(run), spells_of(run), 0.0
     for before, after in pairwise(times):
         longest_s = max(longest_s, after - before)
-        if after - before > patience_s and (quiet_s := _longest_quiet_s(windows, before, after)) > patience_s:
+        if after - before > patience_s and (quiet_s := spells.quiet_s(before, after)) > patience_s:
             raise Violated(
                 f"no step was applied for {after - before:.1f} s, {quiet_s:.1f} s of which nothing was wrong"
             )
@@ -169,12 +180,3 @@ def liveness(run: Evidence) -> str:
     half = seconds[(len(seconds) - 1) // 2]
     healed = f"{len(seconds)} times whole again after all was undone: p50 {half:.1f} s, at most {seconds[-1]:.1f} s"
     return f"{healed}; {longest}"
-
-
-def _longest_quiet_s(windows: FaultWindows, since: float, until: float) -> float:
-    """Return the longest part of an interval that is in no window."""
-    quiet_s, at = 0.0, since
-    for begin, end in zip(windows.begins, windows.ends, strict=True):
-        if begin < until and end > at:
-            quiet_s, at = max(quiet_s, begin - at), end
-    return max(quiet_s, until - at)

@@ -13,9 +13,15 @@ import pyetcd
 from chaos.real.acts.job_view import Act, JobView
 from chaos.real.acts.outcome import Struck
 from chaos.real.acts.targets import targets
+from chaos.scenario.kinds import ALIEN_RECORDS
+from chaos.services.etcd_admin import CORRUPT, NOSPACE, clear_alarms, raise_alarm
 from chaos.services.torchrun_node import signal_all
+from rendezvous.errors import StoreError
+from rendezvous.etcd.options import etcd_options
 from rendezvous.etcd.server import EtcdServer
+from rendezvous.etcd.store import EtcdStore
 from rendezvous.membership.records import Keys
+from rendezvous.membership.store import Put
 
 if TYPE_CHECKING:
     from chaos.scenario.schedule import Due
@@ -45,6 +51,43 @@ def lose_etcd_data(job: JobView, fault: Due) -> Struck | None:
     if done is not None:
         job.around.etcd.delete_data()
     return done
+
+
+def etcd_refuses(job: JobView, fault: Due) -> Struck | None:
+    """Raise an alarm: no member of etcd writes until it is cleared."""
+    assert job.around.etcd is not None, "every job has one"
+    members = job.around.etcd.members
+    if not all(_runs(member) and _answers(member) for member in members):
+        return None
+    endpoint, alarm = job.around.etcd.endpoint, job.draws.choice((NOSPACE, CORRUPT))
+    try:
+        raise_alarm(endpoint, alarm)
+    except StoreError:
+        return None
+
+    def clear() -> list[int] | None:
+        try:
+            clear_alarms(endpoint)
+        except StoreError:
+            return None  # its members are away: again, once they answer
+        return []
+
+    pids = [member.pid for member in members if member.pid is not None]
+    return Struck(pids, [], None, clear, {"alarm": "NOSPACE" if alarm == NOSPACE else "CORRUPT"})
+
+
+def alien_record(job: JobView, fault: Due) -> Struck | None:
+    """Write below the job's prefix what is no record, as somebody with etcdctl may."""
+    assert job.around.etcd is not None, "every job has one"
+    key, text = job.draws.choice(ALIEN_RECORDS)
+    store = EtcdStore(etcd_options(job.around.etcd.endpoint), give_up_after_s=_CALL_S)
+    try:
+        store.swap({Keys(job.around.run_id).prefix + key: Put(text)}, {})
+    except StoreError:
+        return None
+    finally:
+        store.close()
+    return Struck([member.pid for member in job.around.etcd.members if member.pid is not None], recorded={"key": key})
 
 
 def _kill(members: list[EtcdServer]) -> Struck | None:
@@ -126,10 +169,19 @@ def lose_lease(job: JobView, fault: Due) -> Struck | None:
             pyetcd.etcdrpc.LeaseStub(channel).LeaseRevoke(revoke, _CALL_S)
         except grpc.RpcError:
             return None  # etcd is away, or the lease has ended by itself
-    return Struck([job.followed.pids[ranks[-1]]], nodes)
+    return Struck([job.followed.pids[ranks[-1]]], nodes, effect=lambda: "etcd has confirmed the lease's end")
 
 
 ACTS: dict[str, Act] = {
     act.__name__: act
-    for act in (kill_etcd_member, kill_etcd_leader, freeze_etcd_member, etcd_outage, lose_etcd_data, lose_lease)
+    for act in (
+        kill_etcd_member,
+        kill_etcd_leader,
+        freeze_etcd_member,
+        etcd_outage,
+        lose_etcd_data,
+        lose_lease,
+        etcd_refuses,
+        alien_record,
+    )
 }

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from chaos.real.acts.effects import came_there
 from chaos.real.acts.job_view import JobLog
 from chaos.real.acts.outcome import Struck
 from chaos.real.acts.targets import targets
@@ -123,7 +124,9 @@ class Points:
             path.unlink()
         is_stop = armed.fault.kind == "stop"
         how = {"stop": "SIGSTOP", "kill": "SIGKILL"}.get(armed.fault.kind)
-        job.note(armed.fault, Struck([pid], [armed.node], how), at)
+        # What stops is not necessarily stopped yet; what is neither killed nor stopped has nothing else to show.
+        effect = None if how else came_there(armed.name)
+        job.note(armed.fault, Struck([pid], [armed.node], how, effect=effect), at)
         if is_stop:
 
             def go_on() -> list[int]:

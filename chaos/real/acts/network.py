@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from chaos.real.acts.effects import Effect, counted, unreachable
 from chaos.real.acts.job_view import Act, JobView
 from chaos.real.acts.outcome import Struck
 from chaos.real.acts.targets import targets
@@ -57,7 +58,9 @@ def _to_etcd(job: JobView, fault: Due, spoil: Callable[[Way], None]) -> Struck |
                 _hold(proxies.ways[number])
         return _pids(nodes)
 
-    return Struck(pids, nodes, undo=heal)
+    ways = [proxies.ways[node.number] for node in nodes]
+    held = counted("chunks to or from etcd were held", lambda: sum(way.num_held for way in ways))
+    return Struck(pids, nodes, undo=heal, effect=held)
 
 
 def cut_node(job: JobView, fault: Due) -> Struck | None:
@@ -72,15 +75,42 @@ def cut_one_way(job: JobView, fault: Due) -> Struck | None:
     return _cut(job, Cable.silence)
 
 
+def refuse_address(job: JobView, fault: Due) -> Struck | None:
+    return _cut(job, Cable.refuse)
+
+
 def slow_network(job: JobView, fault: Due) -> Struck | None:
-    return _cut(job, lambda laid: laid.worsen(delay_s=_LATE_S))
+    return _cut(job, lambda laid: laid.worsen(delay_s=_LATE_S), _count_of(job, "packets were late"))
 
 
 def lose_packets(job: JobView, fault: Due) -> Struck | None:
-    return _cut(job, lambda laid: laid.worsen(loss=_LOST))
+    return _cut(job, lambda laid: laid.worsen(loss=_LOST), _count_of(job, "packets were lost"))
 
 
-def _cut(job: JobView, spoil: Callable[[Cable], None]) -> Struck | None:
+def hosts_file(job: JobView, fault: Due) -> Struck | None:
+    """Change what the last node's machine is called; the next world of its processes meets the new name."""
+    laid, node = job.around.cable, job.nodes[-1]
+    assert laid is not None, "the scenario's kinds have asked for it"
+    if not node.is_up:
+        return None
+    laid.misname()
+
+    def name_again() -> list[int]:
+        laid.name_as_outside()
+        return node.pids()
+
+    return Struck(node.pids(), [node], undo=name_again)
+
+
+def _count_of(job: JobView, what: str) -> Effect:
+    """Count packets that the relay has spoilt; it spoils none, and passes none, at other times."""
+    laid = job.around.cable
+    assert laid is not None and laid.relay is not None, "the scenario's kinds have asked for it"
+    relay = laid.relay
+    return counted(what, lambda: relay.num_lost if "lost" in what else relay.num_passed)
+
+
+def _cut(job: JobView, spoil: Callable[[Cable], None], effect: Effect | None = None) -> Struck | None:
     """Spoil the only cable, that of the last node; either side may be left out. A later fault takes its place."""
     laid = job.around.cable
     assert laid is not None, "the scenario's kinds have asked for it"
@@ -96,7 +126,8 @@ def _cut(job: JobView, spoil: Callable[[Cable], None]) -> Struck | None:
             laid.mend()
         return _pids(job.nodes)
 
-    return Struck(_pids(job.nodes), [job.nodes[-1]], undo=mend)
+    seen = effect or unreachable(laid.address("inside"))
+    return Struck(_pids(job.nodes), [job.nodes[-1]], undo=mend, effect=seen)
 
 
 def _pids(nodes: list[Node]) -> list[int]:
@@ -107,6 +138,6 @@ ACTS: dict[str, Act] = {
     act.__name__: act
     for act in (
         *(cut_off_etcd, lose_requests, lose_answers, slow_etcd),
-        *(cut_node, cut_link, cut_one_way, slow_network, lose_packets),
+        *(cut_node, cut_link, cut_one_way, refuse_address, slow_network, lose_packets, hosts_file),
     )
 }

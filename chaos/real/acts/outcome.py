@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from chaos.real.acts.effects import Effect, gone, running, stopped
+
 if TYPE_CHECKING:
     from chaos.services.torchrun_node import Node
 
@@ -22,3 +24,13 @@ class Struck:
     signal: str | None = None
     undo: Undo | None = None
     recorded: dict[str, object] = field(default_factory=dict)
+    effect: Effect | None = None
+    """Sees that it bit; left out where signal and processes say what there is to see."""
+
+    @property
+    def proof(self) -> Effect:
+        """What sees that the fault bit."""
+        if self.effect is not None:
+            return self.effect
+        by_signal = {"SIGKILL": gone, "SIGTERM": gone, "SIGSTOP": stopped}
+        return by_signal.get(str(self.signal), running)(self.pids)

@@ -10,7 +10,7 @@ from chaos.errors import RunError
 from chaos.real.acts.job_view import Act, JobView
 from chaos.real.acts.outcome import Struck
 from chaos.real.acts.targets import targets
-from chaos.services.torchrun_node import signal_all
+from chaos.services.torchrun_node import children_of, signal_all
 
 if TYPE_CHECKING:
     from chaos.scenario.schedule import Due
@@ -84,6 +84,22 @@ def freeze_node(job: JobView, fault: Due) -> Struck | None:
     return _frozen(nodes, [pid for node in nodes for pid in node.freeze()])
 
 
+def freeze_standby(job: JobView, fault: Due) -> Struck | None:
+    """Freeze what workers are forked from, as a machine does that swaps it out."""
+    nodes = targets(job, fault)
+    pids = [pid for node in nodes if (pid := node.standby()) is not None]
+    signal_all(pids, signal.SIGSTOP)
+    return _frozen(nodes, pids)
+
+
+def kill_standby(job: JobView, fault: Due) -> Struck | None:
+    """Kill it, as a machine does that is short of memory; not where workers depend on it, which is another fault."""
+    nodes = targets(job, fault)
+    pids = [pid for node in nodes if (pid := node.standby()) is not None and not children_of(pid)]
+    signal_all(pids, signal.SIGKILL)
+    return Struck(pids, nodes, "SIGKILL") if pids else None
+
+
 def _frozen(nodes: list[Node], pids: list[int]) -> Struck | None:
     def thaw() -> list[int]:
         signal_all(pids, signal.SIGCONT)
@@ -137,6 +153,8 @@ ACTS: dict[str, Act] = {
         start_node,
         freeze_worker,
         freeze_node,
+        freeze_standby,
+        kill_standby,
         slow_worker,
         start_twin,
     )

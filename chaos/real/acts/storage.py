@@ -1,4 +1,4 @@
-"""Faults of the storage of checkpoints: a disk that is full, and files of the newest commit that are damaged."""
+"""Faults of the storage of checkpoints: a disk that is full or freezes, and files of commits that are damaged."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chaos.judge.evidence.run_files import record_files
+from chaos.real.acts.effects import counted, differs
 from chaos.real.acts.job_view import Act, JobView
 from chaos.real.acts.outcome import Struck
 
@@ -35,7 +36,29 @@ def storage_full(job: JobView, fault: Due) -> Struck | None:
         ballast.unlink()
         return []
 
-    return Struck([], recorded={"bytes": ballast.stat().st_size}, undo=empty)
+    def refuses() -> str | None:
+        try:
+            (ballast.parent / f"{_BALLAST}.more").write_bytes(_CHUNK)
+        except OSError as error:
+            return f"writing there fails: {error.strerror}"
+        finally:
+            (ballast.parent / f"{_BALLAST}.more").unlink(missing_ok=True)
+        return None
+
+    return Struck([], recorded={"bytes": ballast.stat().st_size}, undo=empty, effect=refuses)
+
+
+def freeze_fs(job: JobView, fault: Due) -> Struck | None:
+    """Freeze the file systems of commits' files and metrics: who writes there waits, and cannot even be killed."""
+    for disk in job.around.freezing:
+        disk.freeze()
+
+    def thaw() -> list[int]:
+        for disk in job.around.freezing:
+            disk.thaw()
+        return []
+
+    return Struck([], undo=thaw)
 
 
 def flip_bit(job: JobView, fault: Due) -> Struck | None:
@@ -72,18 +95,20 @@ def _damage(job: JobView, spoil: Callable[[Path], None]) -> Struck | None:
         record = json.loads(whole[-1].read_bytes())
         files = sorted(name for name, file in record["files"].items() if file["size"] > 0)
         path = job.folder / record["attempt"] / job.draws.choice(files)
+        before = path.read_bytes()
         spoil(path)
     except FileNotFoundError:
         return None  # a newer commit has come, and this one went
     job.damaged.add(whole[-1].name)
-    return Struck([], recorded={"file": str(path.relative_to(job.folder)), "commit": whole[-1].name})
+    where: dict[str, object] = {"file": str(path.relative_to(job.folder)), "commit": whole[-1].name}
+    return Struck([], recorded=where, effect=differs(path, before))
 
 
 def spoil_s3(job: JobView, fault: Due) -> Struck | None:
     """Let the S3 answer wrongly, as the kind says."""
     s3 = job.around.s3
     assert s3 is not None, "the scenario's kinds have asked for it"
-    before = s3.num_spoilt
+    before, spoilt = s3.num_spoilt, counted("requests were spoilt", lambda: s3.num_spoilt)
     mine = s3.spoil(fault.kind)
 
     def heal() -> list[int]:
@@ -91,11 +116,11 @@ def spoil_s3(job: JobView, fault: Due) -> Struck | None:
         job.on_event(f"{fault.kind}: {s3.num_spoilt - before} requests were spoilt")
         return []
 
-    return Struck([], undo=heal)
+    return Struck([], undo=heal, effect=spoilt)
 
 
 ON_S3 = ("storage_errors", "storage_conflict", "storage_taken", "storage_slow")
 ACTS: dict[str, Act] = {
-    **{act.__name__: act for act in (storage_full, flip_bit, truncate_file, delete_file)},
+    **{act.__name__: act for act in (storage_full, freeze_fs, flip_bit, truncate_file, delete_file)},
     **dict.fromkeys(ON_S3, spoil_s3),
 }

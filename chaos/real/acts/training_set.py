@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from chaos.real.acts.job_view import Act, JobView
 from chaos.real.acts.outcome import Struck
@@ -15,7 +19,19 @@ def bad_row_group(job: JobView, fault: Due) -> Struck | None:
     """Damage a row group of the run's own training set under the job."""
     assert job.around.data is not None, "the scenario has it, since the kind needs it"
     damage = job.around.data.spoil(job.draws)
-    return None if damage is None else Struck([], recorded=damage)
+    if damage is None:
+        return None
+    path, group = job.around.data.folder / str(damage["file"]), int(str(damage["row_group"]))
+    return Struck([], recorded=damage, effect=lambda: _unreadable(path, group))
+
+
+def _unreadable(path: Path, group: int) -> str | None:
+    """See that reading the row group fails."""
+    try:
+        pq.ParquetFile(path).read_row_group(group)
+    except (OSError, pa.ArrowException) as error:
+        return f"row group {group} of {path.name} cannot be read: {str(error)[:80]}"
+    return None
 
 
 ACTS: dict[str, Act] = {"bad_row_group": bad_row_group}

@@ -160,7 +160,19 @@ def _half_applied(draws: random.Random) -> tuple[SimFault, ...]:
     return tuple(SimFault("kill", point=point, nth=draws.randint(20, 90)) for _ in range(3))
 
 
+def _aliens(draws: random.Random) -> tuple[SimFault, ...]:
+    """Somebody writes below the job's prefix what is no record."""
+    return tuple(SimFault("alien_record", at_s=draws.uniform(6.0, 14.0)) for _ in range(3))
+
+
 PLANTED = (
+    SimBug(
+        "strict-records",
+        "a record that cannot be read is an error of those who read it",
+        lambda: {"rendezvous.membership.records:_known": bugs.known_or_error},
+        ("crash",),
+        _aliens,
+    ),
     SimBug(
         "no-fence",
         "an older world publishes",
@@ -184,6 +196,20 @@ PLANTED = (
         "a world applies the last step's samples again",
         lambda: {"elastic_train.training.session:Session.steps": bugs.steps_from(-1)},
         ("coverage", "witness"),
+        _kills,
+    ),
+    SimBug(
+        "ends-early",
+        "a loader that runs dry is taken for the end of the job",
+        lambda: {"elastic_train.training.session:Session.steps": bugs.steps_run_dry},
+        ("finished",),
+        _kills,
+    ),
+    SimBug(
+        "last-commit-left-out",
+        "a job ends without a commit of its last steps",
+        lambda: {"elastic_train.training.commits:Commits.finish": bugs.finish_without_commit},
+        ("deliverable",),
         _kills,
     ),
     SimBug(

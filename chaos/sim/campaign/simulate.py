@@ -22,7 +22,9 @@ from chaos.judge.findings import Finding
 from chaos.sim.campaign.swarm import (
     draw,
     draw_bad_data,
+    draw_of_etcd,
     draw_outages,
+    draw_skews,
     in_order,
 )
 from chaos.sim.job.fault import SimFault
@@ -38,6 +40,10 @@ SPOILT = 1 / 8
 """In how many runs row groups cannot be read, and are quarantined."""
 TRACKED = 1 / 8
 """How many runs send their metrics to a tracker."""
+REFUSED = 1 / 6
+"""In how many runs etcd refuses for a while, or somebody else writes into it."""
+SKEWED = 1 / 8
+"""In how many runs the clocks of nodes differ by seconds."""
 NEEDS_A_LOSS = ("faults", "rpo", "rto")
 """What is unknown of a run whose faults did no harm, or only later."""
 MOST_UNSEEN = 100_000
@@ -109,6 +115,12 @@ def case_of(seed: int, num_nodes: int | None = None) -> Case:
     if tracker.random() < TRACKED:
         shape = replace(shape, tracked=True)
         faults = in_order([*faults, *draw_outages(tracker, shape)])
+    etcd = random.Random(f"{seed}/etcd")
+    if etcd.random() < REFUSED:
+        faults = in_order([*faults, *draw_of_etcd(etcd, shape)])
+    clocks = random.Random(f"{seed}/clocks")
+    if shape.nodes > 1 and clocks.random() < SKEWED:
+        faults = in_order([*faults, *draw_skews(clocks, shape)])
     return Case(seed, shape, faults)
 
 

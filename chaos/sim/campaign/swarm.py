@@ -23,7 +23,8 @@ LONGER = {"hang_worker": 4.0, "sever_link": 10.0, "stale_listing": 4.0}
 MOST_HUNG_S = 500.0
 """If a process hung for longer the others would give up. Its own watchdog, which has no thread here, ends it sooner."""
 DAMAGE = tuple(kind for kind in KINDS if damages(kind) and kind != "tear_write")
-APART = ("bad_row_group", "tracker_outage")
+OF_ETCD = ("etcd_refuses", "alien_record")
+APART = ("bad_row_group", "tracker_outage", *OF_ETCD)
 """Kinds that are drawn by themselves, from streams of their own."""
 COMMON = tuple(kind for kind in KINDS if kind not in APART)
 AT_PLACES = tuple(f"{how}@{point}" for how in AT_POINTS for point in POINTS)
@@ -46,7 +47,10 @@ def draw(draws: random.Random, shape: Shape, most: int) -> tuple[SimFault, ...]:
 
 def draw_at_rate(draws: random.Random, shape: Shape, per_hour: float) -> tuple[SimFault, ...]:
     """Draw the faults of a long run: so many an hour, from its first step to about its last, at random moments."""
-    chosen = [*draws.sample([*COMMON, *AT_PLACES], draws.randint(4, 16)), *draws.sample(DAMAGE, draws.randint(0, 2))]
+    chosen = [
+        *draws.sample([*COMMON, *OF_ETCD, *AT_PLACES], draws.randint(4, 16)),
+        *draws.sample(DAMAGE, draws.randint(0, 2)),
+    ]
     now_s, faults = shape.warm_s, list[SimFault]()
     while now_s < shape.span_s:
         is_soon = draws.random() < IN_RECOVERY
@@ -70,6 +74,26 @@ def draw_outages(draws: random.Random, shape: Shape) -> tuple[SimFault, ...]:
     """Draw outages of the tracker, short and long, or none."""
     spans = [(draws.uniform(0.0, 1.2 * shape.span_s), draws.uniform(1.0, 30.0)) for _ in range(draws.randrange(4))]
     return tuple(SimFault("tracker_outage", round(at_s, 3), for_s=round(for_s, 3)) for at_s, for_s in spans)
+
+
+def draw_of_etcd(draws: random.Random, shape: Shape) -> tuple[SimFault, ...]:
+    """Draw times in which etcd refuses, and records that nobody can read; each may come with the death of a worker."""
+    faults = list[SimFault]()
+    for _ in range(draws.randint(1, 4)):
+        fault = _fault(draws, shape, draws.choice(OF_ETCD), draws.uniform(0.0, 1.2 * shape.span_s))
+        faults.append(fault)
+        if draws.random() < IN_RECOVERY:
+            at_s = round(fault.at_s + draws.uniform(0.0, fault.for_s), 3)
+            faults.append(replace(fault, kind="kill_worker", at_s=at_s))
+    return tuple(faults)
+
+
+def draw_skews(draws: random.Random, shape: Shape) -> tuple[SimFault, ...]:
+    """Draw nodes, not all, whose clocks are seconds apart from the others' from the beginning."""
+    nodes = draws.sample(range(shape.nodes), draws.randint(1, max(1, shape.nodes - 1)))
+    return tuple(
+        SimFault("skew_clocks", node=n, other=draws.randrange(2), for_s=draws.uniform(2.0, 20.0)) for n in nodes
+    )
 
 
 def in_order(faults: list[SimFault]) -> tuple[SimFault, ...]:

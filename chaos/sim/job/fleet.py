@@ -6,6 +6,7 @@ from chaos.sim.job.fault import SimFault
 from chaos.sim.job.host import Host
 from chaos.sim.job.live_node import Node
 from chaos.sim.job.restart_node import RestartNode
+from chaos.sim.job.run_record import named
 from chaos.sim.machine.kernel import Process
 
 
@@ -90,7 +91,7 @@ class Fleet:
         self.busy_until = max(self.busy_until, self.kernel.now + for_s)
 
     def _end_guest(self, node: Node) -> None:
-        self.record.write("chaos", "undo", kind="start_twin", pids=[process.pid for process in node.live_workers()])
+        self.record.write("chaos", "undo", kind="start_twin", **named(node.live_workers()))
         node.kill()
 
     def _start_after(self, number: int, for_s: float) -> None:

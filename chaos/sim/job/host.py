@@ -8,6 +8,7 @@ from chaos.sim.job.run_record import RunRecord
 from chaos.sim.job.shape import make_plan
 from chaos.sim.job.surroundings import Surroundings
 from chaos.sim.machine.kernel import Process
+from chaos.sim.machine.stdlib import host_of
 from elastic_train.checkpoint.saving.abandonment import LEAST_S
 from elastic_train.system.preemption import LeaveRequest
 from rendezvous.context import LiveContext
@@ -49,6 +50,11 @@ class Host:
 
     def context(self) -> LiveContext | None:
         return self.workers[self.kernel.process].context
+
+    def identity(self) -> dict[str, object]:
+        """Return what tells the process that asks from those of its pid on other nodes, and before it."""
+        process = self.kernel.process
+        return {"host": host_of(process.node), "boot": host_of(process.node), "born": process.born}
 
     def environ_of(self, process: Process) -> dict[str, str]:
         """Return the environment of a process, which it may change."""

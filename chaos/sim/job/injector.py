@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from chaos.scenario.kinds import befalls_all, cuts_off
 from chaos.sim.job.fault import SimFault
 from chaos.sim.job.fleet import Fleet
 from chaos.sim.job.kinds import KINDS
+from chaos.sim.job.run_record import named
 from chaos.sim.machine.kernel import Killed, Process
 
 TIMES = {"scale_down": 5.0, "start_twin": 5.0}
@@ -78,17 +81,17 @@ class Injector:
         damaged = [*storage.damaged.values()][before:]
         # What befalls etcd and storage, or the way to etcd, has happened although no worker was there to notice.
         if hit or damaged or befalls_all(fault.kind) or cuts_off(fault.kind):
-            more: dict[str, object] = {"commit": damaged[0]} if damaged else {}
+            more: dict[str, Any] = {"commit": damaged[0]} if damaged else {}
             if fault.kind == "slow_etcd":
                 more["nodes"] = [node.number for node in fleet.nodes]  # here for all of them
             self._note(fault, hit, fleet.node(fault), for_s, **more)
 
-    def _note(self, fault: SimFault, hit: list[Process], node: int, for_s: float, **more: object) -> None:
+    def _note(self, fault: SimFault, hit: list[Process], node: int, for_s: float, **more: Any) -> None:
         name = f"{fault.kind}@{fault.point}" if fault.point else fault.kind
         self.num_faults[name] = self.num_faults.get(name, 0) + 1
-        who = {"kind": name, "target": node, "node": node, "signal": None, "pids": [process.pid for process in hit]}
+        who: dict[str, Any] = {"kind": name, "target": node, "node": node, "signal": None, **named(hit)}
         seen = {"seen_step": self._record.step, "seen_commit": None, "term": self._record.term}
         self._record.write("chaos", "fault", **who, at_step=None, is_drawn=False, **seen, **more, for_s=for_s)
 
     def _note_tear(self, writer: Process) -> None:
-        self._record.write("chaos", "undo", kind="tear_write", pids=[writer.pid])
+        self._record.write("chaos", "undo", kind="tear_write", **named([writer]))

@@ -38,14 +38,16 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.parallel import step_tables
 from elastic_train.system.failpoints import reach
+from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import History
+from elastic_train.tracking.history_files import Stagnation
 from elastic_train.training import step_sums
 from elastic_train.training.session import Session
 from elastic_train.training.step_sums import LaneSums
 from elastic_train.world import handover
 from rendezvous.context import RendezvousContext
 from rendezvous.membership.fence import EtcdFence
-from rendezvous.membership.reachability import SELDOM_S, Reachability
+from rendezvous.membership.reachability import SELDOM_S
 from rendezvous.membership.records import read_view
 
 PRODUCT = (
@@ -74,12 +76,13 @@ PRODUCT = (
     "elastic_train.world.one_store",
     "elastic_train.world.handover",
     "elastic_train.world.fencing",
+    "elastic_train.tracking.background_files",
     "elastic_train.tracking.history",
     "elastic_train.training.result",
     "elastic_train.system.failpoints",
+    "elastic_train.system.file_locks",
     "elastic_train.tracking.metric_log",
     "elastic_train.tracking.tracker",
-    "elastic_train.tracking.mlflow_run",
     "elastic_train.checkpoint.commits.writer",
     "elastic_train.checkpoint.commits.reader",
     "elastic_train.checkpoint.commits.record",
@@ -143,8 +146,8 @@ def _machine(around: Surroundings) -> Iterator[tuple[ModuleType, str, object]]:
                 yield module, name, stand_ins[name]
     for path in ("elastic_train.world.fencing", "elastic_train.tracking.history"):
         yield importlib.import_module(path), "os", here
-    # The judge compares when commits were made, so their records carry the watch of an outside observer.
-    yield importlib.import_module("elastic_train.checkpoint.commits.writer"), "time", stdlib.TrueTime(around.kernel)
+    # The judge compares when commits were made, so no jump of a clock moves that; what a clock is ahead, it finds out.
+    yield importlib.import_module("elastic_train.checkpoint.commits.writer"), "time", stdlib.SteadyTime(around.kernel)
 
 
 def _client_of(around: Surroundings) -> Callable[..., EtcdClient]:
@@ -166,23 +169,27 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
     def fence(context: RendezvousContext, *, give_up_after_s: float) -> EtcdFence:
         return EtcdFence(client(give_up_after_s=give_up_after_s), context.run_id, world_term=context.term)
 
-    yield from _in("rendezvous.live_member", EtcdStore=client, etcd_options=lambda *_: None, os=_Launcher(host))
     yield from _in(
-        "rendezvous.live_member", Reachability=functools.partial(Reachability, probe=around.net.is_reachable)
+        "rendezvous.live_member",
+        EtcdStore=client,
+        etcd_options=lambda *_: None,
+        Compaction=Uncompacted,
+        os=_Launcher(host),
     )
+    yield from _in("rendezvous.membership.known_agents", ask=around.net.ask, refuses=around.net.refuses)
     seldom_s = SELDOM_S * around.shape.look_s
     yield from _in("rendezvous.membership.reachability", ThreadPoolExecutor=around.net.at_once, SELDOM_S=seldom_s)
-    yield from _in("rendezvous.waiting", SimpleQueue=functools.partial(stdlib.Queue, around.kernel))
-    yield from _in("rendezvous.membership.dead_agents", is_refused=around.net.is_refused, LOOK_S=around.shape.look_s)
+    for path in ("rendezvous.waiting", "elastic_train.tracking.background_files"):
+        yield from _in(path, SimpleQueue=functools.partial(stdlib.Queue, around.kernel))
+    yield from _in("rendezvous.membership.dead_agents", LOOK_S=around.shape.look_s)
     yield from _in("rendezvous.membership.participant", LOOK_S=around.shape.look_s)
     yield from _in("rendezvous.membership.latest_view", read_view=_memory_of(read_view, NUM_VIEWS))
     yield from _in("rendezvous.meeting_point", TCPStore=functools.partial(MeetingStore, around.net))
     yield from _in("elastic_train.world.forming", Group=functools.partial(SimGroup, look_s=around.shape.look_s))
     yield from _in("elastic_train.world.forming", live_context=host.context, os=_Launcher(host))
     yield from _in("elastic_train.world.world", open_store=storage, DeadlineStore=_undelayed, open_fence=fence)
-    yield from _in("elastic_train.world.restore", last_applied=lambda *_, **__: None)
-    yield from _in("elastic_train.world.no_progress", num_without_step=lambda *_: 0)
     yield from _in("elastic_train.world.world", History=functools.partial(SimHistory, host), Progress=Silent)
+    yield from _in("elastic_train.tracking.history", process_identity=host.identity)
     yield from _in("elastic_train.training.open_session", open_store=storage, DeadlineStore=_undelayed)
     yield from _in("elastic_train.world.one_store", open_store=storage, DeadlineStore=_undelayed)
     yield from _in("elastic_train.training.open_session", hazards=lambda _: iter(()))
@@ -215,7 +222,10 @@ def _launch(host: Host, nodes: Sequence[Node]) -> Iterable[tuple[ModuleType, str
     yield from _in(
         "rendezvous.torchelastic.restart_handler",
         EtcdStore=client,
+        Compaction=Uncompacted,
         machine_name=lambda: stdlib.host_of(around.kernel.process.node),
+        own_address=lambda given, *_: given,
+        _bind_gloo=_nothing,
         **mine,
     )
     yield from _in("rendezvous.context", os=_Launcher(host))
@@ -343,19 +353,31 @@ class _Launcher:
 
 
 class SimHistory(History):
-    """A history whose lines go to the evidence, stamped by the watch of an outside observer."""
+    """A history whose lines go to the evidence, stamped by a clock of its node that no fault moves."""
 
-    def __init__(self, host: Host, run_dir: str, term: int, rank: int) -> None:
-        self.term, self._rank, self.num_failures = term, rank, 0
+    def __init__(self, host: Host, files: BackgroundFiles, run_dir: str, term: int, rank: int, most_bytes: int) -> None:
+        self.term, self._rank = term, rank
         self._host = host
-        self._name = f"{term:08d}-{rank:05d}-{host.kernel.process.pid}"
+        process = host.kernel.process
+        self._name = f"{term:08d}-{rank:05d}-{process.pid}-{process.node}-{process.born:.6f}"
+
+    def prune(self, keep_terms: int) -> None:
+        """The evidence is kept whole."""
+
+    def last_applied(self) -> None:
+        """Banners are not shown."""
+
+    def stagnation(self, most: int) -> Stagnation:
+        """Nothing in a simulated job keeps it at one step."""
+        return Stagnation()
 
     def close(self) -> None:
         """Nothing is held."""
 
     def _write(self, op: str, **fields: object) -> None:
         self._host.kernel.check(self._host.kernel.current)
-        self._host.record.write(self._name, op, term=self.term, rank=self._rank, **fields)
+        at = stdlib.SteadyTime(self._host.kernel).time()
+        self._host.record.write(self._name, op, at=at, term=self.term, rank=self._rank, **fields)
 
 
 class Silent:
@@ -364,6 +386,13 @@ class Silent:
     def update(self, status: object) -> None: ...
     def event(self, text: str) -> None: ...
     def banner(self, banner: object) -> None: ...
+    def close(self) -> None: ...
+
+
+class Uncompacted:
+    """A compaction that does not happen: the simulated etcd keeps no history."""
+
+    def __init__(self, *_: object) -> None: ...
     def close(self) -> None: ...
 
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Mapping
 
 from chaos.judge.evidence.run_files import Evidence
+from chaos.scenario.kinds import ALIENS
 from chaos.sim.job.fault import SimFault
 from chaos.sim.job.fleet import Fleet
 from chaos.sim.job.host import Host
@@ -74,7 +75,7 @@ class Job:
         if not self.record.is_done or any(node.is_up for node in self._fleet.nodes):
             return None
         self.around.kernel.sleep(2 * self.around.shape.ttl_s + LEAST_TTL_S)
-        return sorted(self.around.etcd.show(Keys(RUN_ID).members).entries)
+        return sorted(key for key in self.around.etcd.show(Keys(RUN_ID).members).entries if not key.endswith(ALIENS))
 
     def _conduct(self) -> None:
         fleet, kernel, shape = self._fleet, self.around.kernel, self.around.shape

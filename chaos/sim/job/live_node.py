@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 
 from chaos.sim.job.host import Host, SimLeaveRequest, Worker
+from chaos.sim.job.run_record import named
 from chaos.sim.machine.etcd import EtcdClient
 from chaos.sim.machine.kernel import EPOCH_S, Process, Task
 from chaos.sim.machine.meeting import agent_port
@@ -86,13 +87,14 @@ class Node:
         agent, host = self._kernel.process, self._host
         shape = host.shape
         agent.at_death["workers"] = self._kill_workers
+        node = f"{host_of(self.number)}-{agent.pid}-{agent.born:.6f}"
         context = LiveContext(
             endpoints=("etcd",),
             run_id=RUN_ID,
-            node=f"{host_of(self.number)}-{agent.pid}",
+            node=node,
             host=host_of(self.number),
             address=host_of(self.number),
-            agent=agent_port(host.around.net),
+            agent=agent_port(host.around.net, node),
             min_nodes=shape.min_nodes,
             max_nodes=shape.nodes,
             ttl_s=shape.ttl_s,
@@ -142,7 +144,7 @@ class Node:
         self.workers[local_rank] = process
         self._host.workers[process] = Worker(context, local_rank, leave)
         self._host.environ_of(process).update(env)
-        self._host.record.write("chaos", "node", node=self.number, pids=[process.pid])
+        self._host.record.write("chaos", "node", node=self.number, **named([process]))
         self._kernel.spawn(process, lambda: self._work(process, leave))
         return process
 

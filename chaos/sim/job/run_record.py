@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from chaos.judge.evidence.run_files import Line
 from chaos.sim.machine.kernel import EPOCH_S, Kernel, Process
+from chaos.sim.machine.stdlib import host_of
 from elastic_train.core.arrays import Int64s
 
 _SIMPLE = (str, int, float, type(None))
 """What JSON gives back as it is."""
+
+
+def named(processes: Sequence[Process]) -> dict[str, Any]:
+    """Return what tells processes from all others."""
+    pids, born = [process.pid for process in processes], [process.born for process in processes]
+    return {"pids": pids, "hosts": [host_of(process.node) for process in processes], "born": born}
 
 
 class RunRecord:
@@ -33,9 +41,9 @@ class RunRecord:
     def is_done(self) -> bool:
         return self.result is not None and self.result["status"] == "done"
 
-    def write(self, file: str, op: str, **fields: object) -> None:
-        """Append a line to a history, as JSON would keep it."""
-        line: Line = {"op": op, "t": EPOCH_S + self._kernel.now}
+    def write(self, file: str, op: str, *, at: float | None = None, **fields: object) -> None:
+        """Append a line to a history, as JSON would keep it, stamped by the observer's watch if not otherwise."""
+        line: Line = {"op": op, "t": EPOCH_S + self._kernel.now if at is None else at}
         for name, value in fields.items():
             line[name] = value if isinstance(value, _SIMPLE) else json.loads(json.dumps(value))
         self.lines.setdefault(file, []).append(line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 from chaos.sim.job.shape import Shape
@@ -18,7 +19,8 @@ class Surroundings:
 
     def __init__(self, shape: Shape, seed: int, *, may_spoil_data: bool, first_pid: int) -> None:
         self.shape, self.seed = shape, seed
-        self._next_pid = first_pid
+        self._first_pid = first_pid
+        self._processes: dict[int, list[Process]] = {}
         self.kernel = Kernel()
         self.net = Net(self.kernel, self.draws("net"), shape.delay_s)
         self.etcd = Etcd(self.kernel, self.draws("etcd"), shape.delay_s, shape.piece_s)
@@ -31,9 +33,14 @@ class Surroundings:
         return random.Random(f"{self.seed}/{name}")
 
     def process(self, node: int, name: str) -> Process:
-        """Make a process with a number that no other has had."""
-        self._next_pid += 1
-        return Process(self._next_pid, node, name)
+        """Make a process with the lowest number that no live one of its node has, as every container counts."""
+        living = [process for process in self._processes.get(node, ()) if not process.is_dead]
+        taken = {process.pid for process in living}
+        pid = next(pid for pid in itertools.count(self._first_pid) if pid not in taken)
+        made = Process(pid, node, name, self.kernel.now)
+        made.skew_s = self.kernel.skews.get(node, 0.0)
+        self._processes[node] = [*living, made]
+        return made
 
     def _make_tracking(self) -> Tracking:
         return Tracking(self.kernel, self.draws("tracker"), 3 * self.shape.delay_s, self.process)

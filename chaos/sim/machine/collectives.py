@@ -69,7 +69,7 @@ class Hub:
 
     def is_whole_for(self, rank: int) -> bool:
         """Say whether every link between a rank and its peers is open."""
-        if not self.net.cuts:
+        if self.net.is_whole:
             return True
         mine = self.members[rank].node
         return all(self.net.is_connected(mine, peer.node) for peer in self.members.values())

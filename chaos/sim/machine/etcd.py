@@ -2,8 +2,8 @@
 
 Keys, revisions, guards and leases are those of `rendezvous.membership.memory_store`, the twin that passes the same
 contract tests as the real client. Added is what is between a process and etcd: delays, one-way and two-way cuts,
-outages, answers that are lost after the write has happened, watches that lag or fall silent, leases that run out
-because they were not renewed, and leases that etcd ends too early.
+outages, refusals, answers that are lost after the write has happened, watches that lag or fall silent, leases that run
+out because they were not renewed, and leases that etcd ends too early.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from chaos.sim.machine.kernel import Kernel, Process
 from chaos.sim.machine.stdlib import Condition
-from rendezvous.errors import StoreRefusedError, StoreUnavailableError
+from rendezvous.errors import StoreBlockedError, StoreDeniedError, StoreRefusedError, StoreUnavailableError
 from rendezvous.etcd.connection import CALL_TIMEOUT_S, GIVE_UP_AFTER_S
 from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.etcd.store import EtcdStore
@@ -39,6 +39,11 @@ LEAST_TTL_S = 2.0
 SLOWNESS = 100.0
 NUM_MEMBERS = 3
 
+Call = Literal["read", "renewal", "write", "delete"]
+Refusal = Literal["nospace", "corrupt", "auth"]
+REFUSALS: tuple[Refusal, ...] = ("nospace", "corrupt", "auth")
+"""Why etcd answers and does not do it: two alarms, in which it reads and renews, and users whom it does not know."""
+
 
 class Etcd:
     """The servers: what they hold, whether they answer, and which way to which node is cut."""
@@ -48,6 +53,8 @@ class Etcd:
         self.core = MemoryStore()
         self.down_until = self.slow_until = 0.0
         self.lost_member, self.lost_until = 0, 0.0
+        self._refusal: Refusal = "nospace"
+        self._refuses_until = 0.0
         self.deaf: set[int] = set()
         """Nodes whose requests do not arrive."""
         self.mute: set[int] = set()
@@ -82,6 +89,19 @@ class Etcd:
         self.down_until = max(self.down_until, self.kernel.now + seconds)
         for lease in self.leases:
             lease.ends_at = max(lease.ends_at, self.down_until + lease.ttl_s)
+
+    def refuse(self, refusal: Refusal, seconds: float) -> None:
+        """Answer and refuse; watches go on meanwhile, since their streams are open."""
+        self._refusal, self._refuses_until = refusal, self.kernel.now + seconds
+
+    def refusal_of(self, call: Call) -> StoreUnavailableError | None:
+        """Return why a call is refused now; a full etcd still deletes."""
+        refused = self._refusal
+        if self.kernel.now >= self._refuses_until or (call in ("read", "renewal") and refused != "auth"):
+            return None
+        if refused == "auth":
+            return StoreDeniedError("etcd refused the user")
+        return None if call == "delete" and refused == "nospace" else StoreBlockedError(f"the alarm {refused}")
 
     def lose_member(self, member: int, seconds: float) -> None:
         """Lose one member: its clients' calls may have been done or not, and their watches are silent for as long."""
@@ -138,7 +158,8 @@ class EtcdClient:
             return revision
 
         asked = self._data_loss.ask()
-        revision = self._call(transact, self._give_up_after_s)
+        is_deletion = not guards and set(writes.values()) == {None}
+        revision = self._call(transact, self._give_up_after_s, "delete" if is_deletion else "write")
         if revision is not None:
             self._data_loss.heard(asked, revision)
         if revision is None and tries > 1:
@@ -149,6 +170,7 @@ class EtcdClient:
         return self._call(
             lambda: SimLease(self._etcd, self._process, max(LEAST_TTL_S, math.ceil(ttl_s)), renew),
             self._give_up_after_s,
+            "write",
         )
 
     def watch(self, prefix: str) -> SimWatch:
@@ -157,7 +179,7 @@ class EtcdClient:
     def close(self) -> None:
         """Connections are not modelled."""
 
-    def _call(self, ask: Callable[[], T], give_up_after_s: float) -> T:
+    def _call(self, ask: Callable[[], T], give_up_after_s: float, kind: Call = "read") -> T:
         """Ask, and again after failures; the answer to what etcd has done may be lost."""
         etcd, kernel, node = self._etcd, self._etcd.kernel, self._process.node
         started = kernel.now
@@ -165,6 +187,12 @@ class EtcdClient:
             asked_at = kernel.now
             kernel.sleep(etcd.delay())
             is_refused = etcd.is_down or (etcd.is_lost_to(self._process) and etcd.draws.random() < 0.5)
+            refusal = None
+            if not is_refused and node not in etcd.deaf:
+                refusal = etcd.refusal_of(kind)
+                if isinstance(refusal, StoreDeniedError):
+                    raise refusal
+                is_refused = refusal is not None
             if not is_refused and node not in etcd.deaf:
                 answer = ask()
                 kernel.sleep(etcd.delay())
@@ -174,7 +202,7 @@ class EtcdClient:
             left_s = max(0.0, CALL_TIMEOUT_S - (kernel.now - asked_at))
             kernel.sleep(etcd.draws.uniform(*RETRY_S) if is_refused else left_s)
             if kernel.now - started >= give_up_after_s:
-                raise StoreUnavailableError(f"no etcd answers (tried for {give_up_after_s:.0f} s)")
+                raise refusal or StoreUnavailableError(f"no etcd answers (tried for {give_up_after_s:.0f} s)")
 
 
 class SimLease:
@@ -195,7 +223,7 @@ class SimLease:
         self._is_renewed = False
         client = EtcdClient(self._etcd, self.process)
         try:
-            client._call(lambda: self._etcd.end(self), CALL_TIMEOUT_S)
+            client._call(lambda: self._etcd.end(self), CALL_TIMEOUT_S, "delete")
         finally:
             self.is_lost = True
 
@@ -209,7 +237,7 @@ class SimLease:
         if process.is_paused:
             process.at_resume.append(self._renew)
             return
-        if not etcd.is_down and process.node not in etcd.deaf:
+        if not etcd.is_down and process.node not in etcd.deaf and etcd.refusal_of("renewal") is None:
             if self.core.is_lost:
                 if process.node not in etcd.mute:
                     self.is_lost = True

@@ -37,8 +37,8 @@ class Timeless(AssertionError):  # noqa: N818 - what happened to time
 class Process:
     """A simulated process: what a SIGKILL ends, a SIGSTOP holds and a clock belongs to."""
 
-    def __init__(self, pid: int, node: int, name: str) -> None:
-        self.pid, self.node, self.name = pid, node, name
+    def __init__(self, pid: int, node: int, name: str, born: float = 0.0) -> None:
+        self.pid, self.node, self.name, self.born = pid, node, name, born
         self.is_dead = self.is_paused = False
         self.skew_s = 0.0
         self.slowness = 1.0
@@ -90,6 +90,8 @@ class Kernel:
         self.now = 0.0
         self.num_events = self._num_turns = 0
         self.failure: BaseException | None = None
+        self.skews: dict[int, float] = {}
+        """By how much the clocks of some nodes are ahead of all others', whatever a fault does to them later."""
         self.processes: dict[Process, None] = {}
         """Those that have tasks."""
         self.conductor = Task(self, None, lambda: None)

@@ -19,6 +19,8 @@ FROZEN_S = 0.5
 class MeetingStore:
     """What stands for a TCPStore: it names the world that meets at it, and dies with its process."""
 
+    node = ""
+
     def __init__(self, net: Net, address: str, port: int, *, is_master: bool, **options: object) -> None:
         self.net = net
         if is_master:
@@ -37,9 +39,10 @@ class MeetingStore:
         self.process, self.port, self.hub = hosted.process, port, hosted.hub
 
 
-def agent_port(net: Net) -> str:
-    """Open the port by which a node's agent is known to live; called by the agent."""
+def agent_port(net: Net, node: str) -> str:
+    """Open the port at which a node's agent says who it is; called by the agent."""
     store = MeetingStore(net, "", 0, is_master=True)
+    store.node = node
     return f"{host_of(net.kernel.process.node)}:{store.port}"
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 from chaos.sim.machine.kernel import Kernel, Process
+from rendezvous.identity import Answer
 
 T = TypeVar("T")
 
@@ -21,6 +22,8 @@ class Listener(Protocol):
     """What listens at a port: it is gone when its process is."""
 
     process: Process
+    node: str
+    """The node that it answers for; empty if it is no agent."""
 
 
 class Net:
@@ -32,6 +35,10 @@ class Net:
         """Directed: what the first node sends to the second does not arrive."""
         self.silent: set[int] = set()
         """Machines that are gone: nothing refuses there, nothing answers."""
+        self.refusing: set[int] = set()
+        """Machines whose address refuses whoever comes from another one."""
+        self.shared: set[int] = set()
+        """Machines whose address every machine has: it leads whoever uses it to himself."""
         self.ports: dict[int, Listener] = {}
         self.slow_until = self.lossy_until = 0.0
         self._waits: list[float] | None = None
@@ -46,11 +53,16 @@ class Net:
             delay_s, pause_s = delay_s + pause_s, 2 * pause_s
         return delay_s
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all nodes reach each other."""
+        return not (self.cuts or self.refusing or self.shared)
+
     def reaches(self, sender: int, receiver: int) -> bool:
         return sender == receiver or (sender, receiver) not in self.cuts
 
     def is_connected(self, a: int, b: int) -> bool:
-        return self.reaches(a, b) and self.reaches(b, a)
+        return self.reaches(a, b) and self.reaches(b, a) and (a == b or not {a, b} & (self.refusing | self.shared))
 
     def listen(self, listener: Listener) -> int:
         port = 10_000 + len(self.ports)
@@ -61,11 +73,12 @@ class Net:
         """Raise what a connection to a port would: refused where nothing listens, timed out where nothing answers."""
         listener = self.ports.get(port)
         mine, node = self.kernel.process.node, _node_of(address)
-        if node in self.silent or not self.is_connected(mine, node):
+        is_elsewhere = mine != node and bool({mine, node} & (self.refusing | self.shared))
+        if node in self.silent or not (is_elsewhere or self.is_connected(mine, node)):
             self._wait(1.0)
             raise TimeoutError(f"{address}:{port} does not answer")
         self._wait(self.delay())
-        if listener is None or listener.process.is_dead:
+        if is_elsewhere or listener is None or listener.process.is_dead:
             raise ConnectionRefusedError(f"{address}:{port} refuses")
 
     def _wait(self, seconds: float) -> None:
@@ -87,10 +100,8 @@ class Net:
         finally:
             self._waits = None
 
-    def is_refused(self, endpoint: str) -> bool:
-        """Say what `rendezvous.membership.probes.is_refused` does: nothing listens there any more, and the machine
-        says so.
-        """
+    def refuses(self, endpoint: str, timeout_s: float) -> bool:
+        """Do what `rendezvous.identity.refuses` does: say whether a port refuses a connection."""
         address, _, port = endpoint.rpartition(":")
         try:
             self.connect(address, int(port))
@@ -100,16 +111,20 @@ class Net:
             return False
         return False
 
-    def is_reachable(self, endpoint: str) -> bool:
-        """Say what `rendezvous.membership.probes.is_reachable` does: the machine answers, if only by a refusal."""
+    def ask(self, endpoint: str, node: str, timeout_s: float) -> Answer:
+        """Do what `rendezvous.identity.ask` does: ask who listens at an address."""
         address, _, port = endpoint.rpartition(":")
         try:
             self.connect(address, int(port))
-        except TimeoutError:
-            return False
         except ConnectionRefusedError:
-            return True
-        return True
+            return "other" if self.shared & {_node_of(address), self.kernel.process.node} else "refused"
+        except OSError:
+            return "silent"
+        listener = self.ports[int(port)]
+        if listener.process.is_paused:
+            self._wait(timeout_s)
+            return "mute"
+        return "itself" if listener.node == node else "other"
 
 
 class AtOnce:

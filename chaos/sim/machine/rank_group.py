@@ -27,6 +27,7 @@ class SimGroup(Group):
         timeout_s: float,
         device: torch.device | None = None,
         *,
+        address: str | None = None,
         is_broken: Callable[[float], bool] | None = None,
         resting: Callable[[], AbstractContextManager[None]] = nullcontext,
         look_s: float = 1.0,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from queue import Empty
 
 from chaos.sim.machine.kernel import (
     EPOCH_S,
@@ -37,11 +38,12 @@ class Time:
         self._kernel.sleep(seconds)
 
 
-class TrueTime(Time):
-    """The clock of an outside observer: no fault sets it."""
+class SteadyTime(Time):
+    """A node's clock as it was set up: no fault moves it."""
 
     def time(self) -> float:
-        return EPOCH_S + self._kernel.now
+        process = self._kernel.current.process
+        return EPOCH_S + self._kernel.now + (self._kernel.skews.get(process.node, 0.0) if process else 0.0)
 
 
 class Lock:
@@ -177,10 +179,14 @@ class Queue:
         self._items.append(item)
         self._changed.notify_all()
 
-    def get(self) -> object:
+    def get(self, timeout: float | None = None) -> object:
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._items))
+            if not self._changed.wait_for(lambda: bool(self._items), timeout):
+                raise Empty
             return self._items.popleft()
+
+    def empty(self) -> bool:
+        return not self._items
 
 
 class Unique:

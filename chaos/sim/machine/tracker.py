@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from chaos.judge.evidence.run_files import Line, metrics_of
 from chaos.sim.machine.kernel import Kernel, Process
+from elastic_train.tracking.background_files import LineFile
 from elastic_train.tracking.metric_log import MetricsWriter, Values
 from elastic_train.tracking.mlflow_run import metric_name
 from elastic_train.tracking.mlflow_sync import sync
@@ -91,21 +92,20 @@ class TrackedRun:
         self._server.call(lambda: None)
 
 
-class Writer(MetricsWriter):
-    """A term's file; a simulated process that dies closes nothing, so others do."""
+class Lines(LineFile):
+    """A term's file, written at once; a simulated process that dies closes nothing, so others do."""
 
-    def __init__(self, kernel: Kernel, run_dir: Path, term: int) -> None:
-        self._kernel, self._is_open = kernel, True
-        super().__init__(run_dir, term)
+    def __init__(self, kernel: Kernel, path: Path) -> None:
+        self._kernel = kernel
+        path.parent.mkdir(exist_ok=True)
+        self._open_file = path.open("ab", buffering=0)
 
-    def _append(self, fields: Mapping[str, object]) -> None:
+    def append(self, line: bytes, again: bytes | None = None) -> None:
         self._kernel.check(self._kernel.current)
-        super()._append(fields)
+        self._open_file.write(line + b"\n")
 
     def close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            super().close()
+        self._open_file.close()
 
 
 class Tracking:
@@ -115,14 +115,14 @@ class Tracking:
         self, kernel: Kernel, draws: random.Random, delay_s: float, make_process: Callable[[int, str], Process]
     ) -> None:
         self.server = TrackingServer(kernel, draws, delay_s)
-        self._kernel, self._make_process, self._writers = kernel, make_process, list[Writer]()
+        self._kernel, self._make_process, self._writers = kernel, make_process, list[Lines]()
         shared = Path("/dev/shm")
         self._folder = tempfile.TemporaryDirectory(prefix="elastic-sim-", dir=shared if shared.is_dir() else None)
         self.folder = Path(self._folder.name)
 
-    def writer(self, run_dir: Path, term: int) -> Writer:
-        self._writers.append(Writer(self._kernel, run_dir, term))
-        return self._writers[-1]
+    def writer(self, lines: LineFile, term: int) -> MetricsWriter:
+        self._writers.append(Lines(self._kernel, lines.path))
+        return MetricsWriter(self._writers[-1], term)
 
     def sync(self) -> None:
         """Send what is missing when all is over, as a user does with `elastic-train sync`."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from typing import BinaryIO
 
 import numpy as np
 import torch
 
+from chaos.judge.evidence.stored_weights import Tensors, checked_files
 from elastic_train.checkpoint.format import layout
 from elastic_train.checkpoint.format.dcp import WrittenPart
 from elastic_train.checkpoint.format.layout import (
@@ -91,6 +94,16 @@ def read_leaves(
             file.fill(0, [memoryview(content)])
         leaves |= {("model", name): tensor.clone() for name, tensor in _tensors_of(bytes(content)).items()}
     return leaves
+
+
+def load_weights(files: Mapping[str, tuple[bytes, float]], record: Mapping[str, object]) -> Tensors:
+    """Return what the files of a commit record hold, for the judge, by whose rules they are checked."""
+
+    def open_file(name: str) -> BinaryIO | None:
+        held = files.get(f"{record['attempt']}/{name}")
+        return None if held is None else io.BytesIO(held[0])
+
+    return {name: x for _, file in checked_files(record, open_file) for name, x in _tensors_of(file.read()).items()}
 
 
 @lru_cache(64)

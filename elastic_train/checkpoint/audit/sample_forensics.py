@@ -2,11 +2,13 @@
 
 A run with `run.forensic` keeps the ids that each rank gives to each step, written before the step's reduction. Which of
 these steps count, and by which term, the newest commit says; what a rank gave to a step that came to nothing does not.
+A folder that takes no lines costs the ids of a rank, and not its training: such steps prove nothing, and accuse nobody.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +26,7 @@ from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.arrays import Ranges, ranges_of
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
-from elastic_train.tracking.history import FOLDER
+from elastic_train.tracking.history_files import FOLDER
 
 _MOST_NAMED = 8
 
@@ -38,6 +40,8 @@ class Read:
     step: int
     epoch: int
     ids: Ranges
+    world: int | None
+    """How many ranks gave samples to the step; None in histories of older versions."""
 
 
 def look_closely(found: Audit, run_dir: Path, head: CommitRecord, manifest: Manifest | None) -> None:
@@ -47,16 +51,25 @@ def look_closely(found: Audit, run_dir: Path, head: CommitRecord, manifest: Mani
     """
     assert head.order is not None and head.account is not None, "the audit says so before"
     reads = _applied_reads(run_dir, head)
-    steps_told = {read.step for read in reads}
-    if not steps_told:
+    steps_told = _told_steps(reads)
+    if not reads:
         raise ConfigError(f"{run_dir}/{FOLDER}: no ids are there; they are kept from the start on with `run.forensic`")
     silent = [step for step in range(1, head.step + 1) if step not in steps_told]
     if silent:
         listed = _listed(ranges_of(np.array(silent, dtype=np.int64)))
-        found.unproven.append(f"which samples the steps {listed} applied: no ids are there, were they kept all along?")
+        found.unproven.append(
+            f"which samples the steps {listed} applied: the ids of all ranks, or of some, are missing; "
+            "were they kept all along?"
+        )
         return
     for epoch in range(head.cursor.epoch + (head.cursor.offset > 0)):
         _compare(found, head, [read for read in reads if read.epoch == epoch], epoch, manifest)
+
+
+def _told_steps(reads: Sequence[Read]) -> set[int]:
+    """Return the steps to which every rank has said what it gave."""
+    num_ranks = Counter(read.step for read in reads)
+    return {read.step for read in reads if num_ranks[read.step] >= (read.world or 1)}
 
 
 def _applied_reads(run_dir: Path, head: CommitRecord) -> list[Read]:
@@ -76,7 +89,7 @@ def _reads(run_dir: Path) -> Iterator[Read]:
                 continue  # torn when its process died
             if isinstance(line, dict) and line.get("op") == "read":
                 ids = tuple((lo, hi) for lo, hi in line["ids"])
-                yield Read(line["term"], line["rank"], line["step"], line["epoch"], ids)
+                yield Read(line["term"], line["rank"], line["step"], line["epoch"], ids, line.get("world"))
 
 
 def _compare(found: Audit, head: CommitRecord, reads: Sequence[Read], epoch: int, manifest: Manifest | None) -> None:

@@ -15,7 +15,7 @@ from elastic_train.checkpoint.commits.pruning import Pruned, delete_all
 from elastic_train.checkpoint.commits.reader import commit_keys
 from elastic_train.checkpoint.commits.record import VOID
 from elastic_train.checkpoint.stores.store import Entry, Store, create_once
-from elastic_train.core.lineage import ATTEMPTS, commit_key, place_of
+from elastic_train.core.lineage import ATTEMPTS, COMMITS, commit_key, place_of
 
 SAFE_AGE_S = 6 * 3600.0
 Place = tuple[int, int]
@@ -44,6 +44,14 @@ def sweep(
     swept = [attempt for attempt in lost if place_of_attempt(attempt) not in spared]
     measure = _size if is_rehearsal else delete_all
     return Pruned((), tuple(swept), sum(measure(store, lost[attempt]) for attempt in swept))
+
+
+def tombstones(store: Store, below_term: int) -> list[str]:
+    """Return the names that sweeps have taken from terms below one, and below one that has committed since."""
+    entries = [(place, entry) for entry in store.list(COMMITS) if (place := place_of(entry.key))]
+    committed = max((term for (term, _), entry in entries if entry.size != len(VOID)), default=0)
+    below = min(below_term, committed)
+    return [entry.key for (term, _), entry in entries if entry.size == len(VOID) and term < below]
 
 
 def _is_over(place: Place, entries: list[Entry], term: int, safe_until: float) -> bool:

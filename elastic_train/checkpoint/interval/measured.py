@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 from elastic_train.checkpoint.commits.lookup import open_run
 from elastic_train.checkpoint.commits.reader import records
 from elastic_train.checkpoint.interval.young_daly import NUM_MEASURED, Faults, SaveCost, typical
-from elastic_train.tracking.history import last_step_lines, leader_files, lines_of, restore_line, term_of
+from elastic_train.tracking.history_files import histories, lines_of
+from elastic_train.tracking.history_pruning import summarised
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,29 +43,19 @@ def measure(run: str) -> Measured:
 def faults_before(run_dir: str | Path, before_term: int) -> Faults:
     """Return how many terms before `before_term` lost applied steps at their start, and how long all of them trained.
 
-    Reads both ends of rank 0's histories only.
+    Reads a summary, and both ends of rank 0's histories of the newest terms.
     """
-    num, trained_s = 0, 0.0
-    for path in leader_files(run_dir):
-        if term_of(path) < before_term and (first := restore_line(path)):
-            resumed = first.get("resumed")
-            num += isinstance(resumed, dict) and bool(resumed.get("steps_lost"))
-            trained_s += max((_time(last) - _time(first) for last in last_step_lines(path)), default=0)
-    return Faults(num, trained_s)
+    found = summarised(run_dir, before_term)
+    return Faults(found.num_faults, found.trained_s)
 
 
 def measured_saves(run_dir: str | Path, num: int) -> list[SaveCost]:
     """Return the costs of saves whose commits were published, from the newest terms; `num` of them at most."""
     costs: list[SaveCost] = []
-    for path in reversed(leader_files(run_dir)):
+    for path in itertools.chain.from_iterable(map(reversed, reversed(histories(run_dir, rank=0)))):
         commits = [line for line in lines_of(path.read_bytes()) if line["op"] == "commit"]
         times = [(float(str(line["stall_s"])), float(str(line["seconds"]))) for line in reversed(commits)]
         costs += [SaveCost(min(stall_s, publish_s), publish_s) for stall_s, publish_s in times]
         if len(costs) >= num:
             break
     return costs[:num]
-
-
-def _time(line: dict[str, object]) -> float:
-    """Return the unix second of a history's line."""
-    return float(str(line["t"]))

@@ -68,7 +68,7 @@ class BatchBuilder:
         """
         bounds = [*range(0, len(ids), self._micro_batch), len(ids)]
         num_places, none_left_out = np.diff(bounds).tolist(), [0] * (len(bounds) - 1)
-        if joined is not None and len(ids) and not self._rules.holes:
+        if joined is not None and len(ids) and not self._rules.holes and not self._rules.left_out:
             table, read_ids = joined.take(ids)
             return TakenRows(lane, cursor, table, self._fits(table), read_ids, bounds, num_places, none_left_out, {})
         steps = np.arange(len(ids)) // self._micro_batch
@@ -131,6 +131,8 @@ class BatchBuilder:
             groups = group_of(self._first_id, ids)
             for hole, since in self._rules.holes:
                 is_kept &= (groups != hole) | (steps < since)
+        for lo, hi, since in self._rules.left_out:
+            is_kept &= (ids < lo) | (ids >= hi) | (steps < since)
         return is_kept
 
     def _read(self, groups: Sequence[int], rows_of: Callable[[int], Rows]) -> tuple[dict[int, Rows], dict[int, str]]:

@@ -14,12 +14,14 @@ from elastic_train.errors import UnreadableError
 class SampleRules:
     """What to do with samples that cannot be used as they are.
 
-    `holes` are row groups, by number, and the first step without each. With `quarantines` a row group that cannot be
+    `holes` are row groups, by number, and the first step without each; `left_out` are single samples, as half-open
+    ranges of ids, each with its first step. With `quarantines` a row group that cannot be
     read is named in its micro-batch in place of raising. `longest` bounds the values of list columns; rows that have
     more are cut if `truncates`, else they raise.
     """
 
     holes: tuple[tuple[int, int], ...] = ()
+    left_out: tuple[tuple[int, int, int], ...] = ()
     quarantines: bool = False
     longest: Mapping[str, int] = field(default_factory=dict)
     truncates: bool = False

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chaos.judge.checker import COMPARED, INVARIANTS, judge
+from chaos.judge.checker import COMPARED, INVARIANTS, WITHOUT_HISTORIES, judge
 from chaos.judge.evidence.applied import lineage_of, shape_of
 from chaos.judge.evidence.holes import coverage_counts
 from chaos.judge.evidence.recovery_cost import recoveries
@@ -29,9 +29,9 @@ from chaos.planted.catalogue import PLANTED, Planted
 from chaos.planted.edits import edit
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Order
-from tests.chaos.recorded import record, samples_until
+from tests.chaos.recorded import digest_at, record, samples_until
 
-ALL = {*INVARIANTS, *COMPARED, "sums", "witness", "tracking"}
+ALL = {*INVARIANTS, *COMPARED, "sums", "deliverable", "witness", "tracking"}
 
 
 @pytest.fixture(scope="module")
@@ -174,15 +174,54 @@ def test_a_torn_last_line_is_passed_over(healthy: Path, tmp_path: Path) -> None:
     assert set(truths(folder).values()) == {"true"}
 
 
-def test_a_killed_rank_may_lack_the_last_step_of_its_term(healthy: Path, tmp_path: Path) -> None:
-    """A rank that was killed between the reduction and its line leaves a hole only where its term ends."""
+def test_a_killed_rank_may_lack_the_last_lines_of_its_term(healthy: Path, tmp_path: Path) -> None:
+    """What the thread of a killed rank had not written leaves a hole, but only in its term's last quarter second."""
     folder = tmp_path / "run"
     shutil.copytree(healthy, folder)
     path = sorted((folder / "faulted" / "history").glob("00000001-00001-*"))[0]
-    path.write_text("\n".join(path.read_text().splitlines()[:-1]) + "\n")
-    assert set(truths(folder).values()) == {"true"}
-    path.write_text("\n".join(path.read_text().splitlines()[:-1]) + "\n")
-    assert truths(folder)["partition"] == "false"
+    lines = path.read_text().splitlines()
+    ended_at = json.loads(lines[-1])["t"]
+    seen = set()
+    for num_left in range(len(lines) - 1, len(lines) - 6, -1):
+        path.write_text("\n".join(lines[:num_left]) + "\n")
+        is_last = json.loads(lines[num_left])["t"] >= ended_at - 0.25
+        assert truths(folder)["partition"] == ("true" if is_last else "false")
+        seen.add(is_last)
+    assert seen == {True, False}
+
+
+def test_a_long_history_in_parts_is_one(healthy: Path, tmp_path: Path) -> None:
+    """The lines of a process's parts follow one another, and what a part says again is not there twice."""
+    folder = tmp_path / "run"
+    shutil.copytree(healthy, folder)
+    for path in (folder / "faulted" / "history").glob("[0-9]*.jsonl"):
+        lines = path.read_text().splitlines(keepends=True)
+        again = [json.dumps({**json.loads(line), "again": True}) + "\n" for line in lines[:2]]
+        path.write_text("".join(lines[:9]))
+        path.with_name(f"{path.stem}.p000001.jsonl").write_text("".join([*again, *lines[9:12]]))
+        path.with_name(f"{path.stem}.p000002.jsonl").write_text("".join([*again, *lines[12:]]))
+    whole, parts = collect(healthy / "faulted"), collect(folder / "faulted")
+    assert parts.processes == whole.processes
+    assert examine(folder).is_valid
+
+
+@pytest.mark.parametrize("what", ["old terms", "the first part of a long history"])
+def test_a_run_that_deleted_histories_is_not_accused(healthy: Path, tmp_path: Path, what: str) -> None:
+    """What histories would have to show is unknown, and why is said; what results and commits show is not."""
+    folder = tmp_path / "run"
+    shutil.copytree(healthy, folder)
+    history = folder / "faulted" / "history"
+    for path in history.glob("00000001-*.jsonl"):
+        if what == "old terms":
+            path.unlink()
+        else:
+            path.rename(path.with_name(f"{path.stem}.p000001.jsonl"))
+    if what == "old terms":
+        (history / "summary.json").write_text('{"through": 1, "pruned": 1, "num_faults": 0, "trained_s": 1.0}')
+    findings = judge(collect(folder / "faulted"), collect(folder / "reference"))
+    assert {x.truth for x in findings if x.invariant in WITHOUT_HISTORIES} == {"true"}
+    others = [x for x in findings if x.invariant not in WITHOUT_HISTORIES]
+    assert {x.truth for x in others} == {"unknown"} and all("were deleted (run.history_" in x.why for x in others)
 
 
 def test_a_commit_no_history_records_is_part_of_the_chain(healthy: Path, tmp_path: Path) -> None:
@@ -266,7 +305,7 @@ def test_verdict_names_what_is_asked_for(healthy: Path) -> None:
     fields = json.loads((healthy / "verdict.json").read_text())
     assert fields == json.loads(json.dumps(verdict.fields))
     assert fields["valid"] is True
-    assert fields["weights_sha256"] == fields["reference_weights_sha256"] == f"{30:064d}"
+    assert fields["weights_sha256"] == fields["reference_weights_sha256"] == digest_at(30)
     assert fields["coverage"] == {"min": 1, "max": 1, "samples": 101}
     assert (fields["rpo_steps"], fields["seed"], len(fields["faults"])) == (3, 7, 2)
     assert fields["rto_s"] == pytest.approx(3.1, abs=0.01)
@@ -298,3 +337,21 @@ def test_a_soak_may_end_before_its_failpoints_are_reached(healthy: Path, tmp_pat
     missed = {"op": "missed", "t": 1.0, "kind": "kill", "point": "form", "node": 1}
     (tmp_path / "run" / "faulted" / "history" / "missed.jsonl").write_text(json.dumps(missed) + "\n")
     assert truths(tmp_path / "run")["faults"] == "true"
+
+
+def test_a_fault_without_an_effect_counts_for_nothing(healthy: Path, tmp_path: Path) -> None:
+    """It is missed, and not ridden out; nor does it explain what came after it."""
+    shutil.copytree(healthy, tmp_path / "run")
+    edit(
+        tmp_path / "run" / "faulted",
+        lambda line: {**line, "op": "missed", "why": "nothing showed"} if _is_effect_of(line, 1) else line,
+    )
+    found = {finding.invariant: finding for finding in examine(tmp_path / "run").findings}
+    assert found["faults"].why.startswith("1 faults of 1 kinds") and "1 missed" in found["faults"].why
+    assert found["deaths"].truth == "unknown" and "no fault since term 1 explains it" in found["deaths"].why
+    fields = json.loads((tmp_path / "run" / "verdict.json").read_text())
+    assert fields["missed_by_kind"] == {"kill_node": 1} and fields["faults_by_kind"] == {"start_node": 1}
+
+
+def _is_effect_of(line: Line, number: int) -> bool:
+    return line["op"] == "effect" and line["fault"] == number

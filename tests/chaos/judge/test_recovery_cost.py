@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -377,3 +378,64 @@ def test_a_process_asked_to_leave_may_end_worlds_until_it_has_left() -> None:
         verdict_of("freeze_worker", "lost", num_worlds=10)
     with pytest.raises(Unknown, match="term 3 was formed by the processes of term 2"):
         verdict_of("freeze_worker")
+
+
+def a_soak(*lines: Line, until: float = 7200.0) -> Evidence:
+    """Return a soak of two nodes: one is hit once at its beginning, and the tracker is away twice a minute."""
+    spells = [
+        {"op": "fault", "t": t, "kind": "tracker_outage", "node": None, "pids": [], "for_s": 1.0}
+        for t in np.arange(20.0, until, 30.0).tolist()
+    ]
+    scenario: Line = {"op": "scenario", "t": 0.0, "recovery": "live", "patience_s": 180.0}
+    hit: Line = {"op": "fault", "t": 5.0, "kind": "cut_off_etcd", "node": 1, "nodes": [1], "pids": [8], "for_s": 2.0}
+    placed: list[Line] = [{"op": "node", "t": 0.5, "node": rank, "pids": [7 + rank]} for rank in (0, 1)]
+    return Evidence(Path("soak"), [[scenario, hit, *placed, *spells, *lines]], [], {}, None, None)
+
+
+def a_world(t: float, term: int, *pids: int, size: int = 2) -> list[Line]:
+    return [
+        {"op": "form", "t": t, "term": term, "rank": rank, "pid": pid, "world": size, "sealed_at": t}
+        for rank, pid in enumerate(pids)
+    ]
+
+
+ENDS: list[Line] = [{"op": "end", "t": 7300.0, "term": 2, "rank": rank, "status": "done"} for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(("left_at", "is_explained"), [(100.0, True), (3600.0, False)])
+def test_what_hit_a_node_an_hour_ago_explains_nothing_even_in_a_soak(left_at: float, is_explained: bool) -> None:
+    """Faults come one after another all the time: each has a spell of its own."""
+    run = a_soak(*a_world(1.0, 1, 7, 8), *a_world(left_at, 2, 7, 9), *ENDS)
+    if is_explained:
+        assert deaths(run).startswith("1 changes")
+        return
+    with pytest.raises(Unknown, match="process 8 left between terms 1 and 2"):
+        deaths(run)
+
+
+@pytest.mark.parametrize(("at", "is_explained"), [(100.0, True), (3600.0, False)])
+def test_an_agent_gives_up_not_long_after_it_was_kept_from_etcd(at: float, is_explained: bool) -> None:
+    ends = [{**line, "term": 1} for line in ENDS]
+    run = a_soak(*a_world(1.0, 1, 7, 8), *ends, {"op": "exit", "t": at, "node": 1, "code": 1})
+    if is_explained:
+        assert deaths(run).startswith("0 changes")
+        return
+    with pytest.raises(Unknown, match="node 1 ended with code 1"):
+        deaths(run)
+
+
+@pytest.mark.parametrize(("first_at", "late_s"), [(150.0, None), (3600.0, 3413.0)])
+def test_a_recovery_of_an_hour_is_late_even_in_a_soak(first_at: float, late_s: float | None) -> None:
+    steps: list[Line] = [
+        {"op": "restore", "t": 2.0, "term": 1, "rank": 0, "step": 0, "commit": None},
+        {"op": "step", "t": 3.0, "term": 1, "rank": 0, "step": 1},
+        {"op": "fault", "t": 7.0, "kind": "kill_worker", "node": 1, "pids": [8]},
+        {"op": "restore", "t": first_at - 1, "term": 2, "rank": 0, "step": 1, "commit": None},
+        {"op": "step", "t": first_at, "term": 2, "rank": 0, "step": 2},
+    ]
+    run = a_soak(*a_world(1.0, 1, 7, 8), *a_world(first_at - 2, 2, 7, 9), *steps, until=first_at)
+    if late_s is None:
+        rto(run)
+        return
+    with pytest.raises(Violated, match=f"{late_s:.1f} s after all should have been over"):
+        rto(run)

@@ -83,6 +83,27 @@ def test_two_nodes_that_only_a_third_reaches_do_not_stop_the_job() -> None:
     assert isinstance(ended, float) and ended < EPOCH_S + 100.0
 
 
+@pytest.mark.parametrize("kind", ["refuse_address", "same_address"])
+def test_a_node_that_comes_back_at_a_wrong_address_stops_nobody(kind: str) -> None:
+    """The others ask who is there before they make room for it: their one world after its loss lasts to the end."""
+    away = SimFault("kill_node", at_s=8.0, node=2, for_s=6.0)
+    run = Job(Shape(epochs=30), 1, (away, SimFault(kind, at_s=8.5, node=2, for_s=1000.0))).run()
+    assert run.result is not None and run.result["status"] == "done"
+    assert {(line["term"], line["world"]) for process in run.processes for line in process if line["op"] == "form"} == {
+        (1, 3),
+        (2, 2),
+    }
+
+
+@pytest.mark.parametrize("kind", ["refuse_address", "same_address"])
+def test_a_node_that_is_refused_in_the_middle_costs_one_world(kind: str) -> None:
+    """It lives, so its refusal is not death for long: the others continue without it, and take it in again later."""
+    run = Job(Shape(epochs=30), 1, (SimFault(kind, at_s=10.0, node=2, for_s=12.0),)).run()
+    assert run.result is not None and run.result["status"] == "done"
+    forms = {line["term"]: line["world"] for process in run.processes for line in process if line["op"] == "form"}
+    assert list(forms.values()) == [3, 2, 3]
+
+
 def test_every_process_of_a_flapping_node_that_leaves_is_explained() -> None:
     """The node's second and third processes are not the one that the fault's line names."""
     run = Job(Shape(epochs=20), 1, (SimFault("flap_node", at_s=8.0, node=1, for_s=8.0),)).run()

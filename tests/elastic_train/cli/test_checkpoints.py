@@ -17,6 +17,7 @@ from elastic_train.errors import CommitError, ConfigError
 from elastic_train.tracking.history import History
 from tests.elastic_train.checkpoint.commit_samples import commit_steps, trained, writer
 from tests.elastic_train.checkpoint.commit_samples import facts as some_facts
+from tests.elastic_train.tracking.unqueued import Unqueued
 
 
 def run(*arguments: str) -> int:
@@ -177,7 +178,7 @@ def test_a_plan_uses_what_a_run_has_measured(local_store: Store, capsys: pytest.
     """Size, stall, publication and faults are the run's own, by the medians of its last saves; what is given wins."""
     (commit,) = commit_steps(local_store, 9)
     for term in (1, 2):
-        history = History(local_store.url, term=term, rank=0)
+        history = History(Unqueued(), local_store.url, term=term, rank=0)
         resumed: dict[str, object] = {"steps_lost": 3 if term == 2 else 0}
         history.restore(
             step=1,

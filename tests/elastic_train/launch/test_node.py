@@ -13,9 +13,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+import elastic_train as et
 from elastic_train.cli import main
-from rendezvous import EtcdStore, TooFewNodesError
+from elastic_train.launch import node
+from elastic_train.launch.options import Flags, Launch, resolve
+from rendezvous import EtcdServer, EtcdStore, ServerError, TooFewNodesError, etcd_options
+from rendezvous.etcd.server import free_ports
 from rendezvous.membership.participant import Participant
+from rendezvous.membership.store import Put
 from rendezvous.torchelastic import live_handler
 from tests.conftest import ROOT, start
 from tests.elastic_train.training.test_live import PARAMS, eventually, history, until_whole, write_config
@@ -103,6 +108,53 @@ def test_a_step_that_outlasts_the_grace_is_dropped_and_the_applied_state_committ
     assert sorted(line["step"] for line in lines) == sorted([*range(1, 41), *range(1, 41)])
 
 
+def poisoned(folder: Path, rows: Path, **data: object) -> str:
+    """Write the configuration of a job of 40 steps, one of whose samples ends the process that computes it."""
+    config = Path(write_config(folder, rows, 40))
+    tree = yaml.safe_load(config.read_text())
+    tree["task"] = {"path": "tests.tasks:Poisoned", "params": {**PARAMS, "ids": [POISON], "how": "kill"}}
+    tree["data"] |= data
+    config.write_text(yaml.safe_dump(tree | {"hang_timeout_s": 60.0}))
+    return str(config)
+
+
+POISON = 77
+
+
+def test_a_sample_that_ends_its_process_is_found_and_left_out(tmp_path: Path, rows: Path) -> None:
+    """Two ranks die of it in turn; then it alone is tried, recorded as a hole, and all other samples are trained on."""
+    line = command(poisoned(tmp_path, rows, deadly="quarantine"), "--ranks", "2")
+    done = subprocess.run(line, cwd=ROOT, timeout=280, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    (hole,) = result["holes"]
+    assert (result["step"], hole["lo"], hole["hi"]) == (40, POISON, POISON + 1)
+    assert hole["why"] == "ends its process with SIGSEGV"
+    assert result["num_left_out"] >= 1
+    audited = et.open_store(str(tmp_path / "run"))
+    head = et.discover(audited).head
+    assert head is not None and head.account is not None and [h.lo for h in head.account.holes] == [POISON]
+
+
+def test_a_sample_that_ends_its_process_is_named_where_none_may_be_left_out(tmp_path: Path, rows: Path) -> None:
+    """With the code for data that are wrong, after which nobody starts it again."""
+    line = command(poisoned(tmp_path, rows), "--ranks", "2")
+    done = subprocess.run(line, cwd=ROOT, timeout=280, check=False, capture_output=True, text=True)
+    assert done.returncode == 65, done.stderr
+    assert f"sample {POISON} (row group " in done.stderr and "ends its process with SIGSEGV" in done.stderr
+
+
+def test_a_job_that_gets_nowhere_ends_with_93(tmp_path: Path, rows: Path) -> None:
+    """Before any restart is spent that could not help."""
+    config = Path(poisoned(tmp_path, rows))
+    config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"give_up_after_worlds": 2}))
+    done = subprocess.run(
+        command(str(config), "--ranks", "2"), cwd=ROOT, timeout=280, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 93, done.stderr
+    assert "the last 2 worlds, up to term" in done.stderr and "got no further than step" in done.stderr
+
+
 def applied(run: Path) -> int:
     return max((line["step"] for line in history(run) if line["op"] == "step"), default=0)
 
@@ -150,3 +202,73 @@ def test_a_bad_configuration_is_reported_once(tmp_path: Path, rows: Path) -> Non
     assert done.returncode == 2
     assert done.stderr.count("unknown key") == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("recovery", ["live", "restart"])
+def test_a_run_id_that_was_just_used_by_another_job_is_refused(tmp_path: Path, rows: Path, recovery: str) -> None:
+    """It ended with 0, without a step and without a word; the same job again has nothing left to do, and says so."""
+    with EtcdServer() as server:
+        flags = ("--endpoint", server.endpoint, "--id", "twice", "--ranks", "1", "--recovery", recovery)
+
+        def launched(folder: str) -> subprocess.CompletedProcess[str]:
+            config = write_config(tmp_path / folder, rows, 5, lane_ms=0.0)
+            asked = command(config, *flags)
+            return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+
+        assert launched("a").returncode == 0
+        other = launched("b")
+        assert other.returncode == 2 and "the run id 'twice' was finished" in other.stderr.replace("job of ", ""), other
+        assert str(tmp_path / "a") in other.stderr and "a run id of its own (--id, --rdzv_id)" in other.stderr
+        assert not (tmp_path / "b" / "run" / "history").exists()
+        again = launched("a")
+        assert again.returncode == 0 and "nothing" in again.stderr, again
+
+
+def test_two_slurm_jobs_on_one_first_node_have_an_etcd_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one used the first one's, which ended with it. A node of either finds its own job's."""
+
+    def plan(run_id: str, *, is_first: bool) -> Launch:
+        job = {"SLURM_JOB_ID": run_id, "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "127.0.0.1"}
+        return resolve(tmp_path / "c.yaml", [], Flags(), {**job, "SLURM_NODEID": "0" if is_first else "1"}, 0)
+
+    ports = free_ports(7)
+    monkeypatch.setattr(node, "ETCD_PORTS", ports)
+    monkeypatch.setattr(node, "ETCD_PATIENCE_S", 1.0)
+    with node._etcd(plan("71", is_first=True)), node._etcd(plan("72", is_first=True)):
+        for run_id in ("71", "72"):
+            with node._etcd(plan(run_id, is_first=False)) as endpoint:
+                EtcdStore(etcd_options(endpoint)).swap({f"/{run_id}": Put("")}, {})
+                assert len(EtcdStore(etcd_options(endpoint)).get("/").entries) == 1
+    monkeypatch.setattr(node, "ETCD_PORTS", ports[:1])
+    with node._etcd(plan("71", is_first=True)):
+        with pytest.raises(ServerError, match="is taken"), node._etcd(plan("72", is_first=True)):
+            pass
+        with pytest.raises(ServerError, match="is not this job's"), node._etcd(plan("72", is_first=False)):
+            pass
+
+
+@pytest.mark.parametrize("recovery", ["live", "restart"])
+def test_a_node_with_other_limits_ends_with_2_and_the_others_do_not_notice(
+    tmp_path: Path, rows: Path, recovery: str
+) -> None:
+    """One with --nodes 1:2 and one with 1:3 once regrouped twice a second for ever."""
+    with EtcdServer() as etcd:
+        config = write_config(tmp_path, rows, 100_000)
+        shared = ("--ranks", "1", "--endpoint", etcd.endpoint, "--id", tmp_path.name, "--recovery", recovery)
+        first = subprocess.Popen(command(config, "--nodes", "1:2", *shared), cwd=ROOT)
+        try:
+            until_whole(tmp_path / "run", 1)
+            other = subprocess.run(
+                command(config, "--nodes", "1:3", *shared),
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=240,
+                check=False,
+            )
+            assert other.returncode == 2, other.stderr
+            assert "--nnodes (or --nodes) is 1:3 here, and 1:2 on the nodes that run already" in other.stderr
+            assert first.poll() is None
+        finally:
+            first.kill()
+        assert [line["term"] for line in history(tmp_path / "run") if line["op"] == "form"] == [1]

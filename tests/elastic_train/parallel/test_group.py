@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
-from elastic_train.errors import ConfigError
+from elastic_train.errors import ConfigError, PeerLostError
 from elastic_train.parallel.group import Group, connect
 from tests.conftest import run_ranks
 
@@ -70,3 +75,54 @@ def test_an_incomplete_launcher_environment_is_refused(monkeypatch: pytest.Monke
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="RANK, MASTER_ADDR, MASTER_PORT is not set: start all ranks with torchrun"):
         connect("term-1", 5)
+
+
+def frozen_again_and_again(rank: int, size: int, folder: str) -> None:
+    """Rank 1 freezes in every world; rank 0 gives the world up, and counts what it has open before it forms another."""
+    counts: list[list[int]] = []
+    for number in range(4):
+        store = PrefixStore(str(number), FileStore(f"{folder}/store", size))
+        is_broken = threading.Event()
+        group = Group(rank, size, store, 300, is_broken=lambda _, given_up=is_broken: given_up.is_set())  # type: ignore[misc]
+        pid = int(group.all_gather(torch.tensor(os.getpid()))[1])
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            until(lambda pid=pid: stat_of(pid) == "T")  # type: ignore[misc]
+        threading.Timer(0.3, is_broken.set).start()
+        try:
+            group.all_reduce(torch.ones(1_000_000))
+        except PeerLostError:
+            group.abandon()
+        if rank == 0:
+            if counts:
+                until(lambda: all(now <= first for now, first in zip(opened(), counts[0], strict=True)))
+            else:
+                until(lambda: threading.active_count() == 1)
+            counts.append(opened())
+            os.kill(pid, signal.SIGCONT)
+    if rank == 0:
+        (Path(folder) / "counts.json").write_text(json.dumps(counts))
+    os._exit(0)
+
+
+def opened() -> list[int]:
+    """Count this process's descriptors and threads."""
+    return [len(list(Path(f"/proc/self/{kind}").iterdir())) for kind in ("fd", "task")]
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def stat_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+
+
+def test_worlds_given_up_for_a_frozen_peer_leave_nothing_open(tmp_path: Path) -> None:
+    """Each once kept five threads, fifteen descriptors and its tensors for as long as peers are waited for."""
+    run_ranks(frozen_again_and_again, 2, str(tmp_path))
+    assert len(json.loads((tmp_path / "counts.json").read_text())) == 4

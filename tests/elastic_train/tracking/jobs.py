@@ -13,7 +13,9 @@ from mlflow.entities import Run
 
 from elastic_train.core.lineage import Interval
 from elastic_train.system.atomic_files import write_atomically
+from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.tracker import Tracker
+from tests.elastic_train.tracking.unqueued import Unqueued
 
 DOWN = "http://127.0.0.1:1"
 EXPERIMENT = "tests"
@@ -32,11 +34,13 @@ def start(
     step: int = 0,
     lineage: tuple[tuple[int, int, int], ...] = (),
     tags: dict[str, str] | None = None,
+    files: BackgroundFiles | None = None,
 ) -> Tracker:
     run_dir.mkdir(exist_ok=True)
     resolved = config or CONFIG
     write_atomically(run_dir / "config.yaml", json.dumps(resolved))
     return Tracker.start(
+        files=files or Unqueued(),
         run_dir=run_dir,
         term=term,
         config=resolved,

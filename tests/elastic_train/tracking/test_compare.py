@@ -13,6 +13,7 @@ from elastic_train.errors import ConfigError
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.tracking import mlflow_run
 from elastic_train.tracking import tracker as tracking
+from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.compare import Comparison, compare
 from elastic_train.tracking.tracker import Tracker
 
@@ -23,7 +24,13 @@ def write_run(folder: Path, *, lr: float, accuracy: float, weights: str | None, 
     config = {"optimizer": {"lr": lr}, "epochs": 1}
     write_atomically(folder / "config.yaml", json.dumps(config))
     tracker = Tracker.start(
-        run_dir=folder, term=1, config=config, mlflow_uri=uri, experiment="compare", run_name=folder.name
+        files=BackgroundFiles(),
+        run_dir=folder,
+        term=1,
+        config=config,
+        mlflow_uri=uri,
+        experiment="compare",
+        run_name=folder.name,
     )
     tracker.log(1, {"train/loss": 2.0})
     tracker.log(2, {"train/loss": accuracy * 2, "validation/accuracy": accuracy})

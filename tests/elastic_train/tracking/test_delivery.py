@@ -16,6 +16,7 @@ import pytest
 from mlflow import MlflowClient
 
 from elastic_train.errors import StorageError
+from elastic_train.system.file_locks import locked_by
 from elastic_train.tracking import delivery, mlflow_run
 from elastic_train.tracking import tracker as tracking
 from elastic_train.tracking.mlflow_run import (
@@ -118,9 +119,9 @@ def test_a_new_database_is_made_by_one_process_at_a_time(tmp_path: Path) -> None
     """While another process holds the lock beside a database, it is not opened; afterwards it is."""
     opening = threading.Thread(target=mlflow_run.connect, args=(f"sqlite:///{tmp_path}/mlflow.db",))
     with (tmp_path / "mlflow.db.lock").open("w") as lock:
-        assert mlflow_run.locked_by(lock.fileno(), 0)
+        assert locked_by(lock.fileno(), 0)
         with (tmp_path / "mlflow.db.lock").open("w") as other:
-            assert not mlflow_run.locked_by(other.fileno(), 0)
+            assert not locked_by(other.fileno(), 0)
         opening.start()
         opening.join(0.2)
         assert opening.is_alive()

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from elastic_train.core.coverage import CoverageSums
-from elastic_train.errors import StorageError
-from elastic_train.tracking.history import (
-    History,
+from elastic_train.tracking import background_files
+from elastic_train.tracking.background_files import BackgroundFiles
+from elastic_train.tracking.history import History
+from elastic_train.tracking.history_files import (
     LastApplied,
+    Stagnation,
+    histories,
     last_applied,
-    num_without_step,
+    last_step_lines,
+    restore_line,
+    stagnation,
 )
+from tests.elastic_train.tracking.unqueued import Unqueued
 
 
 def read_history(run_dir: Path) -> list[dict[str, object]]:
@@ -28,10 +33,9 @@ def step(history: History, number: int, world: int = 2) -> None:
     history.step(step=number, epoch=0, lo=number, hi=number + 1, lanes=(0, 4), num_samples=4, world=world, loss=0.5)
 
 
-def write_all(run_dir: Path) -> None:
-    history = History(run_dir, term=3, rank=1)
+def begin(history: History) -> None:
     history.form(world=2, cause="lost", joined_at=None, sealed_at=1.0, started_at=2.0)
-    resumed: dict[str, object] = {"steps_lost": 1}
+    told: dict[str, object] = {"steps_lost": 1}
     history.restore(
         step=4,
         epoch=0,
@@ -41,8 +45,13 @@ def write_all(run_dir: Path) -> None:
         applied_by=None,
         seconds=0.1,
         skipped=[("d", "torn")],
-        resumed=resumed,
+        resumed=told,
     )
+
+
+def write_all(run_dir: Path) -> None:
+    history = History(Unqueued(), run_dir, term=3, rank=1)
+    begin(history)
     step(history, 5)
     history.commit(step=5, key="k", digest="d", parent=None, created_at=1.5, seconds=0.2, stall_s=0.01)
     history.rollback(from_step=5, to_step=4)
@@ -63,7 +72,7 @@ def test_every_operation_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("torn", [b'{"op": "step", "t', b"12", b'"a"', b"\xff\xfe{", b"[]", b'{"t": 1}'])
 def test_a_torn_line_is_passed_over(tmp_path: Path, torn: bytes) -> None:
-    """A line that is torn or foreign is not read, and hides no other line."""
+    """What is no whole line of ours is not read, and hides no other line."""
     write_all(tmp_path)
     (path,) = (tmp_path / "history").iterdir()
     path.write_bytes(torn + b"\n" + path.read_bytes() + torn)
@@ -72,13 +81,13 @@ def test_a_torn_line_is_passed_over(tmp_path: Path, torn: bytes) -> None:
     assert found.step == 5
 
 
-def test_the_last_applied_step_is_the_furthest_of_the_newest_earlier_term(tmp_path: Path) -> None:
+def test_the_last_applied_step_is_the_newest_earlier_terms_furthest(tmp_path: Path) -> None:
     """Later and stepless terms do not count; of the ranks the furthest one does."""
     for term, rank, number in [(1, 0, 90), (2, 0, 41), (2, 1, 42), (5, 0, 7)]:
-        history = History(tmp_path, term, rank)
+        history = History(Unqueued(), tmp_path, term, rank)
         step(history, number, world=term)
         history.close()
-    History(tmp_path, 3, 0).close()
+    History(Unqueued(), tmp_path, 3, 0).close()
     (tmp_path / "history" / "notes-of-mine-x.jsonl").write_text("mine\n")
     found = last_applied(tmp_path, before_term=5)
     assert isinstance(found, LastApplied)
@@ -90,7 +99,7 @@ def test_the_last_applied_step_is_the_furthest_of_the_newest_earlier_term(tmp_pa
 @pytest.mark.parametrize("num_after", [0, 1, 3000])
 def test_a_step_is_found_however_many_lines_follow_it(tmp_path: Path, num_after: int) -> None:
     """The ends of the files are read until a step is in them."""
-    history = History(tmp_path, 1, 0)
+    history = History(Unqueued(), tmp_path, 1, 0)
     for number in range(1, 200):
         step(history, number)
     for _ in range(num_after):
@@ -100,62 +109,83 @@ def test_a_step_is_found_however_many_lines_follow_it(tmp_path: Path, num_after:
     assert found.step == 199
 
 
-def test_a_line_is_on_the_file_before_the_call_returns(tmp_path: Path) -> None:
-    """A reader sees a step at once: a SIGKILL of the writer loses none."""
-    history = History(tmp_path, 1, 0)
-    for number in range(1, 4):
+def test_a_term_that_began_right_after_knows_the_last_steps(tmp_path: Path) -> None:
+    """A process's next world sees what the thread had not written when the last one ended."""
+    files = BackgroundFiles()
+    history = History(files, tmp_path, 1, 0)
+    for number in range(1, 500):
         step(history, number)
-        assert [line["step"] for line in read_history(tmp_path)] == list(range(1, number + 1))
+    found = History(files, tmp_path, 2, 0).last_applied()
+    assert found is not None and found.step == 499
 
 
-def test_a_full_disk_stops_no_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_ids_are_in_the_file_before_the_step_goes_on(tmp_path: Path) -> None:
+    """What a rank gives to a step is known of it even if it dies in that step's reduction."""
+    history = History(BackgroundFiles(), tmp_path, 1, 0)
+    for number in range(1, 100):
+        history.read(step=number, epoch=0, ids=((0, 3),), world=2)
+        assert read_history(tmp_path)[-1]["step"] == number
+
+
+def test_a_long_history_keeps_its_beginning_and_its_newer_half(tmp_path: Path) -> None:
+    """It stays below its limit in parts, each of which says how the world formed and what was restored."""
+    most_bytes = 1 << 14
+    history = History(Unqueued(), tmp_path, 3, 0, most_bytes)
+    begin(history)
+    for number in range(5, 1000):
+        step(history, number)
+        assert sum(path.stat().st_size for path in (tmp_path / "history").iterdir()) <= most_bytes
+    ((older, newer),) = histories(tmp_path, rank=0)
+    assert older.name < newer.name
+    for part in (older, newer):
+        first = restore_line(part)
+        assert first is not None and (first["step"], first["again"]) == (4, True)
+    (steps,) = [[line["step"] for line in read_history(tmp_path) if line["op"] == "step"]]
+    assert steps == list(range(int(str(steps[0])), 1000)), "what is left has no gap"
+    assert last_step_lines(newer)[-1]["step"] == 999
+    found = last_applied(tmp_path, before_term=4)
+    assert found is not None and found.step == 999
+
+
+def test_a_history_that_could_not_be_opened_at_first_says_how_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A line that cannot be written, or not wholly, is counted and reported once; later lines are whole again."""
-    history = History(tmp_path, 1, 0)
-
-    def full(file: int, content: bytes) -> int:
-        raise OSError(28, "No space left on device")
-
-    write = os.write
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
-        step(history, 1)
-        patch.setattr(os, "write", lambda file, content: write(file, content[:3]))
-        step(history, 2)
-    step(history, 3)
-    assert history.num_failures == 2
-    assert [line["step"] for line in read_history(tmp_path)] == [3]
-    assert caplog.text.count("history has gaps") == 1
+    """The folder comes back: what was lost is lost, but for the lines without which the rest says little."""
+    monkeypatch.setattr(background_files, "OPEN_AGAIN_S", 0.0)
+    (tmp_path / "run").write_text("not a folder")
+    history = History(Unqueued(), tmp_path / "run", 3, 0)
+    begin(history)
+    step(history, 5)
+    (tmp_path / "run").unlink()
+    step(history, 6)
+    lines = read_history(tmp_path / "run")
+    assert [(line["op"], line.get("again")) for line in lines] == [("form", True), ("restore", True), ("step", None)]
 
 
-def test_a_history_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
-    """Where nothing can be written from the start, training does not begin."""
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="cannot be written"):
-        History(tmp_path / "file", 1, 0)
+def test_terms_that_get_no_further_are_counted(tmp_path: Path) -> None:
+    """Since the furthest step of any, or since the job gave up; other ranks' files do not count."""
 
-
-def test_the_newest_terms_without_a_step_are_counted(tmp_path: Path) -> None:
-    """Up to the last term with a step, or in which the job gave up; other ranks' files do not count."""
-
-    def world(term: int, *, num_steps: int = 0, gives_up: bool = False, rank: int = 0) -> None:
-        history = History(tmp_path, term, rank)
+    def world(term: int, *steps: int, gives_up: bool = False, rank: int = 0) -> None:
+        history = History(Unqueued(), tmp_path, term, rank)
         history.form(world=2, cause="lost", joined_at=None, sealed_at=1.0, started_at=2.0)
-        for number in range(num_steps):
-            step(history, number + 1)
+        for number in steps:
+            step(history, number)
         if gives_up:
             history.no_progress(step=4)
         history.close()
 
+    assert stagnation(tmp_path, 1, most=20) == Stagnation(0, 0)
     world(1)
-    world(2, num_steps=3)
+    world(2, 1, 2, 3)
+    assert stagnation(tmp_path, 3, most=20) == Stagnation(0, 3)
     world(3)
-    world(4)
-    world(4, rank=1, num_steps=1)
-    assert num_without_step(tmp_path, 5, most=20) == 2
-    assert num_without_step(tmp_path, 5, most=1) == 1
-    assert num_without_step(tmp_path, 3, most=20) == 0
-    world(5, gives_up=True)
-    world(6)
-    assert num_without_step(tmp_path, 7, most=20) == 1
+    world(4, 1, 2, 3)  # from the last commit to the same step
+    world(4, 4, rank=1)
+    assert stagnation(tmp_path, 5, most=20) == Stagnation(2, 3)
+    assert stagnation(tmp_path, 5, most=2) == Stagnation(2, 3)
+    assert stagnation(tmp_path, 3, most=20) == Stagnation(0, 3)
+    world(5, 1, 2, 3, 4)
+    assert stagnation(tmp_path, 6, most=20) == Stagnation(0, 4)
+    world(6, gives_up=True)
+    world(7)
+    assert stagnation(tmp_path, 8, most=20) == Stagnation(1, 0)

@@ -18,6 +18,7 @@ from elastic_train.tracking.metric_log import (
     metrics_path,
     read_metrics,
 )
+from tests.elastic_train.tracking.unqueued import Unqueued
 
 Branch = tuple[Interval, ...]
 
@@ -25,7 +26,7 @@ Branch = tuple[Interval, ...]
 def train(run_dir: Path, term: int, begun: Branch, num_steps: int) -> Branch:
     """Let a term continue a branch: log what it finds there, and each step's loss, which names the term."""
     lo = begun[-1].hi if begun else 0
-    writer = MetricsWriter(run_dir, term)
+    writer = MetricsWriter(Unqueued().lines(metrics_path(run_dir, term)), term)
     writer.begin(begun)
     writer.values(lo, {"validation/loss": term}, {})
     for step in range(lo + 1, lo + num_steps + 1):
@@ -73,7 +74,7 @@ def test_settled_lines_are_read_incrementally_while_the_term_runs(tmp_path: Path
     """
     begun = train(tmp_path, 2, train(tmp_path, 1, (), 5), 3)
     train(tmp_path, 3, cut(begun, 4), 2)
-    writer = MetricsWriter(tmp_path, 4)
+    writer = MetricsWriter(Unqueued().lines(metrics_path(tmp_path, 4)), 4)
     reader = LineageReader(tmp_path, (4, begun))
     seen = []
     for settled in (3, 7, math.inf):

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from elastic_train.config.schema import Config
-from elastic_train.errors import Preempted, StorageError
+from elastic_train.errors import ConfigError, PeerLostError, Preempted, StorageError
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.world import forming
 from elastic_train.world.forming import LiveWorlds
 from rendezvous.context import LiveContext
 from rendezvous.errors import StoreUnavailableError
+from rendezvous.membership.records import Closed, Job
 
 
 class Away(Exception):  # noqa: N818 - where the test ends
@@ -26,7 +27,7 @@ def begin(
     """Form a world where the first `tries` beginnings of a membership meet no etcd; return those beginnings."""
     begun: list[object] = []
 
-    def member(context: LiveContext, most: int) -> object:
+    def member(context: LiveContext, most: int, job: Job) -> object:
         begun.append(context)
         if len(begun) <= tries:
             raise StoreUnavailableError("no etcd answers")
@@ -37,7 +38,7 @@ def begin(
     context = LiveContext(("127.0.0.1:1",), "job", "n", "h", "127.0.0.1", "h:1", 1, 1, 5.0, 1.0, timeout_s)
     config: Config = SimpleNamespace(batch=SimpleNamespace(num_lanes=8), peer_timeout_s=60.0)  # type: ignore[assignment]
     watchdog: Watchdog = SimpleNamespace(resting=None)  # type: ignore[assignment]
-    formed = LiveWorlds(context, config, torch.device("cpu"), watchdog, lambda: is_stopped)
+    formed = LiveWorlds(context, config, torch.device("cpu"), watchdog, lambda: is_stopped, Job())
     with pytest.raises(Away):
         formed.form()
     return begun
@@ -58,3 +59,64 @@ def test_a_process_waiting_for_etcd_can_be_asked_to_leave(monkeypatch: pytest.Mo
     """Without waiting for the timeout."""
     with pytest.raises(Preempted, match="while etcd was away"):
         begin(monkeypatch, tries=1_000_000, is_stopped=True)
+
+
+DONE = Closed(4, 1_700_000_000.0, Job("/runs/a", "digest"))
+
+
+@pytest.mark.parametrize(
+    ("job", "differs"), [(Job("/runs/b", "digest"), "folder"), (Job("/runs/a", "other"), "configuration")]
+)
+def test_another_job_was_done_under_the_same_run_id(
+    monkeypatch: pytest.MonkeyPatch, job: Job, differs: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That is said, and nothing looks as if this one had been done; one that is the same has nothing left to do."""
+    ended = SimpleNamespace(next_world=lambda _: None, closed=DONE)
+    monkeypatch.setattr(forming, "LiveMember", lambda *_: ended)
+    context = LiveContext(("127.0.0.1:1",), "job", "n", "h", "127.0.0.1", "h:1", 1, 1, 5.0, 1.0, 60.0)
+    config: Config = SimpleNamespace(batch=SimpleNamespace(num_lanes=8), peer_timeout_s=60.0)  # type: ignore[assignment]
+    watchdog: Watchdog = SimpleNamespace(resting=None)  # type: ignore[assignment]
+
+    def worlds_of(mine: Job) -> LiveWorlds:
+        return LiveWorlds(context, config, torch.device("cpu"), watchdog, lambda: False, mine)
+
+    with pytest.raises(
+        ConfigError, match=rf"'job' was finished at 2023-11-14 22:13:20 UTC in /runs/a.*another {differs}"
+    ):
+        worlds_of(job).form()
+    assert worlds_of(DONE.job).form() is None
+    assert "was finished at 2023-11-14 22:13:20 UTC in /runs/a: nothing is left to do" in caplog.text
+
+
+def test_worlds_that_do_not_form_are_counted_and_logged_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One may be an accident; from the second in a row on it is logged, and the nodes are asked."""
+    looks: list[None] = []
+    world = SimpleNamespace(rank=0, size=2, store=None, context=SimpleNamespace(term=7, num_nodes=2))
+    member = SimpleNamespace(
+        next_world=lambda _: world, is_broken=None, look_for_unreachable=lambda: looks.append(None)
+    )
+    tries: list[int] = []
+
+    def group(*_: object, **__: object) -> object:
+        tries.append(worlds.num_not_formed)
+        if len(tries) < 4:
+            raise PeerLostError("connection refused")
+        return "a group"
+
+    monkeypatch.setattr(forming, "LiveMember", lambda *_: member)
+    monkeypatch.setattr(forming, "Group", group)
+    monkeypatch.setattr(forming, "FIRST_PAUSE_S", 0.0)
+    told = LiveContext(("127.0.0.1:1",), "job", "n", "h", "127.0.0.1", "h:1", 1, 1, 5.0, 1.0, 60.0)
+    config: Config = SimpleNamespace(batch=SimpleNamespace(num_lanes=8), peer_timeout_s=60.0)  # type: ignore[assignment]
+    watchdog: Watchdog = SimpleNamespace(resting=None)  # type: ignore[assignment]
+    worlds = LiveWorlds(told, config, torch.device("cpu"), watchdog, lambda: False, Job())
+    formed = worlds.form()
+    assert formed is not None and formed.group == "a group"
+    assert tries == [0, 1, 2, 3] and worlds.num_not_formed == 0
+    assert len(looks) == 2
+    assert [record.getMessage().partition(".")[0] for record in caplog.records] == [
+        f"{number} worlds in a row did not form, the last of term 7, 2 ranks on 2 nodes: connection refused"
+        for number in (2, 3)
+    ]

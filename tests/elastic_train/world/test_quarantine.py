@@ -148,7 +148,7 @@ def test_holes_recorded_ahead_take_effect_and_those_of_a_dead_branch_do_not(tmp_
     manifest = load_manifest(str(write_rows(tmp_path / "data", 101, group_rows=7)))
     order = Order(manifest.group_rows, num_lanes=2, seed=1)
     store = open_store(str(tmp_path / "run"))
-    plan = SimpleNamespace(config=SimpleNamespace(data=SimpleNamespace(unreadable="quarantine")))
+    plan = SimpleNamespace(config=SimpleNamespace(data=SimpleNamespace(unreadable="quarantine", deadly="fail")))
     world = SimpleNamespace(group=Group(0, 1, None, 1.0), store=store)
 
     def hole(group: int, since: int) -> Hole:

@@ -61,7 +61,7 @@ class Job:
     def world(self) -> World:
         """Begin the next world, of one rank."""
         term = self.fence.claim(1)
-        group, history = Group(0, 1, None, 1.0), MagicMock()
+        group, history = Group(0, 1, None, 1.0), MagicMock(last_applied=lambda: None)
         return World(group, term, self.store, self.fence, history, None, None, 0.0, self.store)
 
 

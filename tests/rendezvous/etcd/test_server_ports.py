@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rendezvous import EtcdServer
+from rendezvous.errors import ServerError
 from rendezvous.etcd import server
-from rendezvous.etcd.server import free_ports
+from rendezvous.etcd.server import free_ports, refuse_other_etcd
 
 
 def test_ports_are_outside_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -22,3 +24,28 @@ def test_ports_are_outside_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch, 
         assert ports[0] not in free_ports(20)
     monkeypatch.setattr(server, "_PORT_RANGE", tmp_path / "none")
     assert all(port > 0 for port in free_ports(3)), "the system chooses where it does not say"
+
+
+@pytest.mark.slow
+def test_an_etcd_on_a_port_that_another_holds_is_refused() -> None:
+    """Not taken for the one that was to be started: it would end with the other's owner."""
+    with EtcdServer() as first:
+        port = int(first.endpoint.partition(":")[2])
+        with pytest.raises(ServerError, match=rf"port {port} of this machine is taken.*--endpoint"):
+            EtcdServer(port=port).start()
+        late = EtcdServer(port=port)
+        late._refuse_taken_port = lambda: None  # type: ignore[method-assign]  # the other was quicker
+        with pytest.raises(ServerError, match=rf"port {port} of this machine is taken|did not come up"):
+            late.start()
+        late.close()
+        assert first.pid is not None
+
+
+@pytest.mark.slow
+def test_a_node_tells_its_jobs_etcd_from_another() -> None:
+    """By its name, and says nothing where none answers, which may come."""
+    with EtcdServer(name="job-a") as server:
+        refuse_other_etcd(server.endpoint, "job-a", 5.0)
+        with pytest.raises(ServerError, match=r"job-a instead of job-b.*--endpoint"):
+            refuse_other_etcd(server.endpoint, "job-b", 5.0)
+    refuse_other_etcd("127.0.0.1:1", "job-a", 0.2)

@@ -10,8 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from rendezvous import EtcdServer, EtcdStore, MemoryStore, TooFewNodesError, etcd_options
-from rendezvous.errors import StoreRefusedError, StoreUnavailableError
+from rendezvous.errors import LimitsDifferError, StoreRefusedError, StoreUnavailableError
 from rendezvous.etcd.data_loss import DataLossDetector
+from rendezvous.identity import Answer
+from rendezvous.membership import known_agents, participant
 from rendezvous.membership.dead_agents import is_looking
 from rendezvous.membership.decisions import Policy
 from rendezvous.membership.latest_view import LatestView
@@ -299,9 +301,13 @@ def test_one_worker_of_a_node_looks_for_agents_that_are_gone(
 ) -> None:
     """The first of those that wait; a thousand would ask one another's machines ten times a second."""
     asked: list[str] = []
-    monkeypatch.setattr("rendezvous.membership.dead_agents.is_refused", lambda agent: bool(asked.append(agent)))
+    monkeypatch.setattr(known_agents, "refuses", lambda agent, _: bool(asked.append(agent)))
+
+    def ask(*_: object) -> Answer:
+        return "itself"
+
     places = [Place("host", "127.0.0.1", 1, node=name, agent=f"{name}:1") for name in ("here", "here", "there")]
-    nodes = [Participant(store, "job", Policy(1, 2, 0.0), place, ttl_s=TTL_S) for place in places]
+    nodes = [Participant(store, "job", Policy(1, 2, 0.0), place, ttl_s=TTL_S, ask=ask) for place in places]
     for node in nodes:
         node.join(10.0)
     eventually(lambda: all(len(node.view.members) == 3 for node in nodes), "all members")
@@ -312,6 +318,51 @@ def test_one_worker_of_a_node_looks_for_agents_that_are_gone(
     eventually(lambda: all(len(node.view.ready) == 2 for node in nodes), "those who wait")
     snapshot = nodes[0]._latest.now().snapshot
     assert [is_looking(node.view, node.id) for node in nodes[:2]] == [True, False]
+    assert not nodes[0]._bury(snapshot) and asked == [], "a refusal says nothing of an agent that was never met"
+    nodes[0].agents.ask([nodes[0].view.members[2]], 1.0)
     assert not nodes[0]._bury(snapshot) and asked == ["there:1"]
     for node in nodes:
         node.leave()
+
+
+def test_a_node_with_other_limits_is_refused_and_the_others_do_not_notice(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with --nnodes 1:2 and one with 1:3 once made room for a third, and none, twice a second."""
+    monkeypatch.setattr(participant, "LEASE_MARGIN_S", -TTL_S)
+    first, other = make_node(store, last_call_s=0.0), make_node(store, most=3, last_call_s=0.0)
+    first.join(10.0)
+    assert first.next_world(lambda seal: ("127.0.0.1", 1), 10.0) is not None
+    eventually(lambda: other.view.term == 1, "the world")
+    with pytest.raises(LimitsDifferError, match="is 1:3 here, and 1:2 on the nodes that run already"):
+        other.join(10.0)
+    assert len(first.view.members) == 1 and first.num_waiting() == 0
+    first.leave()
+    other.leave()
+
+
+def test_a_job_may_be_started_with_other_limits_while_the_leases_of_its_dead_members_last(store: MemoryStore) -> None:
+    """Those who were killed are not asked: the newcomer waits until they are gone."""
+    dead, other = make_node(store, last_call_s=0.0), make_node(store, most=3, last_call_s=0.0)
+    dead.join(10.0)
+    eventually(lambda: len(other.view.members) == 1, "the first")
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(other.join, 10.0)
+        dead.leave()  # as its lease's end
+        joining.result(10.0)
+    assert [member.nodes for member in other.view.members] == ["1:3"]
+    other.leave()
+
+
+def test_of_two_that_come_together_with_other_limits_the_second_is_refused(store: MemoryStore) -> None:
+    """Neither saw the other before it registered; no world is made of both."""
+    first, other = make_node(store, last_call_s=0.0), make_node(store, most=3, last_call_s=0.0)
+    first.join(10.0)
+    other._own.register()
+    eventually(lambda: len(first.view.members) == len(other.view.members) == 2, "both")
+    with pytest.raises(LimitsDifferError):
+        other.next_world(lambda seal: ("127.0.0.1", 1), 10.0)
+    world = first.next_world(lambda seal: ("127.0.0.1", 1), 10.0)
+    assert world is not None and [seat.member for seat in world.seats] == [first.id]
+    first.leave()
+    other.leave()

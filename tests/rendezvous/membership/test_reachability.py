@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from rendezvous import MemoryStore
+from rendezvous.identity import Answer
 from rendezvous.membership import reachability as reach
 from rendezvous.membership.decisions import Policy
+from rendezvous.membership.known_agents import Ask
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
-from rendezvous.membership.probes import is_reachable
 from rendezvous.membership.reachability import Reachability
 from rendezvous.membership.records import World
 from tests.rendezvous.rendezvous_sides import eventually
 
 
-def make_node(store: MemoryStore, name: str) -> Participant:
+def make_node(
+    store: MemoryStore, name: str, ask: Ask = lambda *_: "itself", *, last_call_s: float = 5.0
+) -> Participant:
     place = Place(name, name, 1, name=name, node=name, agent=f"{name}:1")
-    return Participant(store, "job", Policy(1, 3, 5.0), place, ttl_s=3.0)
+    return Participant(store, "job", Policy(1, 3, last_call_s), place, ttl_s=3.0, ask=ask)
 
 
 def enter(node: Participant) -> World:
@@ -29,29 +33,32 @@ def enter(node: Participant) -> World:
     return world
 
 
-def test_a_node_that_is_cut_off_from_the_others_is_left_out_until_it_can_be_reached() -> None:
+def test_a_node_that_is_cut_off_from_the_others_is_left_out_until_it_can_be_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Two silent looks in a row count; the larger part continues, and takes the third back once it answers."""
+    monkeypatch.setattr(reach, "AGAIN_S", 0.0)
     store, cut = MemoryStore(), {"c"}
-    nodes = {name: make_node(store, name) for name in "abc"}
 
-    def sees(name: str, agent: str) -> bool:
-        return (name in cut) == (agent[0] in cut)
+    def ask_from(name: str) -> Ask:
+        return lambda agent, *_: "itself" if (name in cut) == (agent[0] in cut) else "silent"
 
-    reaches = {name: Reachability(node, lambda agent, name=name: sees(name, agent)) for name, node in nodes.items()}  # type: ignore[misc]
+    nodes = {name: make_node(store, name, ask_from(name)) for name in "abc"}
+    reaches = {name: Reachability(node) for name, node in nodes.items()}
     with ThreadPoolExecutor(3) as pool:
         assert {len(world.seats) for world in pool.map(enter, nodes.values())} == {3}
         reaches["a"].look()
         assert not nodes["b"].is_broken(), "one look may be an accident"
-        for reach in (*reaches.values(), *reaches.values()):
-            reach.look()
+        for looking in (*reaches.values(), *reaches.values()):
+            looking.look()
         eventually(lambda: all(node.is_broken() for node in nodes.values()), "the end of the world")
         waiting = pool.submit(enter, nodes["c"])
         worlds = list(pool.map(enter, [nodes["a"], nodes["b"]]))
         assert [len(world.seats) for world in worlds] == [2, 2]
         assert nodes["a"].num_waiting() == 0 and not waiting.done()
         cut.clear()
-        for reach in reaches.values():
-            reach.look()
+        for looking in reaches.values():
+            looking.look()
         eventually(lambda: nodes["a"].num_waiting() == nodes["b"].num_waiting() == 1, "room for the third")
         assert {len(world.seats) for world in pool.map(enter, [nodes["a"], nodes["b"]])} == {3}
         assert len(waiting.result(10.0).seats) == 3
@@ -66,7 +73,7 @@ def test_a_member_missing_only_in_the_record_is_probed(monkeypatch: pytest.Monke
     monkeypatch.setattr(reach, "SELDOM_S", 0.05)
     store = MemoryStore()
     nodes = {name: make_node(store, name) for name in "ab"}
-    reaches = [Reachability(node, lambda agent: True) for node in nodes.values()]
+    reaches = [Reachability(node) for node in nodes.values()]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(enter, nodes.values()))
     nodes["a"].report_missed(frozenset("b"))
@@ -76,7 +83,86 @@ def test_a_member_missing_only_in_the_record_is_probed(monkeypatch: pytest.Monke
         node.leave()
 
 
-def test_refusals_count_as_reachable_and_bad_addresses_do_not() -> None:
-    """A refused connection is an answer: the machine is there. An invalid or unroutable address is out of reach."""
-    assert is_reachable("127.0.0.1:1")
-    assert not is_reachable("nowhere")
+@pytest.mark.parametrize("answer", ["refused", "other", "silent", "mute"])
+def test_a_newcomer_whom_others_cannot_reach_does_not_end_their_world(
+    answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is at its address, it is asked who it is before they make room; once it answers, they do."""
+    monkeypatch.setattr(reach, "AGAIN_S", 0.02)
+    monkeypatch.setattr(reach, "LOOK_EVERY_S", 0.05)
+    store, wrong = MemoryStore(), {"c"}
+    nodes = {
+        name: make_node(store, name, lambda agent, *_: answer if agent[0] in wrong else "itself", last_call_s=0.5)
+        for name in "abc"
+    }
+    reaches = [Reachability(node) for node in nodes.values()]
+    with ThreadPoolExecutor(3) as pool:
+        assert [len(world.seats) for world in pool.map(enter, [nodes["a"], nodes["b"]])] == [2, 2]
+        for looking in reaches:
+            looking.notice()
+        waiting = pool.submit(enter, nodes["c"])
+        eventually(lambda: any("c" in member.missed for member in nodes["a"].view.members), "that it is missed")
+        assert not any(nodes[name].wants_to_grow(0.0) or nodes[name].is_broken() for name in "ab")
+        assert nodes["a"].view.term == 1 and not waiting.done()
+        wrong.clear()
+        eventually(lambda: any(nodes[name].wants_to_grow(0.0) for name in "ab"), "room for it")
+        assert {len(world.seats) for world in pool.map(enter, [nodes["a"], nodes["b"]])} == {3}
+        assert len(waiting.result(10.0).seats) == 3
+    for looking, node in zip(reaches, nodes.values(), strict=True):
+        looking.close()
+        node.leave()
+
+
+def test_a_newcomer_that_cannot_reach_the_others_says_so_before_it_is_a_member() -> None:
+    """So there is no moment in which they would make room for it."""
+    store = MemoryStore()
+    nodes = {name: make_node(store, name, last_call_s=0.5) for name in "ab"}
+    cut = make_node(store, "c", lambda *_: "refused")
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(enter, nodes.values()))
+        eventually(lambda: cut.view.term == 1, "the world")
+        looking = Reachability(cut)
+        looking.look_ahead()
+        cut.join(10.0)
+        (mine,) = [member for member in cut.view.members if member.id == cut.id]
+        assert mine.missed == ("a", "b")
+        eventually(lambda: len(nodes["a"].view.members) == 3, "the newcomer")
+        assert nodes["a"].num_waiting() == 0
+    looking.close()
+    for node in (*nodes.values(), cut):
+        node.leave()
+
+
+def test_a_refusing_node_that_lives_is_taken_for_dead_once_and_then_for_out_of_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It registers again, and is not known any more by who has not met it since: one world is what it costs."""
+    monkeypatch.setattr(reach, "AGAIN_S", 0.0)
+    store, refuses = MemoryStore(), set[str]()
+    ask: Ask = lambda agent, *_: "refused" if agent[0] in refuses else "itself"  # noqa: E731
+    nodes = {name: make_node(store, name, ask) for name in "abc"}
+    looking = Reachability(nodes["a"])
+    is_over = threading.Event()
+    with ThreadPoolExecutor(3) as pool:
+        assert {len(world.seats) for world in pool.map(enter, nodes.values())} == {3}
+        looking.look()
+        refuses.add("c")
+        looking.look()
+        assert not nodes["a"].is_broken(), "one look may be an accident"
+        looking.look()
+        eventually(lambda: nodes["a"].is_broken() and nodes["b"].is_broken(), "the end of the world")
+        nodes["c"].join(10.0)
+        nodes["a"].join(10.0)
+        nodes["b"].join(10.0)
+        waiting = [pool.submit(nodes[name].next_world, lambda _: ("h", 1), 10.0, is_over.is_set) for name in "abc"]
+        eventually(lambda: nodes["a"].world is not None and nodes["a"].world.term == 2, "the next world")
+        for _ in range(2):
+            looking.look()
+        (mine,) = [member for member in nodes["a"].view.members if member.node_id == "a"]
+        assert mine.missed == ("c",), "out of reach, not dead"
+        is_over.set()
+        for entered in waiting:
+            entered.exception(10.0)
+    looking.close()
+    for node in nodes.values():
+        node.leave()

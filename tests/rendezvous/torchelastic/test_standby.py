@@ -15,8 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from chaos.services.torchrun_node import children_of
 from rendezvous.torchelastic.live_agent import LiveAgent
 from rendezvous.torchelastic.standby import ForkedWorker, Program, Standby
+from tests.processes import is_running
 from tests.rendezvous.rendezvous_sides import eventually
 
 pytestmark = pytest.mark.slow
@@ -47,6 +49,7 @@ def standby(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standby
     made = Standby("json")
     eventually(lambda: made.is_ready, "the imports")
     yield made
+    os.kill(forkserver._forkserver._forkserver_pid, signal.SIGCONT)  # type: ignore[attr-defined]
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
     forkserver.set_forkserver_preload([])
 
@@ -110,3 +113,87 @@ def test_a_failing_standby_process_costs_no_worker() -> None:
     spec = SimpleNamespace(args=("-m", "this"), numa_options=None)
     started = LiveAgent._start(agent, 0, context, spec)  # type: ignore[arg-type]
     assert started.proc.wait(30.0) == 0 and agent._standby is None
+
+
+SLEEPER = "import time\nprint('begun', flush=True)\ntime.sleep(600)\n"
+
+
+@pytest.fixture
+def sleeper(standby: Standby, tmp_path: Path) -> Program:
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    return Program("sleeper", ())
+
+
+def pid_of(standby: Standby) -> int:
+    return int(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
+
+
+def test_a_frozen_standby_process_is_not_waited_for(
+    standby: Standby, sleeper: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is ended after its time, so that another can be started; nothing that it forks late stays."""
+    monkeypatch.setattr("rendezvous.torchelastic.standby.FORKS_WITHIN_S", 0.3)
+    pid = pid_of(standby)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(TimeoutError, match="stopped or swapped out"):
+        standby.start(sleeper, {}, os.devnull, None)
+    eventually(lambda: not is_running(pid), "its end")
+    assert standby.has_ended
+    with pytest.raises(EOFError, match="it has ended"):
+        standby.start(sleeper, {}, os.devnull, None)
+    another = Standby("json")
+    eventually(lambda: another.is_ready, "another's imports")
+    worker = another.start(sleeper, {}, os.devnull, None)
+    worker.close(signal.SIGKILL)
+    assert worker.wait(30.0) == -signal.SIGKILL
+
+
+def test_a_frozen_standby_process_on_which_workers_depend_is_left_alone(
+    standby: Standby, sleeper: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They would die with it. When it continues, the worker that it forks late is ended: another has its place."""
+    monkeypatch.setattr("rendezvous.torchelastic.standby.FORKS_WITHIN_S", 0.3)
+    pid, late = pid_of(standby), tmp_path / "late"
+    depending = standby.start(sleeper, {}, os.devnull, None)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(TimeoutError):
+        standby.start(sleeper, {}, str(late), None)
+    assert is_running(depending.pid) and is_running(pid)
+    os.kill(pid, signal.SIGCONT)
+    eventually(lambda: len(children_of(pid)) == 1, "the end of the late one")
+    assert children_of(pid) == [depending.pid] and depending.poll() is None
+    depending.close(signal.SIGKILL)
+    assert depending.wait(30.0) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_that_dies_while_the_standby_process_is_frozen_is_seen(
+    standby: Standby, sleeper: Program, how: signal.Signals, tmp_path: Path
+) -> None:
+    """With its true code, although the one that should say so does not."""
+    out = tmp_path / "out"
+    worker = standby.start(sleeper, {}, str(out), None)
+    eventually(lambda: out.exists() and "begun" in out.read_text(), "its first line")
+    os.kill(pid_of(standby), signal.SIGSTOP)
+    assert worker.poll() is None
+    os.kill(worker.pid, how)
+    assert worker.wait(30.0) == -how
+    os.kill(pid_of(standby), signal.SIGCONT)
+    eventually(lambda: worker.poll() == -how, "the same from the standby process")
+
+
+def test_a_frozen_or_killed_standby_process_is_replaced_by_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker is started the ordinary way meanwhile."""
+    begun: list[object] = []
+    agent = SimpleNamespace(
+        _context=lambda: SimpleNamespace(subprocess_handlers={}, _running_local_ranks=set()),
+        _start=lambda *_: SimpleNamespace(proc=SimpleNamespace(pid=7)),
+        _has_lost_standby=True,
+        _begin_standby=begun.append,
+        _buried=set(),
+        _born_at={},
+    )
+    group = SimpleNamespace(spec="the program", workers=[])
+    for _ in range(2):
+        LiveAgent._replace(agent, group, 0)  # type: ignore[arg-type]
+    assert begun == ["the program"]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from chaos.scenario.kinds import ALIEN_RECORDS
 from chaos.sim.job.fault import SimFault
 from chaos.sim.job.fleet import Fleet
 from chaos.sim.job.kinds.machines import kill_job
+from chaos.sim.job.live_node import RUN_ID
+from chaos.sim.machine.etcd import REFUSALS
 from chaos.sim.machine.kernel import Process
+from rendezvous.membership.records import Keys
+from rendezvous.membership.store import Put
 
 
 def cut_off_etcd(fleet: Fleet, fault: SimFault, *, ways: str = "both") -> list[Process]:
@@ -58,6 +63,25 @@ def lose_etcd_data(fleet: Fleet, fault: SimFault) -> list[Process]:
     return hit
 
 
+def etcd_refuses(fleet: Fleet, fault: SimFault) -> list[Process]:
+    """Etcd raises an alarm, or no longer accepts the job's user, until its operator has mended that."""
+    fleet.around.etcd.refuse(REFUSALS[_drawn(fault, len(REFUSALS))], fault.for_s)
+    return fleet.all_workers()
+
+
+def alien_record(fleet: Fleet, fault: SimFault) -> list[Process]:
+    """Somebody writes below the job's prefix what is no record, or a member's record in a newer format."""
+    key, text = ALIEN_RECORDS[_drawn(fault, len(ALIEN_RECORDS))]
+    fleet.around.etcd.core.swap({Keys(RUN_ID).prefix + key: Put(text)}, {})
+    fleet.around.etcd.notify()
+    return fleet.all_workers()
+
+
+def _drawn(fault: SimFault, count: int) -> int:
+    """Choose one of several by what was drawn for the fault already."""
+    return round(fault.at_s * 1000 + fault.for_s * 1000) % count
+
+
 def lose_lease(fleet: Fleet, fault: SimFault) -> list[Process]:
     """Etcd ends a lease that its holder has renewed in time."""
     hit = fleet.member(fault)
@@ -76,5 +100,5 @@ def break_watch(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 ACTS = (
     *(cut_off_etcd, lose_requests, lose_answers, slow_etcd, etcd_outage, kill_etcd_leader, kill_etcd_member),
-    *(lose_etcd_data, lose_lease, break_watch),
+    *(lose_etcd_data, lose_lease, break_watch, etcd_refuses, alien_record),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from chaos.sim.job.fault import SimFault
 from chaos.sim.job.fleet import Fleet
 from chaos.sim.job.live_node import RUN_ID
+from chaos.sim.job.run_record import named
 from chaos.sim.machine.kernel import Process
 from rendezvous.membership.records import Keys
 
@@ -82,7 +83,7 @@ def flap_node(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 def _flap(fleet: Fleet, number: int, for_s: float) -> None:
     if hit := fleet.stop_node(number, for_s):
-        fleet.record.write("chaos", "undo", kind="flap_node", node=number, pids=[process.pid for process in hit])
+        fleet.record.write("chaos", "undo", kind="flap_node", node=number, **named(hit))
 
 
 def scale_down(fleet: Fleet, fault: SimFault) -> list[Process]:
@@ -136,7 +137,17 @@ def jump_clock(fleet: Fleet, fault: SimFault) -> list[Process]:
     return hit
 
 
+def skew_clocks(fleet: Fleet, fault: SimFault) -> list[Process]:
+    """A node's clock is ahead of the others', or late, by as many seconds as the fault lasts: from now on, for good."""
+    number, ahead_s = fleet.node(fault), fault.for_s if fault.other % 2 else -fault.for_s
+    fleet.kernel.skews[number] = ahead_s
+    hit = fleet.nodes[number].live_workers()
+    for process in hit:
+        process.skew_s += ahead_s
+    return hit
+
+
 ACTS = (
     *(kill_worker, kill_node, private_storage, lose_node, kill_rack, kill_job, stop_node, flap_node, scale_down),
-    *(freeze_worker, freeze_node, hang_worker, slow_worker, jump_clock, start_twin),
+    *(freeze_worker, freeze_node, hang_worker, slow_worker, jump_clock, skew_clocks, start_twin),
 )

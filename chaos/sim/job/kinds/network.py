@@ -26,6 +26,23 @@ def sever_link(fleet: Fleet, fault: SimFault) -> list[Process]:
     return cut_link(fleet, fault)
 
 
+def refuse_address(fleet: Fleet, fault: SimFault) -> list[Process]:
+    """A node and all others refuse each other's connections, as a firewall does that rejects."""
+    return _mislead(fleet, fault, fleet.around.net.refusing)
+
+
+def same_address(fleet: Fleet, fault: SimFault) -> list[Process]:
+    """A node is given an address that every machine has, as a bridge's: whoever uses it meets himself."""
+    return _mislead(fleet, fault, fleet.around.net.shared)
+
+
+def _mislead(fleet: Fleet, fault: SimFault, misled: set[int]) -> list[Process]:
+    number = fleet.node(fault)
+    misled.add(number)
+    fleet.kernel.after(fault.for_s, lambda: misled.discard(number))
+    return fleet.nodes[number].live_workers()
+
+
 def slow_network(fleet: Fleet, fault: SimFault) -> list[Process]:
     """All that nodes send to one another takes a hundred times as long."""
     fleet.around.net.slow_until = fleet.kernel.now + fault.for_s
@@ -38,4 +55,4 @@ def lose_packets(fleet: Fleet, fault: SimFault) -> list[Process]:
     return fleet.all_workers()
 
 
-ACTS = (cut_link, cut_one_way, sever_link, slow_network, lose_packets)
+ACTS = (cut_link, cut_one_way, sever_link, refuse_address, same_address, slow_network, lose_packets)

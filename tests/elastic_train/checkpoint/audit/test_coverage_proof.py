@@ -27,6 +27,7 @@ from elastic_train.job.plan import fingerprint_of
 from elastic_train.tracking.history import History
 from elastic_train.world.quarantine import make_hole
 from tests.conftest import write_rows
+from tests.elastic_train.tracking.unqueued import Unqueued
 
 LANES, MICRO_BATCH, SEED = 3, 4, 5
 Spoil = Callable[[int, Int64s], Int64s]
@@ -63,11 +64,11 @@ class Run:
         coverage, account, record = CoverageSums(), SampleAccount(), None
         for step in range(steps):
             cursor, term = order.cursor_at(step, MICRO_BATCH), 1 if step < half else 2
-            histories[term] = histories[term] or [History(self.folder, term, rank) for rank in range(2)]
+            histories[term] = histories[term] or [History(Unqueued(), self.folder, term, rank) for rank in range(2)]
             whole = [self._lane(step, lane) for lane in range(LANES)]
             ids = spoil(step, np.concatenate([ids for ids, _ in whole]))
             for rank, part in enumerate((ids[:3], ids[3:])):
-                histories[term][rank].read(step=step + 1, epoch=cursor.epoch, ids=ranges_of(part))
+                histories[term][rank].read(step=step + 1, epoch=cursor.epoch, ids=ranges_of(part), world=2)
             coverage += CoverageSums.of_ids(ids)
             account = account.advance(step, self.holes, sum(left for _, left in whole), 1)
             if order.cursor_at(step + 1, MICRO_BATCH).epoch > cursor.epoch:
@@ -220,7 +221,7 @@ def test_forensics_name_the_samples(tmp_path: Path, dataset: Manifest, capsys: p
     run = Run(tmp_path, dataset)
     first = run._lane(0, 0)[0]
     run.train(9, commit_at=(9,), spoil=swapped)
-    History(tmp_path, 1, 0).read(step=7, epoch=1, ids=((0, 47),))  # term 2 applied step 7
+    History(Unqueued(), tmp_path, 1, 0).read(step=7, epoch=1, ids=((0, 47),), world=1)  # term 2 applied step 7
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": {"train": dataset.url}}))
     assert audit_run(str(tmp_path), data=None, is_forensic=True, is_json=False) == 65
     printed = capsys.readouterr().out
@@ -234,6 +235,19 @@ def test_forensics_name_the_samples(tmp_path: Path, dataset: Manifest, capsys: p
     fields = json.loads(capsys.readouterr().out)
     assert (fields["step"], fields["num_epochs"], fields["is_proven"], fields["num_truncated"]) == (9, 2, False, 9)
     assert len(fields["wrong"]) == 2  # both epochs' ends come after the first step
+
+
+def test_ids_that_one_rank_could_not_write_accuse_nobody(
+    tmp_path: Path, dataset: Manifest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where a rank's folder took no lines its samples are not missing: what its steps applied is unproven."""
+    Run(tmp_path, dataset).train(4, commit_at=(4,))
+    path = next((tmp_path / "history").glob("00000002-00001-*"))
+    path.write_bytes(path.read_bytes().splitlines()[0])
+    assert audit_run(str(tmp_path), data=dataset.url, is_forensic=True, is_json=False) == 1
+    printed = capsys.readouterr().out
+    assert "which samples the steps 4 applied: the ids of all ranks, or of some, are missing" in printed
+    assert "WRONG" not in printed
 
 
 def test_forensics_need_ids(tmp_path: Path, dataset: Manifest) -> None:

@@ -7,8 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from elastic_train.checkpoint import CommitWriter, Store, Unheard, discover
+from elastic_train.checkpoint.commits.record import VOID
 from elastic_train.errors import FencedError, StorageError
-from elastic_train.world.fencing import JoinedFence, StoreFence
+from elastic_train.world import fencing
+from elastic_train.world.fencing import KEPT_TERMS, JoinedFence, StoreFence, claim_of, forget_old_terms, newest_term
 from rendezvous import errors as rendezvous_errors
 from tests.elastic_train.checkpoint.commit_samples import facts, small_state
 
@@ -30,6 +32,67 @@ def test_concurrent_claims_get_different_terms(store: Store) -> None:
     with ThreadPoolExecutor(6) as pool:
         terms = list(pool.map(lambda _: StoreFence(store).claim(1), range(6)))
     assert len(set(terms)) == 6
+
+
+def keys(store: Store, prefix: str) -> list[str]:
+    return [entry.key for entry in store.list(prefix)]
+
+
+def test_what_old_terms_left_is_forgotten(store: Store) -> None:
+    """Of claims, configurations and tombstones the newest terms' are left; commits are not touched."""
+    fence, newest = StoreFence(store), KEPT_TERMS + 5
+    for term in (1, 2, 4, 5, newest):
+        assert fence.claim(term) == term
+        store.create(f"configs/{term:08d}.yaml", b"seed: 1")
+    writer = CommitWriter(store, fence, newest, None)
+    for term in (4, 5):
+        store.create(f"commits/{term:08d}-000000000007.json", VOID)
+    store.create("commits/00000002-000000000003.json", b"a record, if a damaged one")
+    assert forget_old_terms(store, newest) == 3 + 3, "no newer term has committed: the tombstones stay"
+    writer.save(small_state(), facts(3))
+    assert forget_old_terms(store, newest) == 1
+    assert keys(store, "terms/") == [f"terms/{term:08d}.json" for term in (5, newest)]
+    assert keys(store, "configs/") == [f"configs/{term:08d}.yaml" for term in (5, newest)]
+    assert [key for key in keys(store, "commits/") if key.startswith("commits/00000004")] == []
+    assert [key for key in keys(store, "commits/") if key.startswith(("commits/00000002", "commits/00000005"))] != []
+    assert newest_term(store) == newest and forget_old_terms(store, newest) == 0
+    assert fence.claim(1) == newest + 1
+
+
+def test_a_claim_that_comes_after_its_term_was_forgotten_is_not_given(
+    local_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process freezes between its look at the terms and its claim, while others claim many and forget the old.
+
+    The name that it creates was another's: it gets a term of its own all the same.
+    """
+    monkeypatch.setattr(fencing, "KEPT_TERMS", 5)
+    create_once, given = fencing.create_once, list[int]()
+
+    def frozen(store: Store, key: str, content: bytes) -> bool:
+        monkeypatch.setattr(fencing, "create_once", create_once)
+        given.extend(StoreFence(store).claim() for _ in range(10))
+        forget_old_terms(store, given[-1])
+        assert claim_of(store, 1) is None, "the name is free again"
+        return create_once(store, key, content)
+
+    monkeypatch.setattr(fencing, "create_once", frozen)
+    assert StoreFence(local_store).claim() == given[-1] + 1
+    assert given[0] == 1
+
+
+def test_whoever_is_of_a_forgotten_term_publishes_nothing_that_counts(local_store: Store) -> None:
+    """A writer freezes before its record, is swept, and its tombstone forgotten: it is fenced, and passed over."""
+    fence = StoreFence(local_store)
+    old = CommitWriter(local_store, fence, fence.claim(), None)
+    new = CommitWriter(local_store, fence, fence.claim(2 + KEPT_TERMS), None).save(small_state(), facts(3))
+    local_store.create("commits/00000001-000000000009.json", VOID)
+    assert forget_old_terms(local_store, 2 + KEPT_TERMS) == 2
+    with pytest.raises(FencedError):
+        old.save(small_state(), facts(9))
+    assert local_store.open("commits/00000001-000000000009.json").read() != VOID, "the record came to exist"
+    head = discover(local_store).head
+    assert head is not None and head.key == new.key
 
 
 class ControlPlane:

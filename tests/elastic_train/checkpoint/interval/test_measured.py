@@ -8,13 +8,15 @@ import pytest
 
 from elastic_train.checkpoint.interval.measured import faults_before, measured_saves
 from elastic_train.checkpoint.interval.young_daly import Faults, SaveCost
-from elastic_train.tracking.history import FOLDER, History, lines_of
+from elastic_train.tracking.history import History
+from elastic_train.tracking.history_files import FOLDER, lines_of
+from tests.elastic_train.tracking.unqueued import Unqueued
 
 
 def test_faults_are_the_terms_that_lost_applied_steps(tmp_path: Path) -> None:
     """Planned ends lose no step and do not count, nor do later terms, other ranks and unfinished histories."""
     for term, rank, lost in [(1, 0, None), (2, 0, 3), (2, 1, None), (3, 0, 0), (4, 0, 1), (7, 0, 5)]:
-        history = History(tmp_path, term, rank)
+        history = History(Unqueued(), tmp_path, term, rank)
         resumed: dict[str, object] | None = None if lost is None else {"steps_lost": lost}
         history.restore(
             step=4,
@@ -29,7 +31,7 @@ def test_faults_are_the_terms_that_lost_applied_steps(tmp_path: Path) -> None:
         )
         history.step(step=5, epoch=0, lo=5, hi=6, lanes=(0, 4), num_samples=4, world=2, loss=0.5)
         history.close()
-    History(tmp_path, 5, 0).close()
+    History(Unqueued(), tmp_path, 5, 0).close()
     found = faults_before(tmp_path, before_term=7)
     assert found.num == 2
     files = sorted((tmp_path / FOLDER).iterdir())
@@ -42,7 +44,7 @@ def test_faults_are_the_terms_that_lost_applied_steps(tmp_path: Path) -> None:
 def test_the_newest_saves_are_measured(tmp_path: Path) -> None:
     """They come from rank 0 of the newest terms, the last first; no save stalls longer than it takes."""
     for term, rank, saves in [(1, 0, [(1.0, 0.1)]), (2, 0, [(3.0, 0.3), (4.0, 5.0)]), (2, 1, [(9.0, 0.9)])]:
-        history = History(tmp_path, term, rank)
+        history = History(Unqueued(), tmp_path, term, rank)
         for publish_s, stall_s in saves:
             history.commit(step=1, key="k", digest="d", parent=None, created_at=0.0, seconds=publish_s, stall_s=stall_s)
         history.close()

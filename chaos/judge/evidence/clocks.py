@@ -1,0 +1,137 @@
+"""One clock for all evidence: nodes whose clocks differ by seconds stamp their lines so, and order is read from times.
+
+A step ends on all ranks of a world at nearly the same moment, since its reduction does: the times that two hosts give
+for the steps that they applied together differ by how their clocks do. Which host's clock is the executor's is seen
+from its faults: it names the step that it had seen by then. What a host has stamped is then moved by as much.
+
+Clocks that differ by less than TOLERANCE_S are left as they are: no order that is judged hangs on so little. A host
+that applied no step with another is left, too.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from statistics import median_low
+
+Line = dict[str, object]
+Lines = list[list[Line]]
+TOLERANCE_S = 1.0
+_STAMPS = ("t", "joined_at", "sealed_at", "started_at", "created_at")
+_MOST_STEPS = 2000
+"""Steps that are compared of each pair of hosts: a median needs no more."""
+
+
+def offsets_of(processes: Sequence[Sequence[Line]]) -> dict[str, float]:
+    """Return by how much the clock of each host is ahead of the executor's; hosts that are not ahead are left out."""
+    hosts = _hosts(processes)
+    if len(set(hosts.values())) < 2:
+        return {}
+    applied = _applied(processes, hosts)
+    differences = _differences(applied)
+    anchors = [line for process in processes for line in process if line["op"] == "fault" and _is_time(line)]
+    found = [_from(host, differences) for host in sorted(set(hosts.values()))]
+    best = min(found, key=lambda offsets: (-len(offsets), _contradictions(applied, offsets, anchors), _sizes(offsets)))
+    return {host: offset for host, offset in best.items() if abs(offset) > TOLERANCE_S}
+
+
+def on_one_clock(processes: Lines, offsets: Mapping[str, float]) -> Lines:
+    """Return the lines with all that hosts have stamped moved to the executor's clock."""
+    if not offsets:
+        return processes
+    hosts = _hosts(processes)
+    return [[moved(line, offsets.get(str(hosts.get(_place(line))), 0.0)) for line in process] for process in processes]
+
+
+def leaders(processes: Sequence[Sequence[Line]]) -> dict[object, str]:
+    """Return the host of each term's rank 0, which writes the term's commits and metrics."""
+    return {term: host for (term, rank), host in _hosts(processes).items() if rank == 0}
+
+
+def moved(line: Line, offset: float) -> Line:
+    """Return a line whose times are by so many seconds earlier."""
+    if offset == 0.0:
+        return line
+    return {key: _earlier(value, offset) if key in _STAMPS else value for key, value in line.items()}
+
+
+def _earlier(value: object, offset: float) -> object:
+    return value - offset if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _place(line: Line) -> tuple[object, object]:
+    return line.get("term"), line.get("rank")
+
+
+def _is_time(line: Line) -> bool:
+    return isinstance(line.get("t"), int | float)
+
+
+def _hosts(processes: Sequence[Sequence[Line]]) -> dict[tuple[object, object], str]:
+    """Return the host of each (term, rank) that says it."""
+    forms = (line for process in processes for line in process if line["op"] == "form" and "host" in line)
+    return {_place(line): str(line["host"]) for line in forms}
+
+
+def _applied(
+    processes: Sequence[Sequence[Line]], hosts: Mapping[tuple[object, object], str]
+) -> dict[tuple[int, int], dict[str, float]]:
+    """Return when each host says that it applied each (term, step): its first rank to say so."""
+    applied: dict[tuple[int, int], dict[str, float]] = defaultdict(dict)
+    for process in processes:
+        for line in process:
+            if line["op"] == "step" and _is_time(line) and (host := hosts.get(_place(line))) is not None:
+                at = applied[int(str(line["term"])), int(str(line["step"]))]
+                at[host] = min(float(str(line["t"])), at.get(host, float("inf")))
+    return applied
+
+
+def _differences(applied: Mapping[tuple[int, int], Mapping[str, float]]) -> dict[tuple[str, str], float]:
+    """Return how far each host's clock is ahead of each other's with which it has applied steps."""
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for at in applied.values():
+        for one, here in at.items():
+            for other, there in at.items():
+                if one != other and len(found[one, other]) < _MOST_STEPS:
+                    found[one, other].append(here - there)
+    return {pair: median_low(values) for pair, values in found.items() if values}
+
+
+def _from(host: str, differences: Mapping[tuple[str, str], float]) -> dict[str, float]:
+    """Return how far each host's clock is ahead of one host's, over others where they never met."""
+    offsets, left = {host: 0.0}, [host]
+    while left:
+        known = left.pop(0)
+        for (one, other), difference in sorted(differences.items()):
+            if other == known and one not in offsets:
+                offsets[one] = offsets[known] + difference
+                left.append(one)
+    return offsets
+
+
+def _sizes(offsets: Mapping[str, float]) -> float:
+    return sum(abs(offset) for offset in offsets.values())
+
+
+def _contradictions(
+    applied: Mapping[tuple[int, int], Mapping[str, float]], offsets: Mapping[str, float], anchors: Sequence[Line]
+) -> float:
+    """Return by how many seconds, over all faults, the step that was seen is later, or the one after it earlier."""
+    at: dict[tuple[int, int], float] = {}
+    for place, by in applied.items():
+        if times := [t - offsets[host] for host, t in by.items() if host in offsets]:
+            at[place] = min(times)
+    places = sorted(at)
+    earliest = list(accumulate((at[place] for place in reversed(places)), min))[::-1]
+    total = 0.0
+    for fault in anchors:
+        term, step, moment = fault.get("term"), fault.get("seen_step"), float(str(fault["t"]))
+        if not isinstance(term, int) or not isinstance(step, int):
+            continue
+        if (seen := at.get((term, step))) is not None:
+            total += max(0.0, seen - moment - TOLERANCE_S / 2)
+        if (following := bisect_right(places, (term, step))) < len(places):
+            total += max(0.0, moment - earliest[following] - TOLERANCE_S / 2)
+    return total

@@ -1,0 +1,96 @@
+"""Which process a line is about: pids are not unique, since containers count their own, and machines use them again.
+
+A process is (host, boot, pid, born), as the `form` lines of histories say. Lines of the executor name pids, and beside
+them, where it knows, `hosts` and `born`; where it does not, the process that was seen last by then is meant. So that
+nothing else in the judge has to know, every process gets a number of its own here: the first of a pid keeps that, the
+n-th after it is pid + n * AGAIN.
+
+Lines of older versions say nothing of it; one pid is one process then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+Line = dict[str, object]
+AGAIN = 10_000_000
+"""More than any pid: Linux has none above 4,194,304."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What is known of a process; None where a line does not say."""
+
+    pid: int
+    host: object = None
+    boot: object = None
+    born: object = None
+
+    def may_be(self, other: Identity) -> bool:
+        """Say whether nothing that both say differs."""
+        pairs = ((self.host, other.host), (self.boot, other.boot), (self.born, other.born))
+        return self.pid == other.pid and all(one is None or two is None or one == two for one, two in pairs)
+
+
+@dataclass(slots=True)
+class _Known:
+    """The processes of each pid, with their numbers, and when each was first seen."""
+
+    numbers: dict[Identity, int] = field(default_factory=dict)
+    of_pid: dict[int, list[Identity]] = field(default_factory=lambda: defaultdict(list))
+    seen_at: dict[Identity, float] = field(default_factory=dict)
+
+    def number(self, identity: Identity, at: float) -> int:
+        """Return the number of the process that a line means; a new one if there is none that it may be."""
+        alike = [known for known in self.of_pid[identity.pid] if identity.may_be(known)]
+        if not alike:
+            self.numbers[identity] = identity.pid + AGAIN * len(self.of_pid[identity.pid])
+            self.of_pid[identity.pid].append(identity)
+            self.seen_at[identity] = at
+            return self.numbers[identity]
+        before = [known for known in alike if self.seen_at[known] <= at]
+        meant = max(before, key=self.seen_at.__getitem__) if before else min(alike, key=self.seen_at.__getitem__)
+        self.seen_at[meant] = min(at, self.seen_at[meant])
+        return self.numbers[meant]
+
+
+def identified(processes: list[list[Line]]) -> list[list[Line]]:
+    """Return the lines with every pid replaced by its process's number; those that say most of a process come first."""
+    places = [(kind, line) for process in processes for line in process if (kind := _kind(line)) is not None]
+    known, renamed = _Known(), dict[int, Line]()
+    for kind, line in sorted(places, key=lambda place: (place[0], _time(place[1]))):
+        renamed[id(line)] = _rename(line, known, is_one=kind == 0)
+    return [[renamed.get(id(line), line) for line in process] for process in processes]
+
+
+def _kind(line: Line) -> int | None:
+    """Return how much a line says of processes: 0 for one's own, 1 for what was seen of some; None for nothing."""
+    if isinstance(line.get("pid"), int):
+        return 0
+    return 1 if isinstance(line.get("pids"), list) else None
+
+
+def _rename(line: Line, known: _Known, *, is_one: bool) -> Line:
+    if is_one:
+        identity = Identity(line["pid"], line.get("host"), line.get("boot"), line.get("born"))  # type: ignore[arg-type]
+        return {**line, "pid": known.number(identity, _time(line))}
+    pids: list[object] = line["pids"]  # type: ignore[assignment]
+    hosts, born = (_beside(line, key, len(pids)) for key in ("hosts", "born"))
+    numbers = [
+        known.number(Identity(pid, host, None, when), _time(line)) if isinstance(pid, int) else pid
+        for pid, host, when in zip(pids, hosts, born, strict=True)
+    ]
+    return {**line, "pids": numbers}
+
+
+def _beside(line: Line, key: str, count: int) -> list[object]:
+    """Return what a line says of each of its pids; None of all if it does not."""
+    said = line.get(key)
+    return said if isinstance(said, list) and len(said) == count else [None] * count
+
+
+def _time(line: Line) -> float:
+    time = line.get("t")
+    return float(time) if isinstance(time, int | float) and not isinstance(time, bool) else -math.inf

@@ -1,0 +1,71 @@
+"""A fault's spell: from when it came to when all that it leads to has to be over; what comes later is not of its doing.
+
+A run says how long after a fault's own end that may take (`patience_s` of its `scenario` line): leases that end, peers
+that are waited for, processes that are started. Every fault has a spell of its own, so that in a soak, where the next
+one always comes before that, one that came an hour ago explains nothing any more. What undoes a fault has one, too.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+
+from chaos.judge.evidence.run_files import (
+    Evidence,
+    Line,
+    number,
+    once,
+    scenario_field,
+)
+
+PATIENCE_S = 300.0
+"""For a run that does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spells:
+    """Intervals of time by their beginnings, which may overlap, and the faults and undoings that they are of."""
+
+    lines: tuple[Line, ...]
+    begins: tuple[float, ...]
+    ends: tuple[float, ...]
+    furthest: tuple[float, ...]
+    """The latest end of each spell and those before it."""
+
+    def at(self, moment: float) -> list[Line]:
+        """Return the faults and undoings in whose spells a moment is, in the order of their times."""
+        first, end = bisect_left(self.furthest, moment), bisect_right(self.begins, moment)
+        return [self.lines[place] for place in range(first, end) if self.ends[place] >= moment]
+
+    def quiet_s(self, since: float, until: float) -> float:
+        """Return the longest part of an interval that is in no spell."""
+        quiet_s, at = 0.0, since
+        for place in range(bisect_left(self.furthest, since), bisect_right(self.begins, until)):
+            quiet_s, at = max(quiet_s, self.begins[place] - at), max(at, self.ends[place])
+        return max(quiet_s, until - at)
+
+
+def patience_of(run: Evidence) -> float:
+    """Return for how many seconds a fault that is over may still have consequences."""
+    patience_s = scenario_field(run, "patience_s")
+    return float(patience_s) if isinstance(patience_s, int | float) else PATIENCE_S
+
+
+@once
+def spells_of(run: Evidence) -> Spells:
+    """Return the spells of a run's faults and of what was done to undo them."""
+    lines = sorted([*run.of("fault"), *run.of("undo")], key=lambda line: number(line, "t"))
+    ends = [spell_end(run, line) for line in lines]
+    return Spells(tuple(lines), tuple(number(line, "t") for line in lines), tuple(ends), tuple(accumulate(ends, max)))
+
+
+def spell_end(run: Evidence, line: Line) -> float:
+    """Return when all that a fault leads to has to be over."""
+    return over_at(line) + patience_of(run)
+
+
+def over_at(line: Line) -> float:
+    """Return when a fault is over, or when what it ended may be back."""
+    seconds = line.get("for_s")
+    return number(line, "t") + (float(seconds) if isinstance(seconds, int | float) else 0.0)

@@ -1,0 +1,100 @@
+"""The weights that a commit's files hold, loaded as anyone would: digests compared, then torch's own `dcp.load`.
+
+Nothing here is the trainer's. torch is imported when there is something to load.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+from chaos.judge.findings import Violated
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Tensors = Mapping[str, "Tensor"]
+_CHUNK = 1 << 22
+
+
+def load_weights(folder: Path, record: Mapping[str, object]) -> Tensors:
+    """Return the model's tensors, by name, from the files of a commit record below a run's folder."""
+    import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    attempt = folder / str(record["attempt"])
+
+    def open_file(name: str) -> BinaryIO | None:
+        return (attempt / name).open("rb") if (attempt / name).is_file() else None
+
+    for _ in checked_files(record, open_file):
+        pass
+    metadata = FileSystemReader(attempt).read_metadata()  # a pickle, which its digest has cleared
+    paths = cast(Mapping[str, tuple[object, ...]], metadata.planner_data)
+    wanted: dict[str, Tensor] = {
+        name: torch.empty(cast(Any, kind).size, dtype=cast(Any, kind).properties.dtype)
+        for name, kind in metadata.state_dict_metadata.items()
+        if paths[name][0] == "model"
+    }
+    try:
+        with warnings.catch_warnings(action="ignore"):  # it says that there is one process only
+            load(cast(dict[str, Any], wanted), checkpoint_id=attempt, no_dist=True)
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise Violated(f"{record['attempt']} cannot be loaded by dcp.load: {type(error).__name__}: {error}") from error
+    return {".".join(map(str, paths[name][1:])): tensor for name, tensor in wanted.items()}
+
+
+def checked_files(
+    record: Mapping[str, object], open_file: Callable[[str], BinaryIO | None]
+) -> Iterator[tuple[str, BinaryIO]]:
+    """Yield the files that a record lists, at their beginnings; raise Violated at one that is not as it says."""
+    digests = {1: "sha256", 2: "blake3"}
+    files = cast(Mapping[str, Mapping[str, object]], record["files"])
+    for name, listed in sorted(files.items()):
+        where, file = f"{record['attempt']}/{name}", open_file(name)
+        if file is None:
+            raise Violated(f"{where} is not there, and its commit record lists it")
+        with file:
+            size, digest = _size_and_digest(file, kind := digests[cast(int, record["format"])])
+            if (size, digest) != (listed["size"], listed[kind]):
+                told = f"{listed['size']} bytes with {kind} {str(listed[kind])[:16]}"
+                raise Violated(f"{where} holds {size} bytes with {kind} {digest[:16]}, its commit record says {told}")
+            file.seek(0, io.SEEK_SET)
+            yield name, file
+
+
+def _size_and_digest(file: BinaryIO, kind: str) -> tuple[int, str]:
+    from blake3 import blake3
+
+    size, digest = 0, hashlib.sha256() if kind == "sha256" else blake3()
+    while chunk := file.read(_CHUNK):
+        size += len(chunk)
+        digest.update(chunk)
+    return size, digest.hexdigest()
+
+
+def digest_of(tensors: Tensors) -> str:
+    """Return the SHA-256 over all tensors: names in order, dtypes, shapes, bytes (docs/formats.md, Commits)."""
+    import torch
+
+    lines = []
+    for name, tensor in sorted(tensors.items()):
+        content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(content.data)
+        lines.append(f"{name} {digest.hexdigest()}\n")
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def first_nonfinite(tensors: Tensors) -> str | None:
+    """Return the name of the first tensor that holds a number that is not finite; None if there is none."""
+    import torch
+
+    return next((name for name, tensor in sorted(tensors.items()) if not torch.isfinite(tensor).all()), None)

@@ -1,0 +1,87 @@
+"""Damage to what a good recorded run delivers: a job that ended too soon, a last commit that is not what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import yaml
+
+from chaos.judge.evidence.run_files import MANIFEST, Line, collect, part, record_files
+from chaos.judge.evidence.stored_weights import digest_of
+from chaos.planted.edits import edit, edit_result, forge
+
+
+def ended_early(folder: Path) -> None:
+    """The job applied 6 of 600 epochs, said that it was done, and all that it wrote agrees with that."""
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "epochs": 600, "max_steps": None}))
+
+
+def fewer_rows(folder: Path) -> None:
+    """The job trained on fewer rows than its training set has."""
+    path = folder / MANIFEST
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps({**manifest, "files": [*manifest["files"], {"row_groups": [12]}]}))
+
+
+def _last(folder: Path) -> Line:
+    fields = collect(folder).commits[-1].fields
+    assert fields is not None, "a good run"
+    return fields
+
+
+def missing_file(folder: Path) -> None:
+    """A file that the last commit lists is gone, and no fault has taken it."""
+    last = _last(folder)
+    (folder / str(last["attempt"]) / min(part(last, "files"))).unlink()
+
+
+def flipped_byte(folder: Path) -> None:
+    """A byte of the last commit changed, and no fault has changed it."""
+    last = _last(folder)
+    path = folder / str(last["attempt"]) / max(part(last, "files"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def other_step_delivered(folder: Path) -> None:
+    """The last commit's record names the files, and the weights, of the commit before it."""
+    *_, before, _ = [commit.fields for commit in collect(folder).commits]
+    assert before is not None, "a good run"
+    stored = {key: before[key] for key in ("attempt", "files", "weights_sha256")}
+    _change_last(folder, stored)
+
+
+def other_claim(folder: Path) -> None:
+    """Record, result and every rank agree on a hash that the files do not have."""
+    digest = "ab" * 32
+    _change_last(folder, {"weights_sha256": digest})
+    edit_result(folder, weights_sha256=digest)
+    edit(folder, lambda line: {**line, "weights_sha256": digest} if line["op"] == "end" else line)
+
+
+def nan_weights(folder: Path) -> None:
+    """Training diverged: record, result and ranks agree on weights that are not numbers."""
+    import torch
+    from blake3 import blake3
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    run, attempt = collect(folder), "data/nan"
+    assert run.load is not None, "it was collected from files"
+    weights = {name: torch.full_like(tensor, float("nan")) for name, tensor in run.load(_last(folder)).items()}
+    save({"model": weights}, checkpoint_id=folder / attempt, no_dist=True)
+    held = {path.name: path.read_bytes() for path in (folder / attempt).iterdir()}
+    files = {name: {"size": len(content), "blake3": blake3(content).hexdigest()} for name, content in held.items()}
+    digest = digest_of(weights)
+    _change_last(folder, {"format": 2, "attempt": attempt, "files": files, "weights_sha256": digest})
+    edit_result(folder, weights_sha256=digest)
+    edit(folder, lambda line: {**line, "weights_sha256": digest} if line["op"] == "end" else line)
+
+
+def _change_last(folder: Path, fields: Line) -> None:
+    """Change the newest commit's record."""
+    key = json.loads(record_files(folder)[-1].read_text())
+    place = key["term"], key["step"]
+    forge(folder, lambda record: {**record, **fields} if (record["term"], record["step"]) == place else record)

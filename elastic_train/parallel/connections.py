@@ -1,0 +1,65 @@
+"""The TCP connections that gloo opens, which give the only way to end a collective whose peer is frozen.
+
+gloo's `abort()` unblocks nothing, and a group's destructor waits for its collectives, so a world that was given up kept
+its threads, its connections and a gradient's worth of memory until its timeout, and a peer that froze again and again
+kept them for each of its worlds. Shutting its connections down has the effect of a peer's death: every call ends.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+
+_FDS = "/proc/self/fd"
+
+
+class Connections:
+    """The connections that appear in this process from now until `note`; there are none where there is no /proc.
+
+    One that another thread opens in between is among them: a client of etcd or of a store, which connects again.
+    """
+
+    def __init__(self) -> None:
+        self._before = _sockets()
+        self._opened: dict[int, int] = {}
+
+    def note(self) -> None:
+        """Remember what has been opened by now."""
+        self._opened = {fd: inode for fd, inode in _sockets().items() if self._before.get(fd) != inode}
+
+    def shut_down(self) -> None:
+        """End those that are still open, as a peer's death would; a descriptor of another file now is left alone."""
+        now = _sockets()
+        for fd, inode in self._opened.items():
+            if now.get(fd) == inode:
+                _shut_down(fd)
+        self._opened = {}
+
+
+def _sockets() -> dict[int, int]:
+    """Return the descriptors of this process that are sockets, and which sockets."""
+    found = {}
+    try:
+        names = os.listdir(_FDS)  # noqa: PTH208 - a Path for each of thousands costs more
+    except OSError:
+        return {}
+    for name in names:
+        try:
+            status = os.fstat(int(name))
+        except OSError:  # the descriptor of the listing itself
+            continue
+        if stat.S_ISSOCK(status.st_mode):
+            found[int(name)] = status.st_ino
+    return found
+
+
+def _shut_down(fd: int) -> None:
+    """Shut a TCP connection down. Not a listener: gloo's thread would end the process."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                connection.getpeername()
+                connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it listens, or is closed already

@@ -1,0 +1,114 @@
+"""The files of a run's histories: which there are, and what recovery asks of them.
+
+A history is in parts if it was long: <term>-<rank>-<pid>.jsonl, then <term>-<rank>-<pid>.p000001.jsonl and so on, of
+which the newest two are kept. Their names sort in the order in which they were written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = "history"
+_TAIL_BYTES = 4096
+_HEAD_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class LastApplied:
+    """The furthest step that any rank of earlier terms has applied, and when (unix seconds)."""
+
+    term: int
+    step: int
+    world: int
+    at: float
+
+
+def last_applied(run_dir: str | Path, before_term: int) -> LastApplied | None:
+    """Return the furthest step that the newest term before `before_term` applied; reads the ends of its files only."""
+    files: dict[int, list[Path]] = {}
+    for path in (Path(run_dir) / FOLDER).glob("[0-9]*-*-*.jsonl"):
+        files.setdefault(term_of(path), []).append(path)
+    for term in sorted((term for term in files if term < before_term), reverse=True):
+        lines = [line for path in files[term] for line in last_step_lines(path)]
+        if lines:
+            last = max(lines, key=lambda line: (int(str(line["step"])), float(str(line["t"]))))
+            return LastApplied(term, int(str(last["step"])), int(str(last["world"])), float(str(last["t"])))
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Stagnation:
+    """How many of the newest terms ended without getting further than those before them, and how far those had come."""
+
+    num_terms: int = 0
+    step: int = 0
+
+
+def stagnation(run_dir: str | Path, before_term: int, most: int) -> Stagnation:
+    """Count the newest terms before `before_term` that got no further than the terms before them, up to `most`.
+
+    A job that loses its state begins again at its last commit: what counts is the furthest step of any term. Reads the
+    ends of rank 0's newest histories, back to the last in which the job gave up.
+    """
+    lasts: list[int] = []
+    for path in reversed([parts[-1] for parts in histories(run_dir, 0) if term_of(parts[-1]) < before_term]):
+        content = tail_of(path)
+        if b'"no_progress"' in content or len(lasts) > most:
+            break
+        lasts.append(max((int(str(line["step"])) for line in last_step_lines(path)), default=0))
+    furthest = max(lasts, default=0)
+    since = next((number for number, last in reversed(list(enumerate(lasts))) if last == furthest), 0)
+    return Stagnation(min(since if furthest else len(lasts), most), furthest)
+
+
+def tail_of(path: Path) -> bytes:
+    """Return the end of a history."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        return file.read()
+
+
+def histories(run_dir: str | Path, rank: int) -> list[list[Path]]:
+    """Return the parts of every history of a rank, the oldest first, of the oldest term first."""
+    paths = sorted((Path(run_dir) / FOLDER).glob(f"[0-9]*-{rank:05d}-*.jsonl"))
+    return [list(parts) for _, parts in itertools.groupby(paths, key=lambda path: path.name.partition(".")[0])]
+
+
+def term_of(path: Path) -> int:
+    """Return the term that a history's file name says."""
+    return int(path.name.partition("-")[0])
+
+
+def restore_line(path: Path) -> dict[str, object] | None:
+    """Return the line that says how a process's state was restored; reads the beginning of its file only."""
+    with path.open("rb") as file:
+        return next((line for line in lines_of(file.read(_HEAD_BYTES)) if line["op"] == "restore"), None)
+
+
+def last_step_lines(path: Path) -> list[dict[str, object]]:
+    """Return the step lines at the end of a history: at least one if it has any; reads the end of its file only."""
+    size, num_bytes = path.stat().st_size, _TAIL_BYTES
+    while True:
+        with path.open("rb") as file:
+            file.seek(max(0, size - num_bytes))
+            content = file.read()
+        # The first line is torn by where we began to read, and no JSON object then.
+        steps = [line for line in lines_of(content) if line["op"] == "step"]
+        if steps or num_bytes >= size:
+            return steps
+        num_bytes *= 4
+
+
+def lines_of(content: bytes) -> Iterator[dict[str, object]]:
+    """Yield the lines of a history, each with its `op`; torn ones are passed over."""
+    for line in content.splitlines():
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(fields, dict) and "op" in fields:
+            yield fields

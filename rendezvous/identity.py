@@ -1,0 +1,102 @@
+"""Who listens at an address: a node's agent says which node it is to anybody who asks.
+
+One line each way, `elastic? NONCE` and `elastic! NODE NONCE`. An address that leads elsewhere (another machine has it,
+too; the port was given to another process) answers with another node or not at all; one whose machine refuses says
+nothing about the node, which may be alive somewhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+from typing import Literal
+
+ASK_TIMEOUT_S = 1.0
+SERVE_TIMEOUT_S = 0.5
+_QUESTION, _ANSWER = "elastic?", "elastic!"
+_MOST_BYTES = 512
+
+Answer = Literal["itself", "other", "refused", "mute", "silent"]
+"""`other`: another node or program. `mute`: connected, no answer: a frozen or busy agent, or a relay before nothing.
+`silent`: not connected, and nothing refused."""
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT; raises ValueError if the port is not a number."""
+    host, _, port = endpoint.rpartition(":")
+    return host, int(port)
+
+
+def ask(endpoint: str, node: str, timeout_s: float = ASK_TIMEOUT_S) -> Answer:
+    """Ask who listens at HOST:PORT, and say whether it is a node's agent."""
+    nonce = secrets.token_hex(8)
+    try:
+        connection = socket.create_connection(split_endpoint(endpoint), timeout=timeout_s)
+    except ConnectionRefusedError:
+        return "refused"
+    except (OSError, ValueError):
+        return "silent"
+    with connection:
+        try:
+            connection.sendall(f"{_QUESTION} {nonce}\n".encode())
+            line = _read_line(connection)
+        except OSError:
+            return "mute"
+    if not line.endswith(b"\n"):
+        return "mute" if not line else "other"
+    return "itself" if line == f"{_ANSWER} {node} {nonce}\n".encode() else "other"
+
+
+def refuses(endpoint: str, timeout_s: float) -> bool:
+    """Say whether HOST:PORT refuses a connection; quicker than to ask, as no program has to answer."""
+    try:
+        socket.create_connection(split_endpoint(endpoint), timeout=timeout_s).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):
+        pass
+    return False
+
+
+class IdentityPort:
+    """A port of this process at which a thread answers for a node, until the process ends."""
+
+    def __init__(self, address: str, node: str) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family, backlog=1024)
+        self.endpoint = f"{address}:{self._listener.getsockname()[1]}"
+        self._node = node
+        threading.Thread(target=self._serve, name="identity", daemon=True).start()
+
+    def close(self) -> None:
+        """Refuse connections from now on."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # lets the thread out of accept()
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except ConnectionAbortedError:
+                continue
+            except OSError:
+                return
+            with contextlib.suppress(OSError, ValueError), connection:
+                connection.settimeout(SERVE_TIMEOUT_S)
+                question, nonce = _read_line(connection).decode().split()
+                if question == _QUESTION:
+                    connection.sendall(f"{_ANSWER} {self._node} {nonce}\n".encode())
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    """Read until a line, the connection or the patience ends."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) < _MOST_BYTES:
+        read = connection.recv(_MOST_BYTES)
+        if not read:
+            break
+        line += read
+    return line

@@ -1,0 +1,122 @@
+"""Folders that freeze, or that one node cannot write: no rank loses its state over them, and no world ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from chaos.judge.evidence.run_files import collect
+from chaos.services.etcd_cluster import EtcdCluster
+from chaos.services.freezing_disk import FreezingDisk, NoFreezingError, freezing_disk
+from rendezvous import EtcdServer
+from rendezvous.etcd.connection import Connection, list_prefix
+from rendezvous.etcd.options import etcd_options
+from rendezvous.membership.records import Keys
+from tests.elastic_train.training.test_live import (
+    JOB,
+    STARTED,
+    eventually,
+    launch,
+    nothing_left,
+    undisturbed,
+    until_whole,
+    weights,
+    write_config,
+)
+
+__all__ = ["nothing_left", "undisturbed"]  # fixtures
+pytestmark = pytest.mark.slow
+NUM_STEPS = 120
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[EtcdServer]:
+    with EtcdCluster(num_members=1) as cluster:
+        yield cluster.members[0]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[FreezingDisk]:
+    try:
+        with freezing_disk(tmp_path / "run") as made:
+            yield made
+    except NoFreezingError as error:
+        pytest.skip(str(error))
+
+
+def step_of(log: Path) -> int:
+    """Return the last step that a node has shown."""
+    return max((int(step) for step in re.findall(r"^step (\d+)/", log.read_text(), re.MULTILINE)), default=0)
+
+
+def num_members(etcd: EtcdServer, run_id: str) -> int:
+    connection = Connection(etcd_options(etcd.endpoint))
+    try:
+        return len(list_prefix(connection, Keys(run_id).members, 3.0).entries)
+    finally:
+        connection.close()
+
+
+def test_a_folder_that_freezes_costs_no_state(
+    tmp_path: Path, rows: Path, etcd: EtcdServer, disk: FreezingDisk, undisturbed: Callable[[int], object]
+) -> None:
+    """Everything that the run writes is on one file system, which freezes for longer than a rank may hang.
+
+    The ranks train on in their world; what they had to say meanwhile is in the histories afterwards.
+    """
+    job = launch(tmp_path, etcd, write_config(tmp_path, rows, 100_000), ranks=2, nnodes="1")
+    term, pids = until_whole(disk.folder, 2)
+    disk.freeze()
+    frozen_at, before = time.monotonic(), step_of(tmp_path / "node.log")
+    frozen_s = 3.0 * float(str(JOB["hang_timeout_s"]))
+    eventually(
+        lambda: time.monotonic() - frozen_at > frozen_s and step_of(tmp_path / "node.log") > before + 20,
+        "training beside a folder that is frozen",
+        timeout_s=60,
+    )
+    disk.thaw()
+    eventually(lambda: any(disk.folder.glob("commits/[0-9]*.json")), "a commit")
+    job.send_signal(signal.SIGTERM)
+    job.wait(60)
+    run = collect(disk.folder)
+    assert {line["pid"] for line in run.of("form")} == set(pids.values())
+    assert {line["term"] for line in run.of("form")} == {term}
+    assert run.result is not None and run.result["status"] == "preempted"
+    steps = [line["step"] for line in run.of("step") if line["rank"] == 1]
+    assert steps == list(range(1, int(str(run.result["step"])) + 1)), "no line of those seconds is lost"
+    assert weights(run) == undisturbed(int(str(run.result["step"])))
+
+
+@pytest.mark.parametrize("bad", ["the first node", "the second node"])
+def test_one_node_without_a_folder_costs_the_others_nothing(
+    tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object], bad: str
+) -> None:
+    """It trains on with them in one world, says once that it cannot write, and has the same weights in the end."""
+    (tmp_path / "file").write_text("not a folder")
+    run_id = bad.replace(" ", "-")
+    bad_node, good_node = tmp_path / "bad" / run_id, tmp_path / "good" / run_id
+    folders = {bad_node: tmp_path / "file" / "run", good_node: tmp_path / "run"}
+    config = write_config(tmp_path, rows, NUM_STEPS)
+    order = [bad_node, good_node] if bad == "the first node" else [good_node, bad_node]
+    for node in order:
+        node.mkdir(parents=True)
+        mine = {"ELASTIC_TRAIN__RUN__DIR": str(folders[node])}
+        shared = {"ELASTIC_TRAIN__CHECKPOINT__URL": str(tmp_path / "commits")}
+        launch(node, etcd, config, ranks=1, nnodes="2", **mine, **shared)
+        if node is order[0]:
+            eventually(lambda: num_members(etcd, run_id) == 1, "the first node's registration")
+    for job in list(STARTED):
+        job.wait(280)
+    said = {node: (node / "node.log").read_text() for node in order}
+    lines = [json.loads(text) for path in (tmp_path / "run" / "history").iterdir() for text in path.open()]
+    assert {line["world"] for line in lines if line["op"] == "form"} == {2}, said
+    (end,) = [line for line in lines if line["op"] == "end"]
+    assert (end["step"], end["weights_sha256"], end["term"]) == (NUM_STEPS, undisturbed(NUM_STEPS), 1)
+    assert said[bad_node].count("cannot be written (") == 1, said[bad_node]
+    assert "cannot be written (" not in said[good_node]

@@ -1,0 +1,68 @@
+"""Live jobs under a real etcd that answers and does not do it: full, or with users that were changed meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rendezvous import EtcdServer
+from tests.elastic_train.training.test_live import (
+    eventually,
+    finish,
+    launch,
+    nothing_left,
+    undisturbed,
+    until_whole,
+    weights,
+    write_config,
+)
+from tests.rendezvous.etcd.test_refusals import QUOTA, Users, fill, make_room
+
+pytestmark = pytest.mark.slow
+__all__ = ["nothing_left", "undisturbed"]
+
+
+def test_a_worker_that_dies_while_etcd_is_full_ends_nobody(
+    tmp_path: Path, rows: Path, undisturbed: Callable[[int], object]
+) -> None:
+    """The survivor waits with its state, the new worker with it, and both go on once there is room; no bit differs.
+
+    The log names the alarm and the command that clears it.
+    """
+    with EtcdServer(flags=QUOTA) as server:
+        job = launch(tmp_path, server, write_config(tmp_path, rows, 200), ranks=2)
+        term, ranks = until_whole(tmp_path / "run", 2)
+        fill(server)
+        os.kill(ranks[1], signal.SIGKILL)
+        eventually(lambda: (tmp_path / "node.log").read_text().count("etcdctl alarm disarm") >= 2, "both in the log")
+        make_room(server)
+        _, again = until_whole(tmp_path / "run", 2, above=term)
+        assert ranks[0] in again.values()
+        run, log = finish(job, tmp_path)
+    assert log.count("another is started in its place") == 1, log
+    assert weights(run) == undisturbed(200)
+
+
+def test_a_job_whose_password_was_changed_waits_and_one_with_a_wrong_one_ends_at_once(
+    tmp_path: Path, rows: Path
+) -> None:
+    """A worker dies while etcd does not let anybody of the job in: nobody ends; at the start it is a mistake."""
+    with EtcdServer() as server:
+        users = Users(server)
+        config = write_config(tmp_path, rows, 100_000)
+        refused = launch(tmp_path, server, config, ranks=1, conf=",user=job,password=wrong")
+        assert refused.wait(120) != 0
+        log = (tmp_path / "node.log").read_text()
+        assert "refused the user 'job'" in log and "Correct `user` and `password`" in log
+        launch(tmp_path, server, config, ranks=2, conf=",user=job,password=right")
+        term, ranks = until_whole(tmp_path / "run", 2)
+        users.set_password("job", "other")
+        os.kill(ranks[1], signal.SIGKILL)
+        eventually(lambda: (tmp_path / "node.log").read_text().count("waiting for etcd") >= 2, "both wait")
+        users.set_password("job", "right")
+        _, again = until_whole(tmp_path / "run", 2, above=term)
+        assert ranks[0] in again.values()

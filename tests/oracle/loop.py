@@ -1,0 +1,96 @@
+"""The loop after docs/arithmetic.md alone: `python -m tests.oracle.loop RUN/config.yaml` prints the weights' SHA-256.
+
+Nothing of the product is imported but the task.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import math
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import yaml
+
+from tests.oracle.order import derive, lane_of
+
+T = TypeVar("T")
+
+
+def tree(nodes: list[T], add: Callable[[T, T], T]) -> T:
+    while len(nodes) > 1:
+        nodes = [add(*nodes[i : i + 2]) if nodes[i + 1 :] else nodes[i] for i in range(0, len(nodes), 2)]
+    return nodes[0]
+
+
+def rate_factor(t: int, steps: int, optimizer: dict[str, Any]) -> float:
+    warmup = optimizer["warmup_steps"]
+    if t < warmup:
+        return (t + 1) / warmup
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1, (t - warmup) / max(1, steps - warmup))))
+    return cosine if optimizer["schedule"] == "cosine" else 1.0
+
+
+def train(config: dict[str, Any]) -> torch.nn.Module:
+    data, batch, settings, seed = (
+        Path(config["data"]["train"]),
+        config["batch"],
+        config["optimizer"],
+        config["run"]["seed"],
+    )
+    manifest = json.loads((data / "manifest.json").read_text())
+    table = pa.concat_tables([pq.read_table(data / file["path"]) for file in manifest["files"]])
+    group_rows = [rows for file in manifest["files"] for rows in file["row_groups"]]
+    micro_batch, num_lanes = batch["micro_batch"], batch["global_batch"] // batch["micro_batch"]
+    epoch_steps = math.ceil(math.ceil(len(table) / num_lanes) / micro_batch)
+    steps = config["max_steps"] or config["epochs"] * epoch_steps
+    torch.set_num_threads(config["threads_per_rank"])
+    torch.use_deterministic_algorithms(True)
+    module, _, name = config["task"]["path"].partition(":")
+    task = getattr(importlib.import_module(module), name)(**config["task"]["params"])
+    task.prepare(types.SimpleNamespace(url=str(data), **manifest))
+    torch.manual_seed(derive(seed, 4) >> 1)
+    model = task.build_model().train()
+    adamw = torch.optim.AdamW(model.parameters(), betas=settings["betas"], weight_decay=settings["weight_decay"])
+    for t in range(steps):
+        epoch, at = t // epoch_steps, t % epoch_steps * micro_batch
+        gradients, weights = [], []
+        for lane in range(num_lanes):
+            ids = lane_of(lane, group_rows, num_lanes, config["data"]["block_row_groups"], seed, epoch)
+            ids, weight = ids[at : at + micro_batch], 0.0
+            model.zero_grad()
+            if ids:
+                torch.manual_seed(derive(seed, 3, t, lane) >> 1)
+                loss = task.loss(model, task.collate(table.select(task.columns()).take(ids), ids))
+                loss.total.backward()
+                weight = loss.weight
+            gradients.append([torch.zeros_like(p) if p.grad is None else 0 + p.grad for p in model.parameters()])
+            weights.append(weight)
+        divisor = tree(weights, lambda a, b: a + b) or 1.0
+        total = tree(gradients, lambda one, other: [a + b for a, b in zip(one, other, strict=True)])
+        for parameter, gradient in zip(model.parameters(), total, strict=True):
+            parameter.grad = gradient / divisor
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip_norm"] or math.inf)
+        adamw.param_groups[0]["lr"] = settings["lr"] * rate_factor(t, steps, settings)
+        adamw.step()
+    return model
+
+
+def digest(model: torch.nn.Module) -> str:
+    lines = ""
+    for name, x in sorted(model.state_dict().items()):
+        content = f"{x.dtype} {tuple(x.shape)}\n".encode() + x.numpy().tobytes()
+        lines += f"{name} {hashlib.sha256(content).hexdigest()}\n"
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+if __name__ == "__main__":
+    sys.stdout.write(digest(train(yaml.safe_load(Path(sys.argv[1]).read_text()))) + "\n")

@@ -1,0 +1,105 @@
+"""Runs end with the weights that a plain loop computes, written after the documentation alone."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT, start, write_rows
+
+FOLDER = Path(__file__).parent
+PARAMS = {"max_tokens": 24, "dim": 16, "depth": 1, "heads": 2, "dropout": 0.2, "vocabulary": 64}
+PARAMS |= {"numeric": ["size"], "categorical": ["kind"]}
+JOBS: dict[str, dict[str, object]] = {
+    "five lanes, a lane without samples in the last step": {
+        "batch": {"global_batch": 30, "micro_batch": 6},
+        "optimizer": {"lr": 0.01, "warmup_steps": 3, "clip_norm": 0.5},
+        "epochs": 3,
+    },
+    "eight lanes, seven row groups a file, no clipping, a constant rate": {
+        "batch": {"global_batch": 16, "micro_batch": 2},
+        "optimizer": {"lr": 0.003, "warmup_steps": 0, "clip_norm": None, "schedule": "constant", "weight_decay": 0.1},
+        "max_steps": 30,
+    },
+}
+
+
+def write_job(folder: Path, job: dict[str, object], task: str, **params: object) -> str:
+    """Write 331 rows (a prime) in 21 row groups, and the configuration of a job on them."""
+    write_rows(folder / "train", 331, seed=1)
+    tree = {
+        "run": {"dir": str(folder / "run"), "seed": 5},
+        "data": {"train": str(folder / "train"), "block_row_groups": 2},
+        "task": {"path": task, "params": {**PARAMS, **params}},
+        "checkpoint": {"every_steps": 7},
+        **job,
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    return str(folder / "config.yaml")
+
+
+def result_of(folder: Path) -> object:
+    return json.loads((folder / "run" / "result.json").read_text())["weights_sha256"]
+
+
+def oracle(folder: Path) -> str:
+    """Return the hash that the plain loop computes from the run's configuration."""
+    command = [sys.executable, "-m", "tests.oracle.loop", str(folder / "run" / "config.yaml")]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", JOBS.values(), ids=list(JOBS))
+def test_a_run_ends_with_the_weights_of_a_plain_loop(tmp_path: Path, job: dict[str, object]) -> None:
+    """AdamW, warm-up, cosine, clipping, dropout, accumulation, several epochs with a short last step."""
+    ended = start([write_job(tmp_path, job, "elastic_train.tasks.text_classifier:TextClassifier")])
+    assert ended.code == 0, ended.output
+    assert result_of(tmp_path) == oracle(tmp_path)
+
+
+@pytest.mark.slow
+def test_so_does_a_run_that_was_killed_on_two_ranks_and_continued_on_three(tmp_path: Path) -> None:
+    job = JOBS["five lanes, a lane without samples in the last step"]
+    path = write_job(tmp_path, job, "tests.tasks:FailsOnce", marker=str(tmp_path / "failed"), after=40, how="SIGKILL")
+    assert start([path], num_ranks=2).code != 0
+    assert (tmp_path / "failed").exists() and not (tmp_path / "run" / "result.json").exists()
+    ended = start([path], num_ranks=3)
+    assert ended.code == 0, ended.output
+    assert result_of(tmp_path) == oracle(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["loop", "order"])
+def test_the_plain_loop_is_short_and_imports_nothing_of_the_product(name: str) -> None:
+    source = (FOLDER / f"{name}.py").read_text()
+    assert sum(bool(line.strip()) for line in source.splitlines()) <= 80
+    for node in ast.walk(ast.parse(source)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not {found.partition(".")[0] for found in names} & {"elastic_train", "rendezvous", "chaos"}
+
+
+def test_the_orders_agree_for_shapes_that_no_run_here_has() -> None:
+    """One row group, more lanes than row groups, blocks longer than lanes, row groups of one row."""
+    ours = importlib.import_module("elastic_train.core.order")
+    from tests.oracle.order import lane_of
+
+    for rows, lanes, block in (
+        ([5], 3, 8),
+        ([1] * 9, 4, 1),
+        ([7, 1, 30, 2], 6, 2),
+        ([3] * 40, 3, 40),
+        ([64] * 17, 2, 3),
+    ):
+        order = ours.Order(rows, num_lanes=lanes, seed=9, block_row_groups=block)
+        for epoch in range(2):
+            for lane in range(lanes):
+                assert order.epoch(epoch).ids(lane, 0, sum(rows)).tolist() == lane_of(
+                    lane, rows, lanes, block, 9, epoch
+                )

@@ -1,0 +1,48 @@
+"""What etcd's errors mean, by the code and the text that its versions give them."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from rendezvous.etcd.answers import Meaning, meaning_of, needs_new_client
+
+CODE = grpc.StatusCode
+
+
+class AnswerError(grpc.RpcError):
+    """An error as gRPC raises it."""
+
+    def __init__(self, code: grpc.StatusCode, text: str) -> None:
+        self._code, self._text = code, text
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._text
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "meaning"),
+    [
+        (CODE.UNAVAILABLE, "etcdserver: no leader", Meaning.AGAIN),
+        (CODE.RESOURCE_EXHAUSTED, "etcdserver: too many requests", Meaning.AGAIN),
+        (CODE.RESOURCE_EXHAUSTED, "etcdserver: mvcc: database space exceeded", Meaning.BLOCKED),
+        (CODE.DATA_LOSS, "etcdserver: corrupt cluster", Meaning.BLOCKED),
+        (CODE.UNAUTHENTICATED, "etcdserver: invalid auth token", Meaning.LOG_IN),
+        (CODE.INVALID_ARGUMENT, "etcdserver: revision of auth store is old", Meaning.LOG_IN),
+        (CODE.UNKNOWN, "auth: revision in header is old", Meaning.LOG_IN),
+        (CODE.INVALID_ARGUMENT, "etcdserver: authentication failed, invalid user ID or password", Meaning.DENIED),
+        (CODE.INVALID_ARGUMENT, "etcdserver: user name is empty", Meaning.DENIED),
+        (CODE.PERMISSION_DENIED, "etcdserver: permission denied", Meaning.DENIED),
+        (CODE.NOT_FOUND, "etcdserver: requested lease not found", Meaning.NEVER),
+        (CODE.INVALID_ARGUMENT, "etcdserver: request is too large", Meaning.NEVER),
+        (CODE.OUT_OF_RANGE, "etcdserver: mvcc: required revision has been compacted", Meaning.NEVER),
+    ],
+)
+def test_what_an_error_means(code: grpc.StatusCode, text: str, meaning: Meaning) -> None:
+    """Some share a code and mean different things."""
+    error = AnswerError(code, text)
+    assert meaning_of(error) is meaning
+    assert needs_new_client(error) == (meaning is Meaning.LOG_IN)

@@ -1,0 +1,84 @@
+"""What a refusal means: death where the agent was met before, and nothing but a wrong way where it was not."""
+
+from __future__ import annotations
+
+import pytest
+
+from rendezvous.identity import Answer
+from rendezvous.membership import known_agents
+from rendezvous.membership.dead_agents import DeadAgentProbe, believed
+from rendezvous.membership.known_agents import KnownAgents
+from rendezvous.membership.records import Member, Seat, View, World
+
+
+def worker(name: str, node: str) -> Member:
+    return Member(name, "host", node, 1, after=0, node=node, agent=f"{node}:1")
+
+
+class Net:
+    """Answers for every agent at once."""
+
+    answer: Answer = "itself"
+
+    def __call__(self, *_: object) -> Answer:
+        return self.answer
+
+
+def known(*answers: Answer) -> tuple[KnownAgents, list[str]]:
+    """Ask for two workers of one node again and again; return what was found each time."""
+    net = Net()
+    agents, found = KnownAgents("here", net), []
+    for answer in answers:
+        net.answer = answer
+        found.append(str(agents.ask([worker("b0", "b"), worker("b1", "b")], 1.0)))
+    return agents, found
+
+
+def test_a_refusal_is_death_only_to_who_has_met_the_agent() -> None:
+    """Else the address may lead to another machine: docker gives 172.17.0.2 to one container of every host."""
+    assert known("refused", "other", "silent", "mute")[1] == ["away"] * 4
+    assert known("itself", "refused")[1] == ["here", "gone"]
+    assert known("itself", "other")[1] == ["here", "gone"], "its port was given to another process"
+    assert known("itself", "silent", "mute")[1] == ["here", "away", "here"], "cut off; frozen, or busy"
+
+
+def test_a_node_that_was_taken_for_dead_and_registers_again_is_not_known() -> None:
+    """Its refusal was no death: were it, every member that has met it would end a healthy world for it once more."""
+    net = Net()
+    agents = KnownAgents("here", net)
+    agents.ask([worker("b0", "b")], 1.0)
+    net.answer = "refused"
+    assert agents.ask([worker("b0", "b")], 1.0) == "gone"
+    assert agents.ask([worker("b0-again", "b")], 1.0) == "away"
+
+
+def test_own_workers_and_those_without_an_agent_need_not_be_met() -> None:
+    """There is nothing to ask."""
+    agents = KnownAgents("here", Net())
+    without = Member("a", "host", "a", 1, after=0)
+    assert agents.has_met(worker("x", "here")) and agents.has_met(without)
+    assert not agents.has_met(worker("b0", "b"))
+    agents.ask([worker("b0", "b")], 1.0)
+    assert agents.has_met(worker("b0", "b"))
+    agents.forget_all_but(View(1, ()))
+    assert not agents.has_met(worker("b0", "b"))
+
+
+def test_who_waits_buries_late_members_that_it_has_met_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A joiner whose address is not what the others reach once ended healthy worlds ten times a second."""
+    net = Net()
+    agents = KnownAgents("a", net)
+    a, b, c = worker("a0", "a"), worker("b0", "b"), worker("c0", "c")
+    world = World(1, (Seat("a0", 1), Seat("b0", 1), Seat("c0", 1)), "start", "a", 1, 0.0)
+    monkeypatch.setattr(known_agents, "refuses", lambda *_: True)
+    waiting = View(2, (Member("a0", "host", "a", 1, after=1, node="a", agent="a:1"), b, c), world)
+    agents.ask([b], 1.0)
+    assert [member.id for member in DeadAgentProbe(agents).gone(waiting)] == ["b0"]
+    assert a not in DeadAgentProbe(agents).gone(waiting)
+
+
+def test_who_is_refused_by_most_suspects_itself() -> None:
+    """It removes one node, or up to half of several; else it would stop the healthy ones and train alone."""
+    assert believed({"b"}, 1) == {"b"} and believed({"b"}, 2) == {"b"}
+    assert believed({"b", "c"}, 2) == set()
+    assert believed({"b", "c"}, 4) == {"b", "c"} and believed({"b", "c", "d"}, 4) == set()

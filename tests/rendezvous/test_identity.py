@@ -1,0 +1,76 @@
+"""Asking who listens at an address: the node itself, somebody else, or nobody."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from rendezvous.identity import IdentityPort, ask, refuses
+
+
+@pytest.fixture
+def port() -> Iterator[IdentityPort]:
+    port = IdentityPort("127.0.0.1", "node-a")
+    yield port
+    port.close()
+
+
+def test_an_agent_says_which_node_it_is(port: IdentityPort) -> None:
+    """To everybody, as often as asked; asked for another node, it is not that one."""
+    assert [ask(port.endpoint, "node-a") for _ in range(3)] == ["itself"] * 3
+    assert ask(port.endpoint, "node-b") == "other"
+
+
+def test_an_agent_that_has_ended_refuses(port: IdentityPort) -> None:
+    """As does any machine at whose address there is none."""
+    port.close()
+    assert ask(port.endpoint, "node-a") == "refused"
+
+
+def test_a_quick_look_tells_a_refusal_from_all_else(port: IdentityPort) -> None:
+    """It asks nothing, and keeps nobody from answering."""
+    assert not refuses(port.endpoint, 1.0) and not refuses("nowhere", 1.0)
+    assert ask(port.endpoint, "node-a") == "itself"
+    port.close()
+    assert refuses(port.endpoint, 1.0)
+
+
+def test_what_is_no_address_is_silent() -> None:
+    """It leads nowhere."""
+    assert ask("nowhere", "node-a") == ask("nowhere.invalid:1", "node-a") == "silent"
+
+
+def test_a_stranger_does_not_keep_an_agent_from_answering(port: IdentityPort) -> None:
+    """A scanner that connects and sends nothing, or anything, is left alone soon."""
+    host, _, number = port.endpoint.partition(":")
+    with socket.create_connection((host, int(number))) as scanner:
+        scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert ask(port.endpoint, "node-a", 10.0) == "itself"
+    with socket.create_connection((host, int(number))):
+        assert ask(port.endpoint, "node-a", 10.0) == "itself"
+
+
+@pytest.mark.parametrize(("said", "answer"), [(b"", "mute"), (b"elastic! node-a 0123\n", "other"), (b"SSH-2", "other")])
+def test_other_programs_are_not_taken_for_an_agent(said: bytes, answer: str) -> None:
+    """One that closes without a word says nothing; a recorded answer has another nonce."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        asking = _beside(lambda: ask(f"127.0.0.1:{listener.getsockname()[1]}", "node-a", 10.0))
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(100)
+            connection.sendall(said)
+        assert asking.result(10.0) == answer
+
+
+def _beside(call: object) -> object:
+    from concurrent.futures import ThreadPoolExecutor
+
+    return ThreadPoolExecutor(1).submit(call)  # type: ignore[arg-type]
+
+
+def test_an_agent_that_is_frozen_is_mute() -> None:
+    """The kernel connects for it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert ask(f"127.0.0.1:{listener.getsockname()[1]}", "node-a", 0.1) == "mute"

@@ -1,0 +1,60 @@
+"""The limit of open files: raised as far as it may be, and a word if that is too little."""
+
+from __future__ import annotations
+
+import logging
+import resource
+
+import pytest
+
+from rendezvous import open_files
+from rendezvous.open_files import make_room_for, raise_limit
+
+
+class Limits:
+    """What stands for the kernel's."""
+
+    RLIM_INFINITY, RLIMIT_NOFILE = resource.RLIM_INFINITY, resource.RLIMIT_NOFILE
+
+    def __init__(self, soft: int, hard: int) -> None:
+        self.now = soft, hard
+
+    def getrlimit(self, _: int) -> tuple[int, int]:
+        return self.now
+
+    def setrlimit(self, _: int, wanted: tuple[int, int]) -> None:
+        self.now = wanted
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"),
+    [
+        (1024, 4096, 4096),
+        (4096, 4096, 4096),
+        (1024, resource.RLIM_INFINITY, 1 << 20),
+        (1 << 21, 1 << 22, 1 << 21),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 1 << 20),
+    ],
+)
+def test_the_soft_limit_becomes_the_hard_one(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int
+) -> None:
+    """Never lower than it was."""
+    limits = Limits(soft, hard)
+    monkeypatch.setattr(open_files, "resource", limits)
+    assert raise_limit() == raised
+    assert limits.now[0] in (raised, soft)
+
+
+def test_a_limit_that_is_too_low_for_the_world_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With what to raise; a world that fits needs no word."""
+    monkeypatch.setattr(open_files, "resource", Limits(1024, 1024))
+    with caplog.at_level(logging.WARNING):
+        make_room_for(100)
+        assert not caplog.records
+        make_room_for(1000)
+        make_room_for(1000)
+    (record,) = caplog.records
+    assert "may open 1024 files, and a world of 1000 ranks needs about 2256" in record.getMessage()
