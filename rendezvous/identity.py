@@ -49,6 +49,17 @@ def ask(endpoint: str, node: str, timeout_s: float = ASK_TIMEOUT_S) -> Answer:
     return "itself" if line == f"{_ANSWER} {node} {nonce}\n".encode() else "other"
 
 
+def refuses(endpoint: str, timeout_s: float) -> bool:
+    """Say whether HOST:PORT refuses a connection; quicker than to ask, as no program has to answer."""
+    try:
+        socket.create_connection(split_endpoint(endpoint), timeout=timeout_s).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):
+        pass
+    return False
+
+
 class IdentityPort:
     """A port of this process at which a thread answers for a node, until the process ends."""
 

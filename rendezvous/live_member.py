@@ -112,6 +112,18 @@ class LiveMember:
         """What was done under this run id, once it is; None before, and some time later."""
         return self._participant.view.closed
 
+    @property
+    def published(self) -> str | None:
+        """The commit that the job's head named when etcd was last heard of; None if it named none."""
+        head = self._participant.view.head
+        return head.commit if head is not None else None
+
+    @property
+    def store(self) -> str | None:
+        """The word of the store that has the job's commits; None if there is none yet, or the job is done."""
+        view = self._participant.view
+        return view.store if view.closed is None else None
+
     def close_job(self) -> None:
         """Mark the job as done: members that join later leave."""
         assert self._participant.world is not None, "a job is closed by a world"

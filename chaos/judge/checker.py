@@ -36,6 +36,7 @@ INVARIANTS: dict[str, Callable[[Evidence], str]] = {
     "fencing": one_lineage.fencing,
     "durability": one_lineage.durability,
     "atomicity": one_lineage.atomicity,
+    "heads": one_lineage.heads,
     "rpo": whole_run.rpo,
     "rto": whole_run.rto,
     "liveness": whole_run.liveness,

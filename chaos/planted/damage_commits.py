@@ -134,6 +134,31 @@ def another_damaged(folder: Path) -> None:
         file.write(json.dumps(flipped) + "\n")
 
 
+def passed_over_head(folder: Path) -> None:
+    """A term looked for the head in a listing that lacked it, and continued from the commit before."""
+    older_commit(folder)
+    run = collect(folder)
+    last = later_term(run)
+    older = str(restored_at(run)[last]["commit"])
+    head = next(str(line["key"]) for line in run.of("commit") if str(line["key"]) > older)
+    skipped = [[head, "the fence names it as head, but its record is not in the store"]]
+    edit(
+        folder,
+        lambda line: {**line, "skipped": skipped} if line["op"] == "restore" and line["term"] == last else line,
+    )
+
+
+def beside_the_lineage(folder: Path) -> None:
+    """A commit was published that nothing continues: the next world went on from the one before it."""
+    run = collect(folder)
+    last = [line for line in run.of("commit") if line["term"] == min(restored_at(run))][-1]
+    step = whole(last, "step") + 1
+    key = f"commits/{whole(last, 'term'):08d}-{step:012d}.json"
+    beside = {**last, "step": step, "key": key, "digest": "0" * 64, "parent": last["digest"]}
+    with (folder / "history" / "other.jsonl").open("a") as file:
+        file.write(json.dumps(beside) + "\n")
+
+
 def begun_anew(folder: Path) -> None:
     """A term found no commit, and began at step 0."""
     last = later_term(collect(folder))

@@ -12,7 +12,7 @@ from typing import Literal
 
 Aim = Literal["worker", "node", "etcd", "storage", "tracker", "data", "point"]
 Lasting = Literal["never", "may", "must"]
-Need = Literal["s3", "tracker", "own_data"]
+Need = Literal["s3", "tracker", "own_data", "freezing_disk"]
 """What a scenario has to bring along, by the name that its file has for it."""
 Passage = Literal["proxy", "cable", "relay"]
 """What a real run puts in the way of a node's traffic, so that it can be spoilt: a proxy before etcd, a cable of the
@@ -48,6 +48,12 @@ _ALL = (
     ),
     Kind("kill_job", "SIGKILL to all nodes at once, started again after for_s", "node", "must", ends_world=True),
     Kind("lose_node", "the machine is gone: its ports do not even refuse", "node", ends_world=True, local=False),
+    Kind(
+        "private_storage",
+        "a node comes back without its mount of the storage, and sees a folder of its own for for_s",
+        "node",
+        local=False,
+    ),
     Kind("stop_node", "SIGTERM to the agent; started again after for_s", "node", "may", ends_world=True),
     Kind(
         "start_node", "a node that was lost comes back", "node", "never", ends_world=True, sim=False, leaves_alive=True
@@ -102,12 +108,20 @@ _ALL = (
     Kind("skew_clocks", "the clock of a node is seconds ahead of the others', or late", "node", "never", local=False),
     Kind("jump_clock", "the wall clock of a node is set", "node", local=False),
     Kind("storage_full", "no space is left for checkpoints", "storage"),
+    Kind(
+        "freeze_fs",
+        "the file system of commits' files and of metrics takes no writes, as one whose server is away",
+        "storage",
+        sim=False,
+        needs="freezing_disk",
+    ),
     Kind("storage_outage", "the storage of checkpoints does not answer", "storage", local=False),
     Kind("storage_slow", "the storage of checkpoints is slow", "storage", needs="s3"),
     Kind("storage_lossy", "answers of the storage are lost, requests arrive late", "storage", local=False),
     Kind("storage_errors", "some requests to the storage fail", "storage", needs="s3"),
     Kind("storage_conflict", "the storage answers a create with a conflict", "storage", needs="s3"),
     Kind("storage_taken", "the storage claims that a free name is taken", "storage", needs="s3"),
+    Kind("stale_listing", "listings of the storage lack what others have written last", "storage", local=False),
     Kind("slow_sync", "syncing bytes to disk takes long", "storage", local=False),
     Kind("tear_write", "a file is left half written", "storage", local=False, damages=True),
     Kind("flip_bit", "a bit of the newest commit flips", "storage", "never", damages=True),

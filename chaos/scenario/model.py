@@ -170,6 +170,8 @@ class Scenario(_Section):
     """Publish commits on an S3 of this machine, whose answers can be spoilt, in place of the run's folder."""
     tracker: bool = False
     """Log to an MLflow server of this machine, with its own database, which can be taken down."""
+    freezing_disk: bool = False
+    """Whether commits' files and metrics are on a file system of their own, which can be frozen (needs root)."""
     own_data: bool = False
     """Train on a copy of the training set, of which row groups can be damaged; what cannot be read is a hole."""
     rows: PositiveInt | None = None

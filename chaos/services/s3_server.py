@@ -105,7 +105,9 @@ class S3:
         """Answer a request, or spoil it as asked: conflicts only creates, errors and delays all requests."""
         kind = self._spoilt[-1][1] if self._spoilt else None
         creates = environ["REQUEST_METHOD"] in ("PUT", "POST") and "HTTP_IF_NONE_MATCH" in environ
-        if kind == "storage_slow":
+        if kind == "no_conditional_create":
+            environ.pop("HTTP_IF_NONE_MATCH", None)
+        elif kind == "storage_slow":
             self.num_spoilt += 1
             time.sleep(_SLOW_S)
         elif kind == "storage_errors" or (kind in _ANSWERS and creates):

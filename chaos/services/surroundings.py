@@ -16,6 +16,7 @@ from chaos.scenario.kinds import CABLED, KINDS, PROXIED, RELAYED
 from chaos.scenario.model import Scenario
 from chaos.services.etcd_cluster import EtcdCluster
 from chaos.services.etcd_proxy import Proxies, Way
+from chaos.services.freezing_disk import FreezingDisk, NoFreezingError, freezing_disk
 from chaos.services.mlflow_server import TrackerServer
 from chaos.services.network_namespace import Cable, NoNamespacesError, cable
 from chaos.services.private_dataset import OwnData
@@ -37,6 +38,7 @@ class Surroundings:
     """How often the cable was spoilt."""
     points: list[Path] = field(default_factory=list)
     disk: Path | None = None
+    freezing: list[FreezingDisk] = field(default_factory=list)
     s3: S3 | None = None
     tracker: TrackerServer | None = None
     data: OwnData | None = None
@@ -93,6 +95,11 @@ def surroundings(
                 around.disk = undo.enter_context(_small_disk(folder / "data"))
             except subprocess.CalledProcessError as error:
                 around.missing["storage_full"] = f"no file system can be mounted: {error.stderr.decode().strip()}"
+        if scenario.freezing_disk:
+            try:
+                around.freezing = [undo.enter_context(freezing_disk(folder / name)) for name in ("data", "metrics")]
+            except NoFreezingError as error:
+                around.missing["freeze_fs"] = str(error)
         if scenario.s3:
             around.s3 = undo.enter_context(S3())
             undo.callback(around.s3.mirror, run_id, folder)

@@ -154,7 +154,7 @@ class LineFile:
         self._files, self._most_bytes = files, most_bytes
         # Only bytes: closures that pile up would make the garbage collector walk the whole process, for 0.2 s.
         self._lines: deque[tuple[bytes, bytes | None]] = deque()
-        self._is_awaited = False
+        self._act: Act = self._write_all
         self._file: int | None = None
         self._part = self._size = 0
         self._again: list[bytes] = []
@@ -167,9 +167,7 @@ class LineFile:
             self._lose(_FULL)
             return
         self._lines.append((line, again))
-        if not self._is_awaited:
-            self._is_awaited = True
-            self._files.put(self._write_all)
+        self._files.put(self._act)  # one for each line, though one writes all: a caller may be interrupted in between
 
     def close(self) -> None:
         """Close the file after its last line; returns at once, and may be called again."""
@@ -177,7 +175,6 @@ class LineFile:
 
     def _write_all(self) -> None:
         """Write the lines that wait, on the thread."""
-        self._is_awaited = False  # first: a line that comes from now on is put again, or found below
         while self._lines:
             line, again = self._lines.popleft()
             self._attempt(line, again)

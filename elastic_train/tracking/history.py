@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
@@ -21,6 +22,7 @@ from elastic_train.tracking.background_files import ANSWER_S, BackgroundFiles
 from elastic_train.tracking.history_files import FOLDER, LastApplied, Stagnation, last_applied, stagnation
 from elastic_train.tracking.history_pruning import prune
 
+T = TypeVar("T")
 HEAD = ("form", "restore")
 """Lines that begin every part of a history, marked `again` in all but the first: the rest means little without them."""
 READ_FLUSH_S = 5.0
@@ -139,20 +141,20 @@ class History:
     def last_applied(self) -> LastApplied | None:
         """Return the furthest step of earlier terms; None if there is none, or the folder does not say so in time."""
 
-        def look() -> LastApplied | None:
-            self._files.flush(ANSWER_S)  # the last lines of this process's own earlier terms
-            return last_applied(self._run_dir, self.term)
-
-        return self._files.ask(look, None)
+        return self._ask(lambda: last_applied(self._run_dir, self.term), None)
 
     def stagnation(self, most: int) -> Stagnation:
         """Return how many earlier terms in a row, up to `most`, got no further; 0 if the folder does not answer."""
+        return self._ask(lambda: stagnation(self._run_dir, self.term, most), Stagnation())
 
-        def look() -> Stagnation:
+    def _ask(self, look: Callable[[], T], otherwise: T) -> T:
+        """Look at the run's histories, once the last lines of this process's own earlier terms are in them."""
+
+        def looked() -> T:
             self._files.flush(ANSWER_S)
-            return stagnation(self._run_dir, self.term, most)
+            return look()
 
-        return self._files.ask(look, Stagnation())
+        return self._files.ask(looked, otherwise)
 
     def prune(self, keep_terms: int) -> None:
         """Let the thread delete the histories of all but the newest terms, where that is due; returns at once."""

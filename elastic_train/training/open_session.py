@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from elastic_train.checkpoint import (
     open_store,
     prune,
 )
-from elastic_train.checkpoint.commits.reader import read_record
+from elastic_train.checkpoint.commits.reader import read_record, strays_from
 from elastic_train.checkpoint.format.layout import leaves_by_path
 from elastic_train.checkpoint.interval.cadence import Cadence
 from elastic_train.checkpoint.interval.measured import faults_before
@@ -51,7 +50,7 @@ from elastic_train.tracking.mlflow_run import (
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.training.commits import Commits
 from elastic_train.training.session import Process, Session
-from elastic_train.world.fencing import CONFIGS, StoreFence, claim_of
+from elastic_train.world.fencing import CONFIGS, StoreFence
 from elastic_train.world.forming import Formed
 from elastic_train.world.no_progress import check_progress
 from elastic_train.world.quarantine import known_holes, quarantine_deadly
@@ -67,7 +66,9 @@ TRIAL_SHARE = 0.5
 
 def open_session(process: Process, formed: Formed) -> Session:
     """Enter a world that has formed, bring its state to the furthest applied step, and bind the gradients to it."""
-    world = enter_world(process.plan.config, formed, process.started_at, process.files, process.watchdog.moved)
+    world = enter_world(
+        process.plan.config, formed, process.started_at, process.files, process.watchdog.moved, process.proven
+    )
     with contextlib.ExitStack() as undo:
         undo.callback(world.close)
         session = _open_in(process, world)
@@ -155,11 +156,9 @@ def open_cadence(process: Process, world: World, head: CommitRecord | None) -> C
 
 
 def open_saves(process: Process, world: World, head: CommitRecord | None) -> Saves:
-    """Open this rank's saves; every rank that sees the world's claim in its store writes a part, rank 0 always."""
-    claim = claim_of(world.store, world.term)
-    mine = int(claim[:12], 16) if claim else 0
-    seen = world.group.all_gather(torch.tensor(mine)).tolist()
-    writers = [0, *(rank for rank in range(1, world.group.size) if seen[rank] and seen[rank] == seen[0])]
+    """Open this rank's saves; every rank whose store has answered writes a part, rank 0 always."""
+    seen = world.group.all_gather(torch.tensor(int(world.sees_store))).tolist()
+    writers = [0, *(rank for rank in range(1, world.group.size) if seen[rank])]
     place = writers.index(world.group.rank) if world.group.rank in writers else None
     retention = process.plan.retention
     store = world.save_store
@@ -167,7 +166,7 @@ def open_saves(process: Process, world: World, head: CommitRecord | None) -> Sav
         store,
         CommitWriter(store, world.fence, world.term, head),
         world.term,
-        Role(place, len(writers), claim[:12] if claim else uuid.uuid4().hex[:12]),
+        Role(place, len(writers), world.word),
         process.save_memory,
         tidy=lambda commit: _prune(store, retention, commit),
     )
@@ -177,24 +176,31 @@ def _prune(store: Store, retention: Retention, newest: CommitRecord) -> None:
     prune(store, retention, newest=newest)
 
 
-def commit_alone(plan: Plan, state: AppliedState, memory: SaveMemory) -> None:
+def commit_alone(plan: Plan, state: AppliedState, memory: SaveMemory, published: str | None = None) -> None:
     """Commit a state that is further than the newest commit, without a world, under a term of its own.
+
+    `published` is the commit that etcd named as head when this process last heard of it; a state that parted from it
+    before is not committed.
 
     Raises StorageError if the storage hangs; a commit that it makes later all the same is a good one.
     """
     tensors = state.shards.held()
     num_bytes = memory.planner.plan(tensors, leaves_by_path(tensors), num_writers=1).parts[0].num_bytes
-    call_abandonable(lambda on_progress: _commit_alone(plan, state, on_progress), memory.timeout.limit_s(num_bytes))
+    call_abandonable(
+        lambda on_progress: _commit_alone(plan, state, published, on_progress), memory.timeout.limit_s(num_bytes)
+    )
 
 
-def _commit_alone(plan: Plan, state: AppliedState, on_progress: Callable[[], None]) -> None:
+def _commit_alone(plan: Plan, state: AppliedState, published: str | None, on_progress: Callable[[], None]) -> None:
     store = DeadlineStore(open_store(plan.config.checkpoint_url), on_progress)
-    head = discover(store).head
+    head = discover(store, published=published).head
     if state.step <= (head.step if head else 0):
+        return
+    if head is not None and head.key == published and strays_from(state.reached.intervals, head):
         return
     fence = StoreFence(store)
     # A record of this very step was passed over as damaged: this commit takes its place, and does not continue it.
-    term, key = fence.claim(), parent_of(store, state, state.step - 1)
+    term, key = fence.claim(), parent_of(store, state, published, state.step - 1)
     writer = CommitWriter(store, fence, term, read_record(store, key) if key else None)
     writer.save(state.shards.held(), describe_commit(plan, state, world_size=1), state.reached.intervals)
 

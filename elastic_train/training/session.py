@@ -43,6 +43,8 @@ class Process:
     started_at: float
     save_memory: SaveMemory = field(default_factory=SaveMemory)
     files: BackgroundFiles = field(default_factory=BackgroundFiles)
+    proven: set[str] = field(default_factory=set)
+    """Words of the stores that this process has tested when it led."""
 
 
 @dataclass(slots=True)

@@ -122,7 +122,7 @@ def _next_world(process: Process) -> Formed | None:
         return process.worlds.form()
     except (TooFewNodesError, Preempted, StorageError, ConfigError):
         try:
-            commit_alone(process.plan, process.state, process.save_memory)
+            commit_alone(process.plan, process.state, process.save_memory, process.worlds.published())
         except ElasticTrainError as error:
             sys.stderr.write(f"the state of step {process.state.step} could not be committed: {error}\n")
         process.worlds.leave(is_job_done=False)

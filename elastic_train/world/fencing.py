@@ -24,7 +24,7 @@ from typing import Protocol
 from elastic_train.checkpoint.commits.reader import commit_keys
 from elastic_train.checkpoint.commits.sweeping import tombstones
 from elastic_train.checkpoint.commits.writer import Unheard
-from elastic_train.checkpoint.stores.store import Store, create_once, read
+from elastic_train.checkpoint.stores.store import Store, create_once
 from elastic_train.core.lineage import COMMITS, place_of
 from elastic_train.errors import FencedError, StorageError, translated
 
@@ -56,6 +56,9 @@ class Fence(Protocol):
 
     def head(self) -> HeadLike | None:
         """Return the newest claim, None before the first."""
+
+    def bind(self, word: str | None) -> str | None:
+        """Bind the job to the store that has a word, unless it is bound; return the word that holds. None only asks."""
 
     def close(self) -> None:
         """Let go of connections."""
@@ -93,6 +96,9 @@ class StoreFence:
         newest = newest_term(self._store)
         return StoreHead(newest, next(iter(commit_keys(self._store)), None)) if newest else None
 
+    def bind(self, word: str | None) -> str | None:
+        return word
+
     def close(self) -> None:
         """The store is not the fence's to close."""
 
@@ -121,6 +127,10 @@ class JoinedFence:
         with translated():
             return self._control.head()
 
+    def bind(self, word: str | None) -> str | None:
+        with translated():
+            return self._control.bind(word)
+
     def close(self) -> None:
         self._control.close()
 
@@ -137,14 +147,6 @@ def _claim_in(store: Store, propose: Callable[[int], int]) -> int:
             return term
         lowest = max(term, newest) + 1
     raise StorageError(f"{store.url}/{TERMS}: {_CLAIM_TRIES} terms were claimed by others; who else runs here?")
-
-
-def claim_of(store: Store, term: int) -> str | None:
-    """Return the word that is unique to the claim of a term; None if it cannot be seen from here."""
-    try:
-        return str(json.loads(read(store, f"{TERMS}{term:08d}.json"))["claim"])
-    except (StorageError, ValueError, KeyError):
-        return None
 
 
 def newest_term(store: Store) -> int:

@@ -20,6 +20,7 @@ from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError, PeerLostError, Preempted, StorageError, translated
 from elastic_train.parallel.group import Group, connect
 from elastic_train.system.watchdog import Watchdog
+from elastic_train.world import one_store
 from rendezvous.context import LiveContext, RendezvousContext, context, live_context
 from rendezvous.errors import StoreUnavailableError
 from rendezvous.live_member import LiveMember, LiveWorld
@@ -62,6 +63,9 @@ class Worlds(Protocol):
     def wants_to_grow(self) -> bool:
         """Whether the world should end at the next step boundary to let others in."""
 
+    def published(self) -> str | None:
+        """Return the commit that etcd named as head when it was last heard of; None if it named none."""
+
     def leave(self, *, is_job_done: bool) -> None:
         """Be gone for the others, at once; a job that is done takes no more members."""
 
@@ -91,6 +95,9 @@ class OneWorld:
     def wants_to_grow(self) -> bool:
         return False
 
+    def published(self) -> str | None:
+        return None
+
     def leave(self, *, is_job_done: bool) -> None:
         """The launcher does it."""
 
@@ -111,6 +118,7 @@ class LiveWorlds:
     ) -> None:
         self._context, self._is_stopped, self._watchdog, self._job = context, is_stopped, watchdog, job
         self._has_trained = False
+        self._config = config
         self._num_lanes = config.batch.num_lanes
         self._timeout_s, self._device = config.peer_timeout_s, device
         self._member: LiveMember | None = None
@@ -120,6 +128,7 @@ class LiveWorlds:
     def form(self) -> Formed | None:
         if self._member is None:
             self._member = self._be_member()
+            self._check_store(self._member)
         pause_s = FIRST_PAUSE_S
         while True:
             with translated():
@@ -180,6 +189,14 @@ class LiveWorlds:
             )
         log.warning("%s: nothing is left to do", what)
 
+    def _check_store(self, member: LiveMember) -> None:
+        """Leave before joining if this node does not see the store that has the job's commits."""
+        try:
+            one_store.check_before_joining(self._config, member.store, self._watchdog.moved)
+        except ConfigError:
+            member.leave()
+            raise
+
     def _be_member(self) -> LiveMember:
         """Begin the membership; an etcd that is away is waited for, as those wait who are members already."""
         deadline, outage = time.monotonic() + self._context.timeout_s, OutageLog(log)
@@ -196,6 +213,9 @@ class LiveWorlds:
 
     def wants_to_grow(self) -> bool:
         return self._member is not None and self._member.wants_to_grow()
+
+    def published(self) -> str | None:
+        return self._member.published if self._member is not None else None
 
     def leave(self, *, is_job_done: bool) -> None:
         if self._member is not None:

@@ -7,6 +7,7 @@ hold it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from elastic_train.checkpoint import CommitRecord, Store, discover, load
-from elastic_train.checkpoint.commits.reader import DAMAGE, read_record, records
+from elastic_train.checkpoint.commits.reader import continues, read_record, records
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.lineage import Interval, cut, parted_at
 from elastic_train.errors import ElasticTrainError, StorageError
@@ -23,6 +24,7 @@ from elastic_train.job.state import AppliedState, Reached
 from elastic_train.system.failpoints import reach
 from elastic_train.tracking.progress import ResumeBanner
 from elastic_train.world.agreement import agree
+from elastic_train.world.fencing import Fence
 from elastic_train.world.handover import gather_places, hand_over
 from elastic_train.world.uniformity import other_starts
 from elastic_train.world.world import World
@@ -36,13 +38,15 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
     started = time.perf_counter()
     reach("restore")
     before = state.reached.intervals
+    # Rank 0 asks once: nobody can publish any more but under this world's term.
+    published = functools.cache(lambda: named(world.fence))
     places = gather_places(world.group, state)
     if max(places).step > 0:
-        term, fields = agree(world.group, lambda: _published(world))
-        published = [Interval(*interval) for interval in fields]
-        places = gather_places(world.group, state, counts=state.reached.term > term or _is_of(published, state))
+        term, fields = agree(world.group, lambda: _newest(world, published()))
+        lineage = [Interval(*interval) for interval in fields]
+        places = gather_places(world.group, state, counts=state.reached.term > term or _is_of(lineage, state))
     furthest = max(places)
-    key, skipped = agree(world.group, lambda: _find_head(world, furthest.step))
+    key, skipped = agree(world.group, lambda: _find_head(world.store, published(), furthest.step))
     head = read_record(world.store, key) if key else None
     given_by = None
     is_loaded = head is not None and head.step > furthest.step
@@ -54,8 +58,11 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
         if furthest.step == 0:
             _begin_alike(world, state)
         given_by = hand_over(world.group, state, places)
-        key = agree(world.group, lambda: parent_of(world.store, state))
+        key = agree(world.group, lambda: parent_of(world.store, state, published()))
         head = read_record(world.store, key) if key else None
+    if head is not None and world.is_leader and published() != head.key:
+        with contextlib.suppress(StorageError):  # if the fence does not hear of it now, it will by the next commit
+            world.fence.publish(world.term, head.key)
     seconds = time.perf_counter() - started
     source = Source("the members' own state" if state.step else "the beginning", state.step, None)
     if head is not None and is_loaded:
@@ -117,7 +124,7 @@ def _load(store: Store, head: CommitRecord, state: AppliedState) -> None:
         raise ElasticTrainError(f"{head.key} could not be read to its end: {error}") from error
 
 
-def _published(world: World) -> tuple[int, list[tuple[int, int, int]]]:
+def _newest(world: World, published: str | None) -> tuple[int, list[tuple[int, int, int]]]:
     """Return term and intervals of the newest commit of a world that can be read; 0 and none if there is none.
 
     The fence may not have heard of it, and a listing may lack the one that the fence names. A state of a newer term
@@ -125,15 +132,8 @@ def _published(world: World) -> tuple[int, list[tuple[int, int, int]]]:
     has passed over it because it was damaged. What a process has committed alone takes nobody's state away: it applied
     no step in the term that it claimed for it.
     """
-    claimed = world.fence.head()
-    readable = (record for _, record, _ in records(world.store) if record)
-    newest = next(
-        (record for record in readable if record.intervals and record.intervals[-1].term == record.term), None
-    )
-    if claimed and claimed.commit:
-        with contextlib.suppress(*DAMAGE):
-            named = read_record(world.store, claimed.commit)
-            newest = max(named, newest or named, key=lambda record: (record.term, record.step))
+    readable = (record for _, record, _ in records(world.store, published) if record)
+    newest = next((r for r in readable if r.key == published or (r.intervals and r.intervals[-1].term == r.term)), None)
     return (newest.term, [(i.term, i.lo, i.hi) for i in newest.intervals]) if newest else (0, [])
 
 
@@ -147,24 +147,31 @@ def _is_of(published: Sequence[Interval], state: AppliedState) -> bool:
     return cut(mine, common) == cut(published, common)
 
 
-def parent_of(store: Store, state: AppliedState, most: int | None = None) -> str | None:
+def named(fence: Fence) -> str | None:
+    """Return the key of the commit that the fence names as head, whether or not the store lists it; None if it names
+    none."""
+    claimed = fence.head()
+    return claimed.commit if claimed else None
+
+
+def parent_of(store: Store, state: AppliedState, published: str | None, most: int | None = None) -> str | None:
     """Return the newest commit that the state continues, of its step or `most`, or of an earlier one.
 
-    A fenced writer's late record is not an ancestor of it.
+    `published` is the one that the fence names, if any: it counts even if it is not listed. A fenced writer's late
+    record is not an ancestor of it.
     """
     mine, limit = state.reached.intervals, state.step if most is None else most
-    found = (r for _, r, _ in records(store) if r and r.step <= limit and r.intervals == cut(mine, r.step))
+    found = (r for _, r, _ in records(store, published) if r and r.step <= limit and continues(mine, r))
     return next((record.key for record in found), None)
 
 
-def _find_head(world: World, furthest: int) -> tuple[str | None, list[tuple[str, str]]]:
+def _find_head(store: Store, published: str | None, furthest: int) -> tuple[str | None, list[tuple[str, str]]]:
     """Return the newest commit's key, and what was passed over; a commit that nobody will load is not read in full."""
     if furthest > 0:
-        newest = next((record for _, record, _ in records(world.store) if record), None)
+        newest = next((record for _, record, _ in records(store, published) if record), None)
         if newest is None or newest.step <= furthest:
             return (newest.key if newest else None), []
-    claimed = world.fence.head()
-    found = discover(world.store, published=claimed.commit if claimed else None)
+    found = discover(store, published=published)
     return (found.head.key if found.head else None), list(found.skipped)
 
 

@@ -1,7 +1,8 @@
 """Ranks that train together compute one thing: what decides it must be the same in all of their configurations.
 
-Where data is stored, commits go and metrics are shown is each node's choice. The rate may not differ, or weights would
-differ from rank to rank; nor may the steps of validations and commits, or ranks would wait for each other for ever.
+By which path a node reaches data and commits, and where metrics are shown, is its own choice. The rate may not differ,
+or weights would differ from rank to rank; nor may the steps of validations and commits, or ranks would wait for each
+other for ever.
 """
 
 from __future__ import annotations

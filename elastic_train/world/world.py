@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from elastic_train.system.failpoints import reach
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import History
 from elastic_train.tracking.progress import Progress
+from elastic_train.world import one_store
 from elastic_train.world.agreement import agree
 from elastic_train.world.fencing import Fence, JoinedFence, StoreFence, forget_old_terms
 from elastic_train.world.forming import Formed
@@ -50,6 +52,10 @@ class World:
     formed_at: float
     save_store: Store
     """The same store without deadlines: a save that hangs is abandoned as a whole."""
+    word: str = ""
+    """Unique to this world, and the same on all of its ranks."""
+    sees_store: bool = True
+    """Whether this rank could make sure that its store is the job's; if that did not answer, it writes no part."""
 
     @property
     def mesh(self) -> Mesh:
@@ -81,11 +87,17 @@ class World:
 
 
 def enter_world(
-    config: Config, formed: Formed, started_at: float, files: BackgroundFiles, on_progress: Callable[[], None]
+    config: Config,
+    formed: Formed,
+    started_at: float,
+    files: BackgroundFiles,
+    on_progress: Callable[[], None],
+    proven: set[str],
 ) -> World:
     """Claim the term of a group that has formed; sweep what fenced writers left behind.
 
-    `files` writes the history. `on_progress` is called for every answer of the store, and every piece of a file.
+    `files` writes the history. `proven` has the words of stores that this process has tested before. `on_progress` is
+    called for every answer of the store, and every piece of a file.
     """
     reach("form")
     group, launched = formed.group, formed.launched
@@ -94,7 +106,8 @@ def enter_world(
     fence: Fence = _joined(store, launched) if launched and group.rank == 0 else StoreFence(store)
     at_least = launched.term if launched else 1
     try:
-        term = agree(group, lambda: fence.claim(at_least))
+        bound, term, word = agree(group, lambda: (_tested(store, fence, proven), fence.claim(at_least), _word()))
+        sees_store = _sees_store(group, store, fence, bound)
     except ElasticTrainError:
         fence.close()
         raise
@@ -107,7 +120,7 @@ def enter_world(
         started_at=started_at,
     )
     if config.run.history_terms is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-        history.prune(config.run.history_terms)
+        history.prune(max(config.run.history_terms, config.give_up_after_worlds or 0))
     if group.rank == 0:
         try:
             sweep(store, term)
@@ -115,7 +128,38 @@ def enter_world(
             log.warning("what fenced writers left could not be removed: %s", error)
         begin("old terms", lambda: _forget_old_terms(save_store, term))  # nobody waits for it
     progress = Progress() if group.rank == 0 else None
-    return World(group, term, store, fence, history, progress, launched, time.time(), save_store)
+    return World(group, term, store, fence, history, progress, launched, time.time(), save_store, word, sees_store)
+
+
+def _word() -> str:
+    return uuid.uuid4().hex[:12]
+
+
+def _tested(store: Store, fence: Fence, proven: set[str]) -> str | None:
+    """Return the word of the job's store, None if it has none yet; ConfigError if the store is unfit for a lineage."""
+    bound = fence.bind(None)
+    if bound is not None and bound not in proven and one_store.proves_itself(store, bound):
+        proven.add(bound)
+    return bound
+
+
+def _sees_store(group: Group, store: Store, fence: Fence, bound: str | None) -> bool:
+    """Say whether this rank's store is known to be the job's; ConfigError, on this rank alone, if it is another.
+
+    `bound` is the word of the job's store, None if it has none yet. A rank whose store does not answer does not know.
+    """
+    if bound is None:
+        bound, sees_it = one_store.choose(group, store)
+        if group.rank == 0 and bound is not None:
+            one_store.proves_itself(store, bound)
+            fence.bind(bound)
+        return sees_it
+    try:
+        one_store.check(store, bound, group.check)
+    except StorageError as error:
+        log.warning("this rank writes no part of this world's commits: %s", error)
+        return False
+    return True
 
 
 def _forget_old_terms(store: Store, term: int) -> None:

@@ -44,7 +44,9 @@ CALL_TIMEOUT_S = 2.0
 GIVE_UP_AFTER_S = 4.0
 ENDPOINT_RETRY_S = 0.2
 DENIED_S = (2.0, 6.0)
-"""How long a login that was denied is not tried again: a check of a password costs etcd a tenth of a second."""
+"""How long a login that failed is not tried again: a check of a password costs etcd a tenth of a second, and all
+workers of a job may log in at once."""
+LOGIN_TIMEOUT_S = 10.0
 
 _CHANNEL = {
     # etcd drops clients that ping more often than every 5 s; without pings, a black-holed connection looks idle.
@@ -136,16 +138,15 @@ class Connection:
                 lent.client.close()
 
     def _lend(self) -> _Lent:
-        """Return the present client, or log in as another one; a login that was denied is not repeated at once."""
+        """Return the present client, or log in with another one; a login that failed is not repeated at once."""
         if self._current is None:
             if self._denied is not None and time.monotonic() < self._denied_until:
                 raise self._denied
             try:
                 self._current = self._make()
                 self._denied = None
-            except grpc.RpcError as error:
-                if meaning_of(error) is Meaning.DENIED:
-                    self._denied, self._denied_until = error, time.monotonic() + random.uniform(*DENIED_S)
+            except grpc.RpcError as error:  # of a login
+                self._denied, self._denied_until = error, time.monotonic() + random.uniform(*DENIED_S)
                 raise
         return self._current
 
@@ -233,8 +234,9 @@ def _make_client(
     ]
     try:
         client = pyetcd.MultiEndpointEtcd3Client(
-            endpoints, timeout=call_timeout_s, user=options.user, password=options.password, failover=True
+            endpoints, timeout=LOGIN_TIMEOUT_S, user=options.user, password=options.password, failover=True
         )
+        client.timeout = call_timeout_s
     except Exception:  # the login failed
         for endpoint in endpoints:
             endpoint.close()

@@ -60,6 +60,6 @@ class DeadAgentProbe:
     def gone(self, view: View) -> list[Member]:
         """Return the late members whose agent has answered this member before, and is gone."""
         late = by_node(member for member in view.members if member.agent and not view.is_ready(member))
-        gone = {name for name, members in late.items() if self._agents.ask(members, PROBE_TIMEOUT_S) == "gone"}
+        gone = {name for name, members in late.items() if self._agents.has_ended(members, PROBE_TIMEOUT_S)}
         found = sorted(believed(gone, len(by_node(view.members)) - 1))
         return [member for name in found for member in late[name] if self._agents.has_met(member)]

@@ -289,11 +289,10 @@ def bury(snapshot: Snapshot, keys: Keys, member_id: str) -> Change:
 
 
 def close(snapshot: Snapshot, keys: Keys, closed: Closed) -> Change:
-    """Mark the job as done, unless it is."""
+    """Mark the job as done, unless it is; the next one of this run id may keep its commits in another store."""
     is_closed = read_view(snapshot, keys).closed is not None
-    return Change(
-        {keys.closed: encode(closed)}, {keys.closed: ABSENT if is_closed else snapshot.revision_of(keys.closed)}
-    )
+    guard = ABSENT if is_closed else snapshot.revision_of(keys.closed)
+    return Change({keys.closed: encode(closed), keys.store: None}, {keys.closed: guard})
 
 
 def leaving_world(member: Member, view: View) -> Member:

@@ -20,7 +20,7 @@ from rendezvous.membership.records import (
     read_view,
     refuse_newer,
 )
-from rendezvous.membership.store import Put, Snapshot, Store
+from rendezvous.membership.store import ABSENT, Put, Snapshot, Store
 
 MAX_TRIES = 100
 
@@ -51,6 +51,17 @@ class EtcdFence:
     def head(self) -> Head | None:
         return _head(self._store.get(self._keys.head), self._keys)
 
+    def bind(self, word: str | None) -> str | None:
+        """Bind the job to the store that has a word, unless it is bound; return the word that holds. None only asks."""
+        key = self._keys.store
+        for _ in range(MAX_TRIES):
+            bound = self._store.get(key).entries.get(key)
+            if bound is not None or word is None:
+                return bound.value if bound is not None else None
+            if self._try(Change({key: word}, {key: ABSENT})):
+                return word
+        raise self._contended()
+
     def close(self) -> None:
         self._store.close()
 
@@ -60,7 +71,7 @@ class EtcdFence:
 
     def _contended(self) -> StoreUnavailableError:
         return StoreUnavailableError(
-            f"{self._keys.head} changed during each of {MAX_TRIES} tries; does another job use the same run id?"
+            f"{self._keys.prefix} changed during each of {MAX_TRIES} tries; does another job use the same run id?"
         )
 
 

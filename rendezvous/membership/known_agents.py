@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import Literal
 
-from rendezvous.identity import Answer, ask
+from rendezvous.identity import Answer, ask, refuses
 from rendezvous.membership.records import Member, View
 
 Standing = Literal["here", "gone", "away"]
@@ -43,6 +43,12 @@ class KnownAgents:
         if answer == "mute":
             return "here" if is_known else "away"
         return "gone" if is_known and answer in ("refused", "other") else "away"
+
+    def has_ended(self, members: Collection[Member], timeout_s: float) -> bool:
+        """Say whether the agent of a node that this member has met refuses; a quick look, for those who wait for it."""
+        first = next(iter(members))
+        is_known = first.node_id != self._node and any(member.id in self._met for member in members)
+        return is_known and refuses(first.agent, timeout_s)
 
     def forget_all_but(self, view: View) -> None:
         """Keep nothing of members that have left."""

@@ -4,6 +4,7 @@
                   world          World    the sealed world of the highest term
                   failure        Failure  the first member whose workers failed in a term
                   head           Head     the newest claimed term and the commit published under it
+                  store          word     which store has the job's commits; deleted when the job is done
                   closed         Closed   the job is done: members that join later leave
 
 Another version may write them, and anybody with etcdctl: what cannot be read counts as absent, except for a world, a
@@ -56,6 +57,10 @@ class Keys:
     @property
     def head(self) -> str:
         return self.prefix + "head"
+
+    @property
+    def store(self) -> str:
+        return self.prefix + "store"
 
     @property
     def closed(self) -> str:
@@ -172,6 +177,7 @@ class View:
     world: World | None = None
     failure: Failure | None = None
     head: Head | None = None
+    store: str | None = None
     closed: Closed | None = None
     newer: str = ""
     """What a newer version has written and this one cannot read, as a message says it; empty if there is nothing."""
@@ -259,6 +265,7 @@ def read_view(snapshot: Snapshot, keys: Keys) -> View:
         world=_known(keys.world, world),
         failure=_known(keys.failure, failure),
         head=_known(keys.head, head),
+        store=texts.get(keys.store),
         closed=_known(keys.closed, closed),
         newer="".join(
             _newer(key, found)

@@ -12,6 +12,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from rendezvous.orphans import bound_command
 
+FINAL_CODES = frozenset({2, 65, 93})
+"""Codes of errors that another worker in a failed one's place would meet as well: bad input, damage, no progress."""
+
 
 class BoundAgent(LocalElasticAgent):
     """TorchElastic's agent with workers that die with it."""

@@ -25,7 +25,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
 
-from rendezvous.torchelastic.bound_agent import BoundAgent
+from rendezvous.torchelastic.bound_agent import FINAL_CODES, BoundAgent
 from rendezvous.torchelastic.live_handler import LiveRendezvousHandler
 from rendezvous.torchelastic.standby import Program, Standby
 
@@ -36,8 +36,6 @@ longer than the third was stopped itself, with its node, so what it knew of stop
 SHORT_LIFE_S = 20.0
 LONGEST_PAUSE_S = 30.0
 DONE_GRACE_S = 60.0
-# Codes of errors that another worker in its place would meet as well: bad input, damage, no progress.
-FINAL_CODES = frozenset({2, 65, 93})
 # Codes with which a worker leaves by itself: done without its result, preempted, too few nodes.
 LEAVING_CODES = frozenset({74, 75, 77})
 
@@ -75,6 +73,9 @@ class LiveAgent(BoundAgent):
         if now - self._looked_at > AWAY_S:
             self._stopped_since.clear()
         self._looked_at = now
+        if self._standby is not None and self._standby.has_ended:
+            _log.warning("the standby process was killed: another is started")
+            self._begin_standby(worker_group.spec)
         for rank, handler in list(handlers.items()):
             code = handler.proc.poll()
             if code is None:

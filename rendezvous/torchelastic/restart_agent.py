@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 
 from rendezvous.membership.records import Job
-from rendezvous.torchelastic.bound_agent import BoundAgent
+from rendezvous.torchelastic.bound_agent import FINAL_CODES, BoundAgent
 from rendezvous.torchelastic.restart_handler import EtcdRendezvousHandler
 
 MOST_SHOWN = 200
@@ -35,7 +35,9 @@ class ElasticAgent(BoundAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Report workers that failed because of another node as healthy: the next look restarts them for free."""
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.state is WorkerState.FAILED and self._membership.is_restart_free():
+        if any(failure.exitcode in FINAL_CODES for failure in result.failures.values()):
+            self._remaining_restarts = 0  # other workers in their place would meet the same: this node leaves
+        elif result.state is WorkerState.FAILED and self._membership.is_restart_free():
             _log.warning("workers failed because of another node: restarting them, max_restarts is not spent")
             return RunResult(state=WorkerState.HEALTHY)
         return result

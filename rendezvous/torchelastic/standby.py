@@ -89,6 +89,11 @@ class Standby:
         """Whether the imports are done; before, starting a worker in the ordinary way is as fast."""
         return self._is_ready.is_set()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was ready and is gone, so that another is to be begun."""
+        return self.is_ready and not is_alive(self._pid)
+
     def start(self, program: Program, env: Mapping[str, str], stdout: str | None, stderr: str | None) -> ForkedWorker:
         """Start a worker; `stdout` and `stderr` are files to write to, the node's own if None or empty.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rendezvous.identity import IdentityPort, ask
+from rendezvous.identity import IdentityPort, ask, refuses
 
 
 @pytest.fixture
@@ -27,6 +27,14 @@ def test_an_agent_that_has_ended_refuses(port: IdentityPort) -> None:
     """As does any machine at whose address there is none."""
     port.close()
     assert ask(port.endpoint, "node-a") == "refused"
+
+
+def test_a_quick_look_tells_a_refusal_from_all_else(port: IdentityPort) -> None:
+    """It asks nothing, and keeps nobody from answering."""
+    assert not refuses(port.endpoint, 1.0) and not refuses("nowhere", 1.0)
+    assert ask(port.endpoint, "node-a") == "itself"
+    port.close()
+    assert refuses(port.endpoint, 1.0)
 
 
 def test_what_is_no_address_is_silent() -> None:

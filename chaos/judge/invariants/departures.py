@@ -31,6 +31,8 @@ from chaos.scenario.kinds import (
 
 _ENDS_NODES = ("kill_node", "stop_node", "kill_job")
 _TELL_TO_LEAVE = ("stop_node", "flap_node", "scale_down")
+_TURNED_AWAY = {"private_storage": 2}
+"""With which code a node ends by itself while something is wrong with it that it cannot mend."""
 MOST_WORLDS_LEAVING = 3
 """How many worlds of the same processes a process that was asked to leave may explain: it leaves with the next step of
 which all have the sum, or, if it is too late for that, in the next world."""
@@ -155,6 +157,9 @@ def _is_explained(run: Evidence, exit_: Line) -> bool:
     often than it may start its own again (the first to report a failure pays for it).
     """
     at, most = number(exit_, "t"), scenario_field(run, "max_restarts")
+    turned_away = (hit for hit in spells_of(run).at(at) if exit_["node"] in _nodes(hit))
+    if any(_TURNED_AWAY.get(str(hit["kind"])) == exit_["code"] for hit in turned_away):
+        return True
     mine = [fault["kind"] for fault in run.of("fault") if exit_["node"] in _nodes(fault) and number(fault, "t") <= at]
     if mine and mine[-1] in _ENDS_NODES:
         return True

@@ -238,14 +238,12 @@ def durability(run: Evidence) -> str:
     What a term has passed over as damaged, or after such a one, later ones need not find again: their members hold
     what it continued from.
     """
-    formed, commits = formed_at(run), run.of("commit")
+    formed, commits, damaged = formed_at(run), run.of("commit"), _damaged_at(run)
     times, keys = [number(commit, "t") for commit in commits], [str(commit["key"]) for commit in commits]
     places = {key: _place(key) for key in keys}
     passed = set[str]()
     for term, line in sorted(restored_at(run).items()):
-        reasons, rightly = _skipped(line), _rightly_skipped(line)
-        skipped = passed | rightly
-        passed |= {key for key in rightly if "fence names it" not in reasons[key]}
+        skipped = passed = passed | _rightly_skipped(line, damaged)
         before = keys[: bisect_left(times, formed[term])]
         known = (key for key in before if places[key][0] < term and key not in skipped)
         newest = max(known, key=places.__getitem__, default=None)
@@ -260,19 +258,19 @@ def _skipped(restore: Line) -> dict[str, str]:
     return {str(item[0]): str(item[1]) for item in passed}
 
 
-def _rightly_skipped(restore: Line) -> set[str]:
-    """Return the commits that a restore passed over as it may: a late record comes before the one that was damaged."""
-    reasons = _skipped(restore)
+def _rightly_skipped(restore: Line, damaged: dict[str, float]) -> set[str]:
+    """Return the commits that a restore passed over as it may: a late record comes before the one that was damaged.
+
+    One that the fence names is in the store unless a fault has deleted it.
+    """
+    reasons = {key: why for key, why in _skipped(restore).items() if not _is_absent(why) or key in damaged}
     newest_damaged = max((_place(key) for key, why in reasons.items() if _is_damage(why)), default=(0, 0))
     return {key for key, why in reasons.items() if "late record" not in why or _place(key) < newest_damaged}
 
 
 def atomicity(run: Evidence) -> str:
     """A commit that is there is whole: none was passed over as damaged but those of which a fault had damaged files."""
-    damaged: dict[str, float] = {}
-    for fault in run.of("fault"):
-        if damages(fault["kind"]) and fault.get("commit"):
-            damaged.setdefault(f"{COMMITS}{fault['commit']}", number(fault, "t"))
+    damaged = _damaged_at(run)
     formed, made_at = formed_at(run), _made_at(run)
     restores = run.of("restore")
     for line in restores:
@@ -281,9 +279,30 @@ def atomicity(run: Evidence) -> str:
             key, why = str(item[0]), str(item[1])
             # What an abandoned world makes may be swept while it is made.
             was_left_behind = any(t < made_at.get(key, 0.0) for term, t in formed.items() if term > _place(key)[0])
-            if _is_damage(why) and not was_left_behind and damaged.get(key, math.inf) > number(line, "t"):
+            is_fallen_behind = line["commit"] is None or _place(str(line["commit"])) < _place(key)
+            is_found_bad = is_fallen_behind if _is_absent(why) else _is_damage(why)
+            if is_found_bad and not was_left_behind and damaged.get(key, math.inf) > number(line, "t"):
                 raise Violated(f"term {line['term']} passed over {key}, which no fault had damaged: {why}")
     return f"{len(restores)} restores, no commit was found in part"
+
+
+def heads(run: Evidence) -> str:
+    """Whatever was published is an ancestor of the end: nothing but damage lets a job go round its head."""
+    published, damaged = _published(run), _damaged_at(run)
+    chain = {str(commit["key"]) for commit in _chain(run, published)}
+    for line in run.of("commit"):
+        if line["key"] not in chain and line["key"] not in damaged:
+            raise Violated(f"{line['key']} was published, no fault has damaged it, and the end does not continue it")
+    return f"{len(chain)} commits lead to the end, and none that was published is beside them"
+
+
+def _damaged_at(run: Evidence) -> dict[str, float]:
+    """Return when faults first damaged commits, by key."""
+    damaged: dict[str, float] = {}
+    for fault in run.of("fault"):
+        if damages(fault["kind"]) and fault.get("commit"):
+            damaged.setdefault(f"{COMMITS}{fault['commit']}", number(fault, "t"))
+    return damaged
 
 
 def _made_at(run: Evidence) -> dict[str, float]:
@@ -296,7 +315,12 @@ def _made_at(run: Evidence) -> dict[str, float]:
 
 def _is_damage(why: str) -> bool:
     """Say whether a commit was passed over for what it was, and not for its place."""
-    return "late record" not in why and "fence names it" not in why
+    return not any(place in why for place in ("late record", "does not continue", "fence names it"))
+
+
+def _is_absent(why: str) -> bool:
+    """Say whether a commit was passed over because the fence named it and the store had no record of it."""
+    return "fence names it" in why
 
 
 def _place(key: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Faults of the storage of checkpoints: a disk that is full, and files of the newest commit that are damaged."""
+"""Faults of the storage of checkpoints: a disk that is full or freezes, and files of commits that are damaged."""
 
 from __future__ import annotations
 
@@ -46,6 +46,19 @@ def storage_full(job: JobView, fault: Due) -> Struck | None:
         return None
 
     return Struck([], recorded={"bytes": ballast.stat().st_size}, undo=empty, effect=refuses)
+
+
+def freeze_fs(job: JobView, fault: Due) -> Struck | None:
+    """Freeze the file systems of commits' files and metrics: who writes there waits, and cannot even be killed."""
+    for disk in job.around.freezing:
+        disk.freeze()
+
+    def thaw() -> list[int]:
+        for disk in job.around.freezing:
+            disk.thaw()
+        return []
+
+    return Struck([], undo=thaw)
 
 
 def flip_bit(job: JobView, fault: Due) -> Struck | None:
@@ -108,6 +121,6 @@ def spoil_s3(job: JobView, fault: Due) -> Struck | None:
 
 ON_S3 = ("storage_errors", "storage_conflict", "storage_taken", "storage_slow")
 ACTS: dict[str, Act] = {
-    **{act.__name__: act for act in (storage_full, flip_bit, truncate_file, delete_file)},
+    **{act.__name__: act for act in (storage_full, freeze_fs, flip_bit, truncate_file, delete_file)},
     **dict.fromkeys(ON_S3, spoil_s3),
 }

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from chaos.sim.machine.kernel import EPOCH_S
 from chaos.sim.machine.object_store import StorageClient
@@ -16,7 +16,7 @@ from elastic_train.checkpoint.commits.record import VOID
 from elastic_train.checkpoint.saving import background_saves
 from elastic_train.checkpoint.stores.checked_file import CheckedFile
 from elastic_train.checkpoint.stores.checksums import FileRecord
-from elastic_train.checkpoint.stores.store import Entry, Store
+from elastic_train.checkpoint.stores.store import Entry, KeyMissing, Store
 from elastic_train.core import lanes
 from elastic_train.core.accounting import Hole
 from elastic_train.core.lineage import COMMITS, Interval, place_of
@@ -159,7 +159,7 @@ class Unsettled(LineageReader):
         return super().read()
 
 
-def newest_by_time(store: Store) -> list[str]:
+def newest_by_time(store: Store, published: str | None = None) -> list[str]:
     """Order commits by when they were made."""
     found = [entry for entry in store.list(COMMITS) if place_of(entry.key) and entry.size != len(VOID)]
     return [entry.key for entry in sorted(found, key=lambda entry: entry.modified_at or 0.0, reverse=True)]
@@ -206,7 +206,13 @@ def list_late(self: StorageClient, prefix: str) -> list[Entry]:
     return [entry for entry in found if prefix != COMMITS or (entry.modified_at or 0.0) < seen_until]
 
 
-_LIST = StorageClient.list
+def open_late(self: StorageClient, key: str) -> BinaryIO:
+    if key.startswith(COMMITS) and key not in {entry.key for entry in list_late(self, COMMITS)}:
+        raise KeyMissing(f"{key}: does not exist")
+    return _OPEN(self, key)
+
+
+_LIST, _OPEN = StorageClient.list, StorageClient.open
 LISTED_AFTER_S = 15.0
 
 

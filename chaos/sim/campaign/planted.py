@@ -89,6 +89,27 @@ def _late_record(draws: random.Random) -> tuple[SimFault, ...]:
     return (SimFault("kill_job", at_s=10.6 + for_s + draws.uniform(0.0, 6.0), for_s=2.0), frozen)
 
 
+def _late_listing(draws: random.Random) -> tuple[SimFault, ...]:
+    """Everybody dies while listings are late, and another node leads than the one that made the last commits."""
+    at_s = draws.uniform(8.0, 16.0)
+    return (
+        SimFault("kill_node", at_s=6.0, node=0, for_s=0.5),
+        SimFault("stale_listing", at_s=at_s, for_s=30.0),
+        SimFault("kill_job", at_s=at_s + draws.uniform(1.0, 6.0), for_s=2.0),
+    )
+
+
+def _without_its_mount(draws: random.Random) -> tuple[SimFault, ...]:
+    """A node comes back without its mount, and then everybody else dies."""
+    at_s, node = draws.uniform(7.0, 10.0), draws.randrange(3)
+    others = tuple(
+        SimFault("kill_node", at_s=at_s + draws.uniform(6.0, 9.0), node=other, for_s=8.0)
+        for other in range(3)
+        if other != node
+    )
+    return (SimFault("private_storage", at_s=at_s, node=node, for_s=60.0), *others)
+
+
 def _torn(draws: random.Random) -> tuple[SimFault, ...]:
     """Everybody dies in the middle of a commit."""
     nodes = tuple(SimFault("kill_job", at_s=draws.uniform(6.0, 16.0), for_s=2.0) for _ in range(2))
@@ -225,6 +246,21 @@ PLANTED = (
         replace(_SHAPE, recovery="restart"),
     ),
     SimBug(
+        "head-by-listing",
+        "the commit that etcd names is looked for in a listing, and not opened by its name",
+        lambda: {"elastic_train.world.restore:named": lambda fence: None},
+        ("durability", "heads"),
+        _late_listing,
+    ),
+    SimBug(
+        "any-store",
+        "a node that does not see the job's store is let in",
+        lambda: {"elastic_train.world.one_store:check": lambda store, word, still=None: None},
+        ("lineage", "durability", "heads"),
+        _without_its_mount,
+        replace(_SHAPE, epochs=16),
+    ),
+    SimBug(
         "stale-lanes",
         "a rank keeps another's lanes after the world has grown again",
         lambda: {"elastic_train.training.open_session:owned_lanes": bugs.stale_lanes()},
@@ -352,8 +388,11 @@ PLANTED = (
     # The canary: nothing is wrong with the product, and the judge must say that something is wrong.
     SimBug(
         "canary",
-        "storage lists no commit of the last seconds, against its promise",
-        lambda: {"chaos.sim.machine.object_store:StorageClient.list": bugs.list_late},
+        "storage neither lists nor opens a commit of the last seconds, against its promise",
+        lambda: {
+            "chaos.sim.machine.object_store:StorageClient.list": bugs.list_late,
+            "chaos.sim.machine.object_store:StorageClient.open": bugs.open_late,
+        },
         ("durability",),
         _torn,
     ),

@@ -18,7 +18,7 @@ IN_RECOVERY = 0.25
 """How many of the faults come within one lease of the one before: while its damage is still being mended."""
 IS_READ = 0.5
 """How often what is damaged has to be read: everybody dies within a lease. Else the members hold what it held."""
-LONGER = {"hang_worker": 4.0, "sever_link": 10.0}
+LONGER = {"hang_worker": 4.0, "sever_link": 10.0, "stale_listing": 4.0}
 """Kinds that are to last until others notice."""
 MOST_HUNG_S = 500.0
 """If a process hung for longer the others would give up. Its own watchdog, which has no thread here, ends it sooner."""

@@ -73,6 +73,7 @@ PRODUCT = (
     "elastic_train.world.world",
     "elastic_train.world.restore",
     "elastic_train.world.forming",
+    "elastic_train.world.one_store",
     "elastic_train.world.handover",
     "elastic_train.world.fencing",
     "elastic_train.tracking.background_files",
@@ -175,7 +176,7 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
         Compaction=Uncompacted,
         os=_Launcher(host),
     )
-    yield from _in("rendezvous.membership.known_agents", ask=around.net.ask)
+    yield from _in("rendezvous.membership.known_agents", ask=around.net.ask, refuses=around.net.refuses)
     seldom_s = SELDOM_S * around.shape.look_s
     yield from _in("rendezvous.membership.reachability", ThreadPoolExecutor=around.net.at_once, SELDOM_S=seldom_s)
     for path in ("rendezvous.waiting", "elastic_train.tracking.background_files"):
@@ -190,6 +191,7 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
     yield from _in("elastic_train.world.world", History=functools.partial(SimHistory, host), Progress=Silent)
     yield from _in("elastic_train.tracking.history", process_identity=host.identity)
     yield from _in("elastic_train.training.open_session", open_store=storage, DeadlineStore=_undelayed)
+    yield from _in("elastic_train.world.one_store", open_store=storage, DeadlineStore=_undelayed)
     yield from _in("elastic_train.training.open_session", faults_before=lambda *_: Faults(0, 0.0))
     yield from _in(
         "elastic_train.training.supervisor",

@@ -21,7 +21,8 @@ from elastic_train.training import supervisor as product
 from rendezvous.context import LiveContext
 from rendezvous.errors import RendezvousError
 from rendezvous.membership.records import Keys
-from rendezvous.torchelastic.live_agent import FINAL_CODES, LEAVING_CODES
+from rendezvous.torchelastic.bound_agent import FINAL_CODES
+from rendezvous.torchelastic.live_agent import LEAVING_CODES
 from rendezvous.torchelastic.live_handler import LiveRendezvousHandler
 
 RUN_ID = "sim"

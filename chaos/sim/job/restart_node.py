@@ -21,6 +21,7 @@ from chaos.sim.job.host import Host
 from chaos.sim.job.live_node import LOOK_S, RUN_ID, Node
 from chaos.sim.machine.kernel import Kernel, Process
 from chaos.sim.machine.stdlib import host_of
+from elastic_train.launch.exit_codes import exit_code
 from rendezvous.errors import RendezvousError
 from rendezvous.torchelastic.conf import BACKEND, Conf
 from rendezvous.torchelastic.entry_point import make_agent
@@ -121,7 +122,8 @@ class RestartNode(Node):
         spec = WorkerSpec("default", shape.ranks, handler, entrypoint="train", max_restarts=shape.max_restarts)
         try:
             result = make_agent(spec, logs_specs=SimpleNamespace()).run()
-            main.code = 1 if result.is_failed() else 0
+            codes = [failure.exitcode for failure in result.failures.values()]
+            main.code = exit_code(codes, has_failed=result.is_failed())
         except RoundError as error:
             main.code = 1
             self._host.record.errors.append(

@@ -39,7 +39,7 @@ LEAST_TTL_S = 2.0
 SLOWNESS = 100.0
 NUM_MEMBERS = 3
 
-Call = Literal["read", "write", "delete"]
+Call = Literal["read", "renewal", "write", "delete"]
 Refusal = Literal["nospace", "corrupt", "auth"]
 REFUSALS: tuple[Refusal, ...] = ("nospace", "corrupt", "auth")
 """Why etcd answers and does not do it: two alarms, in which it reads and renews, and users whom it does not know."""
@@ -91,13 +91,13 @@ class Etcd:
             lease.ends_at = max(lease.ends_at, self.down_until + lease.ttl_s)
 
     def refuse(self, refusal: Refusal, seconds: float) -> None:
-        """Answer and refuse; leases are renewed and watches go on meanwhile, since their streams are open."""
+        """Answer and refuse; watches go on meanwhile, since their streams are open."""
         self._refusal, self._refuses_until = refusal, self.kernel.now + seconds
 
     def refusal_of(self, call: Call) -> StoreUnavailableError | None:
         """Return why a call is refused now; a full etcd still deletes."""
         refused = self._refusal
-        if self.kernel.now >= self._refuses_until or (call == "read" and refused != "auth"):
+        if self.kernel.now >= self._refuses_until or (call in ("read", "renewal") and refused != "auth"):
             return None
         if refused == "auth":
             return StoreDeniedError("etcd refused the user")
@@ -237,7 +237,7 @@ class SimLease:
         if process.is_paused:
             process.at_resume.append(self._renew)
             return
-        if not etcd.is_down and process.node not in etcd.deaf:
+        if not etcd.is_down and process.node not in etcd.deaf and etcd.refusal_of("renewal") is None:
             if self.core.is_lost:
                 if process.node not in etcd.mute:
                     self.is_lost = True

@@ -100,6 +100,17 @@ class Net:
         finally:
             self._waits = None
 
+    def refuses(self, endpoint: str, timeout_s: float) -> bool:
+        """Do what `rendezvous.identity.refuses` does: say whether a port refuses a connection."""
+        address, _, port = endpoint.rpartition(":")
+        try:
+            self.connect(address, int(port))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return False
+
     def ask(self, endpoint: str, node: str, timeout_s: float) -> Answer:
         """Do what `rendezvous.identity.ask` does: ask who listens at an address."""
         address, _, port = endpoint.rpartition(":")

@@ -24,7 +24,33 @@ from elastic_train.checkpoint.stores.store import (
 from elastic_train.errors import StorageError
 
 ANSWER_TIMEOUT_S = 5.0
+Files = dict[str, tuple[bytes, float]]
+"""Contents and times of their last change, by key."""
 SLOWNESS, SYNC_SLOWNESS = 100.0, 1000.0
+
+
+class LateListing:
+    """What a listing shows while it is late: what was there at a moment, and what a node has changed by itself since.
+
+    So does a client of NFS, which lists a folder from its cache. A key that is opened by its name is there at once.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._before = {key: entry_of(key, *file) for key, file in files.items()}
+        self._changed_by: dict[int, set[str]] = {}
+
+    def note(self, key: str, node: int) -> None:
+        """Record that a node has written or deleted a key."""
+        self._changed_by.setdefault(node, set()).add(key)
+
+    def seen_by(self, node: int, files: Files) -> list[Entry]:
+        mine = self._changed_by.get(node, set())
+        before = [entry for key, entry in self._before.items() if key not in mine]
+        return [*before, *(entry_of(key, *files[key]) for key in mine if key in files)]
+
+
+def entry_of(key: str, content: bytes, at: float) -> Entry:
+    return Entry(key, len(content), at)
 
 
 class Storage:
@@ -32,18 +58,54 @@ class Storage:
 
     def __init__(self, kernel: Kernel, draws: random.Random, delay_s: float) -> None:
         self.kernel, self.draws, self.delay_s = kernel, draws, delay_s
-        self.files: dict[str, tuple[bytes, float]] = {}
+        self.files: Files = {}
+        self._late: LateListing | None = None
+        self._late_until = 0.0
         self.down_until = self.full_until = self.lossy_until = self.failing_until = 0.0
         self.conflict_until = self.taken_until = self.slow_until = self.slow_sync_until = 0.0
         self.num_lost_answers = 0
+        self.is_unconditional = False
+        """Whether a key is created although it exists."""
         self.is_to_tear = False
         self.at_tear: Callable[[Process], None] = lambda process: None
         """Called with a process that dies in the middle of a file."""
         self.damaged: dict[str, str] = {}
         """Attempts of which a file was damaged, and the names of their records."""
+        self.private: dict[int, Storage] = {}
+        """What nodes see in its place where it is not mounted: folders on their own disks."""
+        self.ever_private: list[Storage] = []
 
-    def put(self, key: str, content: bytes) -> None:
+    def isolate(self, node: int) -> None:
+        """Let a node see a folder of its own, which is empty, from now on."""
+        self.private[node] = Storage(self.kernel, self.draws, self.delay_s)
+        self.ever_private.append(self.private[node])
+
+    def seen_from(self, node: int) -> Storage:
+        return self.private.get(node, self)
+
+    def put(self, key: str, content: bytes, node: int | None = None) -> None:
+        """Store a key; a node that wrote it itself lists it at once."""
         self.files[key] = content, EPOCH_S + self.kernel.now
+        self._note(key, node)
+
+    def remove(self, key: str, node: int | None = None) -> None:
+        if self.files.pop(key, None) is not None:
+            self._note(key, node)
+
+    def list_late(self, for_s: float) -> None:
+        """Let listings show for a while what is there now."""
+        self._late, self._late_until = LateListing(self.files), self.kernel.now + for_s
+
+    def listed(self, node: int) -> list[Entry]:
+        """Return what a node sees in a listing of everything."""
+        if self._late is not None and self.kernel.now < self._late_until:
+            return self._late.seen_by(node, self.files)
+        self._late = None
+        return [entry_of(key, *file) for key, file in self.files.items()]
+
+    def _note(self, key: str, node: int | None) -> None:
+        if self._late is not None and node is not None:
+            self._late.note(key, node)
 
     def delay(self, *, is_write: bool = False) -> float:
         slowness = SLOWNESS if self.kernel.now < self.slow_until else 1.0
@@ -62,11 +124,15 @@ class StorageClient:
     url = "sim://run"
 
     def __init__(self, storage: Storage, process: Process) -> None:
-        self._storage, self._process = storage, process
+        self._mounted, self._process = storage, process
+
+    @property
+    def _storage(self) -> Storage:
+        return self._mounted.seen_from(self._process.node)
 
     def create(self, key: str, content: bytes) -> None:
         """Create a key; while storage is lossy the request, or its answer, may be late or lost."""
-        storage, kernel = self._storage, self._storage.kernel
+        storage, kernel, node = self._storage, self._storage.kernel, self._process.node
         self._ask(is_write=True)
         if storage.has_bad_luck(storage.conflict_until):
             kernel.sleep(storage.delay())
@@ -75,34 +141,34 @@ class StorageClient:
             storage.num_lost_answers += 1
             if storage.draws.random() < 0.8:
                 delay_s = storage.draws.choice((0.0, 1.0, 3 * ANSWER_TIMEOUT_S))
-                kernel.after(delay_s, lambda: None if key in storage.files else storage.put(key, content))
+                kernel.after(delay_s, lambda: None if key in storage.files else storage.put(key, content, node))
             kernel.sleep(ANSWER_TIMEOUT_S)
             raise Uncertain(f"{key}: create was not confirmed")
-        if key in storage.files:
+        if key in storage.files and not storage.is_unconditional:
             raise KeyTaken(f"{key}: exists already")
-        storage.put(key, content)
+        storage.put(key, content, node)
         kernel.sleep(storage.delay(is_write=True))
         if storage.has_bad_luck(storage.taken_until):
             raise KeyTaken(f"{key}: exists already")  # says the store, asked twice by its SDK
 
     @contextlib.contextmanager
     def write(self, key: str) -> Iterator[Sink]:
-        storage, kernel = self._storage, self._storage.kernel
+        storage, kernel, node = self._storage, self._storage.kernel, self._process.node
         self._ask(is_write=True)
         sink = io.BytesIO()
         try:
             yield sink
             content = sink.getvalue()
-            storage.put(key, content[: storage.draws.randrange(len(content) + 1)])
+            storage.put(key, content[: storage.draws.randrange(len(content) + 1)], node)
             if storage.is_to_tear:
                 storage.is_to_tear = False
                 storage.at_tear(self._process)
                 kernel.kill(self._process)
             self._ask(is_write=True)
         except Exception:
-            storage.files.pop(key, None)
+            storage.remove(key, node)
             raise
-        storage.put(key, content)
+        storage.put(key, content, node)
         kernel.sleep(storage.delay(is_write=True))
 
     def open(self, key: str) -> BinaryIO:
@@ -113,15 +179,15 @@ class StorageClient:
 
     def list(self, prefix: str) -> list[Entry]:
         self._ask()
-        found = sorted((key, file) for key, file in self._storage.files.items() if key.startswith(prefix))
-        return [Entry(key, len(content), at) for key, (content, at) in found]
+        found = (entry for entry in self._storage.listed(self._process.node) if entry.key.startswith(prefix))
+        return sorted(found, key=lambda entry: entry.key)
 
     def near(self, files: object, on_progress: object = None) -> StorageClient:
         return self
 
     def delete(self, key: str) -> None:
         self._ask()
-        self._storage.files.pop(key, None)
+        self._storage.remove(key, self._process.node)
 
     def _ask(self, *, is_write: bool = False) -> None:
         storage, kernel = self._storage, self._storage.kernel

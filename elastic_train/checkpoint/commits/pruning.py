@@ -6,17 +6,15 @@ deleted: the newest commit that verifies, pinned ones, and those that a reader h
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic_train.checkpoint.commits.pins_and_holds import held, pinned
 from elastic_train.checkpoint.commits.reader import (
-    DAMAGE,
     commit_keys,
     damage_of,
-    read_record,
+    readable,
 )
 from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.checkpoint.commits.retention_policies import Candidate, Retention
@@ -42,7 +40,7 @@ def prune(
     newest ones are read until one is intact, and if none is, nothing is deleted. A rehearsal deletes nothing and
     returns what would have been deleted.
     """
-    keys, sure = commit_keys(store), pinned(store) | held(store)
+    keys, sure = commit_keys(store, newest.key if newest else None), pinned(store) | held(store)
     doomed = retention.unwanted([_candidate(store, key) for key in keys], sure)
     if doomed:
         whole = newest if newest is not None and newest.key == keys[0] else _newest_whole(store, keys)
@@ -53,23 +51,17 @@ def prune(
 
 
 def _newest_whole(store: Store, keys: Sequence[str]) -> CommitRecord | None:
-    return next((_readable(store, key) for key in keys if damage_of(store, key) is None), None)
+    return next((readable(store, key) for key in keys if damage_of(store, key) is None), None)
 
 
 def _candidate(store: Store, key: str, newest: CommitRecord | None = None) -> Candidate:
     place = place_of(key)
     assert place, f"{key} is not a commit's key"
-    return Candidate(key, place[1], functools.partial(_readable, store, key), newest)
-
-
-def _readable(store: Store, key: str) -> CommitRecord | None:
-    with contextlib.suppress(*DAMAGE):
-        return read_record(store, key)
-    return None
+    return Candidate(key, place[1], functools.partial(readable, store, key), newest)
 
 
 def _measure_commit(store: Store, key: str) -> int:
-    record = _readable(store, key)
+    record = readable(store, key)
     return record.num_bytes if record else 0
 
 
@@ -78,7 +70,7 @@ def _delete_commit(store: Store, key: str) -> int:
 
     The files of a commit that a reader holds by now stay, too; they are swept later.
     """
-    record = _readable(store, key)
+    record = readable(store, key)
     store.delete(key)
     if record is None or key in held(store):
         return 0

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from elastic_train.checkpoint.commits.reader import sizes_of
 from elastic_train.checkpoint.commits.record import (
     VOID,
     CommitFacts,
@@ -215,7 +216,7 @@ class CommitWriter:
         )
 
     def _check_sizes(self, attempt: str, files: Mapping[str, FileRecord]) -> None:
-        sizes = {entry.key: entry.size for entry in self._store.list(f"{attempt}/")}
+        sizes = sizes_of(self._store, attempt, files)
         for name, file in files.items():
             size = sizes.get(f"{attempt}/{name}")
             if size != file.size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from chaos.judge.findings import Violated
 from chaos.judge.invariants.one_lineage import (
     _is_forgotten,
     _published,
+    atomicity,
     durability,
+    heads,
     lineage,
 )
 
@@ -84,6 +87,21 @@ def test_commits_before_a_damaged_one_are_passed_over_once() -> None:
     first["skipped"] = [[key(3, 3), "a file is missing"]]
     with pytest.raises(Violated, match="term 4 continued from"):
         durability(Evidence(Path("drawn"), [lines], [], {}, None, None))
+
+
+@pytest.mark.parametrize("law", [durability, atomicity, heads])
+def test_a_named_head_may_be_missing_only_if_a_fault_deleted_it(law: Callable[[Evidence], str]) -> None:
+    """A world that finds no record of the commit that etcd names has looked in the wrong place."""
+    why = "the fence names it as head, but its record is not in the store"
+    lines: list[Line] = [
+        *(committed(1, 1, "a", None), committed(1, 3, "b", "a"), committed(2, 4, "c", "a")),
+        *({"op": "form", "t": 10.0 * term, "term": term, "rank": 0, "pid": term} for term in (1, 2)),
+        *(restored(1, 0, None) | {"skipped": []}, restored(2, 1, key(1, 1)) | {"skipped": [[key(1, 3), why]]}),
+    ]
+    with pytest.raises(Violated):
+        law(Evidence(Path("drawn"), [lines], [], {}, None, None))
+    deleted: Line = {"op": "fault", "t": 15.0, "kind": "delete_file", "commit": key(1, 3).removeprefix("commits/")}
+    law(Evidence(Path("drawn"), [[*lines, deleted]], [], {}, None, None))
 
 
 def test_a_world_continues_from_the_term_that_its_restore_names() -> None:

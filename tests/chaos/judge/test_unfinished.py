@@ -54,6 +54,7 @@ def test_what_has_happened_so_far_is_judged(going_on: Path) -> None:
         "fencing",
         "durability",
         "atomicity",
+        "heads",
         "sums",
         "rpo",
         "faults",

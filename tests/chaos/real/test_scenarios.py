@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -221,3 +222,16 @@ def test_lost_or_late_packets_cost_only_time(tmp_path: Path, rows: Path, capfd: 
     ]
     began, ended = moments
     assert sum(began + 1 < t < ended for t in applied) < sum(t < began for t in applied) / (began - applied[0]) * 3
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_file_system_that_freezes_ends_no_world(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Twice it takes no writes for longer than a rank may hang: commits are late, and nothing else is."""
+    if os.geteuid() != 0:
+        pytest.skip("only root mounts and freezes file systems")
+    found = verdict_of(["frozen-disk", "--out", str(tmp_path / "run")], capfd)
+    assert found["valid"], found
+    run = collect(tmp_path / "run" / "faulted")
+    assert [line["kind"] for line in run.of("fault")] == ["freeze_fs", "freeze_fs"]
+    assert set(pids_of(run)) == {1}

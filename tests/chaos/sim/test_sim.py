@@ -275,3 +275,13 @@ def test_the_command_prints_one_object(capsys: pytest.CaptureFixture[str]) -> No
     assert (fields["seeds"], fields["valid"], fields["replay"]) == (3, 3, None)
     assert {"faults", "virtual_hours", "digest", "runs_per_s", "faults_by_kind"} <= set(fields)
     assert set(fields["never_came"]).isdisjoint(fields["faults_by_kind"]) and "kill@data" in fields["never_came"]
+
+
+def test_a_store_without_conditional_creates_is_refused_by_all() -> None:
+    """No step is committed there: every node ends with 2, before two worlds could publish under one name."""
+    job = Job(Shape(nodes=3), 0, ())
+    job.around.storage.is_unconditional = True
+    run = job.run()
+    assert {line["code"] for line in run.of("exit")} == {2}
+    assert run.commits == []
+    assert any("ignores that a key is to be created only" in error for error in job.record.errors)

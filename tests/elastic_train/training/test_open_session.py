@@ -50,7 +50,7 @@ def state_of(*intervals: tuple[int, int, int]) -> AppliedState:
     """A state whose steps were applied by the terms of `intervals` (term, lo, hi)."""
     state = build_state(nn.Linear(2, 1), OptimizerConfig(lr=0.1), 50, "cpu", is_fp16=False)
     lineage = tuple(Interval(*interval) for interval in intervals)
-    return replace(state, reached=Reached(step=intervals[-1][2], intervals=lineage))
+    return replace(state, reached=Reached(step=intervals[-1][2] if intervals else 0, intervals=lineage))
 
 
 @pytest.mark.parametrize("error", [TooFewNodesError("few"), Preempted("asked to leave"), StorageError("etcd is away")])
@@ -70,7 +70,8 @@ def test_the_state_is_committed_however_the_wait_for_a_world_ends(error: Elastic
     def form() -> None:
         raise error
 
-    worlds = SimpleNamespace(form=form, leave=lambda *, is_job_done: left.append(is_job_done))
+    leave = left.append
+    worlds = SimpleNamespace(form=form, published=lambda: None, leave=lambda *, is_job_done: leave(is_job_done))
     state = state_of((1, 0, 4), (2, 4, 9))
     with pytest.raises(type(error)):
         _next_world(Process(plan, state, worlds, LeaveRequest(), Watchdog(), 0.0))  # type: ignore[arg-type]
@@ -111,7 +112,7 @@ def test_hanging_storage_does_not_keep_a_process_from_leaving(
     monkeypatch.setattr(*where[hung], hang)
     monkeypatch.setattr(abandonment, "LEAST_S", 0.3)
     left: list[bool] = []
-    worlds = SimpleNamespace(form=few, leave=lambda *, is_job_done: left.append(is_job_done))
+    worlds = SimpleNamespace(form=few, published=lambda: None, leave=lambda *, is_job_done: left.append(is_job_done))
     with pytest.raises(TooFewNodesError):
         _next_world(Process(plan, state, worlds, LeaveRequest(), Watchdog(), 0.0))  # type: ignore[arg-type]
     assert is_hung.is_set() and left == [False]
@@ -143,6 +144,8 @@ def test_a_save_waits_longer_for_slow_storage_than_a_world_does(
         fence=fence,
         store=DeadlineStore(slow, lambda: None),
         save_store=slow,
+        word="0" * 12,
+        sees_store=True,
     )
     process = SimpleNamespace(
         plan=SimpleNamespace(retention=Retention.of(last=1), config=None), save_memory=SaveMemory()

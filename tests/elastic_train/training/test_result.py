@@ -39,7 +39,7 @@ class Ended:
             history=SimpleNamespace(end=lambda **_: self.acts.append("history ended")),
             term=3,
         )
-        reached = SimpleNamespace(validation={}, account=SampleAccount())
+        reached = SimpleNamespace(validation={}, account=SampleAccount(), fast_steps=(), skipped_steps=())
         cursor = SimpleNamespace(epoch=1)
         self.state = SimpleNamespace(
             model=nn.Linear(2, 1), step=14, coverage=CoverageSums(), reached=reached, cursor=cursor

@@ -53,9 +53,11 @@ def make_room(server: EtcdServer) -> None:
     clear_alarms(server.endpoint)
 
 
-def member(server: EtcdServer, run_id: str, conf: dict[str, str] | None = None, *, nodes: int = 2) -> Participant:
+def member(
+    server: EtcdServer, run_id: str, conf: dict[str, str] | None = None, *, nodes: int = 2, ttl_s: float = 3.0
+) -> Participant:
     store = EtcdStore(etcd_options(server.endpoint, conf), give_up_after_s=0.5)
-    return Participant(store, run_id, Policy(1, nodes, 1.0), Place("host", "127.0.0.1", 1), ttl_s=3.0)
+    return Participant(store, run_id, Policy(1, nodes, 1.0), Place("host", "127.0.0.1", 1), ttl_s=ttl_s)
 
 
 def enter(node: Participant, timeout_s: float = 60.0) -> World | None:
@@ -172,7 +174,7 @@ def test_users_that_are_changed_while_a_job_runs_are_waited_for(run_id: str) -> 
     """A password that is changed and changed back, and users that are switched off, end no member."""
     with EtcdServer() as server, ThreadPoolExecutor(2) as pool:
         users = Users(server)
-        nodes = [member(server, run_id, JOB) for _ in range(2)]
+        nodes = [member(server, run_id, JOB, ttl_s=120.0) for _ in range(2)]  # they cannot be renewed meanwhile
         list(pool.map(enter, nodes))
         users.set_password("job", "other")
         again = [pool.submit(enter, node) for node in nodes]
@@ -207,7 +209,7 @@ def test_tokens_that_expire_or_are_too_old_are_renewed(signed: EtcdServer) -> No
     users = Users(signed)
     store = EtcdStore(etcd_options(signed.endpoint, JOB))
     watch = store.watch("/elastic/")
-    lease = store.lease(2)
+    lease = store.lease(20)
     for number in range(2):
         users.change("UserAdd", pyetcd.etcdrpc.AuthUserAddRequest(name=f"u{number}", password="pw"))
         assert store.swap({"/elastic/a": Put(str(number))}, {}) is not None  # the token is older than the users

@@ -18,12 +18,8 @@ from rendezvous import (
     open_fence,
 )
 from rendezvous.context import VARIABLE
-from rendezvous.membership.records import (
-    Keys,
-    Seat,
-    World,
-    encode,
-)
+from rendezvous.membership.decisions import close
+from rendezvous.membership.records import Closed, Keys, Seat, World, encode, read_view
 from rendezvous.membership.store import Put
 
 if TYPE_CHECKING:
@@ -96,3 +92,16 @@ def test_a_worker_opens_the_fence_of_its_context(
     head = fence.head()
     fence.close()
     assert head is not None and (head.term, head.commit) == (5, "commit")
+
+
+def test_a_job_is_bound_to_one_store(side: Side, run_id: str) -> None:
+    """The first word holds for everybody; the next job of this run id, once this one is done, may bind to another."""
+    fence = EtcdFence(side.store, run_id)
+    assert fence.bind(None) is None
+    assert fence.bind("first") == "first"
+    assert EtcdFence(side.store, run_id).bind("second") == "first"
+    keys = Keys(run_id)
+    assert read_view(side.store.get(keys.prefix), keys).store == "first"
+    change = close(keys, Closed(1, 0.0))
+    side.store.swap({key: None if text is None else Put(text) for key, text in change.writes.items()}, change.guards)
+    assert fence.bind(None) is None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rendezvous.identity import Answer
+from rendezvous.membership import known_agents
 from rendezvous.membership.dead_agents import DeadAgentProbe, believed
 from rendezvous.membership.known_agents import KnownAgents
 from rendezvous.membership.records import Member, Seat, View, World
@@ -61,15 +64,15 @@ def test_own_workers_and_those_without_an_agent_need_not_be_met() -> None:
     assert not agents.has_met(worker("b0", "b"))
 
 
-def test_who_waits_buries_late_members_that_it_has_met_and_no_others() -> None:
+def test_who_waits_buries_late_members_that_it_has_met_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A joiner whose address is not what the others reach once ended healthy worlds ten times a second."""
     net = Net()
     agents = KnownAgents("a", net)
     a, b, c = worker("a0", "a"), worker("b0", "b"), worker("c0", "c")
     world = World(1, (Seat("a0", 1), Seat("b0", 1), Seat("c0", 1)), "start", "a", 1, 0.0)
+    monkeypatch.setattr(known_agents, "refuses", lambda *_: True)
     waiting = View(2, (Member("a0", "host", "a", 1, after=1, node="a", agent="a:1"), b, c), world)
     agents.ask([b], 1.0)
-    net.answer = "refused"
     assert [member.id for member in DeadAgentProbe(agents).gone(waiting)] == ["b0"]
     assert a not in DeadAgentProbe(agents).gone(waiting)
 

@@ -13,7 +13,7 @@ from rendezvous import EtcdServer, EtcdStore, MemoryStore, TooFewNodesError, etc
 from rendezvous.errors import LimitsDifferError, StoreRefusedError, StoreUnavailableError
 from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.identity import Answer
-from rendezvous.membership import participant
+from rendezvous.membership import known_agents, participant
 from rendezvous.membership.dead_agents import is_looking
 from rendezvous.membership.decisions import Policy
 from rendezvous.membership.latest_view import LatestView
@@ -296,13 +296,15 @@ def test_a_leader_seals_what_it_has_seen(store: MemoryStore) -> None:
     leader.leave()
 
 
-def test_one_worker_of_a_node_looks_for_agents_that_are_gone(store: MemoryStore) -> None:
+def test_one_worker_of_a_node_looks_for_agents_that_are_gone(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first of those that wait; a thousand would ask one another's machines ten times a second."""
     asked: list[str] = []
+    monkeypatch.setattr(known_agents, "refuses", lambda agent, _: bool(asked.append(agent)))
 
-    def ask(agent: str, *_: object) -> Answer:
-        asked.append(agent)
-        return "refused"
+    def ask(*_: object) -> Answer:
+        return "itself"
 
     places = [Place("host", "127.0.0.1", 1, node=name, agent=f"{name}:1") for name in ("here", "here", "there")]
     nodes = [Participant(store, "job", Policy(1, 2, 0.0), place, ttl_s=TTL_S, ask=ask) for place in places]
@@ -316,6 +318,8 @@ def test_one_worker_of_a_node_looks_for_agents_that_are_gone(store: MemoryStore)
     eventually(lambda: all(len(node.view.ready) == 2 for node in nodes), "those who wait")
     snapshot = nodes[0]._latest.now().snapshot
     assert [is_looking(node.view, node.id) for node in nodes[:2]] == [True, False]
+    assert not nodes[0]._bury(snapshot) and asked == [], "a refusal says nothing of an agent that was never met"
+    nodes[0].agents.ask([nodes[0].view.members[2]], 1.0)
     assert not nodes[0]._bury(snapshot) and asked == ["there:1"]
     for node in nodes:
         node.leave()

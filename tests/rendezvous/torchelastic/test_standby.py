@@ -138,6 +138,7 @@ def test_a_frozen_standby_process_is_not_waited_for(
     with pytest.raises(TimeoutError, match="stopped or swapped out"):
         standby.start(sleeper, {}, os.devnull, None)
     eventually(lambda: not is_running(pid), "its end")
+    assert standby.has_ended
     with pytest.raises(EOFError, match="it has ended"):
         standby.start(sleeper, {}, os.devnull, None)
     another = Standby("json")

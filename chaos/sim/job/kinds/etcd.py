@@ -55,6 +55,8 @@ def kill_etcd_member(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 def lose_etcd_data(fleet: Fleet, fault: SimFault) -> list[Process]:
     """Etcd comes back without its data under a job that continues, or, every other time, that starts again, too."""
+    if fleet.around.storage.private:
+        return []  # nothing but etcd says which store is the job's
     hit = kill_job(fleet, fault) if fault.other % 2 else fleet.all_workers()
     fleet.around.etcd.forget()
     fleet.around.etcd.outage(fault.for_s)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from chaos.sim.job.fault import SimFault
 from chaos.sim.job.fleet import Fleet
+from chaos.sim.job.live_node import RUN_ID
 from chaos.sim.job.run_record import named
 from chaos.sim.machine.kernel import Process
+from rendezvous.membership.records import Keys
+
+AWAY_S = 2.0
+"""How long a machine takes to start again."""
 
 
 def kill_worker(fleet: Fleet, fault: SimFault) -> list[Process]:
@@ -18,6 +23,28 @@ def kill_worker(fleet: Fleet, fault: SimFault) -> list[Process]:
 def kill_node(fleet: Fleet, fault: SimFault) -> list[Process]:
     """Agent and workers at once; it is started again after a while."""
     return fleet.kill_node(fleet.node(fault), fault.for_s)
+
+
+def private_storage(fleet: Fleet, fault: SimFault) -> list[Process]:
+    """A node starts again without its mount of the storage, sees an empty folder, and gets the mount later."""
+    number, storage = fleet.node(fault), fleet.around.storage
+    is_bound = bool(fleet.around.etcd.show(Keys(RUN_ID).store).entries)
+    hit = fleet.nodes[number].kill() if is_bound and number not in storage.private else []
+    if not hit:
+        return []  # it is not up, or without its mount already; or the job may as well begin in its folder
+    storage.isolate(number)
+    fleet.kernel.after(AWAY_S, lambda: fleet.start_again(number))
+    fleet.kernel.after(AWAY_S + fault.for_s, lambda: _mount(fleet, number))
+    fleet.keep_busy(AWAY_S + fault.for_s)
+    return hit
+
+
+def _mount(fleet: Fleet, number: int) -> None:
+    """Let a node see the job's storage again; whatever believes in its own folder ends."""
+    hit = fleet.nodes[number].kill()
+    del fleet.around.storage.private[number]
+    fleet.record.write("chaos", "undo", kind="private_storage", node=number, pids=[process.pid for process in hit])
+    fleet.start_again(number)
 
 
 def lose_node(fleet: Fleet, fault: SimFault) -> list[Process]:
@@ -121,6 +148,6 @@ def skew_clocks(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 
 ACTS = (
-    *(kill_worker, kill_node, lose_node, kill_rack, kill_job, stop_node, flap_node, scale_down),
+    *(kill_worker, kill_node, private_storage, lose_node, kill_rack, kill_job, stop_node, flap_node, scale_down),
     *(freeze_worker, freeze_node, hang_worker, slow_worker, jump_clock, skew_clocks, start_twin),
 )

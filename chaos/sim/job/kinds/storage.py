@@ -39,6 +39,12 @@ def _weather(what: str) -> Act:
     return act
 
 
+def stale_listing(fleet: Fleet, fault: SimFault) -> list[Process]:
+    """Listings lack what other nodes have written since, and still have what they have deleted."""
+    fleet.around.storage.list_late(fault.for_s)
+    return fleet.all_workers()
+
+
 def tear_write(fleet: Fleet, fault: SimFault) -> list[Process]:
     """The process that writes a file next dies in the middle of it."""
     if fleet.around.storage.is_to_tear:
@@ -88,6 +94,7 @@ def _flipped(content: bytes) -> bytes:
 
 ACTS: Mapping[str, Act] = {
     **{name: _weather(what) for name, what in WEATHER.items()},
+    "stale_listing": stale_listing,
     "tear_write": tear_write,
     "flip_bit": _damage(_flipped),
     "truncate_file": _damage(lambda content: content[:-1]),

@@ -1,0 +1,82 @@
+"""File systems: which one a path is on, by the kernel's table of mounts, and what of it endangers a job's commits.
+
+`docs/storage.md` says what commits need of a file system, and which one holds what.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+MOUNTS = Path("/proc/self/mountinfo")
+_LOCAL = frozenset(
+    {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs", "reiserfs", "tmpfs", "xfs", "zfs"}
+)
+_IN_MEMORY = frozenset({"tmpfs", "ramfs"})
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A mounted file system: where, of which kind ("ext4", "nfs4", "fuse.gcsfuse"), with which options."""
+
+    point: str
+    kind: str
+    options: frozenset[str]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether what one node writes there no other node can see, and its own processes see at once."""
+        return self.kind in _LOCAL
+
+
+def mount_of(path: str | Path, mounts: Path = MOUNTS) -> Mount | None:
+    """Return the mount that a path is on, or will be once it is made; None if the kernel does not say."""
+    real = Path(os.path.realpath(path))
+    try:
+        table = [_parsed(line) for line in mounts.read_text().splitlines()]
+    except (OSError, ValueError):
+        return None
+    around = [mount for mount in table if real.is_relative_to(mount.point)]
+    # Of two on one point the later hides the earlier.
+    return max(reversed(around), key=lambda mount: len(Path(mount.point).parts), default=None)
+
+
+def hazards(url: str, num_nodes: int, mounts: Path = MOUNTS) -> Iterator[str]:
+    """Yield what is dangerous about a folder as the place of a job's commits, one sentence each; nothing for URLs."""
+    if "://" in url or (mount := mount_of(url, mounts)) is None:
+        return
+    on = f"{url} is on {mount.kind} ({mount.point})"
+    if mount.is_local and num_nodes > 1:
+        yield f"{on}, which other nodes do not see: all {num_nodes} nodes need one shared folder, or an object store"
+    if mount.kind in _IN_MEMORY:
+        yield f"{on}: commits are lost when this machine restarts"
+    elif mount.kind == "overlay":
+        yield f"{on}, a container's own layer: commits are lost with the container"
+    if mount.kind.startswith("nfs"):
+        yield from _of_nfs(on, mount.options)
+    if mount.kind in ("cifs", "smb3"):
+        yield f"{on}: SMB servers differ in what they hold of links and syncs; NFS or an object store is safer"
+    if mount.kind.startswith("fuse") and mount.kind != "fuse.lustre":
+        yield f"{on}: many FUSE file systems have no hard links, and sync nothing; use the store's URL if it has one"
+
+
+def _of_nfs(on: str, options: frozenset[str]) -> Iterator[str]:
+    if "nocto" in options:
+        yield f"{on} with 'nocto': what other nodes write is seen up to a minute late; mount it with 'cto'"
+    if "soft" in options or "softerr" in options:
+        yield f"{on} with 'soft': a server that is away for a while makes writes fail; mount it 'hard'"
+    if "async" in options:
+        yield f"{on} with 'async': a save may be reported before the server has it; mount it without"
+
+
+def _parsed(line: str) -> Mount:
+    """Read a line of mountinfo: ID parent device root POINT OPTIONS [tags...] - KIND source OPTIONS."""
+    before, _, after = line.partition(" - ")
+    point, options = before.split()[4:6]
+    kind, _, more = after.split(" ", 2)
+    plain = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), point)
+    return Mount(plain, kind, frozenset(f"{options},{more}".split(",")))

@@ -1,0 +1,151 @@
+"""One store for a whole job: every node must see the one in which its commits are, or it is not let in.
+
+A store gets a unique word of its own when a world first uses it, under a key that is never deleted, and etcd names the
+word of the job's. With folders on local disks, or a mount that is missing, each node would see a store of its own:
+whoever leads would continue from what its own store has, and the job would have two lineages.
+
+A process looks before it becomes a member, so a node with a wrong store costs the others nothing. It looks again in
+every world, for mounts may go. In a job's first world, all ranks look at once: the job's store is the one that most of
+them see, and the rest are turned away.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+from elastic_train.checkpoint import Store, open_store
+from elastic_train.checkpoint.stores.deadline import DeadlineStore
+from elastic_train.checkpoint.stores.store import KeyMissing, KeyTaken, create_once, read
+from elastic_train.config.schema import Config
+from elastic_train.errors import ConfigError, StorageError
+from elastic_train.parallel.group import Group
+from elastic_train.system.file_systems import mount_of
+
+KEY = "store-id"
+LOCAL_PATIENCE_S, REMOTE_PATIENCE_S = 1.0, 20.0
+"""How long a word that exists may stay unseen: a local file system shows it at once, a network's may be late."""
+LOOK_S = 0.2
+_DIGITS = 15
+"""A word is as many hexadecimal digits as fit into a tensor's integer."""
+
+
+def identity_of(store: Store) -> str | None:
+    """Return a store's word, None if it has none that can be seen from here."""
+    try:
+        return read(store, KEY).decode(errors="replace").strip()
+    except KeyMissing:
+        return None
+
+
+def identify(store: Store) -> str:
+    """Return a store's word; it gets one if it has none. ConfigError if it can be given twice."""
+    known = identity_of(store)
+    if known is not None:
+        return known
+    word = uuid.uuid4().hex[:_DIGITS]
+    if create_once(store, KEY, word.encode()):
+        _create_again(store, word)
+        return word
+    known = identity_of(store)
+    if known is None:
+        raise StorageError(f"{store.url}/{KEY}: another process has created it, and it cannot be read yet")
+    return known
+
+
+def proves_itself(store: Store, word: str) -> bool:
+    """Say whether the store that has the word refuses to create a key that is there; False if it does not answer.
+
+    Raises ConfigError if it creates it again: two worlds could both publish. Some stores that speak the protocol of S3
+    ignore `If-None-Match`. What is written here is what was there.
+    """
+    try:
+        return identity_of(store) == word and _create_again(store, word)
+    except StorageError:
+        return False
+
+
+def _create_again(store: Store, word: str) -> bool:
+    """Return True if a store refuses to create its word's key again, False if it does not answer."""
+    try:
+        store.create(KEY, word.encode())
+    except KeyTaken:
+        return True
+    except StorageError:
+        return False
+    raise ConfigError(
+        f"{store.url} ignores that a key is to be created only if it does not exist (it created {KEY} twice), so two "
+        "worlds could both publish. Use an object store that honours If-None-Match on PUT, or a shared folder"
+    )
+
+
+def choose(group: Group, store: Store) -> tuple[str | None, bool]:
+    """Return the word of the store that most ranks see, in a world whose job has none yet, and whether it is this one.
+
+    A rank whose store does not answer has no say, and does not know. None if no store answers. Raises ConfigError on
+    ranks that see another store.
+    """
+    try:
+        mine: str | None = identify(store)
+    except StorageError:
+        mine = None
+    seen = group.all_gather(torch.tensor(_number(mine))).tolist()
+    votes = Counter(number for number in seen if number)
+    if not votes:
+        return None, False
+    chosen = f"{votes.most_common(1)[0][0]:0{_DIGITS}x}"  # of equally many that of the lowest rank
+    if mine is not None and mine != chosen:
+        raise ConfigError(_refusal(store, mine))
+    return chosen, mine is not None
+
+
+def _number(word: str | None) -> int:
+    try:
+        return int((word or "0")[:_DIGITS], 16)
+    except ValueError:
+        return 0
+
+
+def check(store: Store, word: str, still: Callable[[float], None] = lambda waited_s: None) -> None:
+    """Return if a store is the one that has the word; ConfigError if it is another.
+
+    Waits for a word that cannot be seen yet; `still` is called with the seconds waited, and may raise. Raises
+    StorageError if the store does not answer.
+    """
+    started = time.monotonic()
+    while (seen := identity_of(store)) != word:
+        waited_s = time.monotonic() - started
+        if seen is not None or waited_s > _patience_s(store.url):
+            raise ConfigError(_refusal(store, seen))
+        still(waited_s)
+        time.sleep(LOOK_S)
+
+
+def check_before_joining(config: Config, word: str | None, on_progress: Callable[[], None]) -> None:
+    """Check this node's store before it becomes a member; nothing if the job has none yet, or it does not answer."""
+    if word is None:
+        return
+    try:
+        check(DeadlineStore(open_store(config.checkpoint_url), on_progress), word)
+    except StorageError:
+        return  # waited for, and told of, in the world
+
+
+def _patience_s(url: str) -> float:
+    mount = None if "://" in url else mount_of(url)
+    return LOCAL_PATIENCE_S if mount is not None and mount.is_local else REMOTE_PATIENCE_S
+
+
+def _refusal(store: Store, seen: str | None) -> str:
+    mount = None if "://" in store.url else mount_of(store.url)
+    where = f"{store.url} ({mount.kind}, mounted at {mount.point})" if mount else store.url
+    what = f"has no {KEY}" if seen is None else f"has another {KEY}"
+    return (
+        f"{where} is not where this job keeps its commits: it {what}. All nodes must see one store: set run.dir or "
+        "checkpoint.url to a folder that all of them mount, or to an object store, and check that it is mounted here. "
+        "To begin another job in this store, give it a run id of its own"
+    )

@@ -1,0 +1,51 @@
+"""Two nodes whose run.dir is a folder on their own disks: the second is turned away, and the first trains on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rendezvous import EtcdServer
+from tests.conftest import ROOT
+from tests.elastic_train.training.test_live import STARTED, etcd, history, nothing_left, until_whole, write_config
+
+pytestmark = pytest.mark.slow
+__all__ = ["etcd", "nothing_left"]  # fixtures
+
+
+def launch(folder: Path, etcd: EtcdServer, config: str, run: str) -> subprocess.Popen[bytes]:
+    """Start a node of one rank, with a run.dir of its own; what it says goes into `<run>.log`."""
+    command = [sys.executable, "-m", "elastic_train.cli.main", "launch", config, "--ranks", "1", "--nodes", "1:2"]
+    command += ["--endpoint", etcd.endpoint, "--id", folder.name, "--run.dir", str(folder / run)]
+    with (folder / f"{run}.log").open("ab") as log:
+        STARTED.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
+    return STARTED[-1]
+
+
+def test_a_node_with_a_store_of_its_own_is_turned_away(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+    """It ends with 2 before it joins: the other node's world does not even change. Also when it comes back alone."""
+    config = write_config(tmp_path, rows, 3000)
+    first = launch(tmp_path, etcd, config, "a")
+    until_whole(tmp_path / "a", 1)
+    second = launch(tmp_path, etcd, config, "b")
+    assert second.wait(120) == 2
+    assert "is not where this job keeps its commits" in (tmp_path / "b.log").read_text()
+    assert first.poll() is None
+    assert {line["term"] for line in history(tmp_path / "a") if line["op"] == "form"} == {1}
+    first.kill()
+    first.wait()
+    assert launch(tmp_path, etcd, config, "b").wait(120) == 2
+    assert not list((tmp_path / "b").glob("commits/*"))
+
+
+def test_two_nodes_that_begin_at_once_have_one_lineage(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+    """One of them is turned away by their first world, or before; the other ends the job."""
+    config = write_config(tmp_path, rows, 30, lane_ms=1.0)
+    nodes = {run: launch(tmp_path, etcd, config, run) for run in ("a", "b")}
+    codes = {run: node.wait(240) for run, node in nodes.items()}
+    assert sorted(codes.values()) == [0, 2], [(tmp_path / f"{run}.log").read_text()[-2000:] for run in nodes]
+    away = next(run for run, code in codes.items() if code == 2)
+    assert not list((tmp_path / away).glob("commits/*"))
