@@ -33,7 +33,7 @@ WITNESS: dict[str, object] = {
 PARAMS = {"max_tokens": 16, "dim": 16, "depth": 1, "heads": 2, "dropout": 0.2, "vocabulary": 64}
 CLASSIFIER: dict[str, object] = {
     "task": {
-        "path": "tests.chaos.slow_task:SlowClassifier",
+        "path": "chaos.tasks.paced_classifier:PacedClassifier",
         "params": {"lane_ms": 12, **PARAMS, "numeric": ["size"], "categorical": ["kind"]},
     },
     "batch": {"global_batch": 24, "micro_batch": 6},
