@@ -23,6 +23,13 @@ def raise_alarm(endpoint: str, alarm: int) -> None:
         connection.call(lambda client: client.maintenancestub.Alarm(request, timeout=2.0), give_up_after_s=_WITHIN_S)
 
 
+def has_alarm(endpoint: str, alarm: int) -> bool:
+    """Say whether etcd lists an alarm."""
+    with _connection(endpoint) as connection:
+        raised = connection.call(lambda client: list(client.list_alarms()), give_up_after_s=_WITHIN_S)
+        return any(each.alarm_type == alarm for each in raised)
+
+
 def clear_alarms(endpoint: str) -> None:
     """Clear all alarms, as `etcdctl alarm disarm` does."""
     with _connection(endpoint) as connection:

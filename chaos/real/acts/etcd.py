@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 from pathlib import Path
@@ -14,7 +15,7 @@ from chaos.real.acts.job_view import Act, JobView
 from chaos.real.acts.outcome import Struck
 from chaos.real.acts.targets import targets
 from chaos.scenario.kinds import ALIEN_RECORDS
-from chaos.services.etcd_admin import CORRUPT, NOSPACE, clear_alarms, raise_alarm
+from chaos.services.etcd_admin import CORRUPT, NOSPACE, clear_alarms, has_alarm, raise_alarm
 from chaos.services.torchrun_node import signal_all
 from rendezvous.errors import StoreError
 from rendezvous.etcd.options import etcd_options
@@ -72,8 +73,14 @@ def etcd_refuses(job: JobView, fault: Due) -> Struck | None:
             return None  # its members are away: again, once they answer
         return []
 
+    def look() -> str | None:
+        with contextlib.suppress(StoreError):
+            return f"etcd lists the alarm {name}" if has_alarm(endpoint, alarm) else None
+        return None
+
+    name = "NOSPACE" if alarm == NOSPACE else "CORRUPT"
     pids = [member.pid for member in members if member.pid is not None]
-    return Struck(pids, [], None, clear, {"alarm": "NOSPACE" if alarm == NOSPACE else "CORRUPT"})
+    return Struck(pids, [], None, clear, {"alarm": name}, look)
 
 
 def alien_record(job: JobView, fault: Due) -> Struck | None:
@@ -82,12 +89,13 @@ def alien_record(job: JobView, fault: Due) -> Struck | None:
     key, text = job.draws.choice(ALIEN_RECORDS)
     store = EtcdStore(etcd_options(job.around.etcd.endpoint), give_up_after_s=_CALL_S)
     try:
-        store.swap({Keys(job.around.run_id).prefix + key: Put(text)}, {})
+        revision = store.swap({Keys(job.around.run_id).prefix + key: Put(text)}, {})
     except StoreError:
         return None
     finally:
         store.close()
-    return Struck([member.pid for member in job.around.etcd.members if member.pid is not None], recorded={"key": key})
+    pids = [member.pid for member in job.around.etcd.members if member.pid is not None]
+    return Struck(pids, recorded={"key": key}, effect=lambda: f"etcd has written {key} at revision {revision}")
 
 
 def _kill(members: list[EtcdServer]) -> Struck | None:
