@@ -73,7 +73,7 @@ def moments_not_handed_over() -> None:
             moments["exp_avg"].zero_()
             moments["exp_avg_sq"].zero_()
 
-    AppliedState.restore = restore_weights  # type: ignore[method-assign]
+    AppliedState.restore = restore_weights  # type: ignore[method-assign, assignment]
 
 
 BUGS: dict[str, Callable[[], None]] = {
