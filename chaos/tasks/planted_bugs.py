@@ -6,21 +6,20 @@ is visible to a model that counts, whose sums are whole numbers and whose optimi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import Tensor
 
 from chaos.tasks.paced_classifier import PacedClassifier
+from elastic_train.checkpoint.format.layout import State
 from elastic_train.core import lanes
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.job.state import AppliedState
-from elastic_train.job.state_shards import Place
+from elastic_train.job.state import AppliedState, Reached
 from elastic_train.parallel import exchange
 from elastic_train.parallel.group import Group
 from elastic_train.training import step
 from elastic_train.training.session import Session
 from elastic_train.training.step_sums import LaneSums
-from elastic_train.world import handover, restore
 
 
 class BuggyClassifier(PacedClassifier):
@@ -63,17 +62,18 @@ def rank_seeded_dropout() -> None:
 
 
 def moments_not_handed_over() -> None:
-    """What a rank gets from another has weights and no moments: its AdamW begins again."""
+    """What a rank takes over, from another or from a commit, has weights and no moments: its AdamW begins again."""
+    restore = AppliedState.restore
 
-    def hand_over_weights(group: Group, state: AppliedState, places: Sequence[Place]) -> int | None:
-        given_by = handover.hand_over(group, state, places)
-        if given_by is not None:
-            for moments in state.optimizer.state.values():
-                moments["exp_avg"].zero_()
-                moments["exp_avg_sq"].zero_()
-        return given_by
+    def restore_weights(
+        state: AppliedState, fill: Callable[[State], None], reached: Reached, *, keeps_rates: bool = False
+    ) -> None:
+        restore(state, fill, reached, keeps_rates=keeps_rates)
+        for moments in state.optimizer.state.values():
+            moments["exp_avg"].zero_()
+            moments["exp_avg_sq"].zero_()
 
-    vars(restore)["hand_over"] = hand_over_weights
+    AppliedState.restore = restore_weights  # type: ignore[method-assign, assignment]
 
 
 BUGS: dict[str, Callable[[], None]] = {
