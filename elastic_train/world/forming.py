@@ -190,7 +190,12 @@ class LiveWorlds:
         log.warning("%s: nothing is left to do", what)
 
     def _check_store(self, member: LiveMember) -> None:
-        """Leave before joining if this node does not see the store that has the job's commits."""
+        """Leave before joining if this node does not see the store that has the job's commits.
+
+        A job that is done is not joined: what there is to say of it is said instead.
+        """
+        if member.closed is not None:
+            return
         try:
             one_store.check_before_joining(self._config, member.store, self._watchdog.moved)
         except ConfigError:

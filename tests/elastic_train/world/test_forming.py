@@ -95,8 +95,13 @@ def test_worlds_that_do_not_form_are_counted_and_logged_with_the_reason(
     looks: list[None] = []
     world = SimpleNamespace(rank=0, size=2, store=None, context=SimpleNamespace(term=7, num_nodes=2))
     member = SimpleNamespace(
-        next_world=lambda _: world, is_broken=None, look_for_unreachable=lambda: looks.append(None)
+        next_world=lambda _: world,
+        is_broken=None,
+        look_for_unreachable=lambda: looks.append(None),
+        store=None,
+        closed=None,
     )
+    monkeypatch.setattr(forming.one_store, "check_before_joining", lambda *_: None)
     tries: list[int] = []
 
     def group(*_: object, **__: object) -> object:
@@ -110,7 +115,7 @@ def test_worlds_that_do_not_form_are_counted_and_logged_with_the_reason(
     monkeypatch.setattr(forming, "FIRST_PAUSE_S", 0.0)
     told = LiveContext(("127.0.0.1:1",), "job", "n", "h", "127.0.0.1", "h:1", 1, 1, 5.0, 1.0, 60.0)
     config: Config = SimpleNamespace(batch=SimpleNamespace(num_lanes=8), peer_timeout_s=60.0)  # type: ignore[assignment]
-    watchdog: Watchdog = SimpleNamespace(resting=None)  # type: ignore[assignment]
+    watchdog: Watchdog = SimpleNamespace(resting=None, moved=None)  # type: ignore[assignment]
     worlds = LiveWorlds(told, config, torch.device("cpu"), watchdog, lambda: False, Job())
     formed = worlds.form()
     assert formed is not None and formed.group == "a group"
