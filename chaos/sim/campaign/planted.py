@@ -134,16 +134,6 @@ def _frozen_at_its_record(draws: random.Random) -> tuple[SimFault, ...]:
     return slow, SimFault("kill_job", at_s=draws.uniform(12.0, 40.0), for_s=1.0), frozen
 
 
-def _rot_again(draws: random.Random) -> tuple[SimFault, ...]:
-    """A bit of the newest commit flips, and everybody dies; and again some commits later."""
-    faults, at_s = list[SimFault](), draws.uniform(8.0, 12.0)
-    for _ in range(draws.randint(2, 4)):
-        faults.append(SimFault("flip_bit", at_s=at_s, other=draws.randrange(2)))
-        faults.append(SimFault("kill_job", at_s=at_s + 0.1, for_s=1.0))
-        at_s += draws.uniform(5.0, 9.0)
-    return tuple(faults)
-
-
 def _bad_data(draws: random.Random) -> tuple[SimFault, ...]:
     """Everybody dies some steps after a hole, and then all can be read again."""
     at_s = draws.uniform(6.0, 10.0)
@@ -351,8 +341,7 @@ PLANTED = (
         "retention counts commits that were passed over as damaged among those that it keeps",
         lambda: {"elastic_train.checkpoint.commits.retention_policies:Candidate.is_of_lineage": True},
         ("finished",),
-        _rot_again,
-        replace(_SHAPE, keep_last=2, epochs=8),
+        "keeps-the-damaged",
     ),
     SimBug(
         "sealed-behind-the-end",
