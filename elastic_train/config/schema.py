@@ -138,6 +138,9 @@ class OptimizerConfig(_Section):
     """With on_nonfinite: fail, how many steps in a row end training."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """Learning rate after the warm-up: down to zero along a cosine, or constant."""
+    schedule_steps: PositiveInt | None = None
+    """Steps, warm-up included, after which the cosine is at zero; null for the job's own, max_steps or its epochs. Give
+    it if the job is to end elsewhere, or later, without a change of its rates."""
 
     @field_validator("betas")
     @classmethod

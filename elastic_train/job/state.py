@@ -179,5 +179,6 @@ def rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
         return (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return 1.0
-    progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    last = config.schedule_steps or total_steps
+    progress = (step - config.warmup_steps) / max(1, last - config.warmup_steps)
     return 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))

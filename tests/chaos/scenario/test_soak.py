@@ -17,6 +17,8 @@ from chaos.scenario.model import FOLDER, load
 from chaos.scenario.schedule import Due
 from chaos.scenario.soak import Drawn, can_be_at
 from elastic_train.config import sources
+from elastic_train.core.lanes import owned_lanes, parts_of
+from elastic_train.parallel.exchange import is_balanced
 from elastic_train.system.failpoints import KINDS as POINT_KINDS
 from elastic_train.system.failpoints import POINTS
 
@@ -49,6 +51,23 @@ def test_every_kind_is_drawn_and_expensive_kinds_are_rare() -> None:
     assert set(num) == own - {"start_node"}
     assert num["kill_job"] < num["freeze_worker"] * 3
     assert min(num.values()) >= 2
+
+
+def test_five_hundred_faults_are_of_many_kinds_and_places() -> None:
+    """A kind at another failpoint is another kind to whoever recovers from it."""
+    assert len({(fault.kind, fault.point.name if fault.point else None) for fault in drawn(1, 500)}) >= 45
+
+
+def test_a_soak_puts_to_the_test_what_only_floats_show() -> None:
+    """It draws numbers, remembers moments, clips, changes its rate, and its worlds of two, four and eight halve."""
+    config = sources.load(str(SOAK.config), environ={}, arguments=[])
+    optimizer, num_lanes = config.optimizer, config.batch.num_lanes
+    assert (optimizer.name, optimizer.schedule, config.reduction) == ("adamw", "cosine", "canonical")
+    assert optimizer.clip_norm is not None and optimizer.warmup_steps and optimizer.schedule_steps
+    assert config.task.params["dropout"]
+    assert SOAK.nodes.count * SOAK.nodes.ranks >= 4
+    for size in (2, 4, 8):
+        assert is_balanced([parts_of(owned_lanes(rank, size, num_lanes), num_lanes) for rank in range(size)])
 
 
 def test_kinds_this_machine_cannot_do_are_not_drawn() -> None:

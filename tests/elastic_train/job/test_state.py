@@ -16,7 +16,7 @@ from elastic_train.config.schema import OptimizerConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
-from elastic_train.job.state import AppliedState, Reached, StepFacts, build_state
+from elastic_train.job.state import AppliedState, Reached, StepFacts, build_state, rate_factor
 
 
 def built(config: OptimizerConfig, total_steps: int = 20) -> AppliedState:
@@ -74,6 +74,14 @@ def test_a_changed_rate_applies_from_the_next_step() -> None:
         assert again.scheduler.get_last_lr() == never_stopped.scheduler.get_last_lr()
         step(again)
         step(never_stopped)
+
+
+def test_a_schedule_of_its_own_length_does_not_depend_on_where_the_job_ends() -> None:
+    """Two jobs that end at different steps have the same rates, and the cosine is at zero where it was asked to be."""
+    config = OptimizerConfig(warmup_steps=2, schedule_steps=12)
+    rates = [[rate_factor(step, config, total) for step in range(15)] for total in (5, 1000)]
+    assert rates[0] == rates[1]
+    assert rates[0][:2] == [0.5, 1.0] and rates[0][7] == pytest.approx(0.5) and rates[0][12:] == [0.0] * 3
 
 
 def test_what_was_not_finite_leaves_weights_and_moments_alone_and_its_step_counts() -> None:

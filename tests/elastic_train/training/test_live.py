@@ -48,7 +48,7 @@ def etcd() -> Iterator[EtcdServer]:
 def write_config(folder: Path, rows: Path, steps: int, lane_ms: float = 10.0) -> str:
     data = {"train": str(rows / "train"), "validation": str(rows / "validation"), "too_long": "truncate"}
     tree = {"run": {"dir": str(folder / "run"), "seed": 5}, "data": data, "max_steps": steps, **JOB}
-    tree["task"] = {"path": "tests.chaos.slow_task:SlowClassifier", "params": {**PARAMS, "lane_ms": lane_ms}}
+    tree["task"] = {"path": "chaos.tasks.paced_classifier:PacedClassifier", "params": {**PARAMS, "lane_ms": lane_ms}}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     return str(folder / "config.yaml")

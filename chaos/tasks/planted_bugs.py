@@ -1,0 +1,83 @@
+"""Bugs planted in the product itself, in the processes that train: what a real run of real nodes has to be judged by.
+
+Each is invisible on one rank, so that the run without faults, on one, is what the product should have computed. None
+is visible to a model that counts, whose sums are whole numbers and whose optimizer has no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from chaos.tasks.paced_classifier import PacedClassifier
+from elastic_train.core import lanes
+from elastic_train.data.loading.loader import LaneBatch
+from elastic_train.job.state import AppliedState
+from elastic_train.job.state_shards import Place
+from elastic_train.parallel import exchange
+from elastic_train.parallel.group import Group
+from elastic_train.training import step
+from elastic_train.training.session import Session
+from elastic_train.training.step_sums import LaneSums
+from elastic_train.world import handover, restore
+
+
+class BuggyClassifier(PacedClassifier):
+    """The paced classifier in a process whose product has the planted bug `plant`, a name in `BUGS`."""
+
+    def __init__(self, plant: str, **params: object) -> None:
+        super().__init__(**params)  # type: ignore[arg-type]
+        if plant not in BUGS:
+            raise ValueError(f"no bug '{plant}'; there are {', '.join(BUGS)}")
+        BUGS[plant]()
+
+
+def wrong_tree() -> None:
+    """With four ranks, or eight, partial sums meet in another order: distant ones first, siblings last."""
+
+    def halve_in_another_order(flat: Tensor, group: Group, scratch: exchange.Scratch) -> None:
+        sums = group.all_gather(flat)
+        half = group.size // 2
+        while half:
+            sums = sums[:half] + sums[half:]
+            half //= 2
+        flat.copy_(sums[0])
+
+    exchange.halve_and_double = halve_in_another_order
+
+
+def rank_seeded_dropout() -> None:
+    """Random numbers of a forward pass are drawn from the rank, not from the lane."""
+    run_lane, rank = step._run_lane, [0]
+
+    def run_on_rank(session: Session, batch: LaneBatch) -> LaneSums:
+        rank[0] = session.world.group.rank
+        return run_lane(session, batch)
+
+    def seed_of_rank(seed: int, number: int, lane: int) -> int:
+        return lanes.lane_seed(seed, number, rank[0])
+
+    step._run_lane = run_on_rank
+    vars(step)["lane_seed"] = seed_of_rank
+
+
+def moments_not_handed_over() -> None:
+    """What a rank gets from another has weights and no moments: its AdamW begins again."""
+
+    def hand_over_weights(group: Group, state: AppliedState, places: Sequence[Place]) -> int | None:
+        given_by = handover.hand_over(group, state, places)
+        if given_by is not None:
+            for moments in state.optimizer.state.values():
+                moments["exp_avg"].zero_()
+                moments["exp_avg_sq"].zero_()
+        return given_by
+
+    vars(restore)["hand_over"] = hand_over_weights
+
+
+BUGS: dict[str, Callable[[], None]] = {
+    "wrong-tree": wrong_tree,
+    "rank-seeded-dropout": rank_seeded_dropout,
+    "moments-not-handed-over": moments_not_handed_over,
+}

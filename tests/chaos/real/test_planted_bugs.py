@@ -1,0 +1,70 @@
+"""The soak's short form, real nodes and real signals, on a product with a bug: the verdict has to name it.
+
+All of these are bugs that a model which counts cannot show, since its sums are whole numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from chaos.cli import main
+from chaos.scenario.model import FOLDER
+from chaos.tasks.planted_bugs import BUGS, BuggyClassifier
+
+PARAMS = {"lane_ms": 8, "max_tokens": 16, "dim": 16, "depth": 1, "heads": 2, "dropout": 0.2, "vocabulary": 64}
+
+
+def soaked(folder: Path, rows: Path, task: dict[str, object], count: int) -> dict[str, str]:
+    """Run the soak of so many nodes through kills of workers alone; return what each invariant came to."""
+    soak = yaml.safe_load((FOLDER / "soak.yaml").read_text())
+    tree = yaml.safe_load(Path(soak["config"]).read_text())
+    tree["task"], tree["data"] = task, {"train": str(rows / "train"), "too_long": "truncate"}
+    (folder / "config.yaml").write_text(yaml.safe_dump({**tree, "validation": {"every_steps": None}}))
+    soak |= {"config": str(folder / "config.yaml"), "etcd_members": 1, "tracker": False}
+    soak |= {"nodes": {**soak["nodes"], "count": count}, "soak": {"faults": 2, "burst": 1, "kinds": ["kill_worker"]}}
+    (folder / "soak.yaml").write_text(yaml.safe_dump(soak))
+    with pytest.raises(SystemExit) as left:
+        main(["run", str(folder / "soak.yaml"), "--seed", "3", "--out", str(folder / "run"), "--json"])
+    verdict = json.loads((folder / "run" / "verdict.json").read_text())
+    assert (left.value.code == 0) == verdict["valid"]
+    return {item["invariant"]: item["truth"] for item in verdict["invariants"]}
+
+
+def columns(params: dict[str, object]) -> dict[str, object]:
+    return {**params, "numeric": ["size"], "categorical": ["kind"]}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("plant", "count", "broken"),
+    [
+        ("wrong-tree", 4, "hash"),
+        ("rank-seeded-dropout", 2, "hash"),
+        ("moments-not-handed-over", 2, "hash"),
+    ],
+)
+def test_a_bug_in_the_product_turns_the_soak_red(
+    tmp_path: Path, rows: Path, plant: str, count: int, broken: str
+) -> None:
+    """Sums in another order, dropout by rank, a state without its moments: the bits are not those of one rank."""
+    task = {"path": "chaos.tasks.planted_bugs:BuggyClassifier", "params": columns({**PARAMS, "plant": plant})}
+    truths = soaked(tmp_path, rows, task, count)
+    assert truths[broken] == "false", truths
+
+
+@pytest.mark.long
+def test_the_same_soak_without_a_bug_is_valid(tmp_path: Path, rows: Path) -> None:
+    """What the planted bugs are found by accuses no product without them."""
+    task = {"path": "chaos.tasks.paced_classifier:PacedClassifier", "params": columns({**PARAMS})}
+    truths = soaked(tmp_path, rows, task, 4)
+    assert set(truths.values()) == {"true"}, truths
+
+
+def test_an_unknown_bug_is_refused() -> None:
+    """A misspelt name would plant nothing, and a soak would be valid for that reason."""
+    with pytest.raises(ValueError, match=f"no bug 'wrong-trees'; there are {', '.join(BUGS)}"):
+        BuggyClassifier("wrong-trees")
