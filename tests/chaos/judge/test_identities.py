@@ -17,6 +17,7 @@ from chaos.planted.edits import edit
 from elastic_train.system.process_identity import process_identity
 from elastic_train.tracking.history import History
 from tests.chaos.recorded import record
+from tests.elastic_train.tracking.unqueued import Unqueued
 
 
 def formed(t: float, term: int, rank: int, pid: int, **who: object) -> Line:
@@ -29,7 +30,7 @@ def numbers(*lines: Line) -> list[object]:
 
 
 def test_a_history_says_who_wrote_it(tmp_path: Path) -> None:
-    history = History(tmp_path, 1, 0)
+    history = History(Unqueued(), tmp_path, 1, 0)
     history.form(world=1, cause="start", joined_at=None, sealed_at=None, started_at=0.0)
     history.close()
     (path,) = (tmp_path / "history").iterdir()
