@@ -45,13 +45,11 @@ def mount_of(path: str | Path, mounts: Path = MOUNTS) -> Mount | None:
     return max(reversed(around), key=lambda mount: len(Path(mount.point).parts), default=None)
 
 
-def hazards(url: str, num_nodes: int, mounts: Path = MOUNTS) -> Iterator[str]:
+def hazards(url: str, mounts: Path = MOUNTS) -> Iterator[str]:
     """Yield what is dangerous about a folder as the place of a job's commits, one sentence each; nothing for URLs."""
     if "://" in url or (mount := mount_of(url, mounts)) is None:
         return
     on = f"{url} is on {mount.kind} ({mount.point})"
-    if mount.is_local and num_nodes > 1:
-        yield f"{on}, which other nodes do not see: all {num_nodes} nodes need one shared folder, or an object store"
     if mount.kind in _IN_MEMORY:
         yield f"{on}: commits are lost when this machine restarts"
     elif mount.kind == "overlay":

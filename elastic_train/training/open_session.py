@@ -39,6 +39,7 @@ from elastic_train.job.state import AppliedState
 from elastic_train.job.trial import find_deadly
 from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.gradient_sum import Reduction, make_gradient_sum, make_sum
+from elastic_train.system.file_systems import hazards
 from elastic_train.tasks.task import Counting
 from elastic_train.tracking.history_files import Stagnation
 from elastic_train.tracking.mlflow_run import (
@@ -104,7 +105,17 @@ def _open_in(process: Process, world: World) -> Session:
     world.announce(
         f"term {world.term}: {world.group.size} ranks, {plan.num_lanes} lanes, {plan.total_steps} steps, {plan.device}"
     )
+    if world.is_leader:
+        _warn_of_file_system(process, world)
     return session
+
+
+def _warn_of_file_system(process: Process, world: World) -> None:
+    """Say once what is dangerous about where the commits go."""
+    for hazard in hazards(process.plan.config.checkpoint_url):
+        if hazard not in process.warned:
+            process.warned.add(hazard)
+            world.announce(f"WARNING: {hazard}")
 
 
 def _holes(process: Process, world: World, stuck: Stagnation) -> tuple[Hole, ...]:

@@ -45,6 +45,8 @@ class Process:
     files: BackgroundFiles = field(default_factory=BackgroundFiles)
     proven: set[str] = field(default_factory=set)
     """Words of the stores that this process has tested when it led."""
+    warned: set[str] = field(default_factory=set)
+    """What it has said about the file system of its commits."""
 
 
 @dataclass(slots=True)

@@ -192,6 +192,7 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
     yield from _in("elastic_train.tracking.history", process_identity=host.identity)
     yield from _in("elastic_train.training.open_session", open_store=storage, DeadlineStore=_undelayed)
     yield from _in("elastic_train.world.one_store", open_store=storage, DeadlineStore=_undelayed)
+    yield from _in("elastic_train.training.open_session", hazards=lambda _: iter(()))
     yield from _in("elastic_train.training.open_session", faults_before=lambda *_: Faults(0, 0.0))
     yield from _in(
         "elastic_train.training.supervisor",

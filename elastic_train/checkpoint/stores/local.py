@@ -66,7 +66,21 @@ class LocalStore:
 
     def open(self, key: str) -> BinaryIO:
         with self._translating("read", key):
-            return cast(BinaryIO, ReadFile((self._root / key).open("rb"), lambda: self._translating("read", key)))
+            file = self._opened(self._root / key)
+            return cast(BinaryIO, ReadFile(file, lambda: self._translating("read", key)))
+
+    def _opened(self, path: Path) -> BinaryIO:
+        """Open a file; one that is not there is looked for once more after its folder was opened.
+
+        A client of NFS remembers for up to a minute which names it has not found, and asks again what changed when the
+        folder is opened (close-to-open consistency).
+        """
+        try:
+            return path.open("rb")
+        except FileNotFoundError:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY))
+            return path.open("rb")
 
     def list(self, prefix: str) -> list[Entry]:
         with self._translating("list", prefix):

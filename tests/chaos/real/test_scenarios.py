@@ -17,6 +17,7 @@ from chaos.judge.checker import judge
 from chaos.judge.evidence.applied import pids_of
 from chaos.judge.evidence.run_files import collect, items, number
 from chaos.planted.catalogue import PLANTED
+from chaos.services.network_namespace import NoNamespacesError, cable
 
 pytestmark = pytest.mark.slow
 
@@ -235,3 +236,26 @@ def test_a_file_system_that_freezes_ends_no_world(tmp_path: Path, capfd: pytest.
     run = collect(tmp_path / "run" / "faulted")
     assert [line["kind"] for line in run.of("fault")] == ["freeze_fs", "freeze_fs"]
     assert set(pids_of(run)) == {1}
+
+
+@pytest.mark.xdist_group("network")
+def test_misled_addresses_cost_worlds_and_nothing_else(
+    tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The last node's name means 127.0.1.1 when the next world forms, and later others refuse it for a while."""
+    faults = [
+        {"kind": "hosts_file", "node": 1, "at_step": 10, "for_s": 60},
+        {"kind": "kill_worker", "node": 0, "at_step": 20},
+        {"kind": "refuse_address", "node": 1, "at_step": 120, "for_s": 10},
+    ]
+    path = scenario(tmp_path, rows, {**WITNESS, "epochs": 120}, nodes={"count": 2, "lease_ttl_s": 2}, faults=faults)
+    try:
+        with cable():
+            pass
+    except NoNamespacesError as error:
+        pytest.skip(str(error))
+    found = verdict_of([path, "--seed", "2", "--out", str(tmp_path / "run"), "--no-reference"], capfd)
+    assert found["valid"], found["invariants"]
+    evidence = collect(tmp_path / "run" / "faulted")
+    worlds = {line["term"]: line["world"] for line in evidence.of("form")}
+    assert list(worlds.values()).count(2) >= 2, "both came together again after a name that meant nothing to others"

@@ -260,3 +260,23 @@ def test_every_store_operation_counts_as_progress(tmp_path: Path) -> None:
         grows(lambda: file.readinto(memoryview(bytearray(4))))  # type: ignore[attr-defined]
     grows(lambda: store.list("data/"))
     grows(lambda: store.delete("data/x/file"))
+
+
+def test_a_name_that_was_not_there_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client of NFS remembers missing names until it opens their folder; the store does, so nobody waits for that."""
+    store = LocalStore(tmp_path)
+    store.create("commits/key", b"made by another node")
+    open_file, open_folder, is_fresh = Path.open, os.open, [False]
+
+    def remembering(path: Path, mode: str) -> object:
+        if path.name == "key" and not is_fresh[0]:
+            raise FileNotFoundError(path)
+        return open_file(path, mode)
+
+    def refreshing(path: Path, flags: int, *more: object) -> int:
+        is_fresh[0] = is_fresh[0] or bool(flags & os.O_DIRECTORY and Path(path).name == "commits")
+        return open_folder(path, flags, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "open", remembering)
+    monkeypatch.setattr(os, "open", refreshing)
+    assert stores.read(store, "commits/key") == b"made by another node"
