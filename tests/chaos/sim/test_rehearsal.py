@@ -94,7 +94,8 @@ def test_data_and_tracker_break_in_a_scenario_too() -> None:
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_scenario_of_the_package_is_simulated_or_refused(path: Path) -> None:
     """All that comes with the package for real nodes has a case, whose steps the job has, except for those listed."""
-    refused = {"hangs": "hang is not simulated", "soak": "a soak lists no faults to simulate"}
+    refused = {"hangs": "hang is not simulated", "frozen-disk": "freeze_fs is not simulated"}
+    refused |= dict.fromkeys(("soak", "soak-witness"), "a soak lists no faults to simulate")
     if path.stem in refused:
         with pytest.raises(ScenarioError, match=refused[path.stem]):
             rehearse(load(path), 1)
