@@ -327,7 +327,9 @@ def test_a_failpoint_is_armed_once_somebody_has_the_role(node: Node, tmp_path: P
     come(waiting)
     waiting._points.look(waiting)
     waiting._points.give_up(waiting)
-    assert [(line["op"], line["kind"], line["pids"]) for line in without_proofs(tmp_path)] == [("fault", "kill", [4711])]
+    assert [(line["op"], line["kind"], line["pids"]) for line in without_proofs(tmp_path)] == [
+        ("fault", "kill", [4711])
+    ]
 
 
 def test_a_second_fault_at_a_place_waits_for_the_first(node: Node, tmp_path: Path) -> None:
