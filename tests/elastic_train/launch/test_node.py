@@ -118,7 +118,7 @@ def poisoned(folder: Path, rows: Path, **data: object) -> str:
     return str(config)
 
 
-POISON = 77
+POISON = 177  # not a sample of the validation set
 
 
 def test_a_sample_that_ends_its_process_is_found_and_left_out(tmp_path: Path, rows: Path) -> None:
