@@ -24,7 +24,7 @@ MOST_HUNG_S = 500.0
 """If a process hung for longer the others would give up. Its own watchdog, which has no thread here, ends it sooner."""
 DAMAGE = tuple(kind for kind in KINDS if damages(kind) and kind != "tear_write")
 OF_ETCD = ("etcd_refuses", "alien_record")
-APART = ("bad_row_group", "tracker_outage", *OF_ETCD)
+APART = ("bad_row_group", "tracker_outage", "skew_clocks", *OF_ETCD)
 """Kinds that are drawn by themselves, from streams of their own."""
 COMMON = tuple(kind for kind in KINDS if kind not in APART)
 AT_PLACES = tuple(f"{how}@{point}" for how in AT_POINTS for point in POINTS)
