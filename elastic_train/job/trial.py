@@ -27,9 +27,9 @@ from pydantic import TypeAdapter
 from elastic_train.config.schema import Config
 from elastic_train.core.accounting import Hole
 from elastic_train.core.arrays import group_of, ranges_of
-from elastic_train.core.lanes import lane_seed
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.state import AppliedState
+from elastic_train.job.warm_up import run_once
 from rendezvous.orphans import die_with_parent
 
 SPEC, WEIGHTS, ERRORS = "trial.json", "weights.pt", "errors.txt"
@@ -129,12 +129,7 @@ def _compute(plan: Plan, state: AppliedState, step: int, unit: Unit, holes: Sequ
     others = [_without(plan, lo, hi) for lo, hi in ranges_of(every[~np.isin(every, unit.ids)])]
     lanes = range(unit.lane, unit.lane + 1)
     [[batch]] = plan.feed.training(plan.order, lanes, cursor, 1, (*holes, *others))
-    if batch.tensors is None:
-        return
-    torch.manual_seed(lane_seed(plan.config.run.seed, step, unit.lane))
-    with plan.autocast():
-        loss = plan.task.loss(state.model, {name: tensor.to(plan.device) for name, tensor in batch.tensors.items()})
-    torch.autograd.backward(loss.total)
+    run_once(plan, state.model, batch, step)
     if plan.device.type == "cuda":
         torch.cuda.synchronize()
 

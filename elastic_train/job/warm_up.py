@@ -10,6 +10,7 @@ from torch import nn
 
 from elastic_train.core.lanes import lane_seed
 from elastic_train.core.order import Cursor
+from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.errors import DataError, StorageError
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
@@ -26,14 +27,18 @@ def warm_up(plan: Plan, state: AppliedState) -> None:
         [[batch]] = plan.feed.training(plan.order, range(1), Cursor(), num_steps=1)
     except (DataError, StorageError):
         return
+    with torch.random.fork_rng([plan.device] if plan.device.type == "cuda" else []), _unchanged(state.model):
+        run_once(plan, state.model, batch, step=0)
+
+
+def run_once(plan: Plan, model: nn.Module, batch: LaneBatch, step: int) -> None:
+    """Run forward and backward of one micro-batch as a step does, outside of any world; nothing without samples."""
     if batch.tensors is None:
         return
-    with torch.random.fork_rng([plan.device] if plan.device.type == "cuda" else []), _unchanged(state.model):
-        torch.manual_seed(lane_seed(plan.config.run.seed, 0, batch.lane))
-        tensors = {name: tensor.to(plan.device) for name, tensor in batch.tensors.items()}
-        with plan.autocast():
-            loss = plan.task.loss(state.model, tensors)
-        torch.autograd.backward(loss.total)
+    torch.manual_seed(lane_seed(plan.config.run.seed, step, batch.lane))
+    with plan.autocast():
+        loss = plan.task.loss(model, {name: tensor.to(plan.device) for name, tensor in batch.tensors.items()})
+    torch.autograd.backward(loss.total)
 
 
 @contextlib.contextmanager

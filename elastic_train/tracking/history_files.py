@@ -51,14 +51,17 @@ class Stagnation:
 def stagnation(run_dir: str | Path, before_term: int, most: int) -> Stagnation:
     """Count the newest terms before `before_term` that got no further than the terms before them, up to `most`.
 
-    A job that loses its state begins again at its last commit: what counts is the furthest step of any term. Reads the
-    ends of rank 0's newest histories, back to the last in which the job gave up.
+    A job that loses its state begins again at its last commit: what counts is the furthest step of any term. Terms that
+    ended in good order do not count: the job was done, or was asked to leave. Reads the ends of rank 0's newest
+    histories, back to the last in which the job gave up.
     """
     lasts: list[int] = []
     for path in reversed([parts[-1] for parts in histories(run_dir, 0) if term_of(parts[-1]) < before_term]):
         content = tail_of(path)
         if b'"no_progress"' in content or len(lasts) > most:
             break
+        if b'{"op": "end"' in content:
+            continue
         lasts.append(max((int(str(line["step"])) for line in last_step_lines(path)), default=0))
     furthest = max(lasts, default=0)
     since = next((number for number, last in reversed(list(enumerate(lasts))) if last == furthest), 0)

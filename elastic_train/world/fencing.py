@@ -146,7 +146,7 @@ def _claim_in(store: Store, propose: Callable[[int], int]) -> int:
         if is_first and newest <= term + KEPT_TERMS:
             return term
         lowest = max(term, newest) + 1
-    raise StorageError(f"{store.url}/{TERMS}: {_CLAIM_TRIES} terms were claimed by others; who else runs here?")
+    raise StorageError(f"{store.url}/{TERMS}: {_CLAIM_TRIES} terms were claimed by others; is another job using it?")
 
 
 def newest_term(store: Store) -> int:

@@ -17,7 +17,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import TypeVar, TypeVarTuple
 
@@ -32,6 +31,7 @@ from chaos.sim.machine.object_store import StorageClient
 from chaos.sim.machine.rank_group import SimGroup
 from chaos.sim.machine.tracker import TrackedRun, Tracking
 from chaos.sim.modelled import commit_files, training
+from chaos.sim.modelled.silenced import Silent, Uncompacted, Unwatched
 from elastic_train.checkpoint.commits import record
 from elastic_train.checkpoint.interval.young_daly import Faults
 from elastic_train.core.coverage import CoverageSums
@@ -378,43 +378,3 @@ class SimHistory(History):
         self._host.kernel.check(self._host.kernel.current)
         at = stdlib.SteadyTime(self._host.kernel).time()
         self._host.record.write(self._name, op, at=at, term=self.term, rank=self._rank, **fields)
-
-
-class Silent:
-    """A progress display that shows nothing."""
-
-    def update(self, status: object) -> None: ...
-    def event(self, text: str) -> None: ...
-    def banner(self, banner: object) -> None: ...
-    def close(self) -> None: ...
-
-
-class Uncompacted:
-    """A compaction that does not happen: the simulated etcd keeps no history."""
-
-    def __init__(self, *_: object) -> None: ...
-    def close(self) -> None: ...
-
-
-class Unwatched:
-    """A watchdog that never bites: hangs are freezes here, and leases find those."""
-
-    def __init__(self, limit_s: float | None = None) -> None: ...
-    def beat(self) -> None: ...
-    def warm_up(self) -> None: ...
-
-    def enter(self) -> None: ...
-    def await_first(self) -> None: ...
-    def leave(self) -> None: ...
-    def moved(self) -> None: ...
-    def rest(self) -> None: ...
-    def close(self) -> None: ...
-
-    def beating(self, items: Iterable[object]) -> Iterable[object]:
-        return items
-
-    def resting(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def copying(self) -> AbstractContextManager[None]:
-        return nullcontext()

@@ -165,13 +165,15 @@ def test_a_history_that_could_not_be_opened_at_first_says_how_it_began(
 def test_terms_that_get_no_further_are_counted(tmp_path: Path) -> None:
     """Since the furthest step of any, or since the job gave up; other ranks' files do not count."""
 
-    def world(term: int, *steps: int, gives_up: bool = False, rank: int = 0) -> None:
+    def world(term: int, *steps: int, gives_up: bool = False, ends: bool = False, rank: int = 0) -> None:
         history = History(Unqueued(), tmp_path, term, rank)
         history.form(world=2, cause="lost", joined_at=None, sealed_at=1.0, started_at=2.0)
         for number in steps:
             step(history, number)
         if gives_up:
             history.no_progress(step=4)
+        if ends:
+            history.end(status="done", step=4, weights_sha256="w", coverage=CoverageSums())
         history.close()
 
     assert stagnation(tmp_path, 1, most=20) == Stagnation(0, 0)
@@ -186,6 +188,9 @@ def test_terms_that_get_no_further_are_counted(tmp_path: Path) -> None:
     assert stagnation(tmp_path, 3, most=20) == Stagnation(0, 3)
     world(5, 1, 2, 3, 4)
     assert stagnation(tmp_path, 6, most=20) == Stagnation(0, 4)
-    world(6, gives_up=True)
-    world(7)
-    assert stagnation(tmp_path, 8, most=20) == Stagnation(1, 0)
+    for term in (6, 7):  # started again when it was done
+        world(term, ends=True)
+    assert stagnation(tmp_path, 8, most=20) == Stagnation(0, 4)
+    world(8, gives_up=True)
+    world(9)
+    assert stagnation(tmp_path, 10, most=20) == Stagnation(1, 0)

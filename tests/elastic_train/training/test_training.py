@@ -15,7 +15,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 import yaml
 
-import elastic_train as et
 from elastic_train.checkpoint.format.torch_frame import bytes_of
 from elastic_train.checkpoint.format.weights_digest import join_digests, tensor_digest
 from elastic_train.data.corpora.synthetic import synthesise
@@ -377,42 +376,3 @@ def test_a_flipped_bit_is_found_before_the_next_commit(tmp_path: Path, rows: Pat
     assert (tmp_path / "flipped").exists()
     succeed(start([path], num_ranks=2))
     assert result(tmp_path)["weights_sha256"] == result(alone)["weights_sha256"]
-
-
-def poisoned(folder: Path, rows: Path, ids: list[int], how: str, **changes: object) -> str:
-    task = {"path": "tests.tasks:Poisoned", "params": {**PARAMS, "ids": ids, "how": how}}
-    return config(folder, rows, {**CLASSIFIER, "task": task}, **changes)
-
-
-def test_the_update_of_a_step_that_is_not_finite_is_left_out_and_its_samples_are_named(
-    tmp_path: Path, rows: Path
-) -> None:
-    """At any number of ranks alike, in commits and in the result; weights stay finite, and every sample counts."""
-    ended = {}
-    for name, num_ranks in (("one", None), ("two", 2)):
-        done = succeed(start([poisoned(tmp_path / name, rows, [5, 40], "nan")], num_ranks=num_ranks))
-        assert "its update is left out" in done.output
-        ended[name] = result(tmp_path / name)
-        reported = history(tmp_path / name, "nonfinite")
-        spans = [span for line in reported for ranges in line["samples"].values() for span in ranges]  # type: ignore[attr-defined]
-        ids = {id_ for lo, hi in spans for id_ in range(lo, hi)}
-        assert {5, 40} <= ids and len(ids) <= 4 * 6  # two lanes in each of two epochs
-        assert {line["loss"] for line in reported} == {"nan"}
-    assert ended["one"]["weights_sha256"] == ended["two"]["weights_sha256"]
-    assert ended["one"]["skipped_steps"] == ended["two"]["skipped_steps"] != []
-    head = et.discover(et.open_store(str(tmp_path / "two" / "run"))).head
-    assert head is not None and [list(pair) for pair in head.skipped_steps or ()] == ended["two"]["skipped_steps"]
-
-
-def test_steps_in_a_row_that_are_not_finite_end_training_and_the_last_good_commit_is_kept(
-    tmp_path: Path, rows: Path
-) -> None:
-    """With a code after which nothing starts it again; `keep` trains on, as every other trainer does."""
-    optimizer = {**CLASSIFIER["optimizer"], "nonfinite_limit": 3}  # type: ignore[dict-item]
-    path = poisoned(tmp_path, rows, list(range(60, 120)), "nan", optimizer=optimizer, checkpoint={"every_steps": 1})
-    done = start([path], num_ranks=2)
-    assert done.code == 93, done.output
-    assert "loss or gradient of 3 steps in a row, up to step" in done.output
-    path = poisoned(tmp_path / "keep", rows, [5], "nan", optimizer={**optimizer, "on_nonfinite": "keep"})
-    assert "its update is used all the same" in succeed(start([path])).output
-    assert result(tmp_path / "keep")["skipped_steps"] == []
