@@ -88,26 +88,29 @@ def _applied(
     return applied
 
 
-def _differences(applied: Mapping[tuple[int, int], Mapping[str, float]]) -> dict[tuple[str, str], float]:
-    """Return how far each host's clock is ahead of each other's with which it has applied steps."""
+def _differences(applied: Mapping[tuple[int, int], Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Return, for each host, how far the clocks of the others with which it has applied steps are ahead of its own."""
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for at in applied.values():
         for one, here in at.items():
             for other, there in at.items():
                 if one != other and len(found[one, other]) < _MOST_STEPS:
                     found[one, other].append(here - there)
-    return {pair: median_low(values) for pair, values in found.items() if values}
+    ahead: dict[str, dict[str, float]] = defaultdict(dict)
+    for one, other in sorted(found):
+        ahead[other][one] = median_low(found[one, other])
+    return ahead
 
 
-def _from(host: str, differences: Mapping[tuple[str, str], float]) -> dict[str, float]:
+def _from(host: str, differences: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Return how far each host's clock is ahead of one host's, over others where they never met."""
     offsets, left = {host: 0.0}, [host]
     while left:
         known = left.pop(0)
-        for (one, other), difference in sorted(differences.items()):
-            if other == known and one not in offsets:
-                offsets[one] = offsets[known] + difference
-                left.append(one)
+        for other, difference in differences.get(known, {}).items():
+            if other not in offsets:
+                offsets[other] = offsets[known] + difference
+                left.append(other)
     return offsets
 
 

@@ -156,11 +156,13 @@ def test_a_killed_process_leaves_its_run_running_and_the_next_term_sends_its_val
     program = (
         "import sys; from pathlib import Path; from elastic_train.tracking.tracker import Tracker\n"
         "from elastic_train.tracking.background_files import BackgroundFiles\n"
-        f"tracker = Tracker.start(files=BackgroundFiles(), run_dir=Path({str(tmp_path)!r}), term=1, config={{}},"
+        "files = BackgroundFiles()\n"
+        f"tracker = Tracker.start(files=files, run_dir=Path({str(tmp_path)!r}), term=1, config={{}},"
         f" mlflow_uri={uri!r}, experiment={EXPERIMENT!r}, run_name='x')\n"
         "print(tracker.wait_run_id(60), flush=True)\n"
         "for step in range(1, 6): tracker.log(step, {'loss': 1.0})\n"
         "tracker.commit(5, 'commits/00000001-000000000005.json')\n"
+        "files.flush(60)  # the lines of its last milliseconds die with a process\n"
         "print('logged', flush=True); sys.stdin.read()\n"
     )
     process = subprocess.Popen(
