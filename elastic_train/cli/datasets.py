@@ -8,7 +8,7 @@ leave a finished dataset as it is. DATA is a folder or fsspec URL with a manifes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -16,12 +16,14 @@ import fsspec
 from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from elastic_train.cli.output import Json, print_json, print_text
 from elastic_train.data.corpora import origin, synthetic
 from elastic_train.data.corpora import text as corpora
 from elastic_train.data.corpora.text import Imported, Options
 from elastic_train.data.dataset import describe, row_lengths, verify
+from elastic_train.data.dataset.checksums import add_checksums
 from elastic_train.data.dataset.manifest import NAME, Manifest, load_manifest
 from elastic_train.data.parquet.sources import reaching
 from elastic_train.errors import ConfigError, DataError
@@ -124,6 +126,19 @@ def lengths_(data: str, *, column: str = "input_ids") -> int:
     return 0
 
 
+@app.command(name="checksum")
+def checksum_(data: str) -> int:
+    """Add checksums of row groups to DATA, whose manifest was made without, so that reading can see damage.
+
+    The manifest stays as it is, and runs continue. Every file must still be what the manifest was made of; else the
+    exit code is 65, and nothing is written.
+    """
+    for manifest in _manifests(data):
+        num_sums = add_checksums(manifest, track=shown)
+        print_text(f"{manifest.url}: {num_sums:,} checksums, of {len(manifest.group_rows):,} row groups")
+    return 0
+
+
 @app.command(name="describe")
 def describe_(data: str, *, json_: Json = False) -> int:
     """Show what is in DATA: rows, files, labels, lengths, missing values."""
@@ -138,20 +153,35 @@ def describe_(data: str, *, json_: Json = False) -> int:
 
 @app.command(name="verify")
 def verify_(data: str, *, json_: Json = False) -> int:
-    """Read every file of DATA and compare it with the manifest; list damaged ones and exit with 65 if there are any."""
+    """Read every file of DATA and compare it with the manifest; list damaged ones and exit with 65 if there are any.
+
+    Damage is named by row group, column and bytes where the checksums of the row groups are known.
+    """
+    manifests = _manifests(data)
     found = [
-        (f"{manifest.url}/{verdict.path}", verdict.wrong)
-        for manifest in _manifests(data)
+        (f"{manifest.url}/{verdict.path}", verdict)
+        for manifest in manifests
         for verdict in verify.verify(manifest, track=shown)
     ]
     if json_:
-        print_json([{"path": path, "wrong": wrong} for path, wrong in found])
+        print_json(
+            [
+                {"path": path, "wrong": verdict.wrong, "damage": [asdict(part) for part in verdict.damage]}
+                for path, verdict in found
+            ]
+        )
     else:
         table = Table("file", "verdict")
-        for path, wrong in found:
-            table.add_row(path, f"[red]{wrong}" if wrong else "[green]whole")
+        for path, verdict in found:
+            table.add_row(path, Text(verdict.wrong, "red") if verdict.wrong else Text("whole", "green"))
         Console().print(table)
-    bad = [f"{path} {wrong}" for path, wrong in found if wrong]
+        for manifest in manifests:
+            if not verify.has_checksums(manifest):
+                print_text(
+                    f"{manifest.url}: has no checksums of its row groups, so training cannot see what is damaged; add "
+                    f"them with `elastic-train data checksum {manifest.url}`"
+                )
+    bad = [f"{path} {verdict.wrong}" for path, verdict in found if verdict.wrong]
     if bad and not json_:
         raise DataError("; ".join(bad))
     return DataError.exit_code if bad else 0

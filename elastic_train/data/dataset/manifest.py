@@ -2,7 +2,8 @@
 
 It lists the Parquet files in an order that never changes, with the rows of each row group; sample ids number those
 rows. Each file carries a fingerprint (size and SHA-256 of its footer) that is compared whenever it is opened, and the
-SHA-256 of all its bytes for `data verify`. `coverage` is what one whole epoch must add to the coverage sums.
+SHA-256 of all its bytes for `data verify`. Checksums of its row groups stand beside the manifest, with the footers.
+`coverage` is what one whole epoch must add to the coverage sums.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +23,7 @@ import pyarrow.parquet as pq
 from elastic_train.core.arrays import Int64s, group_of
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import first_ids
+from elastic_train.data.parquet.chunks import all_chunks, digest
 from elastic_train.data.parquet.files import (
     footer_sha256,
     open_parquet,
@@ -203,15 +205,14 @@ def _describe(fs: fsspec.AbstractFileSystem, path: str, root: str) -> tuple[File
     size = fs.size(path)
     with fs.open(path, "rb") as file:
         footer = read_footer(file, size, path)
-        file.seek(0)
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    metadata = parse_footer(footer, path)
+        metadata = parse_footer(footer, path)
+        sha256, sums = digest(file, all_chunks(metadata))
     groups = tuple(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
     relative = path.removeprefix(root).lstrip("/")
     if not groups or 0 in groups:
         raise DataError(f"{path}: has an empty row group, or none; write it again without empty ones")
-    entry = FileEntry(relative, size, footer_sha256(footer), digest, groups)
-    return entry, cut_footer(footer, relative), metadata
+    entry = FileEntry(relative, size, footer_sha256(footer), sha256, groups)
+    return entry, replace(cut_footer(footer, relative), sums=sums), metadata
 
 
 def _count_labels(fs: fsspec.AbstractFileSystem, path: str, column: str, metadata: pq.FileMetaData) -> Int64s:

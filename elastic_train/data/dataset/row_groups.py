@@ -1,13 +1,16 @@
-"""Decoding row groups: only the columns in use, from any thread, each file compared with its fingerprint first.
+"""Decoding row groups: only the columns in use, from any thread, and nothing that was not compared with its checksum.
 
 The bytes around a file's footer are read together with its first row group, so a dataset that changed under its
 manifest is refused by name before a row of it is used, and no request waits for another. Two threads that come to a
-new file at once may both compare it; nothing else is shared between threads.
+new file at once may both compare it; nothing else is shared between threads. Column chunks are compared with their
+checksums, once they are in memory and before they are decoded: a flipped bit decodes to other values without an error.
+Those that differ are read once more, in case only memory or the way from the storage had changed them.
 """
 
 from __future__ import annotations
 
-import io
+import functools
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -15,8 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from isal.isal_zlib import crc32
 
 from elastic_train.data.dataset.manifest import FileEntry, Manifest
+from elastic_train.data.parquet.chunks import Chunk, chunks_of
 from elastic_train.data.parquet.files import (
     footer_sha256,
     keep_memory,
@@ -25,12 +30,13 @@ from elastic_train.data.parquet.files import (
 )
 from elastic_train.data.parquet.footer import Footer, cut_footer
 from elastic_train.data.parquet.footer_index import Footers, load_footers
-from elastic_train.data.parquet.sources import LocalSource, Range, open_source
+from elastic_train.data.parquet.sources import Fetched, LocalSource, open_source
 from elastic_train.errors import DataError, UnreadableError
 
 _TAIL_BYTES = 64 << 10
 _LOADING = threading.Lock()
 MAX_DECODERS = 8
+_LOG = logging.getLogger(__name__)
 
 
 def num_decoders() -> int:
@@ -91,17 +97,35 @@ class RowGroups:
     def _decode(self, number: int, entry: FileEntry, within: int) -> pa.Table:
         footer = self._footer(number, entry)
         metadata = footer.metadata_of(within, entry.row_groups[within])
-        ranges = _column_ranges(metadata, self._columns)
+        chunks = [chunk for chunk in chunks_of(metadata, 0, footer.sums_of(within)) if chunk.is_of(self._columns)]
+        ranges = [(chunk.lo, chunk.hi) for chunk in chunks]
         if number in self._compared:
-            return self._read(self._source.open(entry.path, ranges), metadata)
-        tail = (entry.size - footer.size, entry.size + 1)  # a byte more, to see whether there is one
-        file = self._source.open(entry.path, [*ranges, tail])
-        file.seek(tail[0])
-        self._compare(entry, file.read(tail[1] - tail[0]))
-        self._compared.add(number)
+            file = self._source.open(entry.path, ranges)
+        else:
+            tail = (entry.size - footer.size, entry.size + 1)  # a byte more, to see whether there is one
+            file = self._source.open(entry.path, [*ranges, tail])
+            self._compare(entry, file.part(*tail))
+            self._compared.add(number)
+        if _damaged(file, chunks):
+            file = self._source.open(entry.path, ranges, is_again=True)
+            self._refuse(entry, within, _damaged(file, chunks))
         return self._read(file, metadata)
 
-    def _read(self, file: pa.NativeFile | io.RawIOBase, metadata: pq.FileMetaData) -> pa.Table:
+    def _refuse(self, entry: FileEntry, within: int, damaged: Sequence[Chunk]) -> None:
+        """Raise UnreadableError if a row group's second reading differs from the checksums as well."""
+        where = f"{self._path(entry)}: row group {within}"
+        if damaged:
+            raise UnreadableError(
+                f"{where} is damaged: {' and '.join(map(str, damaged))} differ from what was written, also when "
+                "read again; restore the file from a copy (`elastic-train data verify` lists all that is damaged)"
+            )
+        _LOG.warning(
+            "%s differed from its checksums, and was whole when it was read again: check this machine's memory, and "
+            "its way to the storage",
+            where,
+        )
+
+    def _read(self, file: Fetched, metadata: pq.FileMetaData) -> pa.Table:
         """Decode a row group, where many threads wait for a network in one of a few that do nothing else.
 
         Each thread decodes into memory that it keeps, and as many at once as there are cores is enough.
@@ -112,7 +136,7 @@ class RowGroups:
             self._decoders = self._decoders or ThreadPoolExecutor(num_decoders(), "decode-fetched")
         return self._decoders.submit(self._read_here, file, metadata).result()
 
-    def _read_here(self, file: pa.NativeFile | io.RawIOBase, metadata: pq.FileMetaData) -> pa.Table:
+    def _read_here(self, file: Fetched, metadata: pq.FileMetaData) -> pa.Table:
         with file:
             return read_row_group(open_parquet(file, metadata), 0, self._columns)
 
@@ -123,6 +147,8 @@ class RowGroups:
         with _LOADING:  # all threads that decode come here first at the same time
             if self._loaded is None:
                 self._loaded = (load_footers(self._manifest.url),)
+                if not (self._loaded[0] and self._loaded[0].have_sums):
+                    _warn_unchecked(self._manifest.url)
         (footers,) = self._loaded
         if footers is not None and number < len(footers):
             footer = footers[number]
@@ -141,7 +167,7 @@ class RowGroups:
         self._compare(entry, tail[-length:])
         return tail[-length:]
 
-    def _compare(self, entry: FileEntry, footer: bytes) -> None:
+    def _compare(self, entry: FileEntry, footer: bytes | memoryview) -> None:
         """Refuse a file whose last bytes are not the footer that the manifest knows."""
         if footer_sha256(footer) == entry.footer_sha256:
             return
@@ -157,13 +183,17 @@ class RowGroups:
         return f"{self._manifest.url.rstrip('/')}/{entry.path}"
 
 
-def _column_ranges(metadata: pq.FileMetaData, columns: Sequence[str]) -> list[Range]:
-    """Return the byte ranges of the columns' chunks in the file; the metadata has one row group."""
-    group, ranges = metadata.row_group(0), []
-    names = tuple(f"{name}." for name in columns)  # a nested column's chunks have longer paths; a name may have dots
-    for place in range(group.num_columns):
-        chunk = group.column(place)
-        if f"{chunk.path_in_schema}.".startswith(names):
-            lo = min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)))
-            ranges.append((lo, lo + chunk.total_compressed_size))
-    return ranges
+def _damaged(file: Fetched, chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Return the chunks whose bytes differ from their checksums."""
+    return [chunk for chunk in chunks if chunk.crc32 not in (None, crc32(file.part(chunk.lo, chunk.hi)))]
+
+
+@functools.cache
+def _warn_unchecked(url: str) -> None:
+    """Log, once in a process, that nothing shows whether what is read of a dataset is what was written."""
+    _LOG.warning(
+        "%s: has no checksums of its row groups, so damage in them may not be noticed; "
+        "add them with `elastic-train data checksum %s`",
+        url,
+        url,
+    )

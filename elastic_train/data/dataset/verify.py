@@ -1,66 +1,115 @@
-"""Checking a dataset against its manifest: every byte of every file, its footer, its rows, and the coverage sums."""
+"""Checking a dataset against its manifest: every byte of every file, its footer, its rows, and the coverage sums.
+
+Where the checksums of row groups are known, damage is named by row group, column and bytes.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import fsspec
+import pyarrow.parquet as pq
 
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.data.dataset.manifest import FileEntry, Manifest
+from elastic_train.data.parquet.chunks import all_chunks, chunks_of, digest
 from elastic_train.data.parquet.files import footer_sha256, parse_footer, read_footer
+from elastic_train.data.parquet.footer_index import NAME as FOOTERS
+from elastic_train.data.parquet.footer_index import load_footers
 from elastic_train.errors import DataError
 from elastic_train.system.progress_bar import Track, silent
 from elastic_train.system.sdk_errors import sdk_errors
 
 
 @dataclass(frozen=True, slots=True)
+class Damage:
+    """What is damaged in a row group, numbered within its file: the bytes [lo, hi) of one column."""
+
+    row_group: int
+    column: str
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
-    """One checked thing, a file or the manifest itself, and what is wrong with it (None: it is whole)."""
+    """One checked thing, a file or the manifest itself, and what is wrong with it (None: it is whole).
+
+    `damage` are the parts of a file that are known to be damaged.
+    """
 
     path: str
     wrong: str | None
+    damage: tuple[Damage, ...] = ()
 
 
 def verify(manifest: Manifest, *, track: Track = silent) -> list[Verdict]:
     """Read everything the manifest names; all damage is reported, not only the first."""
-    entries = track(manifest.files, "hashing files", len(manifest.files))
-    verdicts = [Verdict(entry.path, _wrong_with_file(manifest, entry)) for entry in entries]
+    footers = load_footers(manifest.url)
+    verdicts = []
+    for number, entry in enumerate(track(manifest.files, "hashing files", len(manifest.files))):
+        footer = footers[number] if footers is not None and number < len(footers) else None
+        is_known = footer is not None and footer.sha256 == entry.footer_sha256
+        verdicts.append(_verdict_on_file(manifest, entry, footer.sums if footer is not None and is_known else None))
     if manifest.tokenizer is not None:
         verdicts.append(Verdict(manifest.tokenizer, _wrong_with_tokenizer(manifest, manifest.tokenizer)))
     verdicts.append(Verdict("manifest.json", _wrong_with_manifest(manifest)))
     return verdicts
 
 
-def _wrong_with_file(manifest: Manifest, entry: FileEntry) -> str | None:
+def has_checksums(manifest: Manifest) -> bool:
+    """Say whether the checksums of a dataset's row groups are known."""
+    footers = load_footers(manifest.url)
+    return footers is not None and footers.have_sums
+
+
+def _verdict_on_file(manifest: Manifest, entry: FileEntry, sums: Sequence[int] | None) -> Verdict:
+    """Read a file once; `sums` are the CRC-32 of its column chunks, None if they are not known."""
     path = f"{manifest.url.rstrip('/')}/{entry.path}"
     try:
         with fsspec.open(path, "rb") as file:
             size = file.seek(0, 2)
             if size != entry.size:
-                return f"has {size:,} bytes instead of {entry.size:,}: truncated or replaced"
+                wrong = f"has {size:,} bytes instead of {entry.size:,}: truncated or replaced"
+                return Verdict(entry.path, wrong)
             footer = read_footer(file, size, path)
-            file.seek(0)
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if footer_sha256(footer) != entry.footer_sha256:
+                return Verdict(entry.path, "its footer changed: the file was written again, or is damaged there")
+            metadata = parse_footer(footer, path)
+            sha256, found = digest(file, all_chunks(metadata))
     except FileNotFoundError:
-        return "is missing"
+        return Verdict(entry.path, "is missing")
     except sdk_errors(OSError, DataError) as error:
-        return f"cannot be read: {error}"
-    if footer_sha256(footer) != entry.footer_sha256:
-        return "its footer changed: the file was written again"
-    if digest != entry.sha256:
-        return "its content changed: bytes differ from those the manifest was made of"
-    return _wrong_with_rows(footer, path, entry)
+        return Verdict(entry.path, f"cannot be read: {error}")
+    damage = _damage(metadata, sums, found)
+    return Verdict(entry.path, _wrong_with_content(entry, sha256, metadata, sums, damage), damage)
 
 
-def _wrong_with_rows(footer: bytes, path: str, entry: FileEntry) -> str | None:
-    try:
-        metadata = parse_footer(footer, path)
-    except DataError as error:
-        return f"cannot be read: {error}"
+def _damage(metadata: pq.FileMetaData, sums: Sequence[int] | None, found: Sequence[int]) -> tuple[Damage, ...]:
+    """Return the column chunks of a file whose checksums differ."""
+    numbered = [(group, chunk) for group in range(metadata.num_row_groups) for chunk in chunks_of(metadata, group)]
+    return tuple(
+        Damage(group, chunk.column, chunk.lo, chunk.hi)
+        for (group, chunk), known, crc32 in zip(numbered, found if sums is None else sums, found, strict=True)
+        if known != crc32
+    )
+
+
+def _wrong_with_content(
+    entry: FileEntry, sha256: str, metadata: pq.FileMetaData, sums: Sequence[int] | None, damage: Sequence[Damage]
+) -> str | None:
     rows = tuple(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
-    return None if rows == entry.row_groups else "its row groups are not those of the manifest"
+    if sha256 == entry.sha256:
+        if damage:
+            return f"is whole, but checksums in {FOOTERS} are not its own: make them with `elastic-train data checksum`"
+        return None if rows == entry.row_groups else "its row groups are not those of the manifest"
+    if damage:
+        parts = (f"row group {each.row_group}, '{each.column}', bytes [{each.lo}, {each.hi})" for each in damage)
+        return f"is damaged: {'; '.join(parts)}"
+    where = "" if sums is None else ", outside of its row groups"
+    return f"its content changed: bytes differ from those the manifest was made of{where}"
 
 
 def _wrong_with_tokenizer(manifest: Manifest, name: str) -> str | None:

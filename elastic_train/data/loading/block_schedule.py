@@ -26,25 +26,10 @@ class DecodedBlock:
         self.rows: dict[int, Future[Rows]] = {}
         self._row_bytes: float | None = None
         self._joined: Joined | None = None
-        self._looked_up: list[int] = []
 
-    def decode(self, decoder: Decoder, pool: Executor, *, looks_first: bool) -> None:
-        """Have the row groups decoded; with `looks_first`, those that need no decoding are taken as they are."""
-        for group in self.block.groups.tolist():
-            rows = decoder.at_hand(group) if looks_first else None
-            if rows is None:
-                self.rows[group] = pool.submit(decoder.decode, group)
-            else:
-                self.rows[group] = Future()
-                self.rows[group].set_result(rows)
-                self._looked_up.append(group)
-
-    def read_on(self, decoder: Decoder, pool: Executor) -> None:
-        """Have the row groups read that needed no decoding, of which only a first step's rows have been read so far."""
-        for group in self._looked_up:
-            self.rows[group] = pool.submit(decoder.decode, group)
-        self._joined = None if self._looked_up else self._joined
-        self._looked_up = []
+    def decode(self, decoder: Decoder, pool: Executor) -> None:
+        """Have the row groups decoded."""
+        self.rows = {group: pool.submit(decoder.decode, group) for group in self.block.groups.tolist()}
 
     @property
     def row_bytes(self) -> float | None:
@@ -84,12 +69,6 @@ class BlockSchedule:
             self._admit(pool)
         return [[block for block in blocks if block.first < hi and block.end > lo] for blocks in self._held.values()]
 
-    def read_on(self, pool: Executor) -> None:
-        """After the first step, for which row groups were only looked up, have all of them read."""
-        for blocks in self._held.values():
-            for block in blocks:
-                block.read_on(self._decoder, pool)
-
     def prefetch(self, step: int, max_bytes: int, max_groups: int, pool: Executor) -> None:
         """Have blocks decoded that steps after `step` need first, and that take up to `max_bytes`.
 
@@ -113,7 +92,7 @@ class BlockSchedule:
     def _admit(self, pool: Executor) -> None:
         """Have the next block decoded, and plan its lane's next."""
         _, lane, block = heapq.heappop(self._next)
-        block.decode(self._decoder, pool, looks_first=block.first <= self._steps.start)
+        block.decode(self._decoder, pool)
         self._held[lane].append(block)
         self._plan(lane, Cursor(block.epoch, block.block.hi))
 

@@ -68,8 +68,6 @@ class ReadAhead:
             if next_ < end:  # the thread that waits for the first step makes it, so no other has to wake up
                 yield from self._assemble(next_, next_ + 1, schedule.require(next_, next_ + 1, decoders))
                 next_ += 1
-            if next_ < end:
-                schedule.read_on(decoders)
             while next_ < end or chunks:
                 while next_ < end and len(chunks) <= CHUNKS_AHEAD:
                     hi = min(end, self._chunk_end(next_, schedule.row_bytes))

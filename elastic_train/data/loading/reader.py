@@ -52,11 +52,6 @@ class Reader:
         decode = partial(_again, self.groups.decode)
         return Rows(self._cache.get(group, decode) if self._cache else decode(group))
 
-    def at_hand(self, group: int) -> Rows | None:
-        """Return a row group if it need not be decoded, else None."""
-        table = self._cache.at_hand(group) if self._cache else None
-        return None if table is None else Rows(table)
-
     def rows_of(self, group: int) -> Rows:
         """Return the rows of a row group, kept for the next call; from one thread."""
         rows = self._rows.pop(group, None)

@@ -1,8 +1,9 @@
 """Decoded row groups in a folder of the node, memory-mapped by all of its processes, and there after a restart.
 
 An entry is an Arrow stream and a trailer, written under another name and renamed, so a killed process leaves no torn
-one. A machine that goes down can: an entry of an earlier boot is compared with its checksum before it is used. What is
-not whole is as good as not there. One process at a time decodes a row group, and the others wait and find it.
+one. A machine that goes down can, and a disk may change one: every entry is compared with its checksum before it is
+used. What is not whole is as good as not there. One process at a time decodes a row group, and the others wait and
+find it.
 
 Invariant: the entries of all datasets together take at most `max_bytes`; the least recently used are deleted first. An
 entry's modification time is the time of its last use. The bytes are counted in a file before an entry is written, never
@@ -17,12 +18,11 @@ import logging
 import os
 import re
 import struct
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from pathlib import Path
 
 import pyarrow as pa
+from isal.isal_zlib import crc32
 
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.system.file_locks import is_locked, locked
@@ -32,8 +32,8 @@ MAX_BYTES = 64 << 30
 SLACK = 16
 """With too many bytes a 1/SLACK more goes than must, since to look through the folder takes long."""
 
-_FORMAT = b"rows 1\0\0"
-_TRAILER = struct.Struct("<QQ16s8s")  # bytes before it, their CRC-32, boot, format
+_FORMAT = b"rows 2\0\0"
+_TRAILER = struct.Struct("<QQ8s")  # bytes before it, their CRC-32, format
 _COUNT, _LOCKS, _NAME, _PARTIAL = "bytes", "locks", ".rows", ".partial"
 _ENTRY = re.compile(rf"[0-9a-f]{{32}}/[0-9]+({re.escape(_NAME)}|{re.escape(_PARTIAL)})")
 _LOG = logging.getLogger(__name__)
@@ -46,10 +46,6 @@ class RowCache:
         key = hashlib.sha256("\0".join((manifest.digest, *columns)).encode()).hexdigest()[:32]
         self._root, self._folder, self._max_bytes = folder, folder / key, max_bytes
         self._is_broken = False
-
-    def at_hand(self, group: int) -> pa.Table | None:
-        """Return a row group if it is in the folder and was written since the machine started, else None."""
-        return self._map(group, is_read=False)
 
     def get(self, group: int, decode: Callable[[int], pa.Table]) -> pa.Table:
         """Return a row group, from the folder or decoded and put there; if the folder fails, just decoded."""
@@ -73,18 +69,16 @@ class RowCache:
     def _path(self, group: int) -> Path:
         return self._folder / f"{group}{_NAME}"
 
-    def _map(self, group: int, *, is_read: bool = True) -> pa.Table | None:
-        """Return an entry if it is whole, else None. Unless `is_read`, no byte of it is read before it is used.
-
-        An entry of an earlier boot counts as whole only once all of it was read and matches its checksum.
-        """
+    def _map(self, group: int) -> pa.Table | None:
+        """Return an entry if it is whole, else None."""
+        path = self._path(group)
         try:
-            file = os.open(self._path(group), os.O_RDONLY | os.O_CLOEXEC)
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return None
         try:
             size = os.fstat(file).st_size - _TRAILER.size
-            num_bytes, checksum, boot, kind = _TRAILER.unpack(os.pread(file, _TRAILER.size, max(0, size)))
+            num_bytes, checksum, kind = _TRAILER.unpack(os.pread(file, _TRAILER.size, max(0, size)))
             if (num_bytes, kind) != (size, _FORMAT):
                 return None
             mapping = Mapping(file, size)
@@ -93,9 +87,9 @@ class RowCache:
             return None
         finally:
             os.close(file)
-        if is_read:
-            mapping.populate()
-        if boot != _boot() and not (is_read and zlib.crc32(mapping.buffer) == checksum):
+        mapping.populate()
+        if crc32(mapping.buffer) != checksum:
+            _LOG.warning("%s: is damaged, and made again from its file; check the disk if that happens often", path)
             return None
         try:
             return pa.ipc.open_stream(mapping.buffer).read_all()
@@ -109,7 +103,7 @@ class RowCache:
         size = measure.size()
         content = pa.allocate_buffer(size)
         _write(table, pa.FixedSizeBufferWriter(content))
-        trailer = _TRAILER.pack(size, zlib.crc32(content), _boot(), _FORMAT)
+        trailer = _TRAILER.pack(size, crc32(content), _FORMAT)
         path = self._path(group)
         partial = path.with_suffix(_PARTIAL)
         try:
@@ -182,9 +176,3 @@ def _mark_used(file: int) -> None:
     """Set an open entry's modification time to now; another user's entry keeps its own."""
     with contextlib.suppress(OSError):
         os.utime(file)
-
-
-@cache
-def _boot() -> bytes:
-    """Return what identifies this boot of the machine."""
-    return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))

@@ -36,9 +36,6 @@ class Decoder(Protocol):
     def decode(self, group: int) -> Rows:
         """Return the rows of a row group, or raise UnreadableError."""
 
-    def at_hand(self, group: int) -> Rows | None:
-        """Return the rows of a row group if that takes no time, else None."""
-
 
 class SkippingHoles:
     """A decoder that reads nothing of holes that begin at or before a step."""
@@ -51,6 +48,3 @@ class SkippingHoles:
         if group in self._left_out:
             raise UnreadableError(f"row group {group} is in a hole")
         return self._decoder.decode(group)
-
-    def at_hand(self, group: int) -> Rows | None:
-        return None if group in self._left_out else self._decoder.at_hand(group)

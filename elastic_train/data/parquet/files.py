@@ -36,7 +36,7 @@ def read_footer(file: BinaryIO, size: int, path: str) -> bytes:
     return file.read(length + 8)
 
 
-def footer_sha256(footer: bytes) -> str:
+def footer_sha256(footer: bytes | memoryview) -> str:
     """Return the SHA-256 of a footer: it holds every column chunk's size, place and statistics."""
     return hashlib.sha256(footer).hexdigest()
 

@@ -10,7 +10,8 @@ thrift-compact-protocol.md); of Parquet's FileMetaData only the fields 3 (num_ro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import pyarrow.parquet as pq
 
@@ -23,13 +24,17 @@ _BOOLS, _BYTE, _VARINTS, _DOUBLE, _BINARY, _LISTS, _MAP, _STRUCT = (1, 2), 3, (4
 
 @dataclass(frozen=True, slots=True)
 class Footer:
-    """A footer cut at its row groups: `bounds[i]:bounds[i + 1]` of `content` is row group i's entry."""
+    """A footer cut at its row groups: `bounds[i]:bounds[i + 1]` of `content` is row group i's entry.
+
+    `sums` are the CRC-32 of all column chunks of the file, row group by row group; None if they are not known.
+    """
 
     path: str
     content: bytes
     num_rows_at: tuple[int, int]
     list_at: int
     bounds: tuple[int, ...]
+    sums: Sequence[int] | None = field(default=None, compare=False)
 
     @property
     def size(self) -> int:
@@ -40,6 +45,13 @@ class Footer:
     def sha256(self) -> str:
         """The fingerprint that the manifest keeps."""
         return footer_sha256(_closed(self.content))
+
+    def sums_of(self, group: int) -> Sequence[int] | None:
+        """Return the CRC-32 of each column chunk of a row group, in the schema's order; None if they are not known."""
+        if self.sums is None:
+            return None
+        num_columns = len(self.sums) // (len(self.bounds) - 1)
+        return self.sums[group * num_columns : (group + 1) * num_columns]
 
     def metadata_of(self, group: int, num_rows: int) -> pq.FileMetaData:
         """Parse the footer as that of a file with this one row group, which has `num_rows` rows."""

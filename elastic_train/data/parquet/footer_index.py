@@ -1,8 +1,9 @@
-"""All footers of a dataset in one file beside its manifest, cut at their row groups.
+"""All footers of a dataset in one file beside its manifest, cut at their row groups, and checksums of what they name.
 
 With it a reader needs no request before the first row group's own bytes. It is not part of the manifest's identity:
 each footer is compared with the fingerprint that the manifest has of it, and a dataset without it is read as well,
-footer by footer.
+footer by footer. Without it, or if it was made by a version that did not keep checksums yet, row groups are read
+unchecked.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from elastic_train.data.parquet.footer import Footer
 from elastic_train.system.sdk_errors import sdk_errors
 
 NAME = "manifest.footers"
+_SUMS = "chunk_crc32"
 _SCHEMA = pa.schema(
     [
         pa.field("path", pa.string(), nullable=False),
@@ -25,6 +27,7 @@ _SCHEMA = pa.schema(
         pa.field("num_rows_at", pa.list_(pa.int32(), 2), nullable=False),
         pa.field("list_at", pa.int32(), nullable=False),
         pa.field("bounds", pa.list_(pa.int32()), nullable=False),
+        pa.field("chunk_crc32", pa.list_(pa.uint32())),
     ]
 )
 
@@ -33,15 +36,22 @@ class Footers:
     """The footers of a dataset's files, in the manifest's order; compressed until one is used."""
 
     def __init__(self, table: pa.Table) -> None:
+        if _SUMS not in table.column_names:
+            table = table.append_column(_SCHEMA.field(_SUMS), pa.nulls(len(table), _SCHEMA.field(_SUMS).type))
         self._columns = [table.column(name).combine_chunks() for name in _SCHEMA.names]
+
+    @property
+    def have_sums(self) -> bool:
+        """Say whether every file's chunks have checksums."""
+        return bool(self._columns[-1].null_count == 0)
 
     def __len__(self) -> int:
         return len(self._columns[0])
 
     def __getitem__(self, number: int) -> Footer:
-        path, num_bytes, zstd, num_rows_at, list_at, bounds = (column[number].as_py() for column in self._columns)
+        path, num_bytes, zstd, num_rows_at, list_at, bounds, sums = (column[number].as_py() for column in self._columns)
         content = pa.decompress(zstd, num_bytes, codec="zstd", asbytes=True)
-        return Footer(path, content, tuple(num_rows_at), list_at, tuple(bounds))
+        return Footer(path, content, tuple(num_rows_at), list_at, tuple(bounds), sums)
 
 
 def write_footers(url: str, footers: Sequence[Footer]) -> None:
@@ -53,6 +63,7 @@ def write_footers(url: str, footers: Sequence[Footer]) -> None:
         [list(footer.num_rows_at) for footer in footers],
         [footer.list_at for footer in footers],
         [list(footer.bounds) for footer in footers],
+        [footer.sums for footer in footers],
     ]
     table = pa.table(columns, schema=_SCHEMA)
     with fsspec.open(f"{url.rstrip('/')}/{NAME}", "wb") as file:

@@ -1,16 +1,17 @@
 """Where a dataset's bytes come from: local files, or any fsspec URL by ranges, retried, and asked for twice if slow.
 
 A remote range is read by a thread of a pool (S3's by plain HTTP, see `signed`), again after a failure, and once more
-beside itself when it takes longer than all but a few others did (Dean, Barroso: The Tail at Scale, 2013). Only then
-does pyarrow see it, as a file whose bytes are here already, so that decoding never waits for a network. Local files are
-read by pyarrow itself, without the interpreter's lock. No range is read that a row group does not need, but near ones
-are read as one.
+beside itself when it takes longer than all but a few others did (Dean, Barroso: The Tail at Scale, 2013). Local files
+are read in the calling thread, without the interpreter's lock. Only then does pyarrow see a range, in a file whose
+bytes are here already: decoding never waits for a network, and decodes the very bytes that were checked. No range is
+read that a row group does not need, but near ones are read as one where each is a request.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 import threading
 import time
 from collections import deque
@@ -53,8 +54,11 @@ class Source(Protocol):
     def read(self, path: str, lo: int, hi: int) -> bytes:
         """Return the bytes [lo, hi) of a file; fewer where it ends before."""
 
-    def open(self, path: str, ranges: Sequence[Range]) -> pa.NativeFile | io.RawIOBase:
-        """Return a file for pyarrow, of which only the given ranges can be read."""
+    def open(self, path: str, ranges: Sequence[Range], *, is_again: bool = False) -> Fetched:
+        """Return a file for pyarrow, of which only the given ranges can be read.
+
+        With `is_again` the ranges come from where they are stored, and not from the machine's memory.
+        """
 
 
 def open_source(url: str) -> Source:
@@ -93,7 +97,7 @@ def join_near(ranges: Sequence[Range], max_gap: int = MAX_GAP) -> list[Range]:
 
 
 class LocalSource:
-    """Files of a local folder, read by pyarrow where it needs them."""
+    """Files of a local folder."""
 
     def __init__(self, root: str) -> None:
         self._root = Path(root)
@@ -106,8 +110,23 @@ class LocalSource:
             file.seek(lo)
             return file.read(hi - lo)
 
-    def open(self, path: str, ranges: Sequence[Range]) -> pa.NativeFile:
-        return pa.OSFile(str(self._root / path))
+    def open(self, path: str, ranges: Sequence[Range], *, is_again: bool = False) -> Fetched:
+        file = os.open(self._root / path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if is_again:
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            return Fetched({range_: _pread(file, *range_) for range_ in join_near(ranges, 0)})
+        finally:
+            os.close(file)
+
+
+def _pread(file: int, lo: int, hi: int) -> Content:
+    """Read a range of an open file; less where it ends before."""
+    content = memoryview(pa.allocate_buffer(hi - lo)).cast("B")
+    at = 0
+    while at < len(content) and (size := os.preadv(file, [content[at:]], lo + at)):
+        at += size
+    return content[:at]
 
 
 class RemoteSource:
@@ -142,7 +161,7 @@ class RemoteSource:
         with _as_os_errors():
             return memoryview(_again(self._filesystem.cat_file, whole, start=lo, end=hi))
 
-    def open(self, path: str, ranges: Sequence[Range]) -> Fetched:
+    def open(self, path: str, ranges: Sequence[Range], *, is_again: bool = False) -> Fetched:
         joined = join_near(ranges)
         first = [self._submit(path, range_) for range_ in joined]
         with _LOCK:
@@ -223,10 +242,14 @@ class Fetched(io.RawIOBase):
 
     def read(self, size: int = -1) -> Content:
         lo, self._at = self._at, self._at + size
+        return self.part(lo, self._at)
+
+    def part(self, lo: int, hi: int) -> Content:
+        """Return the bytes [lo, hi), without a copy; fewer where the file ends before."""
         for (first, end), content in self._parts.items():
-            if first <= lo and self._at <= end:
-                return content[lo - first : self._at - first]
-        raise OSError(f"bytes [{lo}, {self._at}) were not fetched")
+            if first <= lo and hi <= end:
+                return content[lo - first : hi - first]
+        raise OSError(f"bytes [{lo}, {hi}) were not fetched")
 
 
 _again = tenacity.Retrying(

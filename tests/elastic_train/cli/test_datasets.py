@@ -207,7 +207,7 @@ def write_again(path: Path) -> None:
 
 
 HARM: dict[Callable[[Path], None], str] = {
-    flip_a_byte: "its content changed: bytes differ from those the manifest was made of",
+    flip_a_byte: "is damaged: row group 1, 'input_ids.list.element', bytes [8",
     flip_the_footer: "its footer changed: the file was written again",
     write_again: "truncated or replaced",
     Path.unlink: "is missing",
@@ -240,9 +240,10 @@ def test_verify_reports_all_damage_as_json(tmp_path: Path, call: Call) -> None:
     assert found == {
         "part-0.parquet": "is missing",
         "part-1.parquet": None,
-        "part-2.parquet": HARM[flip_a_byte],
+        "part-2.parquet": found["part-2.parquet"],
         NAME: None,
     }
+    assert str(found["part-2.parquet"]).startswith(HARM[flip_a_byte])
 
 
 @pytest.mark.parametrize(

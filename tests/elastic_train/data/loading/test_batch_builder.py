@@ -197,7 +197,7 @@ def test_threads_and_workers_report_unreadable_row_groups(tmp_path: Path, num_wo
 
     whole = steps(SampleRules())
     damage(folder, "part-1.parquet", 1)
-    with pytest.raises(DataError, match=r"part-1\.parquet: row group 1 cannot be read"):
+    with pytest.raises(DataError, match=r"part-1\.parquet: row group 1 is damaged"):
         steps(SampleRules())
     found, known = steps(SampleRules(quarantines=True)), steps(SampleRules(holes=((bad, 0),)))
     for was, now, without in zip(*([b for s in run for b in s] for run in (whole, found, known)), strict=True):

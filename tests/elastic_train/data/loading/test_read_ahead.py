@@ -21,7 +21,6 @@ from torch import Tensor
 
 from elastic_train.core.lanes import owned_lanes
 from elastic_train.core.order import Cursor, Order
-from elastic_train.data.arrow.rows import Rows
 from elastic_train.data.dataset.manifest import Manifest, build_manifest, load_manifest
 from elastic_train.data.loading import read_ahead
 from elastic_train.data.loading.block_schedule import BLOCKS_AHEAD, BlockSchedule
@@ -172,45 +171,6 @@ def test_what_is_read_ahead_is_bounded(tmp_path: Path) -> None:
     needed = schedule.require(4, 40, pool)  # type: ignore[arg-type]
     assert pool.num_tasks == len(manifest.group_rows)
     assert [blocks[0].first for blocks in needed] == [4, 4]
-
-
-def test_blocks_found_in_the_cache_are_read_after_the_first_step(tmp_path: Path) -> None:
-    """Only the first step's row groups are looked up in the cache; later ones, and these again, are read by threads."""
-    manifest = load_manifest(str(write_rows(tmp_path / "rows", 400, num_files=2, group_rows=10)))
-    order = Order(manifest.group_rows, num_lanes=2, seed=1, block_row_groups=2)
-    reader, asked, pool = Reader(manifest, ["label"]), list[int](), Inline()
-    at_hand = {group: reader.decode(group) for group in range(0, len(manifest.group_rows), 2)}
-
-    class Looking:
-        """Has every other row group at hand."""
-
-        def decode(self, group: int) -> Rows:
-            return reader.decode(group)
-
-        def at_hand(self, group: int) -> Rows | None:
-            asked.append(group)
-            return at_hand.get(group)
-
-    schedule = BlockSchedule(Looking(), order, range(2), 5, range(40))
-    blocks = [block for (block,) in schedule.require(0, 1, pool)]  # type: ignore[arg-type]
-    needed = [group for block in blocks for group in block.rows]
-    looked_up = [group for group in needed if group in at_hand]
-    assert asked == needed
-    assert pool.num_tasks == len(needed) - len(looked_up)
-    ids = np.concatenate([order.epoch(0).ids(lane, 0, 5) for lane in range(2)])
-    before = [block.joined(reader.first_id) for block in blocks]
-    for _ in range(2):
-        schedule.read_on(pool)  # type: ignore[arg-type]
-        assert pool.num_tasks == len(needed), "once"
-    assert not any(
-        block.rows[group].result() is at_hand[group] for block in blocks for group in block.rows if group in at_hand
-    )
-    for lane, (block, joined) in enumerate(zip(blocks, before, strict=True)):
-        assert (again := block.joined(reader.first_id)) is block.joined(reader.first_id)
-        assert joined is not None and again is not None
-        assert again.take(ids[5 * lane : 5 * lane + 5])[0].equals(joined.take(ids[5 * lane : 5 * lane + 5])[0])
-    schedule.require(1, 40, pool)  # type: ignore[arg-type]
-    assert asked == needed, "what comes later is for the threads"
 
 
 def test_read_ahead_of_small_rows_is_bounded(tmp_path: Path) -> None:

@@ -260,7 +260,7 @@ HARM = {
     truncate: r"part-0\.parquet: is truncated: \d+ bytes of \d+; copy it again",
     grow: r"part-0\.parquet: the file changed since the manifest was made; restore it, or build the manifest again",
     change_the_footer: r"part-0\.parquet: the file changed since the manifest was made",
-    damage_pages: r"part-0\.parquet: row group 0 cannot be read (.|\n)*check with `elastic-train data verify`",
+    damage_pages: r"row group 0 is damaged: bytes \[4, .* column 'input_ids.*`elastic-train data verify`",
     Path.unlink: r"part-0\.parquet: cannot be opened",
 }
 

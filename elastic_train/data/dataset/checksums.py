@@ -1,0 +1,44 @@
+"""Adding checksums of row groups to a dataset that was described before they were kept.
+
+The manifest stays as it is, and with it every run: checksums stand beside it, with the footers. They are only made of
+files that are still what the manifest was made of, byte for byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import fsspec
+
+from elastic_train.data.dataset.manifest import FileEntry, Manifest
+from elastic_train.data.parquet.chunks import all_chunks, digest
+from elastic_train.data.parquet.files import parse_footer, read_footer
+from elastic_train.data.parquet.footer import Footer, cut_footer
+from elastic_train.data.parquet.footer_index import write_footers
+from elastic_train.errors import DataError
+from elastic_train.system.progress_bar import Track, silent
+from elastic_train.system.sdk_errors import sdk_errors
+
+
+def add_checksums(manifest: Manifest, *, track: Track = silent) -> int:
+    """Read every file of a dataset, write the checksums of its column chunks, and return how many there are.
+
+    Raises DataError, which names the file, if one cannot be read or is not what the manifest was made of; nothing is
+    written then.
+    """
+    footers = [_footer_of(manifest, entry) for entry in track(manifest.files, "reading files", len(manifest.files))]
+    write_footers(manifest.url, footers)
+    return sum(len(footer.sums or ()) for footer in footers)
+
+
+def _footer_of(manifest: Manifest, entry: FileEntry) -> Footer:
+    path = f"{manifest.url.rstrip('/')}/{entry.path}"
+    try:
+        with fsspec.open(path, "rb") as file:
+            footer = read_footer(file, file.seek(0, 2), path)
+            sha256, sums = digest(file, all_chunks(parse_footer(footer, path)))
+    except sdk_errors(OSError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    if sha256 != entry.sha256:
+        raise DataError(f"{path}: is not what the manifest was made of; restore it first, then add checksums")
+    return replace(cut_footer(footer, entry.path), sums=sums)
