@@ -5,7 +5,8 @@ ElasticTrainError               1
 ├── CorruptError               65   data or checkpoints are damaged after every fall-back
 │   ├── DataError              65   a dataset is missing, truncated, changed, or lacks a column
 │   │   └── UnreadableError    65   a row group cannot be read, also after trying again
-│   └── CommitError            65   a commit or one of its files does not match its record
+│   ├── CommitError            65   a commit or one of its files does not match its record
+│   └── CoverageError          65   an epoch's samples were not applied once each
 ├── StorageError                1   a save failed (disk full, store unreachable); training continues
 ├── SavesFailedError            1   too many saves in a row failed; training ends
 ├── FencedError                 1   a newer world owns the lineage; this one must not publish
@@ -57,6 +58,10 @@ class UnreadableError(DataError):
 
 class CommitError(CorruptError):
     """A commit, or a file that it names, does not match its record."""
+
+
+class CoverageError(CorruptError):
+    """At an epoch's end the coverage sums are not those of its samples: one was repeated, or left out."""
 
 
 class StorageError(ElasticTrainError):

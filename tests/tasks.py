@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +15,10 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
+from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
 from elastic_train.tasks.text_classifier import TextClassifier
+from elastic_train.training.session import Session
 
 
 class FailsOnce(TextClassifier):
@@ -131,3 +133,22 @@ class Stalls(TextClassifier):
             time.sleep(60)
         time.sleep(0.01)
         return super().loss(model, batch)
+
+
+class Miscounts(TextClassifier):
+    """A process with a bug in how steps are fed: the second step has its first lane's samples of the first one again
+    (`how` is repeat), or none in that lane (drop)."""
+
+    def __init__(self, how: str, **params: object) -> None:
+        super().__init__(**params)  # type: ignore[arg-type]
+        feed, before = Session.steps, list[LaneBatch]()
+
+        def steps(session: Session) -> Iterator[Sequence[LaneBatch]]:
+            for lanes in feed(session):
+                first = lanes[0]
+                if session.state.step == 1:
+                    first = before[0] if how == "repeat" else replace(first, ids=first.ids[:0], tensors=None)
+                before[:] = lanes
+                yield [first, *lanes[1:]]
+
+        Session.steps = steps  # type: ignore[method-assign]

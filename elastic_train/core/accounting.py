@@ -13,6 +13,7 @@ from typing import Any
 
 from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
+from elastic_train.errors import CoverageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,26 @@ class SampleAccount:
     def end_epoch(self, coverage: CoverageSums) -> SampleAccount:
         """Return the account with the sums at the end of an epoch."""
         return replace(self, epochs=(*self.epochs, coverage))
+
+
+def check_epoch(number: int, whole: CoverageSums, account: SampleAccount, total: CoverageSums) -> None:
+    """Raise CoverageError if an epoch that is over did not apply each of its samples once.
+
+    `whole` is the closed form of an epoch, `account` the one before the epoch is added to it, and `total` are the sums
+    at its end, since the run began. Of a run whose first commits kept no sums of epochs nothing is checked.
+    """
+    if len(account.epochs) != number:
+        return
+    found = total - (account.epochs[-1] if account.epochs else CoverageSums())
+    expected = expected_sums(whole, account.holes, number + 1) - expected_sums(whole, account.holes, number)
+    if found == expected:
+        return
+    raise CoverageError(
+        f"the samples of epoch {number} were not applied once each: {found} were counted, {expected} are expected, so "
+        "some were repeated or left out. The epoch's last step was not applied, and no commit has it. This is a defect "
+        "of the program or of a machine's memory, not of the data: `elastic-train audit --forensic` names the samples "
+        "if run.forensic was set; to train on, remove this epoch's commits and start again from the one before"
+    )
 
 
 def expected_sums(whole: CoverageSums, holes: Sequence[Hole], num_epochs: int) -> CoverageSums:

@@ -31,6 +31,9 @@ class CoverageSums:
     sum_a: int = 0
     sum_b: int = 0
 
+    def __str__(self) -> str:
+        return f"{self.count:,} (sums {self.sum_a:016x} {self.sum_b:016x})"
+
     def __add__(self, other: CoverageSums) -> CoverageSums:
         return CoverageSums(
             self.count + other.count, (self.sum_a + other.sum_a) & _MASK, (self.sum_b + other.sum_b) & _MASK

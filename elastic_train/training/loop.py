@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import time
 
+from elastic_train.core.accounting import check_epoch
 from elastic_train.job.state import StepFacts
 from elastic_train.system.failpoints import reach
 from elastic_train.training.nonfinite import report_nonfinite
@@ -51,6 +52,8 @@ def train_steps(session: Session) -> Outcome:
         session.commits.await_staging()
         reach("apply")
         account = state.reached.account.advance(state.step, session.holes, sums.num_left_out, sums.num_truncated)
+        if cursor.epoch > state.cursor.epoch:
+            check_epoch(state.cursor.epoch, session.plan.manifest.coverage, account, state.coverage + sums.coverage)
         facts = StepFacts(
             cursor, sums.coverage, session.world.term, account, computed.buffers, sums.loss, session.reduction == "fast"
         )

@@ -38,6 +38,10 @@ from rendezvous.membership.records import Head, Keys, encode
 from rendezvous.membership.store import Snapshot
 
 
+def let_epochs_pass(*_: object) -> None:
+    """Compare nothing at the end of an epoch."""
+
+
 def carry_unfenced(snapshot: Snapshot, keys: Keys, term: int, commit: str) -> Change:
     return Change({keys.head: encode(Head(term, commit, ""))}, {})
 

@@ -178,6 +178,10 @@ class ModelledManifest:
         return int(self.group_rows.sum())
 
     @property
+    def coverage(self) -> CoverageSums:
+        return _whole(self.num_rows)
+
+    @property
     def files(self) -> list[ModelledFile]:
         return [ModelledFile("rows.parquet")]
 
@@ -231,6 +235,11 @@ class ModelledPlan:
 
     def check_continues(self, record: CommitRecord) -> None:
         assert record.manifest_digest == self.manifest.digest and record.config_digest == self.config.identity()
+
+
+@lru_cache(64)
+def _whole(num_rows: int) -> CoverageSums:
+    return CoverageSums.of_all(num_rows)
 
 
 @lru_cache(1 << 19)

@@ -17,7 +17,7 @@ from chaos.judge.evidence.run_files import Evidence
 from chaos.judge.findings import Violated
 from chaos.judge.invariants.departures import deaths
 from chaos.judge.invariants.one_lineage import lineage
-from chaos.sim.campaign import cases
+from chaos.sim.campaign import cases, planted
 from chaos.sim.campaign.planted import PLANTED, SimBug, near
 from chaos.sim.campaign.shrink import shrink
 from chaos.sim.campaign.simulate import (
@@ -118,6 +118,17 @@ def test_a_planted_bug_is_caught_by_its_invariant(bug: SimBug) -> None:
     found, _ = bug.hunt()
     assert found is not None, f"{bug.bug}: not found"
     assert simulate(found.case).violations == ()
+
+
+@pytest.mark.parametrize("name", ["fetched-cursor", "double-apply", "dropped-tail", "stale-stride", "hole-found-again"])
+def test_training_itself_ends_where_samples_were_not_applied_once_each(name: str) -> None:
+    """Without the judge: at the end of the epoch that it happened in, before a commit holds it, and for good."""
+    found, _ = planted.named(name).hunt()
+    assert found is not None
+    watched = {place: code for place, code in planted.named(name).code().items() if place not in planted.UNWATCHED}
+    outcome = simulate(found.case, watched)
+    assert any("were not applied once each" in error for error in outcome.errors)
+    assert not any("were not applied once each" in error for error in found.errors)
 
 
 def test_a_run_in_which_a_worker_dies_by_itself_is_not_valid() -> None:
