@@ -1,9 +1,10 @@
-"""A training set of a run's own, of which row groups can be damaged as a bad disk does it: their pages are garbage."""
+"""A training set of a run's own, of which row groups can be damaged as a bad disk does it: garbage, or flipped bits."""
 
 from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -23,6 +24,13 @@ class OwnData:
 
     def spoil(self, draws: random.Random) -> dict[str, object] | None:
         """Overwrite the pages of a row group, in place, and return which; None if but one is whole."""
+        return self._damage(draws, lambda content: b"\xff" * len(content))
+
+    def flip(self, draws: random.Random) -> dict[str, object] | None:
+        """Flip the last bit of every column of a row group, in place, and return which; None if but one is whole."""
+        return self._damage(draws, lambda content: content[:-1] + bytes([content[-1] ^ 1]))
+
+    def _damage(self, draws: random.Random, change: Callable[[bytes], bytes]) -> dict[str, object] | None:
         if len(self._whole) < 2:
             return None
         name, group = self._whole.pop(draws.randrange(len(self._whole)))
@@ -31,6 +39,9 @@ class OwnData:
         with path.open("r+b") as file:
             for number in range(metadata.num_columns):
                 chunk = metadata.column(number)
-                file.seek(min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset))))
-                file.write(b"\xff" * chunk.total_compressed_size)
+                place = min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)))
+                file.seek(place)
+                content = file.read(chunk.total_compressed_size)
+                file.seek(place)
+                file.write(change(content))
         return {"file": name, "row_group": group}

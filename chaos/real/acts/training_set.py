@@ -25,6 +25,30 @@ def bad_row_group(job: JobView, fault: Due) -> Struck | None:
     return Struck([], recorded=damage, effect=lambda: _unreadable(path, group))
 
 
+def flip_data(job: JobView, fault: Due) -> Struck | None:
+    """Flip bits of a row group of the run's own training set under the job."""
+    data = job.around.data
+    assert data is not None, "the scenario has it, since the kind needs it"
+    before = {path: path.read_bytes() for path in data.folder.glob("**/*.parquet")}
+    damage = data.flip(job.draws)
+    if damage is None:
+        return None
+    path, group = data.folder / str(damage["file"]), int(str(damage["row_group"]))
+    return Struck([], recorded=damage, effect=lambda: _otherwise(path, group, before[path]))
+
+
+def _otherwise(path: Path, group: int, before: bytes) -> str | None:
+    """See that a row group is not what it was before; and whether a plain reader notices."""
+    was = pq.ParquetFile(pa.BufferReader(before)).read_row_group(group)
+    try:
+        reads = "reads with other values" if not pq.ParquetFile(path).read_row_group(group).equals(was) else None
+    except (OSError, pa.ArrowException) as error:
+        reads = f"cannot be decoded: {str(error)[:80]}"
+    if reads is None and path.read_bytes() == before:
+        return None
+    return f"row group {group} of {path.name} {reads or 'differs'}"
+
+
 def _unreadable(path: Path, group: int) -> str | None:
     """See that reading the row group fails."""
     try:
@@ -34,4 +58,4 @@ def _unreadable(path: Path, group: int) -> str | None:
     return None
 
 
-ACTS: dict[str, Act] = {"bad_row_group": bad_row_group}
+ACTS: dict[str, Act] = {"bad_row_group": bad_row_group, "flip_data": flip_data}

@@ -181,11 +181,11 @@ def test_training_does_not_wait_for_a_tracker_that_is_away(
 def test_data_that_goes_bad_becomes_a_hole_and_changes_nothing_else(
     tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Row groups are damaged under a job, which is then killed: the bits are those of a run that knew."""
+    """Row groups are garbage or have flipped bits, under a job that is killed: its bits are those of one that knew."""
     faults = [
         {"kind": "bad_row_group", "within": [0.1, 0.2]},
         {"kind": "kill_job", "within": [0.3, 0.4], "for_s": 1},
-        {"kind": "bad_row_group", "within": [0.5, 0.6]},
+        {"kind": "flip_data", "within": [0.5, 0.6]},
         {"kind": "kill_worker", "node": "leader", "within": [0.65, 0.8]},
     ]
     nodes = {"count": 2, "lease_ttl_s": 5, "recovery": "live"}
@@ -194,7 +194,7 @@ def test_data_that_goes_bad_becomes_a_hole_and_changes_nothing_else(
     assert found["valid"], found["invariants"]
     assert found["weights_sha256"] == found["reference_weights_sha256"]
     recorded = collect(tmp_path / "run" / "faulted").of("fault")
-    damaged = [(line["file"], line["row_group"]) for line in recorded if line["kind"] == "bad_row_group"]
+    damaged = [(line["file"], line["row_group"]) for line in recorded if line["kind"] in ("bad_row_group", "flip_data")]
     holes = found["holes"]
     assert isinstance(holes, list) and len(damaged) == 2
     assert sorted((hole["file"], hole["row_group"]) for hole in holes) == sorted(damaged)

@@ -1,0 +1,54 @@
+"""A node whose own copy of the data has flipped bits: it ends and says where, and the others train on without it."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chaos.services.private_dataset import OwnData
+from rendezvous import EtcdServer
+from tests.conftest import ROOT, start
+from tests.elastic_train.training.test_live import STARTED, etcd, history, nothing_left, until_whole, write_config
+
+pytestmark = pytest.mark.slow
+__all__ = ["etcd", "nothing_left"]  # fixtures
+STEPS = 500
+
+
+def launch(folder: Path, etcd: EtcdServer, config: str, name: str, train: Path) -> subprocess.Popen[bytes]:
+    """Start a node of one rank that reads a copy of its own; what it says goes into `<name>.log`."""
+    command = [sys.executable, "-m", "elastic_train.cli.main", "launch", config, "--ranks", "1", "--nodes", "1:2"]
+    command += ["--endpoint", etcd.endpoint, "--id", folder.name, "--data.train", str(train)]
+    with (folder / f"{name}.log").open("ab") as log:
+        STARTED.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
+    return STARTED[-1]
+
+
+def test_one_bad_copy_costs_the_others_one_regroup(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+    """The node ends with 65 and is not started again; the other computes the bits of a job that nothing befell."""
+    config = write_config(tmp_path, rows, STEPS)
+    whole, bad = tmp_path / "whole", OwnData(str(rows / "train"), tmp_path / "bad")
+    shutil.copytree(rows / "train", whole)
+    draws = random.Random(1)
+    damaged = [bad.flip(draws) for _ in range(6)]
+    first = launch(tmp_path, etcd, config, "whole", whole)
+    until_whole(tmp_path / "run", 1)
+    second = launch(tmp_path, etcd, config, "bad", bad.folder)
+    assert second.wait(120) == 65, (tmp_path / "bad.log").read_text()[-2000:]
+    said = (tmp_path / "bad.log").read_text()
+    assert any(f"{part['file']}: row group {part['row_group']} is damaged: bytes [" in said for part in damaged if part)
+    assert first.wait(240) == 0, (tmp_path / "whole.log").read_text()[-2000:]
+    forms = {line["term"]: line["world"] for line in history(tmp_path / "run") if line["op"] == "form"}
+    assert [forms[term] for term in sorted(forms)] == [1, 2, 1], "in, and out once"
+    assert not [line for line in history(tmp_path / "run") if line["op"] == "rollback"]
+    alone = start([write_config(tmp_path / "alone", rows, STEPS)])
+    assert alone.code == 0, alone.output
+    results = [json.loads((folder / "run" / "result.json").read_text()) for folder in (tmp_path, tmp_path / "alone")]
+    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
+    assert results[0]["holes"] == []
