@@ -168,3 +168,20 @@ class History:
         said = {"op": op, "t": time.time(), "term": self.term, "rank": self._rank, **fields}
         again = json.dumps({**said, "again": True}).encode() if op in HEAD else None
         self._lines.append(json.dumps(said).encode(), again)
+
+
+class UnformedWorlds:
+    """Appends a line for every world that did not form to <run.dir>/history/unformed-<host>-<pid>.jsonl.
+
+    Such a world has no history of its own: its ranks have not met. The file is begun with its first line.
+    """
+
+    def __init__(self, files: BackgroundFiles, run_dir: str | Path, most_bytes: int | None = None) -> None:
+        self._who = {"pid": os.getpid(), **process_identity()}
+        name = f"unformed-{self._who['host']}-{os.getpid()}.jsonl"
+        self._lines = files.lines(Path(run_dir) / FOLDER / name, most_bytes)
+
+    def note(self, term: int, rank: int, world: int, why: str) -> None:
+        """Note a world of so many ranks that did not form, and why."""
+        said = {"op": "unformed", "t": time.time(), "term": term, "rank": rank, "world": world, "why": why}
+        self._lines.append(json.dumps({**said, **self._who}).encode())
