@@ -25,6 +25,8 @@ from elastic_train.tracking.history_pruning import prune
 T = TypeVar("T")
 HEAD = ("form", "restore")
 """Lines that begin every part of a history, marked `again` in all but the first: the rest means little without them."""
+VALIDATE_FLUSH_S = 1.0
+"""How long a validation waits until it is in the file that it has begun."""
 READ_FLUSH_S = 5.0
 """How long a step waits, with `run.forensic`, until the ids of its samples are in the file."""
 
@@ -129,6 +131,14 @@ class History:
     def no_progress(self, *, step: int) -> None:
         """The job gives up: world after world ended without a step after this one. Those before do not count again."""
         self._write("no_progress", step=step)
+
+    def validate(self, *, step: int) -> None:
+        """The state of this step is about to be validated: what ends the process now is in the validation set.
+
+        Waits a moment until the line is in the file, once if the folder hangs.
+        """
+        self._write("validate", step=step)
+        self._files.flush(VALIDATE_FLUSH_S)
 
     def rollback(self, *, from_step: int, to_step: int) -> None:
         """This process gives up steps that it had applied: its world resumes from `to_step`."""

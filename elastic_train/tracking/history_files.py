@@ -42,10 +42,14 @@ def last_applied(run_dir: str | Path, before_term: int) -> LastApplied | None:
 
 @dataclass(frozen=True, slots=True)
 class Stagnation:
-    """How many of the newest terms ended without getting further than those before them, and how far those had come."""
+    """How many of the newest terms ended without getting further than those before them, and how far those had come.
+
+    `num_in_validation` of them ended while they validated.
+    """
 
     num_terms: int = 0
     step: int = 0
+    num_in_validation: int = 0
 
 
 def stagnation(run_dir: str | Path, before_term: int, most: int) -> Stagnation:
@@ -55,7 +59,7 @@ def stagnation(run_dir: str | Path, before_term: int, most: int) -> Stagnation:
     ended in good order do not count: the job was done, or was asked to leave. Reads the ends of rank 0's newest
     histories, back to the last in which the job gave up.
     """
-    lasts: list[int] = []
+    lasts, are_in_validation = list[int](), list[bool]()
     for path in reversed([parts[-1] for parts in histories(run_dir, 0) if term_of(parts[-1]) < before_term]):
         content = tail_of(path)
         if b'"no_progress"' in content or len(lasts) > most:
@@ -63,9 +67,16 @@ def stagnation(run_dir: str | Path, before_term: int, most: int) -> Stagnation:
         if b'{"op": "end"' in content:
             continue
         lasts.append(max((int(str(line["step"])) for line in last_step_lines(path)), default=0))
+        are_in_validation.append(_last_op(content) == "validate")
     furthest = max(lasts, default=0)
     since = next((number for number, last in reversed(list(enumerate(lasts))) if last == furthest), 0)
-    return Stagnation(min(since if furthest else len(lasts), most), furthest)
+    num_terms = min(since if furthest else len(lasts), most)
+    return Stagnation(num_terms, furthest, sum(are_in_validation[:num_terms]))
+
+
+def _last_op(content: bytes) -> object:
+    """Return what the last line of a history says; one that is torn says nothing."""
+    return next((line["op"] for line in lines_of(b"\n".join(content.splitlines()[:-3:-1]))), None)
 
 
 def tail_of(path: Path) -> bytes:

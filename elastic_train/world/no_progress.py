@@ -32,6 +32,16 @@ def _check(world: World, plan: Plan) -> tuple[int, int]:
     world.history.no_progress(step=found.step)
     raise NoProgressError(
         f"the last {limit} worlds, up to term {world.term - 1}, got no further than step {found.step}: the processes' "
-        "logs say how they ended; a signal at every try points to the samples of the next step or to a device. "
+        f"logs say how they ended; a signal at every try points to {_suspect(plan, found)} or to a device. "
         f"Starting again tries {limit} worlds more; give_up_after_worlds sets how many"
+    )
+
+
+def _suspect(plan: Plan, found: Stagnation) -> str:
+    """Name where a sample may be that ends its process."""
+    if 2 * found.num_in_validation <= found.num_terms:
+        return "the samples of the next step"
+    times = f"{found.num_in_validation} of {found.num_terms}"
+    return (
+        f"the samples of the validation set {plan.config.data.validation} ({times} worlds ended while they validated)"
     )

@@ -162,6 +162,19 @@ def test_a_history_that_could_not_be_opened_at_first_says_how_it_began(
     assert [(line["op"], line.get("again")) for line in lines] == [("form", True), ("restore", True), ("step", None)]
 
 
+def test_terms_that_ended_while_they_validated_are_counted(tmp_path: Path) -> None:
+    """What was written after a validation has begun says that it was over."""
+    for term, is_over in enumerate((False, False, True, False), 1):
+        history = History(Unqueued(), tmp_path, term, 0)
+        for number in (1, 2, 3):
+            step(history, number)
+        history.validate(step=3)
+        if is_over:
+            history.rollback(from_step=3, to_step=3)
+        history.close()
+    assert stagnation(tmp_path, 5, most=20) == Stagnation(3, 3, 2)
+
+
 def test_terms_that_get_no_further_are_counted(tmp_path: Path) -> None:
     """Since the furthest step of any, or since the job gave up; other ranks' files do not count."""
 
