@@ -19,7 +19,7 @@ from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.system.process_identity import process_identity
 from elastic_train.tracking.background_files import ANSWER_S, BackgroundFiles
-from elastic_train.tracking.history_files import FOLDER, LastApplied, Stagnation, last_applied, stagnation
+from elastic_train.tracking.history_files import FOLDER, LastApplied, Stagnation, last_applied, num_ended, stagnation
 from elastic_train.tracking.history_pruning import prune
 
 T = TypeVar("T")
@@ -156,6 +156,10 @@ class History:
     def stagnation(self, most: int) -> Stagnation:
         """Return how many earlier terms in a row, up to `most`, got no further; 0 if the folder does not answer."""
         return self._ask(lambda: stagnation(self._run_dir, self.term, most), Stagnation())
+
+    def num_ended(self, num_terms: int) -> int:
+        """Return how many processes of so many earlier terms ended; 0 if the folder does not answer."""
+        return self._ask(lambda: num_ended(self._run_dir, self.term, num_terms), 0)
 
     def _ask(self, look: Callable[[], T], otherwise: T) -> T:
         """Look at the run's histories, once the last lines of this process's own earlier terms are in them."""

@@ -74,6 +74,22 @@ def stagnation(run_dir: str | Path, before_term: int, most: int) -> Stagnation:
     return Stagnation(num_terms, furthest, sum(are_in_validation[:num_terms]))
 
 
+def num_ended(run_dir: str | Path, before_term: int, num_terms: int) -> int:
+    """Count the processes of the newest terms before `before_term` that ended, those of the last of them not included.
+
+    A process that outlives its world is in the next one, too. A pid alone does not say so: every container counts its
+    own. Reads the beginning of each of their files.
+    """
+    paths = [path for path in (Path(run_dir) / FOLDER).glob("[0-9]*-*-*.jsonl") if term_of(path) < before_term]
+    newest = sorted({term_of(path) for path in paths})[-num_terms:]
+    worlds: dict[int, set[object]] = {term: set() for term in newest}
+    for path in paths:
+        if term_of(path) in worlds:
+            form = next((line for line in _head_of(path) if line["op"] == "form"), {})
+            worlds[term_of(path)].add(tuple(form.get(key) for key in ("pid", "host", "boot", "born")))
+    return len(set().union(*worlds.values())) - max((len(world) for world in worlds.values()), default=0)
+
+
 def _last_op(content: bytes) -> object:
     """Return what the last line of a history says; one that is torn says nothing."""
     return next((line["op"] for line in lines_of(b"\n".join(content.splitlines()[:-3:-1]))), None)
@@ -99,8 +115,12 @@ def term_of(path: Path) -> int:
 
 def restore_line(path: Path) -> dict[str, object] | None:
     """Return the line that says how a process's state was restored; reads the beginning of its file only."""
+    return next((line for line in _head_of(path) if line["op"] == "restore"), None)
+
+
+def _head_of(path: Path) -> Iterator[dict[str, object]]:
     with path.open("rb") as file:
-        return next((line for line in lines_of(file.read(_HEAD_BYTES)) if line["op"] == "restore"), None)
+        return lines_of(file.read(_HEAD_BYTES))
 
 
 def last_step_lines(path: Path) -> list[dict[str, object]]:

@@ -1,7 +1,8 @@
 """A job that forms world after world and never gets further: it ends, with a code that says not to start it again.
 
 A sample that kills its process, or a device that computes wrongly, ends every world at the same step. Processes die
-with what they know, so the count is taken from the histories in `run.dir`.
+with what they know, so the count is taken from the histories in `run.dir`. Worlds that break and are outlived by all of
+their processes, as where a network drops what is large, are `elastic_train.world.standstill`'s.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def check_progress(world: World, plan: Plan) -> Stagnation:
 def _check(world: World, plan: Plan) -> tuple[int, int]:
     limit = plan.config.give_up_after_worlds
     found = world.history.stagnation(limit or MOST_COUNTED)
-    if limit is None or found.num_terms < limit:
-        return found.num_terms, found.step
+    if limit is None or found.num_terms < limit or 2 * world.history.num_ended(limit) < limit - 1:
+        return found.num_terms, found.step  # processes that outlive their worlds count for themselves
     world.history.no_progress(step=found.step)
     raise NoProgressError(
         f"the last {limit} worlds, up to term {world.term - 1}, got no further than step {found.step}: the processes' "
