@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
-from elastic_train.system.process_identity import process_identity
+from elastic_train.system.process_identity import process_identity, process_usage
 from elastic_train.tracking.background_files import ANSWER_S, BackgroundFiles
 from elastic_train.tracking.history_files import FOLDER, LastApplied, Stagnation, last_applied, num_ended, stagnation
 from elastic_train.tracking.history_pruning import prune
@@ -52,7 +52,8 @@ class History:
     ) -> None:
         """The world has formed."""
         times = {"joined_at": joined_at, "sealed_at": sealed_at, "started_at": started_at}
-        self._write("form", world=world, pid=os.getpid(), cause=cause, **times, **process_identity())
+        who = {"pid": os.getpid(), **process_identity()}
+        self._write("form", world=world, cause=cause, **times, **who, holds=process_usage())
 
     def restore(
         self,

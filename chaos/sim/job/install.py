@@ -190,7 +190,7 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
     yield from _in("elastic_train.world.forming", live_context=host.context, os=_Launcher(host))
     yield from _in("elastic_train.world.world", open_store=storage, DeadlineStore=_undelayed, open_fence=fence)
     yield from _in("elastic_train.world.world", History=functools.partial(SimHistory, host), Progress=Silent)
-    yield from _in("elastic_train.tracking.history", process_identity=host.identity)
+    yield from _in("elastic_train.tracking.history", process_identity=host.identity, process_usage=dict)
     yield from _in("elastic_train.training.open_session", open_store=storage, DeadlineStore=_undelayed)
     yield from _in("elastic_train.world.one_store", open_store=storage, DeadlineStore=_undelayed)
     yield from _in("elastic_train.training.open_session", hazards=lambda _: iter(()))
