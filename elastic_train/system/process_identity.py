@@ -21,7 +21,7 @@ def process_identity() -> dict[str, object]:
 
 
 def process_usage() -> dict[str, int]:
-    """Return the number of open file descriptors and of threads, and the resident bytes; takes some 50 µs."""
+    """Return the number of open file descriptors and of threads, and the resident bytes."""
     status = dict(
         line.split(":", 1) for line in Path("/proc/self/status").read_text(errors="replace").splitlines() if ":" in line
     )
