@@ -153,6 +153,7 @@ class Session:
         batches = self.plan.feed.validation(self.lanes)
         if batches is None:
             return
+        self.world.history.validate(step=self.state.step)
         with self.watchdog.resting():  # the first time a process asks, it imports them, for seconds
             self.plan.task.metrics()
         with self.buffers.untouched():

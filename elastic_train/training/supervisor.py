@@ -12,6 +12,7 @@ from elastic_train.errors import (
     ConfigError,
     ElasticTrainError,
     FencedError,
+    NoProgressError,
     PeerLostError,
     Preempted,
     StorageError,
@@ -23,6 +24,8 @@ from elastic_train.job.state import AppliedState
 from elastic_train.job.warm_up import warm_up
 from elastic_train.system.preemption import LeaveRequest, StepDropped
 from elastic_train.system.watchdog import Watchdog
+from elastic_train.tracking.background_files import BackgroundFiles
+from elastic_train.tracking.history import UnformedWorlds
 from elastic_train.tracking.tracker import WRITE_TIMEOUT_S
 from elastic_train.training.loop import Outcome, train_steps
 from elastic_train.training.open_session import commit_alone, make_repeatable, open_session
@@ -59,7 +62,16 @@ def supervise(config: Config, leave: LeaveRequest, started_at: float) -> Ended:
 
 def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveRequest, started_at: float) -> Ended:
     """Train through one world after another, watched; what the run's folder takes in time is written at the end."""
-    worlds = open_worlds(plan.config, plan.device, watchdog, lambda: _is_through(leave, state), job_of(plan))
+    config, files = plan.config, BackgroundFiles()
+    worlds = open_worlds(
+        config,
+        plan.device,
+        watchdog,
+        lambda: _is_through(leave, state),
+        job_of(plan),
+        lambda: state.step,
+        UnformedWorlds(files, config.run.dir, config.run.history_bytes),
+    )
     if worlds.is_live:
         watchdog.warm_up()
         try:
@@ -67,7 +79,7 @@ def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveR
                 warm_up(plan, state)
         except StepDropped:
             return Preempted("asked to leave before the first world")
-    process = Process(plan, state, worlds, leave, watchdog, started_at)
+    process = Process(plan, state, worlds, leave, watchdog, started_at, files=files)
     try:
         return _train_through(process)
     finally:
@@ -120,7 +132,7 @@ def _next_world(process: Process) -> Formed | None:
     process.watchdog.rest()
     try:
         return process.worlds.form()
-    except (TooFewNodesError, Preempted, StorageError, ConfigError):
+    except (TooFewNodesError, Preempted, StorageError, ConfigError, NoProgressError):
         try:
             commit_alone(process.plan, process.state, process.save_memory, process.worlds.published())
         except ElasticTrainError as error:
