@@ -54,6 +54,7 @@ _ALL = (
         "node",
         local=False,
     ),
+    Kind("readonly_dir", "a node sees the storage of checkpoints and cannot write there", "node"),
     Kind("stop_node", "SIGTERM to the agent; started again after for_s", "node", "may", ends_world=True),
     Kind(
         "start_node", "a node that was lost comes back", "node", "never", ends_world=True, sim=False, leaves_alive=True

@@ -127,6 +127,10 @@ class History:
         times = {"created_at": created_at, "seconds": seconds, "stall_s": stall_s}
         self._write("commit", step=step, key=key, digest=digest, parent=parent, **times)
 
+    def unwritable(self, *, step: int, why: str) -> None:
+        """This process cannot write where the commits are, although others can."""
+        self._write("unwritable", step=step, why=why)
+
     def no_progress(self, *, step: int) -> None:
         """The job gives up: world after world ended without a step after this one. Those before do not count again."""
         self._write("no_progress", step=step)

@@ -28,6 +28,7 @@ from elastic_train.training.commits import LAST_COMMIT_TRIES, Commits
 from elastic_train.training.step import Computed
 from elastic_train.training.step_sums import StepSums
 from elastic_train.world.fencing import JoinedFence, StoreFence
+from elastic_train.world.store_use import StoreUse
 from rendezvous import errors as rendezvous_errors
 from tests.elastic_train.checkpoint.saving.test_background_saves import FullStore, HeldStore, open_saves
 
@@ -90,6 +91,7 @@ def opened_on(store: Store, *, etcd: AwayEtcd | None = None, **checkpoint: objec
         cadence=Cadence(config.checkpoint, Faults(0, 0.0)),
         tracker=None,
         head=None,
+        use=StoreUse(store.url),
     )
     return commits, ears
 
