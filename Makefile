@@ -5,7 +5,8 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 # What a hundred started processes import is compiled once, also where the environment says otherwise.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(RUN) -m pytest
-ON_EVERY_CORE := -n logical --maxprocesses 8 --dist loadgroup
+# Three processes for two cores: half of the time a test waits for processes, leases and sockets.
+ON_EVERY_CORE := -n $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 ))) --maxprocesses 8 --dist loadgroup
 
 .PHONY: setup demo test test-fast test-long sim soak check docs format bench clean
 

@@ -87,11 +87,14 @@ class OwnWeights(TextClassifier):
 
 
 class Poisoned(TextClassifier):
-    """Some samples make the loss NaN (`how` is nan), or end the process as a crash in a kernel does (kill)."""
+    """Some samples make the loss NaN (`how` is nan), or end the process as a crash in a kernel does (kill).
 
-    def __init__(self, ids: Sequence[int], how: str, **params: object) -> None:
+    With `validated` those of the validation set do so, and no others.
+    """
+
+    def __init__(self, ids: Sequence[int], how: str, *, validated: bool = False, **params: object) -> None:
         super().__init__(**params)  # type: ignore[arg-type]
-        self.ids, self.how = frozenset(ids), how
+        self.ids, self.how, self.validated = frozenset(ids), how, validated
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
         is_poison = torch.tensor([int(id_) in self.ids for id_ in ids])
@@ -99,7 +102,7 @@ class Poisoned(TextClassifier):
 
     def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
         loss = super().loss(model, batch)
-        if not batch["poison"].any():
+        if not batch["poison"].any() or model.training == self.validated:
             return loss
         if self.how == "kill":
             os.kill(os.getpid(), signal.SIGSEGV)

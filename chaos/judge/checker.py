@@ -1,9 +1,11 @@
 """The judge: from a run's files to one finding an invariant, importing nothing from the trainer.
 
-The invariants are functions in seven rooms: what was applied (`exactly_once`), what was published (`one_lineage`),
-what its last commit holds (`deliverable`), the run as a whole (`whole_run`), departures (`departures`), what was logged
-of it (`tracked_values`), and what outlived it (`leftovers`). Here is the table of them; a planted bug is caught by the
-one named beside it in `chaos.planted.catalogue`. `chaos.judge.invariants.script_run` judges a run of a user's script.
+The invariants are functions in ten rooms: what was applied (`exactly_once`), what was published (`one_lineage`), what
+its last commit holds (`deliverable`), the run as a whole (`whole_run`), departures (`departures`), what was logged of
+it (`tracked_values`), what outlived it (`leftovers`), what its processes held (`bounded`), whether it gave up in time
+(`progress`), and what one bad node cost the others (`no_harm`). Here is the table of them; a planted bug is caught by
+the one named beside it in `chaos.planted.catalogue`. `chaos.judge.invariants.script_run` judges a run of a user's
+script.
 """
 
 from __future__ import annotations
@@ -15,11 +17,14 @@ from chaos.judge.evidence.run_files import Evidence, scenario_field
 from chaos.judge.evidence.script_samples import is_script
 from chaos.judge.findings import Finding, find
 from chaos.judge.invariants import (
+    bounded,
     deliverable,
     departures,
     exactly_once,
     leftovers,
+    no_harm,
     one_lineage,
+    progress,
     tracked_values,
     whole_run,
 )
@@ -40,6 +45,7 @@ INVARIANTS: dict[str, Callable[[Evidence], str]] = {
     "rpo": whole_run.rpo,
     "rto": whole_run.rto,
     "liveness": whole_run.liveness,
+    "progress": progress.progress,
     "cleanliness": leftovers.cleanliness,
 }
 WITHOUT_HISTORIES = ("cleanliness", "sums", "witness", "hash", "metrics")
@@ -65,6 +71,10 @@ def _judge(run: Evidence, reference: Evidence | None) -> list[Finding]:
     findings = [find(name, partial(check, run)) for name, check in INVARIANTS.items()]
     findings.append(find("sums", partial(exactly_once.sums, run, reference)))
     findings.append(find("deliverable", partial(deliverable.deliverable, run, reference)))
+    if bounded.is_put_to_the_test(run):
+        findings.append(find("bounded", partial(bounded.bounded, run)))
+    if no_harm.is_put_to_the_test(run):
+        findings.append(find("no-harm", partial(no_harm.no_harm, run)))
     if run.metrics is not None:
         findings.append(find("tracking", partial(tracked_values.tracking, run)))
     if run.witness is not None or exactly_once.trains_witness(run):

@@ -104,5 +104,6 @@ PLANTED = (
     Planted("long-ago", "a world that broke hours after a fault", damage.long_ago, "deaths", "unknown"),
     Planted("unexplained-death", "a rank that died by itself", damage.unexplained_death, "deaths", "unknown"),
     Planted("failed-node", "a node that failed by itself", damage.failed_node, "deaths", "unknown"),
+    Planted("given-up", "a job that gave up although it got on", damage.given_up, "progress"),
     Planted("unreadable", "a check that throws", damage.unreadable, "partition", "unknown"),
 )

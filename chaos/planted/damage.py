@@ -311,6 +311,11 @@ def failed_node(folder: Path) -> None:
     edit(folder, lambda line: {**line, "node": 99, "code": 1} if line["op"] == "exit" else line)
 
 
+def given_up(folder: Path) -> None:
+    """A node said that there was no progress, in a job that had made some."""
+    edit(folder, lambda line: {**line, "code": 93} if line["op"] == "exit" and line["node"] == 1 else line)
+
+
 def unreadable(folder: Path) -> None:
     """Histories of another format: the check throws, so it has not checked."""
     edit(folder, lambda line: {key: value for key, value in line.items() if key != "lanes"})

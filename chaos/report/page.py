@@ -17,7 +17,7 @@ from markupsafe import Markup
 from chaos.judge.checker import COMPARED, INVARIANTS
 from chaos.judge.evidence.script_samples import is_script
 from chaos.judge.findings import Finding, Unknown, Violated
-from chaos.judge.invariants import exactly_once, tracked_values, whole_run
+from chaos.judge.invariants import bounded, exactly_once, no_harm, tracked_values, whole_run
 from chaos.judge.invariants import script_run as scripts
 from chaos.judge.verdict import Verdict
 from chaos.report.cells import moments_grid, points_grid
@@ -96,6 +96,8 @@ def demand(finding: Finding, is_of_script: bool = False) -> str:
         "sums": exactly_once.sums,
         "witness": exactly_once.witness,
         "tracking": tracked_values.tracking,
+        "no-harm": no_harm.no_harm,
+        "bounded": bounded.bounded,
         "liveness": whole_run.liveness,
     }
     if is_of_script:

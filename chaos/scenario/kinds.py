@@ -55,6 +55,8 @@ _ALL = (
         local=False,
     ),
     Kind("readonly_dir", "a node sees the storage of checkpoints and cannot write there", "node"),
+    Kind("other_limits", "a node comes back with another --nnodes for for_s", "node", local=False),
+    Kind("wrong_address", "a node comes back with an address that refuses everybody for for_s", "node", local=False),
     Kind("stop_node", "SIGTERM to the agent; started again after for_s", "node", "may", ends_world=True),
     Kind(
         "start_node", "a node that was lost comes back", "node", "never", ends_world=True, sim=False, leaves_alive=True
@@ -90,6 +92,7 @@ _ALL = (
         through="cable",
     ),
     Kind("sever_link", "cut_link, for longer than worlds without one of the nodes take to form", "node", local=False),
+    Kind("block_ports", "nodes say who they are, but no world's connections are let through", "node", local=False),
     Kind("kill_etcd_member", "SIGKILL to a member of etcd that does not lead", "etcd"),
     Kind("kill_etcd_leader", "SIGKILL to the member of etcd that leads", "etcd"),
     Kind("freeze_etcd_member", "SIGSTOP to a member of etcd", "etcd", sim=False),
@@ -161,6 +164,14 @@ ALIEN_RECORDS = (
 """What `alien_record` writes: keys below the job's prefix, and texts that this version cannot read."""
 ALIENS = tuple(f"/{key}" for key, _ in ALIEN_RECORDS if key.startswith("members/"))
 """How the keys of members end that nobody in the job has written, so that nobody in it deletes them."""
+SPARES_OTHERS = (
+    *("private_storage", "other_limits", "wrong_address", "hosts_file"),
+    *("start_node", "start_twin", "alien_record", "skew_clocks", "freeze_standby", "kill_standby"),
+)
+"""One node is wrong, or one more comes: nothing that the others need is gone, so it may cost them next to nothing.
+
+What ends, freezes, slows or cuts off a member is no such kind: it takes away what that computed, and others may only
+know when its lease ends. Nor is what befalls etcd, storage or data, which all use."""
 ON_DISK = ("full", "eio")
 """At the failpoint `sync` alone, where an operating system would report them."""
 
@@ -193,6 +204,11 @@ def befalls_all(kind: object) -> bool:
     """Say whether a kind befalls a service on which all members of a world depend while it lasts: etcd or storage."""
     known = _known(kind)
     return known is not None and known.aim in ("etcd", "storage") and not known.damages
+
+
+def spares_others(kind: object) -> bool:
+    """Say whether a kind befalls one node alone, or adds one, and takes nothing from the others."""
+    return str(kind).partition("@")[0] in SPARES_OTHERS
 
 
 def cuts_off(kind: object) -> bool:

@@ -237,6 +237,8 @@ class Config(_Section):
     """Seconds that a collective waits for a silent peer before the world is abandoned."""
     give_up_after_worlds: PositiveInt | None = 20
     """End with exit code 93 after this many worlds in a row that end without a step; null for never."""
+    give_up_after_s: PositiveFloat = 1800.0
+    """Worlds that do not form, or that processes outlive, end the job only if that goes on for so many seconds, too."""
     hang_timeout_s: PositiveFloat | None = None
     """Seconds that a rank may work without progress before it dumps its stacks and exits; null: learned from its steps.
 

@@ -18,14 +18,16 @@ from typing import TypeVar
 
 from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
-from elastic_train.system.process_identity import process_identity
+from elastic_train.system.process_identity import process_identity, process_usage
 from elastic_train.tracking.background_files import ANSWER_S, BackgroundFiles
-from elastic_train.tracking.history_files import FOLDER, LastApplied, Stagnation, last_applied, stagnation
+from elastic_train.tracking.history_files import FOLDER, LastApplied, Stagnation, last_applied, num_ended, stagnation
 from elastic_train.tracking.history_pruning import prune
 
 T = TypeVar("T")
 HEAD = ("form", "restore")
 """Lines that begin every part of a history, marked `again` in all but the first: the rest means little without them."""
+VALIDATE_FLUSH_S = 1.0
+"""How long a validation waits until it is in the file that it has begun."""
 READ_FLUSH_S = 5.0
 """How long a step waits, with `run.forensic`, until the ids of its samples are in the file."""
 
@@ -51,7 +53,8 @@ class History:
     ) -> None:
         """The world has formed."""
         times = {"joined_at": joined_at, "sealed_at": sealed_at, "started_at": started_at}
-        self._write("form", world=world, pid=os.getpid(), cause=cause, **times, **process_identity())
+        who = {"pid": os.getpid(), **process_identity()}
+        self._write("form", world=world, cause=cause, **times, **who, holds=process_usage())
 
     def restore(
         self,
@@ -135,6 +138,14 @@ class History:
         """The job gives up: world after world ended without a step after this one. Those before do not count again."""
         self._write("no_progress", step=step)
 
+    def validate(self, *, step: int) -> None:
+        """The state of this step is about to be validated: what ends the process now is in the validation set.
+
+        Waits a moment until the line is in the file, once if the folder hangs.
+        """
+        self._write("validate", step=step)
+        self._files.flush(VALIDATE_FLUSH_S)
+
     def rollback(self, *, from_step: int, to_step: int) -> None:
         """This process gives up steps that it had applied: its world resumes from `to_step`."""
         self._write("rollback", from_step=from_step, to_step=to_step)
@@ -151,6 +162,10 @@ class History:
     def stagnation(self, most: int) -> Stagnation:
         """Return how many earlier terms in a row, up to `most`, got no further; 0 if the folder does not answer."""
         return self._ask(lambda: stagnation(self._run_dir, self.term, most), Stagnation())
+
+    def num_ended(self, num_terms: int) -> int:
+        """Return how many processes of so many earlier terms ended; 0 if the folder does not answer."""
+        return self._ask(lambda: num_ended(self._run_dir, self.term, num_terms), 0)
 
     def _ask(self, look: Callable[[], T], otherwise: T) -> T:
         """Look at the run's histories, once the last lines of this process's own earlier terms are in them."""
@@ -173,3 +188,20 @@ class History:
         said = {"op": op, "t": time.time(), "term": self.term, "rank": self._rank, **fields}
         again = json.dumps({**said, "again": True}).encode() if op in HEAD else None
         self._lines.append(json.dumps(said).encode(), again)
+
+
+class UnformedWorlds:
+    """Appends a line for every world that did not form to <run.dir>/history/unformed-<host>-<pid>.jsonl.
+
+    Such a world has no history of its own: its ranks have not met. The file is begun with its first line.
+    """
+
+    def __init__(self, files: BackgroundFiles, run_dir: str | Path, most_bytes: int | None = None) -> None:
+        self._who = {"pid": os.getpid(), **process_identity()}
+        name = f"unformed-{self._who['host']}-{os.getpid()}.jsonl"
+        self._lines = files.lines(Path(run_dir) / FOLDER / name, most_bytes)
+
+    def note(self, term: int, rank: int, world: int, why: str) -> None:
+        """Note a world of so many ranks that did not form, and why."""
+        said = {"op": "unformed", "t": time.time(), "term": term, "rank": rank, "world": world, "why": why}
+        self._lines.append(json.dumps({**said, **self._who}).encode())

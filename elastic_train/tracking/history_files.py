@@ -42,10 +42,14 @@ def last_applied(run_dir: str | Path, before_term: int) -> LastApplied | None:
 
 @dataclass(frozen=True, slots=True)
 class Stagnation:
-    """How many of the newest terms ended without getting further than those before them, and how far those had come."""
+    """How many of the newest terms ended without getting further than those before them, and how far those had come.
+
+    `num_in_validation` of them ended while they validated.
+    """
 
     num_terms: int = 0
     step: int = 0
+    num_in_validation: int = 0
 
 
 def stagnation(run_dir: str | Path, before_term: int, most: int) -> Stagnation:
@@ -55,7 +59,7 @@ def stagnation(run_dir: str | Path, before_term: int, most: int) -> Stagnation:
     ended in good order do not count: the job was done, or was asked to leave. Reads the ends of rank 0's newest
     histories, back to the last in which the job gave up.
     """
-    lasts: list[int] = []
+    lasts, are_in_validation = list[int](), list[bool]()
     for path in reversed([parts[-1] for parts in histories(run_dir, 0) if term_of(parts[-1]) < before_term]):
         content = tail_of(path)
         if b'"no_progress"' in content or len(lasts) > most:
@@ -63,9 +67,32 @@ def stagnation(run_dir: str | Path, before_term: int, most: int) -> Stagnation:
         if b'{"op": "end"' in content:
             continue
         lasts.append(max((int(str(line["step"])) for line in last_step_lines(path)), default=0))
+        are_in_validation.append(_last_op(content) == "validate")
     furthest = max(lasts, default=0)
     since = next((number for number, last in reversed(list(enumerate(lasts))) if last == furthest), 0)
-    return Stagnation(min(since if furthest else len(lasts), most), furthest)
+    num_terms = min(since if furthest else len(lasts), most)
+    return Stagnation(num_terms, furthest, sum(are_in_validation[:num_terms]))
+
+
+def num_ended(run_dir: str | Path, before_term: int, num_terms: int) -> int:
+    """Count the processes of the newest terms before `before_term` that ended, those of the last of them not included.
+
+    A process that outlives its world is in the next one, too. A pid alone does not say so: every container counts its
+    own. Reads the beginning of each of their files.
+    """
+    paths = [path for path in (Path(run_dir) / FOLDER).glob("[0-9]*-*-*.jsonl") if term_of(path) < before_term]
+    newest = sorted({term_of(path) for path in paths})[-num_terms:]
+    worlds: dict[int, set[object]] = {term: set() for term in newest}
+    for path in paths:
+        if term_of(path) in worlds:
+            form = next((line for line in _head_of(path) if line["op"] == "form"), {})
+            worlds[term_of(path)].add(tuple(form.get(key) for key in ("pid", "host", "boot", "born")))
+    return len(set().union(*worlds.values())) - max((len(world) for world in worlds.values()), default=0)
+
+
+def _last_op(content: bytes) -> object:
+    """Return what the last line of a history says; one that is torn says nothing."""
+    return next((line["op"] for line in lines_of(b"\n".join(content.splitlines()[:-3:-1]))), None)
 
 
 def tail_of(path: Path) -> bytes:
@@ -88,8 +115,12 @@ def term_of(path: Path) -> int:
 
 def restore_line(path: Path) -> dict[str, object] | None:
     """Return the line that says how a process's state was restored; reads the beginning of its file only."""
+    return next((line for line in _head_of(path) if line["op"] == "restore"), None)
+
+
+def _head_of(path: Path) -> Iterator[dict[str, object]]:
     with path.open("rb") as file:
-        return next((line for line in lines_of(file.read(_HEAD_BYTES)) if line["op"] == "restore"), None)
+        return lines_of(file.read(_HEAD_BYTES))
 
 
 def last_step_lines(path: Path) -> list[dict[str, object]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from elastic_train.checkpoint import CommitRecord, SaveOutcome, Saves, Unheard
 from elastic_train.checkpoint.interval.cadence import Cadence
+from elastic_train.checkpoint.saving.store_use import MOST_UNWRITTEN, StoreUse
 from elastic_train.errors import SavesFailedError, StorageError
 from elastic_train.job.commit_facts import describe_commit
 from elastic_train.job.plan import Plan
@@ -19,7 +20,6 @@ from elastic_train.system.failpoints import reach
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.world.agreement import agree
-from elastic_train.world.store_use import MOST_UNWRITTEN, StoreUse
 from elastic_train.world.uniformity import check_same_weights
 from elastic_train.world.world import World
 

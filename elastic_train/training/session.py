@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from elastic_train.checkpoint import SaveMemory
+from elastic_train.checkpoint.saving.store_use import StoreUse
 from elastic_train.core.accounting import Hole
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import ConfigError, DataError
@@ -30,7 +31,6 @@ from elastic_train.training.step_clock import StepClock, slowest
 from elastic_train.training.step_sums import StepSums
 from elastic_train.world.forming import Worlds
 from elastic_train.world.quarantine import find_holes
-from elastic_train.world.store_use import StoreUse
 from elastic_train.world.world import World
 
 log = logging.getLogger(__name__)
@@ -184,6 +184,7 @@ class Session:
         batches = self.plan.feed.validation(self.lanes)
         if batches is None:
             return
+        self.world.history.validate(step=self.state.step)
         with self.watchdog.resting():  # the first time a process asks, it imports them, for seconds
             self.plan.task.metrics()
         with self.buffers.untouched():

@@ -7,11 +7,13 @@ import os
 import sys
 import time
 
+from elastic_train.checkpoint.saving.store_use import StoreUse
 from elastic_train.config.schema import Config
 from elastic_train.errors import (
     ConfigError,
     ElasticTrainError,
     FencedError,
+    NoProgressError,
     PeerLostError,
     Preempted,
     StorageError,
@@ -23,13 +25,14 @@ from elastic_train.job.state import AppliedState
 from elastic_train.job.warm_up import warm_up
 from elastic_train.system.preemption import LeaveRequest, StepDropped
 from elastic_train.system.watchdog import Watchdog
+from elastic_train.tracking.background_files import BackgroundFiles
+from elastic_train.tracking.history import UnformedWorlds
 from elastic_train.tracking.tracker import WRITE_TIMEOUT_S
 from elastic_train.training.loop import Outcome, train_steps
 from elastic_train.training.open_session import commit_alone, make_repeatable, open_session
 from elastic_train.training.result import TrainResult, result_of, write_result
 from elastic_train.training.session import Process, Session
 from elastic_train.world.forming import Formed, open_worlds, own_run_id
-from elastic_train.world.store_use import StoreUse
 from elastic_train.world.uniformity import job_of
 
 CLOSED = "closed"
@@ -60,7 +63,16 @@ def supervise(config: Config, leave: LeaveRequest, started_at: float) -> Ended:
 
 def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveRequest, started_at: float) -> Ended:
     """Train through one world after another, watched; what the run's folder takes in time is written at the end."""
-    worlds = open_worlds(plan.config, plan.device, watchdog, lambda: _is_through(leave, state), job_of(plan))
+    config, files = plan.config, BackgroundFiles()
+    worlds = open_worlds(
+        config,
+        plan.device,
+        watchdog,
+        lambda: _is_through(leave, state),
+        job_of(plan),
+        lambda: state.step,
+        UnformedWorlds(files, config.run.dir, config.run.history_bytes),
+    )
     if worlds.is_live:
         watchdog.warm_up()
         try:
@@ -68,7 +80,8 @@ def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveR
                 warm_up(plan, state)
         except StepDropped:
             return Preempted("asked to leave before the first world")
-    process = Process(plan, state, worlds, leave, watchdog, started_at, StoreUse(plan.config.checkpoint_url))
+    use = StoreUse(plan.config.checkpoint_url)
+    process = Process(plan, state, worlds, leave, watchdog, started_at, use, files=files)
     try:
         return _train_through(process)
     finally:
@@ -124,7 +137,7 @@ def _next_world(process: Process) -> Formed | None:
     process.watchdog.rest()
     try:
         return process.worlds.form(as_last=process.use.is_barred)
-    except (TooFewNodesError, Preempted, StorageError, ConfigError):
+    except (TooFewNodesError, Preempted, StorageError, ConfigError, NoProgressError):
         try:
             commit_alone(process.plan, process.state, process.save_memory, process.worlds.published(), own_run_id())
         except ElasticTrainError as error:

@@ -20,7 +20,9 @@ from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError, PeerLostError, Preempted, StorageError, translated
 from elastic_train.parallel.group import Group, connect
 from elastic_train.system.watchdog import Watchdog
+from elastic_train.tracking.history import UnformedWorlds
 from elastic_train.world import one_store
+from elastic_train.world.standstill import Standstill
 from rendezvous.context import LiveContext, RendezvousContext, context, live_context
 from rendezvous.errors import StoreUnavailableError
 from rendezvous.live_member import LiveMember, LiveWorld
@@ -58,8 +60,8 @@ class Worlds(Protocol):
 
         `as_last`: behind all others, so that this process does not lead unless it is alone.
 
-        Raises TooFewNodesError if not enough nodes come in time, Preempted if asked to leave, and ConfigError if
-        another job was done under the same run id a moment ago.
+        Raises TooFewNodesError if not enough nodes come in time, Preempted if asked to leave, NoProgressError if too
+        many worlds in a row had no step, and ConfigError if another job was done under the same run id a moment ago.
         """
 
     def wants_to_grow(self) -> bool:
@@ -117,8 +119,11 @@ class LiveWorlds:
         watchdog: Watchdog,
         is_stopped: Callable[[], bool],
         job: Job,
+        standstill: Standstill,
+        unformed: UnformedWorlds,
     ) -> None:
         self._context, self._is_stopped, self._watchdog, self._job = context, is_stopped, watchdog, job
+        self._standstill, self._unformed = standstill, unformed
         self._has_trained = False
         self._config = config
         self._num_lanes = config.batch.num_lanes
@@ -131,6 +136,8 @@ class LiveWorlds:
         if self._member is None:
             self._member = self._be_member()
             self._check_store(self._member)
+        elif self._has_trained:
+            self._standstill.note("it ended before a step was applied")
         pause_s = FIRST_PAUSE_S
         while True:
             with translated():
@@ -164,6 +171,7 @@ class LiveWorlds:
     def _note_not_formed(self, member: LiveMember, world: LiveWorld, error: PeerLostError) -> None:
         """Count a world that did not form; one may be an accident, from the second on the reason is looked for."""
         self.num_not_formed += 1
+        self._unformed.note(world.context.term, world.rank, world.size, str(error))
         if self.num_not_formed > 1:
             member.look_for_unreachable()
             log.warning(
@@ -171,6 +179,7 @@ class LiveWorlds:
                 "whether they can be reached; those that cannot are left out",
                 *(self.num_not_formed, world.context.term, world.size, world.context.num_nodes, error),
             )
+        self._standstill.note(f"it did not form: {error}")
 
     def _check_what_is_done(self, done: Closed | None) -> None:
         """Say that the job is done; raise ConfigError if it was another one that was done under this run id.
@@ -232,13 +241,23 @@ class LiveWorlds:
 
 
 def open_worlds(
-    config: Config, device: torch.device, watchdog: Watchdog, is_stopped: Callable[[], bool], job: Job
+    config: Config,
+    device: torch.device,
+    watchdog: Watchdog,
+    is_stopped: Callable[[], bool],
+    job: Job,
+    reached: Callable[[], int],
+    unformed: UnformedWorlds,
 ) -> Worlds:
-    """Return the worlds that the launcher has prepared for a job; `is_stopped` ends the waiting for one."""
+    """Return the worlds that the launcher has prepared for a job; `is_stopped` ends the waiting for one.
+
+    `reached` says which step this process has applied last; `unformed` is where worlds are noted that did not form.
+    """
     launched = live_context()
     if launched is None:
         return OneWorld(config, device, watchdog)
-    return LiveWorlds(launched, config, device, watchdog, is_stopped, job)
+    standstill = Standstill(config.give_up_after_worlds, config.give_up_after_s, reached)
+    return LiveWorlds(launched, config, device, watchdog, is_stopped, job, standstill, unformed)
 
 
 def own_run_id() -> str:

@@ -1,7 +1,8 @@
 """A job that forms world after world and never gets further: it ends, with a code that says not to start it again.
 
 A sample that kills its process, or a device that computes wrongly, ends every world at the same step. Processes die
-with what they know, so the count is taken from the histories in `run.dir`.
+with what they know, so the count is taken from the histories in `run.dir`. Worlds that break and are outlived by all of
+their processes, as where a network drops what is large, are `elastic_train.world.standstill`'s.
 """
 
 from __future__ import annotations
@@ -27,11 +28,21 @@ def check_progress(world: World, plan: Plan) -> Stagnation:
 def _check(world: World, plan: Plan) -> tuple[int, int]:
     limit = plan.config.give_up_after_worlds
     found = world.history.stagnation(limit or MOST_COUNTED)
-    if limit is None or found.num_terms < limit:
-        return found.num_terms, found.step
+    if limit is None or found.num_terms < limit or 2 * world.history.num_ended(limit) < limit - 1:
+        return found.num_terms, found.step  # processes that outlive their worlds count for themselves
     world.history.no_progress(step=found.step)
     raise NoProgressError(
         f"the last {limit} worlds, up to term {world.term - 1}, got no further than step {found.step}: the processes' "
-        "logs say how they ended; a signal at every try points to the samples of the next step or to a device. "
+        f"logs say how they ended; a signal at every try points to {_suspect(plan, found)} or to a device. "
         f"Starting again tries {limit} worlds more; give_up_after_worlds sets how many"
+    )
+
+
+def _suspect(plan: Plan, found: Stagnation) -> str:
+    """Name where a sample may be that ends its process."""
+    if 2 * found.num_in_validation <= found.num_terms:
+        return "the samples of the next step"
+    times = f"{found.num_in_validation} of {found.num_terms}"
+    return (
+        f"the samples of the validation set {plan.config.data.validation} ({times} worlds ended while they validated)"
     )

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic_train.checkpoint import Store, open_store, sweep
+from elastic_train.checkpoint.saving.store_use import StoreUse
 from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.config.schema import Config
 from elastic_train.core.mesh import Mesh
@@ -30,7 +31,6 @@ from elastic_train.world.agreement import agree
 from elastic_train.world.claims import Rivals
 from elastic_train.world.fencing import Fence, JoinedFence, StoreFence, forget_old_terms
 from elastic_train.world.forming import Formed, own_run_id
-from elastic_train.world.store_use import StoreUse
 from rendezvous.context import RendezvousContext, open_fence
 from rendezvous.waiting import begin
 

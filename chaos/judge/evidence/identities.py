@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 
 Line = dict[str, object]
 AGAIN = 10_000_000
 """More than any pid: Linux has none above 4,194,304."""
+ANY = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +33,12 @@ class Identity:
 
     def may_be(self, other: Identity) -> bool:
         """Say whether nothing that both say differs."""
-        pairs = ((self.host, other.host), (self.boot, other.boot), (self.born, other.born))
-        return self.pid == other.pid and all(one is None or two is None or one == two for one, two in pairs)
+        return (
+            self.pid == other.pid
+            and (self.host is None or other.host is None or self.host == other.host)
+            and (self.boot is None or other.boot is None or self.boot == other.boot)
+            and (self.born is None or other.born is None or self.born == other.born)
+        )
 
 
 @dataclass(slots=True)
@@ -39,21 +46,29 @@ class _Known:
     """The processes of each pid, with their numbers, and when each was first seen."""
 
     numbers: dict[Identity, int] = field(default_factory=dict)
-    of_pid: dict[int, list[Identity]] = field(default_factory=lambda: defaultdict(list))
     seen_at: dict[Identity, float] = field(default_factory=dict)
+    alike: dict[tuple[object, ...], list[Identity]] = field(default_factory=lambda: defaultdict(list))
+    """By pid, host and time of birth, each of the two as it was said, and under ANY."""
 
     def number(self, identity: Identity, at: float) -> int:
         """Return the number of the process that a line means; a new one if there is none that it may be."""
-        alike = [known for known in self.of_pid[identity.pid] if identity.may_be(known)]
+        alike = [known for key in self._meant(identity) for known in self.alike.get(key, ()) if identity.may_be(known)]
         if not alike:
-            self.numbers[identity] = identity.pid + AGAIN * len(self.of_pid[identity.pid])
-            self.of_pid[identity.pid].append(identity)
+            self.numbers[identity] = identity.pid + AGAIN * len(self.alike[identity.pid, ANY, ANY])
+            for key in product((identity.pid,), (identity.host, ANY), (identity.born, ANY)):
+                self.alike[key].append(identity)
             self.seen_at[identity] = at
             return self.numbers[identity]
         before = [known for known in alike if self.seen_at[known] <= at]
         meant = max(before, key=self.seen_at.__getitem__) if before else min(alike, key=self.seen_at.__getitem__)
         self.seen_at[meant] = min(at, self.seen_at[meant])
         return self.numbers[meant]
+
+    @staticmethod
+    def _meant(identity: Identity) -> Iterator[tuple[object, ...]]:
+        """Return where those are that may be one: what it does not say may be anything, and what they do not, too."""
+        hosts, births = ((ANY,) if said is None else (said, None) for said in (identity.host, identity.born))
+        return product((identity.pid,), hosts, births)
 
 
 def identified(processes: list[list[Line]]) -> list[list[Line]]:

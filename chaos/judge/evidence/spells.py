@@ -46,6 +46,25 @@ class Spells:
         return max(quiet_s, until - at)
 
 
+def answering_s(run: Evidence, since: float, until: float) -> float:
+    """Return how much of an interval faults that came in it take: each its own time, and that of one recovery."""
+    recovery_s = scenario_field(run, "recovery_s")
+    if not isinstance(recovery_s, int | float):
+        return 0.0
+    taken_s, at = 0.0, since
+    faults, times = _faults_by_time(run)
+    for place in range(bisect_right(times, since), bisect_left(times, until)):
+        begin, end = max(at, times[place]), min(until, over_at(faults[place]) + recovery_s)
+        taken_s, at = taken_s + max(0.0, end - begin), max(at, end)
+    return taken_s
+
+
+@once
+def _faults_by_time(run: Evidence) -> tuple[list[Line], list[float]]:
+    faults = sorted(run.of("fault"), key=lambda line: number(line, "t"))
+    return faults, [number(line, "t") for line in faults]
+
+
 def patience_of(run: Evidence) -> float:
     """Return for how many seconds a fault that is over may still have consequences."""
     patience_s = scenario_field(run, "patience_s")

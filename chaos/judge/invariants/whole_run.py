@@ -28,7 +28,7 @@ from chaos.judge.evidence.recovery_cost import (
     ridden_out,
 )
 from chaos.judge.evidence.run_files import Evidence, number, whole
-from chaos.judge.evidence.spells import patience_of, spell_end, spells_of
+from chaos.judge.evidence.spells import answering_s, patience_of, spell_end, spells_of
 from chaos.judge.findings import Unknown, Violated
 from chaos.judge.invariants.rollbacks import check_rollbacks
 
@@ -127,10 +127,15 @@ def _given_up(run: Evidence) -> Iterator[tuple[int, int, int, int, int]]:
 
 
 def rto(run: Evidence) -> str:
-    """Every fault is followed by a next world's first applied step in its spell, or was ridden out."""
+    """Every fault is followed by a next world's first applied step in its spell, or was ridden out.
+
+    The clock stands while faults that came later are answered, if a run says how long that takes (`recovery_s`): where
+    they come faster than any world can form, none is late.
+    """
     costs, spared = recoveries(run), ridden_out(run)
     for cost in costs:
         late_s = cost.at + cost.rto_s - _due_at(run, cost)
+        late_s -= answering_s(run, cost.at, cost.at + cost.rto_s) if late_s > 0 else 0.0
         if late_s > 0:
             what = (
                 f"{fault_name(run.of('fault')[cost.place])}: the next world's first step came {cost.rto_s:.1f} s later"

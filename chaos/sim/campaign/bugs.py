@@ -32,6 +32,7 @@ from elastic_train.tracking.metric_log import (
 from elastic_train.training.commits import Commits
 from elastic_train.training.session import Session
 from elastic_train.world.quarantine import find_holes
+from elastic_train.world.standstill import Standstill
 from rendezvous.lenient_json import UnreadableRecordError
 from rendezvous.membership.decisions import Change
 from rendezvous.membership.records import Head, Keys, encode
@@ -232,3 +233,8 @@ def known_or_error(key: str, found: object) -> object:
     if isinstance(found, UnreadableRecordError):
         raise found
     return found
+
+
+def impatient(most: int | None, least_s: float, reached: Callable[[], int]) -> Standstill:
+    """Give up after two worlds, however soon."""
+    return Standstill(2, 0.0, reached)

@@ -110,6 +110,16 @@ def _without_its_mount(draws: random.Random) -> tuple[SimFault, ...]:
     return (SimFault("private_storage", at_s=at_s, node=node, for_s=60.0), *others)
 
 
+def _alone_without_its_mount(draws: random.Random) -> tuple[SimFault, ...]:
+    """A node comes back without its mount, and nothing else happens."""
+    return (SimFault("private_storage", at_s=draws.uniform(20.0, 30.0), node=draws.randrange(3), for_s=100.0),)
+
+
+def _blocked(draws: random.Random) -> tuple[SimFault, ...]:
+    """No world forms for some minutes."""
+    return (SimFault("block_ports", at_s=draws.uniform(6.0, 8.0), for_s=draws.uniform(60.0, 900.0)),)
+
+
 def _torn(draws: random.Random) -> tuple[SimFault, ...]:
     """Everybody dies in the middle of a commit."""
     nodes = tuple(SimFault("kill_job", at_s=draws.uniform(6.0, 16.0), for_s=2.0) for _ in range(2))
@@ -249,6 +259,21 @@ PLANTED = (
         ("lineage", "durability", "heads"),
         _without_its_mount,
         replace(_SHAPE, epochs=16),
+    ),
+    SimBug(
+        "joins-unproved",
+        "a node becomes a member before it has looked at its store, and the world waits for its word",
+        lambda: {"elastic_train.world.one_store:check_before_joining": lambda *_: None},
+        ("no-harm",),
+        _alone_without_its_mount,
+        replace(_SHAPE, epochs=30, lane_s=0.5),
+    ),
+    SimBug(
+        "gives-up-at-once",
+        "worlds that do not form end the job however short a time they did not",
+        lambda: {"elastic_train.world.forming:Standstill": bugs.impatient},
+        ("progress",),
+        _blocked,
     ),
     SimBug(
         "stale-lanes",

@@ -20,8 +20,10 @@ from chaos.judge.checker import judge
 from chaos.judge.evidence.run_files import Evidence
 from chaos.judge.findings import Finding
 from chaos.sim.campaign.swarm import (
+    LONE_S,
     draw,
     draw_bad_data,
+    draw_lone,
     draw_of_etcd,
     draw_outages,
     draw_skews,
@@ -44,6 +46,10 @@ REFUSED = 1 / 6
 """In how many runs etcd refuses for a while, or somebody else writes into it."""
 SKEWED = 1 / 8
 """In how many live runs nodes' clocks differ by seconds. With restarts, steps are too far apart to tell by how much."""
+LEAST_STEP_S = 4.0
+"""How long one rank takes for a step, at least, in those that last for minutes."""
+ALONE = 1 / 10
+"""In how many runs of several nodes nothing happens but that one node is wrong, in a job of some minutes."""
 NEEDS_A_LOSS = ("faults", "rpo", "rto")
 """What is unknown of a run whose faults did no harm, or only later."""
 MOST_UNSEEN = 100_000
@@ -121,7 +127,19 @@ def case_of(seed: int, num_nodes: int | None = None) -> Case:
     clocks = random.Random(f"{seed}/clocks")
     if shape.nodes > 1 and shape.recovery == "live" and clocks.random() < SKEWED:
         faults = in_order([*faults, *draw_skews(clocks, shape)])
+    alone = random.Random(f"{seed}/alone")
+    if shape.nodes > 1 and alone.random() < ALONE:
+        return _case_of_one(seed, shape, alone)
     return Case(seed, shape, faults)
+
+
+def _case_of_one(seed: int, shape: Shape, draws: random.Random) -> Case:
+    """Return the case of a job that is long enough, and may do without the node that is wrong."""
+    shape = replace(shape, recovery="live", min_nodes=1, lane_s=max(shape.lane_s, LEAST_STEP_S / shape.lanes))
+    step_s = shape.lane_s * -(-shape.lanes // (shape.nodes * shape.ranks))
+    steps = round((30.0 + draws.uniform(0.5, 1.5) * LONE_S) / step_s)
+    shape = replace(shape, epochs=max(1, round(shape.epochs * steps / shape.total_steps)))
+    return Case(seed, shape, (draw_lone(draws, shape),))
 
 
 def simulate(case: Case, bug: Mapping[str, object] | None = None) -> Outcome:

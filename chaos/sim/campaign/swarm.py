@@ -20,12 +20,16 @@ IS_READ = 0.5
 """How often what is damaged has to be read: everybody dies within a lease. Else the members hold what it held."""
 LONGER = {"hang_worker": 4.0, "sever_link": 10.0, "stale_listing": 4.0}
 """Kinds that are to last until others notice."""
+LONE_S = 120.0
+"""How long the price of one bad node is counted."""
 MOST_HUNG_S = 500.0
 """If a process hung for longer the others would give up. Its own watchdog, which has no thread here, ends it sooner."""
 DAMAGE = tuple(kind for kind in KINDS if damages(kind) and kind != "tear_write")
 OF_ETCD = ("etcd_refuses", "alien_record")
-APART = ("bad_row_group", "tracker_outage", "skew_clocks", *OF_ETCD)
-"""Kinds that are drawn by themselves, from streams of their own."""
+LONE = ("private_storage", "other_limits", "wrong_address", "start_twin", "alien_record")
+"""Kinds that are drawn one at a time, too, in a job of minutes: what each costs the others is then its price alone."""
+APART = ("bad_row_group", "tracker_outage", "skew_clocks", "other_limits", "wrong_address", "block_ports", *OF_ETCD)
+"""Kinds that are drawn by themselves, from streams of their own, or in cases of their own alone."""
 COMMON = tuple(kind for kind in KINDS if kind not in APART)
 AT_PLACES = tuple(f"{how}@{point}" for how in AT_POINTS for point in POINTS)
 
@@ -94,6 +98,13 @@ def draw_skews(draws: random.Random, shape: Shape) -> tuple[SimFault, ...]:
     return tuple(
         SimFault("skew_clocks", node=n, other=draws.randrange(2), for_s=draws.uniform(2.0, 20.0)) for n in nodes
     )
+
+
+def draw_lone(draws: random.Random, shape: Shape) -> SimFault:
+    """Draw one fault of one bad node; it lasts for at least as long as its price is counted."""
+    at_s, for_s = shape.warm_s + draws.uniform(10.0, 30.0), draws.uniform(20.0, 2 * LONE_S)
+    node = draws.randrange(shape.nodes)
+    return SimFault(draws.choice(LONE), round(at_s, 3), node=node, rank=0, other=0, for_s=round(for_s, 3))
 
 
 def in_order(faults: list[SimFault]) -> tuple[SimFault, ...]:

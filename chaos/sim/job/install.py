@@ -39,7 +39,7 @@ from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.parallel import step_tables
 from elastic_train.system.failpoints import reach
 from elastic_train.tracking.background_files import BackgroundFiles
-from elastic_train.tracking.history import History
+from elastic_train.tracking.history import History, UnformedWorlds
 from elastic_train.tracking.history_files import Stagnation
 from elastic_train.training import step_sums
 from elastic_train.training.session import Session
@@ -73,11 +73,12 @@ PRODUCT = (
     "elastic_train.world.world",
     "elastic_train.world.restore",
     "elastic_train.world.forming",
+    "elastic_train.world.standstill",
     "elastic_train.world.one_store",
     "elastic_train.world.handover",
     "elastic_train.world.claims",
     "elastic_train.world.fencing",
-    "elastic_train.world.store_use",
+    "elastic_train.checkpoint.saving.store_use",
     "elastic_train.tracking.background_files",
     "elastic_train.tracking.history",
     "elastic_train.training.result",
@@ -191,10 +192,10 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
     yield from _in("elastic_train.world.forming", live_context=host.context, os=_Launcher(host))
     yield from _in("elastic_train.world.world", open_store=storage, DeadlineStore=_undelayed, open_fence=fence)
     yield from _in("elastic_train.world.world", History=functools.partial(SimHistory, host), Progress=Silent)
-    yield from _in("elastic_train.tracking.history", process_identity=host.identity)
+    yield from _in("elastic_train.tracking.history", process_identity=host.identity, process_usage=dict)
     yield from _in("elastic_train.training.open_session", open_store=storage, DeadlineStore=_undelayed)
     yield from _in("elastic_train.world.one_store", open_store=storage, DeadlineStore=_undelayed)
-    yield from _in("elastic_train.world.store_use", open_store=storage, DeadlineStore=_undelayed)
+    yield from _in("elastic_train.checkpoint.saving.store_use", open_store=storage, DeadlineStore=_undelayed)
     yield from _in("elastic_train.world.claims", process_identity=host.identity)
     yield from _in("elastic_train.training.open_session", hazards=lambda _: iter(()))
     yield from _in("elastic_train.training.open_session", faults_before=lambda *_: Faults(0, 0.0))
@@ -204,6 +205,7 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
         Watchdog=Unwatched,
         make_repeatable=_nothing,
         make_plan=lambda _: host.plan,
+        UnformedWorlds=functools.partial(SimUnformedWorlds, host),
     )
     # There is nothing to open or to load.
     yield from _in("elastic_train.training.supervisor", warm_up=lambda plan, state: None)
@@ -382,3 +384,17 @@ class SimHistory(History):
         self._host.kernel.check(self._host.kernel.current)
         at = stdlib.SteadyTime(self._host.kernel).time()
         self._host.record.write(self._name, op, at=at, term=self.term, rank=self._rank, **fields)
+
+
+class SimUnformedWorlds(UnformedWorlds):
+    """What did not form, noted in the evidence."""
+
+    def __init__(self, host: Host, *_: object) -> None:
+        process = host.kernel.process
+        self._host, self._name = host, f"unformed-{process.pid}-{process.node}-{process.born:.6f}"
+        self._who = {"pid": process.pid, **host.identity()}
+
+    def note(self, term: int, rank: int, world: int, why: str) -> None:
+        at = stdlib.SteadyTime(self._host.kernel).time()
+        place = {"term": term, "rank": rank, "world": world, "why": why}
+        self._host.record.write(self._name, "unformed", at=at, **place, **self._who)

@@ -32,6 +32,7 @@ def left_by(around: Surroundings, record: RunRecord, config: Config) -> Evidence
     promised: dict[str, Any] = {
         "recovery": shape.recovery,
         "patience_s": shape.patience_s,
+        "recovery_s": shape.recovery_s,
         "max_restarts": shape.max_restarts,
     }
     record.write("chaos", "scenario", name="sim", seed=around.seed, **promised, command=[])

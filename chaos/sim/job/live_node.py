@@ -38,6 +38,8 @@ class Node:
         self.agent: Process | None = None
         self.workers: dict[int, Process] = {}
         self.away_until = self.down_for_s = 0.0
+        self.max_nodes = host.shape.nodes
+        """As its --nnodes has it; other nodes turn it away if theirs differs."""
         self.code: int | None = None
         """What it ended with, None while it has not."""
         self._host, self._kernel = host, host.kernel
@@ -96,7 +98,7 @@ class Node:
             address=host_of(self.number),
             agent=agent_port(host.around.net, node),
             min_nodes=shape.min_nodes,
-            max_nodes=shape.nodes,
+            max_nodes=self.max_nodes,
             ttl_s=shape.ttl_s,
             last_call_s=2.0,
             timeout_s=900.0,

@@ -68,6 +68,11 @@ class Shape:
         return 300.0 + 2 * self.ttl_s + self.peer_timeout_s + 5 * self.step_s
 
     @property
+    def recovery_s(self) -> float:
+        """How long it takes until the next step is applied after a fault, if no other comes."""
+        return 2 * self.ttl_s + self.warm_s + 2 * self.step_s
+
+    @property
     def span_s(self) -> float:
         """About how long the job takes without faults."""
         ranks = self.nodes * self.ranks

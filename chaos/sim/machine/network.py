@@ -40,7 +40,8 @@ class Net:
         self.shared: set[int] = set()
         """Machines whose address every machine has: it leads whoever uses it to himself."""
         self.ports: dict[int, Listener] = {}
-        self.slow_until = self.lossy_until = 0.0
+        self.slow_until = self.lossy_until = self.blocked_until = 0.0
+        """Until when messages are late, packets lost, and the connections that make a world blocked."""
         self._waits: list[float] | None = None
         """What concurrent connections would wait, each by itself."""
 

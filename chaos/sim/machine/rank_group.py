@@ -14,6 +14,8 @@ from chaos.sim.machine.meeting import MeetingStore
 from elastic_train.parallel.group import Group
 
 T = TypeVar("T")
+BLOCKED_S = 10.0
+"""How long a rank tries to connect where nothing is let through."""
 
 
 class SimGroup(Group):
@@ -40,6 +42,9 @@ class SimGroup(Group):
         assert store is not None, "a world of several ranks meets at a store"
         self._hub = store.hub
         self._kernel = store.net.kernel
+        if self._kernel.now < store.net.blocked_until:
+            self._kernel.sleep(BLOCKED_S)
+            raise self._lost("no connection to any peer")
         self._hub.join(rank, self._kernel.process)
         self._collect("form", None)
 

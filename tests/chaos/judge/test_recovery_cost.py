@@ -439,3 +439,21 @@ def test_a_recovery_of_an_hour_is_late_even_in_a_soak(first_at: float, late_s: f
         return
     with pytest.raises(Violated, match=f"{late_s:.1f} s after all should have been over"):
         rto(run)
+
+
+@pytest.mark.parametrize(("every_s", "is_late"), [(10.0, False), (40.0, True)])
+def test_a_recovery_is_not_late_where_faults_come_faster_than_any_world_can_form(every_s: float, is_late: bool) -> None:
+    """Its clock stands while others are answered, which takes 20 s each; in quiet between them it goes on."""
+    faults: list[Line] = [
+        {"op": "fault", "t": t, "kind": "kill_worker", "node": 1, "pids": [8]} for t in np.arange(5.0, 605.0, every_s)
+    ]
+    scenario: Line = {"op": "scenario", "t": 0.0, "recovery": "live", "patience_s": 180.0, "recovery_s": 20.0}
+    step: Line = {"op": "step", "t": 620.0, "term": 2, "rank": 0, "step": 1, "samples": 1}
+    restore: Line = {"op": "restore", "t": 610.0, "term": 2, "rank": 0, "step": 0}
+    lines = [scenario, *faults, *a_world(1.0, 1, 7, 8), *a_world(606.0, 2, 7, 9), restore, step]
+    run = Evidence(Path("storm"), [lines], [], {}, None, None)
+    if is_late:
+        with pytest.raises(Violated, match="after all should have been over"):
+            rto(run)
+        return
+    assert rto(run).endswith("615.00 s to the next step")

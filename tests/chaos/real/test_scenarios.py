@@ -238,6 +238,7 @@ def test_a_file_system_that_freezes_ends_no_world(tmp_path: Path, capfd: pytest.
     assert set(pids_of(run)) == {1}
 
 
+@pytest.mark.long
 @pytest.mark.xdist_group("network")
 def test_misled_addresses_cost_worlds_and_nothing_else(
     tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]

@@ -17,6 +17,7 @@ from chaos.judge.evidence.run_files import Evidence
 from chaos.judge.findings import Violated
 from chaos.judge.invariants.departures import deaths
 from chaos.judge.invariants.one_lineage import lineage
+from chaos.judge.invariants.progress import progress
 from chaos.sim.campaign import cases
 from chaos.sim.campaign.planted import PLANTED, SimBug, near
 from chaos.sim.campaign.shrink import shrink
@@ -26,6 +27,7 @@ from chaos.sim.campaign.simulate import (
     digest_of,
     simulate,
 )
+from chaos.sim.campaign.swarm import LONE
 from chaos.sim.job.fault import AT_POINTS, POINTS, SimFault
 from chaos.sim.job.job import Job
 from chaos.sim.job.kinds import KINDS
@@ -132,6 +134,33 @@ def test_a_planted_bug_is_caught_by_its_invariant(bug: SimBug) -> None:
     found, _ = bug.hunt()
     assert found is not None, f"{bug.bug}: not found"
     assert simulate(found.case).violations == ()
+
+
+@pytest.mark.parametrize("kind", LONE)
+def test_one_bad_node_costs_the_others_next_to_nothing(kind: str) -> None:
+    """The law is put to the test by each kind, and holds; so does everything else."""
+    shape = Shape(epochs=30, lane_s=0.5)
+    outcome = simulate(Case(1, shape, (SimFault(kind, at_s=20.0, node=2, for_s=100.0),)))
+    assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
+    (why,) = [finding.why for finding in outcome.findings if finding.invariant == "no-harm"]
+    assert why.startswith("1 times a node was wrong or joined")
+
+
+def test_worlds_that_do_not_form_for_minutes_do_not_end_the_job() -> None:
+    """Hundreds of them; the network heals, and the job ends well."""
+    outcome = simulate(Case(1, Shape(), (SimFault("block_ports", at_s=5.5, for_s=900.0),)))
+    assert outcome.violations == ()
+
+
+def test_worlds_that_never_form_end_every_node_with_93() -> None:
+    """After half an hour, and with a reason; a product that tries for ever is caught by `progress`."""
+    blocked = SimFault("block_ports", at_s=5.5, for_s=3600.0)
+    run = Job(Shape(), 1, (blocked,)).run()
+    assert [line["code"] for line in run.of("exit")] == [93, 93, 93]
+    assert progress(run).endswith("worlds in a row without a step of a process")
+    tireless = {"elastic_train.world.standstill:Standstill.note": lambda self, why: None}
+    with pytest.raises(Violated, match=r"worlds in a row without a step, for .* and did not end with 93"):
+        progress(Job(Shape(), 1, (blocked,), bug=tireless).run())
 
 
 def test_a_run_in_which_a_worker_dies_by_itself_is_not_valid() -> None:

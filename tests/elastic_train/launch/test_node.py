@@ -155,6 +155,23 @@ def test_a_job_that_gets_nowhere_ends_with_93(tmp_path: Path, rows: Path) -> Non
     assert "the last 2 worlds, up to term" in done.stderr and "got no further than step" in done.stderr
 
 
+def test_a_sample_of_the_validation_set_that_ends_its_process_is_suspected(tmp_path: Path, rows: Path) -> None:
+    """Every step can be computed, and only the validation after the last ends one process after the other."""
+    config = Path(poisoned(tmp_path, rows))
+    tree = yaml.safe_load(config.read_text()) | {"give_up_after_worlds": 3}
+    tree["task"]["params"] |= {"ids": [3], "validated": True}
+    config.write_text(yaml.safe_dump(tree))
+    done = subprocess.run(
+        command(str(config), "--ranks", "2"), cwd=ROOT, timeout=280, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 93, done.stderr
+    assert "got no further than step 40" in done.stderr
+    suspect = (
+        f"points to the samples of the validation set {rows / 'validation'} (3 of 3 worlds ended while they validated)"
+    )
+    assert suspect in done.stderr
+
+
 def applied(run: Path) -> int:
     return max((line["step"] for line in history(run) if line["op"] == "step"), default=0)
 

@@ -126,7 +126,7 @@ def test_a_process_that_hangs_while_warming_up_is_ended(
             clock[0] += part * limit_s
             watched.look()
 
-    def wait() -> None:
+    def wait(*, as_last: bool) -> None:
         assert len(ends) == 1
         clock[0] += 10 * MOST_S
         watched.look()
@@ -134,6 +134,7 @@ def test_a_process_that_hangs_while_warming_up_is_ended(
     monkeypatch.setattr(supervisor, "warm_up", hang)
     monkeypatch.setattr(supervisor, "open_worlds", lambda *_: SimpleNamespace(is_live=True, form=wait))
     monkeypatch.setattr(supervisor, "job_of", lambda plan: None)
+    monkeypatch.setattr(supervisor, "UnformedWorlds", Mock())
     monkeypatch.setattr(supervisor, "result_of", lambda plan, state, status: status)
     assert supervisor._train_on(Mock(), Mock(), watched, MagicMock(), started_at=0.0) == "closed"
     assert ends == [pytest.approx(1.1 * limit_s)]

@@ -9,6 +9,7 @@ import pytest
 
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.tracking import background_files
+from elastic_train.tracking import history as history_module
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import History
 from elastic_train.tracking.history_files import (
@@ -17,6 +18,7 @@ from elastic_train.tracking.history_files import (
     histories,
     last_applied,
     last_step_lines,
+    num_ended,
     restore_line,
     stagnation,
 )
@@ -160,6 +162,38 @@ def test_a_history_that_could_not_be_opened_at_first_says_how_it_began(
     step(history, 6)
     lines = read_history(tmp_path / "run")
     assert [(line["op"], line.get("again")) for line in lines] == [("form", True), ("restore", True), ("step", None)]
+
+
+def test_terms_that_ended_while_they_validated_are_counted(tmp_path: Path) -> None:
+    """What was written after a validation has begun says that it was over."""
+    for term, is_over in enumerate((False, False, True, False), 1):
+        history = History(Unqueued(), tmp_path, term, 0)
+        for number in (1, 2, 3):
+            step(history, number)
+        history.validate(step=3)
+        if is_over:
+            history.rollback(from_step=3, to_step=3)
+        history.close()
+    assert stagnation(tmp_path, 5, most=20) == Stagnation(3, 3, 2)
+
+
+def test_processes_that_outlive_their_worlds_have_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks in ten terms, nobody ended; then one in every term, with the pid of the one before, as in a pod."""
+
+    def world(term: int, *born: int) -> None:
+        for rank, ticks in enumerate(born):
+            monkeypatch.setattr(history_module, "process_identity", lambda ticks=ticks: {"host": "a", "born": ticks})
+            history = History(Unqueued(), tmp_path, term, rank)
+            history.form(world=2, cause="lost", joined_at=None, sealed_at=1.0, started_at=2.0)
+            history.close()
+
+    for term in range(1, 11):
+        world(term, 1, 2)
+    assert num_ended(tmp_path, 11, 10) == 0
+    for term in range(11, 21):
+        world(term, 1, term)
+    assert num_ended(tmp_path, 21, 10) == 9
+    assert num_ended(tmp_path, 21, 20) == 10
 
 
 def test_terms_that_get_no_further_are_counted(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from elastic_train.checkpoint import Store, discover
 from elastic_train.checkpoint.interval.cadence import Cadence
 from elastic_train.checkpoint.interval.young_daly import Faults
+from elastic_train.checkpoint.saving.store_use import StoreUse
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.config.schema import CheckpointConfig, OptimizerConfig
 from elastic_train.core.accounting import SampleAccount
@@ -28,7 +29,6 @@ from elastic_train.training.commits import LAST_COMMIT_TRIES, Commits
 from elastic_train.training.step import Computed
 from elastic_train.training.step_sums import StepSums
 from elastic_train.world.fencing import JoinedFence, StoreFence
-from elastic_train.world.store_use import StoreUse
 from rendezvous import errors as rendezvous_errors
 from tests.elastic_train.checkpoint.saving.test_background_saves import FullStore, HeldStore, open_saves
 

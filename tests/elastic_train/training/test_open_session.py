@@ -21,6 +21,7 @@ from elastic_train.checkpoint import (
 )
 from elastic_train.checkpoint.commits import reader
 from elastic_train.checkpoint.saving import abandonment
+from elastic_train.checkpoint.saving.store_use import StoreUse
 from elastic_train.checkpoint.stores import deadline
 from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.checkpoint.stores.disk import RealDisk
@@ -37,7 +38,6 @@ from elastic_train.training.open_session import commit_alone, open_saves
 from elastic_train.training.session import Process
 from elastic_train.training.supervisor import _next_world
 from elastic_train.world.fencing import StoreFence
-from elastic_train.world.store_use import StoreUse
 
 
 def plan_of(folder: Path) -> SimpleNamespace:

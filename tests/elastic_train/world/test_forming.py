@@ -8,13 +8,18 @@ import pytest
 import torch
 
 from elastic_train.config.schema import Config
-from elastic_train.errors import ConfigError, PeerLostError, Preempted, StorageError
+from elastic_train.errors import ConfigError, NoProgressError, PeerLostError, Preempted, StorageError
 from elastic_train.system.watchdog import Watchdog
+from elastic_train.tracking.history import UnformedWorlds
 from elastic_train.world import forming
 from elastic_train.world.forming import LiveWorlds
+from elastic_train.world.standstill import Standstill
 from rendezvous.context import LiveContext
 from rendezvous.errors import StoreUnavailableError
 from rendezvous.membership.records import Closed, Job
+
+PATIENT = Standstill(None, 1.0, lambda: 0)
+NOWHERE: UnformedWorlds = SimpleNamespace(note=None)  # type: ignore[assignment]
 
 
 class Away(Exception):  # noqa: N818 - where the test ends
@@ -38,7 +43,7 @@ def begin(
     context = LiveContext(("127.0.0.1:1",), "job", "n", "h", "127.0.0.1", "h:1", 1, 1, 5.0, 1.0, timeout_s)
     config: Config = SimpleNamespace(batch=SimpleNamespace(num_lanes=8), peer_timeout_s=60.0)  # type: ignore[assignment]
     watchdog: Watchdog = SimpleNamespace(resting=None)  # type: ignore[assignment]
-    formed = LiveWorlds(context, config, torch.device("cpu"), watchdog, lambda: is_stopped, Job())
+    formed = LiveWorlds(context, config, torch.device("cpu"), watchdog, lambda: is_stopped, Job(), PATIENT, NOWHERE)
     with pytest.raises(Away):
         formed.form()
     return begun
@@ -78,7 +83,7 @@ def test_another_job_was_done_under_the_same_run_id(
     watchdog: Watchdog = SimpleNamespace(resting=None)  # type: ignore[assignment]
 
     def worlds_of(mine: Job) -> LiveWorlds:
-        return LiveWorlds(context, config, torch.device("cpu"), watchdog, lambda: False, mine)
+        return LiveWorlds(context, config, torch.device("cpu"), watchdog, lambda: False, mine, PATIENT, NOWHERE)
 
     with pytest.raises(
         ConfigError, match=rf"'job' was finished at 2023-11-14 22:13:20 UTC in /runs/a.*another {differs}"
@@ -88,7 +93,7 @@ def test_another_job_was_done_under_the_same_run_id(
     assert "was finished at 2023-11-14 22:13:20 UTC in /runs/a: nothing is left to do" in caplog.text
 
 
-def test_worlds_that_do_not_form_are_counted_and_logged_with_the_reason(
+def test_worlds_that_do_not_form_are_counted_logged_with_the_reason_and_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One may be an accident; from the second in a row on it is logged, and the nodes are asked."""
@@ -113,10 +118,14 @@ def test_worlds_that_do_not_form_are_counted_and_logged_with_the_reason(
     monkeypatch.setattr(forming, "LiveMember", lambda *_: member)
     monkeypatch.setattr(forming, "Group", group)
     monkeypatch.setattr(forming, "FIRST_PAUSE_S", 0.0)
+    noted: list[tuple[object, ...]] = []
+    unformed: UnformedWorlds = SimpleNamespace(note=lambda *said: noted.append(said))  # type: ignore[assignment]
     told = LiveContext(("127.0.0.1:1",), "job", "n", "h", "127.0.0.1", "h:1", 1, 1, 5.0, 1.0, 60.0)
     config: Config = SimpleNamespace(batch=SimpleNamespace(num_lanes=8), peer_timeout_s=60.0)  # type: ignore[assignment]
     watchdog: Watchdog = SimpleNamespace(resting=None, moved=None)  # type: ignore[assignment]
-    worlds = LiveWorlds(told, config, torch.device("cpu"), watchdog, lambda: False, Job())
+    worlds = LiveWorlds(
+        told, config, torch.device("cpu"), watchdog, lambda: False, Job(), Standstill(4, 0.0, lambda: 0), unformed
+    )
     formed = worlds.form()
     assert formed is not None and formed.group == "a group"
     assert tries == [0, 1, 2, 3] and worlds.num_not_formed == 0
@@ -125,3 +134,9 @@ def test_worlds_that_do_not_form_are_counted_and_logged_with_the_reason(
         f"{number} worlds in a row did not form, the last of term 7, 2 ranks on 2 nodes: connection refused"
         for number in (2, 3)
     ]
+    assert noted == [(7, 0, 2, "connection refused")] * 3
+    tries.clear()
+    with pytest.raises(
+        NoProgressError, match="4 worlds in a row, for 0 s, did not get beyond step 0; the last one: it ended"
+    ):
+        worlds.form()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from chaos.sim.job.fault import SimFault
 from chaos.sim.job.fleet import Fleet
 from chaos.sim.job.live_node import RUN_ID
@@ -29,22 +31,57 @@ def private_storage(fleet: Fleet, fault: SimFault) -> list[Process]:
     """A node starts again without its mount of the storage, sees an empty folder, and gets the mount later."""
     number, storage = fleet.node(fault), fleet.around.storage
     is_bound = bool(fleet.around.etcd.show(Keys(RUN_ID).store).entries)
-    hit = fleet.nodes[number].kill() if is_bound and number not in storage.private else []
+    if not is_bound or number in storage.private:
+        return []  # the job may as well begin in its folder; or it is without its mount already
+    return _come_back_wrong(
+        fleet, fault, lambda: storage.isolate(number), lambda: storage.private.pop(number), "private_storage"
+    )
+
+
+def other_limits(fleet: Fleet, fault: SimFault) -> list[Process]:
+    """A node starts again with another --nnodes than the others, until somebody notices that it is turned away."""
+    node = fleet.nodes[fleet.node(fault)]
+    if node.max_nodes != fleet.shape.nodes:
+        return []
+
+    def limit(max_nodes: int) -> None:
+        node.max_nodes = max_nodes
+
+    right = fleet.shape.nodes
+    return _come_back_wrong(fleet, fault, lambda: limit(right + 1), lambda: limit(right), "other_limits")
+
+
+def wrong_address(fleet: Fleet, fault: SimFault) -> list[Process]:
+    """A node starts again with an address that leads nobody to it, as that of a bridge."""
+    number, refusing = fleet.node(fault), fleet.around.net.refusing
+    if number in refusing:
+        return []
+    return _come_back_wrong(
+        fleet, fault, lambda: refusing.add(number), lambda: refusing.discard(number), "wrong_address"
+    )
+
+
+def _come_back_wrong(
+    fleet: Fleet, fault: SimFault, spoil: Callable[[], object], mend: Callable[[], object], kind: str
+) -> list[Process]:
+    """Start a node again with something wrong, and once more, with nothing wrong, after the fault's time."""
+    number = fleet.node(fault)
+    hit = fleet.nodes[number].kill()
     if not hit:
-        return []  # it is not up, or without its mount already; or the job may as well begin in its folder
-    storage.isolate(number)
+        return []
+    spoil()
     fleet.kernel.after(AWAY_S, lambda: fleet.start_again(number))
-    fleet.kernel.after(AWAY_S + fault.for_s, lambda: _mount(fleet, number))
+
+    def end() -> None:
+        """Whatever trains with what is wrong ends."""
+        ended = fleet.nodes[number].kill()
+        mend()
+        fleet.record.write("chaos", "undo", kind=kind, node=number, pids=[process.pid for process in ended])
+        fleet.start_again(number)
+
+    fleet.kernel.after(AWAY_S + fault.for_s, end)
     fleet.keep_busy(AWAY_S + fault.for_s)
     return hit
-
-
-def _mount(fleet: Fleet, number: int) -> None:
-    """Let a node see the job's storage again; whatever believes in its own folder ends."""
-    hit = fleet.nodes[number].kill()
-    del fleet.around.storage.private[number]
-    fleet.record.write("chaos", "undo", kind="private_storage", node=number, pids=[process.pid for process in hit])
-    fleet.start_again(number)
 
 
 def lose_node(fleet: Fleet, fault: SimFault) -> list[Process]:
@@ -148,6 +185,18 @@ def skew_clocks(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 
 ACTS = (
-    *(kill_worker, kill_node, private_storage, lose_node, kill_rack, kill_job, stop_node, flap_node, scale_down),
+    *(
+        kill_worker,
+        kill_node,
+        private_storage,
+        other_limits,
+        wrong_address,
+        lose_node,
+        kill_rack,
+        kill_job,
+        stop_node,
+        flap_node,
+        scale_down,
+    ),
     *(freeze_worker, freeze_node, hang_worker, slow_worker, jump_clock, skew_clocks, start_twin),
 )

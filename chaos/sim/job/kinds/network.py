@@ -43,6 +43,15 @@ def _mislead(fleet: Fleet, fault: SimFault, misled: set[int]) -> list[Process]:
     return fleet.nodes[number].live_workers()
 
 
+def block_ports(fleet: Fleet, fault: SimFault) -> list[Process]:
+    """A firewall lets agents answer, and no connection between workers through; those that stand are cut."""
+    fleet.around.net.blocked_until = fleet.kernel.now + fault.for_s
+    hit = fleet.all_workers()
+    for process in hit:
+        fleet.kernel.kill(process)
+    return hit
+
+
 def slow_network(fleet: Fleet, fault: SimFault) -> list[Process]:
     """All that nodes send to one another takes a hundred times as long."""
     fleet.around.net.slow_until = fleet.kernel.now + fault.for_s
@@ -55,4 +64,4 @@ def lose_packets(fleet: Fleet, fault: SimFault) -> list[Process]:
     return fleet.all_workers()
 
 
-ACTS = (cut_link, cut_one_way, sever_link, refuse_address, same_address, slow_network, lose_packets)
+ACTS = (cut_link, cut_one_way, sever_link, refuse_address, same_address, block_ports, slow_network, lose_packets)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from elastic_train.checkpoint.saving import store_use
+from elastic_train.checkpoint.saving.store_use import MOST_UNWRITTEN, StoreUse, probe
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.errors import StorageError
-from elastic_train.world import store_use
-from elastic_train.world.store_use import MOST_UNWRITTEN, StoreUse, probe
 
 
 @pytest.fixture

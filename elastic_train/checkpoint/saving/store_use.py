@@ -13,8 +13,8 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass, field
 
-from elastic_train.checkpoint import open_store
 from elastic_train.checkpoint.stores.deadline import DeadlineStore
+from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.checkpoint.stores.store import KeyTaken, no_listener
 from elastic_train.errors import StorageError
 from rendezvous.waiting import Call, GivenUp, begin

@@ -1,0 +1,70 @@
+"""Invariant of what worlds leave in a process that outlives them: no file, no thread, and no memory for each of them.
+
+A world that was given up may hold some until its peers' time is over, and the first ones make what all later ones use.
+So what a process held when one of its first worlds formed is compared with the least that it held in its last ones,
+among worlds of one size, since a rank has connections to all others.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from chaos.judge.evidence.run_files import Evidence, once, part, whole
+from chaos.judge.findings import Unknown, Violated
+
+LEAST_WORLDS, FIRST, LASTS = 8, 2, 3
+"""The fewest worlds of one size that a process is judged by; the place of the one compared; and with how many last."""
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Growth is a leak if it is so much for each world, and so much altogether."""
+
+    name: str
+    each: float
+    altogether: int
+
+
+LIMITS = {
+    "fds": Limit("open files", 0.5, 32),
+    "threads": Limit("threads", 0.25, 16),
+    "rss": Limit("bytes of memory", 0.5 * MIB, 256 * MIB),
+}
+
+
+def bounded(run: Evidence) -> str:
+    """No process that outlives its worlds holds more files, threads or memory with each of them."""
+    rows = rows_of(run)
+    if not rows:
+        raise Unknown(f"no process has been in {LEAST_WORLDS} worlds of one size")
+    for (pid, size), held in rows.items():
+        for what, limit in LIMITS.items():
+            values = [one[what] for one in held[FIRST:]]
+            grown = min(values[-LASTS:]) - values[0]
+            if grown > limit.altogether and grown > limit.each * (len(values) - 1):
+                raise Violated(
+                    f"process {pid} held {values[0]} {limit.name} at the beginning and {values[0] + grown} after "
+                    f"{len(values) - 1} more worlds of {size} ranks"
+                )
+    return f"{len(rows)} processes, in up to {max(map(len, rows.values()))} worlds of one size"
+
+
+@once
+def rows_of(run: Evidence) -> dict[tuple[int, int], list[dict[str, int]]]:
+    """Return what each process held when its worlds of each size had formed, where there were enough."""
+    rows: dict[tuple[int, int], list[dict[str, int]]] = defaultdict(list)
+    for line in run.of("form"):
+        if line.get("holds") and not line.get("again"):
+            holds = part(line, "holds")
+            rows[whole(line, "pid"), whole(line, "world")].append({what: whole(holds, what) for what in LIMITS})
+    return {who: held for who, held in rows.items() if len(held) >= LEAST_WORLDS}
+
+
+def is_put_to_the_test(run: Evidence) -> bool:
+    """Say whether any process has been in enough worlds, and says what it held."""
+    try:
+        return bool(rows_of(run))
+    except (KeyError, TypeError, ValueError):
+        return False

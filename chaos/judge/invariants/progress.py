@@ -1,0 +1,95 @@
+"""Invariant of giving up: a process that gets nowhere ends with a code that says so, and no other one does.
+
+A process may take part in world after world of which none applies a step: they do not form, or break at once. After
+`give_up_after_worlds` of them, once they have gone on for `give_up_after_s`, it has to end with 93, after which nobody
+starts it again. A job that ends so without a reason is lost for nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from chaos.judge.evidence.run_files import Evidence, number, once, whole
+from chaos.judge.findings import Unknown, Violated
+
+NO_PROGRESS = 93
+_WORLDS, _SECONDS = 20, 1800.0
+"""The limits of a configuration that does not say."""
+
+
+def progress(run: Evidence) -> str:
+    """A process that takes part in too many worlds without a step ends with 93, and none ends so before."""
+    if not run.has("form") and not run.has("unformed"):
+        raise Unknown("no world was formed, and none was tried")
+    limits = _limits(run)
+    for pid, times in _vain(run):
+        if limits is not None and (place := _is_enough(times, *limits)) is not None and place + 1 < len(times):
+            raise Violated(
+                f"process {pid} has been in {len(times)} worlds in a row without a step, for "
+                f"{times[-1] - times[0]:.0f} s, and did not end with {NO_PROGRESS}"
+            )
+    for line in run.of("exit"):
+        if line["code"] == NO_PROGRESS and not _has_reason(run, limits):
+            raise Violated(f"node {line['node']} ended with {NO_PROGRESS}, but worlds had got on: at most {_most(run)}")
+    return f"at most {_most(run)}"
+
+
+def _limits(run: Evidence) -> tuple[int, float] | None:
+    """Return after how many worlds, and seconds, a process gives up; None for never."""
+    worlds, seconds = run.config.get("give_up_after_worlds", _WORLDS), run.config.get("give_up_after_s", _SECONDS)
+    return (worlds, float(seconds)) if isinstance(worlds, int) and isinstance(seconds, int | float) else None
+
+
+def _is_enough(times: Sequence[float], worlds: int, seconds: float) -> int | None:
+    """Return the place of the first world with which there were enough; None if there were not.
+
+    When each began is known, and not when it ended: the first at the latest when the second began.
+    """
+    return next((n for n in range(max(1, worlds - 1), len(times)) if times[n] - times[1] >= seconds), None)
+
+
+def _has_reason(run: Evidence, limits: tuple[int, float] | None) -> bool:
+    """Say whether processes gave up because of what histories show: deaths at one step, or numbers not finite."""
+    if run.has("no_progress") or run.has("nonfinite"):
+        return True
+    return limits is not None and any(
+        len(times) >= limits[0] - 1 and _ends_at(run) - times[0] >= limits[1] for _, times in _vain(run)
+    )
+
+
+def _ends_at(run: Evidence) -> float:
+    return max(number(line, "t") for line in run.of("exit"))
+
+
+def _most(run: Evidence) -> str:
+    return f"{max((len(times) for _, times in _vain(run)), default=0)} worlds in a row without a step of a process"
+
+
+@once
+def _vain(run: Evidence) -> list[tuple[int, list[float]]]:
+    """Return, for each process, when worlds in a row began in which it applied no step, each row by itself."""
+    pids = {(line["term"], line["rank"]): whole(line, "pid") for line in run.of("form")}
+    events: dict[int, list[tuple[float, bool]]] = defaultdict(list)
+    for op in ("form", "unformed"):
+        for line in run.of(op):
+            events[whole(line, "pid")].append((number(line, "t"), False))
+    seen = set[object]()
+    for line in run.of("step"):
+        place = (line["term"], line["rank"])
+        if place not in seen and (pid := pids.get(place)) is not None:
+            seen.add(place)
+            events[pid].append((number(line, "t"), True))
+    return [(pid, row) for pid in events for row in _rows(sorted(events[pid]))]
+
+
+def _rows(events: Sequence[tuple[float, bool]]) -> Iterator[list[float]]:
+    """Yield the times of worlds that have no step between them and the next, in rows."""
+    row = list[float]()
+    for at, is_step in events:
+        if is_step:
+            yield row[:-1]  # the last one applied it
+            row = []
+        else:
+            row.append(at)
+    yield row
