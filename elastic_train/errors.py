@@ -2,6 +2,7 @@
 
 ElasticTrainError               1
 ├── ConfigError                 2   the configuration, or a task, cannot be used as given
+│   └── OtherJobError           2   another job works in the same folder
 ├── CorruptError               65   data or checkpoints are damaged after every fall-back
 │   ├── DataError              65   a dataset is missing, truncated, changed, or lacks a column
 │   │   └── UnreadableError    65   a row group cannot be read, also after trying again
@@ -42,6 +43,10 @@ class ConfigError(ElasticTrainError, rendezvous_errors.OptionError):
     """One or more things in the configuration are wrong; all of them are in `problems`."""
 
     exit_code = 2
+
+
+class OtherJobError(ConfigError):
+    """Another job, of another run id, works in this job's folder."""
 
 
 class CorruptError(ElasticTrainError):

@@ -74,13 +74,15 @@ class LiveMember:
         self._compaction = Compaction(options, lambda: self._participant.is_leading) if context.compacts else None
         self._meeting = Meeting(self._participant, context.address, context.timeout_s, self.is_broken)
 
-    def next_world(self, is_stopped: Callable[[], bool]) -> LiveWorld | None:
+    def next_world(self, is_stopped: Callable[[], bool], *, as_last: bool = False) -> LiveWorld | None:
         """Leave the world that this worker is in, if any, and wait for the next; None if the job is done.
+
+        With `as_last` it takes the last place among the members, so that another one leads.
 
         Raises TooFewNodesError if fewer nodes than the minimum come in time, StoppedWaiting when `is_stopped()`.
         """
         while True:
-            self._participant.join(self._context.timeout_s, is_stopped)
+            self._participant.join(self._context.timeout_s, is_stopped, as_last=as_last)
             world = self._participant.next_world(self._meeting.host, self._context.timeout_s, is_stopped)
             if world is None:
                 return None

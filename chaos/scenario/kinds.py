@@ -54,6 +54,7 @@ _ALL = (
         "node",
         local=False,
     ),
+    Kind("readonly_dir", "a node sees the storage of checkpoints and cannot write there", "node"),
     Kind("other_limits", "a node comes back with another --nnodes for for_s", "node", local=False),
     Kind("wrong_address", "a node comes back with an address that refuses everybody for for_s", "node", local=False),
     Kind("stop_node", "SIGTERM to the agent; started again after for_s", "node", "may", ends_world=True),

@@ -62,7 +62,7 @@ def _settle(scenario: Scenario, seed: int, has_etcd: bool) -> list[Due]:
 
 def _unfit(kind: str, has_etcd: bool) -> str | None:
     """Say why a kind cannot happen to a user's script; None if it can."""
-    if KINDS[kind].aim in ("point", "storage", "tracker", "data") or kind == "start_twin":
+    if KINDS[kind].aim in ("point", "storage", "tracker", "data") or kind in ("start_twin", "readonly_dir"):
         known = "no failpoints, commits, tracker, data or second launch that we know"
         return f"{kind} is for our own trainer: a script has {known}"
     if (KINDS[kind].aim == "etcd" or kind in PROXIED or kind == "lose_lease") and not has_etcd:

@@ -21,6 +21,7 @@ from chaos.services.mlflow_server import TrackerServer
 from chaos.services.network_namespace import Cable, NoNamespacesError, cable
 from chaos.services.private_dataset import OwnData
 from chaos.services.s3_server import S3
+from chaos.services.store_mount import NoMountError, StoreMount, mounted
 from elastic_train.system.failpoints import VARIABLE
 
 DISK_MB = 64
@@ -39,6 +40,8 @@ class Surroundings:
     points: list[Path] = field(default_factory=list)
     disk: Path | None = None
     freezing: list[FreezingDisk] = field(default_factory=list)
+    ways: dict[int, StoreMount] = field(default_factory=dict)
+    """Each node's own way to the folder of the commits."""
     s3: S3 | None = None
     tracker: TrackerServer | None = None
     data: OwnData | None = None
@@ -59,6 +62,8 @@ class Surroundings:
     def environ(self, node: int) -> dict[str, str]:
         """Return what a node's processes need in their environment."""
         environ = {VARIABLE: str(self.points[node])} if self.points else {}
+        if node in self.ways:
+            environ["ELASTIC_TRAIN__CHECKPOINT__URL"] = str(self.ways[node].folder)
         return environ | (self.s3.environ if self.s3 is not None else {})
 
     @property
@@ -100,6 +105,11 @@ def surroundings(
                 around.freezing = [undo.enter_context(freezing_disk(folder / name)) for name in ("data", "metrics")]
             except NoFreezingError as error:
                 around.missing["freeze_fs"] = str(error)
+        if "readonly_dir" in kinds:
+            try:
+                around.ways = _ways(undo, folder, count)
+            except NoMountError as error:
+                around.missing["readonly_dir"] = str(error)
         if scenario.s3:
             around.s3 = undo.enter_context(S3())
             undo.callback(around.s3.mirror, run_id, folder)
@@ -117,6 +127,14 @@ def surroundings(
             around.proxies.start()
             undo.callback(around.proxies.close)
         yield around
+
+
+def _ways(undo: contextlib.ExitStack, folder: Path, count: int) -> dict[int, StoreMount]:
+    """Mount the folder of a run once more for each node, beside it."""
+    outside = folder.with_name(f"{folder.name}.ways")
+    outside.mkdir()
+    undo.callback(outside.rmdir)
+    return {number: undo.enter_context(mounted(folder, outside / str(number))) for number in range(count)}
 
 
 @contextlib.contextmanager

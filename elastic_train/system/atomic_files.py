@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import os
+import uuid
 from pathlib import Path
 
 
+def draft_of(path: Path) -> Path:
+    """Return a name beside a file that nobody else uses: containers that share a folder may have equal process ids."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+
+
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file in one step: readers see the old text or the new one. A draft that fails is removed."""
+    """Replace a file in one step: readers see the old text or the new one. A draft that fails is removed.
+
+    Any number of processes, of any number of machines, may replace it at once: the last one wins.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = draft_of(path)
     try:
         draft.write_text(text)
         draft.replace(path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -32,7 +33,7 @@ READ_FLUSH_S = 5.0
 
 
 class History:
-    """Appends this process's lines to <run.dir>/history/<term>-<rank>-<pid>.jsonl, which `files` writes.
+    """Appends this process's lines to <run.dir>/history/<term>-<rank>-<unique>.jsonl, which `files` writes.
 
     No method raises or waits for the folder, `read` aside. Lines that cannot be written are lost: the proof in the
     commits does not need them; the chaos judge does.
@@ -44,7 +45,7 @@ class History:
         """Name the file; `most_bytes` bounds what is kept of it (see `LineFile`)."""
         self.term, self._rank = term, rank
         self._run_dir, self._files = run_dir, files
-        path = Path(run_dir) / FOLDER / f"{term:08d}-{rank:05d}-{os.getpid()}.jsonl"
+        path = Path(run_dir) / FOLDER / f"{term:08d}-{rank:05d}-{uuid.uuid4().hex[:12]}.jsonl"
         self._lines = files.lines(path, most_bytes)
 
     def form(
@@ -128,6 +129,10 @@ class History:
         """
         times = {"created_at": created_at, "seconds": seconds, "stall_s": stall_s}
         self._write("commit", step=step, key=key, digest=digest, parent=parent, **times)
+
+    def unwritable(self, *, step: int, why: str) -> None:
+        """This process cannot write where the commits are, although others can."""
+        self._write("unwritable", step=step, why=why)
 
     def no_progress(self, *, step: int) -> None:
         """The job gives up: world after world ended without a step after this one. Those before do not count again."""

@@ -1,7 +1,7 @@
 """The files of a run's histories: which there are, and what recovery asks of them.
 
-A history is in parts if it was long: <term>-<rank>-<pid>.jsonl, then <term>-<rank>-<pid>.p000001.jsonl and so on, of
-which the newest two are kept. Their names sort in the order in which they were written.
+A history is in parts if it was long: <term>-<rank>-<unique>.jsonl, then <term>-<rank>-<unique>.p000001.jsonl and so
+on, of which the newest two are kept. Their names sort in the order in which they were written.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
+from elastic_train.system.atomic_files import draft_of
 from elastic_train.system.file_locks import locked_by
 from elastic_train.tracking.metric_log import Values
 from elastic_train.tracking.run_folder import Link, RunFolder
@@ -76,8 +77,7 @@ def connect(mlflow_uri: str) -> MlflowClient:
     database = sqlite_path(mlflow_uri)
     with _alone(database):
         if database is not None and not database.exists():
-            draft = database.with_name(f".{database.name}.{os.getpid()}")
-            draft.unlink(missing_ok=True)
+            draft = draft_of(database)
             MlflowClient(tracking_uri=f"sqlite:///{draft}")
             draft.replace(database)
         return MlflowClient(tracking_uri=mlflow_uri)

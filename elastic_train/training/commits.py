@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from elastic_train.checkpoint import CommitRecord, SaveOutcome, Saves, Unheard
 from elastic_train.checkpoint.interval.cadence import Cadence
+from elastic_train.checkpoint.saving.store_use import MOST_UNWRITTEN, StoreUse
 from elastic_train.errors import SavesFailedError, StorageError
 from elastic_train.job.commit_facts import describe_commit
 from elastic_train.job.plan import Plan
@@ -44,6 +45,8 @@ class Commits:
     cadence: Cadence
     tracker: Tracker | None
     head: CommitRecord | None
+    use: StoreUse
+    is_vouching: bool = False
     num_failed: int = 0
     num_failed_in_a_row: int = 0
     num_skipped: int = 0
@@ -67,6 +70,15 @@ class Commits:
         """Say whether so many saves in a row have failed that training should end; only rank 0 knows."""
         limit = self.plan.config.checkpoint.give_up_after
         return limit is not None and self.num_failed_in_a_row >= limit
+
+    def is_unable(self) -> bool:
+        """Say whether this rank cannot write its part of the commits, or, as rank 0, their records."""
+        limit = self.plan.config.checkpoint.give_up_after or MOST_UNWRITTEN + 1
+        return self.use.num_unwritten >= max(1, min(MOST_UNWRITTEN, limit - 1))
+
+    def vouch(self, *, is_asked: bool) -> None:
+        """Find out beside training whether this rank can write, if it is asked because another one cannot."""
+        self.is_vouching = is_asked and self.use.vouch()
 
     def begin(self, *, is_any_busy: bool) -> None:
         """Begin to save the applied state, if no rank is busy with the last save; else do what the policy says."""
@@ -140,6 +152,10 @@ class Commits:
         """Record how a save ended, on rank 0, which learns of every rank's failure; raise what is not the storage's."""
         if ended is None:
             return
+        if ended.error is None:
+            self.use.note_written()
+        elif isinstance(ended.error, StorageError) and not isinstance(ended.error, Unheard) and ended.awaits is None:
+            self.use.note_unwritten(str(ended.error), is_silent=ended.is_silent)
         if self.world.is_leader:
             self._record(ended)
         if ended.error is not None and not isinstance(ended.error, StorageError):

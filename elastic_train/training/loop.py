@@ -16,7 +16,7 @@ from elastic_train.system.failpoints import reach
 from elastic_train.training.nonfinite import report_nonfinite
 from elastic_train.training.session import Session
 from elastic_train.training.step import compute_step
-from elastic_train.training.step_sums import BUSY, COMMIT, GIVE_UP, GROW, LEAVE, StepSums
+from elastic_train.training.step_sums import ABLE, BUSY, COMMIT, GIVE_UP, GROW, LEAVE, UNABLE, StepSums
 
 
 class Outcome(enum.Enum):
@@ -104,6 +104,9 @@ def _is_time_to_commit(session: Session, sums: StepSums) -> bool:
 
 def _end(session: Session, flags: int, sums: StepSums) -> Outcome | None:
     """Say how the world ends after this step, alike on every rank; None if it continues."""
+    session.commits.vouch(is_asked=bool(sums.any_flags & UNABLE))
+    if sums.any_flags & UNABLE and sums.any_flags & ABLE and session.step_back(is_unable=bool(flags & UNABLE)):
+        return Outcome.REGROUP
     if sums.any_flags & GIVE_UP:
         raise session.commits.failed()
     if sums.all_flags & LEAVE or (sums.any_flags & LEAVE and not session.worlds.is_live):

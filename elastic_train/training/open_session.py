@@ -68,7 +68,7 @@ TRIAL_SHARE = 0.5
 def open_session(process: Process, formed: Formed) -> Session:
     """Enter a world that has formed, bring its state to the furthest applied step, and bind the gradients to it."""
     world = enter_world(
-        process.plan.config, formed, process.started_at, process.files, process.watchdog.moved, process.proven
+        process.plan.config, formed, process.started_at, process.files, process.watchdog.moved, process.use
     )
     with contextlib.ExitStack() as undo:
         undo.callback(world.close)
@@ -97,7 +97,7 @@ def _open_in(process: Process, world: World) -> Session:
         leave=process.leave,
         worlds=process.worlds,
         watchdog=process.watchdog,
-        commits=Commits(plan, world, state, process.watchdog, saves, cadence, tracker, head),
+        commits=Commits(plan, world, state, process.watchdog, saves, cadence, tracker, head, process.use),
         tracker=tracker,
         holes=_holes(process, world, stuck),
         reduction=kind,
@@ -167,8 +167,8 @@ def open_cadence(process: Process, world: World, head: CommitRecord | None) -> C
 
 
 def open_saves(process: Process, world: World, head: CommitRecord | None) -> Saves:
-    """Open this rank's saves; every rank whose store has answered writes a part, rank 0 always."""
-    seen = world.group.all_gather(torch.tensor(int(world.sees_store))).tolist()
+    """Open this rank's saves; every rank that can write does its part, rank 0 always."""
+    seen = world.group.all_gather(torch.tensor(int(world.writes))).tolist()
     writers = [0, *(rank for rank in range(1, world.group.size) if seen[rank])]
     place = writers.index(world.group.rank) if world.group.rank in writers else None
     retention = process.plan.retention
@@ -187,7 +187,9 @@ def _prune(store: Store, retention: Retention, newest: CommitRecord) -> None:
     prune(store, retention, newest=newest)
 
 
-def commit_alone(plan: Plan, state: AppliedState, memory: SaveMemory, published: str | None = None) -> None:
+def commit_alone(
+    plan: Plan, state: AppliedState, memory: SaveMemory, published: str | None = None, run_id: str = ""
+) -> None:
     """Commit a state that is further than the newest commit, without a world, under a term of its own.
 
     `published` is the commit that etcd named as head when this process last heard of it; a state that parted from it
@@ -198,18 +200,21 @@ def commit_alone(plan: Plan, state: AppliedState, memory: SaveMemory, published:
     tensors = state.shards.held()
     num_bytes = memory.planner.plan(tensors, leaves_by_path(tensors), num_writers=1).parts[0].num_bytes
     call_abandonable(
-        lambda on_progress: _commit_alone(plan, state, published, on_progress), memory.timeout.limit_s(num_bytes)
+        lambda on_progress: _commit_alone(plan, state, published, run_id, on_progress),
+        memory.timeout.limit_s(num_bytes),
     )
 
 
-def _commit_alone(plan: Plan, state: AppliedState, published: str | None, on_progress: Callable[[], None]) -> None:
+def _commit_alone(
+    plan: Plan, state: AppliedState, published: str | None, run_id: str, on_progress: Callable[[], None]
+) -> None:
     store = DeadlineStore(open_store(plan.config.checkpoint_url), on_progress)
     head = discover(store, published=published).head
     if state.step <= (head.step if head else 0):
         return
     if head is not None and head.key == published and strays_from(state.reached.intervals, head):
         return
-    fence = StoreFence(store)
+    fence = StoreFence(store, run_id)
     # A record of this very step was passed over as damaged: this commit takes its place, and does not continue it.
     term, key = fence.claim(), parent_of(store, state, published, state.step - 1)
     writer = CommitWriter(store, fence, term, read_record(store, key) if key else None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -9,9 +11,10 @@ import torch
 from torch import Tensor
 
 from elastic_train.checkpoint import SaveMemory
+from elastic_train.checkpoint.saving.store_use import StoreUse
 from elastic_train.core.accounting import Hole
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.errors import DataError
+from elastic_train.errors import ConfigError, DataError
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.buffer_mean import BufferMean
@@ -30,6 +33,8 @@ from elastic_train.world.forming import Worlds
 from elastic_train.world.quarantine import find_holes
 from elastic_train.world.world import World
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Process:
@@ -41,10 +46,9 @@ class Process:
     leave: LeaveRequest
     watchdog: Watchdog
     started_at: float
+    use: StoreUse
     save_memory: SaveMemory = field(default_factory=SaveMemory)
     files: BackgroundFiles = field(default_factory=BackgroundFiles)
-    proven: set[str] = field(default_factory=set)
-    """Words of the stores that this process has tested when it led."""
     warned: set[str] = field(default_factory=set)
     """What it has said about the file system of its commits."""
 
@@ -109,6 +113,33 @@ class Session:
         self.holes = (*(hole for hole in self.holes if hole.lo not in again), *found)
         for hole in found:
             self.world.announce(f"QUARANTINED: {hole}: {hole.why}")
+
+    def step_back(self, *, is_unable: bool) -> bool:
+        """Let the ranks that cannot write the commits, as others can, step back; say whether another world is to form.
+
+        Where this process has one world only, they end with ConfigError, and the others continue without them.
+        """
+        group, use = self.world.group, self.commits.use
+        unable = [rank for rank, is_it in enumerate(group.all_gather(torch.tensor(int(is_unable)))) if is_it]
+        for rank in unable:
+            why = group.broadcast_object(
+                f"on {socket.gethostname()} cannot write where the commits are ({use.why})", rank
+            )
+            self.world.announce(
+                f"rank {rank} {why}, and others can: it trains on, writes no part and does not lead until it can"
+            )
+        if is_unable:
+            self._stop_writing()
+        return self.worlds.is_live
+
+    def _stop_writing(self) -> None:
+        use = self.commits.use
+        what = f"this node cannot write to {self.world.store.url}, and others can: {use.why}"
+        if not self.worlds.is_live:
+            raise ConfigError(f"{what}. Check how it is mounted here, permissions and credentials, and start it again")
+        log.warning("%s. It trains on, writes no part of commits and does not lead until it can", what)
+        self.world.history.unwritable(step=self.state.step, why=use.why)
+        use.bar()
 
     def record_step(self, sums: StepSums, norm: float, seconds: float) -> None:
         """Write the step that was just applied to the history, and to tracker and progress on rank 0."""

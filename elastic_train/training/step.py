@@ -21,12 +21,14 @@ from elastic_train.parallel.step_tables import Row, StepTables, gather_tables
 from elastic_train.system.failpoints import reach
 from elastic_train.training.session import Session
 from elastic_train.training.step_sums import (
+    ABLE,
     BUFFERS,
     BUSY,
     COMMIT,
     GIVE_UP,
     GROW,
     LEAVE,
+    UNABLE,
     UNREADABLE,
     LaneSums,
     StepSums,
@@ -108,6 +110,7 @@ def _flags(session: Session, lanes: Sequence[LaneBatch]) -> int:
     flags = LEAVE * session.leave.is_set + GROW * session.worlds.wants_to_grow() + BUSY * session.commits.is_busy
     flags += COMMIT * session.commits.is_overdue() + GIVE_UP * session.commits.is_hopeless()
     flags += BUFFERS * (session.buffers.has_changed and not session.buffers.is_tracking)
+    flags += UNABLE * session.commits.is_unable() + ABLE * session.commits.is_vouching
     return flags + UNREADABLE * any(batch.unreadable for batch in lanes)
 
 

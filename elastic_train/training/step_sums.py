@@ -12,7 +12,7 @@ from elastic_train.parallel.step_tables import Row, StepTables, tree_sum
 from elastic_train.training.step_clock import RankFacts
 
 _WORD = 1 << 64
-LEAVE, COMMIT, GROW, BUSY, GIVE_UP, UNREADABLE, BUFFERS = (1 << bit for bit in range(7))
+LEAVE, COMMIT, GROW, BUSY, GIVE_UP, UNREADABLE, BUFFERS, UNABLE, ABLE = (1 << bit for bit in range(9))
 """Flags that ride on the table of ranks."""
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 
+from elastic_train.checkpoint.saving.store_use import StoreUse
 from elastic_train.config.schema import Config
 from elastic_train.errors import (
     ConfigError,
@@ -31,7 +32,7 @@ from elastic_train.training.loop import Outcome, train_steps
 from elastic_train.training.open_session import commit_alone, make_repeatable, open_session
 from elastic_train.training.result import TrainResult, result_of, write_result
 from elastic_train.training.session import Process, Session
-from elastic_train.world.forming import Formed, open_worlds
+from elastic_train.world.forming import Formed, open_worlds, own_run_id
 from elastic_train.world.uniformity import job_of
 
 CLOSED = "closed"
@@ -79,7 +80,8 @@ def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveR
                 warm_up(plan, state)
         except StepDropped:
             return Preempted("asked to leave before the first world")
-    process = Process(plan, state, worlds, leave, watchdog, started_at, files=files)
+    use = StoreUse(plan.config.checkpoint_url)
+    process = Process(plan, state, worlds, leave, watchdog, started_at, use, files=files)
     try:
         return _train_through(process)
     finally:
@@ -109,7 +111,10 @@ def _train_through(process: Process) -> Ended:
                 raise
             sys.stderr.write(f"the world of step {state.step} could not begin, trying on: {error}\n")
             formed.group.abandon()
+            process.use.begin_probe()
             time.sleep(FAILED_WORLD_PAUSE_S)
+            if formed.group.size > 1 and not process.use.has_probed():
+                process.use.bar()  # the next world's leader may be one that can write
             continue
         if ended is not None:
             return ended
@@ -131,10 +136,10 @@ def _next_world(process: Process) -> Formed | None:
     """Wait for the next world; a state that no world takes over any more is committed before it is given up."""
     process.watchdog.rest()
     try:
-        return process.worlds.form()
+        return process.worlds.form(as_last=process.use.is_barred)
     except (TooFewNodesError, Preempted, StorageError, ConfigError, NoProgressError):
         try:
-            commit_alone(process.plan, process.state, process.save_memory, process.worlds.published())
+            commit_alone(process.plan, process.state, process.save_memory, process.worlds.published(), own_run_id())
         except ElasticTrainError as error:
             sys.stderr.write(f"the state of step {process.state.step} could not be committed: {error}\n")
         process.worlds.leave(is_job_done=False)
@@ -149,7 +154,7 @@ def _leave_alone(process: Process) -> Preempted:
     step = process.state.step
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
         return Preempted(f"asked to leave, the step after {step} was dropped: start again to resume")
-    commit_alone(process.plan, process.state, process.save_memory)
+    commit_alone(process.plan, process.state, process.save_memory, run_id=own_run_id())
     return Preempted(f"asked to leave, the step after {step} was dropped; step {step} is committed: start again")
 
 

@@ -11,12 +11,7 @@ was returned before, although claims of terms long past are deleted: a claim tha
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import socket
-import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,8 +22,9 @@ from elastic_train.checkpoint.commits.writer import Unheard
 from elastic_train.checkpoint.stores.store import Store, create_once
 from elastic_train.core.lineage import COMMITS, place_of
 from elastic_train.errors import FencedError, StorageError, translated
+from elastic_train.world.claims import TERMS, new_claim, nothing_to_check, read_claim, taken_over, term_key
 
-TERMS, CONFIGS = "terms/", "configs/"
+CONFIGS = "configs/"
 KEPT_TERMS = 100
 """How far behind the newest term traces of a term are kept: claims, configurations, and the tombstones of sweeps."""
 _CLAIM_TRIES = 100
@@ -60,6 +56,9 @@ class Fence(Protocol):
     def bind(self, word: str | None) -> str | None:
         """Bind the job to the store that has a word, unless it is bound; return the word that holds. None only asks."""
 
+    def num_members(self, run_id: str) -> int:
+        """Count the live members of a job, which may be another one; 0 without etcd."""
+
     def close(self) -> None:
         """Let go of connections."""
 
@@ -79,15 +78,24 @@ class StoreFence:
     or it does not, and in neither case will a later commit of the older term come before one of its own.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, run_id: str = "", check: Callable[[int], None] = nothing_to_check) -> None:
+        """Claim for a job; `check` is given the newest term that was claimed, before the next one is."""
+        self._store, self._run_id, self._check = store, run_id, check
 
     def claim(self, at_least: int = 1) -> int:
-        return _claim_in(self._store, lambda lowest: max(at_least, lowest))
+        return self.claim_from(lambda lowest: max(at_least, lowest))
+
+    def claim_from(self, propose: Callable[[int], int]) -> int:
+        """Claim the first proposed term that nobody else holds; `propose` gets the lowest that is free."""
+        self._check(max((term for term, _ in _of_terms(self._store, TERMS)), default=0))
+        return _claim_in(self._store, propose, self._run_id)
 
     def publish(self, term: int, commit: str) -> None:
         newest = newest_term(self._store)
         if newest > term:
+            claim = read_claim(self._store, newest)
+            if not claim.is_of(self._run_id):
+                raise taken_over(self._store, term, claim)
             raise FencedError(
                 f"{self._store.url}/{commit}: term {newest} was claimed, so term {term} may not extend the lineage"
             )
@@ -99,6 +107,9 @@ class StoreFence:
     def bind(self, word: str | None) -> str | None:
         return word
 
+    def num_members(self, run_id: str) -> int:
+        return 0
+
     def close(self) -> None:
         """The store is not the fence's to close."""
 
@@ -106,14 +117,15 @@ class StoreFence:
 class JoinedFence:
     """The fence of etcd (`control`) and the store together; errors of etcd become errors of this package."""
 
-    def __init__(self, store: Store, control: Fence) -> None:
-        self._claims = StoreFence(store)
-        self._store = store
+    def __init__(
+        self, store: Store, control: Fence, run_id: str = "", check: Callable[[int], None] = nothing_to_check
+    ) -> None:
+        self._claims = StoreFence(store, run_id, check)
         self._control = control
 
     def claim(self, at_least: int = 1) -> int:
         with translated():
-            return _claim_in(self._store, lambda lowest: self._control.claim(max(at_least, lowest)))
+            return self._claims.claim_from(lambda lowest: self._control.claim(max(at_least, lowest)))
 
     def publish(self, term: int, commit: str) -> None:
         self._claims.publish(term, commit)
@@ -131,16 +143,20 @@ class JoinedFence:
         with translated():
             return self._control.bind(word)
 
+    def num_members(self, run_id: str) -> int:
+        with translated():
+            return self._control.num_members(run_id)
+
     def close(self) -> None:
         self._control.close()
 
 
-def _claim_in(store: Store, propose: Callable[[int], int]) -> int:
+def _claim_in(store: Store, propose: Callable[[int], int], run_id: str) -> int:
     """Claim in the store the first proposed term that nobody else holds; `propose` gets the lowest that is free."""
     lowest = 1 + newest_term(store)
     for _ in range(_CLAIM_TRIES):
         term = propose(lowest)
-        is_first = create_once(store, f"{TERMS}{term:08d}.json", _claim())
+        is_first = create_once(store, term_key(term), new_claim(run_id))
         newest = max(number for number, _ in [(term, ""), *_of_terms(store, TERMS)])
         # Whoever was frozen since the term was proposed may have created again what was claimed, and deleted, long ago.
         if is_first and newest <= term + KEPT_TERMS:
@@ -175,9 +191,3 @@ def forget_old_terms(store: Store, term: int) -> int:
 def _of_terms(store: Store, prefix: str) -> list[tuple[int, str]]:
     """Return the keys below a folder that are named after a term, with the term."""
     return [(int(match[1]), entry.key) for entry in store.list(prefix) if (match := _KEY.fullmatch(entry.key))]
-
-
-def _claim() -> bytes:
-    """Say who claims, for people; the unique part lets a retried create recognise itself."""
-    claim = {"host": socket.gethostname(), "pid": os.getpid(), "at": time.time(), "claim": uuid.uuid4().hex}
-    return json.dumps(claim).encode()

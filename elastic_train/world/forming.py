@@ -55,8 +55,10 @@ class Worlds(Protocol):
     def is_launched(self) -> bool:
         """Whether a launcher may start another process in this one's place."""
 
-    def form(self) -> Formed | None:
+    def form(self, *, as_last: bool = False) -> Formed | None:
         """Wait for the next world, leaving the last; None if there is none, because the job is done.
+
+        `as_last`: behind all others, so that this process does not lead unless it is alone.
 
         Raises TooFewNodesError if not enough nodes come in time, Preempted if asked to leave, NoProgressError if too
         many worlds in a row had no step, and ConfigError if another job was done under the same run id a moment ago.
@@ -85,7 +87,7 @@ class OneWorld:
     def is_launched(self) -> bool:
         return "TORCHELASTIC_RUN_ID" in os.environ
 
-    def form(self) -> Formed | None:
+    def form(self, *, as_last: bool = False) -> Formed | None:
         if self._is_used:
             return None
         self._is_used = True
@@ -130,7 +132,7 @@ class LiveWorlds:
         self.num_not_formed = 0
         """How many worlds in a row did not form; 0 as soon as one has."""
 
-    def form(self) -> Formed | None:
+    def form(self, *, as_last: bool = False) -> Formed | None:
         if self._member is None:
             self._member = self._be_member()
             self._check_store(self._member)
@@ -139,7 +141,7 @@ class LiveWorlds:
         pause_s = FIRST_PAUSE_S
         while True:
             with translated():
-                world = self._member.next_world(self._is_stopped)
+                world = self._member.next_world(self._is_stopped, as_last=as_last)
             if world is None:
                 self._check_what_is_done(self._member.closed)
                 return None
@@ -256,6 +258,12 @@ def open_worlds(
         return OneWorld(config, device, watchdog)
     standstill = Standstill(config.give_up_after_worlds, config.give_up_after_s, reached)
     return LiveWorlds(launched, config, device, watchdog, is_stopped, job, standstill, unformed)
+
+
+def own_run_id() -> str:
+    """Return the run id of this process's job; empty without a launcher."""
+    launched = live_context() or context()
+    return launched.run_id if launched is not None else os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def _meeting_place(launched: RendezvousContext | None) -> str:

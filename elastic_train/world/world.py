@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic_train.checkpoint import Store, open_store, sweep
+from elastic_train.checkpoint.saving.store_use import StoreUse
 from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.config.schema import Config
 from elastic_train.core.mesh import Mesh
@@ -27,8 +28,9 @@ from elastic_train.tracking.history import History
 from elastic_train.tracking.progress import Progress
 from elastic_train.world import one_store
 from elastic_train.world.agreement import agree
+from elastic_train.world.claims import Rivals
 from elastic_train.world.fencing import Fence, JoinedFence, StoreFence, forget_old_terms
-from elastic_train.world.forming import Formed
+from elastic_train.world.forming import Formed, own_run_id
 from rendezvous.context import RendezvousContext, open_fence
 from rendezvous.waiting import begin
 
@@ -54,8 +56,8 @@ class World:
     """The same store without deadlines: a save that hangs is abandoned as a whole."""
     word: str = ""
     """Unique to this world, and the same on all of its ranks."""
-    sees_store: bool = True
-    """Whether this rank could make sure that its store is the job's; if that did not answer, it writes no part."""
+    writes: bool = True
+    """Whether this rank writes parts of commits: its store is known to be the job's, and it can write there."""
 
     @property
     def mesh(self) -> Mesh:
@@ -92,25 +94,26 @@ def enter_world(
     started_at: float,
     files: BackgroundFiles,
     on_progress: Callable[[], None],
-    proven: set[str],
+    use: StoreUse,
 ) -> World:
     """Claim the term of a group that has formed; sweep what fenced writers left behind.
 
-    `files` writes the history. `proven` has the words of stores that this process has tested before. `on_progress` is
-    called for every answer of the store, and every piece of a file.
+    `files` writes the history. `use` is what this process knows of its store. `on_progress` is called for every answer
+    of the store, and every piece of a file.
     """
     reach("form")
     group, launched = formed.group, formed.launched
     save_store = open_store(config.checkpoint_url, config.checkpoint.near_dir)
     store = DeadlineStore(save_store, on_progress)
-    fence: Fence = _joined(store, launched) if launched and group.rank == 0 else StoreFence(store)
+    fence = _fence(store, group, launched, use, config.run.dir)
     at_least = launched.term if launched else 1
     try:
-        bound, term, word = agree(group, lambda: (_tested(store, fence, proven), fence.claim(at_least), _word()))
-        sees_store = _sees_store(group, store, fence, bound)
+        bound, term, word = agree(group, lambda: (_tested(store, fence, use.proven), fence.claim(at_least), _word()))
+        writes = _sees_store(group, store, fence, bound) and use.try_again()
     except ElasticTrainError:
         fence.close()
         raise
+    use.last_term = term
     history = History(files, config.run.dir, term, group.rank, config.run.history_bytes)
     history.form(
         world=group.size,
@@ -128,7 +131,7 @@ def enter_world(
             log.warning("what fenced writers left could not be removed: %s", error)
         begin("old terms", lambda: _forget_old_terms(save_store, term))  # nobody waits for it
     progress = Progress() if group.rank == 0 else None
-    return World(group, term, store, fence, history, progress, launched, time.time(), save_store, word, sees_store)
+    return World(group, term, store, fence, history, progress, launched, time.time(), save_store, word, writes)
 
 
 def _word() -> str:
@@ -167,5 +170,11 @@ def _forget_old_terms(store: Store, term: int) -> None:
         forget_old_terms(store, term)
 
 
-def _joined(store: Store, launched: RendezvousContext) -> Fence:
-    return JoinedFence(store, open_fence(launched, give_up_after_s=FENCE_TIMEOUT_S))
+def _fence(store: Store, group: Group, launched: RendezvousContext | None, use: StoreUse, run_dir: str) -> Fence:
+    """Return the fence of a job in its folder, which no other job may be at work in when a term is claimed."""
+    run_id = own_run_id()
+    rivals = Rivals(store, run_dir, run_id, use.last_term, lambda other: fence.num_members(other))
+    fence: Fence = StoreFence(store, run_id, rivals.check)
+    if launched and group.rank == 0:
+        fence = JoinedFence(store, open_fence(launched, give_up_after_s=FENCE_TIMEOUT_S), run_id, rivals.check)
+    return fence

@@ -277,6 +277,12 @@ def update(snapshot: Snapshot, keys: Keys, member: Member) -> Change:
     return Change({key: encode(member)}, {key: snapshot.revision_of(key)})
 
 
+def rename(snapshot: Snapshot, keys: Keys, old_id: str, member: Member) -> Change:
+    """Replace a member's own record by one of another id, in one step; fails when its lease is over."""
+    old, new = keys.member(old_id), keys.member(member.id)
+    return Change({old: None, new: encode(member)}, {old: snapshot.revision_of(old), new: ABSENT})
+
+
 def report_failure(snapshot: Snapshot, keys: Keys, failure: Failure) -> Change:
     """Be the first to fail in a term; fails if another member was faster."""
     return Change({keys.failure: encode(failure)}, {keys.failure: snapshot.revision_of(keys.failure)})

@@ -62,6 +62,10 @@ class EtcdFence:
                 return word
         raise self._contended()
 
+    def num_members(self, run_id: str) -> int:
+        """Count the live members of a job, which may be another one."""
+        return len(self._store.get(Keys(run_id).members).entries)
+
     def close(self) -> None:
         self._store.close()
 

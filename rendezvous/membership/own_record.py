@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rendezvous.errors import StoreRefusedError
 from rendezvous.membership import decisions
@@ -69,8 +69,11 @@ class OwnRecord:
         except StoreRefusedError:
             self._register()  # the lease ended before its first use, because this process was frozen in between
 
-    def update(self, change: Callable[[Member, View], Member]) -> bool:
-        """Rewrite the record; False if its lease has ended."""
+    def update(self, change: Callable[[Member, View], Member], *, is_renamed: bool = False) -> bool:
+        """Rewrite the record; False if its lease has ended.
+
+        With `is_renamed` it gets a new id, and is behind those of all others then.
+        """
         for _ in range(MOST_TRIES):
             with self._writing:
                 now = self._latest.now()
@@ -78,13 +81,21 @@ class OwnRecord:
                 if mine is None:
                     return False
                 wanted = change(mine, now.view)
+                if is_renamed:
+                    wanted = replace(wanted, id=self._new_id())
                 try:
-                    if wanted == mine or self.swap(decisions.update(now.snapshot, self._keys, wanted), self.lease):
+                    if wanted == mine or self.swap(self._rewriting(now.snapshot, wanted), self.lease):
+                        self.id = wanted.id
                         return True
                 except StoreRefusedError:
                     return False
             self._latest.wait(now.snapshot, PAUSE_S)
         return False
+
+    def _rewriting(self, snapshot: Snapshot, wanted: Member) -> Change:
+        if wanted.id == self.id:
+            return decisions.update(snapshot, self._keys, wanted)
+        return decisions.rename(snapshot, self._keys, self.id, wanted)
 
     def swap(self, change: Change, lease: Lease | None) -> bool:
         """Try a transaction, its keys under a lease or under none, and have its result in the view before returning."""
@@ -99,13 +110,16 @@ class OwnRecord:
         if self.lease is not None:
             self.lease.revoke()
 
+    def _new_id(self) -> str:
+        return f"{self.place.name or self.place.host}-{uuid.uuid4().hex[:12]}"
+
     def _register(self) -> None:
         if self.lease is not None:
             self.lease.abandon()
         self.lease = self._store.lease(self.ttl_s)
         self.ttl_s = self.lease.ttl_s
         place = self.place
-        self.id = f"{place.name or place.host}-{uuid.uuid4().hex[:12]}"
+        self.id = self._new_id()
         member = Member(
             id=self.id,
             host=place.host,

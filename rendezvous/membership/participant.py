@@ -104,9 +104,10 @@ class Participant:
     def view(self) -> View:
         return self._latest.now().view
 
-    def join(self, timeout_s: float, is_stopped: Callable[[], bool] = lambda: False) -> None:
+    def join(self, timeout_s: float, is_stopped: Callable[[], bool] = lambda: False, *, as_last: bool = False) -> None:
         """Be ready for the next world: register, or leave the world that this member was in.
 
+        With `as_last` it counts as the one that has registered last, so that it does not lead.
         Waits for etcd if it does not answer, takes no writes, or does not let this member in; raises
         StoreUnavailableError after `timeout_s`, StoppedWaiting when `is_stopped()`, and LimitsDifferError if other
         members were started with another --nnodes.
@@ -117,7 +118,7 @@ class Participant:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                if self._own.is_gone or not self._own.update(decisions.leaving_world):
+                if self._own.is_gone or not self._own.update(decisions.leaving_world, is_renamed=as_last):
                     self._own.register()
             except StoreUnavailableError as error:
                 if is_stopped():

@@ -11,6 +11,7 @@ from chaos.judge.evidence.run_files import record_files
 from chaos.real.acts.effects import counted, differs
 from chaos.real.acts.job_view import Act, JobView
 from chaos.real.acts.outcome import Struck
+from chaos.real.acts.targets import targets
 
 if TYPE_CHECKING:
     from chaos.scenario.schedule import Due
@@ -46,6 +47,30 @@ def storage_full(job: JobView, fault: Due) -> Struck | None:
         return None
 
     return Struck([], recorded={"bytes": ballast.stat().st_size}, undo=empty, effect=refuses)
+
+
+def readonly_dir(job: JobView, fault: Due) -> Struck | None:
+    """Let nodes' own ways to the commits take no writes."""
+    ways = {node.number: job.around.ways[node.number] for node in targets(job, fault)}
+    if not ways or any(way.is_readonly for way in ways.values()):
+        return None
+    for way in ways.values():
+        way.set_readonly(is_readonly=True)
+
+    def mend() -> list[int]:
+        for way in ways.values():
+            way.set_readonly(is_readonly=False)
+        return []
+
+    def refuses() -> str | None:
+        try:
+            (next(iter(ways.values())).folder / "probe").touch()
+        except OSError as error:
+            return f"writing there fails: {error.strerror}"
+        return None
+
+    nodes = [job.nodes[number] for number in ways]
+    return Struck([pid for node in nodes for pid in node.pids()], nodes, undo=mend, effect=refuses)
 
 
 def freeze_fs(job: JobView, fault: Due) -> Struck | None:
@@ -121,6 +146,6 @@ def spoil_s3(job: JobView, fault: Due) -> Struck | None:
 
 ON_S3 = ("storage_errors", "storage_conflict", "storage_taken", "storage_slow")
 ACTS: dict[str, Act] = {
-    **{act.__name__: act for act in (storage_full, freeze_fs, flip_bit, truncate_file, delete_file)},
+    **{act.__name__: act for act in (storage_full, readonly_dir, freeze_fs, flip_bit, truncate_file, delete_file)},
     **dict.fromkeys(ON_S3, spoil_s3),
 }

@@ -76,7 +76,9 @@ PRODUCT = (
     "elastic_train.world.standstill",
     "elastic_train.world.one_store",
     "elastic_train.world.handover",
+    "elastic_train.world.claims",
     "elastic_train.world.fencing",
+    "elastic_train.checkpoint.saving.store_use",
     "elastic_train.tracking.background_files",
     "elastic_train.tracking.history",
     "elastic_train.training.result",
@@ -145,7 +147,7 @@ def _machine(around: Surroundings) -> Iterator[tuple[ModuleType, str, object]]:
         for name, real in MACHINE.items():
             if getattr(module, name, None) is real:
                 yield module, name, stand_ins[name]
-    for path in ("elastic_train.world.fencing", "elastic_train.tracking.history"):
+    for path in ("elastic_train.world.claims", "elastic_train.tracking.history"):
         yield importlib.import_module(path), "os", here
     # The judge compares when commits were made, so no jump of a clock moves that; what a clock is ahead, it finds out.
     yield importlib.import_module("elastic_train.checkpoint.commits.writer"), "time", stdlib.SteadyTime(around.kernel)
@@ -193,6 +195,8 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
     yield from _in("elastic_train.tracking.history", process_identity=host.identity, process_usage=dict)
     yield from _in("elastic_train.training.open_session", open_store=storage, DeadlineStore=_undelayed)
     yield from _in("elastic_train.world.one_store", open_store=storage, DeadlineStore=_undelayed)
+    yield from _in("elastic_train.checkpoint.saving.store_use", open_store=storage, DeadlineStore=_undelayed)
+    yield from _in("elastic_train.world.claims", process_identity=host.identity)
     yield from _in("elastic_train.training.open_session", hazards=lambda _: iter(()))
     yield from _in("elastic_train.training.open_session", faults_before=lambda *_: Faults(0, 0.0))
     yield from _in(

@@ -74,6 +74,8 @@ class Storage:
         self.private: dict[int, Storage] = {}
         """What nodes see in its place where it is not mounted: folders on their own disks."""
         self.ever_private: list[Storage] = []
+        self.readonly_until: dict[int, float] = {}
+        """Until when nodes see everything and can write nothing."""
 
     def isolate(self, node: int) -> None:
         """Let a node see a folder of its own, which is empty, from now on."""
@@ -199,3 +201,5 @@ class StorageClient:
             raise StorageError("storage does not answer")
         if is_write and kernel.now < storage.full_until:
             raise StorageError("no space is left")
+        if is_write and kernel.now < self._mounted.readonly_until.get(self._process.node, 0.0):
+            raise StorageError("read-only file system")

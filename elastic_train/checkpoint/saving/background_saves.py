@@ -168,7 +168,10 @@ class Saves:
             return flight.outcome()
         self._memory.timeout.lengthen()
         self._memory.is_owed = True
-        where = f"part {flight.place}" if flight.place else "rank 0"
+        awaits = flight.outcome().awaits
+        where = (
+            f"part {flight.place}" if flight.place else "rank 0" if awaits is None else f"part {awaits} did not come"
+        )
         why = f"{self._store.url}: the save made no progress for {limit_s:.0f} s ({where}) and was abandoned"
         log.warning("%s; is the storage reachable?", why)
         if flight.place:  # rank 0 may wait longer than this rank did, and all ranks wait for rank 0 at a job's end

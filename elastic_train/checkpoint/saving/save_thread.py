@@ -39,6 +39,8 @@ class SaveOutcome:
     """How a save ended: with a commit on rank 0, an error on a rank that failed.
 
     `seconds` passed from its beginning until it was published, or failed; training waited `stall_s` of them.
+    `awaits` is the place of the rank whose part did not come, None if this rank had no other to wait for; `is_silent`:
+    this rank's part failed, and rank 0 could not be told.
     """
 
     step: int
@@ -47,6 +49,8 @@ class SaveOutcome:
     tidying_error: StorageError | None
     seconds: float
     stall_s: float
+    awaits: int | None = None
+    is_silent: bool = False
 
 
 class SaveInFlight:
@@ -73,6 +77,8 @@ class SaveInFlight:
         self.commit: CommitRecord | None = None
         self._error: BaseException | None = None
         self._tidying_error: StorageError | None = None
+        self._awaits: int | None = None
+        self._is_silent = False
         threading.Thread(target=self._supervise, name=f"save of step {draft.facts.step}", daemon=True).start()
 
     def await_staging(self) -> None:
@@ -92,13 +98,21 @@ class SaveInFlight:
         """Let rank 0 know that this part will not be written, as soon as the storage accepts that."""
         begin("reporting to rank 0", lambda: self._post(None, why))
 
+    def _report(self, why: str) -> None:
+        try:
+            self._post(None, why)
+        except StorageError:
+            self._is_silent = True
+            raise
+
     def _post(self, written: WrittenPart | None, error: str | None = None) -> None:
         part_receipts.post(self._store, self._draft.attempt, self.place, PartReceipt(written, error))
 
     def outcome(self) -> SaveOutcome:
         """Return what is known of its end."""
         step = self._draft.facts.step
-        return SaveOutcome(step, self.commit, self._error, self._tidying_error, self._seconds, self.stall_s)
+        known = (self._error, self._tidying_error, self._seconds, self.stall_s, self._awaits, self._is_silent)
+        return SaveOutcome(step, self.commit, *known)
 
     def _supervise(self) -> None:
         try:
@@ -123,7 +137,7 @@ class SaveInFlight:
         try:
             written = self._write_mine()
         except StorageError as error:
-            self._post(None, str(error))
+            self._report(str(error))
             raise
         self.gate.check()  # once it is closed, what was written may be another save's bytes
         self._post(written)
@@ -142,7 +156,9 @@ class SaveInFlight:
         return [mine, *(self._await_part(part) for part in others)]
 
     def _await_part(self, part: int) -> WrittenPart:
+        self._awaits = part
         written = part_receipts.wait_for(self._store, self._draft.attempt, part, self.gate.pause)
+        self._awaits = None
         self.progress.note()
         return written
 

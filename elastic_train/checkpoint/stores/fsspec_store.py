@@ -1,4 +1,4 @@
-"""A store at any fsspec URL: files are staged on local disk, uploaded whole, and looked at before they count.
+"""A store at any fsspec URL: files are streamed there, appear whole, and are looked at before they count.
 
 S3 (and `memory://`) create conditionally, S3 by `If-None-Match: *`. No other file system is known to; there a create
 first claims its key: it writes a marker of its own, and continues only if it then sees no other marker and no key. A
@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
-from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from fsspec.core import url_to_fs
 
@@ -31,13 +29,15 @@ from elastic_train.checkpoint.stores.store import (
     Uncertain,
     no_listener,
 )
+from elastic_train.checkpoint.stores.uploads import FileUpload, S3Upload, Upload
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.system.extras import install_command
 from elastic_train.system.sdk_errors import sdk_errors
 
 log = logging.getLogger(__name__)
 
-_CONDITIONAL = {"memory", "s3", "s3a"}
+_S3 = {"s3", "s3a"}
+_CONDITIONAL = {"memory", *_S3}
 _CONFLICT, _PRECONDITION_FAILED = 409, 412
 _CONFLICT_TRIES = 5
 _MEMORY_LOCK = threading.Lock()  # fsspec's memory file system looks and then writes
@@ -57,6 +57,7 @@ class FsspecStore:
         self._root = str(root).rstrip("/")
         protocol = self._fs.protocol if isinstance(self._fs.protocol, str) else self._fs.protocol[0]
         self._is_conditional = protocol in _CONDITIONAL
+        self._upload: Callable[[Any, str], Upload] = S3Upload if protocol in _S3 else FileUpload
         self._guard = _MEMORY_LOCK if protocol == "memory" else contextlib.nullcontext()
         self._errors = sdk_errors(OSError)
         if not self._is_conditional:
@@ -102,15 +103,19 @@ class FsspecStore:
 
     @contextlib.contextmanager
     def write(self, key: str) -> Iterator[Sink]:
-        """Stage the file, upload it only if complete, then compare its size: a stream would publish a truncated one."""
-        with self._translating("write", key), tempfile.NamedTemporaryFile(prefix="elastic-train-") as staged:
-            yield staged
-            staged.flush()
-            self._fs.put_file(staged.name, self._path(key))
-            size, expected = self._fs.info(self._path(key))["size"], Path(staged.name).stat().st_size
-            if size != expected:
+        """Stream a file; what fails on the way is given up, and what is there in the end is compared by its size."""
+        with self._translating("write", key):
+            sink = _Counting(self._upload(self._fs, self._path(key)))
+            try:
+                yield sink
+                sink.upload.finish()
+            except BaseException:
+                sink.upload.discard()
+                raise
+            self._fs.invalidate_cache()
+            if (size := self._fs.info(self._path(key))["size"]) != sink.size:
                 self.delete(key)
-                raise StorageError(f"{self._url}/{key}: {size} bytes of {expected} arrived")
+                raise StorageError(f"{self._url}/{key}: {size} bytes of {sink.size} arrived")
 
     def open(self, key: str) -> BinaryIO:
         with self._translating("read", key):
@@ -155,6 +160,18 @@ class FsspecStore:
             raise KeyMissing(f"{self._url}/{key}: does not exist") from error
         except self._errors as error:
             raise StorageError(f"{self._url}/{key}: cannot {act}: {error}") from error
+
+
+class _Counting:
+    """Counts the bytes that an upload is given."""
+
+    def __init__(self, upload: Upload) -> None:
+        self.upload, self.size = upload, 0
+
+    def write(self, content: bytes | memoryview, /) -> int:
+        num_bytes = self.upload.write(content)
+        self.size += num_bytes
+        return num_bytes
 
 
 def _modified_at(details: Mapping[str, object]) -> float | None:

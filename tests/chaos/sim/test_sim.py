@@ -38,12 +38,12 @@ from elastic_train.training.session import Session
 
 pytestmark = pytest.mark.slow
 
-SEEDS = range(40)
+SEEDS = range(50)
 KEPT = sorted(cases.FOLDER.glob("*.yaml"))
 
 
 def test_the_healthy_product_breaks_no_invariant() -> None:
-    """Forty sets of random faults break no invariant; together they hit most kinds and places."""
+    """Fifty sets of random faults break no invariant; together they hit most kinds and places."""
     hit, digests = set(), set()
     for seed in SEEDS:
         outcome = simulate(case_of(seed))
@@ -104,6 +104,20 @@ def test_a_node_that_is_refused_in_the_middle_costs_one_world(kind: str) -> None
     assert run.result is not None and run.result["status"] == "done"
     forms = {line["term"]: line["world"] for process in run.processes for line in process if line["op"] == "form"}
     assert list(forms.values()) == [3, 2, 3]
+
+
+@pytest.mark.parametrize("node", range(3))
+def test_a_node_that_cannot_write_costs_one_world_and_a_few_commits(node: int) -> None:
+    """Whether it leads or not: it steps back, and all others commit as before. Without that nobody can any more."""
+    faults = (SimFault("readonly_dir", at_s=10.0, node=node, for_s=1000.0),)
+    run = Job(Shape(epochs=30), 1, faults).run()
+    assert run.result is not None and run.result["status"] == "done"
+    assert [(line["term"], line["world"]) for line in run.of("form") if line["rank"] == 0] == [(1, 3), (2, 3)]
+    assert [line["step"] for line in run.of("commit")][-20:] == list(range(55, 155, 5))
+    assert len(run.of("unwritable")) == 1
+    never = {"elastic_train.training.commits:Commits.is_unable": lambda commits: False}
+    before = Job(Shape(epochs=30), 1, faults, bug=never).run()
+    assert [(line["term"], line["world"]) for line in before.of("form") if line["rank"] == 0] != [(1, 3), (2, 3)]
 
 
 def test_every_process_of_a_flapping_node_that_leaves_is_explained() -> None:

@@ -126,7 +126,7 @@ def test_a_process_that_hangs_while_warming_up_is_ended(
             clock[0] += part * limit_s
             watched.look()
 
-    def wait() -> None:
+    def wait(*, as_last: bool) -> None:
         assert len(ends) == 1
         clock[0] += 10 * MOST_S
         watched.look()

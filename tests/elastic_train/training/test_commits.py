@@ -13,6 +13,7 @@ import torch
 from elastic_train.checkpoint import Store, discover
 from elastic_train.checkpoint.interval.cadence import Cadence
 from elastic_train.checkpoint.interval.young_daly import Faults
+from elastic_train.checkpoint.saving.store_use import StoreUse
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.config.schema import CheckpointConfig, OptimizerConfig
 from elastic_train.core.accounting import SampleAccount
@@ -90,6 +91,7 @@ def opened_on(store: Store, *, etcd: AwayEtcd | None = None, **checkpoint: objec
         cadence=Cadence(config.checkpoint, Faults(0, 0.0)),
         tracker=None,
         head=None,
+        use=StoreUse(store.url),
     )
     return commits, ears
 

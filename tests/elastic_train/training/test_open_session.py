@@ -21,6 +21,7 @@ from elastic_train.checkpoint import (
 )
 from elastic_train.checkpoint.commits import reader
 from elastic_train.checkpoint.saving import abandonment
+from elastic_train.checkpoint.saving.store_use import StoreUse
 from elastic_train.checkpoint.stores import deadline
 from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.checkpoint.stores.disk import RealDisk
@@ -67,14 +68,14 @@ def test_the_state_is_committed_however_the_wait_for_a_world_ends(error: Elastic
     commit(1, ancestor, (1, 0, 6))  # term 2 continued from step 4 meanwhile
     left: list[bool] = []
 
-    def form() -> None:
+    def form(*, as_last: bool) -> None:
         raise error
 
     leave = left.append
     worlds = SimpleNamespace(form=form, published=lambda: None, leave=lambda *, is_job_done: leave(is_job_done))
     state = state_of((1, 0, 4), (2, 4, 9))
     with pytest.raises(type(error)):
-        _next_world(Process(plan, state, worlds, LeaveRequest(), Watchdog(), 0.0))  # type: ignore[arg-type]
+        _next_world(Process(plan, state, worlds, LeaveRequest(), Watchdog(), 0.0, StoreUse("")))  # type: ignore[arg-type]
     head = discover(store).head
     assert head is not None and (head.step, head.parent_key) == (9, ancestor.key)
     assert left == [False]
@@ -114,7 +115,7 @@ def test_hanging_storage_does_not_keep_a_process_from_leaving(
     left: list[bool] = []
     worlds = SimpleNamespace(form=few, published=lambda: None, leave=lambda *, is_job_done: left.append(is_job_done))
     with pytest.raises(TooFewNodesError):
-        _next_world(Process(plan, state, worlds, LeaveRequest(), Watchdog(), 0.0))  # type: ignore[arg-type]
+        _next_world(Process(plan, state, worlds, LeaveRequest(), Watchdog(), 0.0, StoreUse("")))  # type: ignore[arg-type]
     assert is_hung.is_set() and left == [False]
     assert "step 9 could not be committed: the storage made no progress" in capsys.readouterr().err
     monkeypatch.undo()
@@ -122,7 +123,7 @@ def test_hanging_storage_does_not_keep_a_process_from_leaving(
     may_continues.set()
 
 
-def few() -> None:
+def few(*, as_last: bool) -> None:
     raise TooFewNodesError("few")
 
 
@@ -145,7 +146,7 @@ def test_a_save_waits_longer_for_slow_storage_than_a_world_does(
         store=DeadlineStore(slow, lambda: None),
         save_store=slow,
         word="0" * 12,
-        sees_store=True,
+        writes=True,
     )
     process = SimpleNamespace(
         plan=SimpleNamespace(retention=Retention.of(last=1), config=None), save_memory=SaveMemory()

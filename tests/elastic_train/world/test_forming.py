@@ -76,7 +76,7 @@ def test_another_job_was_done_under_the_same_run_id(
     monkeypatch: pytest.MonkeyPatch, job: Job, differs: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """That is said, and nothing looks as if this one had been done; one that is the same has nothing left to do."""
-    ended = SimpleNamespace(next_world=lambda _: None, closed=DONE)
+    ended = SimpleNamespace(next_world=lambda _, *, as_last: None, closed=DONE)
     monkeypatch.setattr(forming, "LiveMember", lambda *_: ended)
     context = LiveContext(("127.0.0.1:1",), "job", "n", "h", "127.0.0.1", "h:1", 1, 1, 5.0, 1.0, 60.0)
     config: Config = SimpleNamespace(batch=SimpleNamespace(num_lanes=8), peer_timeout_s=60.0)  # type: ignore[assignment]
@@ -100,7 +100,7 @@ def test_worlds_that_do_not_form_are_counted_logged_with_the_reason_and_given_up
     looks: list[None] = []
     world = SimpleNamespace(rank=0, size=2, store=None, context=SimpleNamespace(term=7, num_nodes=2))
     member = SimpleNamespace(
-        next_world=lambda _: world,
+        next_world=lambda _, *, as_last: world,
         is_broken=None,
         look_for_unreachable=lambda: looks.append(None),
         store=None,

@@ -106,6 +106,25 @@ def test_a_joiner_is_admitted(store: MemoryStore, pool: ThreadPoolExecutor) -> N
     assert world is not None and world == joining.result(10) and (world.term, world.cause) == (2, "joined")
 
 
+def test_a_leader_can_step_back(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+    """It keeps its lease and loses no time; the other leads the next world, and it has the last seat."""
+    first, second = pair(store, pool)
+    old_id, lease = first.id, first._own.lease
+
+    def step_back() -> World | None:
+        first.join(10.0, as_last=True)
+        return first.next_world(lambda seal: ("127.0.0.1", 1), 10.0)
+
+    stepping = pool.submit(step_back)
+    eventually(second.is_broken, "the world is over")
+    world = enter(second)
+    assert world is not None and world == stepping.result(10)
+    assert [seat.member for seat in world.seats] == [second.id, first.id]
+    assert first.id != old_id and first._own.lease is lease and first.view.member(old_id) is None
+    first.leave()
+    assert store.get(first.keys.members).entries.keys() == {first.keys.member(second.id)}
+
+
 def test_a_lost_node_is_free_for_the_survivor(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
     """A survivor whose workers failed waits for the lease of the dead node, and does not pay."""
     first, second = pair(store, pool)

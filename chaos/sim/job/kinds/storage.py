@@ -45,6 +45,13 @@ def stale_listing(fleet: Fleet, fault: SimFault) -> list[Process]:
     return fleet.all_workers()
 
 
+def readonly_dir(fleet: Fleet, fault: SimFault) -> list[Process]:
+    """One node can read, and not write; what is deleted there, when nobody looks, is of no interest."""
+    number, storage = fleet.node(fault), fleet.around.storage
+    storage.readonly_until[number] = max(storage.readonly_until.get(number, 0.0), fleet.kernel.now + fault.for_s)
+    return fleet.nodes[number].live_workers()
+
+
 def tear_write(fleet: Fleet, fault: SimFault) -> list[Process]:
     """The process that writes a file next dies in the middle of it."""
     if fleet.around.storage.is_to_tear:
@@ -95,6 +102,7 @@ def _flipped(content: bytes) -> bytes:
 ACTS: Mapping[str, Act] = {
     **{name: _weather(what) for name, what in WEATHER.items()},
     "stale_listing": stale_listing,
+    "readonly_dir": readonly_dir,
     "tear_write": tear_write,
     "flip_bit": _damage(_flipped),
     "truncate_file": _damage(lambda content: content[:-1]),

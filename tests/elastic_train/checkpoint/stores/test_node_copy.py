@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,8 +101,8 @@ def test_a_full_node_copy_disk_fails_no_save(
     store = open_store(far_url, str(tmp_path))
     full, real_open = Path("/dev/full"), Path.open
 
-    def open_on_a_full_disk(path: Path, mode: str = "r") -> object:
-        return real_open(full if path.name.endswith("distcp.partial") else path, mode)
+    def open_on_a_full_disk(path: Path, mode: str = "r", **more: Any) -> object:
+        return real_open(full if path.name.endswith("distcp.partial") else path, mode, **more)
 
     monkeypatch.setattr(Path, "open", open_on_a_full_disk)
     record = writer(store).save({"w": torch.arange(1_000_000.0)}, facts(1))

@@ -1,0 +1,143 @@
+"""Uploads: the bytes of a file leave for object storage while they are made, and the object appears when all are there.
+
+Nothing is staged on the local disk, whose fullness would fail saves, and a bounded number of pieces is held in memory:
+`MOST_UNANSWERED` that are on their way, and the one that is being filled. A file that fits into one piece is sent at
+once, when it is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from fsspec.spec import AbstractBufferedFile
+
+from elastic_train.checkpoint.stores.store import Sink
+from elastic_train.system.sdk_errors import sdk_errors
+
+PIECE_BYTES = 16 << 20
+"""Well above the least that S3 takes, 5 MiB."""
+MOST_UNANSWERED = 8
+_PIECES_OF_A_SIZE = 1000
+"""S3 takes 10,000 pieces of an object: each thousand are larger by `PIECE_BYTES`, which makes 860 GiB in all."""
+
+
+class Upload(Sink, Protocol):
+    """A file on its way; either `finish` or `discard` is called at its end."""
+
+    def finish(self) -> None:
+        """Return when the object is there."""
+
+    def discard(self) -> None:
+        """Give it up: no object appears, and what has arrived is removed as far as the storage lets itself be asked."""
+
+
+class S3Upload:
+    """An object of S3 in pieces, several of which are on their way at a time; `file_system` is s3fs's."""
+
+    def __init__(self, file_system: Any, path: str) -> None:
+        self._fs = file_system
+        self._bucket, self._key, _ = file_system.split_path(path)
+        self._filling = bytearray()
+        self._upload_id: str | None = None
+        self._num_sent = 0
+        self._unanswered: deque[Future[dict[str, Any]]] = deque()
+        self._parts: list[dict[str, object]] = []
+
+    def write(self, content: bytes | memoryview, /) -> int:
+        view = memoryview(content).cast("B")
+        done = 0
+        while done < len(view):
+            room = self._piece_bytes - len(self._filling)
+            self._filling += view[done : done + room]
+            done += min(room, len(view) - done)
+            if len(self._filling) == self._piece_bytes:
+                self._send()
+        return len(view)
+
+    def finish(self) -> None:
+        if self._upload_id is None:
+            self._begin("put_object", Body=bytes(self._filling)).result()
+            return
+        if self._filling:
+            self._send()
+        while self._unanswered:
+            self._take_answer()
+        parts = {"Parts": self._parts}
+        self._begin("complete_multipart_upload", UploadId=self._upload_id, MultipartUpload=parts).result()
+
+    def discard(self) -> None:
+        for answer in self._unanswered:
+            answer.cancel()
+        if self._upload_id is not None:
+            with contextlib.suppress(*sdk_errors(OSError)):
+                self._begin("abort_multipart_upload", UploadId=self._upload_id).result()
+
+    @property
+    def _piece_bytes(self) -> int:
+        return PIECE_BYTES * (1 + self._num_sent // _PIECES_OF_A_SIZE)
+
+    def _send(self) -> None:
+        """Begin to send the piece that was filled, once few enough are on their way."""
+        if self._upload_id is None:
+            self._upload_id = str(self._begin("create_multipart_upload").result()["UploadId"])
+        while len(self._unanswered) >= MOST_UNANSWERED:
+            self._take_answer()
+        self._num_sent += 1
+        piece, self._filling = bytes(self._filling), bytearray()
+        self._unanswered.append(
+            self._begin("upload_part", UploadId=self._upload_id, PartNumber=self._num_sent, Body=piece)
+        )
+
+    def _take_answer(self) -> None:
+        answer = self._unanswered.popleft().result()
+        checksums = {name: value for name, value in answer.items() if name.startswith("Checksum")}
+        checksums.pop("ChecksumType", None)
+        self._parts.append({"PartNumber": len(self._parts) + 1, "ETag": answer["ETag"], **checksums})
+
+    def _begin(self, method: str, **arguments: object) -> Future[dict[str, Any]]:
+        """Ask the storage on the thread of s3fs, which tries again by itself what is worth it."""
+        call = self._fs._call_s3(method, Bucket=self._bucket, Key=self._key, **arguments)
+        return asyncio.run_coroutine_threadsafe(call, self._fs.loop)
+
+
+class FileUpload:
+    """A file of any other fsspec file system, which may show it before it is complete; `discard` removes it."""
+
+    def __init__(self, file_system: Any, path: str) -> None:
+        self._fs, self._path = file_system, path
+        self._filling = bytearray()
+        self._file: Any = None
+
+    def write(self, content: bytes | memoryview, /) -> int:
+        self._filling += content
+        if len(self._filling) >= PIECE_BYTES:
+            if self._file is None:
+                self._file = self._fs.open(self._path, "wb", block_size=PIECE_BYTES)
+            self._pass()
+        return len(content)
+
+    def finish(self) -> None:
+        if self._file is None:
+            self._fs.pipe_file(self._path, bytes(self._filling))
+            return
+        self._pass()
+        self._file.close()
+
+    def discard(self) -> None:
+        if self._file is None:
+            return
+        with contextlib.suppress(*sdk_errors(OSError)):
+            if isinstance(self._file, AbstractBufferedFile):
+                self._file.closed = True  # to close it, now or when it is collected, would publish what it has
+                self._file.discard()
+            else:
+                self._file.close()
+            self._fs.rm_file(self._path)
+
+    def _pass(self) -> None:
+        self._file.write(bytes(self._filling))
+        self._filling = bytearray()

@@ -1,0 +1,153 @@
+"""Claims of terms say who claims: a newer one by another run id is another job's, which works in the same folder.
+
+Two such jobs would fence each other off in turn: the result would be right, most of the work in vain, and nobody the
+wiser. So a job that is fenced off by another one ends, and one that begins looks first whether the last job to claim a
+term here is still at work. A job that was started again under a new run id, because the last one has died, goes on.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_train.checkpoint.stores.store import Store, read
+from elastic_train.errors import OtherJobError, StorageError
+from elastic_train.system.process_identity import is_alive, process_identity
+from elastic_train.tracking.history_files import FOLDER
+
+TERMS = "terms/"
+LOOK_S, PATIENCE_S = 3.0, 15.0
+"""How long to look for a sign of life, and for how long there have to be some: what a job leaves when it is killed is
+gone by then, its members' leases included."""
+RECENT_S = 600.0
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Who has claimed a term; fields that an older version does not write are empty."""
+
+    term: int
+    run_id: str | None = None
+    """Of the job; empty for a process that no launcher has started, None if unknown."""
+    host: str = ""
+    pid: int = 0
+    boot: str = ""
+    born: int = 0
+    at: float = 0.0
+
+    @property
+    def owner(self) -> str:
+        """Name the job."""
+        by = f"process {self.pid} on {self.host}"
+        return f"the job of run id {self.run_id!r} (rank 0: {by})" if self.run_id else by
+
+    def is_of(self, run_id: str) -> bool:
+        """Whether it is this job's, or nobody knows whose; without a run id a job is one process."""
+        if self.run_id is None or self.run_id != run_id:
+            return self.run_id is None
+        mine = process_identity()
+        return bool(run_id) or (self.pid, self.boot, self.born) == (os.getpid(), mine["boot"], mine["born"])
+
+
+def term_key(term: int) -> str:
+    return f"{TERMS}{term:08d}.json"
+
+
+def new_claim(run_id: str) -> bytes:
+    """Say who claims; the unique part lets a retried create recognise itself."""
+    who = {"pid": os.getpid(), **process_identity(), "run_id": run_id}
+    return json.dumps({**who, "at": time.time(), "claim": uuid.uuid4().hex}).encode()
+
+
+def read_claim(store: Store, term: int) -> Claim:
+    """Return who has claimed a term, as far as that can be read."""
+    try:
+        found = json.loads(read(store, term_key(term)))
+        return Claim(term, **{name: found[name] for name in Claim.__dataclass_fields__ if name in found})
+    except (StorageError, ValueError, TypeError):
+        return Claim(term)
+
+
+def nothing_to_check(newest: int) -> None:
+    """Let every claim through."""
+
+
+class Rivals:
+    """Looks for other jobs in this job's folder.
+
+    `last_term` is the newest one that this process has trained in, 0 before its first world; `num_members` says how
+    many members of a run id etcd knows.
+    """
+
+    def __init__(
+        self, store: Store, run_dir: str, run_id: str, last_term: int, num_members: Callable[[str], int]
+    ) -> None:
+        self._store, self._run_dir, self._run_id = store, Path(run_dir), run_id
+        self._last_term, self._num_members = last_term, num_members
+
+    def check(self, newest: int) -> None:
+        """Return if this job may claim a term above the newest one; OtherJobError if another job is at work here."""
+        if newest <= self._last_term:
+            return
+        claim = read_claim(self._store, newest)
+        if claim.is_of(self._run_id):
+            return
+        if self._last_term:
+            raise taken_over(self._store, self._last_term, claim)
+        if self._is_at_work(claim):
+            raise OtherJobError(
+                f"{self._store.url}: {claim.owner} has claimed term {newest} at {_moment(claim.at)} and is at work "
+                f"here, {_only_one}. Nothing was trained: wait for its end, or stop it, or give this job another "
+                "run.dir and checkpoint.url"
+            )
+        if time.time() - claim.at < RECENT_S:
+            log.warning(
+                "%s: %s claimed term %d at %s. No sign of it was seen for %.0f s, so this job continues in its place; "
+                "should it be alive, it will be fenced off and end",
+                *(self._store.url, claim.owner, newest, _moment(claim.at), LOOK_S),
+            )
+
+    def _is_at_work(self, claim: Claim) -> bool:
+        """Look for signs of life of a job, until there is none for a while, or have been for long."""
+        here = process_identity()
+        if not claim.run_id and (claim.host, claim.boot) == (here["host"], here["boot"]):
+            return is_alive(claim.pid, claim.born)
+        deadline, seen = time.monotonic() + PATIENCE_S, self._traces()
+        while time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+            before, seen = seen, self._traces()
+            if before == seen and not (claim.run_id and self._num_members(claim.run_id)):
+                return False
+        return True
+
+    def _traces(self) -> set[tuple[str, int]]:
+        """Return what changes while a job works here: claims, and lines of histories."""
+        claims = {(entry.key, entry.size) for entry in self._store.list(TERMS)}
+        try:
+            return claims | {(path.name, path.stat().st_size) for path in (self._run_dir / FOLDER).glob("*.jsonl")}
+        except OSError:
+            return claims
+
+
+_only_one = "and two jobs in one folder fence each other off"
+
+
+def taken_over(store: Store, term: int, by: Claim) -> OtherJobError:
+    """Return the error that ends a job whose lineage another one continues."""
+    return OtherJobError(
+        f"{store.url}: {by.owner} has claimed term {by.term} at {_moment(by.at)}, above term {term} of this job, "
+        f"{_only_one}: this one ends. What it has not committed is lost; the other continues from its newest commit. "
+        "Give each job a run.dir and checkpoint.url of its own"
+    )
+
+
+def _moment(at: float) -> str:
+    return datetime.datetime.fromtimestamp(at, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

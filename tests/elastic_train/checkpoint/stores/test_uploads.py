@@ -1,0 +1,157 @@
+"""Uploads: nothing of them is on the local disk, few of their pieces are in memory, and none is left when they fail."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import fsspec
+import pytest
+import torch
+from s3fs import S3FileSystem
+
+from chaos.services.s3_server import S3
+from elastic_train.checkpoint import discover, open_store, read_state
+from elastic_train.checkpoint.stores import uploads
+from elastic_train.checkpoint.stores.fsspec_store import FsspecStore
+from elastic_train.checkpoint.stores.store import read
+from elastic_train.checkpoint.stores.uploads import S3Upload
+from elastic_train.errors import StorageError
+from tests.conftest import ROOT
+from tests.elastic_train.checkpoint.commit_samples import facts
+from tests.elastic_train.checkpoint.faulty_network import FaultyNetwork
+from tests.elastic_train.checkpoint.save_samples import open_saves, quick_retries
+from tests.elastic_train.conftest import PlainFileSystem
+
+__all__ = ["quick_retries"]
+pytestmark = pytest.mark.slow
+PIECE = 5 << 20  # the least that S3 takes
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(uploads, "MOST_UNANSWERED", 2)
+
+
+@pytest.fixture
+def full_folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder of a file system with room for some kilobytes."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "elastic-test", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def state_of(num_bytes: int, value: float = 1.0) -> dict[str, object]:
+    return {"model": {"w": torch.full((num_bytes // 4,), value)}}
+
+
+SAVE = """
+import sys, tempfile, torch
+from elastic_train.checkpoint import open_store
+from tests.elastic_train.checkpoint.commit_samples import facts
+from tests.elastic_train.checkpoint.save_samples import open_saves
+assert tempfile.gettempdir() == sys.argv[2]
+saves = open_saves(open_store(sys.argv[1]))
+saves.begin({"model": {"w": torch.ones(10_000_000)}}, facts(1))
+ended = saves.wait()
+sys.exit(None if ended.error is None else str(ended.error))
+"""
+
+
+def test_a_save_to_s3_needs_no_room_on_the_local_disk(full_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full TMPDIR fails no save: before, the parts were staged there."""
+    with S3() as s3:
+        command = [sys.executable, "-c", SAVE, s3.url("run"), str(full_folder)]
+        environ = {**os.environ, **s3.environ, "TMPDIR": str(full_folder)}
+        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        for name, value in s3.environ.items():
+            monkeypatch.setenv(name, value)
+        head = discover(open_store(s3.url("run"))).head
+    assert head is not None and head.step == 1
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, PIECE - 1, PIECE, PIECE + 1, 4 * PIECE + 7])
+@pytest.mark.parametrize("kind", ["s3", "memory", "plain"])
+def test_what_was_written_is_there_whatever_its_size(kind: str, num_bytes: int, request: pytest.FixtureRequest) -> None:
+    """In one request, in as many pieces, and with a last piece of any size."""
+    fsspec.register_implementation("plain", PlainFileSystem, clobber=True)
+    root = request.getfixturevalue("s3_bucket") if kind == "s3" else f"{kind}://files"
+    store = FsspecStore(f"{root}/{uuid.uuid4().hex}")
+    content = os.urandom(num_bytes)
+    with store.write("data/x") as sink:
+        for at in range(0, num_bytes, 3 << 20):
+            assert sink.write(memoryview(content)[at : at + (3 << 20)]) == min(3 << 20, num_bytes - at)
+    assert read(store, "data/x") == content
+
+
+@pytest.mark.parametrize("kind", ["s3", "memory", "plain"])
+def test_an_upload_that_is_given_up_leaves_nothing(kind: str, request: pytest.FixtureRequest) -> None:
+    """Neither an object, nor pieces of one, for which S3 charges until somebody removes them."""
+    fsspec.register_implementation("plain", PlainFileSystem, clobber=True)
+    root = request.getfixturevalue("s3_bucket") if kind == "s3" else f"{kind}://files"
+    store = FsspecStore(f"{root}/{uuid.uuid4().hex}")
+    with pytest.raises(ZeroDivisionError), store.write("data/x") as sink:
+        sink.write(bytes(3 * PIECE))
+        1 / 0  # noqa: B018
+    assert store.list("data/") == []
+    if kind == "s3":
+        assert not boto3.client("s3").list_multipart_uploads(Bucket="commits").get("Uploads")
+
+
+def test_a_stream_that_breaks_begins_again_with_the_tensors(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that breaks in the middle costs a try, not the save: what is saved is still in memory."""
+    monkeypatch.setattr(S3FileSystem, "retries", 1)
+    root = f"{s3_bucket}/{uuid.uuid4().hex}/run"
+    with FaultyNetwork(os.environ["AWS_ENDPOINT_URL"]).serving() as network:
+        options = {"endpoint_url": network.url, "config_kwargs": {"retries": {"max_attempts": 1}}}
+        network.matching, network.num_unanswered = re.compile(rb"PUT \S*partNumber=2"), 1
+        saves = open_saves(FsspecStore(root, options))
+        saves.begin(state_of(4 * PIECE, 3.0), facts(1))
+        ended = saves.wait()
+    assert network.num_unanswered == 0
+    assert ended is not None and ended.error is None and ended.commit is not None
+    store = open_store(root)
+    model: Any = read_state(store, ended.commit)["model"]
+    assert torch.equal(model["w"], torch.full((PIECE,), 3.0))
+    assert not boto3.client("s3").list_multipart_uploads(Bucket="commits").get("Uploads")
+
+
+def test_few_pieces_are_in_memory_while_the_storage_is_slow(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who writes faster than the storage takes it waits."""
+    most, real = 0, S3Upload._begin
+
+    def counting(upload: S3Upload, method: str, **arguments: object) -> Any:
+        nonlocal most
+        begun = real(upload, method, **arguments)
+        most = max(most, len(upload._unanswered) + (method == "upload_part"))
+        return begun
+
+    monkeypatch.setattr(S3Upload, "_begin", counting)
+    store = FsspecStore(f"{s3_bucket}/{uuid.uuid4().hex}")
+    with store.write("data/x") as sink:
+        for _ in range(8):
+            sink.write(bytes(PIECE))
+    assert most == 2
+    assert [entry.size for entry in store.list("data/")] == [8 * PIECE]
+
+
+def test_an_object_whose_size_differs_is_not_kept(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the storage says it holds decides, not that it took every request."""
+    store = FsspecStore(f"{s3_bucket}/{uuid.uuid4().hex}")
+    monkeypatch.setattr(S3Upload, "finish", lambda upload: upload._begin("put_object", Body=b"torn").result())
+    with pytest.raises(StorageError, match="4 bytes of 9 arrived"), store.write("data/x") as sink:
+        sink.write(b"all of it")
+    assert store.list("data/") == []

@@ -1,0 +1,41 @@
+"""A small file is replaced whole, whoever else replaces it at the same time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from elastic_train.system.atomic_files import write_atomically
+from elastic_train.tracking.background_files import BackgroundFiles
+from elastic_train.tracking.history import History
+
+
+def test_processes_with_equal_ids_do_not_share_a_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two containers of one folder, each with a process of the same id: one replaces while the other has its draft."""
+    path, real, texts = tmp_path / "config.yaml", Path.write_text, ["first", "second"]
+
+    def interrupted(draft: Path, text: str) -> int:
+        written = real(draft, text)
+        if len(texts) == 2 and texts.pop() == "second":
+            write_atomically(path, "second")
+        return written
+
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    write_atomically(path, "first")
+    assert path.read_text() == "first"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_processes_with_equal_ids_do_not_share_a_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of two jobs that have claimed one term, each in a store of its own, with one `run.dir`."""
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    files = BackgroundFiles()
+    for _ in range(2):
+        history = History(files, tmp_path, 3, 0)
+        history.no_progress(step=1)
+        history.close()
+    assert files.flush(10.0)
+    assert [len(path.read_text().splitlines()) for path in (tmp_path / "history").iterdir()] == [1, 1]

@@ -1,0 +1,121 @@
+"""A claim by another run id: its job is looked for, and whoever was fenced off by it ends, with a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elastic_train.checkpoint import open_store
+from elastic_train.errors import FencedError, OtherJobError
+from elastic_train.system.process_identity import process_identity
+from elastic_train.world import claims
+from elastic_train.world.claims import Rivals, read_claim, term_key
+from elastic_train.world.fencing import StoreFence
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "LOOK_S", 0.1)
+    monkeypatch.setattr(claims, "PATIENCE_S", 1.0)
+
+
+def fence_of(
+    folder: Path, run_id: str, last_term: int = 0, num_members: Callable[[str], int] = lambda _: 0
+) -> StoreFence:
+    store = open_store(str(folder))
+    return StoreFence(store, run_id, Rivals(store, str(folder), run_id, last_term, num_members).check)
+
+
+def claim_as(folder: Path, term: int, **fields: object) -> None:
+    """Claim a term as a process does that is not this one."""
+    claim = {"run_id": "first", "pid": 1, **process_identity(), "born": 0, "at": time.time(), **fields}
+    open_store(str(folder)).create(term_key(term), json.dumps(claim).encode())
+
+
+def test_a_claim_says_whose_it_is(tmp_path: Path) -> None:
+    assert fence_of(tmp_path, "first").claim() == 1
+    claim = read_claim(open_store(str(tmp_path)), 1)
+    assert (claim.run_id, claim.pid, claim.host) == ("first", os.getpid(), process_identity()["host"])
+    assert claim.is_of("first") and not claim.is_of("second")
+
+
+def test_a_job_that_died_is_continued_under_another_run_id(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The one that was just restarted by its scheduler: it says what it found, and trains."""
+    fence_of(tmp_path, "first").claim()
+    assert fence_of(tmp_path, "second").claim() == 2
+    assert "the job of run id 'first'" in caplog.text and "this job continues in its place" in caplog.text
+
+
+def test_members_in_etcd_are_signs_of_life(tmp_path: Path) -> None:
+    """A dead job's leases end while the second one looks; those of a job at work do not."""
+    fence_of(tmp_path, "first").claim()
+    with pytest.raises(OtherJobError, match=r"run id 'first'.* is at work here.* run.dir") as refused:
+        fence_of(tmp_path, "second", num_members=lambda run_id: int(run_id == "first")).claim()
+    assert refused.value.exit_code == 2
+    answers = iter([2, 1, 0])
+    assert fence_of(tmp_path, "second", num_members=lambda _: next(answers)).claim() == 2
+
+
+def test_a_history_that_grows_is_a_sign_of_life(tmp_path: Path) -> None:
+    """Where each job has an etcd of its own."""
+    fence_of(tmp_path, "first").claim()
+    history, is_over = tmp_path / "history" / "00000001-00000-x.jsonl", threading.Event()
+    history.parent.mkdir()
+
+    def train() -> None:
+        while not is_over.wait(0.01):
+            with history.open("a") as file:
+                file.write("{}\n")
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        with pytest.raises(OtherJobError, match="is at work here"):
+            fence_of(tmp_path, "second").claim()
+    finally:
+        is_over.set()
+        thread.join()
+    assert fence_of(tmp_path, "second").claim() == 2
+
+
+def test_a_job_that_was_fenced_off_by_another_ends(tmp_path: Path) -> None:
+    """At its next publish, and at its next claim; another process of its own job only starts a newer world."""
+    first, second = fence_of(tmp_path, "first"), fence_of(tmp_path, "second")
+    first.claim()
+    assert fence_of(tmp_path, "first").claim() == 2
+    with pytest.raises(FencedError):
+        first.publish(1, "commits/1")
+    second.claim()
+    with pytest.raises(
+        OtherJobError, match=r"run id 'second'.* has claimed term 3 .*above term 2 of this job"
+    ) as ended:
+        first.publish(2, "commits/2")
+    assert ended.value.exit_code == 2
+    with pytest.raises(OtherJobError, match="this one ends"):
+        fence_of(tmp_path, "first", last_term=2).claim()
+
+
+def test_processes_without_a_launcher_are_told_apart(tmp_path: Path) -> None:
+    """The second one waits for nothing: whether the process of the first is alive can be seen."""
+    fence_of(tmp_path, "").claim()
+    assert fence_of(tmp_path, "").claim() == 2
+    claim_as(tmp_path, 3, run_id="", pid=os.getpid())  # of a process that had this number before
+    assert fence_of(tmp_path, "").claim() == 4
+    claim_as(tmp_path, 5, run_id="", pid=os.getppid(), born=_born(os.getppid()))
+    with pytest.raises(OtherJobError, match=f"process {os.getppid()} on .* is at work here"):
+        fence_of(tmp_path, "").claim()
+
+
+def test_a_claim_of_an_older_version_is_anybodys(tmp_path: Path) -> None:
+    open_store(str(tmp_path)).create(term_key(1), b'{"host": "a", "pid": 1, "at": 0, "claim": "x"}')
+    assert fence_of(tmp_path, "second").claim() == 2
+
+
+def _born(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
