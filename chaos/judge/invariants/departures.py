@@ -31,7 +31,7 @@ from chaos.scenario.kinds import (
 
 _ENDS_NODES = ("kill_node", "stop_node", "kill_job")
 _TELL_TO_LEAVE = ("stop_node", "flap_node", "scale_down")
-_TURNED_AWAY = {"private_storage": 2, "other_limits": 2}
+_TURNED_AWAY = {"private_storage": 2, "other_limits": 2, "readonly_dir": 2}
 """With which code a node ends by itself while something is wrong with it that it cannot mend."""
 MOST_WORLDS_LEAVING = 3
 """How many worlds of the same processes a process that was asked to leave may explain: it leaves with the next step of
@@ -88,7 +88,7 @@ def _check_changes(run: Evidence) -> None:
     back as another member; nodes are in a world as a whole, so the rest of a node leaves with it. A process that was
     asked to leave ends a few worlds until it has left; one that was hit before it had recorded any world may have been
     in one that no history has, or have been waited for, and ends one. A fault of etcd or of the storage hits all
-    members of a world while it lasts.
+    members of a world while it lasts; of etcd, each may lose its lease after it, and one after the other.
     """
     formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
     seen_in = last_seen(run)  # a world may break before all have recorded it
@@ -114,8 +114,9 @@ def _check_changes(run: Evidence) -> None:
         late = [one for one in leaving if one[1] in pids[before] and worlds_left.get(one, MOST_WORLDS_LEAVING) > 0]
         left = struck - spent
         again = {one for one in left if one[1] not in seen_in}
-        if after in lost and any(pid in pids[before] for _, pid in left):
-            again = {one for one in left if one[1] in pids[before]}
+        if after in lost and (members := {one for one in left if one[1] in pids[before]}):
+            of_etcd = [(id(line), pid) for line in hits if is_of_etcd(line["kind"]) for pid in _pids(line)]
+            again = {*[one for one in of_etcd if one in members][:1]} or members
         if not late and not again:
             raise Unknown(f"term {after} was formed by the processes of term {before}, and no fault explains it")
         worlds_left.update({one: worlds_left.get(one, MOST_WORLDS_LEAVING) - 1 for one in late})

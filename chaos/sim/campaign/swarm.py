@@ -16,7 +16,7 @@ from chaos.sim.job.shape import Shape
 
 IN_RECOVERY = 0.25
 """How many of the faults come within one lease of the one before: while its damage is still being mended."""
-IS_READ = 0.5
+IS_READ = 0.75
 """How often what is damaged has to be read: everybody dies within a lease. Else the members hold what it held."""
 LONGER = {"hang_worker": 4.0, "sever_link": 10.0, "stale_listing": 4.0}
 """Kinds that are to last until others notice."""
@@ -28,7 +28,7 @@ DAMAGE = tuple(kind for kind in KINDS if damages(kind) and kind != "tear_write")
 OF_ETCD = ("etcd_refuses", "alien_record")
 LONE = ("private_storage", "other_limits", "wrong_address", "start_twin", "alien_record")
 """Kinds that are drawn one at a time, too, in a job of minutes: what each costs the others is then its price alone."""
-APART = ("bad_row_group", "tracker_outage", "skew_clocks", "other_limits", "wrong_address", "block_ports", *OF_ETCD)
+APART = ("bad_row_group", "tracker_outage", "skew_clocks", "other_limits", "wrong_address", *OF_ETCD)
 """Kinds that are drawn by themselves, from streams of their own, or in cases of their own alone."""
 COMMON = tuple(kind for kind in KINDS if kind not in APART)
 AT_PLACES = tuple(f"{how}@{point}" for how in AT_POINTS for point in POINTS)

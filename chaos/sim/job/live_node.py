@@ -53,8 +53,8 @@ class Node:
 
     @property
     def would_end_alike(self) -> bool:
-        """Whether its exit code says that starting it again is in vain: then it is not."""
-        return self.code in FINAL_CODES
+        """Whether its exit code says that starting it again is in vain, and nobody has mended what was wrong."""
+        return self.code in FINAL_CODES and not self._host.around.storage.is_mended(self.number)
 
     def live_workers(self) -> list[Process]:
         return [process for process in self.workers.values() if not process.is_dead]

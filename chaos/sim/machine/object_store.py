@@ -77,6 +77,10 @@ class Storage:
         self.readonly_until: dict[int, float] = {}
         """Until when nodes see everything and can write nothing."""
 
+    def is_mended(self, node: int) -> bool:
+        """Say whether a node can write again that could not before."""
+        return 0.0 < self.readonly_until.get(node, 0.0) <= self.kernel.now
+
     def isolate(self, node: int) -> None:
         """Let a node see a folder of its own, which is empty, from now on."""
         self.private[node] = Storage(self.kernel, self.draws, self.delay_s)

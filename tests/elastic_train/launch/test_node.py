@@ -136,6 +136,7 @@ def test_a_sample_that_ends_its_process_is_found_and_left_out(tmp_path: Path, ro
     assert head is not None and head.account is not None and [h.lo for h in head.account.holes] == [POISON]
 
 
+@pytest.mark.long
 def test_a_sample_that_ends_its_process_is_named_where_none_may_be_left_out(tmp_path: Path, rows: Path) -> None:
     """With the code for data that are wrong, after which nobody starts it again."""
     line = command(poisoned(tmp_path, rows), "--ranks", "2")
@@ -155,6 +156,7 @@ def test_a_job_that_gets_nowhere_ends_with_93(tmp_path: Path, rows: Path) -> Non
     assert "the last 2 worlds, up to term" in done.stderr and "got no further than step" in done.stderr
 
 
+@pytest.mark.long
 def test_a_sample_of_the_validation_set_that_ends_its_process_is_suspected(tmp_path: Path, rows: Path) -> None:
     """Every step can be computed, and only the validation after the last ends one process after the other."""
     config = Path(poisoned(tmp_path, rows))

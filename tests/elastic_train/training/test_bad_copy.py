@@ -30,6 +30,7 @@ def launch(folder: Path, etcd: EtcdServer, config: str, name: str, train: Path) 
     return STARTED[-1]
 
 
+@pytest.mark.long
 def test_one_bad_copy_costs_the_others_one_regroup(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
     """The node ends with 65 and is not started again; the other computes the bits of a job that nothing befell."""
     config = write_config(tmp_path, rows, STEPS)

@@ -270,6 +270,7 @@ def test_an_overdue_commit_waits_until_no_rank_is_saving(
     session.leave.dropping.return_value = [()] * 3
     session.leaving.return_value = [False]
     session.clock.lap.return_value = 0.0
+    session.state.cursor.epoch = session.plan.order.advance.return_value.epoch = 0
     session.is_validation_due.return_value = session.commits.is_due.return_value = False
     assert loop.train_steps(session) is loop.Outcome.DONE
     assert session.commits.begin.call_count == num_commits

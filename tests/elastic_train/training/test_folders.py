@@ -95,7 +95,7 @@ def test_a_folder_that_freezes_costs_no_state(
     assert weights(run) == undisturbed(int(str(run.result["step"])))
 
 
-@pytest.mark.parametrize("bad", ["the first node", "the second node"])
+@pytest.mark.parametrize("bad", ["the first node", pytest.param("the second node", marks=pytest.mark.long)])
 def test_one_node_without_a_folder_costs_the_others_nothing(
     tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object], bad: str
 ) -> None:

@@ -55,14 +55,22 @@ def write_config(folder: Path, rows: Path, steps: int, lane_ms: float = 10.0) ->
 
 
 def launch(
-    folder: Path, etcd: EtcdServer, config: str, *, ranks: int, nnodes: str = "1:2", conf: str = "", **environ: str
+    folder: Path,
+    etcd: EtcdServer,
+    config: str,
+    *,
+    ranks: int,
+    nnodes: str = "1:2",
+    conf: str = "",
+    standby: bool = False,
+    **environ: str,
 ) -> subprocess.Popen[bytes]:
-    """Start one live node under torchrun; what it says goes into `node.log`."""
+    """Start one live node under torchrun; what it says goes into `node.log`. A standby process takes its time, too."""
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv_backend=etcd"]
     command += [
         f"--rdzv_endpoint={etcd.endpoint}",
         f"--rdzv_id={folder.name}",
-        f"--rdzv_conf=recovery=live,ttl=2{conf}",
+        f"--rdzv_conf=recovery=live,ttl=2,standby={int(standby)}{conf}",
     ]
     command += [f"--nnodes={nnodes}", f"--nproc-per-node={ranks}", "--max-restarts=50", "-m", "elastic_train", config]
     everything = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
@@ -196,7 +204,7 @@ def test_a_stopped_worker_is_left_out_and_a_dead_one_replaced(tmp_path: Path, ro
     A dead one's place is taken by a fork of the standby process, and none of them outlives the agent.
     """
     config = write_config(tmp_path, rows, 100_000)
-    job = launch(tmp_path, etcd, config, ranks=2, conf=",ttl=60")
+    job = launch(tmp_path, etcd, config, ranks=2, conf=",ttl=60", standby=True)
     try:
         _, ranks = until_whole(tmp_path / "run", 2)
         os.kill(ranks[1], signal.SIGSTOP)

@@ -47,6 +47,7 @@ def test_a_worker_that_dies_while_etcd_is_full_ends_nobody(
     assert weights(run) == undisturbed(200)
 
 
+@pytest.mark.long
 def test_a_job_whose_password_was_changed_waits_and_one_with_a_wrong_one_ends_at_once(
     tmp_path: Path, rows: Path
 ) -> None:

@@ -30,7 +30,7 @@ def test_a_node_with_a_frozen_standby_process_replaces_its_workers(
     tmp_path: Path, rows: Path, etcd: EtcdServer
 ) -> None:
     """One started by the agent itself, then one that was forked before: neither waits for SIGCONT."""
-    job = launch(tmp_path, etcd, write_config(tmp_path, rows, 100_000), ranks=2, conf=",ttl=60")
+    job = launch(tmp_path, etcd, write_config(tmp_path, rows, 100_000), ranks=2, conf=",ttl=60", standby=True)
     term, ranks = until_whole(tmp_path / "run", 2)
 
     def standby() -> int | None:

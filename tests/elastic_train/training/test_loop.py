@@ -20,9 +20,10 @@ def test_a_rank_asked_to_leave_during_a_step_leaves_right_after_it(monkeypatch: 
     session.lanes = range(1)
     session.leave.is_set = session.commits.is_busy = False
     session.plan.config.run.forensic = False
-    for asked in (session.worlds.wants_to_grow, session.commits.is_overdue, session.commits.is_hopeless):
+    commits = session.commits
+    for asked in (session.worlds.wants_to_grow, commits.is_overdue, commits.is_hopeless, commits.is_unable):
         asked.return_value = False
-
+    commits.is_vouching = False
     session.buffers.has_changed, session.clock = False, StepClock()
     session.world.replicas.num_bytes = 0
 

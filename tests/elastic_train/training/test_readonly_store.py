@@ -58,7 +58,7 @@ def launch(folder: Path, etcd: EtcdServer, config: str, store: Path, *more: str,
     return folder / "node.log"
 
 
-LIVE = "--rdzv_conf=recovery=live,ttl=2"
+LIVE = "--rdzv_conf=recovery=live,ttl=2,standby=0"
 
 
 def launch_two(
@@ -80,7 +80,7 @@ def newest(store: Path) -> str:
     return max((path.name for path in (store / "commits").glob("[0-9]*.json")), default="")
 
 
-@pytest.mark.parametrize("bad", ["leader", "other"])
+@pytest.mark.parametrize("bad", ["leader", pytest.param("other", marks=pytest.mark.long)])
 def test_a_node_that_cannot_write_any_more_steps_back(
     tmp_path: Path, rows: Path, etcd: EtcdServer, mount: StoreMount, bad: str, undisturbed: Callable[[int], object]
 ) -> None:
@@ -111,6 +111,7 @@ def test_a_node_that_cannot_write_any_more_steps_back(
     assert (barred["rank"] == 0) == (bad == "leader") == (led[max(led)] != led[1])
 
 
+@pytest.mark.long
 def test_a_leader_that_can_never_write_lets_another_one_lead(
     tmp_path: Path, rows: Path, etcd: EtcdServer, mount: StoreMount, undisturbed: Callable[[int], object]
 ) -> None:
@@ -127,6 +128,7 @@ def test_a_leader_that_can_never_write_lets_another_one_lead(
     assert log.count("could not begin") == 1 and "another is started in its place" not in log
 
 
+@pytest.mark.long
 def test_a_mount_that_is_mended_is_used_again(tmp_path: Path, rows: Path, etcd: EtcdServer, mount: StoreMount) -> None:
     """The next world tries again: the node writes a part, and may lead."""
     config = write_config(tmp_path, rows, 100_000, lane_ms=20.0)
@@ -144,6 +146,7 @@ def test_a_mount_that_is_mended_is_used_again(tmp_path: Path, rows: Path, etcd: 
     eventually(lambda: newest(mount.store) > held, "commits of the mended node")
 
 
+@pytest.mark.long
 def test_in_restart_mode_the_node_ends_with_2(
     tmp_path: Path, rows: Path, etcd: EtcdServer, mount: StoreMount, undisturbed: Callable[[int], object]
 ) -> None:

@@ -34,7 +34,7 @@ def etcds() -> Iterator[list[EtcdServer]]:
         yield [one.members[0], other.members[0]]
 
 
-@pytest.mark.parametrize("num_etcds", [1, 2], ids=["one etcd", "an etcd each"])
+@pytest.mark.parametrize("num_etcds", [1, pytest.param(2, marks=pytest.mark.long)], ids=["one etcd", "an etcd each"])
 def test_a_second_job_ends_before_it_trains(
     tmp_path: Path, rows: Path, etcds: list[EtcdServer], num_etcds: int, undisturbed: Callable[[int], object]
 ) -> None:
@@ -54,6 +54,7 @@ def test_a_second_job_ends_before_it_trains(
     assert weights(collect(tmp_path / "run")) == undisturbed(NUM_STEPS)
 
 
+@pytest.mark.long
 def test_a_job_that_another_one_has_fenced_off_ends(
     tmp_path: Path, rows: Path, etcds: list[EtcdServer], undisturbed: Callable[[int], object]
 ) -> None:
