@@ -26,17 +26,29 @@ class StoreMount:
         self.store, self.folder, self.is_readonly = store, folder, False
 
     def set_readonly(self, *, is_readonly: bool) -> None:
-        """Refuse writes by this way from now on, or take them again."""
-        deadline = time.monotonic() + _BUSY_S
-        while True:
+        """Refuse writes by this way from now on, or take them again, for running processes and those to come.
+
+        A node in a network namespace has mounts of its own, too, to which the option of another's does not spread.
+        """
+        remount = ("mount", "-o", f"remount,bind,{'ro' if is_readonly else 'rw'}", str(self.folder))
+        _insist(*remount)
+        for pid in self._others():
             try:
-                _do("mount", "-o", f"remount,bind,{'ro' if is_readonly else 'rw'}", str(self.folder))
-                self.is_readonly = is_readonly
-                return
-            except NoMountError:  # a file is open for writing at this moment
-                if time.monotonic() > deadline:
+                _insist("nsenter", f"--target={pid}", "--mount", *remount)
+            except NoMountError:
+                if Path(f"/proc/{pid}").exists():
                     raise
-                time.sleep(0.01)
+        self.is_readonly = is_readonly
+
+    def _others(self) -> list[str]:
+        """Return a process of each mount namespace but this one in which the folder is mounted."""
+        found: dict[str, str] = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                if f" {self.folder} " in (process / "mountinfo").read_text():
+                    found.setdefault(str((process / "ns" / "mnt").readlink()), process.name)
+        found.pop(str(Path("/proc/self/ns/mnt").readlink()), None)
+        return list(found.values())
 
 
 @contextlib.contextmanager
@@ -49,6 +61,19 @@ def mounted(store: Path, folder: Path) -> Iterator[StoreMount]:
     finally:
         _do("umount", "--lazy", str(folder))
         folder.rmdir()
+
+
+def _insist(*command: str) -> None:
+    """Do it as soon as no file is open for writing there."""
+    deadline = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            _do(*command)
+            return
+        except NoMountError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def _do(*command: str) -> None:
