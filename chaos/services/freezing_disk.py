@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from chaos.services.store_mount import run_as_root
+
 _MB = 128
-
-
-class NoFreezingError(Exception):
-    """This machine lets nobody mount, or freeze, a file system; the message says why."""
 
 
 class FreezingDisk:
@@ -27,27 +24,27 @@ class FreezingDisk:
 
     def freeze(self) -> None:
         """Let every write wait from now on."""
-        _do("fsfreeze", "--freeze", str(self.folder))
+        run_as_root("fsfreeze", "--freeze", str(self.folder))
         self._is_frozen = True
 
     def thaw(self) -> None:
         """Let what waits go on; nothing happens if nothing is frozen."""
         if self._is_frozen:
-            _do("fsfreeze", "--unfreeze", str(self.folder))
+            run_as_root("fsfreeze", "--unfreeze", str(self.folder))
             self._is_frozen = False
 
 
 @contextlib.contextmanager
 def freezing_disk(folder: Path) -> Iterator[FreezingDisk]:
-    """Mount a small file system at a folder, and leave what it held as files of the folder; NoFreezingError."""
+    """Mount a small file system at a folder, and leave what it held as files of the folder; NoMountError."""
     folder.mkdir(parents=True, exist_ok=True)
     image = folder.with_name(f"{folder.name}.image")
     with image.open("wb") as file:
         file.truncate(_MB << 20)
     disk = FreezingDisk(folder)
     try:
-        _do("mkfs.ext4", "-q", "-m", "0", str(image))
-        _do("mount", "-o", "loop", str(image), str(folder))
+        run_as_root("mkfs.ext4", "-q", "-m", "0", str(image))
+        run_as_root("mount", "-o", "loop", str(image), str(folder))
         (folder / "lost+found").rmdir()
         try:
             disk.freeze()
@@ -57,17 +54,8 @@ def freezing_disk(folder: Path) -> Iterator[FreezingDisk]:
             disk.thaw()
             kept = folder.with_name(f"{folder.name}.kept")
             shutil.copytree(folder, kept)
-            _do("umount", "--lazy", str(folder))
+            run_as_root("umount", "--lazy", str(folder))
             folder.rmdir()
             kept.rename(folder)
     finally:
         image.unlink()
-
-
-def _do(*command: str) -> None:
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except FileNotFoundError as error:
-        raise NoFreezingError(f"there is no {command[0]}") from error
-    except subprocess.CalledProcessError as error:
-        raise NoFreezingError(f"{' '.join(command)}: {error.stderr.decode().strip()}") from error

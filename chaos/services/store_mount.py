@@ -55,11 +55,11 @@ class StoreMount:
 def mounted(store: Path, folder: Path) -> Iterator[StoreMount]:
     """Mount a folder at another place, too; NoMountError."""
     folder.mkdir(parents=True, exist_ok=True)
-    _do("mount", "--rbind", str(store), str(folder))
+    run_as_root("mount", "--rbind", str(store), str(folder))
     try:
         yield StoreMount(store, folder)
     finally:
-        _do("umount", "--lazy", str(folder))
+        run_as_root("umount", "--lazy", str(folder))
         folder.rmdir()
 
 
@@ -68,7 +68,7 @@ def _insist(*command: str) -> None:
     deadline = time.monotonic() + _BUSY_S
     while True:
         try:
-            _do(*command)
+            run_as_root(*command)
             return
         except NoMountError:
             if time.monotonic() > deadline:
@@ -76,7 +76,8 @@ def _insist(*command: str) -> None:
             time.sleep(0.01)
 
 
-def _do(*command: str) -> None:
+def run_as_root(*command: str) -> None:
+    """Run a command that mounts; NoMountError with what it says if it fails."""
     try:
         subprocess.run(command, check=True, capture_output=True)
     except FileNotFoundError as error:

@@ -16,7 +16,7 @@ from chaos.scenario.kinds import CABLED, KINDS, PROXIED, RELAYED
 from chaos.scenario.model import Scenario
 from chaos.services.etcd_cluster import EtcdCluster
 from chaos.services.etcd_proxy import Proxies, Way
-from chaos.services.freezing_disk import FreezingDisk, NoFreezingError, freezing_disk
+from chaos.services.freezing_disk import FreezingDisk, freezing_disk
 from chaos.services.mlflow_server import TrackerServer
 from chaos.services.network_namespace import Cable, NoNamespacesError, cable
 from chaos.services.private_dataset import OwnData
@@ -103,7 +103,7 @@ def surroundings(
         if scenario.freezing_disk:
             try:
                 around.freezing = [undo.enter_context(freezing_disk(folder / name)) for name in ("data", "metrics")]
-            except NoFreezingError as error:
+            except NoMountError as error:
                 around.missing["freeze_fs"] = str(error)
         if "readonly_dir" in kinds:
             try:

@@ -22,13 +22,19 @@ def process_identity() -> dict[str, object]:
 def is_alive(pid: int, born: int) -> bool:
     """Say whether the process of this machine that began at a moment, in clock ticks since the boot, still runs."""
     try:
-        return _born(str(pid)) == born
+        fields = _fields(str(pid))
     except OSError:
         return False
+    return int(fields[_STARTED]) == born and fields[0] not in "ZX"  # one that nobody has reaped yet has ended
 
 
 def _born(pid: str) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_STARTED])
+    return int(_fields(pid)[_STARTED])
+
+
+def _fields(pid: str) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def process_usage() -> dict[str, int]:

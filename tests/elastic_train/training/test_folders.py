@@ -13,7 +13,8 @@ import pytest
 
 from chaos.judge.evidence.run_files import collect
 from chaos.services.etcd_cluster import EtcdCluster
-from chaos.services.freezing_disk import FreezingDisk, NoFreezingError, freezing_disk
+from chaos.services.freezing_disk import FreezingDisk, freezing_disk
+from chaos.services.store_mount import NoMountError
 from rendezvous import EtcdServer
 from rendezvous.etcd.connection import Connection, list_prefix
 from rendezvous.etcd.options import etcd_options
@@ -46,7 +47,7 @@ def disk(tmp_path: Path) -> Iterator[FreezingDisk]:
     try:
         with freezing_disk(tmp_path / "run") as made:
             yield made
-    except NoFreezingError as error:
+    except NoMountError as error:
         pytest.skip(str(error))
 
 

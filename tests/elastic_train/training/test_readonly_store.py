@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from chaos.judge.evidence.run_files import collect
-from chaos.services.etcd_cluster import EtcdCluster
 from chaos.services.store_mount import StoreMount, mounted
 from rendezvous import EtcdServer
 from tests.conftest import ROOT
 from tests.elastic_train.training.test_folders import num_members
 from tests.elastic_train.training.test_live import (
     STARTED,
+    etcd,
     eventually,
     history,
     nothing_left,
@@ -27,15 +27,9 @@ from tests.elastic_train.training.test_live import (
     write_config,
 )
 
-__all__ = ["nothing_left", "undisturbed"]  # fixtures
+__all__ = ["etcd", "nothing_left", "undisturbed"]  # fixtures
 pytestmark = pytest.mark.slow
 NUM_STEPS = 250
-
-
-@pytest.fixture(scope="module")
-def etcd() -> Iterator[EtcdServer]:
-    with EtcdCluster(num_members=1) as cluster:
-        yield cluster.members[0]
 
 
 @pytest.fixture
