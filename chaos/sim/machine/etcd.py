@@ -206,7 +206,7 @@ class EtcdClient:
 
 
 class SimLease:
-    """A lease that its process renews at a third of its time to live, as long as it runs and reaches etcd."""
+    """A lease that its process renews as the real one does, as long as it runs and reaches etcd."""
 
     def __init__(self, etcd: Etcd, process: Process, ttl_s: float, renew: bool) -> None:
         self.ttl_s, self.is_lost = ttl_s, False
@@ -237,6 +237,7 @@ class SimLease:
         if process.is_paused:
             process.at_resume.append(self._renew)
             return
+        wait_s = self.ttl_s / 12
         if not etcd.is_down and process.node not in etcd.deaf and etcd.refusal_of("renewal") is None:
             if self.core.is_lost:
                 if process.node not in etcd.mute:
@@ -244,7 +245,8 @@ class SimLease:
                     return
             else:
                 self.ends_at = etcd.kernel.now + self.ttl_s
-        etcd.kernel.after(self.ttl_s / 3, self._renew)
+                wait_s = self.ttl_s / 3
+        etcd.kernel.after(wait_s, self._renew)
 
     def _look(self) -> None:
         """End if the time to live is over; it may have been renewed meanwhile."""
