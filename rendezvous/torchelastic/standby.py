@@ -239,5 +239,5 @@ def _forked(ours: socket.socket, theirs: socket.socket) -> Process | subprocess.
 
 
 def _started(theirs: socket.socket) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", standby_process.__name__, str(theirs.fileno()), str(os.getpid())]
+    command = standby_process.command(theirs, os.getpid())
     return subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)

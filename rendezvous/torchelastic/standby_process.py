@@ -8,6 +8,8 @@ there, and begins once the agent has heard it. So nothing starts for an agent th
 A worker is the agent's child: it is forked by a process that ends at once, and the agent adopts it. It outlives
 the standby process, and the agent itself learns with which code it ends.
 
+Whatever finds after a fork that CUDA had begun before it becomes a program of its own (exec).
+
 A scheduler that signals a whole process tree to leave means the workers, and so does a terminal that is closed: the
 standby process ignores such signals and ends with its agent.
 """
@@ -42,6 +44,9 @@ def serve(control: socket.socket, agent: int) -> NoReturn:
     """Import and fork as told, until the agent ends."""
     die_with_parent()
     set_name(NAME)
+    if is_poisoned():
+        control.set_inheritable(True)
+        os.execv(sys.executable, command(control, agent))
     dispositions = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED}
     while os.getppid() == agent:
         message, descriptors, _, _ = socket.recv_fds(control, LONGEST_NAME, 1)
@@ -55,6 +60,17 @@ def serve(control: socket.socket, agent: int) -> NoReturn:
         else:
             break
     os._exit(0)
+
+
+def command(control: socket.socket, agent: int) -> list[str]:
+    """Return the command line that starts a standby process as a program."""
+    return [sys.executable, "-m", "rendezvous.torchelastic.standby_process", str(control.fileno()), str(agent)]
+
+
+def is_poisoned() -> bool:
+    """Say whether a fork has left this process unable to use its GPUs: CUDA had begun before it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda._is_in_bad_fork())
 
 
 def _import(module: str) -> None:
@@ -114,6 +130,9 @@ def _become(request: socket.socket, agent: int, dispositions: dict[signal.Signal
                 os.dup2(file.fileno(), stream.fileno())
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(write_through=True)  # as torchrun's `-u` does
+    if is_poisoned():
+        ordinary = [sys.executable, "-u", "-m", wanted["module"], *wanted["arguments"]]
+        os.execve(sys.executable, ordinary, wanted["env"])
     sys.argv = [wanted["module"], *wanted["arguments"]]
     _end(_run(wanted["module"]))
 

@@ -157,6 +157,32 @@ time.sleep(600)
 """
 
 
+def test_whatever_is_forked_after_cuda_began_becomes_a_program(
+    standby: Standby, sleeper: Program, tmp_path: Path
+) -> None:
+    """`torchrun --nproc-per-node=auto` asks for GPUs, and so may an import: a fork could not use them after that."""
+    poison = "import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n"
+    (tmp_path / "poison.py").write_text(poison)
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    command = [sys.executable, "-c", poison + AGENT, "forked"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        pid, worker_pid = (int(pid) for pid in agent.stdout.readline().split())
+        assert "standby_process" in Path(f"/proc/{pid}/cmdline").read_text()
+        assert parent_of(worker_pid) == agent.pid and name_of(worker_pid) == "worker"
+        agent.kill()
+    eventually(lambda: not is_running(worker_pid), "its end")
+    poisoned = Standby(forks=False)
+    poisoned.preload("poison")
+    assert poisoned.wait_until_ready(60.0)
+    worker = poisoned.start(sleeper, {}, os.devnull, None)
+    eventually(lambda: Path(f"/proc/{worker.pid}/cmdline").read_text().endswith("-u\0-m\0sleeper\0"), "the program")
+    assert parent_of(worker.pid) == os.getpid()
+    worker.close()
+    assert worker.wait(30.0) == -signal.SIGTERM
+    poisoned.end()
+
+
 @pytest.mark.parametrize("how", ["forked", "started"])
 def test_standby_process_and_workers_die_with_their_agent(tmp_path: Path, sleeper: Program, how: str) -> None:
     """However the standby process came to be; and however the agent ends."""
