@@ -36,7 +36,7 @@ from chaos.scenario.kinds import CABLED, LOCAL
 from chaos.scenario.model import Scenario
 from chaos.scenario.schedule import Due
 from chaos.scenario.soak import Drawn, kinds_of
-from chaos.services.surroundings import Surroundings, surroundings
+from chaos.services.surroundings import FREEZING, Surroundings, surroundings
 from elastic_train.config.schema import Config
 from elastic_train.core.order import Order
 from elastic_train.data.corpora.synthetic import synthesise
@@ -135,8 +135,10 @@ def clear(folder: Path) -> None:
     for name in (VERDICT, REPORT):
         (folder / name).unlink(missing_ok=True)
     for name in (FAULTED, REFERENCE):
-        if os.path.ismount(folder / name / "data"):  # a soak that was killed has left its small disk
-            subprocess.run(["umount", "-l", str(folder / name / "data")], check=True)
+        for disk in (folder / name / part for part in FREEZING):
+            if os.path.ismount(disk):  # a run that was killed has left it, maybe frozen
+                subprocess.run(["fsfreeze", "--unfreeze", str(disk)], check=False, capture_output=True)
+                subprocess.run(["umount", "-l", str(disk)], check=True)
         if (folder / name).exists():
             shutil.rmtree(folder / name)
 

@@ -1,7 +1,7 @@
 """A soak: bursts of faults drawn from a seed, of every kind that can be done, until there were enough; then the end.
 
-What needs a tracker or its own data can be done where the scenario brings that; what needs an S3 cannot, since the
-commits that it damages, and counts at the end, have to be in the run's folder.
+What needs a tracker, a freezing disk or its own data can be done where the scenario brings that; what needs an S3
+cannot, since the commits that it damages, and counts at the end, have to be in the run's folder.
 
 A burst begins when all before it is undone and the whole world trains again; the faults in it come within seconds of
 each other, so that most of them hit a recovery. Which kinds come is drawn so that rare ones catch up, and failpoints so
@@ -38,7 +38,7 @@ _DEAR = Counter({"kill_job": 12, "flip_bit": 6, "truncate_file": 6, "delete_file
 """How many faults of another kind come for one of these, whose recovery begins with new processes, or takes seconds."""
 _DEAR.update({"hang": 3, "hang-native": 3})
 _DEAR.update({"kill_node": 5, "stop_node": 5, "freeze_node": 2, "cut_node": 2, "cut_link": 2, "cut_one_way": 2})
-_DEAR.update({"refuse_address": 2, "hosts_file": 2})
+_DEAR.update({"refuse_address": 2, "hosts_file": 2, "freeze_fs": 3})
 _DEAR.update({"slow_network": 2, "lose_packets": 2, "etcd_outage": 2, "lose_etcd_data": 2, "tracker_outage": 8})
 _WITH_THE_JOB = ("flip_bit", "truncate_file", "delete_file")
 

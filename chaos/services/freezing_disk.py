@@ -20,18 +20,18 @@ class FreezingDisk:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._is_frozen = False
+        self.is_frozen = False
 
     def freeze(self) -> None:
         """Let every write wait from now on."""
         run_as_root("fsfreeze", "--freeze", str(self.folder))
-        self._is_frozen = True
+        self.is_frozen = True
 
     def thaw(self) -> None:
         """Let what waits go on; nothing happens if nothing is frozen."""
-        if self._is_frozen:
+        if self.is_frozen:
             run_as_root("fsfreeze", "--unfreeze", str(self.folder))
-            self._is_frozen = False
+            self.is_frozen = False
 
 
 @contextlib.contextmanager

@@ -90,6 +90,11 @@ class Cable:
         """Have the hosts file inside give this machine's name a loopback address, as Debian's installer does."""
         self._hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
 
+    @property
+    def is_misnamed(self) -> bool:
+        """Whether processes inside have another hosts file than this machine's."""
+        return self._hosts.read_text() != Path("/etc/hosts").read_text()
+
     def name_as_outside(self) -> None:
         """Let the node inside have this machine's hosts file."""
         self._hosts.parent.mkdir(parents=True, exist_ok=True)

@@ -25,6 +25,8 @@ from chaos.services.store_mount import NoMountError, StoreMount, mounted
 from elastic_train.system.failpoints import VARIABLE
 
 DISK_MB = 64
+FREEZING = ("data", "metrics")
+"""Folders of a run that are mounted where a scenario has a `freezing_disk`; `data` where its disk can be full, too."""
 
 
 @dataclass(slots=True)
@@ -95,16 +97,18 @@ def surroundings(
                 around.missing |= dict.fromkeys(CABLED, str(error))
             if around.cable is not None and around.cable.relay is None:
                 around.missing |= dict.fromkeys(RELAYED, "no TUN interfaces can be made here")
-        if "storage_full" in kinds:
+        if scenario.freezing_disk:
+            try:
+                around.freezing = _freezing(undo, folder)
+            except NoMountError as error:
+                around.missing["freeze_fs"] = str(error)
+        if around.freezing:
+            around.disk = around.freezing[0].folder
+        elif "storage_full" in kinds:
             try:
                 around.disk = undo.enter_context(_small_disk(folder / "data"))
             except subprocess.CalledProcessError as error:
                 around.missing["storage_full"] = f"no file system can be mounted: {error.stderr.decode().strip()}"
-        if scenario.freezing_disk:
-            try:
-                around.freezing = [undo.enter_context(freezing_disk(folder / name)) for name in ("data", "metrics")]
-            except NoMountError as error:
-                around.missing["freeze_fs"] = str(error)
         if "readonly_dir" in kinds:
             try:
                 around.ways = _ways(undo, folder, count)
@@ -135,6 +139,14 @@ def _ways(undo: contextlib.ExitStack, folder: Path, count: int) -> dict[int, Sto
     outside.mkdir()
     undo.callback(outside.rmdir)
     return {number: undo.enter_context(mounted(folder, outside / str(number))) for number in range(count)}
+
+
+def _freezing(undo: contextlib.ExitStack, folder: Path) -> list[FreezingDisk]:
+    """Let the folder's commits' files, then its metrics, be on file systems that can be frozen: both, or none."""
+    with contextlib.ExitStack() as made:
+        disks = [made.enter_context(freezing_disk(folder / name)) for name in FREEZING]
+        undo.push(made.pop_all())
+    return disks
 
 
 @contextlib.contextmanager

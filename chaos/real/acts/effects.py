@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import socket
-from collections.abc import Callable, Sequence
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 Effect = Callable[[], str | None]
 """Looks once, and returns the proof; asked again until the fault is over."""
 _ANSWER_S = 0.3
+_REMOTE, _STATE, _INODE = 2, 3, 9
+"""Columns of /proc/PID/net/tcp."""
+_ESTABLISHED = "01"
 
 
 def state_of(pid: int) -> str:
@@ -25,8 +34,14 @@ def gone(pids: Sequence[int]) -> Effect:
 
 
 def stopped(pids: Sequence[int]) -> Effect:
-    """See that processes are stopped."""
-    return lambda: f"{len(pids)} processes are stopped" if pids and all(state_of(p) in "TtZX" for p in pids) else None
+    """See that processes are stopped, all that have not ended; one that has ended was not stopped."""
+
+    def look() -> str | None:
+        states = [state_of(pid) for pid in pids]
+        num_stopped = sum(state in "Tt" for state in states)
+        return f"{num_stopped} processes are stopped" if num_stopped and all(s in "TtZX" for s in states) else None
+
+    return look
 
 
 def running(pids: Sequence[int]) -> Effect:
@@ -53,21 +68,101 @@ def unreachable(address: str) -> Effect:
     def look() -> str | None:
         try:
             socket.create_connection((address, 9), _ANSWER_S).close()
-        except ConnectionRefusedError:
-            return None
         except OSError as error:
-            return f"{address} does not answer: {error}"
+            is_silent = isinstance(error, TimeoutError) or error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
+            return f"{address} does not answer: {error}" if is_silent else None
         return None
 
     return look
 
 
-def differs(path: Path, before: bytes) -> Effect:
-    """See that a file, read again, holds other bytes than before."""
+def while_last(is_last: Callable[[], bool], effect: Effect) -> Effect:
+    """Let only that count which is seen before a later fault of the kind takes this one's place."""
+    return lambda: effect() if is_last() else None
+
+
+def differs(path: Path, before: bytes, owner: Path) -> Effect:
+    """See now that a file holds other bytes than before, or has gone while what names it is there.
+
+    Later is too late: files are deleted in the ordinary course of things.
+    """
+    try:
+        proof = f"{path.name} reads otherwise" if path.read_bytes() != before else None
+    except FileNotFoundError:
+        proof = f"{path.name} is not there any more" if owner.exists() else None
+    return lambda: proof
+
+
+def refuses(folder: Path, why: int) -> str | None:
+    """See that a folder takes no bytes, for this reason (an errno) and no other."""
+    probe = folder / f".probe.{os.getpid()}"
+    try:
+        probe.write_bytes(bytes(1 << 16))
+    except OSError as error:
+        return f"writing there fails: {error.strerror}" if error.errno == why else None
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+    return None
+
+
+class HeldWrite:
+    """A write to a file system that is about to freeze: one before, and one on a thread, which may wait.
+
+    The file has no name, so nothing is left of it. OSError if the first write fails.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._name, self._took_s = folder.name, 0.0
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - the thread closes it
+        self._write()
+        self._thread = threading.Thread(target=self._write_and_close, name="held write", daemon=True)
+        self._ended_at: float | None = None
+
+    def begin(self) -> None:
+        """Write once more, without waiting for it."""
+        self._thread.start()
+
+    def ended_after(self, moment: float) -> str | None:
+        """Say how long the write took, if it ended, and not before a moment by the monotonic clock."""
+        if self._ended_at is None or self._ended_at < moment:
+            return None
+        return f"a write to {self._name} took {self._took_s:.1f} s, until the thaw"
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    def _write(self) -> None:
+        began = time.monotonic()
+        self._file.write(b"x")
+        self._took_s = time.monotonic() - began
+
+    def _write_and_close(self) -> None:
+        with contextlib.suppress(OSError), self._file:
+            self._write()
+            self._ended_at = time.monotonic()
+
+
+def connected(pids: Callable[[], Collection[int]], ports: Collection[int]) -> Effect:
+    """See that a process holds a connection to one of these ports."""
 
     def look() -> str | None:
-        if not path.exists():
-            return f"{path.name} is not there any more"
-        return f"{path.name} reads otherwise" if path.read_bytes() != before else None
+        pid = next((pid for pid in pids() if _is_connected(pid, ports)), None)
+        return f"process {pid} is connected to etcd" if pid is not None else None
 
     return look
+
+
+def _is_connected(pid: int, ports: Collection[int]) -> bool:
+    process = Path(f"/proc/{pid}")
+    own = set()
+    with contextlib.suppress(OSError):  # it has ended
+        for link in (process / "fd").iterdir():
+            with contextlib.suppress(OSError):  # it has just been closed
+                own.add(link.readlink().name)
+        for name in ("tcp", "tcp6"):
+            for row in map(str.split, (process / "net" / name).read_text().splitlines()[1:]):
+                is_there = row[_STATE] == _ESTABLISHED and int(row[_REMOTE].split(":")[1], 16) in ports
+                if is_there and f"socket:[{row[_INODE]}]" in own:
+                    return True
+    return False

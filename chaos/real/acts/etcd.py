@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from chaos.scenario.schedule import Due
 
 _CALL_S, _ANSWER_S = 2.0, 0.3
+_MARK = b"/elastic-chaos/was-here"
 
 
 def kill_etcd_member(job: JobView, fault: Due) -> Struck | None:
@@ -46,12 +48,16 @@ def etcd_outage(job: JobView, fault: Due) -> Struck | None:
 
 
 def lose_etcd_data(job: JobView, fault: Due) -> Struck | None:
-    """Kill all members and delete what they hold, as where etcd's pods have no volumes."""
-    done = etcd_outage(job, fault)
+    """Kill all members and delete what they hold, as where etcd's pods have no volumes.
+
+    That they come back without it is seen by a key beside the job's, written before: an outage alone leaves that.
+    """
     assert job.around.etcd is not None, "every job has one"
-    if done is not None:
-        job.around.etcd.delete_data()
-    return done
+    members = job.around.etcd.members
+    if not _mark(members) or (done := etcd_outage(job, fault)) is None:
+        return None
+    job.around.etcd.delete_data()
+    return replace(done, effect=lambda: _has_forgotten(members))
 
 
 def etcd_refuses(job: JobView, fault: Due) -> Struck | None:
@@ -96,6 +102,26 @@ def alien_record(job: JobView, fault: Due) -> Struck | None:
         store.close()
     pids = [member.pid for member in job.around.etcd.members if member.pid is not None]
     return Struck(pids, recorded={"key": key}, effect=lambda: f"etcd has written {key} at revision {revision}")
+
+
+def _mark(members: list[EtcdServer]) -> bool:
+    """Write a key that nobody else knows; False while etcd takes none."""
+    with grpc.insecure_channel(members[0].endpoint) as channel:
+        try:
+            pyetcd.etcdrpc.KVStub(channel).Put(pyetcd.etcdrpc.PutRequest(key=_MARK, value=b"1"), _CALL_S)
+        except grpc.RpcError:
+            return False
+        return True
+
+
+def _has_forgotten(members: list[EtcdServer]) -> str | None:
+    """See that etcd answers and does not have the mark."""
+    with grpc.insecure_channel(members[0].endpoint) as channel:
+        try:
+            found = pyetcd.etcdrpc.KVStub(channel).Range(pyetcd.etcdrpc.RangeRequest(key=_MARK), _ANSWER_S)
+        except grpc.RpcError:
+            return None
+        return None if found.kvs else "etcd does not have a key any more that it had before"
 
 
 def _kill(members: list[EtcdServer]) -> Struck | None:

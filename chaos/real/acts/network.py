@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from chaos.real.acts.effects import Effect, counted, unreachable
+from chaos.real.acts.effects import Effect, counted, unreachable, while_last
 from chaos.real.acts.job_view import Act, JobView
 from chaos.real.acts.outcome import Struck
 from chaos.real.acts.targets import targets
@@ -58,9 +60,9 @@ def _to_etcd(job: JobView, fault: Due, spoil: Callable[[Way], None]) -> Struck |
                 _hold(proxies.ways[number])
         return _pids(nodes)
 
-    ways = [proxies.ways[node.number] for node in nodes]
-    held = counted("chunks to or from etcd were held", lambda: sum(way.num_held for way in ways))
-    return Struck(pids, nodes, undo=heal, effect=held)
+    held = counted("chunks to or from etcd were held", lambda: sum(proxies.ways[number].num_held for number in mine))
+    is_last = lambda: all(proxies.ways[number].num_faults == last for number, last in mine.items())  # noqa: E731
+    return Struck(pids, nodes, undo=heal, effect=while_last(is_last, held))
 
 
 def cut_node(job: JobView, fault: Due) -> Struck | None:
@@ -91,15 +93,32 @@ def hosts_file(job: JobView, fault: Due) -> Struck | None:
     """Change what the last node's machine is called; the next world of its processes meets the new name."""
     laid, node = job.around.cable, job.nodes[-1]
     assert laid is not None, "the scenario's kinds have asked for it"
-    if not node.is_up:
+    if not node.is_up or laid.is_misnamed:
         return None
+    before = own_addresses(node.agent)
     laid.misname()
 
     def name_again() -> list[int]:
         laid.name_as_outside()
         return node.pids()
 
-    return Struck(node.pids(), [node], undo=name_again)
+    def look() -> str | None:
+        now = own_addresses(node.agent)
+        is_misled = now != before and all(address.startswith("127.") for address in now)
+        return (
+            f"there {socket.gethostname()} is {' '.join(now)}, and not {' '.join(before)}"
+            if is_misled and now
+            else None
+        )
+
+    return Struck(node.pids(), [node], undo=name_again, effect=look)
+
+
+def own_addresses(pid: int | None) -> list[str]:
+    """Return what the machine's name means where a process runs: in its mounts and its network."""
+    inside = ("nsenter", f"--target={pid}", "--mount", "--net", "getent", "ahostsv4", socket.gethostname())
+    found = subprocess.run(inside, capture_output=True, text=True, check=False)
+    return sorted({line.split()[0] for line in found.stdout.splitlines()})
 
 
 def _count_of(job: JobView, what: str) -> Effect:
@@ -126,7 +145,7 @@ def _cut(job: JobView, spoil: Callable[[Cable], None], effect: Effect | None = N
             laid.mend()
         return _pids(job.nodes)
 
-    seen = effect or unreachable(laid.address("inside"))
+    seen = while_last(lambda: job.around.num_cut == mine, effect or unreachable(laid.address("inside")))
     return Struck(_pids(job.nodes), [job.nodes[-1]], undo=mend, effect=seen)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from chaos.errors import RunError
+from chaos.real.acts.effects import connected, running
 from chaos.real.acts.job_view import Act, JobView
 from chaos.real.acts.outcome import Struck
 from chaos.real.acts.targets import targets
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 _STOPPED_S, _RUNS_S = 0.15, 0.05
 """A slowed worker gets a quarter of its time, and is never stopped for long enough to be taken for frozen."""
+_COMING_S = 20.0
+"""A twin is not killed before it has come to etcd, unless that takes longer."""
 
 
 def kill_worker(job: JobView, fault: Due) -> Struck | None:
@@ -71,7 +75,8 @@ def start_node(job: JobView, fault: Due) -> Struck | None:
     if node.is_up:
         return None  # it was asked to stop, and is not through yet; it may be frozen, so do not wait here
     job.lost = [lost for lost in job.lost if lost is not node]
-    return Struck(node.start(), [node])
+    pids = node.start()
+    return Struck(pids, [node], effect=running(pids))
 
 
 def freeze_worker(job: JobView, fault: Due) -> Struck | None:
@@ -139,8 +144,16 @@ def start_twin(job: JobView, fault: Due) -> Struck | None:
     nodes = targets(job, fault)
     if not nodes:
         return None  # there is no leader at the moment
-    twin = nodes[0].twin()
-    return Struck(twin.start(), [], undo=twin.kill)
+    twin, until = nodes[0].twin(), time.monotonic() + _COMING_S
+    endpoint = job.around.endpoint(nodes[0].number)
+    assert endpoint is not None, "every job has an etcd"
+    came, pids = connected(twin.pids, {int(one.rpartition(":")[2]) for one in endpoint.split(",")}), twin.start()
+
+    def kill() -> list[int] | None:
+        """Kill it once it has come to etcd, or had the time: to be started takes longer than most faults last."""
+        return twin.kill() if came() or not twin.is_up or time.monotonic() > until else None
+
+    return Struck(pids, [], undo=kill, effect=came)
 
 
 ACTS: dict[str, Act] = {

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chaos.judge.evidence.run_files import record_files
-from chaos.real.acts.effects import counted, differs
+from chaos.real.acts.effects import HeldWrite, counted, differs, refuses
 from chaos.real.acts.job_view import Act, JobView
 from chaos.real.acts.outcome import Struck
 from chaos.real.acts.targets import targets
@@ -18,13 +20,15 @@ if TYPE_CHECKING:
 
 _BALLAST = "ballast"
 _CHUNK = bytes(1 << 16)
+_LET_GO_S = 5.0
+"""A write that waited for a thaw ends at once; a busy machine may take a while."""
 
 
 def storage_full(job: JobView, fault: Due) -> Struck | None:
     """Fill the small file system that holds the checkpoints."""
     assert job.around.disk is not None, "the scenario's kinds have asked for it"
     ballast = job.around.disk / _BALLAST
-    if ballast.exists():
+    if ballast.exists() or _is_frozen(job):
         return None
     try:
         with ballast.open("wb", buffering=0) as file:
@@ -33,20 +37,16 @@ def storage_full(job: JobView, fault: Due) -> Struck | None:
     except OSError:
         pass  # full
 
-    def empty() -> list[int]:
+    def empty() -> list[int] | None:
+        if _is_frozen(job):
+            return None
         ballast.unlink()
         return []
 
-    def refuses() -> str | None:
-        try:
-            (ballast.parent / f"{_BALLAST}.more").write_bytes(_CHUNK)
-        except OSError as error:
-            return f"writing there fails: {error.strerror}"
-        finally:
-            (ballast.parent / f"{_BALLAST}.more").unlink(missing_ok=True)
-        return None
+    def look() -> str | None:
+        return None if _is_frozen(job) else refuses(ballast.parent, errno.ENOSPC)
 
-    return Struck([], recorded={"bytes": ballast.stat().st_size}, undo=empty, effect=refuses)
+    return Struck([], recorded={"bytes": ballast.stat().st_size}, undo=empty, effect=look)
 
 
 def readonly_dir(job: JobView, fault: Due) -> Struck | None:
@@ -62,28 +62,53 @@ def readonly_dir(job: JobView, fault: Due) -> Struck | None:
             way.set_readonly(is_readonly=False)
         return []
 
-    def refuses() -> str | None:
-        try:
-            (next(iter(ways.values())).folder / "probe").touch()
-        except OSError as error:
-            return f"writing there fails: {error.strerror}"
-        return None
-
     nodes = [job.nodes[number] for number in ways]
-    return Struck([pid for node in nodes for pid in node.pids()], nodes, undo=mend, effect=refuses)
+
+    def look() -> str | None:
+        """Write as each node would, by its own mounts."""
+        seen = [refuses(_as_seen_by(node.agent, ways[node.number].folder), errno.EROFS) for node in nodes]
+        return seen[0] if all(seen) else None
+
+    return Struck([pid for node in nodes for pid in node.pids()], nodes, undo=mend, effect=look)
+
+
+def _as_seen_by(pid: int | None, folder: Path) -> Path:
+    """Return a folder by the mounts of a process."""
+    return Path(f"/proc/{pid}/root") / folder.absolute().relative_to("/")
 
 
 def freeze_fs(job: JobView, fault: Due) -> Struck | None:
     """Freeze the file systems of commits' files and metrics: who writes there waits, and cannot even be killed."""
+    if _is_frozen(job):
+        return None
+    try:
+        writes = [HeldWrite(disk.folder) for disk in job.around.freezing]
+    except OSError:
+        return None  # full: it takes no writes in any case
     for disk in job.around.freezing:
         disk.freeze()
+    for write in writes:
+        write.begin()
+    thawed: list[float] = []
 
     def thaw() -> list[int]:
+        thawed.append(time.monotonic())
         for disk in job.around.freezing:
             disk.thaw()
+        for write in writes:
+            write.join(_LET_GO_S)
         return []
 
-    return Struck([], undo=thaw)
+    def look() -> str | None:
+        seen = [write.ended_after(thawed[0]) for write in writes] if thawed else []
+        return seen[0] if seen and all(seen) else None
+
+    return Struck([], undo=thaw, effect=look)
+
+
+def _is_frozen(job: JobView) -> bool:
+    """Say whether a write of this process to the commits' files would wait, and all faults with it."""
+    return any(disk.is_frozen for disk in job.around.freezing)
 
 
 def flip_bit(job: JobView, fault: Due) -> Struck | None:
@@ -114,7 +139,7 @@ def delete_file(job: JobView, fault: Due) -> Struck | None:
 def _damage(job: JobView, spoil: Callable[[Path], None]) -> Struck | None:
     """Spoil a file of the newest commit that is whole; None while there is none, and none before it that is whole."""
     whole = [path for path in record_files(job.folder) if path.name not in job.damaged]
-    if len(whole) < 2:
+    if len(whole) < 2 or _is_frozen(job):
         return None
     try:
         record = json.loads(whole[-1].read_bytes())
@@ -126,7 +151,7 @@ def _damage(job: JobView, spoil: Callable[[Path], None]) -> Struck | None:
         return None  # a newer commit has come, and this one went
     job.damaged.add(whole[-1].name)
     where: dict[str, object] = {"file": str(path.relative_to(job.folder)), "commit": whole[-1].name}
-    return Struck([], recorded=where, effect=differs(path, before))
+    return Struck([], recorded=where, effect=differs(path, before, whole[-1]))
 
 
 def spoil_s3(job: JobView, fault: Due) -> Struck | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -13,7 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from chaos.real.acts.effects import Effect, counted, differs, gone, running, stopped
+from chaos.real.acts.effects import (
+    Effect,
+    connected,
+    counted,
+    differs,
+    gone,
+    refuses,
+    running,
+    stopped,
+    while_last,
+)
 from chaos.real.acts.outcome import Struck
 from chaos.services.etcd_proxy import Proxies, Way
 
@@ -46,16 +57,57 @@ def test_signals_that_did_nothing_prove_nothing(process: subprocess.Popen[bytes]
     os.kill(process.pid, signal.SIGKILL)
     assert comes_true(Struck(pids, signal="SIGKILL").proof) == "1 processes have ended"
     assert running(pids)() is None and gone([])() is None, "whoever hits nobody proves nothing"
+    assert stopped(pids)() is None, "it has ended, and is not stopped"
+
+
+def test_a_fault_without_a_proof_is_no_fault() -> None:
+    """An act that leaves out what shows that it bit fails at once, and not as a fault that nothing has shown."""
+    for signals, pids in ((None, [1]), ("SIGKILL", []), ("SIGUSR1", [1])):
+        with pytest.raises(ValueError, match="what proves it"):
+            Struck(pids, signal=signals)
+
+
+def test_a_later_fault_does_not_prove_an_earlier_one() -> None:
+    """Two faults of one cable count on one counter: the one that was replaced before it bit has done nothing."""
+    count, last = [0], [1]
+    first = while_last(lambda: last[0] == 1, counted("packets were lost", lambda: count[0]))
+    last[0], count[0] = 2, 5
+    assert first() is None
+
+
+def test_a_folder_has_to_refuse_for_the_reason_of_the_fault(tmp_path: Path) -> None:
+    """A folder that is not there is neither full nor read-only, and a probe leaves nothing."""
+    assert refuses(tmp_path, errno.ENOSPC) is None and list(tmp_path.iterdir()) == []
+    assert refuses(tmp_path / "none", errno.ENOSPC) is None
+    assert refuses(Path("/dev/full"), errno.ENOTDIR) == "writing there fails: Not a directory"
+
+
+def test_a_process_has_to_hold_a_connection() -> None:
+    """A process that listens, or has closed what it had, is not connected."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = int(listening.getsockname()[1])
+        effect = connected(lambda: [os.getpid()], {port})
+        assert effect() is None
+        with socket.create_connection(("127.0.0.1", port)):
+            assert effect() == f"process {os.getpid()} is connected to etcd"
+            assert connected(lambda: [os.getppid()], {port})() is None
+        assert effect() is None
 
 
 @pytest.mark.parametrize("spoil", [lambda path: path.write_bytes(b"xbc"), Path.unlink], ids=["flipped", "deleted"])
 def test_a_file_has_to_read_otherwise(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
-    path = tmp_path / "file"
+    path, record = tmp_path / "file", tmp_path / "record"
     path.write_bytes(b"abc")
-    effect = differs(path, b"abc")
-    assert effect() is None
+    record.touch()
+    untouched = differs(path, b"abc", record)
     spoil(path)
-    assert effect() is not None
+    assert untouched() is None, "what happens later is not the fault's doing"
+    assert differs(path, b"abc", record)() is not None
+
+
+def test_a_commit_that_was_deleted_whole_proves_no_damage(tmp_path: Path) -> None:
+    """Old commits go in the ordinary course of things: their files are no more, and neither is their record."""
+    assert differs(tmp_path / "file", b"abc", tmp_path / "record")() is None
 
 
 def test_a_proxy_that_nobody_uses_holds_nothing_back() -> None:

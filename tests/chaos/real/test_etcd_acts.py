@@ -36,6 +36,7 @@ def around(deleted: list[str], *pids: int | None) -> Job:
 def test_an_outage_waits_until_members_are_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise undoing the first fault would start what the second has just killed, or restore it without its data."""
     monkeypatch.setattr(etcd, "_answers", lambda member: True)
+    monkeypatch.setattr(etcd, "_mark", lambda members: True)
     deleted, mine = list[str](), os.getpid()
     job = around(deleted, mine, None, mine)
     assert etcd.lose_etcd_data(job, DUE) is None

@@ -1,0 +1,151 @@
+"""Acts that did what they should prove it, and acts that did nothing prove nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from chaos.real.acts import etcd, network, storage
+from chaos.real.acts.job_view import JobView
+from chaos.real.acts.outcome import Struck
+from chaos.scenario.schedule import Due
+from chaos.services.etcd_cluster import EtcdCluster
+from chaos.services.freezing_disk import FreezingDisk, freezing_disk
+from chaos.services.network_namespace import Cable, NoNamespacesError, cable
+from chaos.services.store_mount import NoMountError, StoreMount, mounted
+
+pytestmark = pytest.mark.slow
+
+DEADLINE_S = 30.0
+BITES = pytest.mark.parametrize("bites", [True, False], ids=["bites", "does nothing"])
+
+
+def job(*nodes: object, **around: object) -> JobView:
+    """Return what an act sees of a job with these nodes in these surroundings."""
+    nothing: dict[str, object] = {"freezing": [], "disk": None}
+    return SimpleNamespace(nodes=list(nodes), around=SimpleNamespace(**(nothing | around)))  # type: ignore[return-value]
+
+
+def node(process: subprocess.Popen[bytes]) -> Any:
+    return SimpleNamespace(number=0, is_up=True, agent=process.pid, pids=lambda: [process.pid])
+
+
+@contextlib.contextmanager
+def sleeping(*where: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process that sleeps where the command before it leads to, and return once it is there."""
+    with subprocess.Popen([*where, "sleep", "600"]) as process:
+        try:
+            wait_for(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n")
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def undo(done: Struck) -> None:
+    assert done.undo is not None
+    wait_for(lambda: done.undo is None or done.undo() is not None)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[FreezingDisk]:
+    try:
+        with freezing_disk(tmp_path / "data") as made:
+            yield made
+    except NoMountError as error:
+        pytest.skip(str(error))
+
+
+@BITES
+def test_a_write_of_our_own_waits_for_the_thaw(
+    disk: FreezingDisk, monkeypatch: pytest.MonkeyPatch, *, bites: bool
+) -> None:
+    """Until the thaw nothing is proven; a write that ended before it was not held up by the fault."""
+    if not bites:
+        monkeypatch.setattr(disk, "freeze", lambda: None)
+    done = storage.freeze_fs(job(freezing=[disk]), Due("freeze_fs", None, None, 0.0, for_s=1.0))
+    assert done is not None
+    wait_for(lambda: bites or not [thread for thread in threading.enumerate() if thread.name == "held write"])
+    assert done.proof() is None
+    undo(done)
+    assert (done.proof() is not None) == bites
+    assert list(disk.folder.iterdir()) == []
+
+
+def test_nothing_writes_to_a_frozen_file_system(disk: FreezingDisk, tmp_path: Path) -> None:
+    """Other faults of the storage wait until it is over: a write of the executor would hold up the thaw, too."""
+    seen, due = job(freezing=[disk], disk=disk.folder), Due("storage_full", None, None, 0.0, for_s=1.0)
+    full = storage.storage_full(seen, due)
+    assert full is not None and full.proof() == "writing there fails: No space left on device"
+    undo(full)
+    frozen = storage.freeze_fs(seen, due)
+    assert frozen is not None
+    assert storage.storage_full(seen, due) is None and storage.freeze_fs(seen, due) is None
+    undo(frozen)
+    assert frozen.proof() is not None
+
+
+@BITES
+@pytest.mark.xdist_group("network")
+def test_a_node_has_to_know_itself_by_a_loopback_address(monkeypatch: pytest.MonkeyPatch, *, bites: bool) -> None:
+    """What counts is what the machine's name means in the node's own mounts, while the fault lasts."""
+    if not bites:
+        monkeypatch.setattr(Cable, "misname", lambda laid: None)
+    try:
+        with cable() as laid, sleeping(*laid.command([])) as process:
+            done = network.hosts_file(job(node(process), cable=laid), Due("hosts_file", 0, None, 0.0, for_s=1.0))
+            assert done is not None
+            assert (done.proof() is not None) == bites
+            undo(done)
+            assert done.proof() is None
+    except NoNamespacesError as error:
+        pytest.skip(str(error))
+
+
+@BITES
+def test_a_node_has_to_be_refused_by_its_own_mounts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, bites: bool
+) -> None:
+    """A node with mounts of its own, in which the folder takes writes, is not hit, whatever this process sees."""
+    if os.geteuid() != 0:
+        pytest.skip("only root mounts")
+    store = tmp_path / "store"
+    store.mkdir()
+    if not bites:
+        monkeypatch.setattr(StoreMount, "_others", lambda way: [])
+    with mounted(store, tmp_path / "way") as way, sleeping("unshare", "--mount") as process:
+        done = storage.readonly_dir(job(node(process), ways={0: way}), Due("readonly_dir", 0, None, 0.0, for_s=1.0))
+        assert done is not None and way.is_readonly
+        assert (done.proof() is not None) == bites
+        undo(done)
+
+
+@BITES
+def test_etcd_has_to_have_forgotten(monkeypatch: pytest.MonkeyPatch, *, bites: bool) -> None:
+    """Members that ended and came back with their data have not lost it."""
+    with EtcdCluster(1) as cluster:
+        if not bites:
+            monkeypatch.setattr(cluster, "delete_data", lambda: None)
+        done = etcd.lose_etcd_data(job(etcd=cluster), Due("lose_etcd_data", None, None, 0.0, for_s=1.0))
+        assert done is not None and done.proof() is None, "they are away"
+        undo(done)
+        if bites:
+            wait_for(done.proof)
+        else:
+            cluster.leader()
+            assert done.proof() is None
