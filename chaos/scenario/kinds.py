@@ -56,6 +56,7 @@ _ALL = (
     ),
     Kind("readonly_dir", "a node sees the storage of checkpoints and cannot write there", "node"),
     Kind("other_limits", "a node comes back with another --nnodes for for_s", "node", local=False),
+    Kind("other_code", "a node comes back with another version of the package for for_s", "node", local=False),
     Kind("wrong_address", "a node comes back with an address that refuses everybody for for_s", "node", local=False),
     Kind("stop_node", "SIGTERM to the agent; started again after for_s", "node", "may", ends_world=True),
     Kind(
@@ -173,7 +174,7 @@ ALIEN_RECORDS = (
 ALIENS = tuple(f"/{key}" for key, _ in ALIEN_RECORDS if key.startswith("members/"))
 """How the keys of members end that nobody in the job has written, so that nobody in it deletes them."""
 SPARES_OTHERS = (
-    *("private_storage", "other_limits", "wrong_address", "hosts_file"),
+    *("private_storage", "other_limits", "other_code", "wrong_address", "hosts_file"),
     *("start_node", "start_twin", "alien_record", "skew_clocks", "freeze_standby", "kill_standby"),
 )
 """One node is wrong, or one more comes: nothing that the others need is gone, so it may cost them next to nothing.

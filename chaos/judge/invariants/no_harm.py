@@ -5,9 +5,9 @@ elsewhere, other limits, a record in a newer format), or more come than there we
 what all of them use, has a price of its own, which `rto` and `liveness` bound.
 
 The price is the time in which the others took no step although they could: what a step took longer than usual, where
-it took at least `HELD_UP` times as long. Usual is the median of worlds of that size in the same run, so a world that is
-smaller without the node, and slower for that, is not held up; nor is a step that waits for a save. A world that ends
-loses the step under way.
+it took at least `HELD_UP` times as long, or a world ended in it: worlds that end again and again lose a little each.
+Usual is the median of worlds of that size in the same run, so a world that is smaller without the node, and slower for
+that, is not held up; nor is a step that waits for a save. A world that ends loses the step under way.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ class Gap:
     since: float
     until: float
     usual_s: float
+    is_of_one_world: bool = True
 
     def held_up_s(self, since: float, until: float) -> float:
         """Return for how many seconds of an interval the step was held up."""
-        if self.until - self.since < HELD_UP * self.usual_s:
+        if self.is_of_one_world and self.until - self.since < HELD_UP * self.usual_s:
             return 0.0
         return max(0.0, min(until, self.until) - max(since, self.since) - self.usual_s)
 
@@ -159,7 +160,12 @@ def _gaps(run: Evidence) -> list[Gap]:
     applied = _applied(run)
     usual = _usual(run, applied)
     return [
-        Gap(one.at, other.at, max(usual[_class(run, one, one)], usual[_class(run, one, other)]))
+        Gap(
+            one.at,
+            other.at,
+            max(usual[_class(run, one, one)], usual[_class(run, one, other)]),
+            one.term == other.term,
+        )
         for one, other in pairwise(applied)
     ]
 

@@ -15,9 +15,13 @@ from pathlib import Path
 Effect = Callable[[], str | None]
 """Looks once, and returns the proof; asked again until the fault is over."""
 _ANSWER_S = 0.3
+_SELDOM_S = 0.2
+"""To find a node's processes, and what they hold, takes some milliseconds."""
 _REMOTE, _STATE, _INODE = 2, 3, 9
 """Columns of /proc/PID/net/tcp."""
 _ESTABLISHED = "01"
+_NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EINVAL)
+"""What the kernel says of an address to which no route leads; EINVAL where a rule sends packets nowhere."""
 
 
 def state_of(pid: int) -> str:
@@ -69,7 +73,7 @@ def unreachable(address: str) -> Effect:
         try:
             socket.create_connection((address, 9), _ANSWER_S).close()
         except OSError as error:
-            is_silent = isinstance(error, TimeoutError) or error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
+            is_silent = isinstance(error, TimeoutError) or error.errno in _NO_WAY
             return f"{address} does not answer: {error}" if is_silent else None
         return None
 
@@ -146,7 +150,13 @@ class HeldWrite:
 def connected(pids: Callable[[], Collection[int]], ports: Collection[int]) -> Effect:
     """See that a process holds a connection to one of these ports."""
 
+    looked_at = 0.0
+
     def look() -> str | None:
+        nonlocal looked_at
+        if time.monotonic() < looked_at + _SELDOM_S:
+            return None
+        looked_at = time.monotonic()
         pid = next((pid for pid in pids() if _is_connected(pid, ports)), None)
         return f"process {pid} is connected to etcd" if pid is not None else None
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _STOPPED_S, _RUNS_S = 0.15, 0.05
 """A slowed worker gets a quarter of its time, and is never stopped for long enough to be taken for frozen."""
-_COMING_S = 20.0
+_COMING_S = 30.0
 """A twin is not killed before it has come to etcd, unless that takes longer."""
 
 
@@ -147,13 +147,18 @@ def start_twin(job: JobView, fault: Due) -> Struck | None:
     twin, until = nodes[0].twin(), time.monotonic() + _COMING_S
     endpoint = job.around.endpoint(nodes[0].number)
     assert endpoint is not None, "every job has an etcd"
-    came, pids = connected(twin.pids, {int(one.rpartition(":")[2]) for one in endpoint.split(",")}), twin.start()
+    looks, seen = connected(twin.pids, {int(one.rpartition(":")[2]) for one in endpoint.split(",")}), list[str]()
+
+    def came() -> str | None:
+        if not seen and (proof := looks()) is not None:
+            seen.append(proof)
+        return seen[0] if seen else None
 
     def kill() -> list[int] | None:
         """Kill it once it has come to etcd, or had the time: to be started takes longer than most faults last."""
         return twin.kill() if came() or not twin.is_up or time.monotonic() > until else None
 
-    return Struck(pids, [], undo=kill, effect=came)
+    return Struck(twin.start(), [], undo=kill, effect=came)
 
 
 ACTS: dict[str, Act] = {

@@ -22,6 +22,9 @@ from elastic_train.core.accounting import Hole
 from elastic_train.core.lineage import COMMITS, Interval, place_of
 from elastic_train.core.order import Cursor, Order
 from elastic_train.data.loading.loader import LaneBatch
+from elastic_train.errors import ConfigError
+from elastic_train.job.plan import Plan
+from elastic_train.parallel.group import Group
 from elastic_train.tracking.delivery import Delivery
 from elastic_train.tracking.metric_log import (
     LineageReader,
@@ -31,6 +34,7 @@ from elastic_train.tracking.metric_log import (
 )
 from elastic_train.training.commits import Commits
 from elastic_train.training.session import Session
+from elastic_train.world import uniformity
 from elastic_train.world.quarantine import find_holes
 from elastic_train.world.standstill import Standstill
 from rendezvous.lenient_json import UnreadableRecordError
@@ -150,6 +154,14 @@ _SENT = itertools.count()
 def begin_without_lineage(self: MetricsWriter, intervals: Sequence[Interval]) -> None:
     """Record only the step from which the term continues."""
     self._append({"begins_at": intervals[-1].hi if intervals else 0})
+
+
+def crash_if_different(group: Group, plan: Plan, grouping: Sequence[str]) -> None:
+    """Take what the configuration forbids for a crash."""
+    try:
+        uniformity.check_alike(group, plan, grouping)
+    except ConfigError as error:
+        raise RuntimeError(f"planted at check_alike: {error}") from error
 
 
 def read_files_alone(run_dir: Path, _: object) -> LineageReader:

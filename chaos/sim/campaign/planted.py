@@ -120,6 +120,11 @@ def _alone_without_its_mount(draws: random.Random) -> tuple[SimFault, ...]:
     return (SimFault("private_storage", at_s=draws.uniform(20.0, 30.0), node=draws.randrange(3), for_s=100.0),)
 
 
+def _alone_with_other_code(draws: random.Random) -> tuple[SimFault, ...]:
+    """A node comes back with another version, and nothing else happens."""
+    return (SimFault("other_code", at_s=draws.uniform(20.0, 30.0), node=draws.randrange(3), for_s=100.0),)
+
+
 def _blocked(draws: random.Random) -> tuple[SimFault, ...]:
     """No world forms for some minutes."""
     return (SimFault("block_ports", at_s=draws.uniform(6.0, 8.0), for_s=draws.uniform(60.0, 900.0)),)
@@ -271,6 +276,14 @@ PLANTED = (
         lambda: {"elastic_train.world.one_store:check_before_joining": lambda *_: None},
         ("no-harm",),
         _alone_without_its_mount,
+        replace(_SHAPE, epochs=30, lane_s=0.5),
+    ),
+    SimBug(
+        "comes-again",
+        "a node of another version ends as if it had crashed, and its worker is started again at once",
+        lambda: {"elastic_train.training.open_session:check_alike": bugs.crash_if_different},
+        ("no-harm",),
+        _alone_with_other_code,
         replace(_SHAPE, epochs=30, lane_s=0.5),
     ),
     SimBug(

@@ -197,6 +197,10 @@ def _world(host: Host, reach: Callable[[str], None]) -> Iterable[tuple[ModuleTyp
     yield from _in("elastic_train.world.one_store", open_store=storage, DeadlineStore=_undelayed)
     yield from _in("elastic_train.checkpoint.saving.store_use", open_store=storage, DeadlineStore=_undelayed)
     yield from _in("elastic_train.world.claims", process_identity=host.identity)
+    yield from _in(
+        "elastic_train.world.uniformity",
+        _version=lambda _: "other" if around.kernel.process.node in around.other_code else "ours",
+    )
     yield from _in("elastic_train.training.open_session", hazards=lambda _: iter(()))
     yield from _in("elastic_train.training.open_session", faults_before=lambda *_: Faults(0, 0.0))
     yield from _in(

@@ -26,6 +26,8 @@ class Surroundings:
         self.etcd = Etcd(self.kernel, self.draws("etcd"), shape.delay_s, shape.piece_s)
         self.storage = Storage(self.kernel, self.draws("storage"), 3 * shape.delay_s)
         self.data = Dataset(self.kernel, may_spoil=may_spoil_data)
+        self.other_code = set[int]()
+        """Nodes on which another version of the package is installed."""
         self.tracking = self._make_tracking() if shape.tracked else None
 
     def draws(self, name: str) -> random.Random:

@@ -49,6 +49,13 @@ def test_a_node_that_ends_the_world_again_and_again_is_caught() -> None:
         no_harm(job(*worlds, faults=(fault(),)))
 
 
+def test_worlds_that_each_cost_less_than_a_step_add_up() -> None:
+    """A step takes 1.5 s, and 2.3 s where a world ends in it: no gap is long, and a fifth of the time is lost."""
+    worlds = [(0.0, 3, 1.5), *((FAULT_AT + 4.0 * n, 3, 1.5) for n in range(25)), (130.0, 3, 1.5)]
+    with pytest.raises(Violated, match="held up"):
+        no_harm(job(*worlds, faults=(fault(),)))
+
+
 def test_a_job_that_stops_for_good_is_caught() -> None:
     """No next step ends the gap, so it lasts until the job's processes were last seen."""
     run = job((0.0, 3, STEP_S), (199.0, 3, STEP_S), faults=(fault(),))

@@ -86,12 +86,11 @@ def test_a_process_has_to_hold_a_connection() -> None:
     """A process that listens, or has closed what it had, is not connected."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = int(listening.getsockname()[1])
-        effect = connected(lambda: [os.getpid()], {port})
-        assert effect() is None
+        assert connected(lambda: [os.getpid()], {port})() is None
         with socket.create_connection(("127.0.0.1", port)):
-            assert effect() == f"process {os.getpid()} is connected to etcd"
+            assert connected(lambda: [os.getpid()], {port})() == f"process {os.getpid()} is connected to etcd"
             assert connected(lambda: [os.getppid()], {port})() is None
-        assert effect() is None
+        assert connected(lambda: [os.getpid()], {port})() is None
 
 
 @pytest.mark.parametrize("spoil", [lambda path: path.write_bytes(b"xbc"), Path.unlink], ids=["flipped", "deleted"])

@@ -239,6 +239,19 @@ def test_a_file_system_that_freezes_ends_no_world(tmp_path: Path, capfd: pytest.
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
+def test_who_joins_costs_the_others_next_to_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A node comes back, and somebody starts the job a second time: both are judged by what the others lose."""
+    found = verdict_of(["bad-node", "--seed", "1", "--out", str(tmp_path / "run"), "--no-reference"], capfd)
+    assert found["valid"], found
+    invariants = found["invariants"]
+    assert isinstance(invariants, list)
+    (no_harm,) = [item for item in invariants if item["invariant"] == "no-harm"]
+    assert no_harm["truth"] == "true" and no_harm["why"].startswith("2 times a node was wrong or joined")
+    assert "is connected to etcd" in str(found["effects"]), "the second job came as far as the first one's etcd"
+
+
+@pytest.mark.long
 @pytest.mark.xdist_group("network")
 def test_misled_addresses_cost_worlds_and_nothing_else(
     tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]

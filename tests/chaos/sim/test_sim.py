@@ -157,6 +157,16 @@ def test_one_bad_node_costs_the_others_next_to_nothing(kind: str) -> None:
     assert why.startswith("1 times a node was wrong or joined")
 
 
+def test_a_node_of_another_version_ends_with_2_and_says_why() -> None:
+    """It is let into no world for longer than it takes to compare; with the others' version it comes back."""
+    shape = Shape(epochs=30, lane_s=0.5)
+    run = Job(shape, 1, (SimFault("other_code", at_s=20.0, node=2, for_s=100.0),)).run()
+    (turned_away,) = [line for line in run.of("exit") if line["code"] != 0]
+    assert (turned_away["node"], turned_away["code"]) == (2, 2)
+    sizes = [line["world"] for line in run.of("form") if line["rank"] == 0]
+    assert sizes[0] == sizes[-1] == 3 and sizes.count(2) == 2
+
+
 def test_worlds_that_do_not_form_for_minutes_do_not_end_the_job() -> None:
     """Hundreds of them; the network heals, and the job ends well."""
     outcome = simulate(Case(1, Shape(), (SimFault("block_ports", at_s=5.5, for_s=900.0),)))

@@ -51,6 +51,14 @@ def other_limits(fleet: Fleet, fault: SimFault) -> list[Process]:
     return _come_back_wrong(fleet, fault, lambda: limit(right + 1), lambda: limit(right), "other_limits")
 
 
+def other_code(fleet: Fleet, fault: SimFault) -> list[Process]:
+    """A node starts again with another version of the package than the others, until somebody installs theirs."""
+    number, others = fleet.node(fault), fleet.around.other_code
+    if number in others:
+        return []
+    return _come_back_wrong(fleet, fault, lambda: others.add(number), lambda: others.discard(number), "other_code")
+
+
 def wrong_address(fleet: Fleet, fault: SimFault) -> list[Process]:
     """A node starts again with an address that leads nobody to it, as that of a bridge."""
     number, refusing = fleet.node(fault), fleet.around.net.refusing
@@ -190,6 +198,7 @@ ACTS = (
         kill_node,
         private_storage,
         other_limits,
+        other_code,
         wrong_address,
         lose_node,
         kill_rack,
