@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,8 @@ class S3:
         self._spoilt: tuple[tuple[int, str], ...] = ()  # replaced whole: requests are answered by other threads
         self._num_begun = 0
         self._count = 0
-        self.num_spoilt = 0
+        self.spoilt = Counter[int]()
+        """How many requests each fault has spoilt, by its number."""
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
 
     @property
@@ -103,17 +105,17 @@ class S3:
 
     def _answer(self, environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         """Answer a request, or spoil it as asked: conflicts only creates, errors and delays all requests."""
-        kind = self._spoilt[-1][1] if self._spoilt else None
+        number, kind = self._spoilt[-1] if self._spoilt else (0, None)
         creates = environ["REQUEST_METHOD"] in ("PUT", "POST") and "HTTP_IF_NONE_MATCH" in environ
         if kind == "no_conditional_create":
             environ.pop("HTTP_IF_NONE_MATCH", None)
         elif kind == "storage_slow":
-            self.num_spoilt += 1
+            self.spoilt[number] += 1
             time.sleep(_SLOW_S)
         elif kind == "storage_errors" or (kind in _ANSWERS and creates):
             self._count += 1
             if self._count % _EVERY:
-                self.num_spoilt += 1
+                self.spoilt[number] += 1
                 status, code = _ANSWERS[kind]
                 body = f"<Error><Code>{code}</Code><Message>planted</Message></Error>".encode()
                 environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))

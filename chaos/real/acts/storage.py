@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chaos.judge.evidence.run_files import record_files
-from chaos.real.acts.effects import HeldWrite, counted, differs, refuses
+from chaos.real.acts.effects import HeldWrite, differs, refuses
 from chaos.real.acts.job_view import Act, JobView
 from chaos.real.acts.outcome import Struck
 from chaos.real.acts.targets import targets
@@ -158,15 +158,17 @@ def spoil_s3(job: JobView, fault: Due) -> Struck | None:
     """Let the S3 answer wrongly, as the kind says."""
     s3 = job.around.s3
     assert s3 is not None, "the scenario's kinds have asked for it"
-    before, spoilt = s3.num_spoilt, counted("requests were spoilt", lambda: s3.num_spoilt)
     mine = s3.spoil(fault.kind)
 
     def heal() -> list[int]:
         s3.heal(mine)
-        job.on_event(f"{fault.kind}: {s3.num_spoilt - before} requests were spoilt")
+        job.on_event(f"{fault.kind}: {s3.spoilt[mine]} requests were spoilt")
         return []
 
-    return Struck([], undo=heal, effect=spoilt)
+    def look() -> str | None:
+        return f"{s3.spoilt[mine]} requests were spoilt" if s3.spoilt[mine] else None
+
+    return Struck([], undo=heal, effect=look)
 
 
 ON_S3 = ("storage_errors", "storage_conflict", "storage_taken", "storage_slow")

@@ -242,7 +242,7 @@ def test_a_file_system_that_freezes_ends_no_world(tmp_path: Path, capfd: pytest.
 @pytest.mark.timeout(600)
 def test_who_joins_costs_the_others_next_to_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A node comes back, and somebody starts the job a second time: both are judged by what the others lose."""
-    found = verdict_of(["bad-node", "--seed", "1", "--out", str(tmp_path / "run"), "--no-reference"], capfd)
+    found = verdict_of(["bad-node", "--seed", "1", "--out", str(tmp_path / "run")], capfd)
     assert found["valid"], found
     invariants = found["invariants"]
     assert isinstance(invariants, list)
