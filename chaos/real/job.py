@@ -98,6 +98,7 @@ class Job:
             reference=self.scenario.reference,
             nonfinite=self.scenario.nonfinite,
             max_restarts=self.scenario.nodes.max_restarts,
+            spare_nodes=self.scenario.nodes.count - self.scenario.nodes.min,
             command=self.nodes[0].command,
             replay=self.replay,
             kinds=[name for name in LOCAL if KINDS[name].aim != "point"],

@@ -35,7 +35,15 @@ def left_by(around: Surroundings, record: RunRecord, config: Config) -> Evidence
         "recovery_s": shape.recovery_s,
         "max_restarts": shape.max_restarts,
     }
-    record.write("chaos", "scenario", name="sim", seed=around.seed, **promised, command=[])
+    record.write(
+        "chaos",
+        "scenario",
+        name="sim",
+        seed=around.seed,
+        spare_nodes=shape.nodes - shape.min_nodes,
+        **promised,
+        command=[],
+    )
     left = Evidence(
         folder=Path("sim"),
         processes=identified([record.lines[name] for name in sorted(record.lines)]),

@@ -14,9 +14,12 @@ STEP_S, DOWN_S, FAULT_AT = 0.5, 0.8, 30.0
 CONFIG: Line = {"batch": {"global_batch": 24, "micro_batch": 4}, "checkpoint": {"every_steps": 20}}
 
 
-def job(*worlds: tuple[float, int, float], faults: tuple[Line, ...], recovery: str = "live") -> Evidence:
+def job(
+    *worlds: tuple[float, int, float], faults: tuple[Line, ...], recovery: str = "live", spare_nodes: int = 2
+) -> Evidence:
     """Return a job of worlds, each (from when on, how many ranks, seconds a step), until 200 s have passed."""
-    chaos: list[Line] = [{"op": "scenario", "t": 0.0, "recovery": recovery, "patience_s": 60.0}, *faults]
+    said: Line = {"recovery": recovery, "patience_s": 60.0, "spare_nodes": spare_nodes}
+    chaos: list[Line] = [{"op": "scenario", "t": 0.0, **said}, *faults]
     lines, step = list[Line](), 0
     for term, ((since, world, step_s), until) in enumerate(
         zip(worlds, [*(since for since, _, _ in worlds[1:]), 200.0], strict=True), 1
@@ -63,6 +66,13 @@ def test_a_job_that_stops_for_good_is_caught() -> None:
     stuck = Evidence(Path(), [[*run.processes[0], {"op": "clean", "t": 200.0}], kept], [], CONFIG, None, None)
     with pytest.raises(Violated, match="held up"):
         no_harm(stuck)
+
+
+def test_a_job_that_needs_every_node_waits_for_the_one_that_is_wrong() -> None:
+    """With as many nodes as it needs at least, it trains with all of them or not at all: that is no harm."""
+    worlds = ((0.0, 3, STEP_S), (90.0, 3, STEP_S))
+    assert is_put_to_the_test(job(*worlds, faults=(fault(),)))
+    assert not is_put_to_the_test(job(*worlds, faults=(fault(),), spare_nodes=0))
 
 
 def test_a_smaller_world_is_slower_and_not_held_up() -> None:
