@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         ResultError,
         StorageError,
     )
-    from elastic_train.tasks.task import LaneLoss, Task
+    from elastic_train.tasks.task import LaneLoss, ParameterGroup, Task
     from elastic_train.training.result import TrainResult
     from elastic_train.training.run import train
 
@@ -47,6 +47,7 @@ __all__ = [
     "LaneLoss",
     "Manifest",
     "Order",
+    "ParameterGroup",
     "Preempted",
     "Reader",
     "ResultError",
@@ -76,7 +77,7 @@ _NAMES_OF = {
     "data.loading.loader": ("LaneLoader",),
     "data.loading.reader": ("Reader",),
     "errors": ("ConfigError", "DataError", "ElasticTrainError", "Preempted", "ResultError", "StorageError"),
-    "tasks.task": ("LaneLoss", "Task"),
+    "tasks.task": ("LaneLoss", "ParameterGroup", "Task"),
     "training.result": ("TrainResult",),
     "training.run": ("train",),
 }
