@@ -72,9 +72,9 @@ def environ_of(pid: int) -> dict[str, str]:
     return {name: value for name, _, value in pairs if name}
 
 
-def command_of(pid: int) -> list[str]:
-    """Return the command line of a process, word by word; empty if it is gone."""
-    return _read(pid, "cmdline").decode(errors="replace").split("\0")[:-1]
+def name_of(pid: int) -> str:
+    """Return a process's own name, as `ps` shows it, of 15 bytes at most; empty if it is gone."""
+    return _read(pid, "comm").decode(errors="replace").rstrip("\n")
 
 
 def boot_id() -> str:
