@@ -16,14 +16,15 @@ from tests.conftest import ROOT
 
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
-    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md"))
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md"))
 }
+"""Not the decisions: their names are those of the time."""
 APPS = {"elastic-train": train_app, "elastic-chaos": chaos_app}
 FOLDERS = "benchmarks|chaos|configs|docs|elastic_train|evidence|examples|rendezvous|tests"
 KEYS = {name for name, *_ in keys()}
 OPTIONS_OF_KEYS = {f"--{key.replace('_', '-')}" for key in KEYS} | {f"--{key}" for key in KEYS}
 REMOVED = {"elastic-chaos emit", "elastic-train data synth --metadata-only"}
-"""What the changelog and decisions say is gone."""
+"""What the changelog says is gone."""
 
 
 def code_of(page: str) -> Iterator[str]:
