@@ -18,6 +18,7 @@ from pathlib import Path
 
 from chaos.errors import ChaosError
 from chaos.services.packet_relay import Relay
+from rendezvous.process_table import is_alive, pids
 
 _NOWHERE = "02:00:00:00:00:01"
 _FIRST_TABLE = 1000
@@ -161,7 +162,7 @@ def _take_away_left() -> None:
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
     names = [line.partition(" ")[0] for line in listed.splitlines()]
     numbers = {int(name.removeprefix("elastic-")) for name in names if re.fullmatch(r"elastic-\d+", name)}
-    alive = {int(path.name) % _MOST for path in Path("/proc").iterdir() if path.name.isdigit()}
+    alive = {pid % _MOST for pid in pids() if is_alive(pid)}
     for number in (numbers - alive) | {os.getpid() % _MOST}:
         _take_away(Cable(number))
 

@@ -29,7 +29,7 @@ from elastic_train.checkpoint.interval.young_daly import SaveCost
 from elastic_train.checkpoint.stores.store import Store
 from elastic_train.cli.output import Flag, Json, cell, narrow_table, print_json, print_text
 from elastic_train.errors import CommitError, ConfigError
-from elastic_train.system.wording import duration, size
+from elastic_train.system.wording import counted, duration, size
 from elastic_train.world.fencing import newest_term
 
 app = App(
@@ -73,8 +73,8 @@ def ls(run: str, *, best: str = "min loss", verify: Flag = False, json_: Json = 
         )
     Console().print(table if rows else f"{store.url}: no commits")
     if rows or found.abandoned:
-        left = f"; {size(found.abandoned_bytes)} in {found.abandoned} abandoned attempts, see `ckpt prune`"
-        Console().print(f"{size(found.num_bytes)} in {len(rows)} commits{left if found.abandoned else ''}")
+        left = f"; {size(found.abandoned_bytes)} in {counted(found.abandoned, 'abandoned attempt')}, see `ckpt prune`"
+        Console().print(f"{size(found.num_bytes)} in {counted(len(rows), 'commit')}{left if found.abandoned else ''}")
     return 0
 
 
@@ -151,8 +151,8 @@ def prune_(
     for key in (*pruned.commits, *swept.attempts):
         print_text(key)
     return print_text(
-        f"{'would be ' if dry_run else ''}deleted: {len(pruned.commits)} commits, {len(swept.attempts)} attempts, "
-        f"{size(num_bytes)}"
+        f"{'would be ' if dry_run else ''}deleted: {counted(len(pruned.commits), 'commit')}, "
+        f"{counted(len(swept.attempts), 'attempt')}, {size(num_bytes)}"
     )
 
 
@@ -188,7 +188,7 @@ def export_(
         num_tensors = export(store, record, target, format_)
     if json_:
         return print_json({"commit": record.key, "target": str(target), "tensors": num_tensors})
-    return print_text(f"{num_tensors} tensors of {record.key} written to {target}")
+    return print_text(f"{counted(num_tensors, 'tensor')} of {record.key} written to {target}")
 
 
 @app.command

@@ -54,7 +54,7 @@ def launch(
     grace_s: float = 30.0,
     local_addr: str | None = None,
 ) -> int:
-    """Start one node of a job: run the same line on every node; the exit codes are ones that a scheduler can act on.
+    """Start one node of a job (the same line on every node), with exit codes that a scheduler can act on.
 
     --nodes MIN:MAX (default 1), --ranks N per node (its GPUs, else 1), --endpoint HOST:PORT of an etcd, --id JOB. What
     is not given is read from PET_* variables (Kubernetes operators set them), then from Slurm's. Without an endpoint,

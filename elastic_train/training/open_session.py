@@ -40,6 +40,7 @@ from elastic_train.job.trial import find_deadly
 from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.gradient_sum import Reduction, make_gradient_sum, make_sum
 from elastic_train.system.file_systems import hazards
+from elastic_train.system.wording import counted
 from elastic_train.tasks.task import Counting
 from elastic_train.tracking.history_files import Stagnation
 from elastic_train.tracking.mlflow_run import (
@@ -106,7 +107,8 @@ def _open_in(process: Process, world: World) -> Session:
         reduction=kind,
     )
     world.announce(
-        f"term {world.term}: {world.group.size} ranks, {plan.num_lanes} lanes, {plan.total_steps} steps, {plan.device}"
+        f"term {world.term}: {counted(world.group.size, 'rank')}, {counted(plan.num_lanes, 'lane')}, "
+        f"{counted(plan.total_steps, 'step')}, {plan.device}"
     )
     if world.is_leader:
         _warn_of_file_system(process, world)

@@ -6,34 +6,30 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rendezvous.process_table import is_alive, is_stopped
+
 Effect = Callable[[], str | None]
 """Looks once, and returns the proof; asked again until the fault is over."""
 _ANSWER_S = 0.3
 
 
-def state_of(pid: int) -> str:
-    """Return a process's state as the kernel has it, such as T for stopped; Z, a zombie's, if it has gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
-    except OSError:
-        return "Z"
-
-
 def gone(pids: Sequence[int]) -> Effect:
     """See that processes have ended."""
-    return lambda: f"{len(pids)} processes have ended" if pids and all(state_of(p) in "ZX" for p in pids) else None
+    return lambda: f"{len(pids)} processes have ended" if pids and not any(map(is_alive, pids)) else None
 
 
 def stopped(pids: Sequence[int]) -> Effect:
     """See that processes are stopped."""
-    return lambda: f"{len(pids)} processes are stopped" if pids and all(state_of(p) in "TtZX" for p in pids) else None
+    return lambda: f"{len(pids)} processes are stopped" if pids and all(map(_is_still, pids)) else None
 
 
 def running(pids: Sequence[int]) -> Effect:
     """See that processes run that were started."""
-    return lambda: (
-        f"{len(pids)} processes were started" if pids and all(state_of(p) not in "ZX" for p in pids) else None
-    )
+    return lambda: f"{len(pids)} processes were started" if pids and all(map(is_alive, pids)) else None
+
+
+def _is_still(pid: int) -> bool:
+    return is_stopped(pid) or not is_alive(pid)
 
 
 def came_there(point: str) -> Effect:

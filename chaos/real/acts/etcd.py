@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc  # type: ignore[import-untyped]
@@ -23,6 +22,7 @@ from rendezvous.etcd.server import EtcdServer
 from rendezvous.etcd.store import EtcdStore
 from rendezvous.membership.records import Keys
 from rendezvous.membership.store import Put
+from rendezvous.process_table import is_alive, is_stopped
 
 if TYPE_CHECKING:
     from chaos.scenario.schedule import Due
@@ -147,10 +147,7 @@ def _members(job: JobView, *, leads: bool) -> list[EtcdServer]:
 
 def _runs(member: EtcdServer) -> bool:
     """Say whether a member was started and is not frozen."""
-    try:
-        return member.pid is not None and Path(f"/proc/{member.pid}/stat").read_text().rpartition(") ")[2][:1] != "T"
-    except OSError:
-        return True
+    return member.pid is not None and is_alive(member.pid) and not is_stopped(member.pid)
 
 
 def lose_lease(job: JobView, fault: Due) -> Struck | None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from elastic_train.errors import ConfigError
+from rendezvous.process_table import is_alive
 
 NAME = "origin.json"
 
@@ -48,7 +49,7 @@ def filled(folder: Path, origin: Origin) -> Iterator[Path]:
     """Give an empty folder to fill; when the block ends well it takes the place of `folder` by a rename."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left_over in folder.parent.glob(f".{folder.name}.*.partial"):
-        if not _is_alive(left_over.name.rsplit(".", 2)[1]):
+        if not _is_at_work(left_over.name.rsplit(".", 2)[1]):
             shutil.rmtree(left_over, ignore_errors=True)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -70,5 +71,5 @@ def _put(partial: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _is_alive(pid: str) -> bool:
-    return pid.isdigit() and Path(f"/proc/{pid}").exists()
+def _is_at_work(pid: str) -> bool:
+    return pid.isdigit() and is_alive(int(pid))

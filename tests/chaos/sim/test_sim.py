@@ -18,8 +18,10 @@ from chaos.judge.findings import Violated
 from chaos.judge.invariants.departures import deaths
 from chaos.judge.invariants.one_lineage import lineage
 from chaos.judge.invariants.progress import progress
-from chaos.sim.campaign import cases, planted
-from chaos.sim.campaign.planted import PLANTED, SimBug, near
+from chaos.sim.campaign import cases
+from chaos.sim.campaign.planted import catalogue
+from chaos.sim.campaign.planted.catalogue import PLANTED
+from chaos.sim.campaign.planted.hunt import SimBug, near
 from chaos.sim.campaign.shrink import shrink
 from chaos.sim.campaign.simulate import (
     Case,
@@ -139,9 +141,9 @@ def test_a_planted_bug_is_caught_by_its_invariant(bug: SimBug) -> None:
 @pytest.mark.parametrize("name", ["fetched-cursor", "double-apply", "dropped-tail", "stale-stride", "hole-found-again"])
 def test_training_itself_ends_where_samples_were_not_applied_once_each(name: str) -> None:
     """Without the judge: at the end of the epoch that it happened in, before a commit holds it, and for good."""
-    found, _ = planted.named(name).hunt()
+    found, _ = catalogue.named(name).hunt()
     assert found is not None
-    watched = {place: code for place, code in planted.named(name).code().items() if place not in planted.UNWATCHED}
+    watched = {place: code for place, code in catalogue.named(name).code().items() if place not in catalogue.UNWATCHED}
     outcome = simulate(found.case, watched)
     assert any("were not applied once each" in error for error in outcome.errors)
     assert not any("were not applied once each" in error for error in found.errors)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,18 @@ def test_leftovers_of_dead_processes_are_removed(tmp_path: Path) -> None:
     with filled(tmp_path / "out", ORIGIN):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.1.partial", "out"]
+
+
+@pytest.mark.slow
+def test_a_killed_import_that_nobody_has_reaped_is_dead(tmp_path: Path) -> None:
+    """Its number is still taken, in a container without an init for ever: its partial folder would stay as long."""
+    with subprocess.Popen(["sleep", "60"]) as killed:
+        (tmp_path / f".out.{killed.pid}.partial").mkdir()
+        killed.kill()
+        os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
+        with filled(tmp_path / "out", ORIGIN):
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_replacing_removes_the_old_content(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Product code as it must not be: what `chaos.sim.campaign.planted` puts in the place of the real one."""
+"""Product code as it must not be: what `chaos.sim.campaign.planted.catalogue` puts in the place of the real one."""
 
 from __future__ import annotations
 
