@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 import elastic_train as et
-from chaos.services.torchrun_node import children_of
 from elastic_train.cli import main
 from elastic_train.launch import node
 from elastic_train.launch.options import Flags, Launch, resolve
@@ -21,10 +20,10 @@ from rendezvous import EtcdServer, EtcdStore, ServerError, TooFewNodesError, etc
 from rendezvous.etcd.server import free_ports
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.store import Put
+from rendezvous.process_table import children_of, name_of
 from rendezvous.torchelastic import live_handler
 from tests.conftest import Finished, begin, run, start
 from tests.elastic_train.training.test_live import PARAMS, eventually, history, until_whole, write_config
-from tests.processes import name_of
 
 pytestmark = pytest.mark.slow
 
