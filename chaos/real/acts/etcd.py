@@ -163,8 +163,9 @@ def lose_lease(job: JobView, fault: Due) -> Struck | None:
         try:
             stub = pyetcd.etcdrpc.KVStub(channel)
             found = stub.Range(pyetcd.etcdrpc.RangeRequest(key=keys.world.encode()), _CALL_S).kvs
-            seats = json.loads(found[0].value)["seats"] if found else []
-            if len(seats) <= ranks[-1] or json.loads(found[0].value)["term"] != job.followed.term:
+            world = json.loads(found[0].value) if found else {"seats": [], "sealed_at": None}
+            seats = world["seats"]
+            if len(seats) <= ranks[-1] or world["sealed_at"] != job.followed.sealed_at:
                 return None
             member = keys.member(seats[ranks[-1]]["member"])
             held = stub.Range(pyetcd.etcdrpc.RangeRequest(key=member.encode()), _CALL_S).kvs
