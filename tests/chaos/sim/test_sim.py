@@ -14,8 +14,7 @@ from chaos.cli import main
 from chaos.errors import ScenarioError
 from chaos.judge.checker import judge
 from chaos.judge.evidence.run_files import Evidence
-from chaos.judge.findings import Violated
-from chaos.judge.findings import Unknown
+from chaos.judge.findings import Unknown, Violated
 from chaos.judge.invariants.departures import deaths
 from chaos.judge.invariants.one_lineage import lineage
 from chaos.judge.invariants.progress import progress
