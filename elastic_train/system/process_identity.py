@@ -19,6 +19,12 @@ def process_identity() -> dict[str, object]:
     return {"host": socket.gethostname(), "boot": boot, "born": _born("self")}
 
 
+def pid_space() -> str:
+    """Return within what a pid and a birth tell a process from all others: the machine's boot, and the container."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}-{Path('/proc/self/ns/pid').stat().st_ino}"
+
+
 def is_alive(pid: int, born: int) -> bool:
     """Say whether the process of this machine that began at a moment, in clock ticks since the boot, still runs."""
     try:
