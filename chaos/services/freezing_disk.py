@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from chaos.services.store_mount import run_as_root
+from chaos.services.store_mount import NoMountError, run_as_root
 
 _MB = 128
 
@@ -26,6 +26,15 @@ class FreezingDisk:
         """Let every write wait from now on."""
         run_as_root("fsfreeze", "--freeze", str(self.folder))
         self._is_frozen = True
+
+    def refuses_to_freeze(self) -> bool:
+        """Say whether it is frozen, by what the kernel has: it freezes nothing a second time."""
+        try:
+            run_as_root("fsfreeze", "--freeze", str(self.folder))
+        except NoMountError:
+            return True
+        run_as_root("fsfreeze", "--unfreeze", str(self.folder))
+        return False
 
     def thaw(self) -> None:
         """Let what waits go on; nothing happens if nothing is frozen."""

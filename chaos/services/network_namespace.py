@@ -12,6 +12,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,16 @@ _NOWHERE = "02:00:00:00:00:01"
 _FIRST_TABLE = 1000
 _MOST = 100_000
 """Cables are distinguished by their process's number, of which an interface's name has room for five digits."""
+
+_KNOCK = """
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], 9), 0.5).close()
+except ConnectionRefusedError:
+    pass
+except OSError:
+    sys.exit(1)
+"""
 
 
 class NoNamespacesError(ChaosError):
@@ -113,6 +124,11 @@ class Cable:
     def command(self, command: list[str]) -> list[str]:
         """Return the command that runs another one inside."""
         return ["ip", "netns", "exec", self.namespace, *command]
+
+    def answers_inside(self, whose: str) -> bool:
+        """Say whether an address answers the node inside, if only by refusing a connection."""
+        probe = self.command([sys.executable, "-I", "-S", "-c", _KNOCK, self.address(whose)])
+        return subprocess.run(probe, capture_output=True, check=False).returncode == 0
 
     @property
     def _hosts(self) -> Path:

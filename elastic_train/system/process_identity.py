@@ -21,6 +21,11 @@ def process_identity() -> dict[str, object]:
     return {"host": socket.gethostname(), "boot": boot_id(), "born": stat.born if stat else 0}
 
 
+def pid_space() -> str:
+    """Return within what a pid and a birth tell a process from all others: the machine's boot, and the container."""
+    return f"{boot_id()}-{Path('/proc/self/ns/pid').stat().st_ino}"
+
+
 def process_usage() -> dict[str, int]:
     """Return the number of open file descriptors and of threads, and the resident bytes."""
     status = dict(

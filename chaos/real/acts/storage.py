@@ -83,7 +83,11 @@ def freeze_fs(job: JobView, fault: Due) -> Struck | None:
             disk.thaw()
         return []
 
-    return Struck([], undo=thaw)
+    def takes_no_writes() -> str | None:
+        frozen = [disk.folder.name for disk in job.around.freezing if disk.refuses_to_freeze()]
+        return f"{' and '.join(frozen)} are frozen" if len(frozen) == len(job.around.freezing) else None
+
+    return Struck([], undo=thaw, effect=takes_no_writes)
 
 
 def flip_bit(job: JobView, fault: Due) -> Struck | None:

@@ -14,7 +14,7 @@ from chaos.cli import main
 from chaos.errors import ScenarioError
 from chaos.judge.checker import judge
 from chaos.judge.evidence.run_files import Evidence
-from chaos.judge.findings import Violated
+from chaos.judge.findings import Unknown, Violated
 from chaos.judge.invariants.departures import deaths
 from chaos.judge.invariants.one_lineage import lineage
 from chaos.judge.invariants.progress import progress
@@ -106,6 +106,25 @@ def test_a_node_that_is_refused_in_the_middle_costs_one_world(kind: str) -> None
     assert run.result is not None and run.result["status"] == "done"
     forms = {line["term"]: line["world"] for process in run.processes for line in process if line["op"] == "form"}
     assert list(forms.values()) == [3, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["refuse_address", "same_address"])
+@pytest.mark.parametrize("node", [0, 1])
+def test_of_two_nodes_that_refuse_each_other_either_may_leave(kind: str, node: int) -> None:
+    """The fault names one of them, and neither can tell whose address it is that is wrong."""
+    fault = SimFault(kind, at_s=15.0, node=node, for_s=20.0)
+    run = Job(Shape(nodes=2, epochs=30), 1, (fault,)).run()
+    assert [line["world"] for line in run.of("form") if line["rank"] == 0][:2] == [2, 1], "one has left"
+    assert deaths(run).endswith("each explained by a fault")
+
+
+def test_the_departure_of_a_third_node_from_two_that_refuse_each_other_is_not_explained() -> None:
+    """Of three nodes, the one at whose address nobody is has to leave."""
+    run = Job(Shape(epochs=30), 1, (SimFault("refuse_address", at_s=10.0, node=2, for_s=1000.0),)).run()
+    (fault,) = run.of("fault")
+    fault.update(pids=[], node=1)
+    with pytest.raises(Unknown, match="left between terms 1 and 2"):
+        deaths(run)
 
 
 @pytest.mark.parametrize("node", range(3))
