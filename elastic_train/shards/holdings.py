@@ -1,18 +1,19 @@
 """Holdings: which grains a seat holds, a pure function of the layout and the seat.
 
-All grains stand on one *circle*, around which every flat vector is spread evenly. A group of n ranks cuts the circle
-into n arcs of equal length in elements. An arc has a run of neighbouring grains of every flat vector, so that whatever
-is gathered together comes from all ranks of the group in equal parts, and no rounding adds up over the flat vectors in
-favour of the same slots.
+All grains stand on one *circle*, around which every flat vector is spread evenly. A group's seats cut the circle into
+arcs, an even share each. An arc has a run of neighbouring grains of every flat vector, so that whatever is gathered
+together comes from all ranks of the group in equal parts, and no rounding adds up over the flat vectors in favour of
+the same slots.
 
-An arc's ends depend on slot / n alone: where one seat ends no later than another begins, they share no grain, whatever
-the sizes of their groups. That is what keeps copies apart (see `seats`).
+The grains of an arc depend on its ends alone: seats whose arcs share nothing share no grain, whatever the sizes of
+their groups. That is what keeps copies apart (see `domains`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
@@ -54,9 +55,9 @@ def circle_of(layout: Layout) -> Circle:
 
 
 def held(circle: Circle, seat: Seat) -> Int64s:
-    """Return the numbers of the grains that a seat holds, ascending: those that begin in its arc of the circle."""
-    lo, hi = _edge(circle, seat.slot, seat.size), _edge(circle, seat.slot + 1, seat.size)
-    return np.sort(circle.grains[lo:hi])
+    """Return the numbers of the grains that a seat holds, ascending: those that begin in its arcs of the circle."""
+    slices = [circle.grains[_edge(circle, lo) : _edge(circle, hi)] for lo, hi in seat.arcs]
+    return np.sort(np.concatenate(slices))
 
 
 def all_held(circle: Circle, seats: Sequence[Seat]) -> list[Int64s]:
@@ -64,15 +65,15 @@ def all_held(circle: Circle, seats: Sequence[Seat]) -> list[Int64s]:
     return [held(circle, seat) for seat in seats]
 
 
-def _edge(circle: Circle, slot: int, size: int) -> int:
-    """Return how many grains of the circle begin before slot / size of its length."""
-    return int(np.searchsorted(circle.starts, -(-slot * circle.length // size)))
+def _edge(circle: Circle, at: Fraction) -> int:
+    """Return how many grains begin before a part of the circle's length."""
+    return int(np.searchsorted(circle.starts, -(-at.numerator * circle.length // at.denominator)))
 
 
 def runs_of(layout: Layout, grains: Int64s) -> list[Run]:
     """Return where grains are, their padding included, as the fewest runs of flat vectors; by flat vector, ascending.
 
-    `grains` are ascending. What a seat holds is one run of each flat vector at most.
+    `grains` are ascending. An arc has one run of each flat vector at most.
     """
     runs: list[Run] = []
     for number in grains[np.lexsort((layout.start[grains], layout.flat_of[grains]))].tolist():

@@ -1,106 +1,156 @@
-"""Seats: the ranks of a world make `copies` groups, each of which holds everything once, laid over failure domains.
+"""Seats: which of a world's groups a rank is in, and which arcs of the circle it holds there.
 
-Ranks are put in a line in which domains (racks, in them nodes) stay together, and the line is cut into groups of
-neighbours. Each group holds the whole, in the line's order, so the copies of a grain are a group's length apart. Hence
-no domain that is at most as long as the smallest group has two of them, even where a group's end cuts through it. A
-domain that is longer cannot avoid that in groups of even sizes, and becomes a group by itself. With fewer domains than
-groups, each domain gets groups in proportion to its ranks, and the same holds of the domains in it.
-
-So of a grain's holders in any domain, as many are in different domains within it as there are such domains or holders:
-where there are `copies` domains, any copies - 1 of them may be lost at once.
+A new world cuts `copies` groups over its failure domains (`domains`), and each group cuts the circle into equal arcs. A
+world that follows another keeps its groups and bases (`arcs`) as long as copies are as far apart, no group has become
+much smaller than a new cut would make it, and that moves less. Everything follows from the ranks' paths and what they
+held, so every rank finds the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
-Path = tuple[str, ...]
-"""Where a rank is, from the widest domain to the narrowest, such as (rack, node); () for a rank by itself."""
+from elastic_train.shards.arcs import Arc, arcs_of, kept_part, length, overlap
+from elastic_train.shards.domains import Groups, Path, are_apart, cut_groups
+
+_LEAST_SIZE = Fraction(4, 5)
+"""Groups are kept while the smallest has this part of an even share: ranks then hold a quarter more at most."""
+_LEAST_KEPT = Fraction(1, 2)
+"""And while their members hold this part of the circle by their own bases, so that changes move little."""
 
 
 class Seat(NamedTuple):
-    """A rank's seat: `slot` of `size` in its group; `place` is where it is in the line of all groups."""
+    """A rank's seat: `slot` of `size` in its group; `place` is where it is in the line of all groups.
+
+    `base` is the number of its base of `num_base`, None if it has none; `arcs` is what it holds.
+    """
 
     group: int
     slot: int
     size: int
     place: int
+    base: int | None
+    num_base: int
+    arcs: tuple[Arc, ...]
 
 
-def seats_of(paths: Sequence[Path], copies: int, before: Sequence[int | None] = ()) -> list[Seat]:
+class _Member(NamedTuple):
+    """A rank on its way to a seat."""
+
+    rank: int
+    base: int | None
+
+
+_Members = list[list[_Member]]
+"""The members of every group."""
+
+
+def seats_of(paths: Sequence[Path], copies: int, before: Sequence[Seat | None] = ()) -> list[Seat]:
     """Return every rank's seat, by rank; there are min(copies, ranks) groups, numbered from 0.
 
-    `before` are the places that ranks had in the last world, None for one that is new: those keep their order, and the
-    new ones take the places that are free, so that a domain that replaces one of its size moves nobody else.
+    `before` are the seats by which ranks hold what they bring, all of one world; None for a rank that brings nothing.
+    A domain that replaces a lost one of its size takes its places, and nobody else moves.
     """
     assert paths and copies >= 1, f"{copies} copies on {len(paths)} ranks"
-    ranks = sorted(range(len(paths)), key=_keys(before or [None] * len(paths)).__getitem__)
-    groups = _groups(ranks, paths, 0, min(copies, len(paths)))
-    seats: dict[int, Seat] = {}
-    for number, members in enumerate(groups):
-        for slot, rank in enumerate(members):
-            seats[rank] = Seat(number, slot, len(members), len(seats))
-    return [seats[rank] for rank in range(len(paths))]
+    had = list(before) or [None] * len(paths)
+    num = min(copies, len(paths))
+    ranks = sorted(range(len(paths)), key=_keys(had).__getitem__)
+    groups = cut_groups(ranks, paths, num)
+    new = _seated([[_Member(rank, base) for base, rank in enumerate(members)] for members in groups], map(len, groups))
+    num_bases = {seat.group: seat.num_base for seat in had if seat is not None}
+    if sorted(num_bases) != list(range(num)):
+        return new  # other copies, or a group has nobody left
+    for members in _evened(_kept(ranks, paths, had, num_bases), num_bases, had):
+        kept = _seated(members, [num_bases[number] for number in range(num)])
+        if _is_fit(kept, new, paths):
+            return min(kept, new, key=lambda seats: _moved(seats, had))
+    return new
 
 
-def _keys(before: Sequence[int | None]) -> list[int]:
+def _keys(had: Sequence[Seat | None]) -> list[int]:
     """Return what to order the ranks by: the places that they had, and for new ones the free ones, by rank."""
-    taken = {place for place in before if place is not None}
-    free = (place for place in range(max(taken, default=-1) + len(before) + 1) if place not in taken)
-    return [next(free) if place is None else place for place in before]
+    taken = {seat.place for seat in had if seat is not None}
+    free = (place for place in itertools.count() if place not in taken)
+    return [next(free) if seat is None else seat.place for seat in had]
 
 
-def _groups(ranks: list[int], paths: Sequence[Path], depth: int, num: int) -> list[list[int]]:
-    """Cut ranks that share the first `depth` names of their paths into `num` groups, none of them empty."""
-    if num == 1:
-        return [_in_line(ranks, paths, depth)]
-    domains = _domains(ranks, paths, depth)
-    if len(domains) >= num:
-        return _spread(domains, paths, depth, num)
-    shares = _apportion([len(domain) for domain in domains], num)
-    parts = [_groups(domain, paths, depth + 1, share) for domain, share in zip(domains, shares, strict=True)]
-    return [group for part in parts for group in part]
+def _seated(groups: Iterable[Sequence[_Member]], num_bases: Iterable[int]) -> list[Seat]:
+    """Return the seats of groups of members, by rank."""
+    seats: dict[int, Seat] = {}
+    for number, (members, num_base) in enumerate(zip(groups, num_bases, strict=True)):
+        ordered = sorted(members, key=lambda member: (member.base is None, member.base or 0))
+        arcs = arcs_of([member.base for member in ordered], num_base)
+        for slot, (rank, base) in enumerate(ordered):
+            seats[rank] = Seat(number, slot, len(members), len(seats), base, num_base, arcs[slot])
+    return [seats[rank] for rank in range(len(seats))]
 
 
-def _spread(domains: list[list[int]], paths: Sequence[Path], depth: int, num: int) -> list[list[int]]:
-    """Cut a line of at least `num` domains so that none of them is in two groups at places that hold the same."""
-    length = sum(len(domain) for domain in domains)
-    longest = max(domains, key=len)
-    if num > 1 and len(longest) * num > length:
-        others = [domain for domain in domains if domain is not longest]
-        return [_in_line(longest, paths, depth + 1), *_spread(others, paths, depth, num - 1)]
-    line = [rank for domain in domains for rank in _in_line(domain, paths, depth + 1)]
-    return [line[number * length // num : (number + 1) * length // num] for number in range(num)]
-
-
-def _in_line(ranks: list[int], paths: Sequence[Path], depth: int) -> list[int]:
-    """Put the ranks of one domain in a line in which the domains within it stay together."""
-    if len(ranks) == 1 or all(len(paths[rank]) <= depth for rank in ranks):
-        return ranks
-    return [rank for domain in _domains(ranks, paths, depth) for rank in _in_line(domain, paths, depth + 1)]
-
-
-def _domains(ranks: list[int], paths: Sequence[Path], depth: int) -> list[list[int]]:
-    """Sort ranks into the domains that their paths name next, in the order of the domains' first ranks.
-
-    A rank whose path ends here is a domain by itself.
-    """
-    domains: dict[str | int, list[int]] = {}
+def _kept(
+    ranks: Sequence[int], paths: Sequence[Path], had: Sequence[Seat | None], num_bases: Mapping[int, int]
+) -> _Members:
+    """Return the last world's groups; ranks that are new are added by domains, each to the group that is smallest."""
+    groups: _Members = [[] for _ in num_bases]
+    newcomers: dict[Path, list[int]] = {}
     for rank in ranks:
-        domains.setdefault(paths[rank][depth] if depth < len(paths[rank]) else rank, []).append(rank)
-    return list(domains.values())
+        if (seat := had[rank]) is not None:
+            groups[seat.group].append(_Member(rank, seat.base))
+        else:
+            newcomers.setdefault(paths[rank] or (str(rank),), []).append(rank)
+    for domain in newcomers.values():
+        number = _smallest(groups)
+        bases = itertools.chain(_free(groups[number], num_bases[number]), itertools.repeat(None))
+        groups[number] += [_Member(rank, base) for rank, base in zip(domain, bases, strict=False)]
+    return groups
 
 
-def _apportion(sizes: Sequence[int], num: int) -> list[int]:
-    """Share `num` groups out to fewer domains, at least one each and no more than each has ranks, by their sizes.
+def _evened(groups: _Members, num_bases: Mapping[int, int], had: Sequence[Seat | None]) -> Iterator[_Members]:
+    """Yield the groups, and again each time that a rank of the largest has gone to the smallest, until they are even.
 
-    Each further group goes where the smallest stays largest: it decides how much memory a rank needs (highest averages,
-    D'Hondt 1882).
+    It goes where it holds most of what it is to hold: to a free base whose middle it has.
     """
-    shares = [1] * len(sizes)
-    for _ in range(num - len(sizes)):
-        open_ = [number for number, size in enumerate(sizes) if shares[number] < size]
-        most = max(open_, key=lambda number: (sizes[number] / (shares[number] + 1), -number))
-        shares[most] += 1
-    return shares
+    while True:
+        yield groups
+        largest, smallest = max(range(len(groups)), key=lambda number: len(groups[number])), _smallest(groups)
+        if len(groups[largest]) - len(groups[smallest]) < 2:
+            return
+        base = next(iter(_free(groups[smallest], num_bases[smallest])), None)
+        middle = Fraction(2 * (base or 0) + 1, 2 * num_bases[smallest])
+        mover = next((member for member in groups[largest] if _has(had[member.rank], middle)), groups[largest][-1])
+        groups[largest].remove(mover)
+        groups[smallest].append(_Member(mover.rank, base))
+
+
+def _smallest(groups: _Members) -> int:
+    return min(range(len(groups)), key=lambda number: len(groups[number]))
+
+
+def _free(members: Sequence[_Member], num_base: int) -> list[int]:
+    """Return the bases that no member has, in order."""
+    return sorted(set(range(num_base)) - {member.base for member in members})
+
+
+def _has(seat: Seat | None, at: Fraction) -> bool:
+    return seat is not None and any(lo <= at < hi for lo, hi in seat.arcs)
+
+
+def _is_fit(kept: Sequence[Seat], new: Sequence[Seat], paths: Sequence[Path]) -> bool:
+    """Say whether kept groups are large enough, near enough to their bases, and copies as far apart as can be."""
+    num = 1 + max(seat.group for seat in kept)
+    needed = min(_LEAST_SIZE * len(paths) / num, Fraction(min(seat.size for seat in new)))
+    if min(seat.size for seat in kept) < needed:
+        return False
+    groups: Groups = [[] for _ in range(num)]
+    for rank, seat in enumerate(kept):
+        groups[seat.group].append(rank)
+    parts = (kept_part([kept[rank].base for rank in ranks], kept[ranks[0]].num_base) for ranks in groups)
+    return min(parts) >= _LEAST_KEPT and are_apart(groups, [seat.arcs for seat in kept], paths)
+
+
+def _moved(seats: Sequence[Seat], had: Sequence[Seat | None]) -> Fraction:
+    """Return how much ranks get that they did not hold, in parts of the whole."""
+    pairs = zip(seats, had, strict=True)
+    got = (length(seat.arcs) - overlap(seat.arcs, old.arcs if old else ()) for seat, old in pairs)
+    return sum(got, Fraction(0))

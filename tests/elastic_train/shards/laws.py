@@ -5,6 +5,7 @@ They are functions so that the same law is also run against variants that are wr
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,10 +17,11 @@ from elastic_train.core.lanes import Part, merge_plan, root_of
 from elastic_train.shards.chunks import leaf_chunks, sum_chunks
 from elastic_train.shards.deal import Counter as LaneCounter
 from elastic_train.shards.deal import deal_lanes, group_lanes
+from elastic_train.shards.domains import Path
 from elastic_train.shards.grains import ALIGN, GRAIN, Layout, Listed, lay_out
 from elastic_train.shards.holdings import Circle, Run
 from elastic_train.shards.recut import Holder, Recut
-from elastic_train.shards.seats import Path, Seat
+from elastic_train.shards.seats import Seat
 
 SHAPES = st.one_of(
     st.just(()),
@@ -84,9 +86,9 @@ def check_partition(seats: Sequence[Seat], holdings: Sequence[Int64s], num_grain
 
 
 def check_balance(circle: Circle, layout: Layout, seats: Sequence[Seat], holdings: Sequence[Int64s]) -> None:
-    """A rank's elements differ from its even share of its group's by less than a grain."""
+    """A rank's elements differ from its even share of its group's by less than a grain for each of its arcs."""
     for seat, grains in zip(seats, holdings, strict=True):
-        assert abs(int(layout.span[grains].sum()) - circle.length / seat.size) < GRAIN, "balance"
+        assert abs(int(layout.span[grains].sum()) - circle.length / seat.size) < GRAIN * len(seat.arcs), "balance"
 
 
 def check_apart(paths: Sequence[Path], holdings: Sequence[Int64s], num_grains: int) -> None:
@@ -228,4 +230,4 @@ def check_runs(layout: Layout, grains: Int64s, runs: Sequence[Run]) -> None:
         for at in range(int(layout.start[grain]), int(layout.start[grain] + layout.span[grain]), ALIGN)
     )
     assert covered == expected, "runs"
-    assert all((a.flat, a.hi) != (b.flat, b.lo) for a, b in zip(runs, runs[1:], strict=False)), "joined"
+    assert all((a.flat, a.hi) != (b.flat, b.lo) for a, b in itertools.pairwise(runs)), "joined"
