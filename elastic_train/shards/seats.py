@@ -63,11 +63,10 @@ def seats_of(paths: Sequence[Path], copies: int, before: Sequence[Seat | None] =
     num_bases = {seat.group: seat.num_base for seat in had if seat is not None}
     if sorted(num_bases) != list(range(num)):
         return new  # other copies, or a group has nobody left
-    for members in _evened(_kept(ranks, paths, had, num_bases), num_bases, had):
-        kept = _seated(members, [num_bases[number] for number in range(num)])
-        if _is_fit(kept, new, paths):
-            return min(kept, new, key=lambda seats: _moved(seats, had))
-    return new
+    in_gaps, by_domains = _kept(ranks, had, num_bases), _kept([rank for rank in ranks if had[rank]], had, num_bases)
+    _add_domains(by_domains, [rank for rank in ranks if not had[rank]], paths, num_bases)
+    found = [_first_fit(groups, num_bases, had, new, paths) for groups in (in_gaps, by_domains)]
+    return min((seats for seats in (*found, new) if seats), key=lambda seats: _moved(seats, had))
 
 
 def _keys(had: Sequence[Seat | None]) -> list[int]:
@@ -88,22 +87,47 @@ def _seated(groups: Iterable[Sequence[_Member]], num_bases: Iterable[int]) -> li
     return [seats[rank] for rank in range(len(seats))]
 
 
-def _kept(
-    ranks: Sequence[int], paths: Sequence[Path], had: Sequence[Seat | None], num_bases: Mapping[int, int]
-) -> _Members:
-    """Return the last world's groups; ranks that are new are added by domains, each to the group that is smallest."""
+def _kept(ranks: Sequence[int], had: Sequence[Seat | None], num_bases: Mapping[int, int]) -> _Members:
+    """Return the last world's groups; of the ranks that are new, each has taken the first base that was free.
+
+    What is left of them is added to the smallest groups.
+    """
     groups: _Members = [[] for _ in num_bases]
-    newcomers: dict[Path, list[int]] = {}
     for rank in ranks:
         if (seat := had[rank]) is not None:
             groups[seat.group].append(_Member(rank, seat.base))
-        else:
-            newcomers.setdefault(paths[rank] or (str(rank),), []).append(rank)
-    for domain in newcomers.values():
+    gaps = [(number, base) for number, members in enumerate(groups) for base in _free(members, num_bases[number])]
+    for rank in ranks:
+        if had[rank] is None:
+            number, base = gaps.pop(0) if gaps else (_smallest(groups), None)
+            groups[number].append(_Member(rank, base))
+    return groups
+
+
+def _add_domains(groups: _Members, ranks: Sequence[int], paths: Sequence[Path], num_bases: Mapping[int, int]) -> None:
+    """Add new ranks by domains, each to the group that is smallest then, on bases that are free if there are any."""
+    domains: dict[Path, list[int]] = {}
+    for rank in ranks:
+        domains.setdefault(paths[rank] or (str(rank),), []).append(rank)
+    for domain in domains.values():
         number = _smallest(groups)
         bases = itertools.chain(_free(groups[number], num_bases[number]), itertools.repeat(None))
         groups[number] += [_Member(rank, base) for rank, base in zip(domain, bases, strict=False)]
-    return groups
+
+
+def _first_fit(
+    groups: _Members,
+    num_bases: Mapping[int, int],
+    had: Sequence[Seat | None],
+    new: Sequence[Seat],
+    paths: Sequence[Path],
+) -> list[Seat] | None:
+    """Return the seats of groups as soon as they are even enough to be fit; None if they are not even then."""
+    for members in _evened(groups, num_bases, had):
+        seats = _seated(members, [num_bases[number] for number in range(len(groups))])
+        if _is_fit(seats, new, paths):
+            return seats
+    return None
 
 
 def _evened(groups: _Members, num_bases: Mapping[int, int], had: Sequence[Seat | None]) -> Iterator[_Members]:

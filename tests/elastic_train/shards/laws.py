@@ -166,7 +166,8 @@ def sums_of_step(
     seats: Sequence[Seat],
     holdings: Sequence[Int64s],
     num_lanes: int,
-    leaf_chunks_of: Callable[..., list[tuple[int, Int64s]]] = leaf_chunks,
+    leaf_chunks_of: Callable[..., Sequence[tuple[int, Int64s]]] = leaf_chunks,
+    deal: Callable[[Seat, int, int], Sequence[Sequence[int]]] = deal_lanes,
 ) -> list[dict[int, Tree]]:
     """Run a step's exchange symbolically; return every rank's sums by grain, as trees of lanes.
 
@@ -177,7 +178,7 @@ def sums_of_step(
         {grain: LaneCounter[Tree](num_lanes, lambda left, right: (left, right)) for grain in grains.tolist()}
         for grains in holdings
     ]
-    turns = [deal_lanes(seat, num_ranks, num_lanes) for seat in seats]
+    turns = [deal(seat, num_ranks, num_lanes) for seat in seats]
     for turn in range(max(map(len, turns))):
         arriving: list[list[tuple[int, int]]] = [[] for _ in seats]
         for rank, seat in enumerate(seats):

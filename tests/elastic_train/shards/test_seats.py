@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import random
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_train.shards.arcs import length, overlap
 from elastic_train.shards.domains import Path
 from elastic_train.shards.holdings import all_held, circle_of
-from elastic_train.shards.seats import seats_of
-from tests.elastic_train.shards.laws import blocks, check_apart, check_partition, check_survives
+from elastic_train.shards.seats import Seat, seats_of
+from tests.elastic_train.shards.laws import blocks, check_apart, check_balance, check_partition, check_survives
 
 LAYOUT = blocks(3, 41)
 CIRCLE = circle_of(LAYOUT)
@@ -27,10 +30,10 @@ def paths_of(nodes: list[list[int]]) -> list[Path]:
 
 
 @given(racks, st.integers(1, 4), st.randoms(use_true_random=False))
-def test_copies_are_in_as_many_domains_as_there_are(nodes: list[list[int]], copies: int, random: object) -> None:
+def test_copies_are_in_as_many_domains_as_there_are(nodes: list[list[int]], copies: int, draw: random.Random) -> None:
     """On the level of racks, of nodes in a rack, and of ranks in a node; whatever the order of the ranks."""
     paths = paths_of(nodes)
-    random.shuffle(paths)  # type: ignore[attr-defined]
+    draw.shuffle(paths)
     seats = seats_of(paths, copies)
     holdings = all_held(CIRCLE, seats)
     check_partition(seats, holdings, LAYOUT.num_grains, copies)
@@ -114,3 +117,70 @@ def test_nothing_moves_where_nothing_has_changed(nodes: list[list[int]], copies:
 def test_a_world_without_ranks_or_copies_is_refused(paths: list[Path], copies: int) -> None:
     with pytest.raises(AssertionError):
         seats_of(paths, copies)
+
+
+def moved(before: list[Seat | None], after: list[Seat]) -> Fraction:
+    """What ranks get that they did not hold, in parts of the whole."""
+    pairs = zip(before, after, strict=True)
+    return sum((length(new.arcs) - overlap(new.arcs, old.arcs if old else ()) for old, new in pairs), Fraction(0))
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+@pytest.mark.parametrize("size", range(4, 25))
+def test_a_lost_rank_moves_half_as_much_again_as_it_held_at_most(size: int, copies: int) -> None:
+    """Each rank a node of its own. Where groups stay as they are, what it held moves, and in its group alone."""
+    before = seats_of([()] * size, copies)
+    for lost in range(size):
+        had = [seat for rank, seat in enumerate(before) if rank != lost]
+        after = seats_of([()] * (size - 1), copies, had)
+        share = length(before[lost].arcs)
+        assert moved(list(had), after) <= share * 3 / 2
+        if all(old.group == new.group for old, new in zip(had, after, strict=True)):
+            assert moved(list(had), after) == share
+            others = [rank for rank, seat in enumerate(had) if seat.group != before[lost].group]
+            assert all(had[rank].arcs == after[rank].arcs for rank in others)
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "copies", "worst"),
+    [(16, 2, 1), (16, 3, Fraction(64, 63)), (8, 2, 1), (8, 3, Fraction(68, 9)), (4, 2, Fraction(15, 4))],
+)
+def test_what_a_lost_node_moves(num_nodes: int, copies: int, worst: Fraction | int) -> None:
+    """Nodes of eight ranks, in parts of what the node held; the figures of decision 0114.
+
+    With four nodes, groups have to be cut again: kept ones would have 8 and 16 ranks, new ones have 12 each.
+    """
+    paths: list[Path] = [(f"node{rank // 8:02}",) for rank in range(8 * num_nodes)]
+    before = seats_of(paths, copies)
+    parts = []
+    for lost in range(num_nodes):
+        stay = [rank for rank in range(len(paths)) if rank // 8 != lost]
+        had = [before[rank] for rank in stay]
+        parts.append(
+            moved(list(had), seats_of([paths[rank] for rank in stay], copies, had)) / Fraction(copies, num_nodes)
+        )
+    assert max(parts) == worst
+
+
+@pytest.mark.parametrize(("num_nodes", "each", "copies"), [(9, 1, 2), (9, 1, 3), (4, 3, 2), (8, 2, 2)])
+def test_a_long_life_keeps_every_law(num_nodes: int, each: int, copies: int) -> None:
+    """Nodes go and come a hundred times: in every world groups hold everything once, and copies stay apart."""
+    draw = random.Random(num_nodes)
+    paths: list[Path] = [(f"node{number}",) for number in range(num_nodes) for _ in range(each)]
+    seats = seats_of(paths, copies)
+    for turn in range(100):
+        nodes = sorted(set(paths))
+        had: list[Seat | None] = list(seats)
+        if draw.random() < len(nodes) / (2 * num_nodes) and len(nodes) > copies:
+            gone = draw.choice(nodes)
+            had = [seat for seat, path in zip(had, paths, strict=True) if path != gone]
+            paths = [path for path in paths if path != gone]
+        else:
+            had += [None] * each
+            paths = paths + [(f"new{turn}",)] * each
+        seats = seats_of(paths, copies, had)
+        holdings = all_held(CIRCLE, seats)
+        check_partition(seats, holdings, LAYOUT.num_grains, copies)
+        check_balance(CIRCLE, LAYOUT, seats, holdings)
+        check_apart(paths, holdings, LAYOUT.num_grains)
+        assert max(seat.size for seat in seats) - min(seat.size for seat in seats) <= max(each, len(paths) // 5)
