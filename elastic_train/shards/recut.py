@@ -92,13 +92,15 @@ def _table(grains: Sequence[Int64s], num_grains: int) -> Table:
 
 def _classes(has: Table, lacks: Table) -> list[tuple[int, tuple[int, ...], Int64s]]:
     """Return what every taker lacks, by the ranks that hold it: (taker, holders, grains), each class once."""
+    columns = np.flatnonzero(lacks.any(axis=0))
+    has, lacks = has[:, columns], lacks[:, columns]
     kinds = _kinds(has)
     found = []
     for taker, row in enumerate(lacks):
         missing = np.flatnonzero(row)
         for kind in np.unique(kinds[missing]):
             grains = missing[kinds[missing] == kind]
-            found.append((taker, tuple(np.flatnonzero(has[:, grains[0]]).tolist()), grains))
+            found.append((taker, tuple(np.flatnonzero(has[:, grains[0]]).tolist()), columns[grains]))
     return found
 
 

@@ -63,8 +63,10 @@ def seats_of(paths: Sequence[Path], copies: int, before: Sequence[Seat | None] =
     num_bases = {seat.group: seat.num_base for seat in had if seat is not None}
     if sorted(num_bases) != list(range(num)):
         return new  # other copies, or a group has nobody left
-    in_gaps, by_domains = _kept(ranks, had, num_bases), _kept([rank for rank in ranks if had[rank]], had, num_bases)
-    _add_domains(by_domains, [rank for rank in ranks if not had[rank]], paths, num_bases)
+    newcomers = [rank for rank in ranks if had[rank] is None]
+    in_gaps, by_domains = _kept(ranks, had, num), _kept(ranks, had, num)
+    _add_in_gaps(in_gaps, newcomers, num_bases)
+    _add_by_domains(by_domains, newcomers, num_bases, paths)
     found = [_first_fit(groups, num_bases, had, new, paths) for groups in (in_gaps, by_domains)]
     return min((seats for seats in (*found, new) if seats), key=lambda seats: _moved(seats, had))
 
@@ -87,27 +89,29 @@ def _seated(groups: Iterable[Sequence[_Member]], num_bases: Iterable[int]) -> li
     return [seats[rank] for rank in range(len(seats))]
 
 
-def _kept(ranks: Sequence[int], had: Sequence[Seat | None], num_bases: Mapping[int, int]) -> _Members:
-    """Return the last world's groups; of the ranks that are new, each has taken the first base that was free.
-
-    What is left of them is added to the smallest groups.
-    """
-    groups: _Members = [[] for _ in num_bases]
+def _kept(ranks: Sequence[int], had: Sequence[Seat | None], num: int) -> _Members:
+    """Return who is left of each of the last world's groups."""
+    groups: _Members = [[] for _ in range(num)]
     for rank in ranks:
         if (seat := had[rank]) is not None:
             groups[seat.group].append(_Member(rank, seat.base))
-    gaps = [(number, base) for number, members in enumerate(groups) for base in _free(members, num_bases[number])]
-    for rank in ranks:
-        if had[rank] is None:
-            number, base = gaps.pop(0) if gaps else (_smallest(groups), None)
-            groups[number].append(_Member(rank, base))
     return groups
 
 
-def _add_domains(groups: _Members, ranks: Sequence[int], paths: Sequence[Path], num_bases: Mapping[int, int]) -> None:
+def _add_in_gaps(groups: _Members, newcomers: Sequence[int], num_bases: Mapping[int, int]) -> None:
+    """Give each new rank the first base that is free; those for whom there is none go to the smallest groups."""
+    gaps = [(number, base) for number, members in enumerate(groups) for base in _free(members, num_bases[number])]
+    for place, rank in enumerate(newcomers):
+        number, base = gaps[place] if place < len(gaps) else (_smallest(groups), None)
+        groups[number].append(_Member(rank, base))
+
+
+def _add_by_domains(
+    groups: _Members, newcomers: Sequence[int], num_bases: Mapping[int, int], paths: Sequence[Path]
+) -> None:
     """Add new ranks by domains, each to the group that is smallest then, on bases that are free if there are any."""
     domains: dict[Path, list[int]] = {}
-    for rank in ranks:
+    for rank in newcomers:
         domains.setdefault(paths[rank] or (str(rank),), []).append(rank)
     for domain in domains.values():
         number = _smallest(groups)
