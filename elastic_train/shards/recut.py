@@ -8,7 +8,7 @@ rounding to whole grains, which also makes the largest load smallest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,9 +19,6 @@ from elastic_train.core.arrays import Int64s
 
 Reached = tuple[int, int]
 """A step, and the term that applied it: ranks that reached the same hold the same bits of whatever they both hold."""
-
-Table = npt.NDArray[np.bool_]
-"""Which rank has which grain; shape (ranks, grains)."""
 
 _PASSES = 32
 """Bound on the passes that even the loads out; each brings the sum of squares down, and few are needed."""
@@ -59,6 +56,14 @@ class Recut:
     lost: Int64s = field(default_factory=_none)
 
 
+class _Kind(NamedTuple):
+    """Grains that the same ranks hold and the same ranks want; `takers` want them and do not hold them."""
+
+    grains: Int64s
+    holders: tuple[int, ...]
+    takers: tuple[int, ...]
+
+
 def plan_recut(had: Sequence[Holder], wants: Sequence[Int64s], spans: Int64s) -> Recut:
     """Plan how every rank comes to hold what it wants, by rank, from what ranks had; both are by rank.
 
@@ -66,60 +71,58 @@ def plan_recut(had: Sequence[Holder], wants: Sequence[Int64s], spans: Int64s) ->
     counts as lost if somebody wants it and nobody holds it at the furthest step of those who hold anything.
     """
     furthest = max((holder.reached for holder in had if holder.grains.size), default=(0, 0))
-    has = _table([holder.grains if holder.reached == furthest else holder.grains[:0] for holder in had], spans.size)
-    needs = _table(wants, spans.size)
-    lost = np.flatnonzero(needs.any(axis=0) & ~has.any(axis=0))
-    if lost.size:
-        return Recut(furthest, lost=lost)
-    classes = _classes(has, needs & ~has)
-    given = _even_out([holders for _, holders, _ in classes], [int(spans[grains].sum()) for _, _, grains in classes])
+    has = [holder.grains if holder.reached == furthest else _none() for holder in had]
+    kinds = list(_kinds(has, wants, spans.size))
+    lost = [kind.grains for kind in kinds if kind.takers and not kind.holders]
+    if lost:
+        return Recut(furthest, lost=np.sort(np.concatenate(lost)))
+    wanted = [(kind, taker) for kind in kinds for taker in kind.takers]
+    given = _even_out([kind.holders for kind, _ in wanted], [int(spans[kind.grains].sum()) for kind, _ in wanted])
     parts: dict[tuple[int, int], list[Int64s]] = {}
-    for (taker, _, grains), shares in zip(classes, given, strict=True):
-        for giver, part in _deal(grains, spans, shares):
+    for (kind, taker), shares in zip(wanted, given, strict=True):
+        for giver, part in _deal(kind.grains, spans, shares):
             parts.setdefault((giver, taker), []).append(part)
-    return Recut(
-        furthest, tuple(Transfer(*pair, np.sort(np.concatenate(part))) for pair, part in sorted(parts.items()))
-    )
+    transfers = (Transfer(*pair, np.sort(np.concatenate(part))) for pair, part in sorted(parts.items()))
+    return Recut(furthest, tuple(transfers))
 
 
-def _table(grains: Sequence[Int64s], num_grains: int) -> Table:
-    """Return which rank has which grain; shape (ranks, grains)."""
-    table = np.zeros((len(grains), num_grains), dtype=np.bool_)
-    for rank, numbers in enumerate(grains):
-        table[rank, numbers] = True
+def _kinds(has: Sequence[Int64s], wants: Sequence[Int64s], num_grains: int) -> Iterator[_Kind]:
+    """Yield the grains that somebody holds or wants, by the ranks that do."""
+    labels, count = _refine([*has, *wants], num_grains)
+    order = np.argsort(labels, kind="stable")
+    edges = np.searchsorted(labels[order], np.arange(count + 1))
+    holding, wanting = _table(has, labels, count), _table(wants, labels, count)
+    for label in range(count):
+        holders = np.flatnonzero(holding[:, label]).tolist()
+        takers = np.flatnonzero(wanting[:, label] & ~holding[:, label]).tolist()
+        yield _Kind(order[edges[label] : edges[label + 1]], tuple(holders), tuple(takers))
+
+
+def _refine(sets: Sequence[Int64s], num_grains: int) -> tuple[Int64s, int]:
+    """Label the grains so that two have one label if and only if they are in the same sets; and count the labels."""
+    labels, count = np.zeros(num_grains, dtype=np.int64), 1
+    for numbers in sets:
+        inside, again = np.unique(labels[numbers], return_inverse=True)
+        labels[numbers] = count + again.reshape(-1)
+        count += inside.size
+    inside, again = np.unique(labels, return_inverse=True)
+    return again.reshape(-1), inside.size
+
+
+def _table(sets: Sequence[Int64s], labels: Int64s, count: int) -> npt.NDArray[np.bool_]:
+    """Return which set has the grains of which label; shape (sets, labels)."""
+    table = np.zeros((len(sets), count), dtype=np.bool_)
+    for number, grains in enumerate(sets):
+        table[number, labels[grains]] = True
     return table
-
-
-def _classes(has: Table, lacks: Table) -> list[tuple[int, tuple[int, ...], Int64s]]:
-    """Return what every taker lacks, by the ranks that hold it: (taker, holders, grains), each class once."""
-    columns = np.flatnonzero(lacks.any(axis=0))
-    has, lacks = has[:, columns], lacks[:, columns]
-    kinds = _kinds(has)
-    found = []
-    for taker, row in enumerate(lacks):
-        missing = np.flatnonzero(row)
-        for kind in np.unique(kinds[missing]):
-            grains = missing[kinds[missing] == kind]
-            found.append((taker, tuple(np.flatnonzero(has[:, grains[0]]).tolist()), columns[grains]))
-    return found
-
-
-def _kinds(has: Table) -> Int64s:
-    """Number the grains so that those that the same ranks hold have one number; shape (grains,)."""
-    kinds = np.zeros(has.shape[1], dtype=np.int64)
-    for lo in range(0, len(has), 32):
-        some = has[lo : lo + 32].astype(np.int64)
-        word = np.bitwise_or.reduce(some << np.arange(len(some))[:, None], axis=0)
-        kinds = np.unique(kinds << 32 | word, return_inverse=True)[1].reshape(-1)
-    return kinds
 
 
 def _even_out(holders: Sequence[tuple[int, ...]], amounts: Sequence[int]) -> list[dict[int, int]]:
     """Share every amount out to its holders so that their totals are as even as they can be; in elements.
 
     Fills one amount at a time as water would on top of all others, until a pass changes nothing. That descends on the
-    sum of the squared totals block by block, which for a convex sum over independent blocks ends at its minimum
-    (Tseng: Convergence of a block coordinate descent method, 2001).
+    sum of the squared totals block by block, which is strictly convex in each block, and so ends at its minimum
+    (Bertsekas: Nonlinear Programming, 2nd edition, section 2.7).
     """
     given: list[dict[int, int]] = [{} for _ in amounts]
     totals: dict[int, int] = {}

@@ -51,7 +51,9 @@ _Members = list[list[_Member]]
 def seats_of(paths: Sequence[Path], copies: int, before: Sequence[Seat | None] = ()) -> list[Seat]:
     """Return every rank's seat, by rank; there are min(copies, ranks) groups, numbered from 0.
 
-    `before` are the seats by which ranks hold what they bring, all of one world; None for a rank that brings nothing.
+    `before` are the seats by which ranks hold what they bring, None for a rank that brings nothing. If they are not of
+    one world, because a fault came while seats were being taken, groups are cut again.
+
     A domain that replaces a lost one of its size takes its places, and nobody else moves.
     """
     assert paths and copies >= 1, f"{copies} copies on {len(paths)} ranks"
@@ -60,15 +62,23 @@ def seats_of(paths: Sequence[Path], copies: int, before: Sequence[Seat | None] =
     ranks = sorted(range(len(paths)), key=_keys(had).__getitem__)
     groups = cut_groups(ranks, paths, num)
     new = _seated([[_Member(rank, base) for base, rank in enumerate(members)] for members in groups], map(len, groups))
-    num_bases = {seat.group: seat.num_base for seat in had if seat is not None}
+    kept = _keeping(ranks, paths, had, num, new)
+    return min([*kept, new], key=lambda seats: _moved(seats, had))
+
+
+def _keeping(
+    ranks: Sequence[int], paths: Sequence[Path], had: Sequence[Seat | None], num: int, new: Sequence[Seat]
+) -> list[list[Seat]]:
+    """Return the seats if the last world's groups are kept, for each way to add ranks that is fit; `ranks` in line."""
+    num_bases = _last_groups(had)
     if sorted(num_bases) != list(range(num)):
-        return new  # other copies, or a group has nobody left
+        return []  # another number of copies, or a group has nobody left
     newcomers = [rank for rank in ranks if had[rank] is None]
     in_gaps, by_domains = _kept(ranks, had, num), _kept(ranks, had, num)
     _add_in_gaps(in_gaps, newcomers, num_bases)
     _add_by_domains(by_domains, newcomers, num_bases, paths)
-    found = [_first_fit(groups, num_bases, had, new, paths) for groups in (in_gaps, by_domains)]
-    return min((seats for seats in (*found, new) if seats), key=lambda seats: _moved(seats, had))
+    found = (_first_fit(groups, num_bases, had, new, paths) for groups in (in_gaps, by_domains))
+    return [seats for seats in found if seats is not None]
 
 
 def _keys(had: Sequence[Seat | None]) -> list[int]:
@@ -76,6 +86,15 @@ def _keys(had: Sequence[Seat | None]) -> list[int]:
     taken = {seat.place for seat in had if seat is not None}
     free = (place for place in itertools.count() if place not in taken)
     return [next(free) if seat is None else seat.place for seat in had]
+
+
+def _last_groups(had: Sequence[Seat | None]) -> dict[int, int]:
+    """Return the number of bases of every group of the last world; none if the seats are not of one world."""
+    seats = [seat for seat in had if seat is not None]
+    groups = {(seat.group, seat.num_base) for seat in seats}
+    based = [(seat.group, seat.base) for seat in seats if seat.base is not None]
+    is_one_world = len({group for group, _ in groups}) == len(groups) and len(set(based)) == len(based)
+    return dict(groups) if is_one_world else {}
 
 
 def _seated(groups: Iterable[Sequence[_Member]], num_bases: Iterable[int]) -> list[Seat]:

@@ -13,7 +13,7 @@ from elastic_train.core.arrays import Int64s
 from elastic_train.shards.domains import Path
 from elastic_train.shards.holdings import all_held, circle_of
 from elastic_train.shards.recut import Holder, Recut, Transfer, plan_recut
-from elastic_train.shards.seats import seats_of
+from elastic_train.shards.seats import Seat, seats_of
 from tests.elastic_train.shards.laws import blocks, check_apart, check_balance, check_partition, check_recut
 
 LAYOUT = blocks(2, 36)
@@ -75,7 +75,7 @@ def test_the_largest_load_is_the_smallest_possible_to_within_a_grain_for_each_ta
 @pytest.mark.parametrize("size", range(1, 10))
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_every_single_and_double_loss(size: int, copies: int, width: int) -> None:
-    """Worlds of 1 to 9 ranks on nodes of 1 to 3: all pairs of losses, one after the other, at once, or a step apart.
+    """Worlds of 1 to 9 ranks on nodes of 1 to 3: every rank, and every two at once.
 
     While fewer nodes are lost at once than there are copies, and there are as many nodes, no grain is lost.
     """
@@ -163,10 +163,52 @@ def test_a_rank_without_a_state_does_not_decide_what_is_furthest() -> None:
 
 
 def test_of_many_ranks_each_is_told_apart() -> None:
-    """More ranks than a word of the table of holders has bits."""
+    """More ranks than a machine word has bits."""
     had = [Holder((1, 1), np.array([rank])) for rank in range(72)]
     plan = plan_of(had, [np.array([(rank + 1) % 72]) for rank in range(72)])
     expected = [Transfer((rank + 1) % 72, rank, np.array([(rank + 1) % 72])) for rank in range(72)]
     assert sorted((t.giver, t.taker, t.grains.tolist()) for t in plan.transfers) == sorted(
         (giver, taker, some.tolist()) for giver, taker, some in expected
     )
+
+
+@pytest.mark.parametrize("copies", [2, 3])
+@pytest.mark.parametrize("size", range(3, 10))
+def test_every_two_losses_one_after_the_other(size: int, copies: int) -> None:
+    """The second one in the world that the first one left; two copies are enough for both."""
+    before = seats_of([()] * size, copies)
+    for first in range(size):
+        had, wants = recut_without(first, before, all_held(CIRCLE, before), copies)
+        for second in range(size - 1):
+            recut_without(second, had, wants, copies)
+
+
+def recut_without(lost: int, seats: list[Seat], holdings: list[Int64s], copies: int) -> tuple[list[Seat], list[Int64s]]:
+    """Lose one rank and check what follows; return the seats and holdings of those who are left."""
+    stay = [rank for rank in range(len(seats)) if rank != lost]
+    after = seats_of([()] * len(stay), copies, [seats[rank] for rank in stay])
+    wants = all_held(CIRCLE, after)
+    plan = plan_of([Holder((5, 1), holdings[rank]) for rank in stay], wants)
+    assert not plan.lost.size
+    check_partition(after, wants, LAYOUT.num_grains, copies)
+    check_balance(CIRCLE, LAYOUT, after, wants)
+    check_apart([()] * len(stay), wants, LAYOUT.num_grains)
+    return after, wants
+
+
+def test_a_model_without_tensors_has_nothing_to_recut() -> None:
+    plan = plan_recut([Holder()], [NOTHING], np.empty(0, dtype=np.int64))
+    assert plan.transfers == () and not plan.lost.size
+
+
+def test_a_fault_while_seats_are_taken_is_recut_from_what_everybody_holds() -> None:
+    """Rank 0 has its new seat and holdings, the others have their old ones, when another rank is lost."""
+    first = seats_of([()] * 6, 2)
+    second = seats_of([()] * 5, 2, first[1:])
+    mixed = [second[0], *first[2:5]]
+    held_now = [all_held(CIRCLE, second)[0], *all_held(CIRCLE, first)[2:5]]
+    after = seats_of([()] * 4, 2, list(mixed))
+    wants = all_held(CIRCLE, after)
+    check_partition(after, wants, LAYOUT.num_grains, 2)
+    plan = plan_of([Holder((5, 1), grains) for grains in held_now], wants)
+    assert not plan.lost.size
