@@ -4,27 +4,52 @@
 `python -I -S orphans.py PARENT_PID PROGRAM ARGS…`, which asks the kernel and then becomes the program: the request
 survives exec. Linux only (PR_SET_PDEATHSIG); elsewhere both do nothing. The kernel watches the parent's *thread*:
 start such children from a thread that lives as long as they should.
+
+`adopting()` makes this process the parent of those below it whose own parent ends (PR_SET_CHILD_SUBREAPER).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent() -> None:
     """Ask the kernel to SIGKILL this process when the thread that started it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
+def set_name(name: str) -> None:
+    """Set what `ps` and /proc/PID/comm call this process: at most 15 bytes."""
+    _prctl(_PR_SET_NAME, ctypes.create_string_buffer(name.encode()[:15]))
+
+
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """Become the parent of every process below this one that loses its own meanwhile."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
 def bound_command(*command: str) -> list[str]:
     """Return the command line that runs `command` as a child that dies with this process."""
     return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *command]  # noqa: PTH100
+
+
+def _prctl(option: int, argument: int | ctypes.Array[ctypes.c_char]) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, argument, 0, 0, 0)
 
 
 def _become(parent: int, command: list[str]) -> None:

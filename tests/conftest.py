@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -18,15 +20,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import settings
-from torch.multiprocessing import ProcessContext, start_processes
 
 from elastic_train.data.dataset.manifest import build_manifest
 from rendezvous.etcd.server import free_ports
-from rendezvous.torchelastic.standby import Program, Standby
+from rendezvous.torchelastic.standby import ForkedWorker, Program, Standby
 
 ROOT = Path(__file__).parent.parent
 CLASSES = 4
 START_TIMEOUT_S = 120.0
+RANKS_TIMEOUT_S = 300.0
 settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing of the law
 settings.load_profile("any machine")
 
@@ -88,12 +90,8 @@ def start(
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "output"
-        forking = standby()
-        program = Program("elastic_train", tuple(arguments))
-        ranks = [
-            forking.start(program, {"OMP_NUM_THREADS": "1", **place, **(environ or {})}, str(log), str(log))
-            for place in _places(num_ranks)
-        ]
+        command = [sys.executable, "-m", "elastic_train", *arguments]
+        ranks = [begin(command, log, {**place, **(environ or {})}) for place in _places(num_ranks)]
         deadline = time.monotonic() + timeout_s
         try:
             codes = [rank.wait(max(0.0, deadline - time.monotonic())) for rank in ranks]
@@ -103,24 +101,55 @@ def start(
         return Finished(next((code for code in codes if code), 0), log.read_text())
 
 
+def run(command: list[str], timeout_s: float = 280) -> Finished:
+    """Run a command as `begin` begins it, to its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "output"
+        process = begin(command, log)
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            process.close(signal.SIGKILL)
+        return Finished(code, log.read_text())
+
+
+def begin(command: list[str], log: Path | None = None, environ: dict[str, str] | None = None) -> ForkedWorker:
+    """Begin `python -m MODULE …`, such as a node, and return it: a Popen that is a fork, as `start` makes them.
+
+    A node's own standby process is a fork of it in turn, so that its workers have nothing to import, either.
+    """
+    program = Program.of(command[1:])
+    assert command[0] == sys.executable and program is not None, f"{command[0]} is no module of this Python"
+    said = None if log is None else str(log)
+    return standby().start(program, {"OMP_NUM_THREADS": "1", **(environ or {})}, said, said)
+
+
+@functools.cache
 def standby() -> Standby:
     """Return the process that has imported the trainer; one for all tests of a pytest process."""
     with contextlib.chdir(ROOT):
-        made = Standby("tests.preload")
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not made.is_ready:
-        assert time.monotonic() < deadline, f"the trainer was not imported within {START_TIMEOUT_S:.0f} s"
-        time.sleep(0.005)
+        made = Standby(forks=False)
+        made.preload("tests.preload")
+    assert made.wait_until_ready(START_TIMEOUT_S), f"the trainer was not imported within {START_TIMEOUT_S:.0f} s"
     return made
 
 
-def run_ranks(of_rank: Callable[..., None], size: int, *arguments: object, join: bool = True) -> ProcessContext | None:
+def run_ranks(of_rank: Callable[..., None], size: int, *arguments: object, may_fail: bool = False) -> list[int]:
     """Run `of_rank(rank, size, *arguments)` for each rank, in processes that are forked as `start` forks them.
 
-    Without `join` return their context; otherwise raise what the first one to fail has raised.
+    Return their exit codes; they have to be 0 unless they `may_fail`.
     """
-    standby()
-    return start_processes(of_rank, args=(size, *arguments), nprocs=size, join=join, start_method="forkserver")  # type: ignore[no-any-return]
+    with tempfile.TemporaryDirectory() as folder:
+        log, what = Path(folder) / "output", Path(folder) / "what"
+        what.write_bytes(pickle.dumps((of_rank, (size, *arguments))))
+        ranks = [begin([sys.executable, "-m", "tests.rank_program", str(what), str(rank)], log) for rank in range(size)]
+        try:
+            codes = [rank.wait(RANKS_TIMEOUT_S) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.close(signal.SIGKILL)
+        assert may_fail or not any(codes), f"codes {codes}\n{log.read_text()}"
+        return codes
 
 
 def _places(num_ranks: int | None) -> list[dict[str, str]]:

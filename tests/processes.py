@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 
@@ -11,25 +10,17 @@ def parent_of(pid: int) -> int:
     return int(_fields(pid)[1])
 
 
+def name_of(pid: int) -> str:
+    """Return a live process's own name, as `ps` shows it."""
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
 def is_running(pid: int) -> bool:
     """Say whether a process is there and no zombie."""
     try:
         return _fields(pid)[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def command_lines_below(pid: int) -> list[str]:
-    """Return the command lines of a process's children, and of theirs."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            ancestors = [parent_of(int(process.name))]
-            while ancestors[-1] not in (0, pid):
-                ancestors.append(parent_of(ancestors[-1]))
-            if ancestors[-1] == pid:
-                found.append((process / "cmdline").read_text().replace("\0", " "))
-    return found
 
 
 def _fields(pid: int) -> list[str]:

@@ -115,10 +115,8 @@ class Node:
         return [pid for pid in _processes() if mark in _read(Path(f"/proc/{pid}/environ")).split(b"\0")]
 
     def standby(self) -> int | None:
-        """Return the standby process, from which the agent has workers forked; None if there is none."""
-        return next(
-            (pid for pid in children_of(self.agent) if b"forkserver" in _read(Path(f"/proc/{pid}/cmdline"))), None
-        )
+        """Return the standby process, from which workers are forked; None if there is none."""
+        return next((pid for pid in children_of(self.agent) if _read(Path(f"/proc/{pid}/comm")) == b"standby\n"), None)
 
     def tail(self, num_lines: int = 15) -> str:
         """Return the end of the node's log."""

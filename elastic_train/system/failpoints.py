@@ -41,13 +41,23 @@ VARIABLE = "ELASTIC_FAILPOINTS"
 _FOR_EVER_S = 1_000_000
 _SLOW_S = 1.0
 
-_folder = Path(os.environ[VARIABLE]) if VARIABLE in os.environ else None
+_UNREAD = Path()
+_folder: Path | None = _UNREAD
 
 
 def reach(name: str) -> None:
     """Mark a place: have the fault that is armed here, if any."""
     if _folder is not None:
         _look(_folder, name)
+
+
+def _forget() -> None:
+    """Read the environment again: a fork may get another one before it becomes a worker."""
+    global _folder
+    _folder = _UNREAD
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def arm(folder: Path, name: str, kind: str, nth: int = 1) -> None:
@@ -67,6 +77,11 @@ def disarm(folder: Path, name: str) -> bool:
 
 
 def _look(folder: Path, name: str) -> None:
+    global _folder
+    if folder is _UNREAD:
+        _folder = Path(os.environ[VARIABLE]) if VARIABLE in os.environ else None
+        reach(name)
+        return
     assert name in POINTS, f"'{name}' is not in POINTS"
     kind = _take(folder, name)
     if kind == "kill":

@@ -145,7 +145,7 @@ def _processor() -> dict[str, str]:
     }
 
 
-def other_starts(group: Group, weights: Mapping[str, Tensor]) -> list[int]:
+def differing_weights(group: Group, weights: Mapping[str, Tensor]) -> list[int]:
     """Return, alike on every rank, the ranks whose weights and buffers are not rank 0's bit for bit."""
     if group.size == 1:
         return []
@@ -177,6 +177,5 @@ def check_same_weights(group: Group, weights: Mapping[str, Tensor], step: int) -
     first = list(weights)[int(is_other.any(0).nonzero()[0])]
     raise WeightsDifferError(
         f"step {step}: ranks {ranks} hold other weights than rank 0, first in '{first}': a kernel is not deterministic,"
-        " the task draws initial weights without torch's generator, or a device computes wrongly. The "
-        "last commit is intact; set `reduction: fast` to train without equal bits"
+        " or a device computes wrongly. The last commit is intact"
     )

@@ -1,27 +1,54 @@
-"""What the agents of both modes share: workers that die with their agent.
+"""What the agents of both modes share: how workers are started, and that they die with their agent.
 
-TorchElastic's own agent leaves its workers running when it is killed.
+TorchElastic's own agent leaves its workers running when it is killed, and starts each of them as a program that has
+all its imports to do. Here they are forks of the node's standby process where the program offers one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import api as starting
+from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
 from rendezvous.orphans import bound_command
+from rendezvous.torchelastic.standby import Program, Standby
 
 FINAL_CODES = frozenset({2, 65, 93})
 """Codes of errors that another worker in a failed one's place would meet as well: bad input, damage, no progress."""
+IMPORTED_WITHIN_S = 300.0
+"""How long the first workers wait for their imports, which they would otherwise do themselves."""
+
+_log = logging.getLogger("rendezvous")
 
 
 class BoundAgent(LocalElasticAgent):
-    """TorchElastic's agent with workers that die with it."""
+    """TorchElastic's agent with workers that die with it, and that start with their imports done."""
+
+    def __init__(self, spec: WorkerSpec, **options: Any) -> None:
+        super().__init__(spec, **options)
+        self._standby: Standby | None = getattr(spec.rdzv_handler, "standby", None)
+        self._has_lost_standby = False
+        self._program = self._program_of(spec)
+        if self._standby is not None and self._program is not None and self._program.preload is not None:
+            self._standby.preload(self._program.preload)  # while the nodes meet
+        elif self._standby is not None:
+            self._standby.end()
+            self._standby = None
 
     def run(self, role: str = "default") -> RunResult:
         """Like the stock method, which returns None, and crashes its caller, for a job that is done already."""
-        result: RunResult | None = super().run(role)
+        try:
+            result: RunResult | None = super().run(role)
+        finally:
+            if self._standby is not None:
+                self._standby.end()
         if result is None:
             result = RunResult(state=WorkerState.SUCCEEDED)
         return result
@@ -33,13 +60,62 @@ class BoundAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start each worker so that it dies with this agent, whatever program it is."""
+        if self._standby is not None:
+            self._standby.wait_until_ready(IMPORTED_WITHIN_S)
         spec = worker_group.spec
         entrypoint, args = spec.entrypoint, spec.args
         if isinstance(entrypoint, str):
             guard, *rest = bound_command(entrypoint)
             spec.entrypoint, spec.args = guard, (*rest, *args)
         try:
-            started: dict[int, Any] = super()._start_workers(worker_group)
-            return started
+            with self._starting_them():
+                started: dict[int, Any] = super()._start_workers(worker_group)
         finally:
             spec.entrypoint, spec.args = entrypoint, args
+        self._renew_standby()
+        return started
+
+    @contextlib.contextmanager
+    def _starting_them(self) -> Iterator[None]:
+        """Let TorchElastic start processes by `_start_worker`."""
+        starting.get_subprocess_handler = self._start_worker  # type: ignore[assignment, attr-defined]
+        try:
+            yield
+        finally:
+            starting.get_subprocess_handler = get_subprocess_handler  # type: ignore[attr-defined]
+
+    def _start_worker(
+        self, *, stdout: str, stderr: str, env: dict[str, str], local_rank_id: int, **ordinary: Any
+    ) -> Any:
+        """Fork a worker from the standby process, or start a program as TorchElastic does; return its handler."""
+        if self._program is not None and self._standby is not None and self._standby.is_ready:
+            try:
+                return self._standby.start(self._program, env, stdout, stderr)
+            except OSError as error:
+                self._standby, self._has_lost_standby = None, True
+                _log.warning(
+                    "the standby process failed, worker %d is started the ordinary way: %s", local_rank_id, error
+                )
+        return get_subprocess_handler(env=env, stdout=stdout, stderr=stderr, local_rank_id=local_rank_id, **ordinary)
+
+    def _renew_standby(self) -> None:
+        """Begin another standby process in the place of one that was killed, or was lost when it was asked to fork."""
+        if self._standby is not None and self._standby.has_ended:
+            _log.warning("the standby process was killed: another is started")
+            self._has_lost_standby = True
+        if not self._has_lost_standby or self._program is None or self._program.preload is None:
+            return
+        self._has_lost_standby = False
+        try:
+            self._standby = Standby(forks=False)
+        except OSError as error:
+            self._standby = None
+            _log.warning("no standby process, workers are started the ordinary way: %s", error)
+        else:
+            self._standby.preload(self._program.preload)
+
+    @staticmethod
+    def _program_of(spec: WorkerSpec) -> Program | None:
+        """Return the program that the workers run, if it can be forked."""
+        is_this_python = spec.entrypoint == sys.executable and spec.numa_options is None
+        return Program.of([str(part) for part in spec.args]) if is_this_python else None

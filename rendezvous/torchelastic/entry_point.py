@@ -9,6 +9,8 @@ by then. So this module imports torch, and what builds on it, only inside its fu
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from rendezvous.errors import OptionError, StoreDeniedError, StoreError
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
     from torch.distributed.elastic.rendezvous.api import RendezvousHandlerCreator
+
+    from rendezvous.torchelastic.standby import Standby
+
+_log = logging.getLogger("rendezvous")
 
 
 def load() -> RendezvousHandlerCreator:
@@ -42,16 +48,33 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     from rendezvous.torchelastic.live_handler import LiveRendezvousHandler
     from rendezvous.torchelastic.restart_handler import EtcdRendezvousHandler
 
-    try:
-        conf = Conf.read(params)
-        handler = (LiveRendezvousHandler if conf.is_live else EtcdRendezvousHandler)(params, conf)
-    except StoreDeniedError as error:
-        raise OptionError(str(error)) from None
-    except StoreError as error:
-        raise RendezvousConnectionError(str(error)) from None
+    with contextlib.ExitStack() as undone:
+        try:
+            conf = Conf.read(params)
+            raise_limit()  # workers inherit it
+            standby = _standby() if conf.has_standby else None
+            if standby is not None:
+                undone.callback(standby.end)
+            handler = (LiveRendezvousHandler if conf.is_live else EtcdRendezvousHandler)(params, conf)
+        except StoreDeniedError as error:
+            raise OptionError(str(error)) from None
+        except StoreError as error:
+            raise RendezvousConnectionError(str(error)) from None
+        undone.pop_all()
+    handler.standby = standby
     install()
-    raise_limit()  # workers inherit it
     return handler
+
+
+def _standby() -> Standby | None:
+    """Begin the node's standby process, before this one has connections and their threads."""
+    from rendezvous.torchelastic.standby import Standby
+
+    try:
+        return Standby(forks=True)
+    except OSError as error:
+        _log.warning("no standby process, workers are started the ordinary way: %s", error)
+        return None
 
 
 def install() -> None:

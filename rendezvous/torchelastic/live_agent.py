@@ -14,7 +14,6 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
@@ -23,11 +22,10 @@ from typing import Any, Literal
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from rendezvous.torchelastic.bound_agent import FINAL_CODES, BoundAgent
 from rendezvous.torchelastic.live_handler import LiveRendezvousHandler
-from rendezvous.torchelastic.standby import Program, Standby
 
 PER_S = 3600.0
 STOPPED_S, STOPPED_FOR_GOOD_S, AWAY_S = 0.5, 60.0, 10.0
@@ -54,8 +52,6 @@ class LiveAgent(BoundAgent):
         self._stopped_since: dict[int, float] = {}
         self._looked_at = 0.0
         self._buried_stopped: set[int] = set()
-        self._standby: Standby | None = None
-        self._has_lost_standby = False
         self._born_at: dict[int, float] = {}
         self._young_deaths: Counter[int] = Counter()
         self._due_at: dict[int, float] = {}
@@ -73,9 +69,7 @@ class LiveAgent(BoundAgent):
         if now - self._looked_at > AWAY_S:
             self._stopped_since.clear()
         self._looked_at = now
-        if self._standby is not None and self._standby.has_ended:
-            _log.warning("the standby process was killed: another is started")
-            self._begin_standby(worker_group.spec)
+        self._renew_standby()
         for rank, handler in list(handlers.items()):
             code = handler.proc.poll()
             if code is None:
@@ -101,22 +95,6 @@ class LiveAgent(BoundAgent):
             return RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the workers, and then the standby process from which others are forked that take their places."""
-        started = super()._start_workers(worker_group)
-        self._begin_standby(worker_group.spec)
-        return started
-
-    def _begin_standby(self, spec: WorkerSpec) -> None:
-        """Start the standby process, if the program has one; in the main thread, with which it is to end."""
-        preload = Standby.preload_of(spec.args)
-        is_this_python = spec.entrypoint == sys.executable
-        if self._rendezvous_handler.has_standby and preload and is_this_python and spec.numa_options is None:
-            try:
-                self._standby = Standby(preload)
-            except OSError as error:  # such as a TMPDIR that is too long for a socket's address
-                _log.warning("no standby process, workers are started the ordinary way: %s", error)
 
     def _bury_if_stopped(self, rank: int, pid: int, now: float) -> None:
         """Do not let the others wait for the lease of a worker that was stopped by a signal or a debugger.
@@ -165,38 +143,23 @@ class LiveAgent(BoundAgent):
 
     def _replace(self, worker_group: WorkerGroup, rank: int) -> None:
         context = self._context()
-        started = self._start(rank, context, worker_group.spec)
+        started = self._start_worker(
+            entrypoint=context.entrypoint,
+            args=context.args[rank],
+            env=context.envs[rank],
+            stdout=context.stdouts[rank],
+            stderr=context.stderrs[rank],
+            local_rank_id=rank,
+            numa_options=worker_group.spec.numa_options,
+        )
         context.subprocess_handlers[rank] = started
-        if self._has_lost_standby:
-            self._has_lost_standby = False
-            self._begin_standby(worker_group.spec)
+        self._renew_standby()
         context._running_local_ranks.add(rank)
         self._buried.discard(started.proc.pid)  # numbers come back
         self._born_at[rank] = time.monotonic()
         for worker in worker_group.workers:
             if worker.local_rank == rank:
                 worker.id = started.proc.pid
-
-    def _start(self, rank: int, context: SubprocessContext, spec: WorkerSpec) -> Any:
-        """Fork a worker from the standby process, or start a program as TorchElastic does; return its handler."""
-        program = Program.of(context.args[rank][-len(spec.args) :])  # without the guard
-        env, stdout, stderr = context.envs[rank], context.stdouts[rank], context.stderrs[rank]
-        if self._standby is not None and self._standby.is_ready and program is not None:
-            try:
-                return self._standby.start(program, env, stdout, stderr)
-            except (OSError, EOFError) as error:
-                self._standby, self._has_lost_standby = None, True
-                _log.warning("the standby process failed, worker %d is started the ordinary way: %s", rank, error)
-        assert isinstance(context.entrypoint, str), "a bound worker is a program"
-        return get_subprocess_handler(
-            entrypoint=context.entrypoint,
-            args=context.args[rank],
-            env=env,
-            stdout=stdout,
-            stderr=stderr,
-            local_rank_id=rank,
-            numa_options=spec.numa_options,
-        )
 
     def _context(self) -> SubprocessContext:
         assert isinstance(self._pcontext, SubprocessContext), "workers are programs, and have been started"

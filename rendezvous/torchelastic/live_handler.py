@@ -20,6 +20,7 @@ from rendezvous.live_member import member_prefix
 from rendezvous.membership.records import Keys
 from rendezvous.torchelastic.addresses import machine_name, own_address
 from rendezvous.torchelastic.conf import BACKEND, Conf
+from rendezvous.torchelastic.standby import Standby
 
 START_PATIENCE_S = 15.0
 
@@ -29,11 +30,12 @@ _log = logging.getLogger("rendezvous")
 class LiveRendezvousHandler(RendezvousHandler):
     """TorchElastic's view of a node in `live` mode: one rendezvous, which never ends."""
 
+    standby: Standby | None = None
+
     def __init__(self, params: RendezvousParameters, conf: Conf) -> None:
         self._run_id = params.run_id
         self._etcd = EtcdStore(conf.etcd)
         self._keys = Keys(params.run_id)
-        self.has_standby = conf.has_standby
         # A missing etcd is reported here, not by every worker; but wait a little, as a running job does in an outage.
         with contextlib.closing(Connection(conf.etcd)) as connection:
             list_prefix(connection, self._keys.world, START_PATIENCE_S)
@@ -83,6 +85,8 @@ class LiveRendezvousHandler(RendezvousHandler):
         """Do nothing: the workers close the job when they have finished."""
 
     def shutdown(self) -> bool:
+        if self.standby is not None:
+            self.standby.end()
         self._identity.close()
         self._etcd.close()
         return True

@@ -33,6 +33,7 @@ from rendezvous.membership.participant import CLOSED_S, Participant
 from rendezvous.membership.records import World
 from rendezvous.torchelastic.addresses import interface_of, is_loopback, machine_name, own_address
 from rendezvous.torchelastic.conf import BACKEND, Conf
+from rendezvous.torchelastic.standby import Standby
 
 GROWTH_GRACE_S = 30.0
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -42,6 +43,8 @@ _log = logging.getLogger("rendezvous")
 
 class EtcdRendezvousHandler(RendezvousHandler):
     """TorchElastic's view of a node's membership."""
+
+    standby: Standby | None = None
 
     def __init__(self, params: RendezvousParameters, conf: Conf) -> None:
         self._run_id = params.run_id
@@ -126,6 +129,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Leave by revoking the lease. The job continues for the others, unless its workers have finished."""
+        if self.standby is not None:
+            self.standby.end()
         if self._compaction is not None:
             self._compaction.close()
         self.node.leave()

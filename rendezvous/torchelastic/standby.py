@@ -1,11 +1,14 @@
-"""Workers that start with their imports done: forked from a standby process that has done them already.
+"""Workers that start with their imports done: forked from a standby process that has done them.
 
-Starting a worker costs seconds of imports, at the expense of the node's other workers. One standby process per node
-has imported what a worker needs, and a worker that takes a dead one's place is forked from it in milliseconds. The
-standby process is the forkserver of multiprocessing; it holds no thread of Python's and no device.
+Importing what a worker needs takes seconds of a core, for every worker that a node starts, and, when one takes a dead
+one's place, at the expense of those that train. One standby process per node imports it once, and a worker is forked
+from it in milliseconds. `standby_process` is its side.
 
-It may be stopped, or swapped out, and then neither forks nor says that a fork has ended. So nobody waits for it for
-longer than `FORKS_WITHIN_S`, and what has become of a fork is read from /proc if it does not say.
+The process is a fork of the agent where that is possible, so that what the agent has imported is not imported again:
+the agent must not have threads yet, and libraries must not have read another environment than the workers'.
+
+It may be stopped, or swapped out, and then does not fork. Nobody waits for it for longer than `FORKS_WITHIN_S`; it is
+then killed, and no worker depends on it.
 
 A program names what to import in a module `preload` of its package; a program without one, or that is not a module, is
 started in the ordinary way.
@@ -15,32 +18,30 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import io
 import itertools
-import multiprocessing
+import json
 import os
-import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from rendezvous.orphans import die_with_parent
-from rendezvous.waiting import Bystander, Call, GivenUp
+from rendezvous.orphans import adopting
+from rendezvous.torchelastic import standby_process
 
 FORKS_WITHIN_S = 5.0
 """A fork takes milliseconds; on a machine that takes longer, the ordinary way costs little more."""
-UNTOLD_S = 1.0
-"""How long a worker may have ended without the standby process saying so."""
 LOOK_EVERY_S = 0.02
 UNKNOWN_CODE = 255
-"""What multiprocessing reports, too, of a process whose end nobody has seen."""
+"""Of a process whose end somebody else has asked the kernel about."""
+READ_WHEN_LOADED = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "TORCH_")
+"""How the variables begin that libraries and the interpreter read once, when they are loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,176 +60,184 @@ class Program:
                 return Program(module, tuple(arguments))
         return None
 
-
-class Standby:
-    """The standby process of a node; create it in the thread with whose end it is to die."""
-
-    def __init__(self, preload: str) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["rendezvous.torchelastic.standby_process", preload])
-        forkserver.ensure_running()
-        self._pid = _forkserver_pid()
-        self._workers: list[ForkedWorker] = []
-        # The forkserver dies with the thread that started it, and multiprocessing starts it again where it has died.
-        self._forks = Bystander("forks")
-        self._is_ready = threading.Event()
-        threading.Thread(target=self._find_out, name="standby", daemon=True).start()
-
-    @staticmethod
-    def preload_of(command: Sequence[str]) -> str | None:
-        """Return the module that names a program's imports, None if there is none."""
-        program = Program.of(command)
-        name = f"{program.module}.preload" if program else ""
+    @property
+    def preload(self) -> str | None:
+        """The module that names the program's imports; None if it has none."""
+        name = f"{self.module}.preload"
         try:
-            return name if name and importlib.util.find_spec(name) else None
+            return name if importlib.util.find_spec(name) else None
         except ImportError:
             return None
 
+
+class Standby:
+    """The standby process of a node; create it in the thread with whose end it is to die.
+
+    `forks` says that this process may be forked for it: no thread of Python's runs yet.
+    """
+
+    def __init__(self, *, forks: bool) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = _forked(self._control, theirs) if forks and may_fork() else _started(theirs)
+        self._is_ready = self._has_ended = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def preload(self, module: str) -> None:
+        """Let it import a module, which takes its time: `is_ready` says when that is done."""
+        with contextlib.suppress(OSError):
+            self._control.send(module.encode())
+
     @property
     def is_ready(self) -> bool:
-        """Whether the imports are done; before, starting a worker in the ordinary way is as fast."""
-        return self._is_ready.is_set()
+        """Whether the imports are done."""
+        self.wait_until_ready(0.0)
+        return self._is_ready
+
+    def wait_until_ready(self, timeout_s: float) -> bool:
+        """Wait for the imports; False if they take longer, or have failed."""
+        if not self._is_ready and not self._has_ended:
+            self._control.settimeout(timeout_s)
+            try:
+                answer = self._control.recv(len(standby_process.READY))
+            except OSError as error:
+                self._has_ended = not isinstance(error, TimeoutError | BlockingIOError)
+            else:
+                self._is_ready, self._has_ended = bool(answer), not answer
+        return self._is_ready
 
     @property
     def has_ended(self) -> bool:
         """Whether it was ready and is gone, so that another is to be begun."""
-        return self.is_ready and not is_alive(self._pid)
+        return self.is_ready and self._process.poll() is not None
 
     def start(self, program: Program, env: Mapping[str, str], stdout: str | None, stderr: str | None) -> ForkedWorker:
         """Start a worker; `stdout` and `stderr` are files to write to, the node's own if None or empty.
 
-        Raises OSError or EOFError if the standby process is gone, or does not fork in time; then it is not used again.
+        Raises OSError if the standby process is gone, or does not fork in time; then it is not used again.
         """
-        if not is_alive(self._pid):
-            raise EOFError("it has ended")
-        environ = {**os.environ, **env}
-        call = self._forks.begin(lambda: self._fork(program, environ, stdout, stderr))
+        if self._process.poll() is not None:
+            raise ConnectionResetError("it has ended")
+        wanted = {
+            "module": program.module,
+            "arguments": program.arguments,
+            "env": {**os.environ, **env},
+            "stdout": stdout,
+            "stderr": stderr,
+        }
         try:
-            worker = call.result(FORKS_WITHIN_S)
-        except GivenUp:
-            self._give_up(call)
+            return self._ask(json.dumps(wanted))
+        except TimeoutError:
+            self.end()
             raise TimeoutError(f"it did not fork within {FORKS_WITHIN_S:.0f} s: it is stopped or swapped out") from None
-        self._workers.append(worker)
-        return worker
 
-    def _fork(self, program: Program, environ: dict[str, str], stdout: str | None, stderr: str | None) -> ForkedWorker:
-        process = self._context.Process(target=_become, args=(program, environ, stdout, stderr), daemon=True)
-        process.start()
-        return ForkedWorker(process)
+    def _ask(self, wanted: str) -> ForkedWorker:
+        ours, theirs = socket.socketpair()
+        self._control.settimeout(FORKS_WITHIN_S)
+        ours.settimeout(FORKS_WITHIN_S)
+        with ours, adopting():
+            with theirs:
+                socket.send_fds(self._control, [b"fork"], [theirs.fileno()])
+            ours.sendall(f"{wanted}\n".encode())
+            answer = ours.recv(32)
+            if not answer:
+                raise ConnectionResetError("it could not fork")
+            ours.sendall(b"begin\n")
+            return ForkedWorker(int(answer))
 
-    def _give_up(self, call: Call[ForkedWorker]) -> None:
-        """End what a call may still start, and the standby process, unless workers would die with it."""
-
-        def end_late_fork() -> None:
-            with contextlib.suppress(OSError, EOFError):
-                call.result().close(signal.SIGKILL)
-
-        threading.Thread(target=end_late_fork, name="late fork", daemon=True).start()
-        if all(worker.poll() is not None for worker in self._workers):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
-                os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)  # multiprocessing looks whether it is there
-
-    def _find_out(self) -> None:
-        process = self._context.Process(target=_nothing, daemon=True)
-        process.start()  # returns once the forkserver answers, which is after the imports
-        process.join()
-        if process.exitcode == 0:
-            self._is_ready.set()
+    def end(self) -> None:
+        """End the standby process, whatever it does; its workers stay."""
+        self._control.close()
+        self._has_ended = True
+        self._process.kill()
+        self._process.wait()
 
 
-class ForkedWorker:
-    """A forked worker, as TorchElastic sees one that it has started itself: a handler with a `proc` like Popen's."""
+class Process:
+    """A child of this process that was not started by subprocess: what TorchElastic and others ask of a Popen."""
 
-    def __init__(self, process: ForkServerProcess) -> None:
-        self.proc = self
-        self._process = process
-        self._untold_since: float | None = None
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None, "it has been started"
-        return self._process.pid
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        code = self._process.exitcode
-        return self._untold() if code is None else code
+        """Return the exit code, a signal negated; None while the process runs."""
+        if self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                self.returncode = UNKNOWN_CODE
+            else:
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end and return the exit code; raises subprocess.TimeoutExpired."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
             time.sleep(LOOK_EVERY_S)
         return code
 
-    def _untold(self) -> int | None:
-        """Return the code of a worker that has ended some time ago without the standby process saying so."""
-        fields = _fields_of(self.pid)
-        if fields and fields[0] not in "ZX":
-            self._untold_since = None
-            return None
-        self._untold_since = self._untold_since or time.monotonic()
-        if time.monotonic() - self._untold_since < UNTOLD_S:
-            return None
-        return os.waitstatus_to_exitcode(int(fields[-1])) if fields else UNKNOWN_CODE
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkedWorker(Process):
+    """A forked worker, as TorchElastic sees one that it has started itself: a handler with a `proc` like Popen's."""
+
+    @property
+    def proc(self) -> ForkedWorker:
+        return self
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Signal the worker and all that it has started; no error if it has just ended or just begun."""
-        if self._process.exitcode is None:
+        """Signal the worker and all that it has started; no error if it has ended."""
+        if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                try:
-                    os.killpg(self.pid, death_sig or signal.SIGTERM)
-                except ProcessLookupError:  # it has no group of its own yet
-                    os.kill(self.pid, death_sig or signal.SIGTERM)
+                os.killpg(self.pid, death_sig or signal.SIGTERM)
 
 
-def _become(program: Program, env: dict[str, str], stdout: str | None, stderr: str | None) -> None:
-    """In the forked process: become what the program's command line would have started."""
-    from rendezvous.torchelastic.standby_process import dispositions  # not in the agent: importing it ignores signals
-
-    os.setsid()
-    die_with_parent()
-    agent = multiprocessing.parent_process()
-    if agent is None or not agent.is_alive():
-        sys.exit("the agent that asked for this worker is gone")
-    for number, before in dispositions.items():
-        signal.signal(number, before)
-    multiprocessing.current_process().daemon = False  # or it could have no children
-    multiprocessing.set_start_method(None, force=True)
-    if not sys.flags.safe_path:
-        sys.path.insert(0, str(Path.cwd()))  # as `-m` does
-    os.environ.clear()
-    os.environ.update(env)
-    for path, stream in ((stdout, sys.stdout), (stderr, sys.stderr)):
-        if path:
-            with Path(path).open("a") as file:  # after the last lines of its predecessor
-                os.dup2(file.fileno(), stream.fileno())
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(write_through=True)  # as torchrun's `-u` does
-    sys.argv = [program.module, *program.arguments]
-    runpy.run_module(program.module, run_name="__main__", alter_sys=True)
+def may_fork() -> bool:
+    """Say whether a fork of this process is what a process started by it would be."""
+    return threading.active_count() == 1 and _loaded_with(_environment_at_start()) == _loaded_with(os.environ)
 
 
-def is_alive(pid: int) -> bool:
-    """Say whether a process is there, stopped or not."""
-    fields = _fields_of(pid)
-    return bool(fields) and fields[0] not in "ZX"
+def _loaded_with(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name.startswith(READ_WHEN_LOADED)}
 
 
-def _fields_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on, the last of which is the exit status; [] without any."""
+def _environment_at_start() -> dict[str, str]:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+        entries = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
-        return []
+        return {}
+    return dict(os.fsdecode(entry).split("=", 1) for entry in entries if b"=" in entry)
 
 
-def _forkserver_pid() -> int:
-    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]  # there is no other way to learn it
-    assert isinstance(pid, int), "it runs"
-    return pid
+def _forked(ours: socket.socket, theirs: socket.socket) -> Process | subprocess.Popen[bytes]:
+    agent = os.getpid()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # numpy's threads, which know how to be forked
+        pid = os.fork()
+    if pid == 0:
+        ours.close()
+        standby_process.serve(theirs, agent)
+    return Process(pid)
 
 
-def _nothing() -> None:
-    """Run in a fork, to show that the standby process works."""
+def _started(theirs: socket.socket) -> subprocess.Popen[bytes]:
+    command = standby_process.command(theirs, os.getpid())
+    return subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)

@@ -1,16 +1,184 @@
-"""Imported only by a node's standby process, before anything else: it dies with its agent and ignores other signals.
+"""What a node's standby process does: import what the node's workers will need, and become them.
 
-A scheduler that signals a whole process tree to leave means the workers, and so does a terminal that is closed. If the
-standby process left, the workers would die with it, because it is their parent.
+It is a fork of the agent, or `python -m rendezvous.torchelastic.standby_process FD AGENT_PID`. A message on its socket
+is the name of a module to import, answered with `READY`, or comes with another socket, on which a worker is asked for.
+That one it neither reads nor answers: it forks, and the worker itself reads there what it is to become, says that it is
+there, and begins once the agent has heard it. So nothing starts for an agent that no longer waits.
+
+A worker is the agent's child: it is forked by a process that ends at once, and the agent adopts it. It outlives
+the standby process, and the agent itself learns with which code it ends.
+
+Whatever finds after a fork that CUDA had begun before it becomes a program of its own (exec).
+
+A scheduler that signals a whole process tree to leave means the workers, and so does a terminal that is closed: the
+standby process ignores such signals and ends with its agent.
 """
 
+from __future__ import annotations
+
+import atexit
+import importlib
+import io
+import json
+import os
+import runpy
 import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NoReturn
 
-from rendezvous.orphans import die_with_parent
+from rendezvous.orphans import die_with_parent, set_name
 
-die_with_parent()
-dispositions = {
-    number: signal.signal(number, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
-}
-"""The handlers, before they were replaced, of the signals that the standby process ignores; workers restore them."""
+NAME = "standby"
+READY = b"ready"
+IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
+ADOPTED_WITHIN_S = 5.0
+LONGEST_NAME = 4096
+THREADS = "OMP_NUM_THREADS"
+
+
+def serve(control: socket.socket, agent: int) -> NoReturn:
+    """Import and fork as told, until the agent ends."""
+    die_with_parent()
+    set_name(NAME)
+    if is_poisoned():
+        control.set_inheritable(True)
+        os.execv(sys.executable, command(control, agent))
+    dispositions = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED}
+    while os.getppid() == agent:
+        message, descriptors, _, _ = socket.recv_fds(control, LONGEST_NAME, 1)
+        if descriptors:
+            if _is_worker(descriptors[0]):
+                control.close()
+                _become(socket.socket(fileno=descriptors[0]), agent, dispositions)
+        elif message:
+            _import(message.decode())
+            control.send(READY)
+        else:
+            break
+    os._exit(0)
+
+
+def command(control: socket.socket, agent: int) -> list[str]:
+    """Return the command line that starts a standby process as a program."""
+    return [sys.executable, "-m", "rendezvous.torchelastic.standby_process", str(control.fileno()), str(agent)]
+
+
+def is_poisoned() -> bool:
+    """Say whether a fork has left this process unable to use its GPUs: CUDA had begun before it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda._is_in_bad_fork())
+
+
+def _import(module: str) -> None:
+    """Import a module as a program would that is started with `-m` here."""
+    if not sys.flags.safe_path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        importlib.import_module(module)
+    except BaseException:  # noqa: BLE001 - shown; workers are then started the ordinary way
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+    if not sys.flags.safe_path:
+        sys.path.pop(0)
+
+
+def _is_worker(request: int) -> bool:
+    """Fork a process that forks a worker and ends; True in the worker. If there is no room for one, nobody answers."""
+    try:
+        between = os.fork()
+    except OSError:
+        os.close(request)
+        return False
+    if between:
+        os.waitpid(between, 0)
+        os.close(request)
+        return False
+    try:
+        if os.fork():
+            os._exit(0)
+    except OSError:
+        os._exit(1)
+    return True
+
+
+def _become(request: socket.socket, agent: int, dispositions: dict[signal.Signals, Any]) -> NoReturn:
+    """Become what the program's command line would have started, if the agent still wants it."""
+    os.setsid()
+    set_name("worker")
+    for number, before in dispositions.items():
+        signal.signal(number, before)
+    _await_adoption(agent)
+    die_with_parent()
+    with request, request.makefile("rw") as lines:
+        wanted = json.loads(lines.readline() or "null")
+        if wanted is None or os.getppid() != agent:
+            os._exit(0)
+        lines.write(f"{os.getpid()}\n")
+        lines.flush()
+        if not lines.readline():
+            os._exit(0)
+    if not sys.flags.safe_path:
+        sys.path.insert(0, str(Path.cwd()))  # as `-m` does
+    _set_environment(wanted["env"])
+    for path, stream in ((wanted["stdout"], sys.stdout), (wanted["stderr"], sys.stderr)):
+        if path:
+            with Path(path).open("a") as file:  # after the last lines of its predecessor
+                os.dup2(file.fileno(), stream.fileno())
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(write_through=True)  # as torchrun's `-u` does
+    if is_poisoned():
+        ordinary = [sys.executable, "-u", "-m", wanted["module"], *wanted["arguments"]]
+        os.execve(sys.executable, ordinary, wanted["env"])
+    sys.argv = [wanted["module"], *wanted["arguments"]]
+    _end(_run(wanted["module"]))
+
+
+def _await_adoption(agent: int) -> None:
+    """Wait until the process that forked this one has ended, and the agent is its parent."""
+    deadline = time.monotonic() + ADOPTED_WITHIN_S
+    while os.getppid() != agent:
+        if time.monotonic() > deadline:
+            os._exit(1)
+        time.sleep(0.001)
+
+
+def _set_environment(env: dict[str, str]) -> None:
+    """Take a worker's environment; torch has read the number of its threads from another one."""
+    is_other = env.get(THREADS) != os.environ.get(THREADS)
+    os.environ.clear()
+    os.environ.update(env)
+    torch = sys.modules.get("torch")
+    if is_other and torch is not None and env.get(THREADS, "").isdecimal():
+        torch.set_num_threads(int(env[THREADS]))
+
+
+def _run(module: str) -> int:
+    """Run a module as the program, and return the exit code that the interpreter would."""
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        sys.stderr.write(f"{end.code}\n")
+        return 1
+    except BaseException:  # noqa: BLE001 - shown as the interpreter would
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def _end(code: int) -> NoReturn:
+    """End as the interpreter does, without returning through the calls of the process that was forked."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code & 0xFF)
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))

@@ -10,7 +10,7 @@ from chaos.errors import RunError
 from chaos.real.acts.job_view import Act, JobView
 from chaos.real.acts.outcome import Struck
 from chaos.real.acts.targets import targets
-from chaos.services.torchrun_node import children_of, signal_all
+from chaos.services.torchrun_node import signal_all
 
 if TYPE_CHECKING:
     from chaos.scenario.schedule import Due
@@ -93,9 +93,9 @@ def freeze_standby(job: JobView, fault: Due) -> Struck | None:
 
 
 def kill_standby(job: JobView, fault: Due) -> Struck | None:
-    """Kill it, as a machine does that is short of memory; not where workers depend on it, which is another fault."""
+    """Kill it, as a machine does that is short of memory; no worker depends on it."""
     nodes = targets(job, fault)
-    pids = [pid for node in nodes if (pid := node.standby()) is not None and not children_of(pid)]
+    pids = [pid for node in nodes if (pid := node.standby()) is not None]
     signal_all(pids, signal.SIGKILL)
     return Struck(pids, nodes, "SIGKILL") if pids else None
 

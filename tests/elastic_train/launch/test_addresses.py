@@ -13,7 +13,8 @@ import pytest
 
 from chaos.services.etcd_cluster import EtcdCluster
 from chaos.services.network_namespace import Cable, NoNamespacesError, cable
-from tests.conftest import ROOT
+from rendezvous.torchelastic.standby import ForkedWorker
+from tests.conftest import ROOT, begin
 from tests.elastic_train.training.test_live import eventually, history, until_whole, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("network")]
@@ -66,7 +67,7 @@ def test_a_node_at_an_address_that_every_machine_has_stops_nobody(tmp_path: Path
         job = [sys.executable, "-m", "elastic_train.cli.main", "launch", config, "--nodes", "1:2", "--ranks", "1"]
         job += ["--endpoint", endpoint, "--id", tmp_path.name, "--local-addr", laid.address("nodes")]
         with (tmp_path / "newcomer.log").open("wb") as log:
-            nodes = [subprocess.Popen(job, cwd=ROOT)]
+            nodes: list[subprocess.Popen[bytes] | ForkedWorker] = [begin(job)]
             try:
                 until_whole(tmp_path / "run", 1)
                 nodes.append(subprocess.Popen(laid.command(job), cwd=ROOT, stdout=log, stderr=log))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import yaml
 
 import elastic_train as et
+from chaos.services.torchrun_node import children_of
 from elastic_train.cli import main
 from elastic_train.launch import node
 from elastic_train.launch.options import Flags, Launch, resolve
@@ -22,9 +22,9 @@ from rendezvous.etcd.server import free_ports
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.store import Put
 from rendezvous.torchelastic import live_handler
-from tests.conftest import ROOT, start
+from tests.conftest import Finished, begin, run, start
 from tests.elastic_train.training.test_live import PARAMS, eventually, history, until_whole, write_config
-from tests.processes import command_lines_below
+from tests.processes import name_of
 
 pytestmark = pytest.mark.slow
 
@@ -76,11 +76,11 @@ def command(config: str, *flags: str) -> list[str]:
 def test_sigterm_ends_with_75_and_the_same_command_resumes(tmp_path: Path, rows: Path) -> None:
     """Asked to leave, the launcher ends with 75, committed; started again, with 0, from where it was."""
     config = write_config(tmp_path, rows, 300)
-    job = subprocess.Popen(command(config, "--ranks", "2"), cwd=ROOT)
+    job = begin(command(config, "--ranks", "2"))
     until_whole(tmp_path / "run", 2)
     job.send_signal(signal.SIGTERM)
     assert job.wait(240) == 75
-    assert subprocess.run(command(config, "--ranks", "1"), cwd=ROOT, timeout=240, check=False).returncode == 0
+    assert run(command(config, "--ranks", "1")).code == 0
     restores = [line for line in history(tmp_path / "run") if line["op"] == "restore"]
     assert max(line["step"] for line in restores) > 0
 
@@ -95,7 +95,7 @@ def test_a_step_that_outlasts_the_grace_is_dropped_and_the_applied_state_committ
     tree["task"] = {"path": "tests.tasks:Stalls", "params": {**PARAMS, "marker": str(marker)}}
     config.write_text(yaml.safe_dump(tree | {"hang_timeout_s": 600.0}))
     line = command(str(config), "--ranks", "2", "--recovery", recovery, "--grace-s", "3")
-    job = subprocess.Popen(line, cwd=ROOT)
+    job = begin(line)
     until_whole(tmp_path / "run", 2)
     eventually(lambda: applied(tmp_path / "run") > 3, "some steps")
     marker.touch()
@@ -103,7 +103,7 @@ def test_a_step_that_outlasts_the_grace_is_dropped_and_the_applied_state_committ
     job.send_signal(signal.SIGTERM)
     assert job.wait(30) == 75
     marker.unlink()
-    assert subprocess.run(line, cwd=ROOT, timeout=240, check=False).returncode == 0
+    assert run(line).code == 0
     lines = [line for line in history(tmp_path / "run") if line["op"] == "step"]
     assert sorted(line["step"] for line in lines) == sorted([*range(1, 41), *range(1, 41)])
 
@@ -124,8 +124,8 @@ POISON = 177  # not a sample of the validation set
 def test_a_sample_that_ends_its_process_is_found_and_left_out(tmp_path: Path, rows: Path) -> None:
     """Two ranks die of it in turn; then it alone is tried, recorded as a hole, and all other samples are trained on."""
     line = command(poisoned(tmp_path, rows, deadly="quarantine"), "--ranks", "2")
-    done = subprocess.run(line, cwd=ROOT, timeout=280, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = run(line)
+    assert done.code == 0, done.output
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     (hole,) = result["holes"]
     assert (result["step"], hole["lo"], hole["hi"]) == (40, POISON, POISON + 1)
@@ -140,20 +140,18 @@ def test_a_sample_that_ends_its_process_is_found_and_left_out(tmp_path: Path, ro
 def test_a_sample_that_ends_its_process_is_named_where_none_may_be_left_out(tmp_path: Path, rows: Path) -> None:
     """With the code for data that are wrong, after which nobody starts it again."""
     line = command(poisoned(tmp_path, rows), "--ranks", "2")
-    done = subprocess.run(line, cwd=ROOT, timeout=280, check=False, capture_output=True, text=True)
-    assert done.returncode == 65, done.stderr
-    assert f"sample {POISON} (row group " in done.stderr and "ends its process with SIGSEGV" in done.stderr
+    done = run(line)
+    assert done.code == 65, done.output
+    assert f"sample {POISON} (row group " in done.output and "ends its process with SIGSEGV" in done.output
 
 
 def test_a_job_that_gets_nowhere_ends_with_93(tmp_path: Path, rows: Path) -> None:
     """Before any restart is spent that could not help."""
     config = Path(poisoned(tmp_path, rows))
     config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"give_up_after_worlds": 2}))
-    done = subprocess.run(
-        command(str(config), "--ranks", "2"), cwd=ROOT, timeout=280, check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 93, done.stderr
-    assert "the last 2 worlds, up to term" in done.stderr and "got no further than step" in done.stderr
+    done = run(command(str(config), "--ranks", "2"))
+    assert done.code == 93, done.output
+    assert "the last 2 worlds, up to term" in done.output and "got no further than step" in done.output
 
 
 @pytest.mark.long
@@ -163,15 +161,13 @@ def test_a_sample_of_the_validation_set_that_ends_its_process_is_suspected(tmp_p
     tree = yaml.safe_load(config.read_text()) | {"give_up_after_worlds": 3}
     tree["task"]["params"] |= {"ids": [3], "validated": True}
     config.write_text(yaml.safe_dump(tree))
-    done = subprocess.run(
-        command(str(config), "--ranks", "2"), cwd=ROOT, timeout=280, check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 93, done.stderr
-    assert "got no further than step 40" in done.stderr
+    done = run(command(str(config), "--ranks", "2"))
+    assert done.code == 93, done.output
+    assert "got no further than step 40" in done.output
     suspect = (
         f"points to the samples of the validation set {rows / 'validation'} (3 of 3 worlds ended while they validated)"
     )
-    assert suspect in done.stderr
+    assert suspect in done.output
 
 
 def applied(run: Path) -> int:
@@ -181,8 +177,8 @@ def applied(run: Path) -> int:
 def test_sigterm_before_a_worker_listens_ends_with_75(tmp_path: Path, rows: Path) -> None:
     """A scheduler that reclaims a node right after the start requeues it, and does not count it as failed."""
     config = write_config(tmp_path, rows, 300)
-    job = subprocess.Popen(command(config, "--ranks", "1"), cwd=ROOT)
-    while not any("-m elastic_train " in line for line in command_lines_below(job.pid)):
+    job = begin(command(config, "--ranks", "1"))
+    while "worker" not in [name_of(pid) for pid in children_of(job.pid)]:
         assert job.poll() is None
         time.sleep(0.02)
     job.send_signal(signal.SIGTERM)
@@ -193,14 +189,12 @@ def test_a_done_job_without_its_result_ends_with_74_and_is_not_started_over(tmp_
     """The rank that could not write it is not replaced; another start writes it, and trains nothing."""
     config = write_config(tmp_path, rows, 20, lane_ms=0.0)
     (tmp_path / "run" / "result.json").mkdir(parents=True)
-    done = subprocess.run(
-        command(config, "--ranks", "2"), cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 74, done.stderr
+    done = run(command(config, "--ranks", "2"))
+    assert done.code == 74, done.output
     assert (
-        f"error: step 20 is committed, but the result could not be written: {tmp_path}/run/result.json" in done.stderr
+        f"error: step 20 is committed, but the result could not be written: {tmp_path}/run/result.json" in done.output
     )
-    assert "another is started in its place" not in done.stderr
+    assert "another is started in its place" not in done.output
     assert sorted(line["rank"] for line in history(tmp_path / "run") if line["op"] == "form") == [0, 1]
     (tmp_path / "run" / "result.json").rmdir()
     assert start([config]).code == 0
@@ -210,16 +204,9 @@ def test_a_done_job_without_its_result_ends_with_74_and_is_not_started_over(tmp_
 
 def test_a_bad_configuration_is_reported_once(tmp_path: Path, rows: Path) -> None:
     """An unknown key ends the launcher with 2 before any worker starts."""
-    done = subprocess.run(
-        command(write_config(tmp_path, rows, 9), "--ranks", "2", "--batch.micro_bach", "3"),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stderr.count("unknown key") == 1
+    done = run(command(write_config(tmp_path, rows, 9), "--ranks", "2", "--batch.micro_bach", "3"))
+    assert done.code == 2
+    assert done.output.count("unknown key") == 1
     assert not (tmp_path / "run").exists()
 
 
@@ -229,18 +216,18 @@ def test_a_run_id_that_was_just_used_by_another_job_is_refused(tmp_path: Path, r
     with EtcdServer() as server:
         flags = ("--endpoint", server.endpoint, "--id", "twice", "--ranks", "1", "--recovery", recovery)
 
-        def launched(folder: str) -> subprocess.CompletedProcess[str]:
+        def launched(folder: str) -> Finished:
             config = write_config(tmp_path / folder, rows, 5, lane_ms=0.0)
             asked = command(config, *flags)
-            return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+            return run(asked)
 
-        assert launched("a").returncode == 0
+        assert launched("a").code == 0
         other = launched("b")
-        assert other.returncode == 2 and "the run id 'twice' was finished" in other.stderr.replace("job of ", ""), other
-        assert str(tmp_path / "a") in other.stderr and "a run id of its own (--id, --rdzv_id)" in other.stderr
+        assert other.code == 2 and "the run id 'twice' was finished" in other.output.replace("job of ", ""), other
+        assert str(tmp_path / "a") in other.output and "a run id of its own (--id, --rdzv_id)" in other.output
         assert not (tmp_path / "b" / "run" / "history").exists()
         again = launched("a")
-        assert again.returncode == 0 and "nothing" in again.stderr, again
+        assert again.code == 0 and "nothing" in again.output, again
 
 
 def test_two_slurm_jobs_on_one_first_node_have_an_etcd_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,19 +261,12 @@ def test_a_node_with_other_limits_ends_with_2_and_the_others_do_not_notice(
     with EtcdServer() as etcd:
         config = write_config(tmp_path, rows, 100_000)
         shared = ("--ranks", "1", "--endpoint", etcd.endpoint, "--id", tmp_path.name, "--recovery", recovery)
-        first = subprocess.Popen(command(config, "--nodes", "1:2", *shared), cwd=ROOT)
+        first = begin(command(config, "--nodes", "1:2", *shared))
         try:
             until_whole(tmp_path / "run", 1)
-            other = subprocess.run(
-                command(config, "--nodes", "1:3", *shared),
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                timeout=240,
-                check=False,
-            )
-            assert other.returncode == 2, other.stderr
-            assert "--nnodes (or --nodes) is 1:3 here, and 1:2 on the nodes that run already" in other.stderr
+            other = run(command(config, "--nodes", "1:3", *shared))
+            assert other.code == 2, other.output
+            assert "--nnodes (or --nodes) is 1:3 here, and 1:2 on the nodes that run already" in other.output
             assert first.poll() is None
         finally:
             first.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -66,3 +67,18 @@ def test_a_failing_sync_raises_the_systems_error(folder: Path, kind: str, number
     with disk.create(folder / "file") as file, pytest.raises(OSError) as caught:
         disk.sync([file], [])
     assert caught.value.errno == number
+
+
+def test_a_fork_reads_its_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker is a fork of a process that had another one, or had none."""
+    monkeypatch.setattr(failpoints, "_folder", None)
+    arm(tmp_path, "data", "raise")
+    monkeypatch.setenv(failpoints.VARIABLE, str(tmp_path))
+    reach("data")
+    if (pid := os.fork()) == 0:
+        try:
+            reach("data")
+        except RuntimeError:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7

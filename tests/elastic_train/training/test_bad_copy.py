@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,8 @@ import pytest
 
 from chaos.services.private_dataset import OwnData
 from rendezvous import EtcdServer
-from tests.conftest import ROOT, start
+from rendezvous.torchelastic.standby import ForkedWorker
+from tests.conftest import begin, start
 from tests.elastic_train.training.test_live import STARTED, etcd, history, nothing_left, until_whole, write_config
 
 pytestmark = pytest.mark.slow
@@ -21,12 +21,11 @@ __all__ = ["etcd", "nothing_left"]  # fixtures
 STEPS = 500
 
 
-def launch(folder: Path, etcd: EtcdServer, config: str, name: str, train: Path) -> subprocess.Popen[bytes]:
+def launch(folder: Path, etcd: EtcdServer, config: str, name: str, train: Path) -> ForkedWorker:
     """Start a node of one rank that reads a copy of its own; what it says goes into `<name>.log`."""
     command = [sys.executable, "-m", "elastic_train.cli.main", "launch", config, "--ranks", "1", "--nodes", "1:2"]
     command += ["--endpoint", etcd.endpoint, "--id", folder.name, "--data.train", str(train)]
-    with (folder / f"{name}.log").open("ab") as log:
-        STARTED.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
+    STARTED.append(begin(command, folder / f"{name}.log"))
     return STARTED[-1]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from chaos.judge.invariants.whole_run import check_kept
 from chaos.services.etcd_cluster import EtcdCluster, frozen
 from rendezvous import EtcdServer, EtcdStore, etcd_options
 from rendezvous.membership.store import Put
+from rendezvous.torchelastic.standby import ForkedWorker
 from tests.conftest import start
 from tests.elastic_train.training.test_live import (
     eventually,
@@ -110,7 +110,7 @@ def terms(run: Path) -> set[int]:
     return {line["term"] for line in history(run) if line["op"] == "form"}
 
 
-def leave(job: subprocess.Popen[bytes]) -> None:
+def leave(job: ForkedWorker) -> None:
     """Ask the only node to leave: it commits what it has applied."""
     job.send_signal(signal.SIGTERM)
     job.wait(PATIENCE_S)

@@ -19,10 +19,12 @@ import yaml
 from chaos.judge.evidence.run_files import Evidence, collect
 from chaos.judge.invariants.whole_run import check_kept
 from chaos.services.etcd_cluster import EtcdCluster
+from chaos.services.torchrun_node import children_of
 from elastic_train.system.failpoints import POINTS, VARIABLE, arm
 from rendezvous import EtcdServer
-from tests.conftest import ROOT, start
-from tests.processes import is_running, parent_of
+from rendezvous.torchelastic.standby import ForkedWorker
+from tests.conftest import begin, start
+from tests.processes import is_running, name_of
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +38,7 @@ JOB: dict[str, object] = {
     "tracking": {"mlflow_uri": None},
     "hang_timeout_s": 3.0,
 }
-STARTED: list[subprocess.Popen[bytes]] = []
+STARTED: list[ForkedWorker] = []
 
 
 @pytest.fixture(scope="module")
@@ -62,20 +64,17 @@ def launch(
     ranks: int,
     nnodes: str = "1:2",
     conf: str = "",
-    standby: bool = False,
     **environ: str,
-) -> subprocess.Popen[bytes]:
-    """Start one live node under torchrun; what it says goes into `node.log`. A standby process takes its time, too."""
+) -> ForkedWorker:
+    """Start one live node under torchrun; what it says goes into `node.log`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv_backend=etcd"]
     command += [
         f"--rdzv_endpoint={etcd.endpoint}",
         f"--rdzv_id={folder.name}",
-        f"--rdzv_conf=recovery=live,ttl=2,standby={int(standby)}{conf}",
+        f"--rdzv_conf=recovery=live,ttl=2{conf}",
     ]
     command += [f"--nnodes={nnodes}", f"--nproc-per-node={ranks}", "--max-restarts=50", "-m", "elastic_train", config]
-    everything = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
-    with (folder / "node.log").open("ab") as log:
-        STARTED.append(subprocess.Popen(command, cwd=ROOT, env=everything, stdout=log, stderr=log))
+    STARTED.append(begin(command, folder / "node.log", environ))
     return STARTED[-1]
 
 
@@ -89,7 +88,7 @@ def nothing_left() -> Iterator[None]:
         node.wait()
 
 
-def finish(job: subprocess.Popen[bytes], folder: Path, timeout_s: float = 280) -> tuple[Evidence, str]:
+def finish(job: ForkedWorker, folder: Path, timeout_s: float = 280) -> tuple[Evidence, str]:
     """Wait for a job; return what it left, and its log."""
     try:
         code = job.wait(timeout_s)
@@ -201,10 +200,10 @@ def test_a_hanging_rank_is_ended_and_the_others_continue(
 def test_a_stopped_worker_is_left_out_and_a_dead_one_replaced(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
     """No lease has to end for a worker that was stopped; once continued, the same process joins again.
 
-    A dead one's place is taken by a fork of the standby process, and none of them outlives the agent.
+    A dead one's place is taken by a fork of the standby process, as the first ones' were, and none outlives the agent.
     """
     config = write_config(tmp_path, rows, 100_000)
-    job = launch(tmp_path, etcd, config, ranks=2, conf=",ttl=60", standby=True)
+    job = launch(tmp_path, etcd, config, ranks=2, conf=",ttl=60")
     try:
         _, ranks = until_whole(tmp_path / "run", 2)
         os.kill(ranks[1], signal.SIGSTOP)
@@ -213,10 +212,11 @@ def test_a_stopped_worker_is_left_out_and_a_dead_one_replaced(tmp_path: Path, ro
         os.kill(ranks[1], signal.SIGCONT)
         term, again = until_whole(tmp_path / "run", 2, above=term)
         assert set(again.values()) == set(ranks.values())
-        while "forkserver" not in Path(f"/proc/{parent_of(again[1])}/cmdline").read_text():
-            os.kill(again[1], signal.SIGKILL)  # the first ones die while the standby process still imports
-            term, again = until_whole(tmp_path / "run", 2, above=term)
-        everyone = [*ranks.values(), *again.values(), parent_of(again[1])]
+        os.kill(again[1], signal.SIGKILL)
+        _, again = until_whole(tmp_path / "run", 2, above=term)
+        assert again[1] not in ranks.values()
+        everyone = [*ranks.values(), *again.values(), *children_of(job.pid)]
+        assert {name_of(pid) for pid in again.values()} == {"worker"}
     finally:
         job.kill()
     eventually(lambda: not any(is_running(pid) for pid in everyone), "the end of all that the agent has started")

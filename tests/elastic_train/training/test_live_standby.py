@@ -1,4 +1,4 @@
-"""A live node whose standby process is frozen: workers that die are seen, and others take their places."""
+"""A live node whose standby process is frozen or killed: others take the places of workers that die."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chaos.services.etcd_cluster import EtcdCluster
 from chaos.services.torchrun_node import children_of
 from rendezvous import EtcdServer
 from tests.elastic_train.training.test_live import eventually, launch, nothing_left, until_whole, write_config
-from tests.processes import parent_of
+from tests.processes import name_of
 
 pytestmark = pytest.mark.slow
 __all__ = ["nothing_left"]
@@ -26,26 +26,25 @@ def etcd() -> Iterator[EtcdServer]:
 
 
 @pytest.mark.long
-def test_a_node_with_a_frozen_standby_process_replaces_its_workers(
+def test_a_node_whose_standby_process_is_frozen_or_killed_replaces_its_workers(
     tmp_path: Path, rows: Path, etcd: EtcdServer
 ) -> None:
-    """One started by the agent itself, then one that was forked before: neither waits for SIGCONT."""
-    job = launch(tmp_path, etcd, write_config(tmp_path, rows, 100_000), ranks=2, conf=",ttl=60", standby=True)
+    """No worker waits for SIGCONT, none dies with it, and another standby process takes its place."""
+    job = launch(tmp_path, etcd, write_config(tmp_path, rows, 100_000), ranks=2, conf=",ttl=60")
     term, ranks = until_whole(tmp_path / "run", 2)
+    assert {name_of(pid) for pid in ranks.values()} == {"worker"}
 
     def standby() -> int | None:
-        found = [pid for pid in children_of(job.pid) if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        return found[0] if found else None
+        return next((pid for pid in children_of(job.pid) if name_of(pid) == "standby"), None)
 
-    eventually(lambda: standby() is not None, "the standby process")
-    first = standby()
-    assert first is not None
-    while parent_of(ranks[1]) != first:
-        os.kill(ranks[1], signal.SIGKILL)  # the first ones die while the standby process still imports
-        term, ranks = until_whole(tmp_path / "run", 2, above=term)
-    os.kill(first, signal.SIGSTOP)
-    for rank in (0, 1):
-        os.kill(ranks[rank], signal.SIGKILL)
-        term, ranks = until_whole(tmp_path / "run", 2, above=term)
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        first = standby()
+        assert first is not None
+        os.kill(first, number)
+        for rank in (0, 1):
+            os.kill(ranks[rank], signal.SIGKILL)
+            term, ranks = until_whole(tmp_path / "run", 2, above=term)
+        eventually(lambda before=first: standby() not in (None, before), "another")  # type: ignore[misc]
     log = (tmp_path / "node.log").read_text()
     assert "the standby process failed" in log and "stopped or swapped out" in log
+    assert "the standby process was killed" in log

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from rendezvous import EtcdServer
-from tests.conftest import ROOT
+from rendezvous.torchelastic.standby import ForkedWorker
+from tests.conftest import begin
 from tests.elastic_train.training.test_live import STARTED, etcd, history, nothing_left, until_whole, write_config
 
 pytestmark = pytest.mark.slow
 __all__ = ["etcd", "nothing_left"]  # fixtures
 
 
-def launch(folder: Path, etcd: EtcdServer, config: str, run: str) -> subprocess.Popen[bytes]:
+def launch(folder: Path, etcd: EtcdServer, config: str, run: str) -> ForkedWorker:
     """Start a node of one rank, with a run.dir of its own; what it says goes into `<run>.log`."""
     command = [sys.executable, "-m", "elastic_train.cli.main", "launch", config, "--ranks", "1", "--nodes", "1:2"]
     command += ["--endpoint", etcd.endpoint, "--id", folder.name, "--run.dir", str(folder / run)]
-    with (folder / f"{run}.log").open("ab") as log:
-        STARTED.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
+    STARTED.append(begin(command, folder / f"{run}.log"))
     return STARTED[-1]
 
 

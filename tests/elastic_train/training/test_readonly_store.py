@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ import pytest
 from chaos.judge.evidence.run_files import collect
 from chaos.services.store_mount import StoreMount, mounted
 from rendezvous import EtcdServer
-from tests.conftest import ROOT
+from tests.conftest import begin
 from tests.elastic_train.training.test_folders import num_members
 from tests.elastic_train.training.test_live import (
     STARTED,
@@ -46,13 +44,12 @@ def launch(folder: Path, etcd: EtcdServer, config: str, store: Path, *more: str,
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv_backend=etcd"]
     command += [f"--rdzv_endpoint={etcd.endpoint}", f"--rdzv_id={folder.parent.name}", f"--nnodes={nnodes}", *more]
     command += ["--nproc-per-node=1", "--max-restarts=50", "-m", "elastic_train", config]
-    environ = {"OMP_NUM_THREADS": "1", "ELASTIC_TRAIN__CHECKPOINT__URL": str(store)}
-    with (folder / "node.log").open("ab") as log:
-        STARTED.append(subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environ}, stdout=log, stderr=log))
+    environ = {"ELASTIC_TRAIN__CHECKPOINT__URL": str(store)}
+    STARTED.append(begin(command, folder / "node.log", environ))
     return folder / "node.log"
 
 
-LIVE = "--rdzv_conf=recovery=live,ttl=2,standby=0"
+LIVE = "--rdzv_conf=recovery=live,ttl=2"
 
 
 def launch_two(

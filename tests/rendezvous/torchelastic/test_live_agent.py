@@ -122,21 +122,13 @@ def test_a_worker_that_dies_during_a_check_is_found_by_the_next(
     assert replaced == [0]
 
 
-def test_a_standby_process_that_was_killed_is_replaced_at_the_next_look(
-    agent: tuple[LiveAgent, WorkerGroup, list[int]],
-) -> None:
-    """So the next worker that dies is forked again; one that still imports, or lives, is left alone."""
+def test_a_standby_process_is_looked_after(agent: tuple[LiveAgent, WorkerGroup, list[int]]) -> None:
+    """At every look: one that was killed is replaced before a worker needs it."""
     looking, group, _ = agent
     assert isinstance(looking._pcontext, SubprocessContext)
     looking._pcontext.subprocess_handlers = {0: Dying()}  # type: ignore[dict-item]
-    begun: list[object] = []
-
-    def begin(spec: WorkerSpec) -> None:
-        begun.append(spec)
-        looking._standby = SimpleNamespace(has_ended=False)  # type: ignore[assignment]
-
-    looking._begin_standby = begin  # type: ignore[method-assign]
-    looking._standby = SimpleNamespace(has_ended=True)  # type: ignore[assignment]
+    looks: list[int] = []
+    looking._renew_standby = lambda: looks.append(1)  # type: ignore[method-assign]
     for _ in range(2):
         looking._monitor_workers(group)
-    assert begun == [group.spec]
+    assert len(looks) == 2

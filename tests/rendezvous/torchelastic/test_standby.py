@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from multiprocessing import forkserver
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from chaos.services.torchrun_node import children_of
-from rendezvous.torchelastic.live_agent import LiveAgent
-from rendezvous.torchelastic.standby import ForkedWorker, Program, Standby
-from tests.processes import is_running
+from rendezvous.torchelastic.bound_agent import BoundAgent
+from rendezvous.torchelastic.standby import UNKNOWN_CODE, Program, Standby
+from tests.processes import is_running, name_of, parent_of
 from tests.rendezvous.rendezvous_sides import eventually
 
 pytestmark = pytest.mark.slow
@@ -41,21 +38,36 @@ sys.exit(3)
 """
 
 
+SLEEPER = "import time\nprint('begun', flush=True)\ntime.sleep(600)\n"
+
+
 @pytest.fixture
-def standby(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standby]:
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Standby]]:
     (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
     (tmp_path / "neighbour.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    forkserver._forkserver._stop()  # type: ignore[attr-defined] - one of other tests is somewhere else
-    made = Standby("json")
-    eventually(lambda: made.is_ready, "the imports")
-    yield made
-    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    os.kill(pid, signal.SIGCONT)
-    for child in children_of(pid):  # a test that failed leaves some, and the standby process waits for them
-        os.kill(child, signal.SIGKILL)
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
-    forkserver.set_forkserver_preload([])
+    begun = []
+
+    def one() -> Standby:
+        begun.append(Standby(forks=False))
+        begun[-1].preload("json")
+        assert begun[-1].wait_until_ready(60.0)
+        return begun[-1]
+
+    yield one
+    for each in begun:
+        each.end()
+
+
+@pytest.fixture
+def standby(begin: Callable[[], Standby]) -> Standby:
+    return begin()
+
+
+@pytest.fixture
+def sleeper() -> Program:
+    return Program("sleeper", ())
 
 
 def test_a_forked_worker_is_what_its_command_line_would_have_started(standby: Standby, tmp_path: Path) -> None:
@@ -64,7 +76,7 @@ def test_a_forked_worker_is_what_its_command_line_would_have_started(standby: St
     program = Program.of(command)
     assert program is not None
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR2):
-        os.kill(forkserver._forkserver._forkserver_pid, number)  # type: ignore[attr-defined]
+        os.kill(standby.pid, number)
     started = subprocess.run(
         [sys.executable, *command],
         env={**os.environ, **said},
@@ -81,6 +93,28 @@ def test_a_forked_worker_is_what_its_command_line_would_have_started(standby: St
     forked.close(signal.SIGTERM)  # it has ended: nothing happens
 
 
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        ("import sys; sys.exit('no: ' + sys.argv[1])", 1, r"no: é\udcff"),
+        ("import sys; sys.exit(93)", 93, ""),
+        ("raise ValueError('no')", 1, "ValueError: no"),
+        ("import atexit; atexit.register(print, 'at exit')", 0, "at exit"),
+        ("import threading; threading.Timer(0.2, print, ['a thread']).start()", 0, "a thread"),
+        ("import os; os.kill(os.getpid(), 9)", -9, ""),
+    ],
+)
+def test_its_end_is_what_the_interpreter_would_have_made_of_it(
+    standby: Standby, tmp_path: Path, body: str, code: int, said: str
+) -> None:
+    """Messages, codes, exit functions and threads that still run."""
+    (tmp_path / "body.py").write_text(body)
+    out = tmp_path / "out"
+    worker = standby.start(Program("body", ("é\udcff",)), {"PYTHONIOENCODING": "utf-8"}, str(out), str(out))
+    assert worker.wait(30.0) == code
+    assert said in out.read_text()
+
+
 def test_which_command_lines_are_modules() -> None:
     """Only the interpreter's own `-m` counts, not one among a script's arguments."""
     assert Program.of(("-u", "-m", "a.b", "-m", "c")) == Program("a.b", ("-m", "c"))
@@ -89,116 +123,173 @@ def test_which_command_lines_are_modules() -> None:
     assert Program.of(()) is None
 
 
-def test_signalling_a_worker_that_has_just_begun_or_ended_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before its first line a fork has no process group, and one that ended may not be known as such yet."""
-    process = multiprocessing.get_context("fork").Process(target=signal.pause)
-    process.start()
-    worker = ForkedWorker(process)  # type: ignore[arg-type]
-    worker.close(signal.SIGKILL)
-    assert worker.wait(30.0) == -signal.SIGKILL
-    monkeypatch.setattr(process, "_popen", type("Popen", (), {"poll": lambda *_: None, "pid": process.pid})())
-    worker.close(signal.SIGTERM)
+def test_a_worker_is_its_agents_child_and_outlives_the_standby_process(standby: Standby, sleeper: Program) -> None:
+    """So the agent learns its exit code from the kernel, and a standby process that is killed costs nobody."""
+    worker = standby.start(sleeper, {}, os.devnull, None)
+    assert (parent_of(worker.pid), name_of(worker.pid), name_of(standby.pid)) == (os.getpid(), "worker", "standby")
+    os.kill(standby.pid, signal.SIGKILL)
+    eventually(lambda: standby.has_ended, "its end")
+    with pytest.raises(ConnectionResetError, match="it has ended"):
+        standby.start(sleeper, {}, os.devnull, None)
+    assert worker.poll() is None
+    worker.close()
+    assert worker.wait(30.0) == -signal.SIGTERM
+    worker.close()
 
 
-def test_a_failing_standby_process_costs_no_worker() -> None:
-    """A worker is then started in the ordinary way: an error would end the node with all of its workers."""
-
-    class Gone:
-        is_ready = True
-
-        def start(self, *_: object) -> None:
-            raise EOFError("unexpected EOF")
-
-    one = {0: ""}
-    context = SimpleNamespace(
-        entrypoint=sys.executable, args={0: ("-m", "this")}, envs={0: {}}, stdouts={0: os.devnull}, stderrs=one
-    )
-    agent = SimpleNamespace(_standby=Gone())
-    spec = SimpleNamespace(args=("-m", "this"), numa_options=None)
-    started = LiveAgent._start(agent, 0, context, spec)  # type: ignore[arg-type]
-    assert started.proc.wait(30.0) == 0 and agent._standby is None
+def test_a_workers_code_that_somebody_else_took_is_unknown(standby: Standby, sleeper: Program) -> None:
+    """Such as a library that waits for all children."""
+    worker = standby.start(sleeper, {}, os.devnull, None)
+    worker.kill()
+    os.waitpid(worker.pid, 0)
+    assert worker.wait(30.0) == UNKNOWN_CODE
 
 
-SLEEPER = "import time\nprint('begun', flush=True)\ntime.sleep(600)\n"
+AGENT = """
+import os, signal, sys, threading, time
+from rendezvous.torchelastic.standby import Program, Standby
+standby = Standby(forks=sys.argv[1] == "forked")
+standby.preload("json")
+assert standby.wait_until_ready(60.0)
+worker = standby.start(Program("sleeper", ()), {}, os.devnull, None)
+print(standby.pid, worker.pid, flush=True)
+time.sleep(600)
+"""
 
 
-@pytest.fixture
-def sleeper(standby: Standby, tmp_path: Path) -> Program:
+def test_whatever_is_forked_after_cuda_began_becomes_a_program(
+    standby: Standby, sleeper: Program, tmp_path: Path
+) -> None:
+    """`torchrun --nproc-per-node=auto` asks for GPUs, and so may an import: a fork could not use them after that."""
+    poison = "import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n"
+    (tmp_path / "poison.py").write_text(poison)
     (tmp_path / "sleeper.py").write_text(SLEEPER)
-    return Program("sleeper", ())
+    command = [sys.executable, "-c", poison + AGENT, "forked"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        pid, worker_pid = (int(pid) for pid in agent.stdout.readline().split())
+        assert "standby_process" in Path(f"/proc/{pid}/cmdline").read_text()
+        assert parent_of(worker_pid) == agent.pid and name_of(worker_pid) == "worker"
+        agent.kill()
+    eventually(lambda: not is_running(worker_pid), "its end")
+    poisoned = Standby(forks=False)
+    poisoned.preload("poison")
+    assert poisoned.wait_until_ready(60.0)
+    worker = poisoned.start(sleeper, {}, os.devnull, None)
+    eventually(lambda: Path(f"/proc/{worker.pid}/cmdline").read_text().endswith("-u\0-m\0sleeper\0"), "the program")
+    assert parent_of(worker.pid) == os.getpid()
+    worker.close()
+    assert worker.wait(30.0) == -signal.SIGTERM
+    poisoned.end()
 
 
-def pid_of(standby: Standby) -> int:
-    return int(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
+@pytest.mark.parametrize("how", ["forked", "started"])
+def test_standby_process_and_workers_die_with_their_agent(tmp_path: Path, sleeper: Program, how: str) -> None:
+    """However the standby process came to be; and however the agent ends."""
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    command = [sys.executable, "-c", AGENT, how]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        pids = [int(pid) for pid in agent.stdout.readline().split()]
+        command_line = Path(f"/proc/{pids[0]}/cmdline").read_text()
+        assert ("standby_process" in command_line) == (how == "started")
+        assert all(is_running(pid) for pid in pids) and parent_of(pids[1]) == agent.pid
+        agent.kill()
+    eventually(lambda: not any(is_running(pid) for pid in pids), "the end of both")
+
+
+def test_a_process_is_forked_only_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with other threads, nor where a library has read another number of threads than its workers are to."""
+    program = "from rendezvous.torchelastic.standby import may_fork; import os, threading\n"
+    program += "print(may_fork()); os.environ['OMP_NUM_THREADS'] = '7'; print(may_fork())\n"
+    program += "del os.environ['OMP_NUM_THREADS']; os.environ['OTHER'] = '1'; print(may_fork())\n"
+    program += "threading.Thread(target=threading.Event().wait, daemon=True).start(); print(may_fork())\n"
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False", "True", "False"]
 
 
 def test_a_frozen_standby_process_is_not_waited_for(
-    standby: Standby, sleeper: Program, monkeypatch: pytest.MonkeyPatch
+    begin: Callable[[], Standby], sleeper: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It is ended after its time, so that another can be started; nothing that it forks late stays."""
+    """It is ended after its time, and what it was asked for does not start; another takes its place."""
     monkeypatch.setattr("rendezvous.torchelastic.standby.FORKS_WITHIN_S", 0.3)
-    pid = pid_of(standby)
-    os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(TimeoutError, match="stopped or swapped out"):
-        standby.start(sleeper, {}, os.devnull, None)
-    eventually(lambda: not is_running(pid), "its end")
-    assert standby.has_ended
-    with pytest.raises(EOFError, match="it has ended"):
-        standby.start(sleeper, {}, os.devnull, None)
-    another = Standby("json")
-    eventually(lambda: another.is_ready, "another's imports")
-    worker = another.start(sleeper, {}, os.devnull, None)
-    worker.close(signal.SIGKILL)
-    assert worker.wait(30.0) == -signal.SIGKILL
-
-
-def test_a_frozen_standby_process_on_which_workers_depend_is_left_alone(
-    standby: Standby, sleeper: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """They would die with it. When it continues, the worker that it forks late is ended: another has its place."""
-    monkeypatch.setattr("rendezvous.torchelastic.standby.FORKS_WITHIN_S", 0.3)
-    pid, late = pid_of(standby), tmp_path / "late"
+    standby, late = begin(), tmp_path / "late"
     depending = standby.start(sleeper, {}, os.devnull, None)
-    os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(TimeoutError):
+    os.kill(standby.pid, signal.SIGSTOP)
+    with pytest.raises(TimeoutError, match="stopped or swapped out"):
         standby.start(sleeper, {}, str(late), None)
-    assert is_running(depending.pid) and is_running(pid)
-    os.kill(pid, signal.SIGCONT)
-    eventually(lambda: not any(thread.name == "late fork" for thread in threading.enumerate()), "the late fork")
-    eventually(lambda: children_of(pid) == [depending.pid], "the end of the late one")
-    assert depending.poll() is None
-    depending.close(signal.SIGKILL)
-    assert depending.wait(30.0) == -signal.SIGKILL
+    assert standby.has_ended and not is_running(standby.pid) and depending.poll() is None
+    another = begin().start(sleeper, {}, os.devnull, None)
+    assert not late.exists()
+    for worker in (depending, another):
+        worker.kill()
+        assert worker.wait(30.0) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_worker_that_dies_while_the_standby_process_is_frozen_is_seen(
-    standby: Standby, sleeper: Program, how: signal.Signals, tmp_path: Path
+def test_imports_that_fail_leave_no_standby_process(
+    begin: Callable[[], Standby], sleeper: Program, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With its true code, although the one that should say so does not."""
-    out = tmp_path / "out"
-    worker = standby.start(sleeper, {}, str(out), None)
-    eventually(lambda: out.exists() and "begun" in out.read_text(), "its first line")
-    os.kill(pid_of(standby), signal.SIGSTOP)
-    assert worker.poll() is None
-    os.kill(worker.pid, how)
-    assert worker.wait(30.0) == -how
-    os.kill(pid_of(standby), signal.SIGCONT)
-    eventually(lambda: worker.poll() == -how, "the same from the standby process")
+    """The error is shown, and workers, which will meet it, too, are started the ordinary way."""
+    standby = Standby(forks=False)
+    standby.preload("rendezvous.nothing_of_that_name")
+    assert not standby.wait_until_ready(60.0) and not standby.is_ready and not standby.has_ended
+    assert "No module named 'rendezvous.nothing_of_that_name'" in capfd.readouterr().err
+    with pytest.raises(OSError):
+        standby.start(sleeper, {}, os.devnull, None)
+    standby.end()
+    standby.preload("json")
+    assert not standby.is_ready
 
 
-def test_a_frozen_or_killed_standby_process_is_replaced_by_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker is started the ordinary way meanwhile."""
-    begun: list[object] = []
-    agent = SimpleNamespace(
-        _context=lambda: SimpleNamespace(subprocess_handlers={}, _running_local_ranks=set()),
-        _start=lambda *_: SimpleNamespace(proc=SimpleNamespace(pid=7)),
-        _has_lost_standby=True,
-        _begin_standby=begun.append,
-        _buried=set(),
-        _born_at={},
-    )
-    group = SimpleNamespace(spec="the program", workers=[])
+class Lost:
+    """A standby process that fails when it is asked for a worker."""
+
+    is_ready, has_ended = True, False
+
+    def start(self, *_: object) -> None:
+        raise ConnectionResetError("it could not fork")
+
+
+def test_a_failing_standby_process_costs_no_worker_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker is started in the ordinary way: an error would end the node with all of its workers."""
+    agent, begun = agent_with(Lost(), monkeypatch)
+    started = start_worker(agent)
+    assert started.proc.wait(30.0) == 0 and agent._standby is None
     for _ in range(2):
-        LiveAgent._replace(agent, group, 0)  # type: ignore[arg-type]
-    assert begun == ["the program"]
+        BoundAgent._renew_standby(agent)
+    assert begun == ["this.preload"]
+
+
+def test_a_standby_process_that_was_killed_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the next worker that dies is forked again; one that still imports, or lives, is left alone."""
+    agent, begun = agent_with(SimpleNamespace(has_ended=False), monkeypatch)
+    BoundAgent._renew_standby(agent)
+    assert begun == []
+    agent._standby = SimpleNamespace(has_ended=True)  # type: ignore[assignment]
+    for _ in range(2):
+        BoundAgent._renew_standby(agent)
+    assert begun == ["this.preload"]
+
+
+def agent_with(standby: object, monkeypatch: pytest.MonkeyPatch) -> tuple[BoundAgent, list[str]]:
+    """Return an agent whose workers run `-m this`, and what its later standby processes were asked to import."""
+    begun: list[str] = []
+    made = SimpleNamespace(has_ended=False, is_ready=False, preload=begun.append)
+    monkeypatch.setattr("rendezvous.torchelastic.bound_agent.Standby", lambda **_: made)
+    program = SimpleNamespace(preload="this.preload")
+    agent: Any = SimpleNamespace(_standby=standby, _has_lost_standby=False, _program=program)
+    return agent, begun
+
+
+def start_worker(agent: BoundAgent) -> Any:
+    return BoundAgent._start_worker(
+        agent,
+        entrypoint=sys.executable,
+        args=("-m", "this"),
+        env={},
+        stdout=os.devnull,
+        stderr="",
+        local_rank_id=0,
+        numa_options=None,
+    )

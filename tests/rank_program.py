@@ -1,0 +1,9 @@
+"""`python -m tests.rank_program WHAT RANK`: one rank of what `run_ranks` has pickled."""
+
+import pickle
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    of_rank, arguments = pickle.loads(Path(sys.argv[1]).read_bytes())
+    of_rank(int(sys.argv[2]), *arguments)
