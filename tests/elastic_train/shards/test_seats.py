@@ -164,23 +164,31 @@ def test_what_a_lost_node_moves(num_nodes: int, copies: int, worst: Fraction | i
 
 @pytest.mark.parametrize(("num_nodes", "each", "copies"), [(9, 1, 2), (9, 1, 3), (4, 3, 2), (8, 2, 2)])
 def test_a_long_life_keeps_every_law(num_nodes: int, each: int, copies: int) -> None:
-    """Nodes go and come a hundred times: in every world groups hold everything once, and copies stay apart."""
+    """Nodes go and come a hundred times: in every world groups hold everything once, and copies stay apart.
+
+    In all, at most three times as much moves as was lost and as newcomers have to get.
+    """
     draw = random.Random(num_nodes)
     paths: list[Path] = [(f"node{number}",) for number in range(num_nodes) for _ in range(each)]
     seats = seats_of(paths, copies)
+    total, least = Fraction(0), Fraction(0)
     for turn in range(100):
         nodes = sorted(set(paths))
         had: list[Seat | None] = list(seats)
         if draw.random() < len(nodes) / (2 * num_nodes) and len(nodes) > copies:
             gone = draw.choice(nodes)
+            least += sum((length(s.arcs) for s, path in zip(seats, paths, strict=True) if path == gone), Fraction(0))
             had = [seat for seat, path in zip(had, paths, strict=True) if path != gone]
             paths = [path for path in paths if path != gone]
         else:
             had += [None] * each
             paths = paths + [(f"new{turn}",)] * each
+            least += Fraction(copies * each, len(paths))
         seats = seats_of(paths, copies, had)
+        total += moved(had, seats)
         holdings = all_held(CIRCLE, seats)
         check_partition(seats, holdings, LAYOUT.num_grains, copies)
         check_balance(CIRCLE, LAYOUT, seats, holdings)
         check_apart(paths, holdings, LAYOUT.num_grains)
         assert max(seat.size for seat in seats) - min(seat.size for seat in seats) <= max(each, len(paths) // 5)
+    assert total <= 3 * least
