@@ -68,6 +68,11 @@ class Reached:
         """The term that applied the last step; 0 before the first."""
         return self.intervals[-1].term if self.intervals else 0
 
+    @property
+    def is_fast(self) -> bool:
+        """Whether the last step's rounding depended on the world."""
+        return bool(self.fast_steps) and self.fast_steps[-1][1] == self.step
+
     def advance(self, facts: StepFacts, *, is_finite: bool = True, is_skipped: bool = False) -> Reached:
         """Return the place one step further."""
         account, total = facts.account, self.coverage + facts.coverage

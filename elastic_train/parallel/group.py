@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,21 @@ from rendezvous.waiting import Bystander, GivenUp
 
 T = TypeVar("T")
 
+
+class Backend(Protocol):
+    """What is used of a backend of torch.distributed, whose stubs do not say that it has it."""
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
+    def allgather(self, gathered: list[list[Tensor]], tensors: list[Tensor]) -> dist.Work: ...
+    def allreduce(self, tensors: list[Tensor]) -> dist.Work: ...
+    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> dist.Work: ...
+    def _start_coalescing(self) -> None: ...
+    def _end_coalescing(self) -> dist.Work: ...
+
+
+OWN_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
+"""Of this rank's device: torch makes them RuntimeErrors, but no peer is lost, and no other world would mend them."""
 _INTERFACES = "GLOO_SOCKET_IFNAME"
 
 
@@ -57,8 +72,8 @@ class Group:
         self.rank, self.size = rank, size
         self._resting = resting
         self._is_broken = is_broken
-        self._host: dist.ProcessGroup | None = None
-        self._device: dist.ProcessGroup | None = None
+        self._host: Backend | None = None
+        self._device: Backend | None = None
         self._bystander = Bystander(f"group of rank {rank}") if is_broken is not None and size > 1 else None
         self._connections: Connections | None = None
         self._is_stuck = False
@@ -75,14 +90,16 @@ class Group:
     def _connect(self, store: Store, timeout: timedelta, device: torch.device | None, address: str | None) -> None:
         rank, size = self.rank, self.size
         gloo, connections = _gloo_options(timeout, address), Connections()
-        self._host = self._guard(lambda: _typed(dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, gloo)))
+        self._host = self._guard(
+            lambda: cast(Backend, dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, gloo))
+        )
         connections.note()
         self._connections = connections
         if device is not None and device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self._device = self._guard(
-                lambda: _typed(dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options))
+                lambda: cast(Backend, dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options))
             )
 
     def send(self, rank: int, tensor: Tensor) -> dist.Work:
@@ -104,10 +121,10 @@ class Group:
         tensor = next(tensor for _, tensor in (*sends, *receives))
         group = self._group(tensor)
         if tensor.is_cuda:
-            group._start_coalescing(tensor.device)
+            group._start_coalescing()
         receipts = [self.receive(rank, part) for rank, part in receives]
         shipments = [self.send(rank, part) for rank, part in sends]
-        self.wait([group._end_coalescing(tensor.device)] if tensor.is_cuda else receipts + shipments)
+        self.wait([group._end_coalescing()] if tensor.is_cuda else receipts + shipments)
 
     def wait(self, works: Iterable[dist.Work]) -> None:
         """Return when all works are done; every wait of this package is here.
@@ -192,18 +209,20 @@ class Group:
             self._connections.shut_down()
         self._connections = None
 
-    def _group(self, tensor: Tensor) -> dist.ProcessGroup:
+    def _group(self, tensor: Tensor) -> Backend:
         group = self._device if tensor.is_cuda else self._host
         assert group is not None, f"no process group for tensors on {tensor.device}"
         return group
 
-    def _run(self, collective: Callable[[dist.ProcessGroup], dist.Work], tensor: Tensor) -> None:
+    def _run(self, collective: Callable[[Backend], dist.Work], tensor: Tensor) -> None:
         self.wait([self._begin(collective, tensor)])
 
-    def _begin(self, collective: Callable[[dist.ProcessGroup], dist.Work], tensor: Tensor) -> dist.Work:
+    def _begin(self, collective: Callable[[Backend], dist.Work], tensor: Tensor) -> dist.Work:
         self.num_bytes += tensor.nbytes
         try:
             return collective(self._group(tensor))
+        except OWN_ERRORS:
+            raise
         except RuntimeError as error:
             raise self._lost(str(error)) from error
 
@@ -218,6 +237,8 @@ class Group:
         except GivenUp:
             self._is_stuck = True
             raise self._lost("the world has changed") from None
+        except OWN_ERRORS:
+            raise
         except (RuntimeError, TimeoutError) as error:
             raise self._lost(str(error)) from error
 
@@ -243,11 +264,6 @@ def _gloo_options(timeout: timedelta, address: str | None) -> Any:
         raise ConfigError(f"gloo cannot listen at {where}: {str(error).splitlines()[0]}") from error
     options._threads = 2 * len(options._devices)  # as gloo's own default
     return options
-
-
-def _typed(backend: object) -> dist.ProcessGroup:
-    """Name a backend by the class whose collectives it has: torch's stubs do not say that it has them."""
-    return cast(dist.ProcessGroup, backend)
 
 
 def connect(

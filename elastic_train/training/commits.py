@@ -20,6 +20,7 @@ from elastic_train.system.failpoints import reach
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.world.agreement import agree
+from elastic_train.world.handover import level
 from elastic_train.world.uniformity import check_same_weights
 from elastic_train.world.world import World
 
@@ -34,7 +35,8 @@ class Commits:
     """The commits that one process takes part in while it is in one world.
 
     Rank 0 alone knows how saves ended: `head` is the newest commit that it knows of, and the counters are its own.
-    `num_skipped` is the same on every rank.
+    `num_skipped` is the same on every rank. Ranks whose machines do not round alike (`rounds_alike`) drift apart in the
+    last bits, and take rank 0's state before a commit.
     """
 
     plan: Plan
@@ -46,6 +48,7 @@ class Commits:
     tracker: Tracker | None
     head: CommitRecord | None
     use: StoreUse
+    rounds_alike: bool = True
     is_vouching: bool = False
     num_failed: int = 0
     num_failed_in_a_row: int = 0
@@ -139,6 +142,10 @@ class Commits:
 
     def _check_weights(self) -> None:
         """Raise WeightsDifferError on every rank unless all hold the same weights: no commit mixes two models."""
+        if not self.rounds_alike:
+            self.await_staging()
+            with self.watchdog.resting():
+                level(self.world.group, self.state)
         check_same_weights(self.world.group, self.state.shards.weights(), self.state.step)
 
     def _begin(self) -> None:

@@ -85,7 +85,8 @@ def _open_in(process: Process, world: World) -> Session:
     check_alike(world.group, plan, state.grouping, state.shards.weights())
     head = restore(plan, world, state)
     stuck = check_progress(world, plan)
-    kind = _pick_reduction(plan, world)
+    differing = differing_kernels(world.group, plan.device)
+    kind = _pick_reduction(plan, world, differing)
     gradients = make_gradient_sum(kind, list(state.model.parameters()), world.replicas, plan.num_lanes)
     saves = open_saves(process, world, head)
     tracker = start_tracker(process, world, head)
@@ -100,7 +101,9 @@ def _open_in(process: Process, world: World) -> Session:
         leave=process.leave,
         worlds=process.worlds,
         watchdog=process.watchdog,
-        commits=Commits(plan, world, state, process.watchdog, saves, cadence, tracker, head, process.use),
+        commits=Commits(
+            plan, world, state, process.watchdog, saves, cadence, tracker, head, process.use, rounds_alike=not differing
+        ),
         tracker=tracker,
         holes=_holes(process, world, stuck),
         reduction=kind,
@@ -151,9 +154,9 @@ def open_buffers(plan: Plan, world: World, state: AppliedState, kind: Reduction)
     return BufferMean(state.model, summed, replicas, lambda flats: make_sum(kind, flats, replicas, plan.num_lanes))
 
 
-def _pick_reduction(plan: Plan, world: World) -> Reduction:
+def _pick_reduction(plan: Plan, world: World, differing: list[str]) -> Reduction:
     """Return the reduction that is configured, or the one that the ranks' devices allow."""
-    if plan.config.reduction == "canonical" and (differing := differing_kernels(world.group, plan.device)):
+    if plan.config.reduction == "canonical" and differing:
         world.announce(f"bits may not be equal, so `reduction: fast` is used in this world: {'; '.join(differing)}")
         return "fast"
     return plan.config.reduction

@@ -4,7 +4,8 @@ Every rank says how far it has come and by which term; ranks that are not at the
 from one that is, in chunks, over the group, and take it over only when its SHA-256 is right. So a fault in the middle
 of a hand-over leaves every rank with the state that it had.
 
-Two ranks at the same step of the same term hold the same bits: a term's ranks apply the same reduced sums.
+Two ranks at the same step of the same term hold the same bits: a term's ranks apply the same reduced sums. Where they
+do so with kernels that round differently, which only `reduction: fast` allows, `level` makes them equal again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
 from elastic_train.system.failpoints import reach
+from elastic_train.world.uniformity import differing_weights
 
 CHUNK_BYTES = 16 << 20
 
@@ -54,6 +56,15 @@ def hand_over(group: Group, state: AppliedState, places: Sequence[Place]) -> int
             _take(group, state, giver)
             given_by = giver
     return given_by
+
+
+def level(group: Group, state: AppliedState) -> list[int]:
+    """Give rank 0's state to the ranks that hold other weights at the same place; return these, alike on every rank."""
+    others = differing_weights(group, state.shards.weights())
+    if others:
+        mine = place_of(state)
+        hand_over(group, state, [Place(0, 0) if rank in others else mine for rank in range(group.size)])
+    return others
 
 
 def _give(group: Group, state: AppliedState, taker: int) -> None:

@@ -25,8 +25,8 @@ from elastic_train.system.failpoints import reach
 from elastic_train.tracking.progress import ResumeBanner
 from elastic_train.world.agreement import agree
 from elastic_train.world.fencing import Fence
-from elastic_train.world.handover import gather_places, hand_over
-from elastic_train.world.uniformity import other_starts
+from elastic_train.world.handover import gather_places, hand_over, level
+from elastic_train.world.uniformity import differing_weights
 from elastic_train.world.world import World
 
 
@@ -58,6 +58,8 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
         if furthest.step == 0:
             _begin_alike(world, state)
         given_by = hand_over(world.group, state, places)
+        if state.reached.is_fast:
+            level(world.group, state)
         key = agree(world.group, lambda: parent_of(world.store, state, published()))
         head = read_record(world.store, key) if key else None
     if head is not None and world.is_leader and published() != head.key:
@@ -90,12 +92,12 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
 def _begin_alike(world: World, state: AppliedState) -> None:
     """Give rank 0's weights to ranks that begin a run with others."""
     weights = state.shards.weights()
-    others = other_starts(world.group, weights)
+    others = differing_weights(world.group, weights)
     if not others:
         return
     world.announce(
         f"ranks {others} began with other weights than rank 0 and take its weights: the task draws them without "
-        "torch's generator, so another run will not have them again"
+        "torch's generator, or their machines round otherwise, so another run may not have them again"
     )
     for tensor in weights.values():
         content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

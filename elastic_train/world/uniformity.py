@@ -152,7 +152,7 @@ def _processor() -> dict[str, str]:
     }
 
 
-def other_starts(group: Group, weights: Mapping[str, Tensor]) -> list[int]:
+def differing_weights(group: Group, weights: Mapping[str, Tensor]) -> list[int]:
     """Return, alike on every rank, the ranks whose weights and buffers are not rank 0's bit for bit."""
     if group.size == 1:
         return []
@@ -186,10 +186,9 @@ def check_same_weights(group: Group, weights: Mapping[str, Tensor], step: int) -
         is_other = (rows != rows[right]).any(0)
         where = f", first in '{list(weights)[int(is_other.nonzero()[0])]}'"
     raise WeightsDifferError(
-        f"step {step}: {who}{where}: a kernel is not deterministic, the task draws initial weights without torch's "
-        "generator, or a device computes wrongly. The last commit is intact: all ranks end, and the next start "
-        f"continues from it. This is rank {group.rank} on {socket.gethostname()}: leave out a machine that is named "
-        "again and again. Set `reduction: fast` to train without equal bits"
+        f"step {step}: {who}{where}: a kernel is not deterministic, or a device computes wrongly. The last commit is "
+        f"intact: all ranks end, and the next start continues from it. This is rank {group.rank} on "
+        f"{socket.gethostname()}: leave out a machine that is named again and again"
     )
 
 

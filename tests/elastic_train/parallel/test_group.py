@@ -126,3 +126,69 @@ def test_worlds_given_up_for_a_frozen_peer_leave_nothing_open(tmp_path: Path) ->
     """Each once kept five threads, fifteen descriptors and its tensors for as long as peers are waited for."""
     run_ranks(frozen_again_and_again, 2, str(tmp_path))
     assert len(json.loads((tmp_path / "counts.json").read_text())) == 4
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+class Done:
+    def wait(self) -> None:
+        pass
+
+
+class DeviceBackend:
+    """Takes calls as NCCL's backend does; with `error`, raises it in place of a collective."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.calls: list[str] = []
+        self.error = error
+
+    def _start_coalescing(self) -> None:
+        self.calls.append("start")
+
+    def _end_coalescing(self) -> Done:
+        self.calls.append("end")
+        return Done()
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Done:
+        self.calls.append(f"send to {rank}")
+        return Done()
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Done:
+        self.calls.append(f"receive from {rank}")
+        return Done()
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Done:
+        if self.error is not None:
+            raise self.error
+        return Done()
+
+
+def on_device(backend: DeviceBackend) -> Group:
+    group = Group(0, 1, None, 60)
+    group.size = 3
+    group._device = backend  # type: ignore[assignment]
+    return group
+
+
+def test_an_exchange_on_a_gpu_is_one_operation() -> None:
+    """As torch's backends are called, which take no device: with one, W = 3 could not take a step."""
+    backend, tensor = DeviceBackend(), torch.zeros(2).as_subclass(OnDevice)
+    on_device(backend).exchange([(1, tensor), (2, tensor)], [(2, tensor)])
+    assert backend.calls == ["start", "receive from 2", "send to 1", "send to 2", "end"]
+    gloo = torch.distributed.ProcessGroupGloo  # one without coalescing: a call with another number of arguments differs
+    for name in ("_start_coalescing", "_end_coalescing"):
+        assert f"{name}(self: torch._C._distributed_c10d.Backend) ->" in (getattr(gloo, name).__doc__ or "")
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_an_error_of_the_own_device_is_no_lost_peer(kind: type[RuntimeError]) -> None:
+    """Another world would meet it again; a RuntimeError of any other kind is the peers'."""
+    tensor = torch.zeros(2).as_subclass(OnDevice)
+    with pytest.raises(kind):
+        on_device(DeviceBackend(kind("no room"))).all_reduce(tensor)
+    with pytest.raises(PeerLostError, match="a collective failed: gone"):
+        on_device(DeviceBackend(RuntimeError("gone"))).all_reduce(tensor)

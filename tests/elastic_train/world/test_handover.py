@@ -24,7 +24,7 @@ from elastic_train.job.state_shards import Place, whole_from_furthest
 from elastic_train.parallel.gradient_sum import bind_gradients
 from elastic_train.parallel.group import Group
 from elastic_train.world import handover
-from elastic_train.world.handover import gather_places, hand_over
+from elastic_train.world.handover import gather_places, hand_over, level
 from tests.conftest import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -116,3 +116,28 @@ def test_a_damaged_state_is_not_taken_over(tmp_path: Path) -> None:
     message, kept = json.loads((tmp_path / "0.json").read_text())
     assert message == "the state that rank 1 handed over arrived damaged"
     assert kept
+
+
+def drifting(rank: int, size: int, folder: str) -> None:
+    """Two of four ranks hold the same step with other last bits; all write down what they hold afterwards."""
+    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
+    state = trained(3)
+    before = weights_digest(state.model)
+    if rank in (1, 3):
+        moments = next(iter(state.optimizer.state.values()))
+        with torch.no_grad():
+            next(state.model.parameters()).view(-1)[0] *= 1 + 1e-6
+            moments["exp_avg"].view(-1)[0] += 1e-9 * rank
+    others = level(group, state)
+    moments = next(iter(state.optimizer.state.values()))
+    same = weights_digest(state.model) == before and state.step == 3
+    again = level(group, state)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps([others, same, moments["exp_avg"].sum().item().hex(), again]))
+    group.close()
+
+
+def test_ranks_that_drifted_take_rank_0s_state(tmp_path: Path) -> None:
+    """Weights and moments; once they are equal, nothing moves."""
+    run_ranks(drifting, 4, str(tmp_path))
+    outcomes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    assert outcomes == [[[1, 3], True, outcomes[0][2], []]] * 4
