@@ -38,6 +38,7 @@ from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.data.loading.loader import LaneLoader
 from elastic_train.data.loading.reader import Reader
 from elastic_train.data.loading.row_cache import RowCache
+from rendezvous.process_table import stat_of
 
 BATCH, BLOCK, ROUNDS, EPOCHS = 32, 2, 3, 3
 TROUBLE = ["--delay-s=0.05", "--refused=0.005", "--broken=0.005", "--late=0.01", "--late-s=1"]
@@ -180,8 +181,9 @@ def _pin(process: int, cores: Sequence[int]) -> None:
 
 def _cpu_s(process: int) -> float:
     """Return the CPU time that a process has taken."""
-    user, system = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    stat = stat_of(process)
+    assert stat is not None, "it runs"
+    return stat.cpu_ticks / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

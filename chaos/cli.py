@@ -159,12 +159,8 @@ def sim(
     else the first bad run is shrunk, kept below runs/sim, and printed with the command that runs it again.
     """
     with needed_for("elastic-chaos sim"):
-        from chaos.sim.campaign import (
-            cases,
-            command,
-            long_runs,
-            planted,
-        )  # it loads all of the product, which no other command needs
+        from chaos.sim.campaign import cases, command, long_runs  # all of the product, which no other command needs
+        from chaos.sim.campaign.planted.catalogue import named
         from chaos.sim.campaign.pool import num_cores
         from chaos.sim.campaign.rehearsal import rehearse
 
@@ -176,7 +172,7 @@ def sim(
     if case is not None:
         return command.run_one(cases.load(case), json_, f"elastic-chaos sim --case {case}")
     if plant is not None:
-        return command.run_planted(planted.named(plant), json_)
+        return command.run_planted(named(plant), json_)
     for name, value in (
         ("--hours", hours),
         ("--faults-per-hour", faults_per_hour),

@@ -22,8 +22,16 @@ if TYPE_CHECKING:
     from elastic_train.data.loading.lane_batch import LaneBatch
     from elastic_train.data.loading.loader import LaneLoader
     from elastic_train.data.loading.reader import Reader
-    from elastic_train.errors import ConfigError, DataError, ElasticTrainError, StorageError
-    from elastic_train.tasks.task import LaneLoss, Task
+    from elastic_train.errors import (
+        ConfigError,
+        DataError,
+        ElasticTrainError,
+        Preempted,
+        ResultError,
+        StorageError,
+    )
+    from elastic_train.tasks.task import LaneLoss, ParameterGroup, Task
+    from elastic_train.training.result import TrainResult
     from elastic_train.training.run import train
 
 __all__ = [
@@ -39,9 +47,13 @@ __all__ = [
     "LaneLoss",
     "Manifest",
     "Order",
+    "ParameterGroup",
+    "Preempted",
     "Reader",
+    "ResultError",
     "StorageError",
     "Task",
+    "TrainResult",
     "build_manifest",
     "discover",
     "holding",
@@ -64,8 +76,9 @@ _NAMES_OF = {
     "data.loading.lane_batch": ("LaneBatch",),
     "data.loading.loader": ("LaneLoader",),
     "data.loading.reader": ("Reader",),
-    "errors": ("ConfigError", "DataError", "ElasticTrainError", "StorageError"),
-    "tasks.task": ("LaneLoss", "Task"),
+    "errors": ("ConfigError", "DataError", "ElasticTrainError", "Preempted", "ResultError", "StorageError"),
+    "tasks.task": ("LaneLoss", "ParameterGroup", "Task"),
+    "training.result": ("TrainResult",),
     "training.run": ("train",),
 }
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _NAMES_OF.items() for name in names}

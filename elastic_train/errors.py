@@ -50,6 +50,8 @@ class OtherJobError(ConfigError):
 
 
 class CorruptError(ElasticTrainError):
+    """Data or commits are damaged, and every fall-back was tried."""
+
     exit_code = 65
 
 
@@ -84,7 +86,10 @@ class FencedError(ElasticTrainError, rendezvous_errors.FencedError):
 
 
 class ResultError(ElasticTrainError):
-    """The job is done and its last commit exists; what it leaves beside could not be written."""
+    """The job is done and its last commit exists, but result.json, or what the task's `finish` writes, does not.
+
+    The message says what could not be written and why. Start the job again to write it: no step is trained twice.
+    """
 
     exit_code = 74
 
@@ -104,16 +109,23 @@ class NoProgressError(ElasticTrainError):
 
 
 class Preempted(ElasticTrainError, rendezvous_errors.StoppedWaiting):  # noqa: N818 - not a failure: the job left as asked
-    """The job was asked to leave; its applied state is committed."""
+    """The job was asked to leave; what it had applied is committed, or the other members have it.
+
+    Not a failure: start the job again to resume, as a scheduler does that requeues on exit code 75.
+    """
 
     exit_code = 75
 
 
 class HungError(ElasticTrainError):
+    """No step was applied in the time allowed."""
+
     exit_code = 76
 
 
 class TooFewNodesError(ElasticTrainError, rendezvous_errors.TooFewNodesError):
+    """Not enough nodes came in the time allowed."""
+
     exit_code = 77
 
 

@@ -25,4 +25,4 @@ class OutageLog:
         """Note that it could be done."""
         if self._said:
             self._said = ""
-            self._log.warning("etcd has done what was waited for")
+            self._log.warning("etcd answers again")

@@ -78,6 +78,8 @@ class Finished:
 
     code: int
     output: str
+    codes: tuple[int, ...] = ()
+    """The exit codes of all ranks, where `start` started them."""
 
 
 def start(
@@ -98,7 +100,7 @@ def start(
         finally:
             for rank in ranks:
                 rank.close(signal.SIGKILL)
-        return Finished(next((code for code in codes if code), 0), log.read_text())
+        return Finished(next((code for code in codes if code), 0), log.read_text(), tuple(codes))
 
 
 def run(command: list[str], timeout_s: float = 280) -> Finished:

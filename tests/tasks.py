@@ -111,12 +111,23 @@ class Poisoned(TextClassifier):
         return replace(loss, total=loss.total * torch.nan)
 
 
+class WiderByRank(TextClassifier):
+    """Has a wider model on every rank but the first, as where a helper of the task is not the same on all nodes."""
+
+    def __init__(self, dim: int, **params: object) -> None:
+        super().__init__(dim=dim * (1 + int(os.environ.get("RANK", "0"))), **params)  # type: ignore[arg-type]
+
+
 class Flips(FailsOnce):
-    """One bit of a weight is another on rank 1 once, after the n-th loss of its process, as broken memory does it."""
+    """One bit of a weight is another on one rank once, after the n-th loss of its process, as broken memory does it."""
+
+    def __init__(self, rank: int = 1, **params: object) -> None:
+        super().__init__(**params)  # type: ignore[arg-type]
+        self.rank = str(rank)
 
     def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
         self.num_losses += 1
-        if self.is_armed and self.num_losses == self.after and os.environ.get("RANK") == "1":
+        if self.is_armed and self.num_losses == self.after and os.environ.get("RANK") == self.rank:
             self.marker.touch()
             with torch.no_grad():
                 dict(model.named_parameters())["head.weight"].view(torch.int32)[0, 0] ^= 1

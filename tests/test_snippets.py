@@ -80,7 +80,10 @@ def test_the_task_of_the_readme_computes_a_loss() -> None:
 
 
 def test_the_task_of_the_tutorial_trains(tmp_path: Path, prices: Path) -> None:
-    """With the imports of the example, whose core it is, it trains as the example does, to the same bits."""
+    """With the imports of the example, whose core it is, it trains as the example does, to the same bits.
+
+    Both are started as the API page shows.
+    """
     example = ROOT / "examples" / "own_task"
     imports, _, _ = (example / "task.py").read_text().partition("COLUMNS = ")
     (tmp_path / "snippet").mkdir()
@@ -88,11 +91,14 @@ def test_the_task_of_the_tutorial_trains(tmp_path: Path, prices: Path) -> None:
     digests = set()
     for folder in (example, tmp_path / "snippet"):
         run = tmp_path / folder.name / "run"
-        overrides = {"run.dir": str(run), "data.train": str(prices), "max_steps": 8}
-        program = f"import elastic_train as et; et.train(et.load_config({str(example / 'config.yaml')!r}, {overrides}))"
-        environ = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"}
-        subprocess.run([sys.executable, "-c", program], env=environ, check=True, timeout=240)
+        overrides = {"RUN__DIR": str(run), "DATA__TRAIN": str(prices), "MAX_STEPS": "8"}
+        program = the_snippet("docs/api.md", "et.train(").replace('"config.yaml"', repr(str(example / "config.yaml")))
+        environ = {f"ELASTIC_TRAIN__{key}": value for key, value in overrides.items()}
+        environ = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", **environ}
+        command = [sys.executable, "-c", program]
+        said = subprocess.run(command, env=environ, check=True, timeout=240, capture_output=True, text=True).stdout
         digests.add(json.loads((run / "result.json").read_text())["weights_sha256"])
+        assert said.splitlines()[-1].startswith("done 8 ") and said.split()[-1] in digests
     assert len(digests) == 1
 
 

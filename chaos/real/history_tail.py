@@ -33,6 +33,8 @@ class Followed:
     commit: int | None = None
     resumed: Line | None = None
     pids: dict[int, int] = field(default_factory=dict)
+    sealed_at: float | None = None
+    """When the world was sealed, unix seconds. Etcd has it, too; its term is a lower one after a loss of its data."""
     began_at: float | None = None
     """When the first step was applied, unix seconds."""
     applied_at: float = 0.0
@@ -70,6 +72,7 @@ class Followed:
             self.pids = {}
         if line["op"] == "form":
             self.pids[whole(line, "rank")] = whole(line, "pid")
+            self.sealed_at = number(line, "sealed_at") if line.get("sealed_at") else None
         if line["op"] in ("form", "restore", "step"):
             self.term, self.world = term, whole(line, "world") if "world" in line else self.world
         if line["op"] == "step":

@@ -27,9 +27,10 @@ from chaos.scenario.kinds import KINDS, LOCAL
 from chaos.scenario.model import Scenario
 from chaos.scenario.schedule import Due
 from chaos.services.surroundings import Surroundings
-from chaos.services.torchrun_node import Node, born_at, signal_all
+from chaos.services.torchrun_node import Node, signal_all
 from elastic_train.system.failpoints import KINDS as POINT_KINDS
 from elastic_train.system.failpoints import POINTS
+from rendezvous.process_table import stat_of
 
 _LOOK_EVERY_S = 0.01
 _AGAIN_S = 0.05
@@ -306,7 +307,7 @@ class Job:
         self._placed |= new
         for node in self.nodes if new else []:
             if pids := sorted(new.intersection(node.pids())):
-                self._born.update({pid: born_at(pid) for pid in pids})
+                self._born.update({pid: stat.born if (stat := stat_of(pid)) else None for pid in pids})
                 self.record("node", node=node.number, **self._named(pids))
 
     def _named(self, pids: list[int]) -> dict[str, Any]:

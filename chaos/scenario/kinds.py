@@ -37,6 +37,8 @@ class Kind:
     """Commits that were whole are not any more."""
     cuts_off: bool = False
     """An agent may hear nothing of etcd for so long that it gives up."""
+    parts: bool = False
+    """A node and the others do not reach each other, and both live: of two nodes, either may be left out."""
     leaves_alive: bool = False
     """It ends a world, but no process: a node comes, or a member is counted as lost."""
 
@@ -82,9 +84,13 @@ _ALL = (
     Kind("cut_link", "a node and the others do not reach each other; all reach etcd", "node", through="cable"),
     Kind("cut_one_way", "what a node sends to others is lost; what they send arrives", "node", through="cable"),
     Kind(
-        "refuse_address", "what a node sends to others is refused, and theirs does not arrive", "node", through="cable"
+        "refuse_address",
+        "what a node sends to others is refused, and theirs does not arrive",
+        "node",
+        through="cable",
+        parts=True,
     ),
-    Kind("same_address", "a node's address leads whoever uses it to his own machine", "node", local=False),
+    Kind("same_address", "a node's address leads whoever uses it to his own machine", "node", local=False, parts=True),
     Kind(
         "hosts_file",
         "a node's hosts file gives its own name a loopback address, as Debian's does",
@@ -224,6 +230,12 @@ def cuts_off(kind: object) -> bool:
     """Say whether a kind keeps a node from etcd, its agent included."""
     known = _known(kind)
     return known is not None and known.cuts_off
+
+
+def parts(kind: object) -> bool:
+    """Say whether a kind keeps a node and the others from each other, of which nobody can tell who is to leave."""
+    known = _known(kind)
+    return known is not None and known.parts
 
 
 def is_of_etcd(kind: object) -> bool:

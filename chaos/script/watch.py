@@ -20,11 +20,10 @@ from chaos.judge.evidence.run_files import Line
 from chaos.real.history_tail import Followed
 from chaos.script.nodes import SPOOL
 from chaos.services.torchrun_node import Node
+from rendezvous.process_table import environ_of, is_alive, stat_of
 
 SCAN_EVERY_S = 0.2
 """Workers live much longer: a scan reads /proc of every process on the machine."""
-_START_TICKS, _PARENT = 19, 1
-"""Places in /proc/<pid>/stat after the program's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class World:
     def takes(self, worker: Worker) -> bool:
         """Say whether a new worker is of this world: a place is free, and no worker of it has died meanwhile."""
         is_alike = (worker.world, worker.store) == (self.size, self.store) and worker.rank not in self.workers
-        return is_alike and all(Path(f"/proc/{other.pid}").exists() for other in self.workers.values())
+        return is_alike and all(is_alive(other.pid) for other in self.workers.values())
 
 
 class Watcher:
@@ -157,16 +156,12 @@ class Watcher:
 
 def worker_of(pid: int, node: int) -> Worker | None:
     """Return what a process is, if torchrun has given it a rank; its own children, data loaders say, inherit that."""
-    environ = environ_of(pid)
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None  # it is gone
+    environ, stat = environ_of(pid), stat_of(pid)
     is_ranked = environ.keys() >= {"RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"}
-    if not is_ranked or "RANK" in environ_of(int(fields[_PARENT])):
+    if stat is None or not is_ranked or "RANK" in environ_of(stat.parent):
         return None
     # The tick that it was started in is over: rounded down, a process would be older than the fault that it came after.
-    started_at = booted_at() + (int(fields[_START_TICKS]) + 1) / os.sysconf("SC_CLK_TCK")
+    started_at = booted_at() + (stat.born + 1) / os.sysconf("SC_CLK_TCK")
     store = f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}"
     return Worker(pid, node, int(environ["RANK"]), int(environ["WORLD_SIZE"]), store, started_at)
 
@@ -174,13 +169,3 @@ def worker_of(pid: int, node: int) -> Worker | None:
 def booted_at() -> float:
     """Return when this machine was booted, in unix seconds; a pause between the two clocks only makes it too early."""
     return max(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) for _ in range(10))
-
-
-def environ_of(pid: int) -> dict[str, str]:
-    """Return the environment that a process was started with; empty if it is gone."""
-    try:
-        content = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return {}
-    pairs = (item.decode(errors="replace").partition("=") for item in content.split(b"\0"))
-    return {name: value for name, _, value in pairs if name}

@@ -18,6 +18,7 @@ import pyetcd
 from chaos.errors import RunError
 from rendezvous import EtcdServer
 from rendezvous.etcd.server import free_ports
+from rendezvous.process_table import is_alive
 
 RPC_TIMEOUT_S = 1.0
 _SHARED, _ROOM_BYTES, _PREFIX = Path("/dev/shm"), 2 << 30, "elastic-etcd-"
@@ -99,7 +100,7 @@ def _memory() -> Path | None:
     if not _SHARED.is_dir():
         return None
     for left in _SHARED.glob(f"{_PREFIX}*-*"):  # by one that was killed
-        if not Path("/proc", left.name.removeprefix(_PREFIX).partition("-")[0]).exists():
+        if not is_alive(int(left.name.removeprefix(_PREFIX).partition("-")[0])):
             shutil.rmtree(left, ignore_errors=True)
     return _SHARED if shutil.disk_usage(_SHARED).free > _ROOM_BYTES else None
 

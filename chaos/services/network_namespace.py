@@ -12,17 +12,29 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from chaos.errors import ChaosError
 from chaos.services.packet_relay import Relay
+from rendezvous.process_table import is_alive, pids
 
 _NOWHERE = "02:00:00:00:00:01"
 _FIRST_TABLE = 1000
 _MOST = 100_000
 """Cables are distinguished by their process's number, of which an interface's name has room for five digits."""
+
+_KNOCK = """
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], 9), 0.5).close()
+except ConnectionRefusedError:
+    pass
+except OSError:
+    sys.exit(1)
+"""
 
 
 class NoNamespacesError(ChaosError):
@@ -118,6 +130,11 @@ class Cable:
         """Return the command that runs another one inside."""
         return ["ip", "netns", "exec", self.namespace, *command]
 
+    def answers_inside(self, whose: str) -> bool:
+        """Say whether an address answers the node inside, if only by refusing a connection."""
+        probe = self.command([sys.executable, "-I", "-S", "-c", _KNOCK, self.address(whose)])
+        return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+
     @property
     def _hosts(self) -> Path:
         """What processes inside have as /etc/hosts: iproute2 mounts it there."""
@@ -166,7 +183,7 @@ def _take_away_left() -> None:
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
     names = [line.partition(" ")[0] for line in listed.splitlines()]
     numbers = {int(name.removeprefix("elastic-")) for name in names if re.fullmatch(r"elastic-\d+", name)}
-    alive = {int(path.name) % _MOST for path in Path("/proc").iterdir() if path.name.isdigit()}
+    alive = {pid % _MOST for pid in pids() if is_alive(pid)}
     for number in (numbers - alive) | {os.getpid() % _MOST}:
         _take_away(Cable(number))
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from rendezvous.process_table import is_alive, pids
+
 _BUSY_S = 10.0
 
 
@@ -36,17 +38,18 @@ class StoreMount:
             try:
                 _insist("nsenter", f"--target={pid}", "--mount", *remount)
             except NoMountError:
-                if Path(f"/proc/{pid}").exists():
+                if is_alive(pid):
                     raise
         self.is_readonly = is_readonly
 
-    def _others(self) -> list[str]:
+    def _others(self) -> list[int]:
         """Return a process of each mount namespace but this one in which the folder is mounted."""
-        found: dict[str, str] = {}
-        for process in Path("/proc").glob("[0-9]*"):
+        found: dict[str, int] = {}
+        for pid in pids():
+            process = Path(f"/proc/{pid}")
             with contextlib.suppress(OSError):  # it has ended
                 if f" {self.folder} " in (process / "mountinfo").read_text():
-                    found.setdefault(str((process / "ns" / "mnt").readlink()), process.name)
+                    found.setdefault(str((process / "ns" / "mnt").readlink()), pid)
         found.pop(str(Path("/proc/self/ns/mnt").readlink()), None)
         return list(found.values())
 

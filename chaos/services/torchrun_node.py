@@ -12,17 +12,17 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from chaos.errors import RunError
 from rendezvous.orphans import bound_command
+from rendezvous.process_table import children_of, environ_of, name_of, pids
 
 MARK = "ELASTIC_CHAOS_NODE"
 _LAUNCHED = ("TORCHELASTIC_", "PET_", "MASTER_", "GROUP_", "ROLE_", "ELASTIC_RENDEZVOUS")
 _RANKED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
 _GRACE_S = 45.0
-_STARTED = 19  # the place in /proc/<pid>/stat after the program's name
 _MOST_SCANS, _SCAN_EVERY_S = 200, 0.01
 """A process that was killed is found until the kernel is through with it."""
 
@@ -111,49 +111,20 @@ class Node:
 
     def pids(self) -> list[int]:
         """Return all live processes that carry this node's mark."""
-        mark = f"{MARK}={self._mark}".encode()
-        return [pid for pid in _processes() if mark in _read(Path(f"/proc/{pid}/environ")).split(b"\0")]
+        return [pid for pid in pids() if environ_of(pid).get(MARK) == self._mark]
 
     def standby(self) -> int | None:
         """Return the standby process, from which workers are forked; None if there is none."""
-        return next((pid for pid in children_of(self.agent) if _read(Path(f"/proc/{pid}/comm")) == b"standby\n"), None)
+        return next((pid for pid in children_of(self.agent) if name_of(pid) == "standby"), None)
 
     def tail(self, num_lines: int = 15) -> str:
         """Return the end of the node's log."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-num_lines:]) if self._log.exists() else ""
 
 
-def children_of(parent: int | None) -> list[int]:
-    """Return the processes that a process has started and that run."""
-    found = []
-    for pid in _processes():
-        state, _, rest = _read(Path(f"/proc/{pid}/stat")).rpartition(b") ")[2].partition(b" ")
-        if state not in (b"", b"Z") and rest.split(b" ", 1)[0] == str(parent).encode():
-            found.append(pid)
-    return found
-
-
-def born_at(pid: int) -> int | None:
-    """Return when a process was started, in clock ticks since boot; None if it has gone."""
-    stat = _read(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()
-    return int(stat[_STARTED]) if stat else None
-
-
 def clean_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without what another launcher, around this process, has left in it."""
     return {name: value for name, value in environ.items() if not name.startswith(_LAUNCHED) and name not in _RANKED}
-
-
-def _processes() -> Iterator[int]:
-    return (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
-
-
-def _read(path: Path) -> bytes:
-    """Read a file of /proc; a process that has gone has nothing to say."""
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
 
 
 def signal_all(pids: list[int], number: signal.Signals) -> None:

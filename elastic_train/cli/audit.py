@@ -13,6 +13,7 @@ from elastic_train.checkpoint.commits.reader import read_record
 from elastic_train.cli.output import print_json, print_text
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.errors import ConfigError, DataError
+from elastic_train.system.wording import counted
 from elastic_train.tracking.run_folder import RunFolder
 
 
@@ -44,7 +45,7 @@ def _manifest_of(run: str) -> Manifest | None:
 
 
 def _as_text(found: Audit) -> str:
-    lines = [f"{found.commit}: step {found.step}, {found.num_epochs} epochs finished"]
+    lines = [f"{found.commit}: step {found.step}, {counted(found.num_epochs, 'epoch')} finished"]
     lines += [f"proven: {text}" for text in found.proven]
     lines += [f"NOT PROVEN: {text}" for text in found.unproven]
     lines += [f"WRONG: {text}" for text in found.wrong]

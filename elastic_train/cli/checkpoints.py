@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -22,14 +23,14 @@ from elastic_train.checkpoint.commits.reader import (
     records,
 )
 from elastic_train.checkpoint.commits.retention_policies import Best, Retention
-from elastic_train.checkpoint.commits.sweeping import sweep
+from elastic_train.checkpoint.commits.sweeping import drop_unfinished, sweep
 from elastic_train.checkpoint.interval.forecast import Outlook, forecast
 from elastic_train.checkpoint.interval.measured import Measured, measure
 from elastic_train.checkpoint.interval.young_daly import SaveCost
 from elastic_train.checkpoint.stores.store import Store
 from elastic_train.cli.output import Flag, Json, cell, narrow_table, print_json, print_text
-from elastic_train.errors import CommitError, ConfigError
-from elastic_train.system.wording import duration, size
+from elastic_train.errors import CommitError, ConfigError, StorageError
+from elastic_train.system.wording import counted, duration, size
 from elastic_train.world.fencing import newest_term
 
 app = App(
@@ -73,8 +74,8 @@ def ls(run: str, *, best: str = "min loss", verify: Flag = False, json_: Json = 
         )
     Console().print(table if rows else f"{store.url}: no commits")
     if rows or found.abandoned:
-        left = f"; {size(found.abandoned_bytes)} in {found.abandoned} abandoned attempts, see `ckpt prune`"
-        Console().print(f"{size(found.num_bytes)} in {len(rows)} commits{left if found.abandoned else ''}")
+        left = f"; {size(found.abandoned_bytes)} in {counted(found.abandoned, 'abandoned attempt')}, see `ckpt prune`"
+        Console().print(f"{size(found.num_bytes)} in {counted(len(rows), 'commit')}{left if found.abandoned else ''}")
     return 0
 
 
@@ -131,7 +132,7 @@ def prune_(
     A commit is kept if any rule asks for it: --keep-last N, --keep-every-steps K and --keep-every-s S (the first of
     every period), --keep-best 'max macro_f1'. --storage-budget 200GB replaces --keep-last: as many of the newest as
     fit. Pinned commits, those that a reader holds, and the newest whole one are always kept. Attempts of the newest
-    term are left alone for six hours, because a save may still be writing them.
+    term are left alone for six hours, because a save may still be writing them, and so are unfinished uploads to S3.
     """
     retention = Retention.of(
         last=keep_last,
@@ -145,14 +146,17 @@ def prune_(
         _check_best(store, keep_best)
     pruned = prune(store, retention, is_rehearsal=dry_run)
     swept = sweep(store, newest_term(store), is_rehearsal=dry_run)
+    unfinished = _drop_unfinished(store, is_rehearsal=dry_run)
     num_bytes = pruned.num_bytes + swept.num_bytes
     if json_:
-        return print_json({"commits": pruned.commits, "attempts": swept.attempts, "bytes": num_bytes})
-    for key in (*pruned.commits, *swept.attempts):
+        return print_json(
+            {"commits": pruned.commits, "attempts": swept.attempts, "uploads": unfinished, "bytes": num_bytes}
+        )
+    for key in (*pruned.commits, *swept.attempts, *unfinished):
         print_text(key)
     return print_text(
-        f"{'would be ' if dry_run else ''}deleted: {len(pruned.commits)} commits, {len(swept.attempts)} attempts, "
-        f"{size(num_bytes)}"
+        f"{'would be ' if dry_run else ''}deleted: {counted(len(pruned.commits), 'commit')}, "
+        f"{counted(len(swept.attempts), 'attempt')}, {counted(len(unfinished), 'unfinished upload')}, {size(num_bytes)}"
     )
 
 
@@ -188,7 +192,7 @@ def export_(
         num_tensors = export(store, record, target, format_)
     if json_:
         return print_json({"commit": record.key, "target": str(target), "tensors": num_tensors})
-    return print_text(f"{num_tensors} tensors of {record.key} written to {target}")
+    return print_text(f"{counted(num_tensors, 'tensor')} of {record.key} written to {target}")
 
 
 @app.command
@@ -251,6 +255,15 @@ def _wrong_with(store: Store, key: str) -> str | None:
         return listing.wrong_with(store, read_record(store, key))
     except DAMAGE as error:
         return str(error)
+
+
+def _drop_unfinished(store: Store, *, is_rehearsal: bool) -> list[str]:
+    """Abort what killed processes have begun to upload; where it may not be listed, the bucket's own rules have to."""
+    try:
+        return drop_unfinished(store, is_rehearsal=is_rehearsal)
+    except StorageError as error:
+        sys.stderr.write(f"unfinished uploads are not aborted: {error}\n")
+        return []
 
 
 def _bytes(text: str) -> int:

@@ -28,6 +28,7 @@ from elastic_train.data.dataset.manifest import NAME, Manifest, load_manifest
 from elastic_train.data.parquet.sources import reaching
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.progress_bar import shown
+from elastic_train.system.wording import counted
 
 app = App(name="data", help="Make, describe and verify datasets.")
 imports = App(
@@ -54,7 +55,9 @@ class Chosen:
 
     def options(self) -> Options:
         if self.samples < 2 or self.vocabulary < 512 or self.max_tokens < 1 or self.seed < 0:
-            raise ConfigError("samples must be >= 2, vocabulary >= 512, max-tokens >= 1, seed >= 0")
+            raise ConfigError(
+                "--samples must be at least 2, --vocabulary at least 512, --max-tokens at least 1, --seed at least 0"
+            )
         return Options(self.samples, self.seed, self.vocabulary, self.max_tokens, self.replace)
 
 
@@ -128,14 +131,14 @@ def lengths_(data: str, *, column: str = "input_ids") -> int:
 
 @app.command(name="checksum")
 def checksum_(data: str) -> int:
-    """Add checksums of row groups to DATA, whose manifest was made without, so that reading can see damage.
+    """Add checksums of row groups to DATA, whose manifest was made without, so that reading detects damage.
 
     The manifest stays as it is, and runs continue. Every file must still be what the manifest was made of; else the
     exit code is 65, and nothing is written.
     """
     for manifest in _manifests(data):
         num_sums = add_checksums(manifest, track=shown)
-        print_text(f"{manifest.url}: {num_sums:,} checksums, of {len(manifest.group_rows):,} row groups")
+        print_text(f"{manifest.url}: {num_sums:,} checksums for {len(manifest.group_rows):,} row groups")
     return 0
 
 
@@ -178,8 +181,8 @@ def verify_(data: str, *, json_: Json = False) -> int:
         for manifest in manifests:
             if not verify.has_checksums(manifest):
                 print_text(
-                    f"{manifest.url}: has no checksums of its row groups, so training cannot see what is damaged; add "
-                    f"them with `elastic-train data checksum {manifest.url}`"
+                    f"{manifest.url}: has no checksums of row groups, so training cannot detect damaged data; add them "
+                    f"with `elastic-train data checksum {manifest.url}`"
                 )
     bad = [f"{path} {verdict.wrong}" for path, verdict in found if verdict.wrong]
     if bad and not json_:
@@ -216,6 +219,6 @@ def _report(out: Path, imported: Imported) -> int:
 def _report_written(manifest: Manifest) -> int:
     num_labels = len(manifest.label_counts or ())
     return print_text(
-        f"{manifest.url}: {manifest.num_rows:,} rows in {len(manifest.files)} files, {num_labels} labels, "
-        f"digest {manifest.digest[:12]}"
+        f"{manifest.url}: {manifest.num_rows:,} rows in {counted(len(manifest.files), 'file')}, "
+        f"{counted(num_labels, 'label')}, digest {manifest.digest[:12]}"
     )

@@ -53,21 +53,23 @@ def launch(
     ttl_s: float = 3.0,
     grace_s: float = 30.0,
     local_addr: str | None = None,
+    compact: bool = True,
 ) -> int:
-    """Start one node of a job: run the same line on every node; the exit codes are ones that a scheduler can act on.
+    """Start one node of a job (the same line on every node), with exit codes that a scheduler can act on.
 
     --nodes MIN:MAX (default 1), --ranks N per node (its GPUs, else 1), --endpoint HOST:PORT of an etcd, --id JOB. What
     is not given is read from PET_* variables (Kubernetes operators set them), then from Slurm's. Without an endpoint,
     launch starts an etcd for a job of one node, or on the first node of a Slurm job; several nodes elsewhere need one.
     --recovery live (survivors never stop) or restart. --max-restarts of workers (live: per cause and hour). --ttl-s:
     seconds after which a silent worker counts as lost. --grace-s: seconds from SIGTERM to SIGKILL. --local-addr: the
-    address by which other nodes reach this one (default: the one by which it reaches etcd). Any key of CONFIG can
-    follow.
+    address by which other nodes reach this one (default: the one by which it reaches etcd). --no-compact: leave etcd's
+    history alone; else the leader compacts what is older than ten minutes, if etcd holds nothing but such jobs. Any key
+    of CONFIG can follow.
     """
     from elastic_train.launch import node, options
 
     sources.load(config, environ=os.environ, arguments=overrides)  # report a mistake once, not from every rank
-    flags = options.Flags(nodes, ranks, endpoint, run_id, recovery, max_restarts, ttl_s, grace_s, local_addr)
+    flags = options.Flags(nodes, ranks, endpoint, run_id, recovery, max_restarts, ttl_s, grace_s, local_addr, compact)
     return node.launch(options.resolve(config, overrides, flags, os.environ, options.count_gpus()))
 
 

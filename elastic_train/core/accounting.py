@@ -72,7 +72,7 @@ class SampleAccount:
     def advance(self, step: int, holes: Iterable[Hole], left_out: int, truncated: int) -> SampleAccount:
         """Return the account after one more step, counted from 0, which knew of `holes`."""
         in_effect = tuple(hole for hole in holes if hole.since <= step)
-        return replace(self, holes=in_effect, left_out=self.left_out + left_out, truncated=self.truncated + truncated)
+        return SampleAccount(self.epochs, in_effect, self.left_out + left_out, self.truncated + truncated)
 
     def end_epoch(self, coverage: CoverageSums) -> SampleAccount:
         """Return the account with the sums at the end of an epoch."""

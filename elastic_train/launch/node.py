@@ -86,6 +86,7 @@ def _run_agent(plan: Launch, endpoint: str) -> int:
         local_addr=plan.local_addr,
         recovery=plan.recovery,
         ttl=plan.ttl_s,
+        compact=plan.compact,
     )
     handler = create_handler(parameters)
     os.environ[GRACE_VARIABLE] = str(plan.grace_s)  # which the workers inherit

@@ -35,6 +35,7 @@ class Launch:
     ttl_s: float
     grace_s: float
     local_addr: str | None = None
+    compact: bool = True
     is_etcd_host: bool = True
     etcd_address: str = "127.0.0.1"
 
@@ -56,6 +57,7 @@ class Flags:
     ttl_s: float = 3.0
     grace_s: float = 30.0
     local_addr: str | None = None
+    compact: bool = True
 
 
 def resolve(config: Path, overrides: Sequence[str], flags: Flags, environ: Mapping[str, str], num_gpus: int) -> Launch:
@@ -95,6 +97,7 @@ def resolve(config: Path, overrides: Sequence[str], flags: Flags, environ: Mappi
         ttl_s=flags.ttl_s,
         grace_s=flags.grace_s,
         local_addr=flags.local_addr or environ.get("PET_LOCAL_ADDR") or None,
+        compact=flags.compact,
         is_etcd_host=not shared or environ.get("SLURM_NODEID", "0") == "0",
         etcd_address=first_host(environ["SLURM_JOB_NODELIST"]) if shared else "127.0.0.1",
     )

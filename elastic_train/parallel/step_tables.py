@@ -21,6 +21,8 @@ from elastic_train.core.mesh import Mesh
 from elastic_train.parallel.group import Group
 
 Row = Sequence[float | int]
+WORD_BYTES = 8
+_MASK = (1 << 64) - 1
 
 
 class StepTables(NamedTuple):
@@ -37,11 +39,12 @@ def gather_tables(group: Group, mesh: Mesh, num_lanes: int, lanes: Mapping[int, 
     bits, an integer modulo 2^64 as it is; each row's first word says which is which, so that one rank's 0 and another's
     0.0 cannot be taken for each other.
     """
-    words = [_to_words(row) for _, row in sorted(lanes.items())]
-    table = torch.zeros((-(-num_lanes // mesh.num_replicas), len(words[0])), dtype=torch.int64)
-    table[: len(words)] = torch.tensor(words)
-    own = torch.tensor(_to_words(rank), dtype=torch.int64)
-    return _read_tables(group.all_gather(torch.cat([own, table.flatten()])), mesh, num_lanes, len(own))
+    own = _packed(rank)
+    rows = [_packed(row) for _, row in sorted(lanes.items())]
+    missing = -(-num_lanes // mesh.num_replicas) - len(rows)
+    words = bytearray(b"".join([own, *rows, bytes(missing * len(rows[0]))]))
+    gathered = group.all_gather(torch.frombuffer(words, dtype=torch.int64))
+    return _read_tables(gathered, mesh, num_lanes, len(own) // WORD_BYTES)
 
 
 def _read_tables(gathered: Tensor, mesh: Mesh, num_lanes: int, rank_words: int) -> StepTables:
@@ -83,13 +86,15 @@ def tree_sum(values: Sequence[float]) -> float:
     return sums[0]
 
 
-def _to_words(row: Row) -> list[int]:
+def _packed(row: Row) -> bytes:
     """Return a row's 64-bit words, the first of which has bit c set if column c is a float."""
-    kinds = sum(isinstance(value, float) << column for column, value in enumerate(row))
-    return [kinds, *(_to_word(value) for value in row)]
-
-
-def _to_word(value: float | int) -> int:
-    """Return a value's 64 bits as a signed integer."""
-    packed = struct.pack("<d", value) if isinstance(value, float) else (value & (1 << 64) - 1).to_bytes(8, "little")
-    return int.from_bytes(packed, "little", signed=True)
+    kinds, form, words = 0, ["=Q"], []
+    for column, value in enumerate(row):
+        if isinstance(value, float):
+            kinds |= 1 << column
+            form.append("d")
+            words.append(value)
+        else:
+            form.append("Q")
+            words.append(value & _MASK)
+    return struct.pack("".join(form), kinds, *words)

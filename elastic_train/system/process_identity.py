@@ -6,35 +6,24 @@ process that has ended to another. What grows with every world would end a job o
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
+from rendezvous.process_table import boot_id, stat_of
+
 _KIB = 1024
-_STARTED = 19  # the place in /proc/<pid>/stat after the program's name
 
 
 def process_identity() -> dict[str, object]:
     """Return, beside a process id: `host`, the machine's `boot` id, and `born`, in clock ticks since that boot."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return {"host": socket.gethostname(), "boot": boot, "born": _born("self")}
+    stat = stat_of(os.getpid())
+    return {"host": socket.gethostname(), "boot": boot_id(), "born": stat.born if stat else 0}
 
 
-def is_alive(pid: int, born: int) -> bool:
-    """Say whether the process of this machine that began at a moment, in clock ticks since the boot, still runs."""
-    try:
-        fields = _fields(str(pid))
-    except OSError:
-        return False
-    return int(fields[_STARTED]) == born and fields[0] not in "ZX"  # one that nobody has reaped yet has ended
-
-
-def _born(pid: str) -> int:
-    return int(_fields(pid)[_STARTED])
-
-
-def _fields(pid: str) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+def pid_space() -> str:
+    """Return within what a pid and a birth tell a process from all others: the machine's boot, and the container."""
+    return f"{boot_id()}-{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def process_usage() -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Wording that messages and tables share: durations, sizes, an error in one line, the name that was meant."""
+"""Wording that messages and tables share: durations, sizes, counts, an error in one line, the name that was meant."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.1f} TB"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things, such as '1 rank' and '2 ranks'."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def first_line(error: Exception) -> str:

@@ -191,14 +191,16 @@ class History:
 
 
 class UnformedWorlds:
-    """Appends a line for every world that did not form to <run.dir>/history/unformed-<host>-<pid>.jsonl.
+    """Appends a line for every world that did not form to <run.dir>/history/unformed-<host>-<process>.jsonl.
 
+    The process is told by its pid, its birth and its machine's boot: hosts of one name count their pids alike.
     Such a world has no history of its own: its ranks have not met. The file is begun with its first line.
     """
 
     def __init__(self, files: BackgroundFiles, run_dir: str | Path, most_bytes: int | None = None) -> None:
         self._who = {"pid": os.getpid(), **process_identity()}
-        name = f"unformed-{self._who['host']}-{os.getpid()}.jsonl"
+        process = "-".join(str(self._who[part]) for part in ("pid", "born", "boot"))
+        name = f"unformed-{self._who['host']}-{process}.jsonl"
         self._lines = files.lines(Path(run_dir) / FOLDER / name, most_bytes)
 
     def note(self, term: int, rank: int, world: int, why: str) -> None:

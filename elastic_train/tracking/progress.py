@@ -20,6 +20,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from elastic_train.system.wording import counted
+
 LINE_EVERY_S = 2.0
 PANEL_EVERY_S = 0.2
 
@@ -47,7 +49,7 @@ class ResumeBanner:
         def seconds(value: float | None) -> str:
             return "unknown" if value is None else f"{value:.1f} s"
 
-        world = f"{'?' if self.world_before is None else self.world_before} -> {self.world_after} ranks"
+        world = f"{'?' if self.world_before is None else self.world_before} -> {counted(self.world_after, 'rank')}"
         term = f"{'?' if self.term_before is None else self.term_before} -> {self.term_after}"
         lost = "unknown" if self.steps_lost is None else str(self.steps_lost)
         age = "" if self.age_s is None else f", {self.age_s:.1f} s old"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +42,7 @@ from elastic_train.job.trial import find_deadly
 from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.gradient_sum import Reduction, make_gradient_sum, make_sum
 from elastic_train.system.file_systems import hazards
+from elastic_train.system.wording import counted
 from elastic_train.tasks.task import Counting
 from elastic_train.tracking.history_files import Stagnation
 from elastic_train.tracking.mlflow_run import (
@@ -59,6 +62,7 @@ from elastic_train.world.restore import parent_of, restore
 from elastic_train.world.uniformity import check_alike, differing_kernels
 from elastic_train.world.world import World, enter_world
 
+log = logging.getLogger(__name__)
 TRIAL_EVERY = 3
 """How many worlds in a row have to end at one step before the next one's samples are tried, and tried again."""
 TRIAL_SHARE = 0.5
@@ -79,7 +83,7 @@ def open_session(process: Process, formed: Formed) -> Session:
 
 def _open_in(process: Process, world: World) -> Session:
     plan, state = process.plan, process.state
-    check_alike(world.group, plan, state.grouping)
+    check_alike(world.group, plan, state.grouping, state.shards.weights())
     head = restore(plan, world, state)
     stuck = check_progress(world, plan)
     differing = differing_kernels(world.group, plan.device)
@@ -106,19 +110,24 @@ def _open_in(process: Process, world: World) -> Session:
         reduction=kind,
     )
     world.announce(
-        f"term {world.term}: {world.group.size} ranks, {plan.num_lanes} lanes, {plan.total_steps} steps, {plan.device}"
+        f"term {world.term}: {counted(world.group.size, 'rank')}, {counted(plan.num_lanes, 'lane')}, "
+        f"{counted(plan.total_steps, 'step')}, {plan.device}"
     )
-    if world.is_leader:
-        _warn_of_file_system(process, world)
+    _warn_of_file_system(process, world)
     return session
 
 
 def _warn_of_file_system(process: Process, world: World) -> None:
-    """Say once what is dangerous about where the commits go."""
+    """Say once what is dangerous about where the commits go; one rank of each node does, for mounts may differ."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
     for hazard in hazards(process.plan.config.checkpoint_url):
         if hazard not in process.warned:
             process.warned.add(hazard)
-            world.announce(f"WARNING: {hazard}")
+            if world.is_leader:
+                world.announce(f"WARNING: {hazard}")
+            else:
+                log.warning("on %s: %s", socket.gethostname(), hazard)
 
 
 def _holes(process: Process, world: World, stuck: Stagnation) -> tuple[Hole, ...]:

@@ -31,14 +31,16 @@ TRACKER_TIMEOUT_S = WRITE_TIMEOUT_S = 20.0
 class TrainResult:
     """What training ended with, equal on every rank; result.json holds the same fields, and a few of the run's own.
 
-    `status` is 'done' where all steps are applied and 'preempted' where all ranks were asked to leave before. It is
-    'closed' where the other members finished the job while this process was not among them: then the rest describes
-    the state that this process holds, which may be older. `step` counts applied steps. `metrics` are those of the last
-    validation by name, without one empty. `coverage` sums all applied samples, over all epochs. `num_samples` is the
-    size of the training set, `epochs` how often all of it was applied. `holes` are the row groups that could not be
-    read, `num_left_out` the samples that they cost, `num_truncated` how many rows were cut to the task's length.
-    `fast_steps` and `skipped_steps` are half-open ranges of steps, counted from 0: those whose rounding depended on the
-    world, and those whose update was left out because loss or gradient was not finite.
+    `status` is 'done' where all steps are applied, and 'closed' where the other members finished the job while this
+    process was not among them: then the rest describes the state that this process holds, which may be older.
+    (result.json may also say 'preempted': all ranks were asked to leave before the end, and `train` raised Preempted.)
+
+    `step` counts applied steps. `metrics` are those of the last validation by name, empty if there was none. `coverage`
+    sums all applied samples, over all epochs. `num_samples` is the size of the training set, `epochs` how often all of
+    it was applied. `holes` are the row groups that could not be read, `num_left_out` the samples lost with them,
+    `num_truncated` the rows that were cut to the task's length. `fast_steps` and `skipped_steps` are half-open ranges
+    of steps, counted from 0: those whose rounding depended on the world, and those whose update was skipped because
+    loss or gradient was not finite.
     """
 
     status: str

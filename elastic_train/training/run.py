@@ -29,11 +29,8 @@ def train(config: Config | str | Path) -> TrainResult:
     `config` is a checked configuration (`load_config`) or the path of a YAML file, over which the environment's
     ELASTIC_TRAIN__* variables are laid.
 
-    The result is frozen and equal on every rank: `status` ('done', or 'closed' where the other members finished the
-    job without this process), `step` (applied steps), `weights_sha256`, `metrics` (the last validation's, by name),
-    `coverage` (`CoverageSums` over all epochs), `num_samples`, `epochs`, `holes`, `num_left_out`, `num_truncated`,
-    `fast_steps`, `skipped_steps`.
-    `run.dir` holds the same in result.json, and the weights in its commits (`discover`, `read_state`).
+    The result is equal on every rank. `run.dir` holds the same in result.json, and the weights in its commits
+    (`discover`, `read_state`).
 
     Call it in the main thread: until it returns, SIGTERM and SIGUSR1 ask it to commit and leave at the next step, and
     a second SIGTERM more than 3 s later ends the process at once. It sets torch's thread count and, unless `reduction:

@@ -19,8 +19,9 @@ from pathlib import Path
 
 from elastic_train.checkpoint.stores.store import Store, read
 from elastic_train.errors import OtherJobError, StorageError
-from elastic_train.system.process_identity import is_alive, process_identity
+from elastic_train.system.process_identity import process_identity
 from elastic_train.tracking.history_files import FOLDER
+from rendezvous.process_table import is_alive
 
 TERMS = "terms/"
 LOOK_S, PATIENCE_S = 3.0, 15.0

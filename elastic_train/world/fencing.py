@@ -158,7 +158,7 @@ def _claim_in(store: Store, propose: Callable[[int], int], run_id: str) -> int:
         term = propose(lowest)
         is_first = create_once(store, term_key(term), new_claim(run_id))
         newest = max(number for number, _ in [(term, ""), *_of_terms(store, TERMS)])
-        # Whoever was frozen since the term was proposed may have created again what was claimed, and deleted, long ago.
+        # Frozen since it proposed the term, a process may create again what was claimed, and deleted, long ago.
         if is_first and newest <= term + KEPT_TERMS:
             return term
         lowest = max(term, newest) + 1

@@ -2,7 +2,7 @@
 
 A store gets a unique word of its own when a world first uses it, under a key that is never deleted, and etcd names the
 word of the job's. With folders on local disks, or a mount that is missing, each node would see a store of its own:
-whoever leads would continue from what its own store has, and the job would have two lineages.
+the leader would continue from what its own store has, and the job would have two lineages.
 
 A process looks before it becomes a member, so a node with a wrong store costs the others nothing. It looks again in
 every world, for mounts may go. In a job's first world, all ranks look at once: the job's store is the one that most of
@@ -132,7 +132,7 @@ def check_before_joining(config: Config, word: str | None, on_progress: Callable
     try:
         check(DeadlineStore(open_store(config.checkpoint_url), on_progress), word)
     except StorageError:
-        return  # waited for, and told of, in the world
+        return  # waited for, and logged, in the world
 
 
 def _patience_s(url: str) -> float:

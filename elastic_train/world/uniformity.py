@@ -7,22 +7,26 @@ other for ever.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
-import sys
+import socket
 import zlib
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from elastic_train.checkpoint.format.weights_digest import checksum
-from elastic_train.errors import ConfigError, WeightsDifferError
+from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
 from elastic_train.job.plan import Plan
 from elastic_train.parallel.group import Group
+from elastic_train.tasks.task_source import source_of
 from rendezvous.membership.records import Job
 
 _SECTIONS = ("task", "batch", "optimizer", "validation")
@@ -31,18 +35,19 @@ _KEYS = {
     "data": ("block_row_groups", "length_bucketing", "unreadable", "deadly", "too_long"),
     "checkpoint": ("every_steps", "interval", "when_busy"),
 }
-_NOT_OURS = frozenset({"torch", "builtins", *sys.stdlib_module_names})
 _VECTOR = ("sse", "ssse", "avx", "fma", "f16c", "amx", "neon", "asimd", "sve", "bf16", "vsx")
+_MODULES, _TENSORS = "the task's modules", "the model's tensors"
 _TOP = ("epochs", "max_steps", "precision", "reduction", "threads_per_rank")
 
 
-def check_alike(group: Group, plan: Plan, grouping: Sequence[str]) -> None:
-    """Raise ConfigError, with every key that differs, on each rank whose configuration or data are not rank 0's.
+def check_alike(group: Group, plan: Plan, grouping: Sequence[str], weights: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError, with every key that differs, on each rank whose configuration, data or model are not rank 0's.
 
-    `grouping` describes the optimizer's parameter groups, which follow from the task's code. Rank 0 is the member that
-    has been there for longest: who comes with something else is not let in.
+    `grouping` describes the optimizer's parameter groups, which follow from the task's code as the weights and buffers
+    do; of those only names, shapes and types are compared, and the first that differs is named. Rank 0 is the member
+    that has been there for longest: who comes with something else is not let in.
     """
-    mine = deciding(plan) | {"the list of parameter groups": list(grouping)}
+    mine = deciding(plan) | {"the list of parameter groups": list(grouping), _TENSORS: _shapes(weights)}
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).digest()
     seen = group.all_gather(torch.tensor(int.from_bytes(digest[:7], "big"))).flatten()
     if bool((seen == seen[0]).all()):
@@ -50,13 +55,25 @@ def check_alike(group: Group, plan: Plan, grouping: Sequence[str]) -> None:
     theirs = group.broadcast_object(mine, 0)
     assert isinstance(theirs, dict), "rank 0 sends what decides there"
     if seen[group.rank] != seen[0]:
-        raise ConfigError(
-            *(
-                f"{key} is {mine.get(key)!r} here and {theirs.get(key)!r} on rank 0: all nodes must have the same"
-                for key in sorted({*mine, *theirs})
-                if mine.get(key) != theirs.get(key)
-            )
-        )
+        keys = sorted({*mine, *theirs})
+        raise ConfigError(*(_problem(key, mine, theirs) for key in keys if mine.get(key) != theirs.get(key)))
+
+
+def _problem(key: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """Say what a key is here and on rank 0; of the task's modules and the model's tensors, the first that differs."""
+    here, there = mine.get(key), theirs.get(key)
+    if here and there and key in (_MODULES, _TENSORS):
+        pairs = zip_longest(here, there, fillvalue="none")
+        here, there = next((one, other) for one, other in pairs if one != other)
+        key = f"the first of {key} that differs"
+    return f"{key} is {here!r} here and {there!r} on rank 0: all nodes must have the same"
+
+
+def _shapes(weights: Mapping[str, Tensor]) -> list[str]:
+    """Return a line for each tensor, in the order in which ranks would exchange them."""
+    return [
+        f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for name, tensor in weights.items()
+    ]
 
 
 def deciding(plan: Plan) -> dict[str, object]:
@@ -66,7 +83,7 @@ def deciding(plan: Plan) -> dict[str, object]:
         "the training set's digest": plan.manifest.digest,
         "the validation set's digest": plan.feed.validation_digest,
         "the version of elastic-train": _version("elastic-train"),
-        "the task's source": source_digest(type(plan.task)),
+        _MODULES: list(source_of(type(plan.task))),
     }
     for section in _SECTIONS:
         found |= {f"{section}.{key}": value for key, value in config[section].items()}
@@ -87,16 +104,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:  # run from a folder of sources
         return "unknown"
-
-
-@functools.cache
-def source_digest(kind: type) -> str:
-    """Return a digest of the source files of a class and its bases, but torch's and Python's; "" without files."""
-    names = {base.__module__ for base in kind.__mro__}
-    modules = [sys.modules[name] for name in sorted(names) if name.partition(".")[0] not in _NOT_OURS]
-    files = [Path(file) for module in modules if (file := getattr(module, "__file__", None))]
-    contents = [file.read_bytes() for file in files if file.is_file()]
-    return hashlib.sha256(b"".join(contents)).hexdigest()[:12] if contents else ""
 
 
 def kernels_of(device: torch.device) -> dict[str, str]:
@@ -159,23 +166,45 @@ def _checksum_of(weights: Mapping[str, Tensor]) -> int:
 
 
 def check_same_weights(group: Group, weights: Mapping[str, Tensor], step: int) -> None:
-    """Raise WeightsDifferError, on every rank, if not all ranks hold rank 0's weights and buffers bit for bit.
+    """Raise WeightsDifferError, on every rank, if not all ranks hold the same weights and buffers bit for bit.
 
     Called before a commit begins, of which every rank writes a part. Costs a checksum of the weights, and one number a
-    rank; nothing in a world of one.
+    rank; nothing in a world of one. No rank's state may outlive the error: all have added up gradients of all ranks.
     """
     if group.size == 1:
         return
     mine = torch.tensor([checksum(tensor) for tensor in weights.values()], dtype=torch.int64)
     whole = zlib.crc32(mine.numpy().tobytes())
-    seen = group.all_gather(torch.tensor(whole)).flatten()
-    if bool((seen == seen[0]).all()):
+    seen = group.all_gather(torch.tensor(whole)).flatten().tolist()
+    if len(set(seen)) == 1:
         return
-    rows = group.all_gather(mine)
-    is_other = rows != rows[0]
-    ranks = [rank for rank in range(group.size) if bool(is_other[rank].any())]
-    first = list(weights)[int(is_other.any(0).nonzero()[0])]
+    who, right = name_others(seen)
+    where = ""
+    # A rank that ends is a lost peer to one that is later here: that one must not keep its state for the next world.
+    with contextlib.suppress(PeerLostError):
+        rows = group.all_gather(mine)
+        is_other = (rows != rows[right]).any(0)
+        where = f", first in '{list(weights)[int(is_other.nonzero()[0])]}'"
     raise WeightsDifferError(
-        f"step {step}: ranks {ranks} hold other weights than rank 0, first in '{first}': a kernel is not deterministic,"
-        " or a device computes wrongly. The last commit is intact"
+        f"step {step}: {who}{where}: a kernel is not deterministic, or a device computes wrongly. The last commit is "
+        f"intact: all ranks end, and the next start continues from it. This is rank {group.rank} on "
+        f"{socket.gethostname()}: leave out a machine that is named again and again"
     )
+
+
+def name_others(sums: Sequence[int]) -> tuple[str, int]:
+    """Say which ranks hold other weights than most ranks, by the checksums of all; and name one of the others.
+
+    Without a majority nothing says who is right.
+    """
+    alike: dict[int, list[int]] = {}
+    for rank, checksum_of_rank in enumerate(sums):
+        alike.setdefault(checksum_of_rank, []).append(rank)
+    most = max(alike.values(), key=len)
+    if 2 * len(most) > len(sums):
+        others = [rank for rank in range(len(sums)) if rank not in most]
+        return f"ranks {others} hold other weights than the {len(most)} others", most[0]
+    if len(sums) == 2:
+        return "ranks 0 and 1 hold different weights, and nothing says which of them is right", 0
+    sets = " and ".join(str(ranks) for ranks in alike.values())
+    return f"ranks {sets} hold different weights, and no majority says which are right", 0

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic_train.checkpoint import Store, open_store, sweep
+from elastic_train.checkpoint.commits.sweeping import drop_unfinished
 from elastic_train.checkpoint.saving.store_use import StoreUse
 from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.config.schema import Config
@@ -168,6 +169,11 @@ def _sees_store(group: Group, store: Store, fence: Fence, bound: str | None) -> 
 def _forget_old_terms(store: Store, term: int) -> None:
     with contextlib.suppress(StorageError):  # the next world tries again
         forget_old_terms(store, term)
+    try:
+        if keys := drop_unfinished(store):
+            log.info("%s: aborted %d uploads that killed processes had left, such as %s", store.url, len(keys), keys[0])
+    except StorageError as error:
+        log.info("uploads that killed processes left are not aborted, the bucket's lifecycle rules may: %s", error)
 
 
 def _fence(store: Store, group: Group, launched: RendezvousContext | None, use: StoreUse, run_dir: str) -> Fence:

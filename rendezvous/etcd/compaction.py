@@ -3,7 +3,7 @@
 Etcd keeps every revision until somebody compacts it, and by default nobody does: a regroup of a thousand members
 writes a megabyte. The member that leads compacts all revisions that are older than ten minutes.
 
-Compaction is for the whole of etcd, and a client that resumes a watch at a compacted revision has to read anew. Ours
+Compaction is for the whole of etcd, and a client that resumes a watch at a compacted revision has to list again. Ours
 do; of others' we cannot know. So an etcd that holds any key that is not below /elastic/, or in which this user may not
 count all keys, is left to its operator, as is one that somebody else compacts.
 """

@@ -59,6 +59,11 @@ class LatestView(LatestSnapshot):
         self.newest_term = self._view.term
         """The highest term of any world that was seen, in any life of etcd."""
 
+    @property
+    def view(self) -> View:
+        """The newest records alone, which nobody has to wait for: they are one object, and are never changed."""
+        return self._view
+
     def now(self) -> Now:
         with self._changed:
             return Now(self._snapshot, self._view, time.monotonic() - self._same_since)

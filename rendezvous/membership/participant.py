@@ -102,7 +102,7 @@ class Participant:
 
     @property
     def view(self) -> View:
-        return self._latest.now().view
+        return self._latest.view
 
     def join(self, timeout_s: float, is_stopped: Callable[[], bool] = lambda: False, *, as_last: bool = False) -> None:
         """Be ready for the next world: register, or leave the world that this member was in.

@@ -320,5 +320,5 @@ def _newer(key: str, found: object) -> str:
 
 @lru_cache(64)
 def _warn(key: str, why: str) -> None:
-    """Say once what is passed over."""
-    _log.warning("%s is not a record that can be read, and is passed over: %s. Who else writes there?", key, why)
+    """Log once what is ignored."""
+    _log.warning("%s cannot be read as a record and is ignored: %s. Does another program write there?", key, why)

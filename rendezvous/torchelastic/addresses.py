@@ -6,11 +6,11 @@ import fcntl
 import ipaddress
 import socket
 import struct
-from pathlib import Path
 
 from rendezvous.errors import OptionError
 from rendezvous.etcd.options import EtcdOptions
 from rendezvous.identity import split_endpoint
+from rendezvous.process_table import boot_id
 
 ELSEWHERE = (("192.0.2.1", 9), ("2001:db8::1", 9))
 """Addresses that are on no network (RFC 5737, RFC 3849): the way to them is the way to any other machine."""
@@ -74,9 +74,7 @@ def interface_of(address: str) -> str | None:
 
 def machine_name() -> str:
     """Return a name that two containers or machines do not share."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    suffix = boot.read_text().strip()[:8] if boot.exists() else ""
-    return f"{socket.gethostname()}-{suffix}"
+    return f"{socket.gethostname()}-{boot_id()[:8]}"
 
 
 def _checked(given: str) -> str:

@@ -17,13 +17,13 @@ import signal
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from rendezvous.process_table import stat_of
 from rendezvous.torchelastic.bound_agent import FINAL_CODES, BoundAgent
 from rendezvous.torchelastic.live_handler import LiveRendezvousHandler
 
@@ -173,11 +173,8 @@ def codes(handlers: Mapping[int, SubprocessHandler]) -> list[int | None]:
 
 def stopped_by(pid: int) -> Literal["signal", "debugger"] | None:
     """Return what has stopped a process; None if it is not stopped, or there is no /proc."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
-    except OSError:
-        return None
-    return "signal" if state == "T" else "debugger" if state == "t" else None
+    stat = stat_of(pid)
+    return None if stat is None else "signal" if stat.state == "T" else "debugger" if stat.state == "t" else None
 
 
 class Budget:

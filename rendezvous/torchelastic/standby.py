@@ -30,9 +30,9 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rendezvous.orphans import adopting
+from rendezvous.process_table import environ_of
 from rendezvous.torchelastic import standby_process
 
 FORKS_WITHIN_S = 5.0
@@ -210,19 +210,11 @@ class ForkedWorker(Process):
 
 def may_fork() -> bool:
     """Say whether a fork of this process is what a process started by it would be."""
-    return threading.active_count() == 1 and _loaded_with(_environment_at_start()) == _loaded_with(os.environ)
+    return threading.active_count() == 1 and _loaded_with(environ_of(os.getpid())) == _loaded_with(os.environ)
 
 
 def _loaded_with(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith(READ_WHEN_LOADED)}
-
-
-def _environment_at_start() -> dict[str, str]:
-    try:
-        entries = Path("/proc/self/environ").read_bytes().split(b"\0")
-    except OSError:
-        return {}
-    return dict(os.fsdecode(entry).split("=", 1) for entry in entries if b"=" in entry)
 
 
 def _forked(ours: socket.socket, theirs: socket.socket) -> Process | subprocess.Popen[bytes]:

@@ -7,14 +7,22 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
 import yaml
+from torch import nn
 
-from tests.conftest import ROOT, start, write_rows
+from elastic_train.job.state_shards import ReplicatedState
+from elastic_train.training.run import run
+from tests.conftest import ROOT, run_ranks, start, write_rows
 
 FOLDER = Path(__file__).parent
+TASK = "elastic_train.tasks.text_classifier:TextClassifier"
+Clip = Callable[[ReplicatedState, float], torch.Tensor]
 PARAMS = {"max_tokens": 24, "dim": 16, "depth": 1, "heads": 2, "dropout": 0.2, "vocabulary": 64}
 PARAMS |= {"numeric": ["size"], "categorical": ["kind"]}
 JOBS: dict[str, dict[str, object]] = {
@@ -59,7 +67,7 @@ def oracle(folder: Path) -> str:
 @pytest.mark.parametrize("job", JOBS.values(), ids=list(JOBS))
 def test_a_run_ends_with_the_weights_of_a_plain_loop(tmp_path: Path, job: dict[str, object]) -> None:
     """AdamW, warm-up, cosine, clipping, dropout, accumulation, several epochs with a short last step."""
-    ended = start([write_job(tmp_path, job, "elastic_train.tasks.text_classifier:TextClassifier")])
+    ended = start([write_job(tmp_path, job, TASK)])
     assert ended.code == 0, ended.output
     assert result_of(tmp_path) == oracle(tmp_path)
 
@@ -73,6 +81,33 @@ def test_so_does_a_run_that_was_killed_on_two_ranks_and_continued_on_three(tmp_p
     ended = start([path], num_ranks=3)
     assert ended.code == 0, ended.output
     assert result_of(tmp_path) == oracle(tmp_path)
+
+
+def clip_too_late(shards: ReplicatedState, limit: float) -> torch.Tensor:
+    """Clip as if the limit were a tenth higher."""
+    return nn.utils.clip_grad_norm_(shards.model.parameters(), 1.1 * limit)
+
+
+def clip_by_tensor(shards: ReplicatedState, limit: float) -> torch.Tensor:
+    """Clip every tensor by its own norm."""
+    norms = [nn.utils.clip_grad_norm_([parameter], limit) for parameter in shards.model.parameters()]
+    return torch.stack(norms).norm()
+
+
+def train_with(rank: int, size: int, config: str, clip: Clip) -> None:
+    with patch.object(ReplicatedState, "clip", clip):
+        assert run(Path(config), []) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("clip", "is_right"), [(ReplicatedState.clip, True), (clip_too_late, False), (clip_by_tensor, False)]
+)
+def test_a_product_that_clips_otherwise_is_found_out(tmp_path: Path, clip: Clip, is_right: bool) -> None:
+    """The plain loop would see a bug that all of the product's own comparisons share."""
+    path = write_job(tmp_path, {**next(iter(JOBS.values())), "epochs": 1}, TASK)
+    run_ranks(train_with, 1, path, clip)
+    assert (result_of(tmp_path) == oracle(tmp_path)) is is_right
 
 
 @pytest.mark.parametrize("name", ["loop", "order"])

@@ -27,6 +27,7 @@ from chaos.scenario.kinds import (
     cuts_off,
     is_of_etcd,
     is_over_at_once,
+    parts,
 )
 
 _ENDS_NODES = ("kill_node", "stop_node", "kill_job")
@@ -85,10 +86,11 @@ def _check_changes(run: Evidence) -> None:
     """Processes leave a live world only when a fault hit them, and worlds end only because one left or came.
 
     A process that was hit, or started and ended by the undoing of a fault, may leave in the fault's spell, or once come
-    back as another member; nodes are in a world as a whole, so the rest of a node leaves with it. A process that was
-    asked to leave ends a few worlds until it has left; one that was hit before it had recorded any world may have been
-    in one that no history has, or have been waited for, and ends one. A fault of etcd or of the storage hits all
-    members of a world while it lasts; of etcd, each may lose its lease after it, and one after the other.
+    back as another member; nodes are in a world as a whole, so the rest of a node leaves with it. Of two nodes that do
+    not reach each other, either may leave, or take the other's place. A process that was asked to leave ends a few
+    worlds until it has left; one that was hit before it had recorded any world may have been in one that no history
+    has, or have been waited for, and ends one. A fault of etcd or of the storage hits all members of a world while it
+    lasts; of etcd, each may lose its lease after it, and one after the other.
     """
     formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
     seen_in = last_seen(run)  # a world may break before all have recorded it
@@ -103,6 +105,8 @@ def _check_changes(run: Evidence) -> None:
         hit = {pid for _, pid in struck}
         broken = {node_of[pid] for pid in hit if pid in node_of}
         excused = {pid for pid in pids[before] if began <= all_until or pid in hit or node_of.get(pid) in broken}
+        if _is_parted(hits, {node_of.get(pid) for pid in pids[before] | pids[after]}):
+            excused |= pids[before]
         if seats[after] > len(pids[after]):  # it may have been a member that did not live to record that
             excused |= _hit_in(run, after)
         gone = sorted(pid for pid in pids[before] - pids[after] - excused if seen_in[pid] == before)
@@ -121,6 +125,11 @@ def _check_changes(run: Evidence) -> None:
             raise Unknown(f"term {after} was formed by the processes of term {before}, and no fault explains it")
         worlds_left.update({one: worlds_left.get(one, MOST_WORLDS_LEAVING) - 1 for one in late})
         spent |= set() if late else again
+
+
+def _is_parted(hits: list[Line], nodes: set[object]) -> bool:
+    """Say whether two worlds were of two nodes in all, which had been kept from each other."""
+    return len(nodes) == 2 and any(parts(line["kind"]) and not nodes.isdisjoint(_nodes(line)) for line in hits)
 
 
 def _hit_in(run: Evidence, term: int) -> set[Any]:

@@ -94,8 +94,11 @@ def _same(line: Line, other: Line, keys: tuple[str, ...], what: str) -> None:
 
 def _differ(value: object, other: object) -> bool:
     """Compare what JSON can say; NaN equals itself, and 0.0 is not -0.0: the bits count."""
-    if type(value) is type(other) and isinstance(value, int | str):
-        return value != other
+    if type(value) is type(other):
+        if isinstance(value, int | str):
+            return value != other
+        if isinstance(value, float):
+            return repr(value) != repr(other)
     return value is not other and json.dumps(value, sort_keys=True) != json.dumps(other, sort_keys=True)
 
 

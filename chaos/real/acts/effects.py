@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+from rendezvous.process_table import is_alive, is_stopped
+
 Effect = Callable[[], str | None]
 """Looks once, and returns the proof; asked again until the fault is over."""
 _ANSWER_S = 0.3
@@ -24,35 +26,28 @@ _NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EINVAL)
 """What the kernel says of an address to which no route leads; EINVAL where a rule sends packets nowhere."""
 
 
-def state_of(pid: int) -> str:
-    """Return a process's state as the kernel has it, such as T for stopped; Z, a zombie's, if it has gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
-    except OSError:
-        return "Z"
-
-
 def gone(pids: Sequence[int]) -> Effect:
     """See that processes have ended."""
-    return lambda: f"{len(pids)} processes have ended" if pids and all(state_of(p) in "ZX" for p in pids) else None
+    return lambda: f"{len(pids)} processes have ended" if pids and not any(map(is_alive, pids)) else None
 
 
 def stopped(pids: Sequence[int]) -> Effect:
     """See that processes are stopped, all that have not ended; one that has ended was not stopped."""
 
     def look() -> str | None:
-        states = [state_of(pid) for pid in pids]
-        num_stopped = sum(state in "Tt" for state in states)
-        return f"{num_stopped} processes are stopped" if num_stopped and all(s in "TtZX" for s in states) else None
+        num_stopped = sum(map(is_stopped, pids))
+        return f"{num_stopped} processes are stopped" if num_stopped and all(map(_is_still, pids)) else None
 
     return look
 
 
 def running(pids: Sequence[int]) -> Effect:
     """See that processes run that were started."""
-    return lambda: (
-        f"{len(pids)} processes were started" if pids and all(state_of(p) not in "ZX" for p in pids) else None
-    )
+    return lambda: f"{len(pids)} processes were started" if pids and all(map(is_alive, pids)) else None
+
+
+def _is_still(pid: int) -> bool:
+    return is_stopped(pid) or not is_alive(pid)
 
 
 def came_there(point: str) -> Effect:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import signal
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc  # type: ignore[import-untyped]
@@ -24,6 +23,7 @@ from rendezvous.etcd.server import EtcdServer
 from rendezvous.etcd.store import EtcdStore
 from rendezvous.membership.records import Keys
 from rendezvous.membership.store import Put
+from rendezvous.process_table import is_alive, is_stopped
 
 if TYPE_CHECKING:
     from chaos.scenario.schedule import Due
@@ -173,10 +173,7 @@ def _members(job: JobView, *, leads: bool) -> list[EtcdServer]:
 
 def _runs(member: EtcdServer) -> bool:
     """Say whether a member was started and is not frozen."""
-    try:
-        return member.pid is not None and Path(f"/proc/{member.pid}/stat").read_text().rpartition(") ")[2][:1] != "T"
-    except OSError:
-        return True
+    return member.pid is not None and is_alive(member.pid) and not is_stopped(member.pid)
 
 
 def lose_lease(job: JobView, fault: Due) -> Struck | None:
@@ -192,8 +189,9 @@ def lose_lease(job: JobView, fault: Due) -> Struck | None:
         try:
             stub = pyetcd.etcdrpc.KVStub(channel)
             found = stub.Range(pyetcd.etcdrpc.RangeRequest(key=keys.world.encode()), _CALL_S).kvs
-            seats = json.loads(found[0].value)["seats"] if found else []
-            if len(seats) <= ranks[-1] or json.loads(found[0].value)["term"] != job.followed.term:
+            world = json.loads(found[0].value) if found else {"seats": [], "sealed_at": None}
+            seats = world["seats"]
+            if len(seats) <= ranks[-1] or world["sealed_at"] != job.followed.sealed_at:
                 return None
             member = keys.member(seats[ranks[-1]]["member"])
             held = stub.Range(pyetcd.etcdrpc.RangeRequest(key=member.encode()), _CALL_S).kvs

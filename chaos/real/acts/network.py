@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _LATE_S = 0.3
 _LOST = 0.2
+_TRIES = 5
+"""How often it is asked, at most, what answers before a fault: a cable that has just been mended may drop a packet."""
 
 
 def _hold(way: Way, *, requests: bool = False, answers: bool = False, delay_s: float = 0.0) -> None:
@@ -66,7 +68,7 @@ def _to_etcd(job: JobView, fault: Due, spoil: Callable[[Way], None]) -> Struck |
 
 
 def cut_node(job: JobView, fault: Due) -> Struck | None:
-    return _cut(job, Cable.pull)
+    return _cut(job, Cable.pull, lambda laid: newly(_without(laid, "nodes"), _without(laid, "etcd")))
 
 
 def cut_link(job: JobView, fault: Due) -> Struck | None:
@@ -82,11 +84,11 @@ def refuse_address(job: JobView, fault: Due) -> Struck | None:
 
 
 def slow_network(job: JobView, fault: Due) -> Struck | None:
-    return _cut(job, lambda laid: laid.worsen(delay_s=_LATE_S), _count_of(job, "packets were late"))
+    return _cut(job, lambda laid: laid.worsen(delay_s=_LATE_S), _counting("packets were late"))
 
 
 def lose_packets(job: JobView, fault: Due) -> Struck | None:
-    return _cut(job, lambda laid: laid.worsen(loss=_LOST), _count_of(job, "packets were lost"))
+    return _cut(job, lambda laid: laid.worsen(loss=_LOST), _counting("packets were lost"))
 
 
 def hosts_file(job: JobView, fault: Due) -> Struck | None:
@@ -121,21 +123,51 @@ def own_addresses(pid: int | None) -> list[str]:
     return sorted({line.split()[0] for line in found.stdout.splitlines()})
 
 
-def _count_of(job: JobView, what: str) -> Effect:
+def _counting(what: str) -> Callable[[Cable], Effect]:
     """Count packets that the relay has spoilt; it spoils none, and passes none, at other times."""
-    laid = job.around.cable
-    assert laid is not None and laid.relay is not None, "the scenario's kinds have asked for it"
-    relay = laid.relay
-    return counted(what, lambda: relay.num_lost if "lost" in what else relay.num_passed)
+
+    def count(laid: Cable) -> Effect:
+        assert laid.relay is not None, "the scenario's kinds have asked for it"
+        relay = laid.relay
+        return counted(what, lambda: relay.num_lost if "lost" in what else relay.num_passed)
+
+    return count
 
 
-def _cut(job: JobView, spoil: Callable[[Cable], None], effect: Effect | None = None) -> Struck | None:
+def _silent(laid: Cable) -> Effect:
+    """See that the node inside does not answer those out here."""
+    return unreachable(laid.address("inside"))
+
+
+def _without(laid: Cable, whose: str) -> Effect:
+    """See that an address does not answer the node inside, which has no other way to it than its cable."""
+    address = laid.address(whose)
+    return lambda: None if laid.answers_inside(whose) else f"{address} ({whose}) does not answer the node"
+
+
+def newly(*looks: Effect) -> Effect:
+    """See with every look what none of them saw just before the fault."""
+    is_new = all(any(look() is None for _ in range(_TRIES)) for look in looks)
+
+    def see() -> str | None:
+        seen = [proof for look in looks if (proof := look()) is not None] if is_new else []
+        return "; ".join(seen) if seen and len(seen) == len(looks) else None
+
+    return see
+
+
+def _cut(
+    job: JobView,
+    spoil: Callable[[Cable], None],
+    watch: Callable[[Cable], Effect] = lambda laid: newly(_silent(laid)),
+) -> Struck | None:
     """Spoil the only cable, that of the last node; either side may be left out. A later fault takes its place."""
     laid = job.around.cable
     assert laid is not None, "the scenario's kinds have asked for it"
     if not job.nodes[-1].is_up:
         return None
     laid.mend()
+    effect = watch(laid)
     spoil(laid)
     job.around.num_cut += 1
     mine = job.around.num_cut
@@ -145,7 +177,7 @@ def _cut(job: JobView, spoil: Callable[[Cable], None], effect: Effect | None = N
             laid.mend()
         return _pids(job.nodes)
 
-    seen = while_last(lambda: job.around.num_cut == mine, effect or unreachable(laid.address("inside")))
+    seen = while_last(lambda: job.around.num_cut == mine, effect)
     return Struck(_pids(job.nodes), [job.nodes[-1]], undo=mend, effect=seen)
 
 

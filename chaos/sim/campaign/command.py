@@ -24,7 +24,7 @@ from chaos.sim.campaign.ledger import (
     entry_of,
 )
 from chaos.sim.campaign.long_runs import Draw
-from chaos.sim.campaign.planted import SimBug
+from chaos.sim.campaign.planted.hunt import SimBug
 from chaos.sim.campaign.pool import simulate_each
 from chaos.sim.campaign.shrink import shrink
 from chaos.sim.campaign.simulate import Case, Outcome, simulate

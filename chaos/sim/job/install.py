@@ -110,6 +110,8 @@ MACHINE: Mapping[str, ModuleType] = {
 X = TypeVar("X")
 Y = TypeVar("Y")
 Ys = TypeVarTuple("Ys")
+NUM_LANES_READ = 1 << 12
+"""Lanes of steps that some process has still to count: the same for all that read them."""
 NUM_VIEWS = 256
 """Snapshots on their way to a process, of a thousand nodes that all write at once."""
 
@@ -228,6 +230,7 @@ def _launch(host: Host, nodes: Sequence[Node]) -> Iterable[tuple[ModuleType, str
     yield from _in(
         f"{agents}.local_elastic_agent", start_processes=functools.partial(start_processes, nodes, around.kernel)
     )
+    yield from _in("torch.distributed.elastic.metrics.api", put_metric=_nothing)
     yield from _in(f"{agents}.api", record=_nothing, put_metric=_nothing, _get_fq_hostname=str)
     yield from _in(
         "rendezvous.torchelastic.restart_handler",
@@ -272,6 +275,8 @@ def _undelayed(store: StorageClient, on_progress: object) -> StorageClient:
 def _tensors(host: Host) -> Iterable[tuple[ModuleType, str, object]]:
     """Replace what computes, and the format of tensors in files."""
 
+    coverage_of_lane = _memory_of(training.sums_of, NUM_LANES_READ)
+
     def gradient_sum(
         kind: str, parameters: list[training.Weights], group: SimGroup, lanes: int
     ) -> training.ModelledSum:
@@ -287,12 +292,12 @@ def _tensors(host: Host) -> Iterable[tuple[ModuleType, str, object]]:
         sums = session.gradients
         assert isinstance(sums, training.ModelledSum)
         sums.add(batch.ids)
-        coverage = training.sums_of(tuple(batch.ids.tolist()))
+        coverage = coverage_of_lane(batch.ids)
         loss = float(coverage.sum_a % 65521 + session.state.step)
         return LaneSums(loss, float(coverage.count))
 
     def coverage_of(lanes: Sequence[LaneBatch]) -> CoverageSums:
-        return sum((training.sums_of(tuple(batch.ids.tolist())) for batch in lanes), CoverageSums())
+        return sum((coverage_of_lane(batch.ids) for batch in lanes), CoverageSums())
 
     yield from _in(
         "elastic_train.training.open_session", make_gradient_sum=gradient_sum, differing_kernels=lambda *_: []

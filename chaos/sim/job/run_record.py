@@ -16,6 +16,13 @@ _SIMPLE = (str, int, float, type(None))
 """What JSON gives back as it is."""
 
 
+def _as_kept(value: object) -> object:
+    """Return what JSON gives back of a value that holds others."""
+    if isinstance(value, list | tuple) and all(isinstance(item, _SIMPLE) for item in value):
+        return [*value]
+    return json.loads(json.dumps(value))
+
+
 def named(processes: Sequence[Process]) -> dict[str, Any]:
     """Return what tells processes from all others."""
     pids, born = [process.pid for process in processes], [process.born for process in processes]
@@ -45,7 +52,7 @@ class RunRecord:
         """Append a line to a history, as JSON would keep it, stamped by the observer's watch if not otherwise."""
         line: Line = {"op": op, "t": EPOCH_S + self._kernel.now if at is None else at}
         for name, value in fields.items():
-            line[name] = value if isinstance(value, _SIMPLE) else json.loads(json.dumps(value))
+            line[name] = value if isinstance(value, _SIMPLE) else _as_kept(value)
         self.lines.setdefault(file, []).append(line)
         if op == "form" and isinstance(line["term"], int) and line["term"] >= self.term:
             self.term = line["term"]

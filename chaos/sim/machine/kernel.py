@@ -145,7 +145,8 @@ class Kernel:
     def park(self, timeout_s: float | None = None) -> None:
         """Block the running task until it is woken, or the time is over."""
         task = self.current
-        self.check(task)
+        if task.process is None or task.process.is_dead:
+            self.check(task)
         task.turn += 1
         if timeout_s is not None:
             self.num_events += 1
@@ -153,7 +154,8 @@ class Kernel:
             heapq.heappush(self._events, (until, self.num_events, task, task.turn))
         self._give_way(task)
         task.turn += 1
-        self.check(task)
+        if task.process is None or task.process.is_dead:
+            self.check(task)
 
     def check(self, task: Task) -> None:
         """Raise `Killed` in a task of a dead process."""
@@ -189,9 +191,10 @@ class Kernel:
             task.stack.switch()
 
     def _next(self) -> Task:
+        ready, events = self._ready, self._events
         while True:
-            while self._ready:
-                task = self._ready.popleft()
+            while ready:
+                task = ready.popleft()
                 process = task.process
                 if process is not None and process.is_paused and not process.is_dead:
                     process.held.append(task)
@@ -203,11 +206,11 @@ class Kernel:
                         self.wake(self.conductor)
                     return task
             self._num_turns = 0
-            if not self._events:
+            if not events:
                 self.failure = self.failure or Timeless("nothing is left to happen")
                 self.wake(self.conductor)
                 continue
-            self.now, _, act, turn = heapq.heappop(self._events)
+            self.now, _, act, turn = heapq.heappop(events)
             if not turn:
                 act()
             elif act.turn == turn:

@@ -102,12 +102,12 @@ class Storage:
         """Let listings show for a while what is there now."""
         self._late, self._late_until = LateListing(self.files), self.kernel.now + for_s
 
-    def listed(self, node: int) -> list[Entry]:
-        """Return what a node sees in a listing of everything."""
+    def listed(self, node: int, prefix: str) -> list[Entry]:
+        """Return what a node sees in a listing of everything below a prefix."""
         if self._late is not None and self.kernel.now < self._late_until:
-            return self._late.seen_by(node, self.files)
+            return [entry for entry in self._late.seen_by(node, self.files) if entry.key.startswith(prefix)]
         self._late = None
-        return [entry_of(key, *file) for key, file in self.files.items()]
+        return [entry_of(key, *file) for key, file in self.files.items() if key.startswith(prefix)]
 
     def _note(self, key: str, node: int | None) -> None:
         if self._late is not None and node is not None:
@@ -185,8 +185,7 @@ class StorageClient:
 
     def list(self, prefix: str) -> list[Entry]:
         self._ask()
-        found = (entry for entry in self._storage.listed(self._process.node) if entry.key.startswith(prefix))
-        return sorted(found, key=lambda entry: entry.key)
+        return sorted(self._storage.listed(self._process.node, prefix), key=lambda entry: entry.key)
 
     def near(self, files: object, on_progress: object = None) -> StorageClient:
         return self

@@ -70,15 +70,19 @@ class Lock:
         self.depth -= 1
         if self.depth == 0:
             self.holder = None
-            waiting, self._waiting = self._waiting, []
-            for task in waiting:
-                self.kernel.wake(task)
+            if self._waiting:
+                waiting, self._waiting = self._waiting, []
+                for task in waiting:
+                    self.kernel.wake(task)
 
     def _is_orphaned(self) -> bool:
         return self.holder is not None and self.holder.is_done
 
     def __enter__(self) -> Lock:
-        self.acquire()
+        if self.holder is None:
+            self.holder, self.depth = self.kernel.current, self.depth + 1
+        else:
+            self.acquire()
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -242,6 +242,10 @@ def _whole(num_rows: int) -> CoverageSums:
     return CoverageSums.of_all(num_rows)
 
 
+def sums_of(ids: Int64s) -> CoverageSums:
+    return _sums_of(tuple(ids.tolist()))
+
+
 @lru_cache(1 << 19)
-def sums_of(ids: tuple[int, ...]) -> CoverageSums:
+def _sums_of(ids: tuple[int, ...]) -> CoverageSums:
     return CoverageSums.of_ids(np.array(ids, np.int64))

@@ -23,6 +23,7 @@ from elastic_train.core.order import VERSION, Order
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.row_lengths import NAME, load_lengths
 from elastic_train.errors import ConfigError, CorruptError, DataError
+from elastic_train.system.wording import counted
 
 Numbers = Mapping[str, int]
 _CHUNK = 1 << 20
@@ -81,7 +82,7 @@ def _check_steps(found: Audit, store: Store, head: CommitRecord) -> None:
     found.wrong += [f"steps: {problem}" for problem in problems]
     num_terms = len({interval.term for interval in head.intervals})
     if not problems:
-        found.proven.append(f"steps [0, {head.step}) were applied once each, by {num_terms} terms in turn")
+        found.proven.append(f"steps [0, {head.step}) were applied once each, by {counted(num_terms, 'term')} in turn")
     ancestors = 0
     for key, record, why in records(store):
         if record is None:

@@ -14,7 +14,7 @@ from elastic_train.checkpoint.commits.pins_and_holds import held
 from elastic_train.checkpoint.commits.pruning import Pruned, delete_all
 from elastic_train.checkpoint.commits.reader import commit_keys
 from elastic_train.checkpoint.commits.record import VOID
-from elastic_train.checkpoint.stores.store import Entry, Store, create_once
+from elastic_train.checkpoint.stores.store import Entry, KeepsUnfinished, Store, create_once
 from elastic_train.core.lineage import ATTEMPTS, COMMITS, commit_key, place_of
 
 SAFE_AGE_S = 6 * 3600.0
@@ -44,6 +44,20 @@ def sweep(
     swept = [attempt for attempt in lost if place_of_attempt(attempt) not in spared]
     measure = _size if is_rehearsal else delete_all
     return Pruned((), tuple(swept), sum(measure(store, lost[attempt]) for attempt in swept))
+
+
+def drop_unfinished(
+    store: Store, *, now: float | None = None, safe_age_s: float = SAFE_AGE_S, is_rehearsal: bool = False
+) -> list[str]:
+    """Abort uploads of attempts' files that nobody has finished for `safe_age_s` seconds; return their keys.
+
+    A process that is killed leaves them in S3, where they cost money and no listing of objects shows them. StorageError
+    if the store does not let itself be asked for them. A rehearsal aborts nothing.
+    """
+    if not isinstance(store, KeepsUnfinished):
+        return []
+    moment = time.time() if now is None else now
+    return list(store.drop_unfinished(ATTEMPTS, moment - safe_age_s, is_rehearsal=is_rehearsal))
 
 
 def tombstones(store: Store, below_term: int) -> list[str]:

@@ -40,7 +40,7 @@ class SaveOutcome:
 
     `seconds` passed from its beginning until it was published, or failed; training waited `stall_s` of them.
     `awaits` is the place of the rank whose part did not come, None if this rank had no other to wait for; `is_silent`:
-    this rank's part failed, and rank 0 could not be told.
+    this rank's part failed, and its receipt could not be written either.
     """
 
     step: int

@@ -28,7 +28,7 @@ ANSWER_S = 1.0
 
 @dataclass(slots=True)
 class StoreUse:
-    """The use that a process can make of the store at a URL; `is_barred` is set by whoever knows that others can."""
+    """The use that a process can make of the store at a URL; `is_barred`: others can write, this one cannot."""
 
     url: str
     proven: set[str] = field(default_factory=set)

@@ -8,12 +8,13 @@ file's reading and writing, report every piece instead: a watchdog sees when the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import BinaryIO, TypeVar, cast
 
 from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.checkpoint.stores.store import (
     Entry,
+    KeepsUnfinished,
     ReadFile,
     Sink,
     Store,
@@ -61,6 +62,13 @@ class DeadlineStore:
 
     def delete(self, key: str) -> None:
         self._ask(f"delete {key}", lambda: self._store.delete(key))
+
+    def drop_unfinished(self, prefix: str, before: float, *, is_rehearsal: bool = False) -> Sequence[str]:
+        store = self._store
+        if not isinstance(store, KeepsUnfinished):
+            return []
+        what = f"abort unfinished uploads below {prefix}"
+        return self._ask(what, lambda: store.drop_unfinished(prefix, before, is_rehearsal=is_rehearsal))
 
     def near(self, files: Mapping[str, FileRecord], on_progress: Callable[[], None] = no_listener) -> Store:
         return DeadlineStore(self._store.near(files, self._on_progress), self._on_progress)

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, BinaryIO, cast
 
@@ -29,7 +29,7 @@ from elastic_train.checkpoint.stores.store import (
     Uncertain,
     no_listener,
 )
-from elastic_train.checkpoint.stores.uploads import FileUpload, S3Upload, Upload
+from elastic_train.checkpoint.stores.uploads import FileUpload, S3Upload, Upload, abort_uploads
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.system.extras import install_command
 from elastic_train.system.sdk_errors import sdk_errors
@@ -134,6 +134,13 @@ class FsspecStore:
     def delete(self, key: str) -> None:
         with self._translating("delete", key), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._path(key))
+
+    def drop_unfinished(self, prefix: str, before: float, *, is_rehearsal: bool = False) -> Sequence[str]:
+        if self._upload is not S3Upload:
+            return []
+        with self._translating("abort unfinished uploads below", prefix):
+            paths = abort_uploads(self._fs, self._path(prefix), before, is_rehearsal=is_rehearsal)
+        return sorted(path.removeprefix(self._path("")) for path in paths)
 
     def near(self, files: Mapping[str, FileRecord], on_progress: Callable[[], None] = no_listener) -> Store:
         return self

@@ -12,11 +12,11 @@ Invariant: a key is whole or absent. `create` is durable when it returns and suc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import BinaryIO, Protocol, Self
+from typing import BinaryIO, Protocol, Self, runtime_checkable
 
 from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.errors import StorageError
@@ -115,6 +115,18 @@ class Store(Protocol):
         """Return the store to read these files from, by key: this one, or one that reads intact copies on this node.
 
         To find out which copies are intact they are read to their ends; `on_progress` is called for every piece.
+        """
+
+
+@runtime_checkable
+class KeepsUnfinished(Protocol):
+    """A store that keeps what a killed process has sent of a file, where no listing shows it."""
+
+    def drop_unfinished(self, prefix: str, before: float, *, is_rehearsal: bool = False) -> Sequence[str]:
+        """Remove files below a folder that were begun before a time (unix seconds) and never finished; return keys.
+
+        Whoever still writes one of them fails. A rehearsal removes nothing. StorageError if the store does not say
+        what it keeps.
         """
 
 

@@ -104,6 +104,30 @@ class S3Upload:
         return asyncio.run_coroutine_threadsafe(call, self._fs.loop)
 
 
+def abort_uploads(file_system: Any, folder: str, before: float, *, is_rehearsal: bool = False) -> list[str]:
+    """Abort the uploads to S3, below a folder, that were begun before a time; return the paths of their objects."""
+    bucket, prefix, _ = file_system.split_path(folder)
+
+    def ask(method: str, **arguments: object) -> dict[str, Any]:
+        call = file_system._call_s3(method, Bucket=bucket, **arguments)
+        answer: dict[str, Any] = asyncio.run_coroutine_threadsafe(call, file_system.loop).result()
+        return answer
+
+    aborted, after = [], dict[str, str]()
+    while True:
+        page = ask("list_multipart_uploads", Prefix=prefix, **after)
+        for upload in page.get("Uploads", ()):
+            if not upload["Key"].startswith(prefix) or upload["Initiated"].timestamp() >= before:
+                continue
+            if not is_rehearsal:
+                with contextlib.suppress(FileNotFoundError):  # it has been finished or aborted meanwhile
+                    ask("abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"])
+            aborted.append(f"{bucket}/{upload['Key']}")
+        if not page.get("IsTruncated"):
+            return aborted
+        after = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+
 class FileUpload:
     """A file of any other fsspec file system, which may show it before it is complete; `discard` removes it."""
 

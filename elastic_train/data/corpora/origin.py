@@ -10,13 +10,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from elastic_train.errors import ConfigError
+from elastic_train.system.process_identity import pid_space, process_identity
+from rendezvous.process_table import is_alive
 
 NAME = "origin.json"
+LONG_S = 86_400.0
+"""A draft of a process that cannot be asked for from here, into which nothing has come for so long, is abandoned."""
 
 Origin = Mapping[str, object]
 
@@ -48,10 +54,9 @@ def filled(folder: Path, origin: Origin) -> Iterator[Path]:
     """Give an empty folder to fill; when the block ends well it takes the place of `folder` by a rename."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left_over in folder.parent.glob(f".{folder.name}.*.partial"):
-        if not _is_alive(left_over.name.rsplit(".", 2)[1]):
+        if _is_abandoned(left_over):
             shutil.rmtree(left_over, ignore_errors=True)
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = _beside(folder, "partial")
     partial.mkdir()
     try:
         yield partial
@@ -63,12 +68,26 @@ def filled(folder: Path, origin: Origin) -> Iterator[Path]:
 
 def _put(partial: Path, folder: Path) -> None:
     """Rename over the target; what was there is moved away first and deleted after."""
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old.partial")
+    old = _beside(folder, "old.partial")
     if folder.exists():
         folder.rename(old)
     partial.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _is_alive(pid: str) -> bool:
-    return pid.isdigit() and Path(f"/proc/{pid}").exists()
+def _beside(folder: Path, ending: str) -> Path:
+    """Return the path of a new draft: its name says who makes it, on which machine and in which container."""
+    who = f"{os.getpid()}-{process_identity()['born']}-{pid_space()}-{uuid.uuid4().hex}"
+    return folder.with_name(f".{folder.name}.{who}.{ending}")
+
+
+def _is_abandoned(draft: Path) -> bool:
+    """Say whether the process that made a draft has ended; of one elsewhere, by how long ago anything came into it."""
+    pid, _, rest = draft.name.removesuffix(".partial").removesuffix(".old").rpartition(".")[2].partition("-")
+    born, _, rest = rest.partition("-")
+    if rest.rpartition("-")[0] == pid_space() and pid.isdigit() and born.isdigit():
+        return not is_alive(int(pid), int(born))
+    try:
+        return time.time() - draft.stat().st_mtime > LONG_S
+    except OSError:
+        return False

@@ -18,8 +18,8 @@ from chaos.judge.evidence.run_files import (
     whole,
 )
 from chaos.judge.findings import Unknown, Violated
-from chaos.judge.invariants.departures import MOST_WORLDS_LEAVING, deaths
 from chaos.judge.invariants.whole_run import rpo, rto
+from tests.chaos.judge.soaks import a_soak, a_world
 from tests.chaos.recorded import record
 
 WORLD_S = 10.0
@@ -120,86 +120,6 @@ def test_recovery_from_a_fault_after_the_last_step_is_the_jobs_end() -> None:
     assert list(after_the_last_step(Evidence(Path("drawn"), [lines], [], {}, None, None))) == [1, 2]
 
 
-def test_a_process_left_when_it_was_last_seen() -> None:
-    """A process without a line in a world may be in the next, or be hit in it; one never seen again was lost."""
-
-    def formed(term: int, *pids: int) -> list[Line]:
-        return [
-            {"op": "form", "t": 10.0 * term, "term": term, "rank": rank, "pid": pid, "world": 2}
-            for rank, pid in enumerate(pids)
-        ]
-
-    scenario: Line = {"op": "scenario", "t": 0.0, "recovery": "live"}
-    hit: Line = {"op": "fault", "t": 12.0, "kind": "kill_worker", "node": 0, "pids": [8]}
-    ends: list[Line] = [{"op": "end", "t": 40.0, "term": 3, "rank": rank, "status": "done"} for rank in (0, 1)]
-
-    def evidence_of(*lines: Line) -> Evidence:
-        return Evidence(Path("drawn"), [[scenario, *formed(1, 7, 8), *lines, *ends]], [], {}, None, None)
-
-    assert deaths(evidence_of(hit, *formed(2, 9), *formed(3, 7, 9))).startswith("2 changes")
-    assert deaths(evidence_of(hit, *formed(2, 9), *formed(3, 9, 10), {**hit, "t": 25.0, "pids": [7]})).startswith(
-        "2 changes"
-    )
-    with pytest.raises(Unknown, match="process 7 left between terms 1 and 2"):
-        deaths(evidence_of(hit, *formed(2, 9), *formed(3, 9, 10)))
-
-
-@pytest.mark.parametrize(
-    ("kind", "is_explained"), [("storage_errors", True), ("etcd_outage", True), ("flip_bit", False)]
-)
-def test_a_service_outage_explains_processes_that_leave_during_it(kind: str, is_explained: bool) -> None:
-    """A process started during an outage of etcd or the storage is hit by it; the fault's line cannot name it."""
-
-    def evidence_of(outage_s: float, *, stays: bool = False, left_at: float = 90.0) -> Evidence:
-        both = [(1, 10.0), (2, 20.0)] if stays else [(1, 10.0)]
-        last = len(both) + 1
-        lines: list[Line] = [
-            {"op": "scenario", "t": 0.0, "recovery": "live"},
-            {"op": "fault", "t": 1.0, "kind": kind, "node": 0, "pids": [], "for_s": outage_s},
-            *(
-                {"op": "form", "t": t, "term": term, "rank": rank, "pid": 7 + rank, "world": 2, "sealed_at": t}
-                for term, t in both
-                for rank in (0, 1)
-            ),
-            {"op": "form", "t": left_at, "term": last, "rank": 0, "pid": 7, "world": 1},
-            {"op": "end", "t": 9040.0, "term": last, "rank": 0, "status": "done"},
-        ]
-        return Evidence(Path("drawn"), [lines], [], {}, None, None)
-
-    if is_explained:
-        assert deaths(evidence_of(outage_s=10.0)).startswith("1 changes")
-        with pytest.raises(Unknown, match="process 8 left"):
-            deaths(evidence_of(outage_s=10.0, left_at=9000.0))
-    with pytest.raises(Unknown, match="process 8 left between terms 1 and 2"):
-        deaths(evidence_of(outage_s=5.0 if is_explained else 10.0))
-    with pytest.raises(Unknown, match="process 8 left between terms 2 and 3" if is_explained else "term 2 was formed"):
-        deaths(evidence_of(outage_s=10.0, stays=True))
-
-
-def test_a_world_is_sealed_before_it_forms_whatever_its_leaders_clock_says() -> None:
-    """Its clock may be an hour ahead: a fault that came after the seal by that clock still hits the world."""
-
-    def evidence_of(sealed_at: float) -> Evidence:
-        lines: list[Line] = [
-            {"op": "scenario", "t": 0.0, "recovery": "live"},
-            *(
-                {"op": "form", "t": t, "term": term, "rank": rank, "pid": 7 + rank, "world": 2, "sealed_at": at}
-                for term, t, at in ((1, 10.0, sealed_at), (2, 60.0, 59.0))
-                for rank in (0, 1)
-            ),
-            {"op": "fault", "t": 50.0, "kind": "slow_etcd", "node": 0, "pids": [], "for_s": 5.0},
-            {"op": "restore", "t": 61.0, "term": 2, "rank": 0, "step": 0, "commit": None},
-            {"op": "step", "t": 62.0, "term": 2, "rank": 0, "step": 1},
-            *({"op": "end", "t": 70.0, "term": 2, "rank": rank, "status": "done"} for rank in (0, 1)),
-        ]
-        return Evidence(Path("drawn"), [lines], [], {}, None, None)
-
-    assert recovery_cost.sealed_at(evidence_of(3610.0)) == {1: 10.0, 2: 59.0}
-    assert (
-        deaths(evidence_of(3610.0)) == deaths(evidence_of(9.0)) == "1 changes of the world, each explained by a fault"
-    )
-
-
 def test_a_fault_of_a_spare_node_is_ridden_out() -> None:
     """A node waiting outside a full world may die without ending it: nothing is lost, nothing has to be formed."""
 
@@ -297,131 +217,6 @@ def test_a_small_world_admits_a_returning_node_after_its_first_step(
         return
     with pytest.raises(Violated, match=f", {late_s:.1f} s after all should have been over"):
         rto(run)
-
-
-def test_a_restarted_world_is_explained_by_a_fault_of_the_previous_one() -> None:
-    """By a fault after that world was sealed, one that lasted until then, one that hit a member, or by a joiner."""
-
-    def verdict_of(*hits: Line, seats: tuple[int, int] = (2, 2)) -> str:
-        lines: list[Line] = [
-            {"op": "scenario", "t": 0.0, "recovery": "restart"},
-            *hits,
-            {"op": "form", "t": 10.0, "sealed_at": 8.0, "term": 1, "rank": 0, "pid": 7, "world": seats[0]},
-            {"op": "form", "t": 20.0, "sealed_at": 19.0, "term": 2, "rank": 0, "pid": 9, "world": seats[1]},
-            {"op": "end", "t": 40.0, "term": 2, "rank": 0, "status": "done"},
-        ]
-        return deaths(Evidence(Path("drawn"), [lines], [], {}, None, None))
-
-    fault: Line = {"op": "fault", "t": 5.0, "kind": "cut_off_etcd", "node": 0, "pids": [1], "for_s": 2.0}
-    killed: Line = {**fault, "kind": "kill_node", "for_s": 300.0}  # so long it stays away
-    for hit in (
-        {**fault, "t": 9.0},
-        {**fault, "for_s": 4.0},
-        {**fault, "pids": [7]},
-        {**fault, "op": "undo", "t": 15.0},
-    ):
-        assert verdict_of(hit).startswith("1 changes"), hit
-    assert verdict_of(fault, seats=(1, 2)).startswith("1 changes")
-    for hits in ([], [fault], [killed], [{**fault, "t": 21.0, "pids": [7]}]):
-        with pytest.raises(Unknown, match="term 2 was formed, but no fault since term 1"):
-            verdict_of(*hits)
-
-
-def test_an_agent_cut_off_from_etcd_explains_one_world_sealed_after_that() -> None:
-    """The lost renewal is noticed when the next world has formed; by then it is another member (seed 8961)."""
-
-    def verdict_of(*worlds: tuple[float, int], kind: str = "lose_requests", node: int = 1) -> str:
-        lines: list[Line] = [
-            {"op": "scenario", "t": 0.0, "recovery": "restart"},
-            {"op": "fault", "t": 5.0, "kind": kind, "node": node, "pids": [900], "for_s": 2.0},
-        ]
-        for term, (at, pid) in enumerate(worlds, 1):
-            lines += [
-                {"op": "node", "t": at - 3.0, "node": 1, "pids": [pid]},
-                {"op": "form", "t": at, "sealed_at": at - 2, "term": term, "rank": 0, "pid": pid, "world": 1},
-            ]
-        lines.append({"op": "end", "t": 90.0, "term": len(worlds), "rank": 0, "status": "done"})
-        return deaths(Evidence(Path("drawn"), [lines], [], {}, None, None))
-
-    assert verdict_of((9.2, 7), (14.0, 8)).startswith("1 changes")
-    for kind, node, worlds in (
-        ("lose_requests", 1, [(9.2, 7), (14.0, 8), (19.0, 9)]),
-        ("lose_requests", 0, [(9.2, 7), (14.0, 8)]),
-        ("slow_worker", 1, [(9.2, 7), (14.0, 8)]),
-        ("lose_requests", 1, [(1009.2, 7), (1014.0, 8)]),
-    ):
-        with pytest.raises(Unknown, match=f"term {len(worlds)} was formed, but no fault since term {len(worlds) - 1}"):
-            verdict_of(*worlds, kind=kind, node=node)
-
-
-def test_a_process_asked_to_leave_may_end_worlds_until_it_has_left() -> None:
-    """A world may end with a member that leaves before all know of its last step: it then leaves the next one.
-
-    A world that one of its members is lost to, as the fault's late effect, may be formed by the same processes.
-    """
-
-    def verdict_of(kind: str, cause: str = "restart", num_worlds: int = 3) -> str:
-        who = {"rank": 0, "pid": 7, "world": 1, "cause": cause}
-        lines: list[Line] = [
-            {"op": "scenario", "t": 0.0, "recovery": "live"},
-            *({"op": "form", "t": 10.0 * term, "term": term, **who} for term in range(1, num_worlds + 1)),
-            {"op": "fault", "t": 15.0, "kind": kind, "node": 0, "pids": [7]},
-            {"op": "end", "t": 400.0, "term": num_worlds, "rank": 0, "status": "done"},
-        ]
-        return deaths(Evidence(Path("drawn"), [lines], [], {}, None, None))
-
-    assert verdict_of("stop_node", num_worlds=MOST_WORLDS_LEAVING + 2).startswith("4 changes")
-    with pytest.raises(Unknown, match="term 6 was formed by the processes of term 5"):
-        verdict_of("stop_node", num_worlds=10)
-    assert verdict_of("freeze_worker", "lost").startswith("2 changes")
-    with pytest.raises(Unknown, match="term 4 was formed by the processes of term 3"):
-        verdict_of("freeze_worker", "lost", num_worlds=10)
-    with pytest.raises(Unknown, match="term 3 was formed by the processes of term 2"):
-        verdict_of("freeze_worker")
-
-
-def a_soak(*lines: Line, until: float = 7200.0) -> Evidence:
-    """Return a soak of two nodes: one is hit once at its beginning, and the tracker is away twice a minute."""
-    spells = [
-        {"op": "fault", "t": t, "kind": "tracker_outage", "node": None, "pids": [], "for_s": 1.0}
-        for t in np.arange(20.0, until, 30.0).tolist()
-    ]
-    scenario: Line = {"op": "scenario", "t": 0.0, "recovery": "live", "patience_s": 180.0}
-    hit: Line = {"op": "fault", "t": 5.0, "kind": "cut_off_etcd", "node": 1, "nodes": [1], "pids": [8], "for_s": 2.0}
-    placed: list[Line] = [{"op": "node", "t": 0.5, "node": rank, "pids": [7 + rank]} for rank in (0, 1)]
-    return Evidence(Path("soak"), [[scenario, hit, *placed, *spells, *lines]], [], {}, None, None)
-
-
-def a_world(t: float, term: int, *pids: int, size: int = 2) -> list[Line]:
-    return [
-        {"op": "form", "t": t, "term": term, "rank": rank, "pid": pid, "world": size, "sealed_at": t}
-        for rank, pid in enumerate(pids)
-    ]
-
-
-ENDS: list[Line] = [{"op": "end", "t": 7300.0, "term": 2, "rank": rank, "status": "done"} for rank in (0, 1)]
-
-
-@pytest.mark.parametrize(("left_at", "is_explained"), [(100.0, True), (3600.0, False)])
-def test_what_hit_a_node_an_hour_ago_explains_nothing_even_in_a_soak(left_at: float, is_explained: bool) -> None:
-    """Faults come one after another all the time: each has a spell of its own."""
-    run = a_soak(*a_world(1.0, 1, 7, 8), *a_world(left_at, 2, 7, 9), *ENDS)
-    if is_explained:
-        assert deaths(run).startswith("1 changes")
-        return
-    with pytest.raises(Unknown, match="process 8 left between terms 1 and 2"):
-        deaths(run)
-
-
-@pytest.mark.parametrize(("at", "is_explained"), [(100.0, True), (3600.0, False)])
-def test_an_agent_gives_up_not_long_after_it_was_kept_from_etcd(at: float, is_explained: bool) -> None:
-    ends = [{**line, "term": 1} for line in ENDS]
-    run = a_soak(*a_world(1.0, 1, 7, 8), *ends, {"op": "exit", "t": at, "node": 1, "code": 1})
-    if is_explained:
-        assert deaths(run).startswith("0 changes")
-        return
-    with pytest.raises(Unknown, match="node 1 ended with code 1"):
-        deaths(run)
 
 
 @pytest.mark.parametrize(("first_at", "late_s"), [(150.0, None), (3600.0, 3413.0)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +13,14 @@ import pytest
 
 from chaos.errors import RunError
 from chaos.real.acts import etcd
+from chaos.real.acts.etcd import lose_lease
 from chaos.real.job import Job
 from chaos.scenario.schedule import Due
+from chaos.services.etcd_cluster import EtcdCluster
+from rendezvous.etcd.options import etcd_options
+from rendezvous.etcd.store import EtcdStore
+from rendezvous.membership.records import Keys
+from rendezvous.membership.store import Put
 
 DUE = Due("lose_etcd_data", None, None, 0.0, for_s=1.0)
 
@@ -64,3 +72,22 @@ def test_a_soak_does_not_wait_for_ever_for_its_end(tmp_path: Path) -> None:
     waits(50.0, undos=(1,))
     with pytest.raises(RunError, match=r"the job's end did not come, and no step for 50 s \(step 7, term 2\)"):
         waits(50.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sealed_at", "is_struck"), [(1700000000.25, True), (1700000009.5, False)])
+def test_a_lease_is_lost_in_the_world_that_the_histories_know(sealed_at: float, is_struck: bool) -> None:
+    """Also where etcd counts terms from 1 again, having lost its data, and the store goes on."""
+    with EtcdCluster(num_members=1) as cluster:
+        store, keys = EtcdStore(etcd_options(cluster.endpoint)), Keys("job")
+        lease = store.lease(30.0)
+        world = {"term": 2, "sealed_at": 1700000000.25, "seats": [{"member": "a", "num_workers": 1}]}
+        store.swap({keys.world: Put(json.dumps(world)), keys.member("a"): Put("{}", lease)}, {})
+        node = SimpleNamespace(pids=lambda: [7], is_up=True, number=0)
+        followed = SimpleNamespace(pids={0: 7}, term=189, sealed_at=sealed_at)
+        around = SimpleNamespace(etcd=cluster, run_id="job")
+        job = SimpleNamespace(around=around, nodes=[node], followed=followed, draws=random.Random(1))
+        done = lose_lease(job, SimpleNamespace(target=0))  # type: ignore[arg-type]
+        assert (done is not None) == is_struck
+        assert (keys.member("a") in store.get(keys.member("a")).entries) != is_struck
+        store.close()

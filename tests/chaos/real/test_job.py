@@ -25,8 +25,8 @@ from chaos.services.etcd_proxy import Proxies, Way
 from chaos.services.s3_server import S3
 from chaos.services.surroundings import folders
 from chaos.services.torchrun_node import Node, clean_environ
+from rendezvous.process_table import is_alive
 from tests.chaos import fake_trainer
-from tests.processes import is_running
 
 pytestmark = pytest.mark.slow
 
@@ -114,7 +114,7 @@ def test_a_node_dies_with_the_executor(tmp_path: Path) -> None:
     try:
         executor.kill()
         executor.wait()
-        until(lambda: not is_running(agent))
+        until(lambda: not is_alive(agent))
     finally:
         os.kill(worker, signal.SIGKILL)  # a real worker is bound to its agent; this one is not
 

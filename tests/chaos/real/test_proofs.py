@@ -100,20 +100,6 @@ def test_nothing_writes_to_a_frozen_file_system(disk: FreezingDisk, tmp_path: Pa
     assert frozen.proof() is not None
 
 
-@pytest.mark.xdist_group("network")
-@pytest.mark.parametrize("kind", ["cut_link", "cut_one_way"])
-def test_an_address_has_to_be_silent(kind: str) -> None:
-    """A cut is seen from outside; it is not once it is undone."""
-    try:
-        with cable() as laid, sleeping(*laid.command([])) as process:
-            done = network.ACTS[kind](job(node(process), cable=laid, num_cut=0), Due(kind, 0, None, 0.0, for_s=1.0))
-            assert done is not None and done.proof() is not None
-            undo(done)
-            assert done.proof() is None
-    except NoNamespacesError as error:
-        pytest.skip(str(error))
-
-
 @BITES
 @pytest.mark.xdist_group("network")
 def test_a_node_has_to_know_itself_by_a_loopback_address(monkeypatch: pytest.MonkeyPatch, *, bites: bool) -> None:

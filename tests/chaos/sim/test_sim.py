@@ -14,12 +14,14 @@ from chaos.cli import main
 from chaos.errors import ScenarioError
 from chaos.judge.checker import judge
 from chaos.judge.evidence.run_files import Evidence
-from chaos.judge.findings import Violated
+from chaos.judge.findings import Unknown, Violated
 from chaos.judge.invariants.departures import deaths
 from chaos.judge.invariants.one_lineage import lineage
 from chaos.judge.invariants.progress import progress
-from chaos.sim.campaign import cases, planted
-from chaos.sim.campaign.planted import PLANTED, SimBug, near
+from chaos.sim.campaign import cases
+from chaos.sim.campaign.planted import catalogue
+from chaos.sim.campaign.planted.catalogue import PLANTED
+from chaos.sim.campaign.planted.hunt import SimBug, near
 from chaos.sim.campaign.shrink import shrink
 from chaos.sim.campaign.simulate import (
     Case,
@@ -106,6 +108,25 @@ def test_a_node_that_is_refused_in_the_middle_costs_one_world(kind: str) -> None
     assert list(forms.values()) == [3, 2, 3]
 
 
+@pytest.mark.parametrize("kind", ["refuse_address", "same_address"])
+@pytest.mark.parametrize("node", [0, 1])
+def test_of_two_nodes_that_refuse_each_other_either_may_leave(kind: str, node: int) -> None:
+    """The fault names one of them, and neither can tell whose address it is that is wrong."""
+    fault = SimFault(kind, at_s=15.0, node=node, for_s=20.0)
+    run = Job(Shape(nodes=2, epochs=30), 1, (fault,)).run()
+    assert [line["world"] for line in run.of("form") if line["rank"] == 0][:2] == [2, 1], "one has left"
+    assert deaths(run).endswith("each explained by a fault")
+
+
+def test_the_departure_of_a_third_node_from_two_that_refuse_each_other_is_not_explained() -> None:
+    """Of three nodes, the one at whose address nobody is has to leave."""
+    run = Job(Shape(epochs=30), 1, (SimFault("refuse_address", at_s=10.0, node=2, for_s=1000.0),)).run()
+    (fault,) = run.of("fault")
+    fault.update(pids=[], node=1)
+    with pytest.raises(Unknown, match="left between terms 1 and 2"):
+        deaths(run)
+
+
 @pytest.mark.parametrize("node", range(3))
 def test_a_node_that_cannot_write_costs_one_world_and_a_few_commits(node: int) -> None:
     """Whether it leads or not: it steps back, and all others commit as before. Without that nobody can any more."""
@@ -139,9 +160,9 @@ def test_a_planted_bug_is_caught_by_its_invariant(bug: SimBug) -> None:
 @pytest.mark.parametrize("name", ["fetched-cursor", "double-apply", "dropped-tail", "stale-stride", "hole-found-again"])
 def test_training_itself_ends_where_samples_were_not_applied_once_each(name: str) -> None:
     """Without the judge: at the end of the epoch that it happened in, before a commit holds it, and for good."""
-    found, _ = planted.named(name).hunt()
+    found, _ = catalogue.named(name).hunt()
     assert found is not None
-    watched = {place: code for place, code in planted.named(name).code().items() if place not in planted.UNWATCHED}
+    watched = {place: code for place, code in catalogue.named(name).code().items() if place not in catalogue.UNWATCHED}
     outcome = simulate(found.case, watched)
     assert any("were not applied once each" in error for error in outcome.errors)
     assert not any("were not applied once each" in error for error in found.errors)

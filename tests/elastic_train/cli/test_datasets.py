@@ -103,7 +103,7 @@ BAD_INPUT: dict[str, tuple[list[str], int, str]] = {
     "a file of another kind": (["import", "text", "OUT", "a.pdf"], 2, "a.pdf: must be .jsonl, .csv or .txt"),
     "an empty text": (["import", "text", "OUT", "EMPTY"], 2, "empty.txt: holds no text"),
     "a missing file": (["import", "text", "OUT", "none.csv"], 2, "none.csv: cannot be read"),
-    "too few samples": (["import", "docstrings", "OUT", "--samples", "1"], 2, "samples must be >= 2"),
+    "too few samples": (["import", "docstrings", "OUT", "--samples", "1"], 2, "--samples must be at least 2"),
     "no libraries": (["import", "docstrings", "OUT", "--site-packages", "FOLDER"], 65, "at least 2 are needed"),
     "no rows": (["synth", "OUT", "--rows", "0"], 2, "rows is 0"),
     "rows of words": (["synth", "OUT", "--rows", "many"], 2, "many"),

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 import elastic_train as et
-from chaos.services.torchrun_node import children_of
 from elastic_train.cli import main
 from elastic_train.launch import node
 from elastic_train.launch.options import Flags, Launch, resolve
@@ -21,10 +21,11 @@ from rendezvous import EtcdServer, EtcdStore, ServerError, TooFewNodesError, etc
 from rendezvous.etcd.server import free_ports
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.store import Put
-from rendezvous.torchelastic import live_handler
+from rendezvous.process_table import children_of, name_of
+from rendezvous.torchelastic import entry_point, live_handler
+from rendezvous.torchelastic.conf import Conf
 from tests.conftest import Finished, begin, run, start
 from tests.elastic_train.training.test_live import PARAMS, eventually, history, until_whole, write_config
-from tests.processes import name_of
 
 pytestmark = pytest.mark.slow
 
@@ -271,3 +272,23 @@ def test_a_node_with_other_limits_ends_with_2_and_the_others_do_not_notice(
         finally:
             first.kill()
         assert [line["term"] for line in history(tmp_path / "run") if line["op"] == "form"] == [1]
+
+
+@pytest.mark.parametrize(("flags", "compacts"), [((), True), (("--compact",), True), (("--no-compact",), False)])
+def test_an_etcd_of_others_can_be_left_uncompacted(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: tuple[str, ...],
+    compacts: bool,
+) -> None:
+    """The flag is what `--rdzv_conf compact=0` is to torchrun."""
+    found = []
+
+    def read(parameters: RendezvousParameters) -> None:
+        found.append(Conf.read(parameters).compacts)
+        raise TooFewNodesError("none came")
+
+    monkeypatch.setattr(entry_point, "create_handler", read)
+    ended(capsys, tmp_path, "--endpoint", "127.0.0.1:1", *flags)
+    assert found == [compacts]

@@ -19,7 +19,7 @@ from elastic_train.errors import PeerLostError
 from elastic_train.parallel.exchange import halving_turns
 from elastic_train.parallel.gradient_sum import make_gradient_sum
 from elastic_train.parallel.group import Group
-from elastic_train.parallel.step_tables import _read_tables, _to_words, gather_tables, tree_sum
+from elastic_train.parallel.step_tables import _packed, _read_tables, gather_tables, tree_sum
 from tests.conftest import run_ranks
 
 LANES = (4, 5, 7, 8, 12, 13, 16)
@@ -132,10 +132,10 @@ def test_the_first_rank_of_a_replica_reports_its_lanes(cell: Cell) -> None:
     for rank in range(num_replicas * cell.size):
         mesh = Mesh(rank, num_replicas * cell.size, cell)
         lanes = owned_lanes(mesh.replica, num_replicas, num_lanes)
-        said = [_to_words([lane, 0.5] if mesh.place == 0 else [-1, -1.0]) for lane in lanes]
-        words = [*_to_words([rank, 1.5]), *(word for row in said for word in row)]
-        rows.append(words + [0] * (3 + 3 * 3 - len(words)))
-    tables = _read_tables(torch.tensor(rows), Mesh(0, num_replicas * cell.size, cell), num_lanes, 3)
+        said = [_packed([lane, 0.5] if mesh.place == 0 else [-1, -1.0]) for lane in lanes]
+        rows.append(b"".join([_packed([rank, 1.5]), *said]).ljust(8 * (3 + 3 * 3), b"\0"))
+    gathered = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.int64).reshape(len(rows), -1)
+    tables = _read_tables(gathered, Mesh(0, num_replicas * cell.size, cell), num_lanes, 3)
     assert tables.lanes == [(lane, 0.5) for lane in range(num_lanes)]
     assert tables.ranks == [(rank, 1.5) for rank in range(num_replicas * cell.size)]
 

@@ -16,6 +16,7 @@ from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-define
 
 from elastic_train.errors import ConfigError, PeerLostError
 from elastic_train.parallel.group import Group, connect
+from rendezvous.process_table import is_stopped
 from tests.conftest import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -88,7 +89,7 @@ def frozen_again_and_again(rank: int, size: int, folder: str) -> None:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         else:
-            until(lambda pid=pid: stat_of(pid) == "T")  # type: ignore[misc]
+            until(lambda pid=pid: is_stopped(pid))  # type: ignore[misc]
         threading.Timer(0.3, is_broken.set).start()
         try:
             group.all_reduce(torch.ones(1_000_000))
@@ -116,10 +117,6 @@ def until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def stat_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
 
 
 def test_worlds_given_up_for_a_frozen_peer_leave_nothing_open(tmp_path: Path) -> None:

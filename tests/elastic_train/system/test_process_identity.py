@@ -1,29 +1,25 @@
-"""Which process runs: a process id says little, since ids come again and the dead keep theirs until they are reaped."""
+"""Which process runs, among those of all machines and times, and what it holds."""
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
+import socket
 
-import pytest
-
-from elastic_train.system.process_identity import is_alive, process_identity
-
-pytestmark = pytest.mark.slow
+from elastic_train.system.process_identity import process_identity, process_usage
+from rendezvous.process_table import boot_id, is_alive
 
 
-def test_a_process_is_alive_until_it_ends_reaped_or_not() -> None:
-    """In a container without an init nobody reaps what was killed: a job that left such a process has ended."""
-    mine = process_identity()["born"]
-    assert isinstance(mine, int) and is_alive(os.getpid(), mine) and not is_alive(os.getpid(), mine + 1)
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    born = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
-    assert is_alive(process.pid, born)
-    process.send_signal(signal.SIGKILL)
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # ended, and not reaped
-    assert not is_alive(process.pid, born)
-    process.communicate()
-    assert not is_alive(process.pid, born)
+def test_a_process_is_known_by_its_host_its_boot_and_its_first_moment() -> None:
+    """Its number alone comes again."""
+    identity = process_identity()
+    assert identity == process_identity()
+    assert (identity["host"], identity["boot"]) == (socket.gethostname(), boot_id())
+    assert isinstance(identity["born"], int)
+    assert is_alive(os.getpid(), identity["born"])
+
+
+def test_usage_counts_what_grows() -> None:
+    before = process_usage()
+    with socket.socket():
+        assert process_usage()["fds"] == before["fds"] + 1
+    assert before["rss"] > 1_000_000 and before["threads"] >= 1

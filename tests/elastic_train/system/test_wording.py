@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_train.system.wording import did_you_mean, duration, first_line, nearest, size
+from elastic_train.system.wording import counted, did_you_mean, duration, first_line, nearest, size
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,10 @@ def test_a_duration_is_in_the_largest_unit_of_which_there_are_two(seconds: float
 def test_a_size_is_in_decimal_units(num_bytes: float, text: str) -> None:
     """Three digits, thousands apart; terabytes are the largest unit."""
     assert size(num_bytes) == text
+
+
+def test_one_thing_is_not_counted_as_several() -> None:
+    assert [counted(number, "rank") for number in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
 
 
 def test_an_error_is_shown_as_its_first_line_or_its_class() -> None:

@@ -11,7 +11,7 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.tracking import background_files
 from elastic_train.tracking import history as history_module
 from elastic_train.tracking.background_files import BackgroundFiles
-from elastic_train.tracking.history import History
+from elastic_train.tracking.history import History, UnformedWorlds
 from elastic_train.tracking.history_files import (
     LastApplied,
     Stagnation,
@@ -228,3 +228,17 @@ def test_terms_that_get_no_further_are_counted(tmp_path: Path) -> None:
     world(8, gives_up=True)
     world(9)
     assert stagnation(tmp_path, 10, most=20) == Stagnation(1, 0)
+
+
+def test_unformed_worlds_of_processes_with_one_pid_are_in_files_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pid is used again, and containers of one host name count theirs alike."""
+    files = Unqueued()
+    for born, boot in ((7, "a"), (8, "a"), (7, "b")):
+        who = {"host": "node", "boot": boot, "born": born}
+        monkeypatch.setattr(history_module, "process_identity", lambda who=who: who)
+        UnformedWorlds(files, tmp_path).note(3, 0, 2, "no answer")
+    lines = read_history(tmp_path)
+    assert len(list((tmp_path / "history").iterdir())) == 3
+    assert sorted((line["born"], line["boot"]) for line in lines) == [(7, "a"), (7, "b"), (8, "a")]

@@ -19,12 +19,12 @@ import yaml
 from chaos.judge.evidence.run_files import Evidence, collect
 from chaos.judge.invariants.whole_run import check_kept
 from chaos.services.etcd_cluster import EtcdCluster
-from chaos.services.torchrun_node import children_of
 from elastic_train.system.failpoints import POINTS, VARIABLE, arm
 from rendezvous import EtcdServer
+from rendezvous.process_table import children_of, name_of
 from rendezvous.torchelastic.standby import ForkedWorker
 from tests.conftest import begin, start
-from tests.processes import is_running, name_of
+from tests.processes import is_running
 
 pytestmark = pytest.mark.slow
 

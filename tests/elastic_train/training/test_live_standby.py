@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from chaos.services.etcd_cluster import EtcdCluster
-from chaos.services.torchrun_node import children_of
 from rendezvous import EtcdServer
+from rendezvous.process_table import children_of, name_of
 from tests.elastic_train.training.test_live import eventually, launch, nothing_left, until_whole, write_config
-from tests.processes import name_of
 
 pytestmark = pytest.mark.slow
 __all__ = ["nothing_left"]

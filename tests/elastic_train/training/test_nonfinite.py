@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 import elastic_train as et
+from elastic_train.checkpoint.commits.pins_and_holds import pinned
+from elastic_train.checkpoint.commits.reader import commit_keys, damage_of, read_record
+from elastic_train.job.plan import make_plan
 from tests.conftest import start
 from tests.elastic_train.training.test_training import CLASSIFIER, PARAMS, config, history, result, succeed
 
@@ -16,6 +19,13 @@ pytestmark = pytest.mark.slow
 def poisoned(folder: Path, rows: Path, ids: list[int], how: str, **changes: object) -> str:
     task = {"path": "tests.tasks:Poisoned", "params": {**PARAMS, "ids": ids, "how": how}}
     return config(folder, rows, {**CLASSIFIER, "task": task}, **changes)
+
+
+def samples_of(path: str, *steps: int) -> list[int]:
+    """Return one sample of each of these steps, counted from 1, of the first epoch."""
+    plan = make_plan(et.load_config(path))
+    epoch = plan.order.epoch(0)
+    return [int(epoch.ids(0, (step - 1) * plan.micro_batch, step * plan.micro_batch)[0]) for step in steps]
 
 
 def test_the_update_of_a_step_that_is_not_finite_is_left_out_and_its_samples_are_named(
@@ -43,10 +53,19 @@ def test_steps_in_a_row_that_are_not_finite_end_training_and_the_last_good_commi
 ) -> None:
     """With a code after which nothing starts it again; `keep` trains on, as every other trainer does."""
     optimizer = {**CLASSIFIER["optimizer"], "nonfinite_limit": 3}  # type: ignore[dict-item]
-    path = poisoned(tmp_path, rows, list(range(60, 120)), "nan", optimizer=optimizer, checkpoint={"every_steps": 1})
+    checkpoint = {"every_steps": 1, "keep_last": 2, "when_busy": "wait"}
+    ids = samples_of(poisoned(tmp_path, rows, [], "nan"), 7, 8, 9)
+    path = poisoned(tmp_path, rows, ids, "nan", optimizer=optimizer, checkpoint=checkpoint)
     done = start([path], num_ranks=2)
     assert done.code == 93, done.output
-    assert "loss or gradient of 3 steps in a row, up to step" in done.output
+    assert "loss or gradient of 3 steps in a row, up to step 9, was not finite" in done.output
+    store = et.open_store(str(tmp_path / "run"))
+    [key] = pinned(store)
+    good = read_record(store, key)
+    assert good.step in (5, 6), "that of step 6 may still have been in flight"
+    assert damage_of(store, key) is None
+    later = [key for key in commit_keys(store) if read_record(store, key).step > good.step]
+    assert len(later) <= 2, "all others were deleted"
     path = poisoned(tmp_path / "keep", rows, [5], "nan", optimizer={**optimizer, "on_nonfinite": "keep"})
     assert "its update is used all the same" in succeed(start([path])).output
     assert result(tmp_path / "keep")["skipped_steps"] == []

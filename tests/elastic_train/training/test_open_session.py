@@ -34,6 +34,7 @@ from elastic_train.job.state import AppliedState, Reached, build_state
 from elastic_train.parallel.group import Group
 from elastic_train.system.preemption import LeaveRequest
 from elastic_train.system.watchdog import Watchdog
+from elastic_train.training import open_session
 from elastic_train.training.open_session import commit_alone, open_saves
 from elastic_train.training.session import Process
 from elastic_train.training.supervisor import _next_world
@@ -158,3 +159,28 @@ def test_a_save_waits_longer_for_slow_storage_than_a_world_does(
     saves.begin(state.shards.held(), describe_commit(plan_of(tmp_path), state, world_size=1), state.reached.intervals)  # type: ignore[arg-type]
     ended = saves.wait()
     assert ended is not None and ended.error is None and ended.commit is not None
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "shown", "logged"),
+    [(0, 0, 1, 0), (1, 1, 0, 0), (2, 0, 0, 1)],
+    ids=["leader", "other", "node"],
+)
+def test_the_first_rank_of_every_node_warns_once_of_its_mount(
+    rank: int,
+    local_rank: int,
+    shown: int,
+    logged: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What rank 0 sees of its own mount says nothing of the others'."""
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setattr(open_session, "hazards", lambda url: iter([f"{url} is on tmpfs"]))
+    said: list[str] = []
+    world = SimpleNamespace(is_leader=rank == 0, announce=said.append)
+    process = SimpleNamespace(plan=plan_of(Path("/run")), warned=set())
+    for _ in range(2):
+        open_session._warn_of_file_system(process, world)  # type: ignore[arg-type]
+    assert (len(said), len(caplog.messages)) == (shown, logged)
+    assert all(text.endswith("/run is on tmpfs") for text in (*said, *caplog.messages))

@@ -30,7 +30,7 @@ import elastic_train as et
 before = signal.getsignal(signal.SIGTERM)
 try:
     et.train(sys.argv[1])
-except et.ElasticTrainError as error:
+except et.Preempted as error:
     print(type(error).__name__, error.exit_code, error)
 assert signal.getsignal(signal.SIGTERM) is before
 print(et.train(sys.argv[1]).step)

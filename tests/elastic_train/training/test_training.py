@@ -18,7 +18,9 @@ import yaml
 from elastic_train.checkpoint.format.torch_frame import bytes_of
 from elastic_train.checkpoint.format.weights_digest import join_digests, tensor_digest
 from elastic_train.data.corpora.synthetic import synthesise
-from tests.conftest import ROOT, Finished, start, start_cold, write_rows
+from elastic_train.training.run import run
+from rendezvous.etcd.server import free_ports
+from tests.conftest import ROOT, Finished, run_ranks, start, start_cold, write_rows
 
 pytestmark = pytest.mark.slow
 
@@ -366,13 +368,78 @@ def test_ranks_that_begin_with_other_weights_take_those_of_rank_0(tmp_path: Path
     assert result(tmp_path / "two")["weights_sha256"] == result(tmp_path / "alone")["weights_sha256"]
 
 
-def test_a_flipped_bit_is_found_before_the_next_commit(tmp_path: Path, rows: Path, alone: Path) -> None:
-    """Tensor and rank are named, nothing of either model is committed, and the job resumes from before the flip."""
-    params = {**PARAMS, "marker": str(tmp_path / "flipped"), "after": 30}
+@pytest.mark.parametrize(
+    ("num_ranks", "rank", "said"),
+    [
+        (2, 1, "ranks 0 and 1 hold different weights, and nothing says which of them is right"),
+        (3, 0, "ranks [0] hold other weights than the 2 others"),
+    ],
+)
+def test_a_flipped_bit_is_found_before_the_next_commit(
+    tmp_path: Path, rows: Path, alone: Path, num_ranks: int, rank: int, said: str
+) -> None:
+    """Tensor and rank are named, nothing of any model is committed, and the job resumes from before the flip."""
+    params = {**PARAMS, "marker": str(tmp_path / "flipped"), "after": 30, "rank": rank}
     path = config(tmp_path, rows, {**CLASSIFIER, "task": {"path": "tests.tasks:Flips", "params": params}})
-    done = start([path], num_ranks=2)
+    done = start([path], num_ranks=num_ranks)
     assert done.code == 1
-    assert "ranks [1] hold other weights than rank 0, first in 'head.weight'" in done.output
+    assert done.output.count(said) == num_ranks, done.output
+    assert f"{said}, first in 'head.weight'" in done.output
     assert (tmp_path / "flipped").exists()
-    succeed(start([path], num_ranks=2))
+    succeed(start([path], num_ranks=num_ranks))
     assert result(tmp_path)["weights_sha256"] == result(alone)["weights_sha256"]
+
+
+def test_a_rank_with_another_model_is_turned_away_with_the_first_tensor_that_differs(
+    tmp_path: Path, rows: Path
+) -> None:
+    """Before anything is exchanged whose size follows from the model: that would abort the processes."""
+    tree = {**CLASSIFIER, "task": {"path": "tests.tasks:WiderByRank", "params": PARAMS}}
+    done = start([config(tmp_path, rows, tree)], num_ranks=2)
+    assert sorted(done.codes) == [1, 2], done.output
+    assert (
+        "error: the first of the model's tensors that differs is 'positions float32 [16, 32]' here and "
+        "'positions float32 [16, 16]' on rank 0: all nodes must have the same"
+    ) in done.output
+    assert not list((tmp_path / "run").glob("commits/*"))
+
+
+def train_with_own_helper(rank: int, size: int, folder: str, port: int) -> None:
+    """Be one rank of a job whose task has a helper module of this rank's node."""
+    sys.path.insert(0, f"{folder}/{rank}")
+    place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(size)}
+    os.environ.update({**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    sys.stderr = Path(f"{folder}/{rank}.log").open("w", buffering=1)  # noqa: SIM115 - the process ends by `os._exit`
+    run(Path(f"{folder}/config.yaml"), [])
+
+
+@pytest.mark.parametrize("halves", ["0.5", "0.25"])
+def test_a_rank_whose_task_has_another_helper_is_turned_away(tmp_path: Path, rows: Path, halves: str) -> None:
+    """The models have equal shapes, and only what the task imports computes another loss."""
+    for rank, factor in enumerate(("0.5", halves)):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "own_task.py").write_text(TASK_WITH_HELPER)
+        (tmp_path / str(rank) / "own_helper.py").write_text(f"FACTOR = {factor}\n")
+    config(tmp_path, rows, {**CLASSIFIER, "task": {"path": "own_task:Scaled", "params": PARAMS}}, max_steps=3)
+    codes = run_ranks(train_with_own_helper, 2, str(tmp_path), free_ports(1)[0], may_fail=True)
+    said = (tmp_path / "1.log").read_text()
+    if halves == "0.5":
+        assert codes == [0, 0], said
+        return
+    assert codes == [1, 2], said
+    assert "error: the first of the task's modules that differs is 'own_helper " in said
+
+
+TASK_WITH_HELPER = """
+from dataclasses import replace
+
+from elastic_train.tasks.text_classifier import TextClassifier
+
+
+class Scaled(TextClassifier):
+    def loss(self, model, batch):
+        from own_helper import FACTOR
+
+        loss = super().loss(model, batch)
+        return replace(loss, total=loss.total * FACTOR)
+"""

@@ -17,6 +17,7 @@ from elastic_train.system.process_identity import process_identity
 from elastic_train.world import claims
 from elastic_train.world.claims import Rivals, read_claim, term_key
 from elastic_train.world.fencing import StoreFence
+from rendezvous.process_table import stat_of
 
 
 @pytest.fixture(autouse=True)
@@ -118,4 +119,6 @@ def test_a_claim_of_an_older_version_is_anybodys(tmp_path: Path) -> None:
 
 
 def _born(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    stat = stat_of(pid)
+    assert stat is not None
+    return stat.born

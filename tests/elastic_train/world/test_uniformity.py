@@ -12,13 +12,19 @@ import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.config.schema import Config
-from elastic_train.errors import ConfigError
+from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
 from elastic_train.job.plan import Plan
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.text_classifier import TextClassifier
-from elastic_train.tasks.witness import Witness
 from elastic_train.world import uniformity
-from elastic_train.world.uniformity import check_alike, deciding, differing_kernels, kernels_of, source_digest
+from elastic_train.world.uniformity import (
+    check_alike,
+    check_same_weights,
+    deciding,
+    differing_kernels,
+    kernels_of,
+    name_others,
+)
 from tests.conftest import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -49,7 +55,14 @@ PLANS = [
     plan_with({}, digest="other rows"),
     plan_with({}),
     plan_with({}, validation="held out", task=TextClassifier(vocabulary=64)),
+    *(plan_with({}) for _ in range(3)),
 ]
+MODELS = {
+    0: {"body.weight": torch.zeros(4, 3), "head.weight": torch.zeros(2, 4)},
+    6: {"body.weight": torch.zeros(4, 3), "head.weight": torch.zeros(3, 4), "scale": torch.zeros(2)},
+    7: {"body.weight": torch.zeros(4, 3), "head.weight": torch.zeros(2, 4), "scale": torch.zeros(2)},
+    8: {"body.weight": torch.zeros(4, 3), "head.weight": torch.zeros(2, 4, dtype=torch.float16)},
+}
 GROUPING = ["2 parameters, rate 0.1"]
 OTHER_GROUPING = ["1 parameters, rate 0.1", "1 parameters, rate 0.01"]
 
@@ -57,7 +70,7 @@ OTHER_GROUPING = ["1 parameters, rate 0.1", "1 parameters, rate 0.01"]
 def compare(rank: int, size: int, folder: str) -> None:
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     try:
-        check_alike(group, PLANS[rank], OTHER_GROUPING if rank == 4 else GROUPING)
+        check_alike(group, PLANS[rank], OTHER_GROUPING if rank == 4 else GROUPING, MODELS.get(rank, MODELS[0]))
         problems: list[str] = []
     except ConfigError as error:
         problems = list(error.problems)
@@ -80,9 +93,18 @@ def test_a_rank_that_differs_from_rank_0_learns_in_which_keys(tmp_path: Path) ->
     differing = f"the list of parameter groups is {OTHER_GROUPING!r} here and {GROUPING!r} on rank 0"
     assert found[4] == [f"{differing}: all nodes must have the same"]
     assert [problem.partition(" is ")[0] for problem in found[5]] == [
-        "the task's source",
+        "the task's modules",
         "the validation set's digest",
     ]
+    for rank, here, there in (
+        (6, "head.weight float32 [3, 4]", "head.weight float32 [2, 4]"),
+        (7, "scale float32 [2]", "none"),
+        (8, "head.weight float16 [2, 4]", "head.weight float32 [2, 4]"),
+    ):
+        [problem] = found[rank]
+        assert problem.startswith(
+            f"the first of the model's tensors that differs is {here!r} here and {there!r} on rank 0"
+        )
 
 
 def compare_kernels(rank: int, size: int, folder: str) -> None:
@@ -100,11 +122,7 @@ def test_every_rank_learns_which_machines_round_otherwise(tmp_path: Path) -> Non
     assert lines == [["rank 2 has processor another, not one"]] * 3
 
 
-def test_a_task_is_known_by_its_source_and_not_by_its_name() -> None:
-    assert source_digest(TextClassifier) == source_digest(
-        type("Another", (TextClassifier,), {"__module__": "builtins"})
-    )
-    assert source_digest(TextClassifier) not in ("", source_digest(Witness))
+def test_kernels_are_known_by_device_libraries_and_processor() -> None:
     assert set(kernels_of(torch.device("cpu"))) >= {"device", "torch", "numpy", "pyarrow", "processor"}
 
 
@@ -113,3 +131,60 @@ def test_every_compared_key_exists() -> None:
     assert {"run.seed", "data.too_long", "checkpoint.every_steps", "max_steps", "batch.micro_batch"} <= set(
         deciding(PLANS[0])
     )
+
+
+def compare_weights(rank: int, size: int, folder: str, wrong: list[int], ends_early: bool) -> None:
+    """Compare the weights of a world in which some ranks hold others, each its own."""
+    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
+    weights = {"body": torch.zeros(3), "head": torch.zeros(2)}
+    if rank in wrong:
+        weights["head"][1] = rank + 1
+    gather, num_gathered = group.all_gather, [0]
+
+    def all_gather(tensor: torch.Tensor) -> torch.Tensor:
+        num_gathered[0] += 1
+        if ends_early and num_gathered[0] == 2:
+            raise PeerLostError("the others have ended")
+        return gather(tensor)
+
+    group.all_gather = all_gather  # type: ignore[method-assign]
+    with pytest.raises(WeightsDifferError) as caught:
+        check_same_weights(group, weights, 7)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(str(caught.value)))
+    group.close()  # who ends at once may cost another rank the tensor's name
+
+
+@pytest.mark.parametrize(
+    ("size", "wrong", "said"),
+    [
+        (3, [0], "ranks [0] hold other weights than the 2 others, first in 'head'"),
+        (5, [1, 3], "ranks [1, 3] hold other weights than the 3 others, first in 'head'"),
+        (2, [0], "ranks 0 and 1 hold different weights, and nothing says which of them is right, first in 'head'"),
+    ],
+)
+def test_the_ranks_that_hold_other_weights_than_most_are_named(
+    tmp_path: Path, size: int, wrong: list[int], said: str
+) -> None:
+    """Rank 0 may be one of them; on every rank, each with its own place."""
+    run_ranks(compare_weights, size, str(tmp_path), wrong, False)
+    for rank in range(size):
+        error = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert error.startswith(f"step 7: {said}: ")
+        assert f"This is rank {rank} on " in error
+
+
+def test_a_rank_whose_peers_have_ended_with_the_error_does_not_keep_its_state(tmp_path: Path) -> None:
+    """It would take a lost peer for a reason to hand its state over to the next world."""
+    run_ranks(compare_weights, 2, str(tmp_path), [1], True)
+    for rank in range(2):
+        assert "hold different weights, and nothing says which of them is right: a kernel" in json.loads(
+            (tmp_path / f"{rank}.json").read_text()
+        )
+
+
+def test_without_a_majority_all_sets_of_ranks_are_named() -> None:
+    assert name_others([5, 5, 6, 6]) == (
+        "ranks [0, 1] and [2, 3] hold different weights, and no majority says which are right",
+        0,
+    )
+    assert name_others([4, 5, 6])[0].startswith("ranks [0] and [1] and [2] hold different weights")

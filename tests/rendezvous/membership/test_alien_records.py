@@ -88,7 +88,7 @@ def test_a_warning_names_the_key(caplog: pytest.LogCaptureFixture) -> None:
     keys = Keys("a job of this test alone")
     for _ in range(3):
         read_view(Snapshot(1, {keys.failure: Entry("by etcdctl put", 1, 1)}), keys)
-    assert caplog.text.count(f"{keys.failure} is not a record that can be read") == 1
+    assert caplog.text.count(f"{keys.failure} cannot be read as a record") == 1
 
 
 @pytest.mark.parametrize("key", ["world", "head", "failure", "closed", "members/alien"])

@@ -12,9 +12,9 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, Re
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler, handler_registry
 
 from rendezvous import EtcdServer, OptionError, context
+from rendezvous.process_table import is_alive
 from rendezvous.torchelastic.entry_point import create_handler, load
 from rendezvous.torchelastic.restart_handler import EtcdRendezvousHandler
-from tests.processes import is_running
 from tests.rendezvous.rendezvous_sides import eventually
 
 
@@ -90,7 +90,7 @@ def test_children_die_with_their_parent(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    eventually(lambda: not is_running(int(child.name)), "the child is gone")
+    eventually(lambda: not is_alive(int(child.name)), "the child is gone")
 
 
 def test_the_demo_server_runs_by_itself() -> None:

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from rendezvous import EtcdServer
+from rendezvous.process_table import is_alive
 from tests.conftest import ROOT
-from tests.processes import is_running, parent_of
+from tests.processes import parent_of
 from tests.rendezvous.rendezvous_sides import eventually
 
 pytestmark = pytest.mark.slow
@@ -109,7 +110,7 @@ def test_nodes_are_lost_come_back_and_finish(job: Job) -> None:
         killed_at = kill(victim)
         (survivor,) = job.await_world(1, above=term)
         assert survivor["context"]["cause"] == "lost" and survivor["context"]["sealed_at"] - killed_at < 3 + 2
-        assert not is_running(workers[victim_rank]["pid"])
+        assert not is_alive(workers[victim_rank]["pid"])
         nodes = [node for node in nodes if node is not victim] + [job.node()]
         workers = job.await_world(2, above=survivor["context"]["term"])
         assert {worker["context"]["cause"] for worker in workers} == {"joined"}
@@ -142,10 +143,10 @@ def test_worlds_of_1_3_2_4_1(job: Job) -> None:
         assert {worker["context"]["cause"] for worker in workers} == {"lost" if victims else "joined"}
         assert all(worker["weights"] == workers[0]["weights"] for worker in workers)
         assert {parent_of(worker["pid"]) for worker in workers} == {node.pid for node in nodes}
-        assert not any(is_running(pid) for pid in lost)
+        assert not any(is_alive(pid) for pid in lost)
     assert job.finish(*nodes) == [0], job.output()
     assert all(victim.wait(timeout=PATIENCE_S) != 0 for victim in job.nodes if victim not in nodes)
-    assert not any(is_running(line["pid"]) for line in job.said("trains"))
+    assert not any(is_alive(line["pid"]) for line in job.said("trains"))
 
 
 @pytest.mark.alone

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import boto3
 import fsspec
@@ -19,11 +21,14 @@ from s3fs import S3FileSystem
 
 from chaos.services.s3_server import S3
 from elastic_train.checkpoint import discover, open_store, read_state
+from elastic_train.checkpoint.commits.sweeping import drop_unfinished
 from elastic_train.checkpoint.stores import uploads
+from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.checkpoint.stores.fsspec_store import FsspecStore
 from elastic_train.checkpoint.stores.store import read
 from elastic_train.checkpoint.stores.uploads import S3Upload
 from elastic_train.errors import StorageError
+from elastic_train.world import world
 from tests.conftest import ROOT
 from tests.elastic_train.checkpoint.commit_samples import facts
 from tests.elastic_train.checkpoint.faulty_network import FaultyNetwork
@@ -155,3 +160,76 @@ def test_an_object_whose_size_differs_is_not_kept(s3_bucket: str, monkeypatch: p
     with pytest.raises(StorageError, match="4 bytes of 9 arrived"), store.write("data/x") as sink:
         sink.write(b"all of it")
     assert store.list("data/") == []
+
+
+def begun(store: FsspecStore, key: str) -> Any:
+    """Begin an upload as a process does that is killed after its first pieces; whoever drops it aborts nothing."""
+    upload = S3Upload(store._fs, store._path(key))
+    upload.write(bytes(2 * PIECE + 1))
+    while upload._unanswered:
+        upload._take_answer()
+    return upload
+
+
+def keys_left() -> list[str]:
+    listed = boto3.client("s3").list_multipart_uploads(Bucket="commits").get("Uploads", [])
+    return sorted(upload["Key"].partition("/")[2] for upload in listed)
+
+
+def test_uploads_that_a_killed_process_left_are_aborted(s3_bucket: str) -> None:
+    """Those of this run that are older than a sweep waits, and no other's, nor a younger one."""
+    root = f"{s3_bucket}/{uuid.uuid4().hex}"
+    ours, other = FsspecStore(f"{root}/run"), FsspecStore(f"{root}/run-2")
+    key = "data/step-000000000007/1-abc/rank-00000.distcp"
+    begun(ours, key), begun(other, key)
+    listed = boto3.client("s3").list_multipart_uploads(Bucket="commits")["Uploads"]
+    at = max(upload["Initiated"].timestamp() for upload in listed)
+    store = DeadlineStore(ours, lambda: None)
+    assert drop_unfinished(store, now=at + 5 * 3600) == []
+    assert drop_unfinished(store, now=at + 7 * 3600, is_rehearsal=True) == [key]
+    assert keys_left() == [f"run-2/{key}", f"run/{key}"]
+    assert drop_unfinished(store, now=at + 7 * 3600) == [key]
+    assert drop_unfinished(store, now=at + 7 * 3600) == [] and keys_left() == [f"run-2/{key}"]
+    assert drop_unfinished(other, now=at + 7 * 3600) == [key] and keys_left() == []
+
+
+def test_a_page_of_uploads_is_followed_by_the_next(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3 lists a thousand at a time, and says where the next thousand begin."""
+    store = FsspecStore(f"{s3_bucket}/{uuid.uuid4().hex}/run")
+    old, asked = datetime(2020, 1, 1, tzinfo=UTC), []
+    pages = [{"IsTruncated": True, "NextKeyMarker": "k", "NextUploadIdMarker": "u"}, {"IsTruncated": False}]
+
+    async def answer(method: str, **arguments: Any) -> dict[str, object]:
+        asked.append((method, arguments.get("KeyMarker"), arguments.get("UploadIdMarker")))
+        if method == "abort_multipart_upload":
+            raise FileNotFoundError(arguments["UploadId"])
+        page = pages[len(asked) > 1]
+        return {**page, "Uploads": [{"Key": arguments["Prefix"] + "x", "UploadId": "1", "Initiated": old}]}
+
+    monkeypatch.setattr(store._fs, "_call_s3", answer)
+    assert drop_unfinished(store) == ["data/x", "data/x"], "one that was finished meanwhile is no error"
+    assert asked == [
+        ("list_multipart_uploads", None, None),
+        ("abort_multipart_upload", None, None),
+        ("list_multipart_uploads", "k", "u"),
+        ("abort_multipart_upload", None, None),
+    ]
+
+
+def test_a_world_that_forms_aborts_what_was_left(s3_bucket: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It takes no world to fail where the bucket does not let itself be asked."""
+    store = FsspecStore(f"{s3_bucket}/{uuid.uuid4().hex}/run")
+    begun(store, "data/step-000000000007/1-abc/rank-00000.distcp")
+    world._forget_old_terms(DeadlineStore(store, lambda: None), 3)
+    assert keys_left() == []
+    store._fs._call_s3 = Mock(side_effect=PermissionError("AccessDenied"))
+    with caplog.at_level("INFO"):
+        world._forget_old_terms(DeadlineStore(store, lambda: None), 3)
+    assert "are not aborted" in caplog.text
+
+
+def test_nothing_unfinished_is_kept_by_other_stores(tmp_path: Path) -> None:
+    """A local folder has no uploads, nor has a file system that we do not know to have any."""
+    assert drop_unfinished(open_store(str(tmp_path))) == []
+    assert drop_unfinished(DeadlineStore(open_store(str(tmp_path)), lambda: None)) == []
+    assert drop_unfinished(FsspecStore(f"memory://{uuid.uuid4().hex}")) == []

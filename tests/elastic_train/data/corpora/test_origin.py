@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -14,8 +18,11 @@ from elastic_train.data.corpora.origin import (
     read_origin,
 )
 from elastic_train.errors import ConfigError
+from elastic_train.system.process_identity import pid_space, process_identity
+from rendezvous.process_table import stat_of
 
 ORIGIN = {"source": "test", "seed": 1, "files": ("a", "b")}
+ME = os.getpid()
 ENDED_PID = 2**22 + 1  # above the largest pid there can be
 
 
@@ -41,13 +48,44 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_dead_processes_are_removed(tmp_path: Path) -> None:
-    """A partial folder of a process that is gone is deleted; one of a living process is left alone."""
-    dead, alive = (tmp_path / f".out.{pid}.partial" for pid in (ENDED_PID, 1))
-    for folder in (dead, alive):
-        folder.mkdir()
+    """A draft of a process that is gone is deleted, and one whose pid another has now; a living one's is left alone."""
+    born = cast(int, process_identity()["born"])
+    ended, again, mine = (f"{who}-{pid_space()}-0" for who in (f"{ENDED_PID}-7", f"{ME}-{born - 1}", f"{ME}-{born}"))
+    drafts = [f".out.{who}.partial" for who in (ended, again, mine)] + [f".out.{again}.old.partial"]
+    for draft in drafts:
+        (tmp_path / draft).mkdir()
+    with filled(tmp_path / "new", ORIGIN):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {*drafts, "new"}, "another dataset's"
     with filled(tmp_path / "out", ORIGIN):
         pass
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.1.partial", "out"]
+    assert {path.name for path in tmp_path.iterdir()} == {f".out.{mine}.partial", "new", "out"}
+
+
+@pytest.mark.parametrize("who", ["7-7-another-boot-1-0", str(ENDED_PID)], ids=["another machine", "an earlier version"])
+def test_drafts_from_elsewhere_are_left_for_a_day(tmp_path: Path, who: str) -> None:
+    """A process of another machine or container that shares the folder cannot be asked for, and may be at work."""
+    draft = tmp_path / f".out.{who}.partial"
+    for age_s, is_left in ((3600.0, True), (100_000.0, False)):
+        draft.mkdir(exist_ok=True)
+        os.utime(draft, (time.time() - age_s,) * 2)
+        with filled(tmp_path / "out", ORIGIN):
+            pass
+        assert draft.exists() == is_left
+
+
+@pytest.mark.slow
+def test_a_killed_import_that_nobody_has_reaped_is_dead(tmp_path: Path) -> None:
+    """Its number is still taken, in a container without an init for ever: its partial folder would stay as long."""
+    with subprocess.Popen(["sleep", "60"]) as killed:
+        stat = stat_of(killed.pid)
+        assert stat is not None
+        (tmp_path / f".out.{killed.pid}-{stat.born}-{pid_space()}-0.partial").mkdir()
+        killed.kill()
+        os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
+        with filled(tmp_path / "out", ORIGIN):
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_replacing_removes_the_old_content(tmp_path: Path) -> None:

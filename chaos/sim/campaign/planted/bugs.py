@@ -1,13 +1,15 @@
-"""Product code as it must not be: what `chaos.sim.campaign.planted` puts in the place of the real one."""
+"""Product code as it must not be: what `chaos.sim.campaign.planted.catalogue` puts in the place of the real one."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from torch import Tensor
 
 from chaos.sim.machine.kernel import EPOCH_S
 from chaos.sim.machine.object_store import StorageClient
@@ -156,10 +158,10 @@ def begin_without_lineage(self: MetricsWriter, intervals: Sequence[Interval]) ->
     self._append({"begins_at": intervals[-1].hi if intervals else 0})
 
 
-def crash_if_different(group: Group, plan: Plan, grouping: Sequence[str]) -> None:
+def crash_if_different(group: Group, plan: Plan, grouping: Sequence[str], weights: Mapping[str, Tensor]) -> None:
     """Take what the configuration forbids for a crash."""
     try:
-        uniformity.check_alike(group, plan, grouping)
+        uniformity.check_alike(group, plan, grouping, weights)
     except ConfigError as error:
         raise RuntimeError(f"planted at check_alike: {error}") from error
 

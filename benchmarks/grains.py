@@ -1,0 +1,83 @@
+"""What grains cost: the norm and digest by grains beside torch's norm and one hash, and planning for large models.
+
+    python -m benchmarks.grains [--million 16] [--json]
+
+Every time is the least of five. One thread, as ranks on CPUs have by default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from collections.abc import Callable
+
+import torch
+
+from elastic_train.shards.digest import grain_digests
+from elastic_train.shards.grains import GRAIN, Listed, lay_out
+from elastic_train.shards.holdings import all_held, circle_of
+from elastic_train.shards.norm import grain_squares, split_grains, total_norm
+from elastic_train.shards.recut import Holder, plan_recut
+from elastic_train.shards.seats import seats_of
+
+
+def least_ms(act: Callable[[], object], tries: int = 5) -> float:
+    """Return the shortest of some runs, in milliseconds."""
+    times = []
+    for _ in range(tries):
+        started = time.perf_counter()
+        act()
+        times.append(1e3 * (time.perf_counter() - started))
+    return round(min(times), 2)
+
+
+def measure_sums(num_elements: int) -> dict[str, float]:
+    """Return what norms, an update and digests of so many float32 elements take, in milliseconds."""
+    parameter = torch.nn.Parameter(torch.zeros(num_elements))
+    parameter.grad = torch.randn(num_elements, generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.AdamW([parameter], foreach=True)
+    grad, content = parameter.grad, memoryview(parameter.detach().numpy().tobytes())
+    return {
+        "norm_by_grains_ms": least_ms(lambda: total_norm(grain_squares(split_grains([grad])).numpy())),
+        "norm_by_torch_ms": least_ms(lambda: torch.nn.utils.get_total_norm([grad])),
+        "adamw_ms": least_ms(optimizer.step),
+        "digest_by_grains_ms": least_ms(lambda: grain_digests(content, 4)),
+        "digest_whole_ms": least_ms(lambda: hashlib.sha256(content).digest()),
+    }
+
+
+def measure_plans(num_blocks: int, grains_each: int, num_nodes: int) -> dict[str, float]:
+    """Return what it takes to plan for a model of equal blocks on nodes of eight ranks, two copies, one node lost."""
+    listed = [Listed(f"b{b}", (grains_each, GRAIN), "torch.float32", f"b{b}") for b in range(num_blocks)]
+    layout, paths = lay_out(listed), [(f"node{rank // 8}",) for rank in range(8 * num_nodes)]
+    circle, before = circle_of(layout), seats_of(paths, 2)
+    had = [Holder((1, 1), grains) for grains in all_held(circle, before)[8:]]
+    after = seats_of(paths[8:], 2, before[8:])
+    wants = all_held(circle, after)
+    return {
+        "grains": layout.num_grains,
+        "ranks": len(paths),
+        "circle_ms": least_ms(lambda: circle_of(lay_out(listed))),
+        "seats_ms": least_ms(lambda: seats_of(paths[8:], 2, before[8:])),
+        "recut_ms": least_ms(lambda: plan_recut(had, wants, layout.span), 2),
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--million", type=int, default=16, help="elements of the gradient, in millions")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {
+        "sums": {"elements": options.million * 10**6, **measure_sums(options.million * 10**6)},
+        "plans": [measure_plans(32, 64, 2), measure_plans(32, 3400, 8), measure_plans(80, 13400, 8)],
+    }
+    print(json.dumps(found, indent=None if options.json else 2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The faults that lead to a planted bug, drawn within bounds: the bug shows in some of the runs, and in others not."""
+
+from __future__ import annotations
+
+import random
+
+from chaos.sim.job.fault import SimFault
+
+
+def kills(draws: random.Random) -> tuple[SimFault, ...]:
+    """Workers die one after another, and come back."""
+    return tuple(SimFault("kill_worker", at_s=draws.uniform(6, 14), node=draws.randrange(3)) for _ in range(3))
+
+
+def zombie(draws: random.Random) -> tuple[SimFault, ...]:
+    """The leader, if luck has it, freezes in a save, in the midst of a step, and ends both when others continue without
+    it; then everybody dies."""
+    for_s = draws.uniform(4.0, 6.0)
+    frozen = SimFault("stop", point="write", nth=1, for_s=for_s)
+    return (SimFault("kill_job", at_s=25.0 + for_s + draws.uniform(0.0, 4.0), for_s=2.0), frozen)
+
+
+def late_record(draws: random.Random) -> tuple[SimFault, ...]:
+    """The leader freezes before a commit's first file, makes it when others have committed, and soon everybody dies.
+
+    Had it begun to write, the next world's sweep would have taken the record's name.
+    """
+    for_s = draws.uniform(12.0, 40.0)
+    frozen = SimFault("stop", point="write", nth=1, for_s=for_s)
+    return (SimFault("kill_job", at_s=10.6 + for_s + draws.uniform(0.0, 6.0), for_s=2.0), frozen)
+
+
+def late_listing(draws: random.Random) -> tuple[SimFault, ...]:
+    """Everybody dies while listings are late, and another node leads than the one that made the last commits."""
+    at_s = draws.uniform(8.0, 16.0)
+    return (
+        SimFault("kill_node", at_s=6.0, node=0, for_s=0.5),
+        SimFault("stale_listing", at_s=at_s, for_s=30.0),
+        SimFault("kill_job", at_s=at_s + draws.uniform(1.0, 6.0), for_s=2.0),
+    )
+
+
+def without_its_mount(draws: random.Random) -> tuple[SimFault, ...]:
+    """A node comes back without its mount, and then everybody else dies."""
+    at_s, node = draws.uniform(7.0, 10.0), draws.randrange(3)
+    others = tuple(
+        SimFault("kill_node", at_s=at_s + draws.uniform(6.0, 9.0), node=other, for_s=8.0)
+        for other in range(3)
+        if other != node
+    )
+    return (SimFault("private_storage", at_s=at_s, node=node, for_s=60.0), *others)
+
+
+def alone_without_its_mount(draws: random.Random) -> tuple[SimFault, ...]:
+    """A node comes back without its mount, and nothing else happens."""
+    return (SimFault("private_storage", at_s=draws.uniform(20.0, 30.0), node=draws.randrange(3), for_s=100.0),)
+
+
+def alone_with_other_code(draws: random.Random) -> tuple[SimFault, ...]:
+    """A node comes back with another version, and nothing else happens."""
+    return (SimFault("other_code", at_s=draws.uniform(20.0, 30.0), node=draws.randrange(3), for_s=100.0),)
+
+
+def blocked(draws: random.Random) -> tuple[SimFault, ...]:
+    """No world forms for some minutes."""
+    return (SimFault("block_ports", at_s=draws.uniform(6.0, 8.0), for_s=draws.uniform(60.0, 900.0)),)
+
+
+def torn(draws: random.Random) -> tuple[SimFault, ...]:
+    """Everybody dies in the middle of a commit."""
+    nodes = tuple(SimFault("kill_job", at_s=draws.uniform(6.0, 16.0), for_s=2.0) for _ in range(2))
+    return (*nodes, SimFault("kill", point="publish", nth=draws.randint(1, 6)))
+
+
+def rot(draws: random.Random) -> tuple[SimFault, ...]:
+    """A bit of the newest commit flips, and everybody dies."""
+    at_s = draws.uniform(8.0, 16.0)
+    return SimFault("flip_bit", at_s=at_s, other=draws.randrange(2)), SimFault("kill_job", at_s=at_s, for_s=1.0)
+
+
+def dies_saving(draws: random.Random) -> tuple[SimFault, ...]:
+    """A rank dies with its part of one of the last commits unwritten."""
+    return (SimFault("kill", point="write", nth=draws.randint(17, 22)),)
+
+
+def frozen_at_its_record(draws: random.Random) -> tuple[SimFault, ...]:
+    """A leader freezes before it makes a record, storage is slow for the next world's sweep, and later all die."""
+    frozen = SimFault("stop", point="record", nth=draws.randint(1, 4), for_s=draws.uniform(3.0, 30.0))
+    slow = SimFault("storage_slow", at_s=draws.uniform(6.0, 30.0), for_s=6.0)
+    return slow, SimFault("kill_job", at_s=draws.uniform(12.0, 40.0), for_s=1.0), frozen
+
+
+def bad_data(draws: random.Random) -> tuple[SimFault, ...]:
+    """Everybody dies some steps after a hole, and then all can be read again."""
+    at_s = draws.uniform(6.0, 10.0)
+    bad = SimFault("bad_row_group", at_s=at_s, node=-1, other=draws.randrange(4), for_s=5.0)
+    return bad, SimFault("kill_worker", at_s=at_s + draws.uniform(1.0, 5.0), node=draws.randrange(3))
+
+
+def half_applied(draws: random.Random) -> tuple[SimFault, ...]:
+    """A rank dies between two ranks' receipts of a step, so that survivors are apart.
+
+    It should be away for long: with a newcomer among them their calls part before anything is recorded.
+    """
+    point = draws.choice(("exchange", "apply", "applied"))
+    return tuple(SimFault("kill", point=point, nth=draws.randint(20, 90)) for _ in range(3))
+
+
+def aliens(draws: random.Random) -> tuple[SimFault, ...]:
+    """Somebody writes below the job's prefix what is no record."""
+    return tuple(SimFault("alien_record", at_s=draws.uniform(6.0, 14.0)) for _ in range(3))

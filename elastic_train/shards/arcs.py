@@ -1,0 +1,91 @@
+"""Arcs: what part of a circle every member of a group holds, such that few changes of the group move little.
+
+The group began as `num_base` members with an arc of equal length each, their *base*. Who is left of them keeps as much
+of it as a member's even share allows. Everything else (the bases of those that are gone, and what the others gave up)
+is one line, out of which members are filled up to their even shares, in their order.
+
+So while the line is a small part of the circle, a loss moves what was lost and a part of the line, a new member gets
+its share and nothing else moves but a part of the line; a member that takes a free base restores what was before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+
+Arc = tuple[Fraction, Fraction]
+"""From lo to before hi, in parts of the circle; ascending and apart where there are several."""
+
+
+def arcs_of(bases: Sequence[int | None], num_base: int) -> list[tuple[Arc, ...]]:
+    """Return the arcs of every member of a group, by member, from the numbers of their bases, None without one.
+
+    The arcs of all members make up the circle, and each member's are 1 / members of it.
+    """
+    share = Fraction(1, len(bases))
+    kept = {base: _kept(base, num_base, share) for base in bases if base is not None}
+    assert len(kept) == sum(base is not None for base in bases), f"two members of one base in {bases}"
+    line = _Line(_others(kept, num_base))
+    found = []
+    for base in bases:
+        own = [] if base is None else [kept[base]]
+        found.append(_join([*own, *line.take(share - length(own))]))
+    return found
+
+
+def kept_part(bases: Sequence[int | None], num_base: int) -> Fraction:
+    """Return how much of the circle members hold of their own bases; the rest is the line."""
+    share = Fraction(1, len(bases))
+    return length(_kept(base, num_base, share) for base in bases if base is not None)
+
+
+def length(arcs: Iterable[Arc]) -> Fraction:
+    """Return the length of arcs that are apart."""
+    return sum((hi - lo for lo, hi in arcs), Fraction(0))
+
+
+def overlap(some: Sequence[Arc], others: Sequence[Arc]) -> Fraction:
+    """Return the length of what two members' arcs have in common."""
+    both = ((max(a[0], b[0]), min(a[1], b[1])) for a in some for b in others)
+    return length((lo, hi) for lo, hi in both if lo < hi)
+
+
+def _kept(base: int, num_base: int, share: Fraction) -> Arc:
+    lo = Fraction(base, num_base)
+    return lo, lo + min(Fraction(1, num_base), share)
+
+
+def _others(kept: dict[int, Arc], num_base: int) -> list[Arc]:
+    """Return what is in nobody's kept arc, in order."""
+    ends = [kept[base][1] if base in kept else Fraction(base, num_base) for base in range(num_base)]
+    arcs = [(lo, Fraction(base + 1, num_base)) for base, lo in enumerate(ends)]
+    return [(lo, hi) for lo, hi in arcs if lo < hi]
+
+
+def _join(arcs: Sequence[Arc]) -> tuple[Arc, ...]:
+    """Sort arcs, and join those that touch."""
+    joined: list[Arc] = []
+    for lo, hi in sorted(arcs):
+        if joined and joined[-1][1] == lo:
+            lo = joined.pop()[0]
+        joined.append((lo, hi))
+    return tuple(joined)
+
+
+class _Line:
+    """Arcs that are given away from the first on."""
+
+    def __init__(self, arcs: list[Arc]) -> None:
+        self._arcs = arcs[::-1]
+
+    def take(self, wanted: Fraction) -> list[Arc]:
+        """Take arcs of a length off the line."""
+        taken = []
+        while wanted > 0:
+            lo, hi = self._arcs.pop()
+            middle = min(hi, lo + wanted)
+            taken.append((lo, middle))
+            wanted -= middle - lo
+            if middle < hi:
+                self._arcs.append((middle, hi))
+        return taken

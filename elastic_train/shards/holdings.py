@@ -1,0 +1,89 @@
+"""Holdings: which grains a seat holds, a pure function of the layout and the seat.
+
+All grains stand on one *circle*, around which every flat vector is spread evenly. A group's seats cut the circle into
+arcs, an even share each. An arc has a run of neighbouring grains of every flat vector, so that whatever is gathered
+together comes from all ranks of the group in equal parts, and no rounding adds up over the flat vectors in favour of
+the same slots.
+
+The grains of an arc depend on its ends alone: seats whose arcs share nothing share no grain, whatever the sizes of
+their groups. That is what keeps copies apart (see `domains`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+
+from elastic_train.core.arrays import Int64s
+from elastic_train.shards.grains import Layout
+from elastic_train.shards.seats import Seat
+
+
+class Run(NamedTuple):
+    """Elements [lo, hi) of one flat vector."""
+
+    flat: int
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True, slots=True)
+class Circle:
+    """The fixed order of a layout's grains, from which holdings are cut.
+
+    `grains` are their numbers in that order; `starts` is how many elements come before each; both of shape (grains,).
+    `length` is the number of elements of them all, padding included.
+    """
+
+    grains: Int64s
+    starts: Int64s
+    length: int
+
+
+def circle_of(layout: Layout) -> Circle:
+    """Return the order in which every flat vector is spread evenly over the whole: by its grains' middles."""
+    lengths = np.array([flat.numel for flat in layout.flats], dtype=np.int64)[layout.flat_of]
+    middles = (layout.start + layout.span / 2) / lengths  # a single rounding, which is the same on every machine
+    grains = np.lexsort((layout.start, layout.flat_of, middles)).astype(np.int64)
+    spans = layout.span[grains]
+    ends = np.cumsum(spans)
+    return Circle(grains, ends - spans, int(spans.sum()))
+
+
+def held(circle: Circle, seat: Seat) -> Int64s:
+    """Return the numbers of the grains that a seat holds, ascending: those that begin in its arcs of the circle."""
+    slices = [circle.grains[_edge(circle, lo) : _edge(circle, hi)] for lo, hi in seat.arcs]
+    return np.sort(np.concatenate(slices))
+
+
+def all_held(circle: Circle, seats: Sequence[Seat]) -> list[Int64s]:
+    """Return what every rank of a world holds, by rank."""
+    return [held(circle, seat) for seat in seats]
+
+
+def _edge(circle: Circle, at: Fraction) -> int:
+    """Return how many grains begin before a part of the circle's length."""
+    return int(np.searchsorted(circle.starts, -(-at.numerator * circle.length // at.denominator)))
+
+
+def runs_of(layout: Layout, grains: Int64s) -> list[Run]:
+    """Return where grains are, their padding included, as the fewest runs of flat vectors; by flat vector, ascending.
+
+    `grains` are ascending. An arc has one run of each flat vector at most.
+    """
+    runs: list[Run] = []
+    for number in grains[np.lexsort((layout.start[grains], layout.flat_of[grains]))].tolist():
+        flat, lo = int(layout.flat_of[number]), int(layout.start[number])
+        if runs and runs[-1].flat == flat and runs[-1].hi == lo:
+            lo = runs.pop().lo
+        runs.append(Run(flat, lo, int(layout.start[number] + layout.span[number])))
+    return runs
+
+
+def num_elements(layout: Layout, grains: Int64s) -> int:
+    """Return how many elements grains take, padding included."""
+    return int(layout.span[grains].sum())

@@ -1,0 +1,203 @@
+"""Seats: which of a world's groups a rank is in, and which arcs of the circle it holds there.
+
+A new world cuts `copies` groups over its failure domains (`domains`), and each group cuts the circle into equal arcs. A
+world that follows another keeps its groups and bases (`arcs`) as long as copies are as far apart, no group has become
+much smaller than a new cut would make it, and that moves less. Everything follows from the ranks' paths and what they
+held, so every rank finds the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from elastic_train.shards.arcs import Arc, arcs_of, kept_part, length, overlap
+from elastic_train.shards.domains import Groups, Path, are_apart, cut_groups
+
+_LEAST_SIZE = Fraction(4, 5)
+"""Groups are kept while the smallest has this part of an even share: ranks then hold a quarter more at most."""
+_LEAST_KEPT = Fraction(1, 2)
+"""And while their members hold this part of the circle by their own bases, so that changes move little."""
+
+
+class Seat(NamedTuple):
+    """A rank's seat: `slot` of `size` in its group; `place` is where it is in the line of all groups.
+
+    `base` is the number of its base of `num_base`, None if it has none; `arcs` is what it holds.
+    """
+
+    group: int
+    slot: int
+    size: int
+    place: int
+    base: int | None
+    num_base: int
+    arcs: tuple[Arc, ...]
+
+
+class _Member(NamedTuple):
+    """A rank on its way to a seat."""
+
+    rank: int
+    base: int | None
+
+
+_Members = list[list[_Member]]
+"""The members of every group."""
+
+
+def seats_of(paths: Sequence[Path], copies: int, before: Sequence[Seat | None] = ()) -> list[Seat]:
+    """Return every rank's seat, by rank; there are min(copies, ranks) groups, numbered from 0.
+
+    `before` are the seats by which ranks hold what they bring, None for a rank that brings nothing. If they are not of
+    one world, because a fault came while seats were being taken, groups are cut again.
+
+    A domain that replaces a lost one of its size takes its places, and nobody else moves.
+    """
+    assert paths and copies >= 1, f"{copies} copies on {len(paths)} ranks"
+    had = list(before) or [None] * len(paths)
+    num = min(copies, len(paths))
+    ranks = sorted(range(len(paths)), key=_keys(had).__getitem__)
+    groups = cut_groups(ranks, paths, num)
+    new = _seated([[_Member(rank, base) for base, rank in enumerate(members)] for members in groups], map(len, groups))
+    kept = _keeping(ranks, paths, had, num, new)
+    return min([*kept, new], key=lambda seats: _moved(seats, had))
+
+
+def _keeping(
+    ranks: Sequence[int], paths: Sequence[Path], had: Sequence[Seat | None], num: int, new: Sequence[Seat]
+) -> list[list[Seat]]:
+    """Return the seats if the last world's groups are kept, for each way to add ranks that is fit; `ranks` in line."""
+    num_bases = _last_groups(had)
+    if sorted(num_bases) != list(range(num)):
+        return []  # another number of copies, or a group has nobody left
+    newcomers = [rank for rank in ranks if had[rank] is None]
+    in_gaps, by_domains = _kept(ranks, had, num), _kept(ranks, had, num)
+    _add_in_gaps(in_gaps, newcomers, num_bases)
+    _add_by_domains(by_domains, newcomers, num_bases, paths)
+    found = (_first_fit(groups, num_bases, had, new, paths) for groups in (in_gaps, by_domains))
+    return [seats for seats in found if seats is not None]
+
+
+def _keys(had: Sequence[Seat | None]) -> list[int]:
+    """Return what to order the ranks by: the places that they had, and for new ones the free ones, by rank."""
+    taken = {seat.place for seat in had if seat is not None}
+    free = (place for place in itertools.count() if place not in taken)
+    return [next(free) if seat is None else seat.place for seat in had]
+
+
+def _last_groups(had: Sequence[Seat | None]) -> dict[int, int]:
+    """Return the number of bases of every group of the last world; none if the seats are not of one world."""
+    seats = [seat for seat in had if seat is not None]
+    groups = {(seat.group, seat.num_base) for seat in seats}
+    based = [(seat.group, seat.base) for seat in seats if seat.base is not None]
+    is_one_world = len({group for group, _ in groups}) == len(groups) and len(set(based)) == len(based)
+    return dict(groups) if is_one_world else {}
+
+
+def _seated(groups: Iterable[Sequence[_Member]], num_bases: Iterable[int]) -> list[Seat]:
+    """Return the seats of groups of members, by rank."""
+    seats: dict[int, Seat] = {}
+    for number, (members, num_base) in enumerate(zip(groups, num_bases, strict=True)):
+        ordered = sorted(members, key=lambda member: (member.base is None, member.base or 0))
+        arcs = arcs_of([member.base for member in ordered], num_base)
+        for slot, (rank, base) in enumerate(ordered):
+            seats[rank] = Seat(number, slot, len(members), len(seats), base, num_base, arcs[slot])
+    return [seats[rank] for rank in range(len(seats))]
+
+
+def _kept(ranks: Sequence[int], had: Sequence[Seat | None], num: int) -> _Members:
+    """Return who is left of each of the last world's groups."""
+    groups: _Members = [[] for _ in range(num)]
+    for rank in ranks:
+        if (seat := had[rank]) is not None:
+            groups[seat.group].append(_Member(rank, seat.base))
+    return groups
+
+
+def _add_in_gaps(groups: _Members, newcomers: Sequence[int], num_bases: Mapping[int, int]) -> None:
+    """Give each new rank the first base that is free; those for whom there is none go to the smallest groups."""
+    gaps = [(number, base) for number, members in enumerate(groups) for base in _free(members, num_bases[number])]
+    for place, rank in enumerate(newcomers):
+        number, base = gaps[place] if place < len(gaps) else (_smallest(groups), None)
+        groups[number].append(_Member(rank, base))
+
+
+def _add_by_domains(
+    groups: _Members, newcomers: Sequence[int], num_bases: Mapping[int, int], paths: Sequence[Path]
+) -> None:
+    """Add new ranks by domains, each to the group that is smallest then, on bases that are free if there are any."""
+    domains: dict[Path, list[int]] = {}
+    for rank in newcomers:
+        domains.setdefault(paths[rank] or (str(rank),), []).append(rank)
+    for domain in domains.values():
+        number = _smallest(groups)
+        bases = itertools.chain(_free(groups[number], num_bases[number]), itertools.repeat(None))
+        groups[number] += [_Member(rank, base) for rank, base in zip(domain, bases, strict=False)]
+
+
+def _first_fit(
+    groups: _Members,
+    num_bases: Mapping[int, int],
+    had: Sequence[Seat | None],
+    new: Sequence[Seat],
+    paths: Sequence[Path],
+) -> list[Seat] | None:
+    """Return the seats of groups as soon as they are even enough to be fit; None if they are not even then."""
+    for members in _evened(groups, num_bases, had):
+        seats = _seated(members, [num_bases[number] for number in range(len(groups))])
+        if _is_fit(seats, new, paths):
+            return seats
+    return None
+
+
+def _evened(groups: _Members, num_bases: Mapping[int, int], had: Sequence[Seat | None]) -> Iterator[_Members]:
+    """Yield the groups, and again each time that a rank of the largest has gone to the smallest, until they are even.
+
+    It goes where it holds most of what it is to hold: to a free base whose middle it has.
+    """
+    while True:
+        yield groups
+        largest, smallest = max(range(len(groups)), key=lambda number: len(groups[number])), _smallest(groups)
+        if len(groups[largest]) - len(groups[smallest]) < 2:
+            return
+        base = next(iter(_free(groups[smallest], num_bases[smallest])), None)
+        middle = Fraction(2 * (base or 0) + 1, 2 * num_bases[smallest])
+        mover = next((member for member in groups[largest] if _has(had[member.rank], middle)), groups[largest][-1])
+        groups[largest].remove(mover)
+        groups[smallest].append(_Member(mover.rank, base))
+
+
+def _smallest(groups: _Members) -> int:
+    return min(range(len(groups)), key=lambda number: len(groups[number]))
+
+
+def _free(members: Sequence[_Member], num_base: int) -> list[int]:
+    """Return the bases that no member has, in order."""
+    return sorted(set(range(num_base)) - {member.base for member in members})
+
+
+def _has(seat: Seat | None, at: Fraction) -> bool:
+    return seat is not None and any(lo <= at < hi for lo, hi in seat.arcs)
+
+
+def _is_fit(kept: Sequence[Seat], new: Sequence[Seat], paths: Sequence[Path]) -> bool:
+    """Say whether kept groups are large enough, near enough to their bases, and copies as far apart as can be."""
+    num = 1 + max(seat.group for seat in kept)
+    needed = min(_LEAST_SIZE * len(paths) / num, Fraction(min(seat.size for seat in new)))
+    if min(seat.size for seat in kept) < needed:
+        return False
+    groups: Groups = [[] for _ in range(num)]
+    for rank, seat in enumerate(kept):
+        groups[seat.group].append(rank)
+    parts = (kept_part([kept[rank].base for rank in ranks], kept[ranks[0]].num_base) for ranks in groups)
+    return min(parts) >= _LEAST_KEPT and are_apart(groups, [seat.arcs for seat in kept], paths)
+
+
+def _moved(seats: Sequence[Seat], had: Sequence[Seat | None]) -> Fraction:
+    """Return how much ranks get that they did not hold, in parts of the whole."""
+    pairs = zip(seats, had, strict=True)
+    got = (length(seat.arcs) - overlap(seat.arcs, old.arcs if old else ()) for seat, old in pairs)
+    return sum(got, Fraction(0))

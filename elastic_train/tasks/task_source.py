@@ -1,0 +1,116 @@
+"""What a task computes follows from its source: its modules, and what they import from their own package or beside it.
+
+Imports are read from the files, also those inside functions, and not from what a process has loaded: a process that has
+trained for a while has loaded more than one that begins. Installed packages count by their versions only, unless the
+task itself is in one; so does this package, but for its tasks. What is imported from elsewhere on the path, or by a
+name that is computed, is not seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import sys
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+MOST_FILES = 256
+"""How many files are read at most; a larger task is compared by those that are met first."""
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+_NOT_OURS = frozenset({"torch", "builtins", *sys.stdlib_module_names})
+_COMMENT = re.compile(r"#.*")
+_IMPORT = re.compile(
+    r"(?:^|[;:])[ \t]*(?:from[ \t]+(\.*)[ \t]*([\w.]*)[ \t]+import\b[ \t]*(\([^)]*\)|(?:\\\n|[^\n;])*)"
+    r"|import[ \t]+((?:\\\n|[^\n;])*))",
+    re.MULTILINE,
+)
+"""An import of any form; far faster than Python's parser. What looks like one in a string costs a look for a file."""
+_NAME = re.compile(r"(?:^|[,(])[\s\\]*([\w.]+)")
+_PACKAGE, _TASKS = "elastic_train", "elastic_train.tasks"
+
+
+@functools.cache
+def source_of(kind: type) -> tuple[str, ...]:
+    """Return names and digests of the modules of a class, of its bases, and of what they import; one line each."""
+    files = source_files(kind)
+    return tuple(f"{name} {hashlib.sha256(files[name].read_bytes()).hexdigest()[:12]}" for name in sorted(files))
+
+
+def source_files(kind: type) -> dict[str, Path]:
+    """Return the files by the names of their modules; at most MOST_FILES of them."""
+    found: dict[str, Path] = {}
+    waiting = deque((name, file, _home(name, file)) for name, file in _own_modules(kind))
+    while waiting and len(found) < MOST_FILES:
+        name, file, home = waiting.popleft()
+        if name in found:
+            continue
+        found[name] = file
+        for imported in dict.fromkeys(_with_parents(_imports(name, file))):
+            if imported not in found and (its_file := home.file_of(imported)) is not None:
+                waiting.append((imported, its_file, home))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """The folder that a task's package, or its only file, is in; of what it holds, `within` counts, or all for ""."""
+
+    folder: Path
+    within: str
+
+    def file_of(self, name: str) -> Path | None:
+        """Return the source of a module that counts; None for all others."""
+        top = name.partition(".")[0]
+        is_within = not self.within or f"{name}.".startswith(f"{self.within}.")
+        if (
+            not name
+            or top in _NOT_OURS
+            or not is_within
+            or (top == _PACKAGE and not f"{name}.".startswith(f"{_TASKS}."))
+        ):
+            return None
+        path = self.folder.joinpath(*name.split("."))
+        return next(
+            (file for file in (path / "__init__.py", path.with_name(f"{path.name}.py")) if file.is_file()), None
+        )
+
+
+def _home(name: str, file: Path) -> _Home:
+    depth = name.count(".") + (file.name == "__init__.py")
+    folder, top = file.parents[min(depth, len(file.parents) - 1)], name.partition(".")[0]
+    if top == _PACKAGE:
+        return _Home(folder, _TASKS)
+    return _Home(folder, top if _INSTALLED & set(folder.parts) else "")
+
+
+def _own_modules(kind: type) -> Iterator[tuple[str, Path]]:
+    """Yield the modules of a class and its bases, but torch's and Python's."""
+    for name in sorted({base.__module__ for base in kind.__mro__}):
+        file = Path(getattr(sys.modules[name], "__file__", None) or "")
+        if (name == "__main__" or name.partition(".")[0] not in _NOT_OURS) and file.is_file():
+            yield name, file.absolute()
+
+
+def _with_parents(names: Iterator[str]) -> Iterator[str]:
+    """Yield the packages around a module before it, as importing it runs them."""
+    for name in names:
+        parts = name.split(".")
+        yield from (".".join(parts[: end + 1]) for end in range(len(parts)))
+
+
+def _imports(name: str, file: Path) -> Iterator[str]:
+    """Yield the module's own name, and what its source imports: modules, or names in them."""
+    yield name
+    if file.suffix != ".py":
+        return
+    package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
+    for dots, module, names, modules in _IMPORT.findall(_COMMENT.sub("", file.read_text(errors="replace"))):
+        above = package[: max(0, len(package) - len(dots) + 1)] if dots else []
+        base = [*above, *([module] if module else [])]
+        if base:
+            yield ".".join(base)
+        yield from (".".join([*base, imported]) for imported in _NAME.findall(names))
+        yield from _NAME.findall(modules)

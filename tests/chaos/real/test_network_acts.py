@@ -1,0 +1,59 @@
+"""What proves that a fault of the network bit, on a real cable to a network namespace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from chaos.real.acts.effects import Effect
+from chaos.real.acts.network import ACTS
+from chaos.scenario.schedule import Due
+from chaos.services.network_namespace import Cable, NoNamespacesError, cable
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("network")]
+
+
+@pytest.fixture
+def laid() -> Iterator[Cable]:
+    try:
+        with cable() as laid:
+            yield laid
+    except NoNamespacesError as error:
+        pytest.skip(str(error))
+
+
+def strike(kind: str, laid: Cable) -> Effect:
+    """Do it to a node inside of which nothing runs; return what looks for the proof."""
+    node = SimpleNamespace(is_up=True, pids=list)
+    job: Any = SimpleNamespace(nodes=[node], around=SimpleNamespace(cable=laid, num_cut=0))
+    struck = ACTS[kind](job, Due(kind, 0, None, 1.0))
+    assert struck is not None and struck.effect is not None
+    return cast(Effect, struck.effect)
+
+
+@pytest.mark.parametrize("kind", ["cut_node", "cut_link", "cut_one_way", "refuse_address"])
+def test_a_cut_is_seen(kind: str, laid: Cable) -> None:
+    """A node that answered before does not any more; one cut off from all does not reach etcd, either."""
+    proof = strike(kind, laid)()
+    assert proof is not None and "does not answer" in proof
+    assert laid.answers_inside("etcd") == (kind != "cut_node")
+    assert ("etcd" in proof) == (kind == "cut_node")
+
+
+def test_a_node_that_still_reaches_etcd_is_not_cut_off(laid: Cable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes more than other nodes' silence, which is what `cut_link` does, to prove `cut_node`."""
+    monkeypatch.setattr(Cable, "pull", Cable.part)
+    assert strike("cut_node", laid)() is None
+
+
+@pytest.mark.parametrize(("kind", "before"), [("cut_node", Cable.pull), ("cut_link", Cable.silence)])
+def test_a_node_that_never_answered_proves_no_cut(
+    kind: str, before: Callable[[Cable], None], laid: Cable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was away before the fault came is not the fault's effect."""
+    monkeypatch.setattr(Cable, "mend", lambda laid: None)
+    before(laid)
+    assert strike(kind, laid)() is None

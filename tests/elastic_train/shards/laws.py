@@ -1,0 +1,234 @@
+"""The laws of shards, as functions that raise AssertionError with the law's name; and strategies that draw models.
+
+They are functions so that the same law is also run against variants that are wrong on purpose (`test_planted.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from hypothesis import strategies as st
+
+from elastic_train.core.arrays import Int64s
+from elastic_train.core.lanes import Part, merge_plan, root_of
+from elastic_train.shards.chunks import leaf_chunks, sum_chunks
+from elastic_train.shards.deal import Counter as LaneCounter
+from elastic_train.shards.deal import deal_lanes, group_lanes
+from elastic_train.shards.domains import Path
+from elastic_train.shards.grains import ALIGN, GRAIN, Layout, Listed, lay_out
+from elastic_train.shards.holdings import Circle, Run
+from elastic_train.shards.recut import Holder, Recut
+from elastic_train.shards.seats import Seat
+
+SHAPES = st.one_of(
+    st.just(()),
+    st.tuples(st.integers(0, 200)),
+    st.tuples(st.integers(1, 300), st.integers(1, 3000)),
+)
+
+
+@st.composite
+def models(draw: st.DrawFn, most: int = 12) -> list[Listed]:
+    """A model: some tensors in some units and parameter groups, frozen ones and tied ones among them."""
+    listed: list[Listed] = []
+    for number in range(draw(st.integers(1, most))):
+        unit = f"block{draw(st.integers(0, 3))}"
+        if listed and draw(st.booleans()) and draw(st.booleans()):
+            tied = draw(st.sampled_from([one for one in listed if one.memory is not None]))
+            listed.append(Listed(f"t{number}", tied.shape, tied.dtype, unit, tied.group, tied.memory))
+            continue
+        dtype, group = (
+            draw(st.sampled_from(["torch.float32", "torch.bfloat16"])),
+            draw(st.sampled_from([0, 0, 1, None])),
+        )
+        listed.append(Listed(f"t{number}", draw(SHAPES), dtype, unit, group, number))
+    return listed
+
+
+def blocks(num_blocks: int, grains: int) -> Layout:
+    """A model of equal blocks, each a unit of one tensor of so many whole grains."""
+    return lay_out([Listed(f"b{i}", (grains, GRAIN), "torch.float32", f"b{i}") for i in range(num_blocks)])
+
+
+def check_cut(layout: Layout) -> None:
+    """Grains tile every tensor, whole but for the last; their spans tile every flat vector, at aligned starts."""
+    pieces: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    places: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for number in range(layout.num_grains):
+        pieces[int(layout.tensor_of[number])].append((int(layout.lo[number]), int(layout.hi[number])))
+        start = int(layout.start[number])
+        places[int(layout.flat_of[number])].append((start, start + int(layout.span[number])))
+    for number, tensor in enumerate(layout.tensors):
+        ends = [0, *(hi for _, hi in pieces[number])]
+        assert [lo for lo, _ in pieces[number]] == ends[:-1] and ends[-1] == tensor.numel, "tensor tiling"
+        assert all(hi - lo == GRAIN for lo, hi in pieces[number][:-1]), "whole grains"
+        assert len(pieces[number]) == len(tensor.grains), "a tensor's grains"
+        assert tensor.start % ALIGN == 0, "alignment"
+    for number, flat in enumerate(layout.flats):
+        ends = [0, *(hi for _, hi in sorted(places[number]))]
+        assert [lo for lo, _ in sorted(places[number])] == ends[:-1] and ends[-1] == flat.numel, "flat tiling"
+        assert all(lo % ALIGN == 0 for lo, _ in places[number]), "alignment"
+
+
+def check_partition(seats: Sequence[Seat], holdings: Sequence[Int64s], num_grains: int, copies: int) -> None:
+    """Every grain is in exactly one holding of each group, and there are `copies` groups, or one for every rank."""
+    groups: dict[int, list[int]] = defaultdict(list)
+    for seat, grains in zip(seats, holdings, strict=True):
+        assert sorted(grains.tolist()) == grains.tolist(), "ascending"
+        groups[seat.group] += grains.tolist()
+    assert sorted(groups) == list(range(min(copies, len(seats)))), "number of groups"
+    for grains in groups.values():
+        assert sorted(grains) == list(range(num_grains)), "partition"
+    assert sorted(seat.place for seat in seats) == list(range(len(seats))), "places"
+
+
+def check_balance(circle: Circle, layout: Layout, seats: Sequence[Seat], holdings: Sequence[Int64s]) -> None:
+    """A rank's elements differ from its even share of its group's by less than a grain for each of its arcs."""
+    for seat, grains in zip(seats, holdings, strict=True):
+        assert abs(int(layout.span[grains].sum()) - circle.length / seat.size) < GRAIN * len(seat.arcs), "balance"
+
+
+def check_apart(paths: Sequence[Path], holdings: Sequence[Int64s], num_grains: int) -> None:
+    """In every domain, a grain's holders are in as many of the domains within it as there are such, or holders."""
+    holders: list[list[int]] = [[] for _ in range(num_grains)]
+    for rank, grains in enumerate(holdings):
+        for grain in grains.tolist():
+            holders[grain].append(rank)
+    for depth in range(max(map(len, paths)) + 1):
+        inner: dict[Path, set[object]] = defaultdict(set)
+        for rank, path in enumerate(paths):
+            inner[path[:depth]].add(_inner(path, depth, rank))
+        for ranks in holders:
+            found: dict[Path, list[object]] = defaultdict(list)
+            for rank in ranks:
+                found[paths[rank][:depth]].append(_inner(paths[rank], depth, rank))
+            for domain, names in found.items():
+                assert len(set(names)) == min(len(inner[domain]), len(names)), "apart"
+
+
+def _inner(path: Path, depth: int, rank: int) -> object:
+    return path[depth] if depth < len(path) else rank
+
+
+def check_survives(paths: Sequence[Path], holdings: Sequence[Int64s], num_grains: int, lost: Sequence[str]) -> None:
+    """The ranks outside of some lost domains, by their widest names, hold every grain."""
+    left = [grains for path, grains in zip(paths, holdings, strict=True) if path[0] not in lost]
+    assert np.unique(np.concatenate(left)).size == num_grains, "survival"
+
+
+def check_recut(had: Sequence[Holder], wants: Sequence[Int64s], plan: Recut) -> None:
+    """After the transfers every rank has what it wants; each from one live holder at the furthest step, none twice."""
+    furthest = max(holder.reached for holder in had if holder.grains.size)
+    has = [set(holder.grains.tolist()) if holder.reached == furthest else set() for holder in had]
+    held = set().union(*has)
+    wanted = {grain for grains in wants for grain in grains.tolist()}
+    assert plan.lost.tolist() == sorted(wanted - held), "lost"
+    assert plan.reached == furthest, "furthest"
+    if plan.lost.size:
+        assert not plan.transfers, "nothing moves where something is lost"
+        return
+    got: list[Counter[int]] = [Counter() for _ in had]
+    for giver, taker, grains in plan.transfers:
+        assert set(grains.tolist()) <= has[giver], "live holder at the furthest step"
+        assert giver != taker, "no transfer to oneself"
+        got[taker].update(grains.tolist())
+    for rank, grains in enumerate(wants):
+        needed = set(grains.tolist())
+        assert got[rank] == Counter(needed - has[rank]), "exactly what is missing, once"
+
+
+def check_norms(squares: Mapping[int, float], expected: Mapping[int, float]) -> None:
+    """Sums by grain are those of the uncut gradient, to the last bit, each grain once."""
+    assert dict(squares) == dict(expected), "norm"
+
+
+Tree = int | tuple["Tree", "Tree"]
+
+
+def lane_tree(num_lanes: int) -> Tree:
+    """The tree of all lanes, symbolically."""
+    values: dict[Part, Tree] = {}
+    counter: LaneCounter[Tree] = LaneCounter(num_lanes, lambda left, right: (left, right))
+    for lane in range(num_lanes):
+        counter.push(Part(0, lane), lane)
+    values = counter.parts
+    assert list(values) == [root_of(num_lanes)]
+    return values[root_of(num_lanes)]
+
+
+Leaf = tuple[int, int]
+
+
+def sums_of_step(
+    seats: Sequence[Seat],
+    holdings: Sequence[Int64s],
+    num_lanes: int,
+    leaf_chunks_of: Callable[..., Sequence[tuple[int, Int64s]]] = leaf_chunks,
+    deal: Callable[[Seat, int, int], Sequence[Sequence[int]]] = deal_lanes,
+) -> list[dict[int, Tree]]:
+    """Run a step's exchange symbolically; return every rank's sums by grain, as trees of lanes.
+
+    Counts how many sums a holder keeps at most as it goes, which the law bounds.
+    """
+    num_ranks = len(seats)
+    counters = [
+        {grain: LaneCounter[Tree](num_lanes, lambda left, right: (left, right)) for grain in grains.tolist()}
+        for grains in holdings
+    ]
+    turns = [deal(seat, num_ranks, num_lanes) for seat in seats]
+    for turn in range(max(map(len, turns))):
+        arriving: list[list[tuple[int, int]]] = [[] for _ in seats]
+        for rank, seat in enumerate(seats):
+            if turn < len(turns[rank]) and seat.slot < len(turns[rank][turn]):
+                lane = turns[rank][turn][seat.slot]
+                arriving[rank] += [(lane, grain) for grain in holdings[rank].tolist()]
+                for to, grains in leaf_chunks_of(rank, seats, holdings):
+                    arriving[to] += [(lane, grain) for grain in grains.tolist()]
+        for rank, leaves in enumerate(arriving):
+            for lane, grain in sorted(leaves):
+                counters[rank][grain].push(Part(0, lane), lane)
+                assert len(counters[rank][grain].parts) <= 1 + (num_lanes - 1).bit_length(), "few sums"
+    sums: list[dict[int, dict[Part, Tree]]] = [{g: dict(c.parts) for g, c in own.items()} for own in counters]
+    arrived = [
+        (to, grain, counters[rank][grain].parts)
+        for rank in range(num_ranks)
+        for to, grains in sum_chunks(rank, seats, holdings)
+        for grain in grains.tolist()
+    ]
+    for to, grain, parts in arrived:
+        assert not parts.keys() & sums[to][grain].keys(), "a sum comes twice"
+        sums[to][grain] |= parts
+    return [{grain: _finish(parts, num_lanes) for grain, parts in own.items()} for own in sums]
+
+
+def _finish(parts: dict[Part, Tree], num_lanes: int) -> Tree:
+    for left, right, parent in merge_plan(parts, num_lanes):
+        parts[parent] = (parts.pop(left), parts.pop(right))
+    return parts[root_of(num_lanes)]
+
+
+def check_sums(
+    seats: Sequence[Seat], holdings: Sequence[Int64s], num_lanes: int, sums: Sequence[dict[int, Tree]]
+) -> None:
+    """Every holder of every grain has the sum along the one tree of lanes."""
+    expected = lane_tree(num_lanes)
+    for seat, grains, own in zip(seats, holdings, sums, strict=True):
+        assert list(own) == grains.tolist(), "holders"
+        assert all(tree == expected for tree in own.values()), (
+            f"the tree, in {group_lanes(seat, len(seats), num_lanes)}"
+        )
+
+
+def check_runs(layout: Layout, grains: Int64s, runs: Sequence[Run]) -> None:
+    """Runs cover the grains' spans and nothing else; neighbours are joined."""
+    covered = sorted((run.flat, at) for run in runs for at in range(run.lo, run.hi, ALIGN))
+    expected = sorted(
+        (int(layout.flat_of[grain]), at)
+        for grain in grains.tolist()
+        for at in range(int(layout.start[grain]), int(layout.start[grain] + layout.span[grain]), ALIGN)
+    )
+    assert covered == expected, "runs"
+    assert all((a.flat, a.hi) != (b.flat, b.lo) for a, b in itertools.pairwise(runs)), "joined"

@@ -1,0 +1,156 @@
+"""The norm by grains: the same bits however a gradient is cut, and close to the exact norm."""
+
+from __future__ import annotations
+
+import math
+import random
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from elastic_train.shards.grains import GRAIN, Layout, Listed, lay_out
+from elastic_train.shards.holdings import all_held, circle_of, runs_of
+from elastic_train.shards.norm import clip_factor, grain_squares, split_grains, total_norm
+from elastic_train.shards.seats import seats_of
+from tests.elastic_train.shards.laws import check_norms
+
+LISTED = [
+    Listed("embed", (3, GRAIN), "torch.float32", memory=0),
+    Listed("bias", (70,), "torch.float32", group=1),
+    Listed("scalar", (), "torch.float32", group=1),
+    Listed("empty", (0, 4), "torch.float32"),
+    Listed("weight", (5, 30001), "torch.float32", "block"),
+    Listed("head", (3, GRAIN), "torch.float32", memory=0),
+    Listed("again", (70,), "torch.float32", "block", 1),
+]
+LAYOUT = lay_out(LISTED)
+
+
+def gradients() -> list[Tensor]:
+    """One gradient for each tensor of the layout, of very different sizes."""
+    draw = torch.Generator().manual_seed(3)
+    return [
+        torch.randn(tensor.shape, generator=draw) * 10.0 ** (number - 4) for number, tensor in enumerate(LAYOUT.tensors)
+    ]
+
+
+def flat_vectors(layout: Layout, tensors: list[Tensor]) -> list[Tensor]:
+    """The layout's flat vectors, filled."""
+    flats = [torch.zeros(flat.numel) for flat in layout.flats]
+    for tensor, values in zip(layout.tensors, tensors, strict=True):
+        flats[tensor.flat][tensor.start : tensor.start + tensor.numel] = values.reshape(-1)
+    return flats
+
+
+def uncut() -> dict[int, float]:
+    """What the replicated path computes: from whole tensors in the model's order."""
+    return dict(enumerate(grain_squares(split_grains(gradients())).tolist()))
+
+
+@given(st.integers(1, 40), st.integers(1, 3), st.randoms(use_true_random=False))
+@settings(max_examples=25, deadline=None)
+def test_the_norm_is_that_of_the_uncut_gradient(num_ranks: int, copies: int, draw: random.Random) -> None:
+    """Any world, and each rank's grains in any order; out of flat vectors that a rank has only its runs of."""
+    flats = flat_vectors(LAYOUT, gradients())
+    found: dict[int, float] = {}
+    for grains in all_held(circle_of(LAYOUT), seats_of([()] * num_ranks, copies)):
+        runs = {(run.flat, run.lo): flats[run.flat][run.lo : run.hi].clone() for run in runs_of(LAYOUT, grains)}
+        numbers = grains.tolist()
+        draw.shuffle(numbers)
+        pieces = []
+        for number in numbers:
+            flat, start = int(LAYOUT.flat_of[number]), int(LAYOUT.start[number])
+            (lo, run), *_ = [(lo, run) for (f, lo), run in runs.items() if f == flat and lo <= start < lo + run.numel()]
+            pieces.append(run[start - lo :][: int(LAYOUT.hi[number] - LAYOUT.lo[number])])
+        own = dict(zip(numbers, grain_squares(pieces).tolist(), strict=True))
+        assert all(found.get(number, square) == square for number, square in own.items()), "copies agree"
+        found |= own
+    check_norms(found, uncut())
+
+
+def test_the_norm_is_close_to_the_exact_one() -> None:
+    """To a few units in the last place of float64, computed with fractions."""
+    exact = sum((Fraction(x) ** 2 for g in gradients() for x in g.double().reshape(-1).tolist()), Fraction(0))
+    norm = total_norm(np.array(list(uncut().values())))
+    assert norm == pytest.approx(math.sqrt(exact), rel=1e-14)
+
+
+def test_torchs_norm_is_the_same_to_its_own_precision() -> None:
+    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients()]
+    for parameter, gradient in zip(parameters, gradients(), strict=True):
+        parameter.grad = gradient
+    norm = total_norm(np.array(list(uncut().values())))
+    assert norm == pytest.approx(float(nn.utils.get_total_norm([p.grad for p in parameters])), rel=1e-5)
+
+
+def test_the_norm_is_frozen() -> None:
+    """Any other tree, precision or order would change the bits of every run that clips."""
+    values = (torch.arange(3 * GRAIN + 77) * 7919 % 10007 - 5000).float() / 4096
+    norm = total_norm(grain_squares(split_grains([values[:70], values])).numpy())
+    assert norm.hex() == "0x1.38d66052e9e6dp+8"
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_do_not_show(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check_norms(dict(enumerate(grain_squares(split_grains(gradients())).tolist())), uncut())
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_where_a_gradient_is_in_memory_does_not_show() -> None:
+    """At no alignment, and from a tensor that is not contiguous."""
+    values = torch.randn(GRAIN, generator=torch.Generator().manual_seed(1))
+    expected = grain_squares([values])
+    for shift in range(9):
+        moved = torch.zeros(GRAIN + 9)
+        moved[shift : shift + GRAIN] = values
+        assert torch.equal(grain_squares([moved[shift : shift + GRAIN]]), expected)
+    assert torch.equal(grain_squares(split_grains([values.view(256, 256).t().contiguous().t()])), expected)
+
+
+@given(st.integers(1, 300))
+def test_a_short_grain_is_a_grain_filled_up_with_zeros(length: int) -> None:
+    """So that padding counts for nothing, wherever it is summed too."""
+    values = torch.randn(length, generator=torch.Generator().manual_seed(length))
+    padded = torch.zeros(512)
+    padded[:length] = values
+    assert torch.equal(grain_squares([values]), grain_squares([padded]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_squares_neither_overflow_nor_vanish(dtype: torch.dtype) -> None:
+    """The largest and the smallest value of each narrow kind have a norm; as do ordinary ones of float64."""
+    extreme = torch.finfo(torch.float32 if dtype == torch.float64 else dtype)
+    for value in (extreme.max, extreme.smallest_normal):
+        norm = total_norm(grain_squares([torch.full((4,), value, dtype=dtype)]).numpy())
+        assert norm == pytest.approx(2 * value)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_has_no_finite_norm(bad: float) -> None:
+    values = torch.ones(3 * GRAIN)
+    values[GRAIN + 7] = bad
+    assert not math.isfinite(total_norm(grain_squares(split_grains([values])).numpy()))
+
+
+def test_nothing_has_norm_zero() -> None:
+    assert total_norm(grain_squares([]).numpy()) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("norm", "limit", "factor"), [(0.5, 1.0, 1.0), (2.0, 1.0, 1 / 2.000001), (math.inf, 1.0, 0.0), (0.0, math.inf, 1.0)]
+)
+def test_clipping_multiplies_by_what_torch_would(norm: float, limit: float, factor: float) -> None:
+    assert clip_factor(norm, limit) == factor
+
+
+def test_clipping_by_a_norm_that_is_not_a_number_is_seen() -> None:
+    assert math.isnan(clip_factor(math.nan, 1.0))

@@ -1,0 +1,47 @@
+"""Two nodes, one of which validates on other data: it is turned away, and the other trains on to the same bits."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from rendezvous import EtcdServer
+from rendezvous.torchelastic.standby import ForkedWorker
+from tests.conftest import begin, start, write_rows
+from tests.elastic_train.training.test_live import STARTED, etcd, history, nothing_left, until_whole, write_config
+
+pytestmark = pytest.mark.slow
+__all__ = ["etcd", "nothing_left"]  # fixtures
+STEPS = 250
+
+
+def launch(folder: Path, etcd: EtcdServer, config: str, name: str, validation: Path) -> ForkedWorker:
+    """Start a node of one rank that validates on data of its own; what it says goes into `<name>.log`."""
+    command = [sys.executable, "-m", "elastic_train.cli.main", "launch", config, "--ranks", "1", "--nodes", "1:2"]
+    command += ["--endpoint", etcd.endpoint, "--id", folder.name, "--data.validation", str(validation)]
+    STARTED.append(begin(command, folder / f"{name}.log"))
+    return STARTED[-1]
+
+
+def test_a_node_with_another_validation_set_is_turned_away(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+    """With 2 and both digests, and it is not started again; the other loses no step."""
+    config = write_config(tmp_path, rows, STEPS)
+    other = write_rows(tmp_path / "other", 101, seed=3)
+    first = launch(tmp_path, etcd, config, "first", rows / "validation")
+    until_whole(tmp_path / "run", 1)
+    second = launch(tmp_path, etcd, config, "second", other)
+    assert second.wait(120) == 2, (tmp_path / "second.log").read_text()
+    [said] = [line for line in (tmp_path / "second.log").read_text().splitlines() if line.startswith("error: ")]
+    assert said.startswith("error: the validation set's digest is ") and said.endswith("all nodes must have the same")
+    assert first.poll() is None
+    assert first.wait(240) == 0, (tmp_path / "first.log").read_text()[-2000:]
+    lines = history(tmp_path / "run")
+    assert not [line for line in lines if line["op"] == "rollback"]
+    alone = start([write_config(tmp_path / "alone", rows, STEPS, lane_ms=0.0)])
+    assert alone.code == 0, alone.output
+    results = [json.loads((folder / "run" / "result.json").read_text()) for folder in (tmp_path, tmp_path / "alone")]
+    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
+    assert results[0]["metrics"] == results[1]["metrics"]

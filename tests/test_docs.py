@@ -1,0 +1,106 @@
+"""The documentation names only files, modules, targets, commands, options and configuration keys that there are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from cyclopts import App
+
+from chaos.cli import app as chaos_app
+from chaos.scenario.kinds import KINDS
+from elastic_train.cli.main import app as train_app
+from elastic_train.config.schema import keys
+from tests.conftest import ROOT
+
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md"))
+}
+"""Not the decisions: their names are those of the time."""
+APPS = {"elastic-train": train_app, "elastic-chaos": chaos_app}
+FOLDERS = "benchmarks|chaos|configs|docs|elastic_train|evidence|examples|rendezvous|tests"
+KEYS = {name for name, *_ in keys()}
+OPTIONS_OF_KEYS = {f"--{key.replace('_', '-')}" for key in KEYS} | {f"--{key}" for key in KEYS}
+REMOVED = {"elastic-chaos emit", "elastic-train data synth --metadata-only"}
+"""What the changelog says is gone."""
+
+
+def code_of(page: str) -> Iterator[str]:
+    """Yield the lines of code of a page, continued ones joined: blocks, and what is between backticks."""
+    text = page.replace("\\\n", " ")
+    fenced = re.compile(r"^ *```.*?\n(.*?)^ *```$", flags=re.MULTILINE | re.DOTALL)
+    for block in fenced.findall(text):
+        yield from block.splitlines()
+    text = fenced.sub("", text)
+    yield from re.findall(r"^ {4}(\S.*)$", text, flags=re.MULTILINE)
+    yield from (" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text))
+
+
+CODE = {name: list(code_of(page)) for name, page in PAGES.items()}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_named_files_and_modules_exist(name: str) -> None:
+    missing = []
+    for path in re.findall(rf"(?<![\w/.:-])((?:{FOLDERS})/[\w./*-]*\w)", PAGES[name]):
+        missing += [] if list(ROOT.glob(path)) else [path]
+    for path in re.findall(r"`(\w+\.py)`", PAGES[name]):
+        missing += [] if list(ROOT.glob(f"[a-z]*/**/{path}")) else [path]
+    for module in re.findall(rf"python -m ((?:{FOLDERS})[\w.]*\w)", PAGES[name]):
+        file = ROOT / module.replace(".", "/")
+        missing += [] if file.with_suffix(".py").exists() or (file / "__main__.py").exists() else [module]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", [name for name, lines in CODE.items() if any("make " in line for line in lines)])
+def test_named_make_targets_exist(name: str) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = {found for line in CODE[name] for found in re.findall(r"^make ([a-z-]+)", line)}
+    assert named <= targets
+
+
+@pytest.mark.parametrize("name", [name for name, lines in CODE.items() if any("elastic-" in line for line in lines)])
+def test_named_commands_and_options_exist(name: str) -> None:
+    wrong = []
+    for line in CODE[name]:
+        for program, rest in re.findall(r"(elastic-train|elastic-chaos) ([^#;]*)", line):
+            words = re.sub(r'"[^"]*"', '""', rest).split()  # within quotes are words of another command
+            if not any(f"{program} {rest}".startswith(removed) for removed in REMOVED):
+                wrong += [f"{program} {rest}: {what}" for what in unknown(APPS[program], words)]
+    assert not wrong
+
+
+def unknown(app: App, words: list[str]) -> Iterator[str]:
+    """Yield the words of a command line that name no command, option or configuration key."""
+    while words and not words[0].startswith("-") and app.default_command is None:
+        if (command := words.pop(0).rstrip(".,")) not in app:
+            yield from [command] if command.isalpha() and command.islower() else []
+            return
+        app = app[command]
+    known = {"--help", *OPTIONS_OF_KEYS} if app.name[0] in {"train", "validate", "launch"} else {"--help"}
+    if app.default_command is not None:
+        known |= {option for argument in app.assemble_argument_collection() for option in argument.names}
+    for word in words:
+        option = re.match(r"--[a-z][\w.-]*\w", word)
+        if option and option[0] not in known:
+            yield option[0]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_named_configuration_keys_exist(name: str) -> None:
+    sections = "|".join({key.partition(".")[0] for key in KEYS if "." in key})
+    named = {found for line in CODE[name] for found in re.findall(rf"^((?:{sections})\.\w+)(?:$|[:=] )", line)}
+    assert named - KEYS <= {"run.py", "task.py", "optimizer.step"}
+
+
+def test_the_chaos_page_names_every_kind_of_fault() -> None:
+    _, _, section = PAGES["docs/chaos.md"].partition("### Kinds of fault")
+    assert {name for name in KINDS if name not in section} == set()
+
+
+def test_what_is_wrong_is_found() -> None:
+    assert list(unknown(train_app, ["launch", "CONFIG", "--rank", "2", "--batch.micro-batch", "8"])) == ["--rank"]
+    assert list(unknown(train_app, ["ckpt", "list", "RUN"])) == ["list"]
+    assert list(unknown(chaos_app, ["run", "soak", "--minute", "480", "--set", "batch.micro_batch=8"])) == ["--minute"]
