@@ -100,7 +100,7 @@ def test_a_step_that_outlasts_the_grace_is_dropped_and_the_applied_state_committ
     until_whole(tmp_path / "run", 2)
     eventually(lambda: applied(tmp_path / "run") > 3, "some steps")
     marker.touch()
-    eventually(lambda: len(list(tmp_path.glob("stall.*"))) == 2, "two ranks in a long step")
+    eventually(lambda: list(tmp_path.glob("stall.*")) != [], "a long step, of both ranks or of the one that came last")
     job.send_signal(signal.SIGTERM)
     assert job.wait(30) == 75
     marker.unlink()

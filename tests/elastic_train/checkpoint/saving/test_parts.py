@@ -125,7 +125,7 @@ def test_a_dead_writer_does_not_disturb_the_next_world(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    "harm", [lambda content: content[:-1], lambda content: b"0" + content[1:], lambda content: b""]
+    "harm", [lambda content: content[:-1], lambda content: bytes([content[0] ^ 1]) + content[1:], lambda content: b""]
 )
 def test_a_damaged_done_record_fails_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[bytes], bytes]
