@@ -39,6 +39,8 @@ class Kind:
     """An agent may hear nothing of etcd for so long that it gives up."""
     parts: bool = False
     """A node and the others do not reach each other, and both live: of two nodes, either may be left out."""
+    crowds: bool = False
+    """There are more nodes than places while it lasts: in the next world any of them may have that of a member."""
     leaves_alive: bool = False
     """It ends a world, but no process: a node comes, or a member is counted as lost."""
 
@@ -64,7 +66,9 @@ _ALL = (
     Kind(
         "start_node", "a node that was lost comes back", "node", "never", ends_world=True, sim=False, leaves_alive=True
     ),
-    Kind("start_twin", "the same job is launched a second time under the same run id, then killed", "node"),
+    Kind(
+        "start_twin", "the same job is launched a second time under the same run id, then killed", "node", crowds=True
+    ),
     Kind("kill_rack", "kill_node for several nodes", "node", ends_world=True, local=False),
     Kind("flap_node", "a node is lost and comes back, again and again", "node", ends_world=True, local=False),
     Kind("scale_down", "half of the nodes leave, and come back much later", "node", ends_world=True, local=False),
@@ -216,9 +220,9 @@ def damages(kind: object) -> bool:
 
 
 def befalls_all(kind: object) -> bool:
-    """Say whether a kind befalls a service on which all members of a world depend while it lasts: etcd or storage."""
+    """Say whether a kind befalls all members of a world while it lasts: by etcd or storage, or for want of places."""
     known = _known(kind)
-    return known is not None and known.aim in ("etcd", "storage") and not known.damages
+    return known is not None and (known.crowds or (known.aim in ("etcd", "storage") and not known.damages))
 
 
 def spares_others(kind: object) -> bool:

@@ -2,10 +2,11 @@
 
 A step ends on all ranks of a world at nearly the same moment, since its reduction does: the times that two hosts give
 for the steps that they applied together differ by how their clocks do. Which host's clock is the executor's is seen
-from its faults: it names the step that it had seen by then. What a host has stamped is then moved by as much.
+from its faults: it names the term and the step that it had seen by then. What a host has stamped is then moved by as
+much.
 
 Clocks that differ by less than TOLERANCE_S are left as they are: no order that is judged hangs on so little. A host
-that applied no step with another is left, too.
+that applied no step with another is left, too; of hosts that fall into groups which never met, each group has its own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ Line = dict[str, object]
 Lines = list[list[Line]]
 TOLERANCE_S = 1.0
 _STAMPS = ("t", "joined_at", "sealed_at", "started_at", "created_at")
+_FORMED = -1
 _MOST_STEPS = 2000
 """Steps that are compared of each pair of hosts: a median needs no more."""
 
@@ -33,8 +35,11 @@ def offsets_of(processes: Sequence[Sequence[Line]]) -> dict[str, float]:
     differences = _differences(applied)
     anchors = [line for process in processes for line in process if line["op"] == "fault" and _is_time(line)]
     found = [_from(host, differences) for host in sorted(set(hosts.values()))]
-    best = min(found, key=lambda offsets: (-len(offsets), _contradictions(applied, offsets, anchors), _sizes(offsets)))
-    return {host: offset for host, offset in best.items() if abs(offset) > TOLERANCE_S}
+    seen = _formed(processes) | applied
+    best = dict[frozenset[str], dict[str, float]]()  # hosts that have met, over others too, and those that never did
+    for offsets in sorted(found, key=lambda offsets: (_contradictions(seen, offsets, anchors), _sizes(offsets))):
+        best.setdefault(frozenset(offsets), offsets)
+    return {host: offset for by in best.values() for host, offset in by.items() if abs(offset) > TOLERANCE_S}
 
 
 def on_one_clock(processes: Lines, offsets: Mapping[str, float]) -> Lines:
@@ -88,6 +93,17 @@ def _applied(
     return applied
 
 
+def _formed(processes: Sequence[Sequence[Line]]) -> dict[tuple[int, int], dict[str, float]]:
+    """Return when each host says that each term's world had formed, as that term's step _FORMED, before all others."""
+    formed: dict[tuple[int, int], dict[str, float]] = defaultdict(dict)
+    for process in processes:
+        for line in process:
+            if line["op"] == "form" and _is_time(line) and "host" in line:
+                at, host = formed[int(str(line["term"])), _FORMED], str(line["host"])
+                at[host] = min(float(str(line["t"])), at.get(host, float("inf")))
+    return formed
+
+
 def _differences(applied: Mapping[tuple[int, int], Mapping[str, float]]) -> dict[str, dict[str, float]]:
     """Return, for each host, how far the clocks of the others with which it has applied steps are ahead of its own."""
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -119,22 +135,28 @@ def _sizes(offsets: Mapping[str, float]) -> float:
 
 
 def _contradictions(
-    applied: Mapping[tuple[int, int], Mapping[str, float]], offsets: Mapping[str, float], anchors: Sequence[Line]
-) -> float:
-    """Return by how many seconds, over all faults, the step that was seen is later, or the one after it earlier."""
+    seen_by: Mapping[tuple[int, int], Mapping[str, float]],
+    offsets: Mapping[str, float],
+    anchors: Sequence[Line],
+) -> tuple[float, float]:
+    """Return by how many seconds, over all faults, the step that was seen is later, or what came after it earlier.
+
+    What is more than an executor may have seen late comes first; all of it tells those apart of which nothing is.
+    """
     at: dict[tuple[int, int], float] = {}
-    for place, by in applied.items():
+    for place, by in seen_by.items():
         if times := [t - offsets[host] for host, t in by.items() if host in offsets]:
             at[place] = min(times)
     places = sorted(at)
     earliest = list(accumulate((at[place] for place in reversed(places)), min))[::-1]
-    total = 0.0
+    wrong_s = list[float]()
     for fault in anchors:
         term, step, moment = fault.get("term"), fault.get("seen_step"), float(str(fault["t"]))
         if not isinstance(term, int) or not isinstance(step, int):
             continue
         if (seen := at.get((term, step))) is not None:
-            total += max(0.0, seen - moment - TOLERANCE_S / 2)
+            wrong_s.append(seen - moment)
         if (following := bisect_right(places, (term, step))) < len(places):
-            total += max(0.0, moment - earliest[following] - TOLERANCE_S / 2)
-    return total
+            wrong_s.append(moment - earliest[following])
+    most_s, all_s = (sum(max(0.0, each_s - least_s) for each_s in wrong_s) for least_s in (TOLERANCE_S / 2, 0.0))
+    return most_s, all_s

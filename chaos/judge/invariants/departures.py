@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from chaos.judge.evidence.applied import formed_at, is_live, pids_of
@@ -34,6 +34,9 @@ _ENDS_NODES = ("kill_node", "stop_node", "kill_job")
 _TELL_TO_LEAVE = ("stop_node", "flap_node", "scale_down")
 _TURNED_AWAY = {"private_storage": 2, "other_limits": 2, "other_code": 2, "readonly_dir": 2}
 """With which code a node ends by itself while something is wrong with it that it cannot mend."""
+_SEEMS_TURNED_AWAY = {"storage_errors": 2}
+"""The same of what befalls all nodes: one that fails to write several times in a row, as others do not, takes itself
+for one that cannot; where its process has one world only it ends."""
 MOST_WORLDS_LEAVING = 3
 """How many worlds of the same processes a process that was asked to leave may explain: it leaves with the next step of
 which all have the sum, or, if it is too late for that, in the next world."""
@@ -89,8 +92,8 @@ def _check_changes(run: Evidence) -> None:
     back as another member; nodes are in a world as a whole, so the rest of a node leaves with it. Of two nodes that do
     not reach each other, either may leave, or take the other's place. A process that was asked to leave ends a few
     worlds until it has left; one that was hit before it had recorded any world may have been in one that no history
-    has, or have been waited for, and ends one. A fault of etcd or of the storage hits all members of a world while it
-    lasts; of etcd, each may lose its lease after it, and one after the other.
+    has, or have been waited for, and ends one. A fault of etcd or of the storage, or of nodes too many, hits all members
+    of a world while it lasts; of etcd, each may lose its lease after it, and one after the other.
     """
     formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
     seen_in = last_seen(run)  # a world may break before all have recorded it
@@ -107,8 +110,7 @@ def _check_changes(run: Evidence) -> None:
         excused = {pid for pid in pids[before] if began <= all_until or pid in hit or node_of.get(pid) in broken}
         if _is_parted(hits, {node_of.get(pid) for pid in pids[before] | pids[after]}):
             excused |= pids[before]
-        if seats[after] > len(pids[after]):  # it may have been a member that did not live to record that
-            excused |= _hit_in(run, after)
+        excused |= _hit_unrecorded(run, after)
         gone = sorted(pid for pid in pids[before] - pids[after] - excused if seen_in[pid] == before)
         if gone:
             raise Unknown(f"process {gone[0]} left between terms {before} and {after}, and no fault explains it")
@@ -130,6 +132,16 @@ def _check_changes(run: Evidence) -> None:
 def _is_parted(hits: list[Line], nodes: set[object]) -> bool:
     """Say whether two worlds were of two nodes in all, which had been kept from each other."""
     return len(nodes) == 2 and any(parts(line["kind"]) and not nodes.isdisjoint(_nodes(line)) for line in hits)
+
+
+def _hit_unrecorded(run: Evidence, term: int) -> set[Any]:
+    """Return the processes that were hit when they may have been members of a term that did not live to record it.
+
+    Such a member may have been in the next worlds, too, as far as each of them has a seat without a record.
+    """
+    formed, pids, seats = formed_at(run), pids_of(run), seats_of(run)
+    terms = takewhile(lambda other: seats[other] > len(pids[other]), sorted(t for t in formed if t >= term))
+    return {pid for other in terms for pid in _hit_in(run, other)}
 
 
 def _hit_in(run: Evidence, term: int) -> set[Any]:
@@ -167,11 +179,13 @@ def _is_explained(run: Evidence, exit_: Line) -> bool:
     often than it may start its own again (the first to report a failure pays for it).
     """
     at, most = number(exit_, "t"), scenario_field(run, "max_restarts")
-    turned_away = (hit for hit in spells_of(run).at(at) if exit_["node"] in _nodes(hit))
-    if any(_TURNED_AWAY.get(str(hit["kind"])) == exit_["code"] for hit in turned_away):
-        return True
-    mine = [fault["kind"] for fault in run.of("fault") if exit_["node"] in _nodes(fault) and number(fault, "t") <= at]
-    if mine and mine[-1] in _ENDS_NODES:
+    codes = _SEEMS_TURNED_AWAY if not is_live(run) else {}
+    for hit in spells_of(run).at(at):
+        mine = _TURNED_AWAY if exit_["node"] in _nodes(hit) else {}
+        if exit_["code"] in (mine.get(str(hit["kind"])), codes.get(str(hit["kind"]))):
+            return True
+    done = [fault["kind"] for fault in run.of("fault") if exit_["node"] in _nodes(fault) and number(fault, "t") <= at]
+    if done and done[-1] in _ENDS_NODES:
         return True
     hits = spells_of(run).at(at)
     if any(is_of_etcd(hit["kind"]) or (cuts_off(hit["kind"]) and exit_["node"] in _nodes(hit)) for hit in hits):

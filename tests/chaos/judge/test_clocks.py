@@ -70,6 +70,36 @@ def test_durability_is_not_blind_where_clocks_differ(skewed: Path, seconds: floa
     assert truths(skewed)["durability"] == "false"
 
 
+def _world(term: int, at: float, ahead: dict[str, float], *steps: int) -> list[Line]:
+    """A world of one process on each host, a second for each step, stamped by clocks that are so far ahead."""
+    found: list[Line] = []
+    for rank, (host, ahead_s) in enumerate(ahead.items()):
+        found.append({"op": "form", "t": at + ahead_s, "term": term, "rank": rank, "host": host})
+        found += (
+            {"op": "step", "t": at + after + ahead_s, "term": term, "rank": rank, "step": step}
+            for after, step in enumerate(steps, 1)
+        )
+    return found
+
+
+@pytest.mark.parametrize(("ahead", "after_s"), [("a", 2.0), ("b", 2.0), ("a", 0.2), ("b", 0.2)])
+@pytest.mark.parametrize("steps", [(), (3,)])
+def test_a_fault_tells_whose_clock_is_ahead_by_the_term_that_had_not_formed(
+    ahead: str, after_s: float, steps: tuple[int, ...]
+) -> None:
+    """The job ends with the next world; by the other clock that had formed before the fault which ended the last."""
+    clocks = {"a": 0.0, "b": 0.0, ahead: -3.0}
+    fault: Line = {"op": "fault", "t": 10.0, "term": 1, "seen_step": 2}
+    lines = [*_world(1, 7.0, clocks, 1, 2), *_world(2, 10.0 + after_s, clocks, *steps), fault]
+    assert offsets_of([lines]) == {ahead: -3.0}
+
+
+def test_hosts_that_never_met_have_clocks_of_their_own() -> None:
+    """A twin's world was before the job's own: that all of its clocks are right says nothing of the others."""
+    lines = [*_world(1, 5.0, {"a": 0.0, "b": 0.0, "c": 0.0}, 1), *_world(2, 20.0, {"d": 0.0, "e": -6.0, "f": 0.0}, 1)]
+    assert offsets_of([lines]) == {"e": -6.0}
+
+
 def test_small_differences_are_left_alone(skewed: Path) -> None:
     before = collect(skewed / "faulted").processes
     skew(skewed, 0.01)

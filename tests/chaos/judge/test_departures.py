@@ -39,8 +39,63 @@ def test_a_process_left_when_it_was_last_seen() -> None:
         deaths(evidence_of(hit, *formed(2, 9), *formed(3, 9, 10)))
 
 
+def test_a_process_that_was_hit_may_have_been_in_several_worlds_that_it_did_not_live_to_record() -> None:
+    """In each of them a seat has no record; from the first that is complete on, it was no member."""
+
+    def verdict_of(*seats: int, hit_in: int) -> str:
+        lines: list[Line] = [
+            {"op": "scenario", "t": 0.0, "recovery": "live"},
+            {"op": "form", "t": 10.0, "term": 1, "rank": 1, "pid": 8, "world": seats[0]},
+            *(
+                {"op": "form", "t": 10.0 * term, "term": term, "rank": 0, "pid": 7, "world": world}
+                for term, world in enumerate(seats, 1)
+            ),
+            *(
+                {"op": "fault", "t": 10.0 * term + 5.0, "kind": "kill@form", "node": term, "pids": [20 + term]}
+                for term in range(1, len(seats))
+                if term != hit_in
+            ),
+            {"op": "fault", "t": 10.0 * hit_in + 6.0, "kind": "kill@form", "node": 0, "pids": [8]},
+            {"op": "end", "t": 90.0, "term": len(seats), "rank": 0, "status": "done"},
+        ]
+        return deaths(Evidence(Path("drawn"), [lines], [], {}, None, None))
+
+    assert verdict_of(2, 4, 3, 1, hit_in=3).startswith("3 changes")
+    with pytest.raises(Unknown, match="process 8 left between terms 1 and 2"):
+        verdict_of(2, 4, 1, 1, hit_in=3)
+
+
 @pytest.mark.parametrize(
-    ("kind", "is_explained"), [("storage_errors", True), ("etcd_outage", True), ("flip_bit", False)]
+    ("recovery", "kind", "code", "is_explained"),
+    [
+        ("restart", "storage_errors", 2, True),
+        ("restart", "storage_errors", 1, False),
+        ("restart", "flip_bit", 2, False),
+        ("live", "storage_errors", 2, False),
+    ],
+)
+def test_a_node_of_one_world_ends_where_it_cannot_write_by_chance(
+    recovery: str, kind: str, code: int, is_explained: bool
+) -> None:
+    """Some requests of all nodes fail: who fails several times in a row, as others do not, may not write, it seems."""
+    lines: list[Line] = [
+        {"op": "scenario", "t": 0.0, "recovery": recovery},
+        {"op": "form", "t": 10.0, "term": 1, "rank": 0, "pid": 7, "world": 1},
+        {"op": "fault", "t": 12.0, "kind": kind, "node": 1, "pids": [7], "for_s": 5.0},
+        {"op": "exit", "t": 15.0, "node": 0, "code": code},
+        {"op": "end", "t": 20.0, "term": 1, "rank": 0, "status": "done"},
+    ]
+    run = Evidence(Path("drawn"), [lines], [], {}, None, None)
+    if is_explained:
+        assert deaths(run).startswith("0 changes")
+    else:
+        with pytest.raises(Unknown, match=f"node 0 ended with code {code}"):
+            deaths(run)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_explained"),
+    [("storage_errors", True), ("etcd_outage", True), ("start_twin", True), ("flip_bit", False)],
 )
 def test_a_service_outage_explains_processes_that_leave_during_it(kind: str, is_explained: bool) -> None:
     """A process started during an outage of etcd or the storage is hit by it; the fault's line cannot name it."""
