@@ -92,8 +92,9 @@ def _check_changes(run: Evidence) -> None:
     back as another member; nodes are in a world as a whole, so the rest of a node leaves with it. Of two nodes that do
     not reach each other, either may leave, or take the other's place. A process that was asked to leave ends a few
     worlds until it has left; one that was hit before it had recorded any world may have been in one that no history
-    has, or have been waited for, and ends one. A fault of etcd or of the storage, or of nodes too many, hits all members
-    of a world while it lasts; of etcd, each may lose its lease after it, and one after the other.
+    has, or have been waited for, and ends one. A fault of etcd or of the storage hits all members of a world while it
+    lasts, as does a twin, whose nodes may take their places; of etcd, each may lose its lease after it, and one after
+    the other.
     """
     formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
     seen_in = last_seen(run)  # a world may break before all have recorded it

@@ -79,7 +79,7 @@ class Injector:
         for_s = fault.for_s * TIMES.get(fault.kind, 1)
         fleet.keep_busy(for_s)
         damaged = [*storage.damaged.values()][before:]
-        # What befalls etcd and storage, the way to etcd, or whoever comes, has happened although no worker was there to notice.
+        # What befalls all, or the way to etcd, has happened although no worker was there to notice.
         if hit or damaged or befalls_all(fault.kind) or cuts_off(fault.kind):
             more: dict[str, Any] = {"commit": damaged[0]} if damaged else {}
             if fault.kind == "slow_etcd":
