@@ -47,6 +47,8 @@ _MASK = (1 << 64) - 1
 _CHUNK = 1 << 20
 _UNWRITTEN_S = 0.25
 """How long a line may wait for the thread that writes it, on a machine that is busy."""
+_THAWED_S = 2.0
+"""What is due to be undone is undone at the executor's next look."""
 _SHARED = ("epoch", "lo", "hi", "num_samples", "world", "loss")
 
 
@@ -114,12 +116,25 @@ def partition(run: Evidence) -> str:
         owners = Counter(lane for line in lines for lane in range(*lanes_of(line)))
         wrong = [lane for lane in range(max(num_lanes, *owners) + 1) if owners[lane] != (lane < num_lanes)]
         # A rank that was killed before its last lines were written leaves a hole at its term's end only.
-        is_last = max(number(line, "t") for line in lines) >= ended_at[term] - _UNWRITTEN_S
+        at = max(number(line, "t") for line in lines)
+        is_last = at >= ended_at[term] - _UNWRITTEN_S or _is_unwritten_to_the_end(run, term, at, wrong)
         is_torn = is_last and term != last_term and all(owners[lane] == 0 for lane in wrong)
         if wrong and not is_torn:
             times = owners[wrong[0]]
             raise Violated(f"term {term}, step {step}: lane {wrong[0]} of {num_lanes} was computed {times} times")
     return f"{len(steps)} applied steps, {num_lanes} lanes, each lane once in each"
+
+
+def _is_unwritten_to_the_end(run: Evidence, term: int, at: float, lanes: list[int]) -> bool:
+    """Say whether a file system was frozen then, and no later line of the term has one of these lanes.
+
+    Histories are written beside training, so a process that is killed meanwhile leaves none of its lines since.
+    """
+    frozen = [fault for fault in run.of("fault") if fault["kind"] == "freeze_fs"]
+    if not any(number(f, "t") - _UNWRITTEN_S <= at <= number(f, "t") + number(f, "for_s") + _THAWED_S for f in frozen):
+        return False
+    later = (line for line in run.of("step") if line["term"] == term and number(line, "t") > at)
+    return not any(lane in range(*lanes_of(line)) for line in later for lane in lanes)
 
 
 def _tile(lines: list[Line], num_lanes: int) -> bool:

@@ -190,6 +190,26 @@ def test_a_killed_rank_may_lack_the_last_lines_of_its_term(healthy: Path, tmp_pa
     assert seen == {True, False}
 
 
+def test_a_rank_killed_while_a_file_system_was_frozen_lacks_all_lines_since(healthy: Path, tmp_path: Path) -> None:
+    """Its histories waited behind what hung; a hole in the middle, or without that fault, is a lane that is missing."""
+    folder = tmp_path / "run"
+    shutil.copytree(healthy, folder)
+    histories = folder / "faulted" / "history"
+    path = sorted(histories.glob("00000001-00001-*"))[0]
+    lines = path.read_text().splitlines()
+    steps = [place for place, line in enumerate(lines) if json.loads(line)["op"] == "step"]
+    began, ended_at = (json.loads(lines[place])["t"] for place in (steps[2], steps[-1]))
+    kept = lines[: steps[3]]
+    path.write_text("\n".join(kept) + "\n")
+    assert truths(folder)["partition"] == "false"
+    fault = {"op": "fault", "t": began, "kind": "freeze_fs", "for_s": ended_at - began, "nodes": [], "pids": []}
+    with (histories / "chaos.jsonl").open("a") as file:
+        file.write(json.dumps({**fault, "target": None, "term": 1, "seen_step": 0}) + "\n")
+    assert truths(folder)["partition"] == "true"
+    path.write_text("\n".join([*kept, *lines[steps[4] :]]) + "\n")
+    assert truths(folder)["partition"] == "false"
+
+
 def test_a_long_history_in_parts_is_one(healthy: Path, tmp_path: Path) -> None:
     """The lines of a process's parts follow one another, and what a part says again is not there twice."""
     folder = tmp_path / "run"
