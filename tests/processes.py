@@ -1,12 +1,8 @@
-"""What /proc says of processes that a test has started, or that those have."""
+"""What the process table says of processes that a test has started, or that those have."""
 
 from __future__ import annotations
 
-from rendezvous.process_table import is_alive, name_of, stat_of
-
-__all__ = ["is_running", "name_of", "parent_of"]
-
-is_running = is_alive
+from rendezvous.process_table import stat_of
 
 
 def parent_of(pid: int) -> int:

@@ -5,28 +5,18 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
 from chaos.services.private_dataset import OwnData
 from rendezvous import EtcdServer
-from rendezvous.torchelastic.standby import ForkedWorker
-from tests.conftest import begin, start
-from tests.elastic_train.training.test_live import STARTED, etcd, history, nothing_left, until_whole, write_config
+from tests.conftest import start
+from tests.elastic_train.training.test_live import etcd, history, launch_alone, nothing_left, until_whole, write_config
 
 pytestmark = pytest.mark.slow
 __all__ = ["etcd", "nothing_left"]  # fixtures
 STEPS = 500
-
-
-def launch(folder: Path, etcd: EtcdServer, config: str, name: str, train: Path) -> ForkedWorker:
-    """Start a node of one rank that reads a copy of its own; what it says goes into `<name>.log`."""
-    command = [sys.executable, "-m", "elastic_train.cli.main", "launch", config, "--ranks", "1", "--nodes", "1:2"]
-    command += ["--endpoint", etcd.endpoint, "--id", folder.name, "--data.train", str(train)]
-    STARTED.append(begin(command, folder / f"{name}.log"))
-    return STARTED[-1]
 
 
 @pytest.mark.long
@@ -37,9 +27,9 @@ def test_one_bad_copy_costs_the_others_one_regroup(tmp_path: Path, rows: Path, e
     shutil.copytree(rows / "train", whole)
     draws = random.Random(1)
     damaged = [bad.flip(draws) for _ in range(6)]
-    first = launch(tmp_path, etcd, config, "whole", whole)
+    first = launch_alone(tmp_path, etcd, config, "whole", "--data.train", str(whole))
     until_whole(tmp_path / "run", 1)
-    second = launch(tmp_path, etcd, config, "bad", bad.folder)
+    second = launch_alone(tmp_path, etcd, config, "bad", "--data.train", str(bad.folder))
     assert second.wait(120) == 65, (tmp_path / "bad.log").read_text()[-2000:]
     said = (tmp_path / "bad.log").read_text()
     assert any(f"{part['file']}: row group {part['row_group']} is damaged: bytes [" in said for part in damaged if part)

@@ -21,10 +21,9 @@ from chaos.judge.invariants.whole_run import check_kept
 from chaos.services.etcd_cluster import EtcdCluster
 from elastic_train.system.failpoints import POINTS, VARIABLE, arm
 from rendezvous import EtcdServer
-from rendezvous.process_table import children_of, name_of
+from rendezvous.process_table import children_of, is_alive, name_of
 from rendezvous.torchelastic.standby import ForkedWorker
 from tests.conftest import begin, start
-from tests.processes import is_running
 
 pytestmark = pytest.mark.slow
 
@@ -75,6 +74,14 @@ def launch(
     ]
     command += [f"--nnodes={nnodes}", f"--nproc-per-node={ranks}", "--max-restarts=50", "-m", "elastic_train", config]
     STARTED.append(begin(command, folder / "node.log", environ))
+    return STARTED[-1]
+
+
+def launch_alone(folder: Path, etcd: EtcdServer, config: str, name: str, *own: str) -> ForkedWorker:
+    """Start a node of one rank by the launcher, with options of its own; what it says goes into `<name>.log`."""
+    command = [sys.executable, "-m", "elastic_train.cli.main", "launch", config, "--ranks", "1", "--nodes", "1:2"]
+    command += ["--endpoint", etcd.endpoint, "--id", folder.name, *own]
+    STARTED.append(begin(command, folder / f"{name}.log"))
     return STARTED[-1]
 
 
@@ -219,7 +226,7 @@ def test_a_stopped_worker_is_left_out_and_a_dead_one_replaced(tmp_path: Path, ro
         assert {name_of(pid) for pid in again.values()} == {"worker"}
     finally:
         job.kill()
-    eventually(lambda: not any(is_running(pid) for pid in everyone), "the end of all that the agent has started")
+    eventually(lambda: not any(is_alive(pid) for pid in everyone), "the end of all that the agent has started")
 
 
 @pytest.mark.long

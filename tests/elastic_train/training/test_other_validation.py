@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from rendezvous import EtcdServer
-from rendezvous.torchelastic.standby import ForkedWorker
-from tests.conftest import begin, start, write_rows
-from tests.elastic_train.training.test_live import STARTED, etcd, history, nothing_left, until_whole, write_config
+from tests.conftest import start, write_rows
+from tests.elastic_train.training.test_live import etcd, history, launch_alone, nothing_left, until_whole, write_config
 
 pytestmark = pytest.mark.slow
 __all__ = ["etcd", "nothing_left"]  # fixtures
 STEPS = 250
 
 
-def launch(folder: Path, etcd: EtcdServer, config: str, name: str, validation: Path) -> ForkedWorker:
-    """Start a node of one rank that validates on data of its own; what it says goes into `<name>.log`."""
-    command = [sys.executable, "-m", "elastic_train.cli.main", "launch", config, "--ranks", "1", "--nodes", "1:2"]
-    command += ["--endpoint", etcd.endpoint, "--id", folder.name, "--data.validation", str(validation)]
-    STARTED.append(begin(command, folder / f"{name}.log"))
-    return STARTED[-1]
-
-
 def test_a_node_with_another_validation_set_is_turned_away(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
     """With 2 and both digests, and it is not started again; the other loses no step."""
     config = write_config(tmp_path, rows, STEPS)
     other = write_rows(tmp_path / "other", 101, seed=3)
-    first = launch(tmp_path, etcd, config, "first", rows / "validation")
+    first = launch_alone(tmp_path, etcd, config, "first", "--data.validation", str(rows / "validation"))
     until_whole(tmp_path / "run", 1)
-    second = launch(tmp_path, etcd, config, "second", other)
+    second = launch_alone(tmp_path, etcd, config, "second", "--data.validation", str(other))
     assert second.wait(120) == 2, (tmp_path / "second.log").read_text()
     [said] = [line for line in (tmp_path / "second.log").read_text().splitlines() if line.startswith("error: ")]
     assert said.startswith("error: the validation set's digest is ") and said.endswith("all nodes must have the same")

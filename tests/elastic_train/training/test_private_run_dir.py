@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from rendezvous import EtcdServer
 from rendezvous.torchelastic.standby import ForkedWorker
-from tests.conftest import begin
-from tests.elastic_train.training.test_live import STARTED, etcd, history, nothing_left, until_whole, write_config
+from tests.elastic_train.training.test_live import etcd, history, launch_alone, nothing_left, until_whole, write_config
 
 pytestmark = pytest.mark.slow
 __all__ = ["etcd", "nothing_left"]  # fixtures
@@ -18,10 +16,7 @@ __all__ = ["etcd", "nothing_left"]  # fixtures
 
 def launch(folder: Path, etcd: EtcdServer, config: str, run: str) -> ForkedWorker:
     """Start a node of one rank, with a run.dir of its own; what it says goes into `<run>.log`."""
-    command = [sys.executable, "-m", "elastic_train.cli.main", "launch", config, "--ranks", "1", "--nodes", "1:2"]
-    command += ["--endpoint", etcd.endpoint, "--id", folder.name, "--run.dir", str(folder / run)]
-    STARTED.append(begin(command, folder / f"{run}.log"))
-    return STARTED[-1]
+    return launch_alone(folder, etcd, config, run, "--run.dir", str(folder / run))
 
 
 def test_a_node_with_a_store_of_its_own_is_turned_away(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:

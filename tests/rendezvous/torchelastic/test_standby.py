@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from rendezvous.process_table import is_alive, name_of
 from rendezvous.torchelastic.bound_agent import BoundAgent
 from rendezvous.torchelastic.standby import UNKNOWN_CODE, Program, Standby
-from tests.processes import is_running, name_of, parent_of
+from tests.processes import parent_of
 from tests.rendezvous.rendezvous_sides import eventually
 
 pytestmark = pytest.mark.slow
@@ -171,7 +172,7 @@ def test_whatever_is_forked_after_cuda_began_becomes_a_program(
         assert "standby_process" in Path(f"/proc/{pid}/cmdline").read_text()
         assert parent_of(worker_pid) == agent.pid and name_of(worker_pid) == "worker"
         agent.kill()
-    eventually(lambda: not is_running(worker_pid), "its end")
+    eventually(lambda: not is_alive(worker_pid), "its end")
     poisoned = Standby(forks=False)
     poisoned.preload("poison")
     assert poisoned.wait_until_ready(60.0)
@@ -193,9 +194,9 @@ def test_standby_process_and_workers_die_with_their_agent(tmp_path: Path, sleepe
         pids = [int(pid) for pid in agent.stdout.readline().split()]
         command_line = Path(f"/proc/{pids[0]}/cmdline").read_text()
         assert ("standby_process" in command_line) == (how == "started")
-        assert all(is_running(pid) for pid in pids) and parent_of(pids[1]) == agent.pid
+        assert all(is_alive(pid) for pid in pids) and parent_of(pids[1]) == agent.pid
         agent.kill()
-    eventually(lambda: not any(is_running(pid) for pid in pids), "the end of both")
+    eventually(lambda: not any(is_alive(pid) for pid in pids), "the end of both")
 
 
 def test_a_process_is_forked_only_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +220,7 @@ def test_a_frozen_standby_process_is_not_waited_for(
     os.kill(standby.pid, signal.SIGSTOP)
     with pytest.raises(TimeoutError, match="stopped or swapped out"):
         standby.start(sleeper, {}, str(late), None)
-    assert standby.has_ended and not is_running(standby.pid) and depending.poll() is None
+    assert standby.has_ended and not is_alive(standby.pid) and depending.poll() is None
     another = begin().start(sleeper, {}, os.devnull, None)
     assert not late.exists()
     for worker in (depending, another):
