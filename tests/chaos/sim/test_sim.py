@@ -141,6 +141,20 @@ def test_a_node_that_cannot_write_costs_one_world_and_a_few_commits(node: int) -
     assert [(line["term"], line["world"]) for line in before.of("form") if line["rank"] == 0] != [(1, 3), (2, 3)]
 
 
+@pytest.mark.parametrize("gap_s", [0.02, 0.1, 0.19])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_nodes_that_are_asked_to_leave_one_after_another_leave_together(gap_s: float, seed: int) -> None:
+    """One commit of all, and no world of those that are left, in which some of them would find out next."""
+    asked = tuple(SimFault("stop_node", at_s=10.0 + gap_s * node, node=node, for_s=10.0) for node in range(3))
+    run = Job(Shape(epochs=30), seed, asked).run()
+    assert run.result is not None and run.result["status"] == "done"
+    assert [(line["term"], line["world"]) for line in run.of("form") if line["rank"] == 0] == [(1, 3), (2, 3)]
+    left = [line for line in run.of("end") if line["term"] == 1]
+    assert [line["status"] for line in left] == ["preempted"] * 3
+    last = max(line["step"] for line in run.of("commit") if line["term"] == 1)
+    assert {line["step"] for line in left} == {last}
+
+
 def test_every_process_of_a_flapping_node_that_leaves_is_explained() -> None:
     """The node's second and third processes are not the one that the fault's line names."""
     run = Job(Shape(epochs=20), 1, (SimFault("flap_node", at_s=8.0, node=1, for_s=8.0),)).run()
