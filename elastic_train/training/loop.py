@@ -18,7 +18,6 @@ from elastic_train.training.session import Session
 from elastic_train.training.step import compute_step
 from elastic_train.training.step_sums import ABLE, BUSY, COMMIT, GIVE_UP, GROW, LEAVE, UNABLE, StepSums
 
-
 LEAVING_QUIET_S, MOST_LOOKS = 0.2, 6
 """How long nobody else may have been asked to leave before some of a world's ranks leave the others, and how often that
 is looked for."""
