@@ -178,7 +178,7 @@ class Commits:
         if ended.error is None:
             self.use.note_written()
         elif isinstance(ended.error, StorageError) and not isinstance(ended.error, Unheard) and ended.awaits is None:
-            self.use.note_unwritten(str(ended.error), is_silent=ended.is_silent)
+            self.use.note_unwritten(ended.error, is_silent=ended.is_silent)
         if self.world.is_leader:
             self._record(ended)
         self._pin_if_due(ended)

@@ -14,7 +14,7 @@ from elastic_train.checkpoint import SaveMemory
 from elastic_train.checkpoint.saving.store_use import StoreUse
 from elastic_train.core.accounting import Hole
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.errors import ConfigError, DataError
+from elastic_train.errors import ConfigError, DataError, StorageError
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.buffer_mean import BufferMean
@@ -117,7 +117,8 @@ class Session:
     def step_back(self, *, is_unable: bool) -> bool:
         """Let the ranks that cannot write the commits, as others can, step back; say whether another world is to form.
 
-        Where this process has one world only, they end with ConfigError, and the others continue without them.
+        Where this process has one world only, they end, and the others continue: with ConfigError where they may not
+        write, with StorageError, after which their launcher starts them again, where it may have been an accident.
         """
         group, use = self.world.group, self.commits.use
         unable = [rank for rank, is_it in enumerate(group.all_gather(torch.tensor(int(is_unable)))) if is_it]
@@ -125,9 +126,8 @@ class Session:
             why = group.broadcast_object(
                 f"on {socket.gethostname()} cannot write where the commits are ({use.why})", rank
             )
-            self.world.announce(
-                f"rank {rank} {why}, and others can: it trains on, writes no part and does not lead until it can"
-            )
+            what = "trains on, writes no part and does not lead until it can" if self.worlds.is_live else "ends"
+            self.world.announce(f"rank {rank} {why}, and others can: it {what}")
         if is_unable:
             self._stop_writing()
         return self.worlds.is_live
@@ -135,8 +135,10 @@ class Session:
     def _stop_writing(self) -> None:
         use = self.commits.use
         what = f"this node cannot write to {self.world.store.url}, and others can: {use.why}"
-        if not self.worlds.is_live:
+        if not self.worlds.is_live and use.is_refused:
             raise ConfigError(f"{what}. Check how it is mounted here, permissions and credentials, and start it again")
+        if not self.worlds.is_live:
+            raise StorageError(f"{what}. It ends, and tries again if its launcher starts it again")
         log.warning("%s. It trains on, writes no part of commits and does not lead until it can", what)
         self.world.history.unwritable(step=self.state.step, why=use.why)
         use.bar()

@@ -141,6 +141,14 @@ def test_a_node_that_cannot_write_costs_one_world_and_a_few_commits(node: int) -
     assert [(line["term"], line["world"]) for line in before.of("form") if line["rank"] == 0] != [(1, 3), (2, 3)]
 
 
+def test_nodes_that_fail_to_write_by_accident_come_back() -> None:
+    """In `restart` mode, too, where the process ends over it; two of four nodes were lost for good here."""
+    case = cases.load(cases.FOLDER / "could-not-write-by-chance.yaml")
+    run = Job(case.shape, case.seed, case.faults).run()
+    assert {line["node"]: line["code"] for line in run.of("exit")} == dict.fromkeys(range(4), 0)
+    assert any("tries again if its launcher starts it again" in error for error in simulate(case).errors)
+
+
 @pytest.mark.parametrize("gap_s", [0.02, 0.1, 0.19])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_nodes_that_are_asked_to_leave_one_after_another_leave_together(gap_s: float, seed: int) -> None:
