@@ -34,6 +34,8 @@ from elastic_train.world.quarantine import find_holes
 from elastic_train.world.world import World
 
 log = logging.getLogger(__name__)
+MOST_REPEATS = 3
+"""How often in a row a rank may say that it can read now what it could not read for its step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +73,25 @@ class Session:
     reduction: Reduction = "canonical"
     clock: StepClock = field(default_factory=StepClock)
     holes: tuple[Hole, ...] = ()
+    num_repeats: int = 0
+    """How often a step has to come again because samples of it could not be read."""
+    unread: tuple[int, int] = (0, 0)
+    """The last such step, and how often."""
 
     def steps(self) -> Iterator[Sequence[LaneBatch]]:
         """Yield the lanes' micro-batches of every step from the state's cursor to the last.
 
-        When a hole has been found, the step that was not applied comes again, without its samples.
+        When samples could not be read, the step that was not applied comes again, without those of holes.
         """
         plan, state = self.plan, self.state
         while (num_left := plan.total_steps - state.step) > 0:
-            holes = self.holes
+            holes, repeats = self.holes, self.num_repeats
             self.watchdog.await_first()
             for lanes in self.watchdog.beating(
                 plan.feed.training(plan.order, self.lanes, state.cursor, num_left, holes)
             ):
                 yield lanes
-                if self.holes is not holes:
+                if self.num_repeats != repeats:
                     break
 
     def leaving(self) -> list[bool]:
@@ -101,11 +107,17 @@ class Session:
         return every is not None and self.state.step % every == 0
 
     def quarantine(self, lanes: Sequence[LaneBatch]) -> None:
-        """Make holes of the row groups that any rank could not read of the next step; `steps` then repeats it.
+        """Make holes of the row groups of the next step that nobody can read; `steps` then repeats it.
 
-        A hole that was found at a later step before, and given up with that step, begins here now.
+        Raises UnreadableError where others can read what this rank cannot, and PeerLostError on those. A hole that was
+        found at a later step before, and given up with that step, begins here now.
         """
-        found = find_holes(self.world, self.plan, self.state, lanes)
+        step = self.state.step
+        self.unread = (step, self.unread[1] + 1 if self.unread[0] == step else 1)
+        self.num_repeats += 1
+        may_have_passed = self.unread[1] <= MOST_REPEATS
+        with self.watchdog.resting():
+            found = find_holes(self.world, self.plan, self.state, lanes, may_have_passed=may_have_passed)
         clash = next((old for hole in found for old in self.holes if hole.overlaps(old)), None)
         if clash is not None:
             raise DataError(f"{clash}, left out already, is in a row group that cannot be read now: restore its file")

@@ -41,7 +41,16 @@ class Dataset:
         self._bad.append((group, node))
 
     def mend(self, group: int, node: int) -> None:
-        self._bad.remove((group, node))
+        if (group, node) in self._bad:
+            self._bad.remove((group, node))
+
+    def is_own(self, node: int) -> bool:
+        """Say whether a node has a copy of its own that is damaged."""
+        return any(other == node for _, other in self._bad)
+
+    def restore(self, node: int) -> None:
+        """Give a node a good copy, as an operator would."""
+        self._bad = [(group, other) for group, other in self._bad if other != node]
 
     def is_bad(self, group: int) -> bool:
         """Say whether the node of the running process cannot read a row group."""
@@ -68,6 +77,9 @@ class ModelledFeed:
                 reach("data")
                 yield step
                 step = []
+
+    def why_unreadable(self, group: int) -> str:
+        return _why(group) if self._data.is_bad(group) else ""
 
     def validation(self, lanes: range) -> None:
         return None

@@ -78,7 +78,7 @@ def test_a_process_that_was_hit_may_have_been_in_several_worlds_that_it_did_not_
 def test_only_the_node_that_may_not_write_ends_for_good(
     recovery: str, kind: str, node: int, code: int, is_explained: bool
 ) -> None:
-    """Where some requests of all nodes fail, those that fail several times in a row do so by accident, and come back."""
+    """Where some requests of all nodes fail, those that fail several times in a row do so by accident."""
     lines: list[Line] = [
         {"op": "scenario", "t": 0.0, "recovery": recovery},
         {"op": "form", "t": 10.0, "term": 1, "rank": 0, "pid": 7, "world": 1},

@@ -342,6 +342,29 @@ def test_an_unreadable_row_group_is_skipped_by_all_and_in_the_replay() -> None:
     assert "but for 54 in 1 holes that are listed" in why
 
 
+@pytest.mark.parametrize("recovery", ["live", "restart"])
+@pytest.mark.parametrize("node", [0, 1])
+def test_the_bad_copy_of_one_node_costs_that_node_and_no_sample(recovery: Recovery, node: int) -> None:
+    """Also with quarantine, and whether it leads or not: it ends with 65, and comes back when its copy is restored."""
+    shape = Shape(unreadable="quarantine", epochs=6, recovery=recovery)
+    case = Case(1, shape, (SimFault("bad_row_group", at_s=6.0, node=node, other=2),))
+    run = Job(shape, case.seed, case.faults).run()
+    assert run.result is not None and run.result["status"] == "done" and run.result["holes"] == []
+    assert next((line["node"], line["code"]) for line in run.of("exit")) == (node, 65)
+    assert [line["world"] for line in run.of("form") if line["rank"] == 0] == [3, 2, 3]
+    outcome = simulate(case)
+    assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
+    assert any("this node's copy or disk is at fault" in error for error in outcome.errors)
+
+
+def test_what_all_can_read_again_when_they_look_is_no_hole() -> None:
+    """An outage that is over when the ranks look again, past what they hold, costs a repeated step."""
+    shape = Shape(unreadable="quarantine", epochs=6)
+    for at_s in (6.0, 6.3, 6.6):
+        run = Job(shape, 1, (SimFault("bad_row_group", at_s=at_s, node=-1, other=2, for_s=0.05),)).run()
+        assert run.result is not None and (run.result["status"], run.result["holes"]) == ("done", [])
+
+
 def test_without_quarantine_an_unreadable_row_group_ends_the_job() -> None:
     """Without quarantine every node ends with 65, and is not started again; the judge says that the job did not end."""
     run = Job(Shape(), 1, (SimFault("bad_row_group", at_s=6.0, node=-1, other=1),)).run()
