@@ -36,17 +36,19 @@ class Dataset:
     def __init__(self, kernel: Kernel, *, may_spoil: bool) -> None:
         self._kernel, self.may_spoil = kernel, may_spoil
         self._bad: list[tuple[int, int]] = []
+        self._own = set[int]()
 
     def spoil(self, group: int, node: int) -> None:
         self._bad.append((group, node))
+        self._own.add(node)
 
     def mend(self, group: int, node: int) -> None:
         if (group, node) in self._bad:
             self._bad.remove((group, node))
 
     def is_own(self, node: int) -> bool:
-        """Say whether a node has a copy of its own that is damaged."""
-        return any(other == node for _, other in self._bad)
+        """Say whether a node has, or had, a copy of its own that is damaged."""
+        return node in self._own
 
     def restore(self, node: int) -> None:
         """Give a node a good copy, as an operator would."""

@@ -343,6 +343,20 @@ def test_an_unreadable_row_group_is_skipped_by_all_and_in_the_replay() -> None:
 
 
 @pytest.mark.parametrize("recovery", ["live", "restart"])
+@pytest.mark.parametrize("more", [None, 1, 2], ids=["alone", "its worker dies", "another's worker dies"])
+@pytest.mark.parametrize("for_s", [2.0, 15.0])
+def test_a_frozen_agent_stops_nobody(recovery: Recovery, more: int | None, for_s: float) -> None:
+    """In live mode, alone, it does not even cost a world; a worker of its own that dies meanwhile comes back later."""
+    faults = [SimFault("freeze_agent", at_s=10.0, node=1, for_s=for_s)]
+    faults += [] if more is None else [SimFault("kill_worker", at_s=11.0, node=more)]
+    case = Case(1, Shape(epochs=8, recovery=recovery), tuple(faults))
+    outcome = simulate(case)
+    assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
+    run = Job(case.shape, case.seed, case.faults).run()
+    assert recovery == "restart" or more is not None or {line["term"] for line in run.of("form")} == {1}
+
+
+@pytest.mark.parametrize("recovery", ["live", "restart"])
 @pytest.mark.parametrize("node", [0, 1])
 def test_the_bad_copy_of_one_node_costs_that_node_and_no_sample(recovery: Recovery, node: int) -> None:
     """Also with quarantine, and whether it leads or not: it ends with 65, and comes back when its copy is restored."""
