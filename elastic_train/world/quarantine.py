@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
+import torch
 from pydantic import TypeAdapter, ValidationError
 
 from elastic_train.checkpoint.stores.store import Store, create_once, read
@@ -155,7 +156,10 @@ def _readers(number: int, missed: Sequence[Mapping[int, str]], *, may_have_passe
 
 
 def _part(world: World, at_fault: Mapping[int, str]) -> NoReturn:
-    """End the world: the ranks whose copies are at fault end, and the others form one without them."""
+    """End the world: the ranks whose copies are at fault end, and the others form one without them.
+
+    They wait until it has ended: were they gone before it had heard of all answers, it would take them for lost.
+    """
     rank, why = next(iter(at_fault.items()))
     world.announce(f"rank {rank} ends, since others can read what it cannot, so nothing is quarantined: {why}")
     if (mine := at_fault.get(world.group.rank)) is not None:
@@ -163,6 +167,7 @@ def _part(world: World, at_fault: Mapping[int, str]) -> NoReturn:
             f"{mine}. Other ranks can read it, so this node's copy or disk is at fault: nothing is quarantined, this "
             "process ends, and the others continue without it. Restore the copy, and start it again"
         )
+    world.group.all_gather(torch.tensor(0))  # fails as soon as the first of them is gone
     raise PeerLostError(f"rank {rank} ends: it cannot read what others can")
 
 
