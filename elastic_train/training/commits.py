@@ -224,6 +224,7 @@ class Commits:
             key=commit.key,
             digest=commit.digest,
             parent=commit.parent,
+            weights_sha256=commit.weights_sha256,
             created_at=commit.created_at,
             seconds=ended.seconds,
             stall_s=ended.stall_s,

@@ -189,7 +189,14 @@ def _same_job(shape: Shape) -> Shape:
     rows, epochs, lanes = shape.rows, shape.epochs, shape.lanes
     lane_s = Shape().lane_s / lanes
     return replace(
-        Shape(), nodes=1, lanes=lanes, micro_batch=shape.micro_batch, rows=rows, epochs=epochs, lane_s=lane_s
+        Shape(),
+        nodes=1,
+        lanes=lanes,
+        micro_batch=shape.micro_batch,
+        rows=rows,
+        epochs=epochs,
+        lane_s=lane_s,
+        commit_every=shape.commit_every,
     )
 
 
