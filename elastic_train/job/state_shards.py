@@ -61,8 +61,11 @@ class StateShards(Protocol):
     def weights(self) -> Mapping[str, Tensor]:
         """Return the held weights and buffers by name; ranks that hold the same names must hold the same bits."""
 
-    def clip(self, limit: float) -> Tensor:
-        """Scale the reduced gradients down to a norm of `limit` over the whole model; return the norm before."""
+    def norm(self) -> Tensor:
+        """Return the norm of the reduced gradients over the whole model."""
+
+    def clip(self, limit: float, norm: Tensor) -> None:
+        """Scale the reduced gradients, whose norm is `norm`, down to one of `limit` over the whole model."""
 
 
 def whole_from_furthest(places: Sequence[Place]) -> list[Transfer]:
@@ -89,8 +92,11 @@ class ReplicatedState:
     def weights(self) -> Mapping[str, Tensor]:
         return self.model.state_dict()
 
-    def clip(self, limit: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+    def norm(self) -> Tensor:
+        return nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+
+    def clip(self, limit: float, norm: Tensor) -> None:
+        nn.utils.clip_grads_with_norm_(self.model.parameters(), limit, norm)
 
     def held(self) -> State:
         memory = tuple(self._memory())

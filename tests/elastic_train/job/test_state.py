@@ -27,7 +27,7 @@ def built(config: OptimizerConfig, total_steps: int = 20) -> AppliedState:
 def step(state: AppliedState) -> None:
     for parameter in state.model.parameters():
         parameter.grad = torch.full_like(parameter, 0.25)
-    state.apply(StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount()))
+    state.apply(StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount()), state.measure())
 
 
 def restored(state: AppliedState, config: OptimizerConfig, total_steps: int = 20) -> AppliedState:
@@ -92,7 +92,9 @@ def test_what_was_not_finite_leaves_weights_and_moments_alone_and_its_step_count
     for value, loss in ((math.inf, 1.0), (0.25, math.nan)):
         for parameter in state.model.parameters():
             parameter.grad = torch.full_like(parameter, value)
-        state.apply(StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount(), loss=loss))
+        state.apply(
+            StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount(), loss=loss), state.measure()
+        )
     assert (state.step, state.reached.skipped_steps, state.reached.num_nonfinite) == (3, ((1, 3),), 2)
     after = state.shards.held()
     for part in ("model", "optimizer"):
