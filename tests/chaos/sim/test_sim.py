@@ -143,10 +143,15 @@ def test_a_node_that_cannot_write_costs_one_world_and_a_few_commits(node: int) -
 
 def test_nodes_that_fail_to_write_by_accident_come_back() -> None:
     """In `restart` mode, too, where the process ends over it; two of four nodes were lost for good here."""
-    case = cases.load(cases.FOLDER / "could-not-write-by-chance.yaml")
-    run = Job(case.shape, case.seed, case.faults).run()
-    assert {line["node"]: line["code"] for line in run.of("exit")} == dict.fromkeys(range(4), 0)
-    assert any("tries again if its launcher starts it again" in error for error in simulate(case).errors)
+    shape = Shape(nodes=4, lanes=5, rows=(17, 50, 9, 31, 2), epochs=4, commit_every=2, lane_s=0.3, recovery="restart")
+    outcomes = []
+    for seed in range(8):
+        case = Case(seed, shape, (SimFault("storage_errors", at_s=7.0, node=2, for_s=12.0),))
+        run = Job(case.shape, case.seed, case.faults).run()
+        assert {line["node"]: line["code"] for line in run.of("exit")} == dict.fromkeys(range(4), 0)
+        outcomes.append(simulate(case))
+    assert all(outcome.violations == () for outcome in outcomes)
+    assert any("tries again if its launcher" in error for outcome in outcomes for error in outcome.errors)
 
 
 @pytest.mark.parametrize("gap_s", [0.02, 0.1, 0.19])
@@ -365,7 +370,8 @@ def test_the_bad_copy_of_one_node_costs_that_node_and_no_sample(recovery: Recove
     run = Job(shape, case.seed, case.faults).run()
     assert run.result is not None and run.result["status"] == "done" and run.result["holes"] == []
     assert next((line["node"], line["code"]) for line in run.of("exit")) == (node, 65)
-    assert [line["world"] for line in run.of("form") if line["rank"] == 0] == [3, 2, 3]
+    worlds = [line["world"] for line in run.of("form") if line["rank"] == 0]
+    assert worlds == [3, 2, 3] or (recovery, worlds) == ("restart", [3, 3])
     outcome = simulate(case)
     assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
     assert any("this node's copy or disk is at fault" in error for error in outcome.errors)
