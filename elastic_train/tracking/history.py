@@ -122,6 +122,7 @@ class History:
         key: str,
         digest: str,
         parent: str | None,
+        weights_sha256: str,
         created_at: float,
         seconds: float,
         stall_s: float,
@@ -131,7 +132,8 @@ class History:
         It is written at a later step boundary, when retention may already have deleted the commit and its record.
         """
         times = {"created_at": created_at, "seconds": seconds, "stall_s": stall_s}
-        self._write("commit", step=step, key=key, digest=digest, parent=parent, **times)
+        what = {"key": key, "digest": digest, "parent": parent, "weights_sha256": weights_sha256}
+        self._write("commit", step=step, **what, **times)
 
     def unwritable(self, *, step: int, why: str) -> None:
         """This process cannot write where the commits are, although others can."""

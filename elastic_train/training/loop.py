@@ -18,6 +18,10 @@ from elastic_train.training.session import Session
 from elastic_train.training.step import compute_step, meet
 from elastic_train.training.step_sums import ABLE, BUSY, COMMIT, GIVE_UP, GROW, LEAVE, UNABLE, StepSums
 
+LEAVING_QUIET_S, MOST_LOOKS = 0.2, 6
+"""How long nobody else may have been asked to leave before some of a world's ranks leave the others, and how often that
+is looked for."""
+
 
 class Outcome(enum.Enum):
     """How a loop ended; the value is what histories and results call it.
@@ -92,11 +96,29 @@ def _end_before(session: Session) -> Outcome | None:
 
     There may be no time for a step: this is where ranks meet that have dropped one.
     """
-    if session.state.step == session.plan.total_steps or not any(leaving := session.leaving()):
+    if session.state.step == session.plan.total_steps or not any(session.leaving()):
         return None
-    if all(leaving) or not session.worlds.is_live:
-        if session.state.step:
-            session.commits.finish()
+    end = _departure(session)
+    if end is Outcome.PREEMPTED and session.state.step:
+        session.commits.finish()
+    return end
+
+
+def _departure(session: Session) -> Outcome:
+    """Say how a world ends of which some ranks have been asked to leave, alike on every rank.
+
+    Who ends a whole job asks its nodes one after another. So those that were not asked yet have a moment in which they
+    may be: then all leave together, with one commit, and not one world for each.
+    """
+    leaving = session.leaving()
+    for _ in range(MOST_LOOKS):
+        if all(leaving) or not session.worlds.is_live:
+            return Outcome.PREEMPTED
+        before = leaving
+        time.sleep(LEAVING_QUIET_S)
+        if (leaving := session.leaving()) == before:
+            break
+    if all(leaving):
         return Outcome.PREEMPTED
     return Outcome.LEFT if leaving[session.world.group.rank] else Outcome.REGROUP
 
@@ -113,8 +135,8 @@ def _end(session: Session, flags: int, sums: StepSums) -> Outcome | None:
         return Outcome.REGROUP
     if sums.any_flags & GIVE_UP:
         raise session.commits.failed()
-    if sums.all_flags & LEAVE or (sums.any_flags & LEAVE and not session.worlds.is_live):
+    if sums.all_flags & LEAVE:
         return Outcome.PREEMPTED
-    if flags & LEAVE:
-        return Outcome.LEFT
-    return Outcome.REGROUP if sums.any_flags & (LEAVE | GROW) else None
+    if sums.any_flags & LEAVE:
+        return _departure(session)
+    return Outcome.REGROUP if sums.any_flags & GROW else None

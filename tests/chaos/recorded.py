@@ -139,7 +139,8 @@ class Recorder:
         path.write_text(json.dumps(record))
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         self.now += 0.01
-        self.write(name, "commit", term=term, rank=0, step=step, key=key, digest=digest, parent=parent, seconds=0.01)
+        what = {"digest": digest, "parent": parent, "weights_sha256": record["weights_sha256"], "seconds": 0.01}
+        self.write(name, "commit", term=term, rank=0, step=step, key=key, **what)
         self.head = (key, digest)
         for old in sorted(path.parent.glob("*.json"))[:-KEPT]:
             old.unlink()

@@ -32,11 +32,8 @@ from chaos.scenario.kinds import (
 
 _ENDS_NODES = ("kill_node", "stop_node", "kill_job")
 _TELL_TO_LEAVE = ("stop_node", "flap_node", "scale_down")
-_TURNED_AWAY = {"private_storage": 2, "other_limits": 2, "other_code": 2, "readonly_dir": 2}
+_TURNED_AWAY = {"private_storage": 2, "other_limits": 2, "other_code": 2, "readonly_dir": 2, "bad_row_group": 65}
 """With which code a node ends by itself while something is wrong with it that it cannot mend."""
-_SEEMS_TURNED_AWAY = {"storage_errors": 2}
-"""The same of what befalls all nodes: one that fails to write several times in a row, as others do not, takes itself
-for one that cannot; where its process has one world only it ends."""
 MOST_WORLDS_LEAVING = 3
 """How many worlds of the same processes a process that was asked to leave may explain: it leaves with the next step of
 which all have the sum, or, if it is too late for that, in the next world."""
@@ -181,10 +178,9 @@ def _is_explained(run: Evidence, exit_: Line) -> bool:
     often than it may start its own again (the first to report a failure pays for it).
     """
     at, most = number(exit_, "t"), scenario_field(run, "max_restarts")
-    codes = _SEEMS_TURNED_AWAY if not is_live(run) else {}
     for hit in spells_of(run).at(at):
         mine = _TURNED_AWAY if exit_["node"] in _nodes(hit) else {}
-        if exit_["code"] in (mine.get(str(hit["kind"])), codes.get(str(hit["kind"]))):
+        if exit_["code"] == mine.get(str(hit["kind"])):
             return True
     done = [fault["kind"] for fault in run.of("fault") if exit_["node"] in _nodes(fault) and number(fault, "t") <= at]
     if done and done[-1] in _ENDS_NODES:

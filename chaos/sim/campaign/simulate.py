@@ -193,7 +193,7 @@ def _same_job(shape: Shape) -> Shape:
     rows, epochs, lanes = shape.rows, shape.epochs, shape.lanes
     lane_s = Shape().lane_s / lanes
     same = Shape(nodes=1, lanes=lanes, micro_batch=shape.micro_batch, rows=rows, epochs=epochs, lane_s=lane_s)
-    return replace(same, vectors=shape.vectors)
+    return replace(same, commit_every=shape.commit_every, vectors=shape.vectors)
 
 
 def holes_of(run: Evidence) -> str:

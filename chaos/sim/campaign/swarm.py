@@ -28,7 +28,16 @@ DAMAGE = tuple(kind for kind in KINDS if damages(kind) and kind != "tear_write")
 OF_ETCD = ("etcd_refuses", "alien_record")
 LONE = ("private_storage", "other_limits", "other_code", "wrong_address", "start_twin", "alien_record")
 """Kinds that are drawn one at a time, too, in a job of minutes: what each costs the others is then its price alone."""
-APART = ("bad_row_group", "tracker_outage", "skew_clocks", "other_limits", "other_code", "wrong_address", *OF_ETCD)
+APART = (
+    "bad_row_group",
+    "freeze_agent",
+    "tracker_outage",
+    "skew_clocks",
+    "other_limits",
+    "other_code",
+    "wrong_address",
+    *OF_ETCD,
+)
 """Kinds that are drawn by themselves, from streams of their own, or in cases of their own alone."""
 COMMON = tuple(kind for kind in KINDS if kind not in APART)
 AT_PLACES = tuple(f"{how}@{point}" for how in AT_POINTS for point in POINTS)

@@ -14,7 +14,7 @@ from elastic_train.errors import PeerLostError
 from elastic_train.parallel.step_tables import StepTables
 from elastic_train.training import loop, step
 from elastic_train.training.step_clock import StepClock
-from elastic_train.training.step_sums import LEAVE, LaneSums
+from elastic_train.training.step_sums import LEAVE, LaneSums, StepSums
 
 
 def test_a_rank_asked_to_leave_during_a_step_leaves_right_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,6 +41,40 @@ def test_a_rank_asked_to_leave_during_a_step_leaves_right_after_it(monkeypatch: 
     computed = step.compute_step(session, [batch])  # type: ignore[list-item]
     assert computed.flags == computed.sums.any_flags == LEAVE
     assert loop._end(session, computed.flags, computed.sums) is loop.Outcome.PREEMPTED
+
+
+@pytest.mark.parametrize(
+    ("looks", "end"),
+    [
+        ([[1, 0, 0], [1, 1, 0], [1, 1, 1]], loop.Outcome.PREEMPTED),
+        ([[1, 0, 0], [1, 1, 0], [1, 1, 0]], loop.Outcome.LEFT),
+        ([[0, 0, 1], [0, 0, 1]], loop.Outcome.REGROUP),
+    ],
+)
+@pytest.mark.parametrize("is_before", [True, False])
+def test_ranks_that_are_asked_to_leave_one_after_another_leave_together(
+    monkeypatch: pytest.MonkeyPatch, looks: list[list[int]], end: loop.Outcome, is_before: bool
+) -> None:
+    """Before a world's first step and after any: nobody leaves while others are still being asked."""
+    monkeypatch.setattr(loop, "LEAVING_QUIET_S", 0.0)
+    session = MagicMock()
+    session.world.group.rank = 0
+    session.leaving.side_effect = [*looks[: 1 if is_before else 0], *looks]
+    sums = StepSums(0.0, 1.0, CoverageSums(), 0, 0, LEAVE, 0)
+    assert (loop._end_before(session) if is_before else loop._end(session, 0, sums)) is end
+    assert session.commits.finish.called == (is_before and end is loop.Outcome.PREEMPTED)
+
+
+def test_a_world_of_which_everybody_is_asked_one_after_another_looks_only_so_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A scheduler that takes its time does not keep those that it has asked first until they are killed."""
+    monkeypatch.setattr(loop, "LEAVING_QUIET_S", 0.0)
+    session = MagicMock()
+    session.world.group.rank = 0
+    session.leaving.side_effect = [[place <= asked for place in range(99)] for asked in range(99)]
+    assert loop._departure(session) is loop.Outcome.LEFT
+    assert session.leaving.call_count == loop.MOST_LOOKS + 1
 
 
 def test_a_rank_that_loses_a_peer_at_the_point_of_no_return_is_to_apply_its_step() -> None:

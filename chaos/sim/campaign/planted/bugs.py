@@ -161,6 +161,7 @@ def forget_holes(*_: object) -> tuple[Hole, ...]:
 
 def keep_both(self: Session, lanes: Sequence[LaneBatch]) -> None:
     """Add a hole, also where one of the same row group is known that was to begin later."""
+    self.num_repeats += 1
     self.holes = (*self.holes, *find_holes(self.world, self.plan, self.state, lanes))
 
 
