@@ -60,6 +60,10 @@ class Meeting:
         _log.warning("the world of term %d broke before all of its members had connected", world.term)
         return None
 
+    def close(self) -> None:
+        """Host no store any longer; one that others still hold lives on."""
+        self._hosted = None
+
     def _open(self, world: World, started: float) -> TCPStore:
         """Open the store; its host may have been frozen since its machine answered."""
         timeout = timedelta(seconds=CALL_TIMEOUT_S)

@@ -5,6 +5,8 @@
 survives exec. Linux only (PR_SET_PDEATHSIG); elsewhere both do nothing. The kernel watches the parent's *thread*:
 start such children from a thread that lives as long as they should.
 
+A function that runs in a process of its own is started as `BoundFunction(function)`.
+
 `adopting()` makes this process the parent of those below it whose own parent ends (PR_SET_CHILD_SUBREAPER).
 """
 
@@ -15,7 +17,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -45,6 +47,26 @@ def adopting() -> Iterator[None]:
 def bound_command(*command: str) -> list[str]:
     """Return the command line that runs `command` as a child that dies with this process."""
     return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *command]  # noqa: PTH100
+
+
+class BoundFunction:
+    """A function that dies with the process that started it with multiprocessing, by whatever start method.
+
+    It can be pickled if the function can be, and has its name.
+    """
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self.function = function
+        self.__qualname__ = function.__qualname__
+
+    def __call__(self, *args: object) -> object:
+        import multiprocessing  # here, because any program is started through this file, and it has to be quick
+
+        die_with_parent()
+        parent = multiprocessing.parent_process()
+        if parent is not None and not parent.is_alive():
+            sys.exit(f"{self.__qualname__}: its parent process is gone, so it is not started")
+        return self.function(*args)
 
 
 def _prctl(option: int, argument: int | ctypes.Array[ctypes.c_char]) -> None:

@@ -186,9 +186,8 @@ def _num_changes(view: View, policy: Policy) -> int:
     """Count the changes that the present world has to make room for; the same for all of its members."""
     world, mates = view.world, view.mates
     assert world is not None, "asked by a member of it"
-    lost = len(world.seats) - len(mates)
     again = sum(mate.after >= world.term for mate in mates)
-    return lost + again + len(_joining(view, policy))
+    return view.num_lost + again + len(_joining(view, policy))
 
 
 def joining(view: View, world: World, policy: Policy) -> tuple[Member, ...]:
@@ -200,7 +199,7 @@ def joining(view: View, world: World, policy: Policy) -> tuple[Member, ...]:
 def _joining(view: View, policy: Policy) -> tuple[Member, ...]:
     world, mates = view.world, view.mates
     assert world is not None, "asked by a member of it"
-    if any(view.is_finishing(mate) for mate in mates):
+    if world.left or any(view.is_finishing(mate) for mate in mates):
         return ()  # The job is about to end: nobody is admitted any more.
     newcomers = (member for member in view.members if world.rank_of(member.id) is None and _agrees(view, member))
     staying = (*mates, *newcomers)
@@ -240,7 +239,8 @@ def blame(view: View, me: str, world: World) -> Blame:
     every other has shown that it is alive; if one is gone, or a new world exists, none pays.
     """
     mates = [mate for mate in mates_of(view, world) if mate.id != me]
-    if view.term > world.term or len(mates) + 1 < len(world.seats) or view.member(me) is None:
+    num_gone = view.num_lost if view.term == world.term else len(world.seats) - len(mates) - 1
+    if view.term > world.term or num_gone > 0 or view.member(me) is None:
         return "free"
     if view.failure is None or view.failure.term < world.term:
         return "wait"
@@ -301,6 +301,16 @@ def close(snapshot: Snapshot, keys: Keys, closed: Closed) -> Change:
     return Change({keys.closed: encode(closed), keys.store: None}, {keys.closed: guard})
 
 
+def leave_finished(snapshot: Snapshot, keys: Keys, me: str) -> Change | None:
+    """Write into a world that a member whose workers have finished leaves it; None if nobody has to know that."""
+    view = read_view(snapshot, keys)
+    world, mine = view.world, view.member(me)
+    if world is None or mine is None or not view.is_finishing(mine) or ending(view, me, world) != "wait":
+        return None  # it has not finished, or is the last one, or nobody continues that world
+    left = replace(world, left=(*world.left, me))
+    return Change({keys.world: encode(left)}, {keys.world: snapshot.revision_of(keys.world)})
+
+
 def leaving_world(member: Member, view: View) -> Member:
     """The record of a member that is ready for the next world."""
     return replace(member, after=max(member.after, view.term))
@@ -334,7 +344,8 @@ def _agrees(view: View, member: Member) -> bool:
 def _seal(view: View, chosen: tuple[Member, ...]) -> Seal:
     head_term = 0 if view.head is None else view.head.term
     term = max(view.term, head_term, *(member.after for member in chosen)) + 1
-    return Seal(term, tuple(Seat(member.id, member.num_workers) for member in chosen), _cause(view, chosen))
+    seats = tuple(Seat(member.id, member.num_workers, member.role) for member in chosen)
+    return Seal(term, seats, _cause(view, chosen))
 
 
 def _cause(view: View, chosen: tuple[Member, ...]) -> Cause:

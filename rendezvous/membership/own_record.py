@@ -40,6 +40,7 @@ class Place:
     node_members: int = 1
     agent: str = ""
     nodes: str = ""
+    role: str = ""
 
 
 class OwnRecord:
@@ -131,6 +132,7 @@ class OwnRecord:
             agent=place.agent,
             missed=tuple(sorted(self.missed)),
             nodes=place.nodes,
+            role=place.role,
         )
         key = self._keys.member(self.id)
         change = decisions.update(Snapshot(0, {}), self._keys, member)

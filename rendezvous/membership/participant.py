@@ -36,7 +36,7 @@ from rendezvous.membership.decisions import (
 )
 from rendezvous.membership.known_agents import Ask, KnownAgents
 from rendezvous.membership.latest_view import LatestView
-from rendezvous.membership.own_record import PAUSE_S, OwnRecord, Place
+from rendezvous.membership.own_record import MOST_TRIES, PAUSE_S, OwnRecord, Place
 from rendezvous.membership.records import (
     Closed,
     Failure,
@@ -242,26 +242,33 @@ class Participant:
     def finish(self, timeout_s: float) -> None:
         """Publish that this node's workers are done, wait for the others, and close the job with the last of them.
 
-        Waits for etcd if it does not answer, since the workers have finished either way.
+        Waits for etcd if it does not answer, since the workers have finished either way. Nodes whose workers still run
+        after `timeout_s` are not waited for: they finish without this one.
         """
         world = self.world
         assert world is not None, "workers run in a world"
         deadline = time.monotonic() + timeout_s
         self._say_done(world.term, deadline)
-        while time.monotonic() < deadline:
+        while True:
             now = self._latest.now()
             verdict = decisions.ending(now.view, self.id, world)
             if verdict == "close":
                 self.close(world.term)
             if verdict != "wait":
                 return
-            self._latest.wait(now.snapshot, LOOK_S)
+            if (left_s := deadline - time.monotonic()) <= 0:
+                _log.warning("workers of other nodes still run after %.0f s: they finish without this node", timeout_s)
+                return
+            self._latest.wait(now.snapshot, min(left_s, LOOK_S))
 
     def _say_done(self, term: int, deadline: float) -> None:
-        while time.monotonic() < deadline:
+        """Publish it; tried once, however early the deadline is."""
+        while True:
             try:
                 self._own.update(lambda member, view: replace(member, done=term))
             except StoreUnavailableError as error:
+                if time.monotonic() > deadline:
+                    return
                 self._outage.waits(error)
                 time.sleep(PAUSE_S)
             else:
@@ -283,10 +290,20 @@ class Participant:
         self._left.set()
         self._watch.close()
         try:
+            self._leave_finished()
             self._own.revoke()
         except StoreError as error:
             _log.warning("could not revoke the lease, it will expire: %s", error)
         self._store.close()
+
+    def _leave_finished(self) -> None:
+        """Let those who still work know that this member is not lost, if its workers have finished."""
+        snapshot = self._latest.now().snapshot
+        for _ in range(MOST_TRIES):
+            change = decisions.leave_finished(snapshot, self.keys, self.id)
+            if change is None or self._own.swap(change, None):
+                return
+            snapshot = self._store.get(self.keys.prefix)
 
     def _decide(self) -> tuple[Decision, Snapshot]:
         """Return what to do next, and the snapshot behind the decision, whose revisions guard the write."""

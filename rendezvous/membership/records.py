@@ -94,6 +94,8 @@ class Member:
     """The nodes that it cannot reach, although they are in etcd."""
     nodes: str = ""
     """How many nodes it takes a world to have, MIN:MAX, which all members must agree on; empty if it does not say."""
+    role: str = ""
+    """What its workers do (torchrun's --role); ranks are numbered within a role, too."""
 
     @property
     def node_id(self) -> str:
@@ -106,6 +108,7 @@ class Seat:
 
     member: str
     num_workers: int
+    role: str = ""
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,8 @@ class World:
     address: str
     port: int
     sealed_at: float
+    left: tuple[str, ...] = ()
+    """The members that have left because their workers had finished, while others still worked: they are not lost."""
 
     @cached_property
     def _ranks(self) -> dict[str, int]:
@@ -197,14 +202,18 @@ class View:
         return () if world is None else tuple(m for m in self.members if world.rank_of(m.id) is not None)
 
     @cached_property
-    def is_whole(self) -> bool:
-        """Whether all members of the present world are alive and in it."""
+    def num_lost(self) -> int:
+        """How many members of the present world are gone, and had not finished before."""
         world = self.world
-        return (
-            world is not None
-            and len(self.mates) == len(world.seats)
-            and all(mate.after < world.term for mate in self.mates)
-        )
+        if world is None:
+            return 0
+        return len(world.seats) - len(self.mates) - sum(member not in self._by_id for member in world.left)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether all members of the present world are alive and in it, or have left it when they had finished."""
+        world = self.world
+        return world is not None and self.num_lost == 0 and all(mate.after < world.term for mate in self.mates)
 
     @cached_property
     def nodes(self) -> frozenset[str]:

@@ -17,7 +17,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import api as starting
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
-from rendezvous.orphans import bound_command
+from rendezvous.orphans import BoundFunction, bound_command
 from rendezvous.torchelastic.standby import Program, Standby
 
 FINAL_CODES = frozenset({2, 65, 93})
@@ -59,7 +59,7 @@ class BoundAgent(LocalElasticAgent):
         return [code for handler in handlers if (code := handler.proc.poll()) is not None]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start each worker so that it dies with this agent, whatever program it is."""
+        """Start each worker so that it dies with this agent, whatever program or function it is."""
         if self._standby is not None:
             self._standby.wait_until_ready(IMPORTED_WITHIN_S)
         spec = worker_group.spec
@@ -67,6 +67,8 @@ class BoundAgent(LocalElasticAgent):
         if isinstance(entrypoint, str):
             guard, *rest = bound_command(entrypoint)
             spec.entrypoint, spec.args = guard, (*rest, *args)
+        elif entrypoint is not None:
+            spec.entrypoint = BoundFunction(entrypoint)
         try:
             with self._starting_them():
                 started: dict[int, Any] = super()._start_workers(worker_group)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 
-from rendezvous.membership.records import Job
+from rendezvous.membership.records import Job, Seat
 from rendezvous.torchelastic.bound_agent import FINAL_CODES, BoundAgent
 from rendezvous.torchelastic.restart_handler import EtcdRendezvousHandler
 
@@ -29,7 +30,7 @@ class ElasticAgent(BoundAgent):
         super().__init__(spec, **options)
         assert isinstance(spec.rdzv_handler, EtcdRendezvousHandler)
         self._membership = spec.rdzv_handler
-        self._membership.num_workers = spec.local_world_size
+        self._membership.bring(spec.local_world_size, spec.role)
         self._membership.node.job = _job_of(spec)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -48,10 +49,13 @@ class ElasticAgent(BoundAgent):
         """Number the workers by the sealed world alone: no exchange that a dying node could block."""
         world = self._membership.node.world
         assert world is not None, "ranks are assigned in a world"
-        sizes = [seat.num_workers for seat in world.seats]
-        lo, total = sum(sizes[:group_rank]), sum(sizes)
+        before, role = world.seats[:group_rank], world.seats[group_rank].role
+        lo, total = _num_workers(before), _num_workers(world.seats)
+        role_lo, role_total = _num_workers(before, role), _num_workers(world.seats, role)
         return [
-            Worker(local_rank=i, global_rank=lo + i, role_rank=lo + i, world_size=total, role_world_size=total)
+            Worker(
+                local_rank=i, global_rank=lo + i, role_rank=role_lo + i, world_size=total, role_world_size=role_total
+            )
             for i in range(spec.local_world_size)
         ]
 
@@ -61,6 +65,11 @@ class ElasticAgent(BoundAgent):
     def _exit_barrier(self) -> None:
         """Wait for the others of this world to finish or to be gone, and close the job with the last."""
         self._membership.node.finish(self._exit_barrier_timeout)
+
+
+def _num_workers(seats: Iterable[Seat], role: str | None = None) -> int:
+    """Count the workers of seats, of one role or of all."""
+    return sum(seat.num_workers for seat in seats if role in (None, seat.role))
 
 
 def _job_of(spec: WorkerSpec) -> Job:

@@ -53,13 +53,15 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._store = EtcdStore(conf.etcd)
         policy = Policy(params.min_nodes, params.max_nodes, conf.last_call_s)
         place = Place(machine_name(), self._local_address, num_workers=0)
-        self.node = Participant(self._store, params.run_id, policy, place, ttl_s=conf.ttl_s)
-        check_permission(self._store, self.node.keys)
-        self._meeting = Meeting(self.node, self._local_address, conf.timeout_s, lambda _: self.node.is_broken())
+        self.node = node = Participant(self._store, params.run_id, policy, place, ttl_s=conf.ttl_s)
+        check_permission(self._store, node.keys)
+        # These callbacks do not hold this handler: in a circle it would keep its TCPStore until a garbage collection,
+        # and one in a process that was forked meanwhile joins a thread that is not there, which aborts it.
+        self._meeting = Meeting(node, self._local_address, conf.timeout_s, lambda _: node.is_broken())
         self._is_restart_free = self._has_entered = False
-        self._compaction = Compaction(conf.etcd, lambda: self.node.is_leading) if conf.compacts else None
+        self._compaction = Compaction(conf.etcd, lambda: node.is_leading) if conf.compacts else None
         # After SIGTERM the launcher skips shutdown(); the others should not have to wait for the lease to end.
-        atexit.register(self.node.leave)
+        atexit.register(node.leave)
 
     def get_backend(self) -> str:
         return BACKEND
@@ -67,14 +69,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def get_run_id(self) -> str:
         return self._run_id
 
-    @property
-    def num_workers(self) -> int:
-        """How many workers this node brings; the agent says so before the first round."""
-        return self.node.place.num_workers
-
-    @num_workers.setter
-    def num_workers(self, count: int) -> None:
-        self.node.place = replace(self.node.place, num_workers=count)
+    def bring(self, num_workers: int, role: str) -> None:
+        """Say which workers this node brings; the agent does so before the first round."""
+        self.node.place = replace(self.node.place, num_workers=num_workers, role=role)
 
     @property
     def use_agent_store(self) -> bool:
@@ -134,6 +131,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._compaction is not None:
             self._compaction.close()
         self.node.leave()
+        atexit.unregister(self.node.leave)
+        self._meeting.close()
         return True
 
     def _check_what_is_done(self) -> None:

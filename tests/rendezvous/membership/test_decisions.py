@@ -135,6 +135,43 @@ def test_the_last_to_finish_closes() -> None:
     assert decisions.ending(view(member("a", done=3), member("b", after=3), of=both), "a", both) == "leave"
 
 
+def test_who_has_finished_and_left_is_not_lost() -> None:
+    """A world stands when a member leaves it after its workers have finished: nobody restarts, joins, or goes free."""
+    both = replace(world(3, "a", "b"), left=("a",))
+    alone = view(member("b"), member("c"), of=both, failure=Failure(3, "b"))
+    assert decisions.num_waiting(alone, "b", both, Policy(1, 3)) == 0
+    assert not decisions.is_broken(alone, "b", both)
+    assert decisions.blame(alone, "b", both) == "pay"
+    assert decisions.ending(alone, "b", both) == "close"
+    dead = view(member("c"), of=both)
+    assert isinstance(decisions.decide(dead, "c", Policy(1, 3), 99.0), Seal), "those who still worked died: again"
+
+
+def leaving(me: str, *members: Member, of: World) -> decisions.Change | None:
+    records = {KEYS.member(each.id): each for each in members} | {KEYS.world: of}
+    return decisions.leave_finished(
+        Snapshot(7, {key: Entry(encode(record), 5, 5) for key, record in records.items()}), KEYS, me
+    )
+
+
+def test_leaving_is_said_by_who_has_finished_before_others() -> None:
+    """A member that is lost, leaves before its workers have finished, or is the last one, says nothing."""
+    both = world(3, "a", "b")
+    said = leaving("a", member("a", done=3), member("b"), of=both)
+    assert said == decisions.Change({KEYS.world: encode(replace(both, left=("a",)))}, {KEYS.world: 5})
+    assert leaving("a", member("a"), member("b"), of=both) is None
+    assert leaving("a", member("a", done=3), member("b", done=3), of=both) is None
+    assert leaving("a", member("b"), of=both) is None
+    assert leaving("a", member("a", done=3), member("b", after=3), of=both) is None
+
+
+def test_seats_have_the_roles_of_their_members() -> None:
+    """Ranks within a role are counted by the sealed world alone."""
+    trainer, server = replace(member("a"), role="trainer"), replace(member("b"), role="server")
+    decision = decisions.decide(view(trainer, server), "a", TWO, 0.0)
+    assert isinstance(decision, Seal) and [seat.role for seat in decision.seats] == ["trainer", "server"]
+
+
 def test_blame() -> None:
     """Nobody pays for a lost node; for a failed worker the first to fail pays, once all have shown that they live."""
     both = world(3, "a", "b")

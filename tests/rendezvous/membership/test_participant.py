@@ -152,6 +152,27 @@ def test_the_last_to_finish_closes_the_job(store: MemoryStore, pool: ThreadPoolE
     assert enter(make_node(store)) is None
 
 
+def test_a_node_that_finishes_long_after_another_is_not_restarted(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+    """A node that has finished leaves when its patience ends; the other works on, and closes the job."""
+    first, second = pair(store, pool)
+    first.finish(0.0)
+    assert second.view.closed is None
+    first.leave()
+    eventually(lambda: second.view.member(first.id) is None, "it has left")
+    assert second.num_waiting() == 0 and not second.is_broken()
+    second.finish(10.0)
+    assert enter(make_node(store)) is None
+
+
+def test_nodes_without_patience_that_finish_together_close_the_job(
+    store: MemoryStore, pool: ThreadPoolExecutor
+) -> None:
+    """Whoever is the last to say that it has finished closes the job, however short it may wait."""
+    nodes = pair(store, pool)
+    list(pool.map(lambda node: (node.finish(0.0), node.leave()), nodes))
+    assert enter(make_node(store)) is None
+
+
 def test_a_finished_member_waits_for_an_etcd_that_is_away(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the workers have done is done: nothing is raised, and the job is closed when etcd is back."""
     node, swap, refused = make_node(store, last_call_s=0.0), store.swap, list[Writes]()

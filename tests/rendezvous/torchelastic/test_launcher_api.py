@@ -1,0 +1,165 @@
+"""Agents that a program makes itself, with functions as workers, as `torch.distributed.launcher` does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from rendezvous import EtcdServer
+from rendezvous.process_table import children_of, is_alive
+from rendezvous.torchelastic.entry_point import create_handler, make_agent
+from rendezvous.torchelastic.restart_agent import ElasticAgent
+from tests.rendezvous.rendezvous_sides import eventually
+
+PROGRAM = """
+import gc, multiprocessing, os, signal, sys, threading, time
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+def work(log):
+    return int(os.environ["RANK"])
+
+def work_without_end(log):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with open(log, "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    time.sleep(600)
+
+def collect():
+    for _ in range(50):
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    gc.collect()
+
+def launch(function, endpoint, run_id, log):
+    conf = {"timeout": 60, "last_call_s": 0.1}
+    config = LaunchConfig(1, 1, 2, run_id=run_id, rdzv_backend="etcd", rdzv_endpoint=endpoint, rdzv_configs=conf)
+    return elastic_launch(config, function)(log)
+
+def fork_after_a_job(*arguments):
+    gc.disable()
+    print(sorted(launch(work, *arguments)), flush=True)
+    child = multiprocessing.get_context("fork").Process(target=collect)
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+
+def work_for_long(*arguments):
+    launch(work_without_end, *arguments)
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
+"""
+"""A program that uses torch's launcher."""
+
+
+class Program:
+    """It runs, in a folder."""
+
+    def __init__(self, folder: Path, function: str, endpoint: str, run_id: str) -> None:
+        self.log, self._output, source = folder / "log", folder / "output", folder / "program.py"
+        self.log.touch()
+        source.write_text(PROGRAM)
+        command = [sys.executable, str(source), function, endpoint, run_id, str(self.log)]
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    def workers(self) -> list[int]:
+        """Return the processes that multiprocessing has spawned for its functions."""
+        children = children_of(self.process.pid)
+        return [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def started(etcd: EtcdServer, run_id: str, tmp_path: Path) -> Iterator[Callable[[str], Program]]:
+    programs = []
+
+    def start(function: str) -> Program:
+        programs.append(Program(tmp_path, function, etcd.endpoint, run_id))
+        return programs[-1]
+
+    yield start
+    for program in programs:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.process.pid, signal.SIGKILL)
+        program.process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_starting", [False, True], ids=["at work", "starting"])
+def test_functions_die_with_their_agent(started: Callable[[str], Program], is_starting: bool) -> None:
+    """Also those that ignore SIGINT, with which torch ends them, and those that have not begun when it is killed."""
+    program = started("work_for_long")
+    eventually(lambda: len(program.workers()) == 2, "both workers are started", within_s=120)
+    workers = program.workers()
+    if not is_starting:
+        eventually(lambda: len(program.log.read_text().split()) == 2, "both workers are at work", within_s=120)
+    program.kill()
+    eventually(lambda: not any(map(is_alive, workers)), "no worker has survived", within_s=60)
+    if is_starting:
+        assert program.log.read_text() == "", "none has begun to work"
+
+
+@pytest.mark.slow
+def test_a_program_can_fork_after_a_job(started: Callable[[str], Program]) -> None:
+    """Nothing of a job is left to be collected in a child, where the threads that it joins are others."""
+    program = started("fork_after_a_job")
+    assert program.process.wait(timeout=240) == 0, program.output
+    assert program.output.splitlines()[-1] == "[0, 1]"
+
+
+Make = Callable[..., ElasticAgent]
+
+
+@pytest.fixture
+def make(etcd: EtcdServer, run_id: str, tmp_path: Path) -> Make:
+    def made(number: int, of: int, **fields: object) -> ElasticAgent:
+        conf = {"timeout": 60, "standby": 0}
+        handler = create_handler(RendezvousParameters("etcd", etcd.endpoint, run_id, of, of, **conf))
+        spec = WorkerSpec(
+            **{"role": "default", "local_world_size": 1, "entrypoint": print, **fields}, rdzv_handler=handler
+        )  # type: ignore[arg-type]
+        logs = DefaultLogsSpecs(log_dir=str(tmp_path / str(number)))
+        agent = make_agent(spec, logs_specs=logs, exit_barrier_timeout=0)
+        assert isinstance(agent, ElasticAgent)
+        return agent
+
+    return made
+
+
+def test_ranks_are_numbered_within_roles(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of one world may have different --role: ROLE_RANK and ROLE_WORLD_SIZE count its own role alone."""
+    monkeypatch.setenv("ELASTIC_RENDEZVOUS", "")
+    nodes = [("trainer", 2), ("server", 4), ("trainer", 1)]
+    agents = [make(i, 3, role=role, local_world_size=size) for i, (role, size) in enumerate(nodes)]
+
+    def workers(agent: ElasticAgent) -> list[Worker]:
+        agent._rendezvous(agent.get_worker_group())
+        return agent.get_worker_group().workers
+
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(workers, agents))
+    assert [worker.role_world_size for each in found for worker in each] == [3, 3, 4, 4, 4, 4, 3]
+    assert {worker.world_size for each in found for worker in each} == {7}
+    assert sorted(worker.global_rank for each in found for worker in each) == list(range(7))
+    assert sorted(worker.role_rank for worker in (*found[0], *found[2])) == [0, 1, 2]
+    assert [worker.role_rank for worker in found[1]] == [0, 1, 2, 3]
+    for agent in agents:
+        agent.get_worker_group().spec.rdzv_handler.shutdown()
