@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.job.parameter_groups import regroup
+from elastic_train.shards.norm import clip_factor, grain_squares, split_grains, total_norm
 
 
 class Place(NamedTuple):
@@ -61,8 +62,11 @@ class StateShards(Protocol):
     def weights(self) -> Mapping[str, Tensor]:
         """Return the held weights and buffers by name; ranks that hold the same names must hold the same bits."""
 
-    def clip(self, limit: float) -> Tensor:
-        """Scale the reduced gradients down to a norm of `limit` over the whole model; return the norm before."""
+    def clip(self, limit: float) -> float:
+        """Scale the reduced gradients down to a norm of `limit` over the whole model; return the norm before.
+
+        The norm is that by grains (`shards.norm`), in which neither a cut nor a number of threads shows.
+        """
 
 
 def whole_from_furthest(places: Sequence[Place]) -> list[Transfer]:
@@ -89,8 +93,13 @@ class ReplicatedState:
     def weights(self) -> Mapping[str, Tensor]:
         return self.model.state_dict()
 
-    def clip(self, limit: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+    def clip(self, limit: float) -> float:
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = total_norm(grain_squares(split_grains(gradients)).cpu().numpy())
+        if (factor := clip_factor(norm, limit)) != 1.0:
+            for gradient in gradients:
+                gradient.mul_(factor)
+        return norm
 
     def held(self) -> State:
         memory = tuple(self._memory())

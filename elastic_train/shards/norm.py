@@ -12,7 +12,7 @@ applied.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,48 +23,66 @@ from elastic_train.shards.grains import GRAIN
 
 Float64s = npt.NDArray[np.float64]
 
-_BLOCK = {"cpu": 16 * GRAIN}
+_BLOCK = {"cpu": 8 * GRAIN}
 """Elements that are squared at once: what stays in a CPU's cache; enough to keep a GPU busy with one operation."""
 _BLOCK_ELSEWHERE = 256 * GRAIN
+_NARROW = 256
+"""Elements of a row from which on the grains of all lengths are added up together: few operations for many of them."""
 
 
 def split_grains(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return views of whole tensors' grains, in the layout's order: tensor by tensor."""
-    return [grain for tensor in tensors if tensor.numel() for grain in torch.split(tensor.reshape(-1), GRAIN)]
+    flats = (tensor.reshape(-1) for tensor in tensors if tensor.numel())
+    return [grain for flat in flats for grain in (flat.split(GRAIN) if flat.numel() > GRAIN else (flat,))]
 
 
 def grain_squares(grains: Sequence[Tensor]) -> Tensor:
     """Return the sum of the squares of each grain, float64, shape (grains,); each is a vector on the same device."""
     if not grains:
         return torch.empty(0, dtype=torch.float64)
-    sums = torch.empty(len(grains), dtype=torch.float64, device=grains[0].device)
-    numbers: dict[int, list[int]] = {}
+    alike: dict[int, list[int]] = {}
     for number, grain in enumerate(grains):
-        numbers.setdefault(grain.numel(), []).append(number)
-    block = _BLOCK.get(sums.device.type, _BLOCK_ELSEWHERE)
-    scratch = torch.empty(min(block, sum(grain.numel() for grain in grains)), dtype=torch.float64, device=sums.device)
-    for length, alike in numbers.items():
-        rows = max(1, scratch.numel() // length)
-        for lo in range(0, len(alike), rows):
-            some = alike[lo : lo + rows]
-            table = scratch[: len(some) * length].view(len(some), length)
-            for row, number in zip(table, some, strict=True):
-                row.copy_(grains[number])
-            sums[some] = _fold(table.mul_(table))
+        alike.setdefault(1 << (grain.numel() - 1).bit_length(), []).append(number)
+    widths, device = sorted(alike, reverse=True), grains[0].device
+    narrowed: dict[int, list[Tensor]] = {}
+    for width in widths:
+        rows = _rows_of([grains[number] for number in alike[width]], width, device)
+        narrowed.setdefault(min(width, _NARROW), []).extend(rows)
+    sums = torch.empty(len(grains), dtype=torch.float64, device=device)
+    sums[[number for width in widths for number in alike[width]]] = _add_up(narrowed, device)
     return sums
 
 
-def _fold(table: Tensor) -> Tensor:
-    """Add every row's values along the tree that adds the second half to the first; destroys the table.
+def _rows_of(grains: Sequence[Tensor], width: int, device: torch.device) -> Iterator[Tensor]:
+    """Yield the grains' squares, a row each, folded to _NARROW; a grain shorter than `width` is filled up with zeros."""
+    num_rows = max(1, _BLOCK.get(device.type, _BLOCK_ELSEWHERE) // width)
+    scratch = torch.empty(min(num_rows, len(grains)), width, dtype=torch.float64, device=device)
+    for lo in range(0, len(grains), num_rows):
+        some = grains[lo : lo + num_rows]
+        table = scratch[: len(some)]
+        for row, grain in zip(table, some, strict=True):
+            if (length := grain.numel()) < width:
+                row[length:].zero_()
+                row = row[:length]
+            row.copy_(grain)
+        yield _fold(table.mul_(table), _NARROW).clone()
 
-    Halves are powers of two; a row that is shorter counts as filled up with zeros.
-    """
-    length = table.shape[1]
-    while length > 1:
-        half = 1 << ((length - 1).bit_length() - 1)
-        table[:, : length - half].add_(table[:, half:length])
-        length = half
+
+def _add_up(narrowed: Mapping[int, Sequence[Tensor]], device: torch.device) -> Tensor:
+    """Add every row of all tables, by their widths; return the sums, those of the widest rows first."""
+    table = torch.empty(0, _NARROW, dtype=torch.float64, device=device)
+    for width in (1 << bits for bits in reversed(range(_NARROW.bit_length()))):
+        table = torch.cat([_fold(table, width), *narrowed.get(width, ())])
     return table[:, 0]
+
+
+def _fold(table: Tensor, width: int) -> Tensor:
+    """Add the second half of every row to the first, in place, until no row is longer than `width`; return the rows."""
+    length = table.shape[1]
+    while length > width:
+        length //= 2
+        table[:, :length].add_(table[:, length : 2 * length])
+    return table[:, :length]
 
 
 def total_norm(squares: Float64s) -> float:
