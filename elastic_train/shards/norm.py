@@ -33,7 +33,7 @@ _NARROW = 256
 def split_grains(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return views of whole tensors' grains, in the layout's order: tensor by tensor."""
     flats = (tensor.reshape(-1) for tensor in tensors if tensor.numel())
-    return [grain for flat in flats for grain in (flat.split(GRAIN) if flat.numel() > GRAIN else (flat,))]
+    return [grain for flat in flats for grain in (torch.split(flat, GRAIN) if flat.numel() > GRAIN else (flat,))]
 
 
 def grain_squares(grains: Sequence[Tensor]) -> Tensor:
@@ -54,7 +54,7 @@ def grain_squares(grains: Sequence[Tensor]) -> Tensor:
 
 
 def _rows_of(grains: Sequence[Tensor], width: int, device: torch.device) -> Iterator[Tensor]:
-    """Yield the grains' squares, a row each, folded to _NARROW; a grain shorter than `width` is filled up with zeros."""
+    """Yield the grains' squares, a row each, folded to _NARROW; a grain shorter than `width` is followed by zeros."""
     num_rows = max(1, _BLOCK.get(device.type, _BLOCK_ELSEWHERE) // width)
     scratch = torch.empty(min(num_rows, len(grains)), width, dtype=torch.float64, device=device)
     for lo in range(0, len(grains), num_rows):

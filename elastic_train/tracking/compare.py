@@ -71,7 +71,7 @@ class Comparison:
         return {name: (self.a.metrics.get(name), self.b.metrics.get(name)) for name in names}
 
     def same_weights(self) -> bool | None:
-        """Return whether the weights are equal bit for bit; None if a run's are not known, or hashed by another rule."""
+        """Return whether the weights are equal bit for bit; None if a run's are not known, or hashed otherwise."""
         if self.a.weights_sha256 is None or self.b.weights_sha256 is None or self._rules_differ():
             return None
         return self.a.weights_sha256 == self.b.weights_sha256

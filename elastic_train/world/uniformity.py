@@ -40,9 +40,7 @@ _MODULES, _PARAMETERS, _TENSORS = "the task's modules", "the parameters", "the m
 _TOP = ("epochs", "max_steps", "precision", "reduction", "threads_per_rank")
 
 
-def check_alike(
-    group: Group, plan: Plan, outline: Mapping[str, Sequence[str]], weights: Mapping[str, Tensor]
-) -> None:
+def check_alike(group: Group, plan: Plan, outline: Mapping[str, Sequence[str]], weights: Mapping[str, Tensor]) -> None:
     """Raise ConfigError, with every key that differs, on each rank whose configuration, data or model are not rank 0's.
 
     `outline` describes the parameters and the optimizer's groups, which follow from the task's code as the weights and

@@ -1,4 +1,4 @@
-"""Sums and hashes after docs/arithmetic.md and docs/formats.md alone: trees, the norm by grains, the weights' SHA-256."""
+"""After docs/arithmetic.md and docs/formats.md alone: trees, the norm by grains, the SHA-256 of the weights."""
 
 from __future__ import annotations
 

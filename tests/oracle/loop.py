@@ -21,6 +21,7 @@ import yaml
 from tests.oracle.grains import clip, digest, tree
 from tests.oracle.order import derive, lane_of
 
+
 def rate_factor(t: int, steps: int, optimizer: dict[str, Any]) -> float:
     warmup = optimizer["warmup_steps"]
     if t < warmup:

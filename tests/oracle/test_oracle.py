@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parent
 TASK = "elastic_train.tasks.text_classifier:TextClassifier"
 CLIP = ReplicatedState.clip
 Clip = Callable[[ReplicatedState, float], float]
-PARAMS = {"max_tokens": 24, "dim": 16, "depth": 1, "heads": 2, "dropout": 0.2, "vocabulary": 64}
+PARAMS = {"max_tokens": 24, "dim": 16, "depth": 1, "heads": 2, "dropout": 0.2, "vocabulary": 4200}
 PARAMS |= {"numeric": ["size"], "categorical": ["kind"]}
 JOBS: dict[str, dict[str, object]] = {
     "five lanes, a lane without samples in the last step": {

@@ -107,7 +107,7 @@ def _digest_at_once(tensor: Tensor) -> str:
 def _bytes_of(tensor: Tensor) -> memoryview:
     import torch
 
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def first_nonfinite(tensors: Tensors) -> str | None:
