@@ -77,7 +77,8 @@ def test_a_stored_commit_of_format_2_loads_the_bits_that_its_hash_is_of(stored: 
     assert old is not None and (old.format, old.step) == (2, 3)
     verify(stored, old)
     state = read_state(stored, old)
-    assert isinstance(held := state["model"], dict)
+    held = state["model"]
+    assert isinstance(held, dict)
     assert {"half_scale", "nothing", "1.running_mean"} < held.keys() and state["scheduler"] == {"last_epoch": 3}
     lines = ""
     for name, tensor in sorted(held.items()):
