@@ -95,7 +95,7 @@ class ReplicatedState:
 
     def clip(self, limit: float) -> float:
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = total_norm(grain_squares(split_grains(gradients)).cpu().numpy())
+        norm = total_norm(grain_squares(split_grains(gradients)).numpy())
         if (factor := clip_factor(norm, limit)) != 1.0:
             for gradient in gradients:
                 gradient.mul_(factor)

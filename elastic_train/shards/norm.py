@@ -37,52 +37,63 @@ def split_grains(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def grain_squares(grains: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the squares of each grain, float64, shape (grains,); each is a vector on the same device."""
-    if not grains:
-        return torch.empty(0, dtype=torch.float64)
+    """Return the sum of the squares of each grain, float64, shape (grains,), on the CPU.
+
+    Each grain is a vector of at most GRAIN elements, all of them on one device.
+    """
     alike: dict[int, list[int]] = {}
     for number, grain in enumerate(grains):
         alike.setdefault(1 << (grain.numel() - 1).bit_length(), []).append(number)
-    widths, device = sorted(alike, reverse=True), grains[0].device
-    narrowed: dict[int, list[Tensor]] = {}
+    widths = sorted(alike, reverse=True)
+    narrow: dict[int, list[Float64s]] = {}
     for width in widths:
-        rows = _rows_of([grains[number] for number in alike[width]], width, device)
-        narrowed.setdefault(min(width, _NARROW), []).extend(rows)
-    sums = torch.empty(len(grains), dtype=torch.float64, device=device)
-    sums[[number for width in widths for number in alike[width]]] = _add_up(narrowed, device)
-    return sums
+        some = [grains[number] for number in alike[width]]
+        rows = _narrowed(some, width) if width > _NARROW else [_short(some, width)]
+        narrow.setdefault(min(width, _NARROW), []).extend(rows)
+    sums = np.empty(len(grains))
+    sums[[number for width in widths for number in alike[width]]] = _add_up(narrow)
+    return torch.from_numpy(sums)
 
 
-def _rows_of(grains: Sequence[Tensor], width: int, device: torch.device) -> Iterator[Tensor]:
-    """Yield the grains' squares, a row each, folded to _NARROW; a grain shorter than `width` is followed by zeros."""
+def _narrowed(grains: Sequence[Tensor], width: int) -> Iterator[Float64s]:
+    """Yield tables of the grains' squares, a row each, folded to _NARROW on the device; rows are filled with zeros."""
+    device = grains[0].device
     num_rows = max(1, _BLOCK.get(device.type, _BLOCK_ELSEWHERE) // width)
     scratch = torch.empty(min(num_rows, len(grains)), width, dtype=torch.float64, device=device)
     for lo in range(0, len(grains), num_rows):
         some = grains[lo : lo + num_rows]
-        table = scratch[: len(some)]
+        table, length = scratch[: len(some)], width
         for row, grain in zip(table, some, strict=True):
-            if (length := grain.numel()) < width:
-                row[length:].zero_()
-                row = row[:length]
+            if grain.numel() < width:
+                row[grain.numel() :].zero_()
+                row = row[: grain.numel()]
             row.copy_(grain)
-        yield _fold(table.mul_(table), _NARROW).clone()
+        table.mul_(table)
+        while length > _NARROW:
+            length //= 2
+            table[:, :length].add_(table[:, length : 2 * length])
+        yield table[:, :_NARROW].clone().cpu().numpy()
 
 
-def _add_up(narrowed: Mapping[int, Sequence[Tensor]], device: torch.device) -> Tensor:
-    """Add every row of all tables, by their widths; return the sums, those of the widest rows first."""
-    table = torch.empty(0, _NARROW, dtype=torch.float64, device=device)
-    for width in (1 << bits for bits in reversed(range(_NARROW.bit_length()))):
-        table = torch.cat([_fold(table, width), *narrowed.get(width, ())])
+def _short(grains: Sequence[Tensor], width: int) -> Float64s:
+    """Return the table of short grains' squares, a row each, filled up with zeros."""
+    values: Float64s = torch.cat(list(grains)).double().cpu().numpy()
+    lengths = [grain.numel() for grain in grains]
+    table, at = np.zeros((len(grains), width)), 0
+    for row, length in zip(table, lengths, strict=True):
+        row[:length] = values[at : at + length]
+        at += length
+    with np.errstate(over="ignore"):
+        return np.square(table, out=table)
+
+
+def _add_up(narrow: Mapping[int, Sequence[Float64s]]) -> Float64s:
+    """Add up every row of all tables, by their widths; return the sums, those of the widest rows first."""
+    table = np.empty((0, 2 * _NARROW))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for width in (1 << bits for bits in reversed(range(_NARROW.bit_length()))):
+            table = np.concatenate([table[:, :width] + table[:, width:], *narrow.get(width, ())])
     return table[:, 0]
-
-
-def _fold(table: Tensor, width: int) -> Tensor:
-    """Add the second half of every row to the first, in place, until no row is longer than `width`; return the rows."""
-    length = table.shape[1]
-    while length > width:
-        length //= 2
-        table[:, :length].add_(table[:, length : 2 * length])
-    return table[:, :length]
 
 
 def total_norm(squares: Float64s) -> float:

@@ -107,6 +107,11 @@ class CommitRecord(CommitFacts):
         return commit_key(self.term, self.step)
 
     @property
+    def is_by_grains(self) -> bool:
+        """Whether it was written since the gradients' norm and the weights' hash are those by grains."""
+        return self.format >= 3
+
+    @property
     def digest(self) -> str:
         """The SHA-256 of the record's bytes, in hexadecimal."""
         return hashlib.sha256(self.encode()).hexdigest()
