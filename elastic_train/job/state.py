@@ -133,18 +133,25 @@ class AppliedState:
             "the list of parameter groups": describe_groups(self.model, self.optimizer),
         }
 
-    def apply(self, facts: StepFacts) -> float:
-        """Take one optimizer step with the reduced gradients in place; return their norm.
+    def measure(self) -> Tensor:
+        """Undo the loss's scale in the reduced gradients that are in place, and return their norm over the model.
+
+        Once for each step, before `apply`. The norm is on the CPU: a device has computed all of the gradients by then.
+        """
+        self.scaler.unscale_(self.optimizer)
+        return self.shards.norm()
+
+    def apply(self, facts: StepFacts, norm: Tensor) -> None:
+        """Take one optimizer step with the reduced gradients in place, whose norm is what `measure` returned.
 
         Clipping, the scaler's decision and what is finite read reduced values only, so every rank decides alike. A step
         whose loss or gradient is not finite leaves weights, moments and buffers alone, unless the configuration keeps
         it; it still counts as applied: its samples are spent. So does one whose fp16 gradients overflowed, which is
         how a scaler finds its scale, and which counts as finite.
         """
-        self.scaler.unscale_(self.optimizer)
-        limit = math.inf if self.config.clip_norm is None else self.config.clip_norm
-        norm = self.shards.clip(limit)
-        is_finite = math.isfinite(facts.loss) and (math.isfinite(norm) or self.scaler.is_enabled())
+        if self.config.clip_norm is not None:
+            self.shards.clip(self.config.clip_norm, norm)
+        is_finite = math.isfinite(facts.loss) and (bool(norm.isfinite()) or self.scaler.is_enabled())
         is_skipped = not is_finite and self.config.on_nonfinite != "keep"
         if not is_skipped:
             self.scaler.step(self.optimizer)
@@ -153,7 +160,6 @@ class AppliedState:
         self.scaler.update()
         self.scheduler.step()
         self.reached = self.reached.advance(facts, is_finite=is_finite, is_skipped=is_skipped)
-        return norm
 
     def restore(self, fill: Callable[[State], None], reached: Reached, *, keeps_rates: bool = False) -> None:
         """Take over what was saved at a place, as `fill` reads it back into what is held; see `StateShards.take`."""

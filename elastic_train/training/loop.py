@@ -1,8 +1,8 @@
 """The training loop: lane by lane to a sum, one update, one record, and at every boundary the same three questions.
 
 Everything that depends on where the run happens (ranks, files, storage, tracker) is in the `Session` that the loop is
-given. Between the gradient sum's return and the next step's start the applied state moves from s to s+1; a fault
-anywhere else leaves it at s. What may be dropped when there is no time left to finish it is marked `droppable`.
+given. A fault before the ranks meet over a step's gradient leaves the applied state at s; one after that finds every
+rank able to move it to s+1. What may be dropped when there is no time left to finish it is marked `droppable`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from elastic_train.job.state import StepFacts
 from elastic_train.system.failpoints import reach
 from elastic_train.training.nonfinite import report_nonfinite
 from elastic_train.training.session import Session
-from elastic_train.training.step import compute_step
+from elastic_train.training.step import compute_step, meet
 from elastic_train.training.step_sums import ABLE, BUSY, COMMIT, GIVE_UP, GROW, LEAVE, UNABLE, StepSums
 
 
@@ -57,12 +57,16 @@ def train_steps(session: Session) -> Outcome:
         facts = StepFacts(
             cursor, sums.coverage, session.world.term, account, computed.buffers, sums.loss, session.reduction == "fast"
         )
-        norm = state.apply(facts)
+        norm = state.measure()
+        lost = meet(session, norm)
+        state.apply(facts, norm)
         reach("applied")
         seconds = time.perf_counter() - started
-        session.record_step(sums, norm, seconds)
+        session.record_step(sums, float(norm), seconds)
         if state.reached.num_nonfinite:
-            report_nonfinite(session, lanes, sums, norm)
+            report_nonfinite(session, lanes, sums, float(norm))
+        if lost is not None:
+            raise lost
 
         if state.step == session.plan.total_steps:
             break

@@ -17,6 +17,7 @@ from elastic_train.core.arrays import ranges_of
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import lane_seed
 from elastic_train.data.loading.loader import LaneBatch
+from elastic_train.errors import PeerLostError
 from elastic_train.parallel.step_tables import Row, StepTables, gather_tables
 from elastic_train.system.failpoints import reach
 from elastic_train.training.session import Session
@@ -78,6 +79,22 @@ def _exchange(session: Session, sums: StepSums) -> Sequence[tuple[Tensor, Tensor
     buffers = session.buffers.finish(sums.buffers)
     clock.exchange_s, clock.exchanged_bytes = clock.lap(), replicas.num_bytes - before
     return buffers
+
+
+def meet(session: Session, norm: Tensor) -> PeerLostError | None:
+    """Return when every rank holds the step's gradient, whose norm is `norm`: the point of no return.
+
+    No rank applies a step before it knows that all others can. So what a lost rank had applied, the others apply, too:
+    where a peer is lost here, its error is returned, and this rank leaves the world after it has applied the step.
+    Raises PeerLostError in restart mode, whose next world begins with a commit.
+    """
+    try:
+        session.world.group.all_gather(norm)
+    except PeerLostError as error:
+        if not session.worlds.is_live:
+            raise
+        return error
+    return None
 
 
 def run_lanes(session: Session, lanes: Sequence[LaneBatch]) -> dict[int, LaneSums]:

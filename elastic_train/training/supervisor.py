@@ -192,6 +192,7 @@ def _finish(session: Session, outcome: Outcome) -> Ended:
         session.worlds.leave(is_job_done=False)
         return Preempted(f"asked to leave after step {step}; the other members continue")
     result = result_of(session.plan, session.state, outcome.value)
+    session.world.check_newest()
     if (error := write_result(session, result)) is not None:
         sys.stderr.write(explain(error) + "\n")
     session.close(status="FINISHED" if outcome is Outcome.DONE else "KILLED")

@@ -21,7 +21,7 @@ from elastic_train.checkpoint.saving.store_use import StoreUse
 from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.config.schema import Config
 from elastic_train.core.mesh import Mesh
-from elastic_train.errors import ElasticTrainError, StorageError
+from elastic_train.errors import ElasticTrainError, FencedError, StorageError
 from elastic_train.parallel.group import Group
 from elastic_train.system.failpoints import reach
 from elastic_train.tracking.background_files import BackgroundFiles
@@ -80,6 +80,17 @@ class World:
         """Show one line to people, once for the whole world."""
         if self.progress is not None:
             self.progress.event(text)
+
+    def check_newest(self) -> None:
+        """Raise FencedError on rank 0 if a newer term is claimed, so that what a frozen process still writes replaces
+        nothing of its successors. Does nothing on other ranks, and where the fence gives no answer.
+        """
+        if not self.is_leader:
+            return
+        with contextlib.suppress(StorageError):
+            newest = self.fence.head()
+            if newest is not None and newest.term > self.term:
+                raise FencedError(f"term {newest.term} was claimed, so the result of term {self.term} is not written")
 
     def close(self) -> None:
         """Leave the last status on the screen, and let go of files and connections; once more does nothing."""

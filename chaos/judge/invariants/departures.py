@@ -97,7 +97,7 @@ def _check_changes(run: Evidence) -> None:
     the other.
     """
     formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
-    seen_in = last_seen(run)  # a world may break before all have recorded it
+    seen_in, recorded = last_seen(run), {pid for members in pids.values() for pid in members}
     node_of = {pid: line["node"] for line in run.of("node") for pid in _pids(line)}
     lost = {line["term"] for line in run.of("form") if line.get("cause") == "lost"}  # one of the members before is gone
     worlds_left, spent = dict[tuple[int, object], int](), set[tuple[int, object]]()
@@ -112,6 +112,7 @@ def _check_changes(run: Evidence) -> None:
         if _is_parted(hits, {node_of.get(pid) for pid in pids[before] | pids[after]}):
             excused |= pids[before]
         excused |= _hit_unrecorded(run, after)
+        # A world may break before all have recorded it, or before any has.
         gone = sorted(pid for pid in pids[before] - pids[after] - excused if seen_in[pid] == before)
         if gone:
             raise Unknown(f"process {gone[0]} left between terms {before} and {after}, and no fault explains it")
@@ -120,7 +121,7 @@ def _check_changes(run: Evidence) -> None:
         leaving = {(id(line), pid) for line in hits if line["kind"] in _TELL_TO_LEAVE for pid in _pids(line)}
         late = [one for one in leaving if one[1] in pids[before] and worlds_left.get(one, MOST_WORLDS_LEAVING) > 0]
         left = struck - spent
-        again = {one for one in left if one[1] not in seen_in}
+        again = {one for one in left if one[1] not in recorded}
         if after in lost and (members := {one for one in left if one[1] in pids[before]}):
             of_etcd = [(id(line), pid) for line in hits if is_of_etcd(line["kind"]) for pid in _pids(line)]
             again = {*[one for one in of_etcd if one in members][:1]} or members

@@ -31,6 +31,7 @@ from elastic_train.job.state import Reached, StepFacts
 from elastic_train.job.state_shards import Place, Transfer, whole_from_furthest
 
 _MASK = (1 << 64) - 1
+_NO_NORM = torch.tensor(0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +97,16 @@ class ModelledState:
     def coverage(self) -> CoverageSums:
         return self.reached.coverage
 
-    def apply(self, facts: StepFacts) -> float:
+    def measure(self) -> torch.Tensor:
+        return _NO_NORM
+
+    def apply(self, facts: StepFacts, norm: torch.Tensor) -> None:
         weights = self.model
         assert weights.gradient is not None, "a step has a gradient"
         weights.counts += weights.gradient.counts
         weights.digest = derive(weights.digest, weights.gradient.digest, self.step)
         weights.gradient = None
         self.reached = self.reached.advance(facts)
-        return 0.0
 
     @property
     def shards(self) -> ModelledState:

@@ -43,7 +43,7 @@ def step(state: AppliedState, times: int = 1) -> None:
     for _ in range(times):
         for number, parameter in enumerate(state.model.parameters()):
             parameter.grad = torch.full_like(parameter, 0.25 + number) if parameter.requires_grad else None
-        state.apply(StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount()))
+        state.apply(StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount()), state.measure())
 
 
 def resumed(state: AppliedState, other: AppliedState) -> AppliedState:

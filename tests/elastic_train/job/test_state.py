@@ -32,7 +32,7 @@ def built(config: OptimizerConfig, total_steps: int = 20) -> AppliedState:
 def step(state: AppliedState) -> None:
     for parameter in state.model.parameters():
         parameter.grad = torch.full_like(parameter, 0.25)
-    state.apply(StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount()))
+    state.apply(StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount()), state.measure())
 
 
 def restored(state: AppliedState, config: OptimizerConfig, total_steps: int = 20) -> AppliedState:
@@ -97,7 +97,9 @@ def test_what_was_not_finite_leaves_weights_and_moments_alone_and_its_step_count
     for value, loss in ((math.inf, 1.0), (0.25, math.nan)):
         for parameter in state.model.parameters():
             parameter.grad = torch.full_like(parameter, value)
-        state.apply(StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount(), loss=loss))
+        state.apply(
+            StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount(), loss=loss), state.measure()
+        )
     assert (state.step, state.reached.skipped_steps, state.reached.num_nonfinite) == (3, ((1, 3),), 2)
     after = state.shards.held()
     for part in ("model", "optimizer"):
@@ -126,9 +128,9 @@ def test_clipping_is_by_the_norm_of_the_trained_grains_and_leaves_the_rest_alone
     state = build_state(model, OptimizerConfig(clip_norm=limit), 20, "cpu", is_fp16=False)
     grains = [grain for gradient in before for grain in split_grains([gradient])]
     assert len(grains) == state.layout.trained.size
-    norm = state.shards.clip(limit)
+    state.shards.clip(limit, norm := state.measure())
     assert norm == total_norm(grain_squares(grains).numpy())
-    factor = clip_factor(norm, limit)
+    factor = clip_factor(float(norm), limit)
     for parameter, gradient in zip(trained, before, strict=True):
         assert parameter.grad is not None and torch.equal(parameter.grad, gradient * factor)
 
@@ -143,7 +145,7 @@ def test_the_number_of_threads_does_not_show_in_a_clipped_step(threads: int) -> 
             state = build_state(nn.Linear(1 << 18, 1), OptimizerConfig(warmup_steps=0), 20, "cpu", is_fp16=False)
             for parameter in state.model.parameters():
                 parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-            norm = state.apply(StepFacts(Cursor(0, 1), CoverageSums(), 1, SampleAccount()))
+            state.apply(StepFacts(Cursor(0, 1), CoverageSums(), 1, SampleAccount()), norm := state.measure())
             digests.append((norm, [parameter.grad for parameter in state.model.parameters()]))
     finally:
         torch.set_num_threads(before)

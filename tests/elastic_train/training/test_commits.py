@@ -100,7 +100,9 @@ def take_step(commits: Commits) -> None:
     """Do what the loop does for a step, up to its boundary."""
     commits.state.model(torch.ones(1, 3)).sum().backward()
     commits.await_staging()
-    commits.state.apply(StepFacts(Cursor(), CoverageSums(), commits.world.term, SampleAccount()))
+    commits.state.apply(
+        StepFacts(Cursor(), CoverageSums(), commits.world.term, SampleAccount()), commits.state.measure()
+    )
     commits.collect()
 
 

@@ -6,8 +6,11 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.order import Cursor
+from elastic_train.errors import PeerLostError
 from elastic_train.parallel.step_tables import StepTables
 from elastic_train.training import loop, step
 from elastic_train.training.step_clock import StepClock
@@ -38,3 +41,37 @@ def test_a_rank_asked_to_leave_during_a_step_leaves_right_after_it(monkeypatch: 
     computed = step.compute_step(session, [batch])  # type: ignore[list-item]
     assert computed.flags == computed.sums.any_flags == LEAVE
     assert loop._end(session, computed.flags, computed.sums) is loop.Outcome.PREEMPTED
+
+
+def test_a_rank_that_loses_a_peer_at_the_point_of_no_return_is_to_apply_its_step() -> None:
+    """The peer may have applied it. In restart mode no member's state counts, so there the world just ends."""
+    lost = PeerLostError("connection reset by peer")
+    session = MagicMock()
+    assert step.meet(session, torch.tensor(1.0)) is None
+    session.world.group.all_gather.side_effect = lost
+    session.worlds.is_live = True
+    assert step.meet(session, torch.tensor(1.0)) is lost
+    session.worlds.is_live = False
+    with pytest.raises(PeerLostError):
+        step.meet(session, torch.tensor(1.0))
+
+
+def test_a_step_whose_gradient_all_hold_is_applied_and_recorded_before_its_world_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The order of the calls around the point of no return."""
+    lost, session, computed = PeerLostError("connection reset by peer"), MagicMock(), MagicMock()
+    computed.sums.is_unreadable = False
+    session.leave.dropping = lambda batches: [[]]
+    session.plan.order.advance.return_value = session.state.cursor = Cursor(0, 8)
+    session.state.reached.num_nonfinite = 0
+    session.leaving.return_value = [False]
+    calls = MagicMock()
+    monkeypatch.setattr(loop, "compute_step", lambda *_: computed)
+    monkeypatch.setattr(loop, "meet", calls.meet)
+    calls.meet.return_value = lost
+    session.state.measure, session.state.apply = calls.measure, calls.apply
+    session.record_step = calls.record
+    with pytest.raises(PeerLostError):
+        loop.train_steps(session)
+    assert [call[0] for call in calls.mock_calls if call[0].isalpha()] == ["measure", "meet", "apply", "record"]

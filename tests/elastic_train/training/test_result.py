@@ -13,7 +13,7 @@ from torch import nn
 
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
-from elastic_train.errors import ElasticTrainError, Preempted, ResultError
+from elastic_train.errors import ElasticTrainError, FencedError, Preempted, ResultError
 from elastic_train.system import atomic_files
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.training.loop import Outcome
@@ -29,6 +29,7 @@ class Ended:
     def __init__(self, folder: Path, *, is_live: bool = True, is_launched: bool = True) -> None:
         self.acts: list[str] = []
         self.finish: Callable[[], object] = lambda: None
+        self.check_newest: Callable[[], object] = lambda: None
         run = SimpleNamespace(dir=str(folder))
         task = SimpleNamespace(finish=lambda model, folder: self.finish())
         self.plan = SimpleNamespace(config=SimpleNamespace(run=run), task=task, manifest=SimpleNamespace(num_rows=9))
@@ -38,6 +39,7 @@ class Ended:
             ),
             history=SimpleNamespace(end=lambda **_: self.acts.append("history ended")),
             term=3,
+            check_newest=lambda: self.check_newest(),
         )
         reached = SimpleNamespace(validation={}, account=SampleAccount(), fast_steps=(), skipped_steps=())
         cursor = SimpleNamespace(epoch=1)
@@ -100,6 +102,19 @@ def test_a_rank_asked_to_leave_leaves_even_if_the_result_cannot_be_written(
     assert isinstance(ended, Preempted) and "step 14 is committed" in str(ended)
     assert session.acts == ["history ended", "KILLED", "group closed", "left"]
     assert "result.json: [Errno 28]" in capsys.readouterr().err
+
+
+def test_a_process_that_was_fenced_off_before_its_result_writes_none(tmp_path: Path) -> None:
+    """Frozen since its last commit, it would replace the result of a newer term, which may say more."""
+    session = Ended(tmp_path)
+
+    def refuse() -> None:
+        raise FencedError("term 4 was claimed")
+
+    session.check_newest = refuse
+    with pytest.raises(FencedError):
+        _finish(session, Outcome.PREEMPTED)  # type: ignore[arg-type]
+    assert session.acts == [] and list(tmp_path.iterdir()) == []
 
 
 def test_a_task_that_cannot_write_does_not_cost_the_result(tmp_path: Path) -> None:

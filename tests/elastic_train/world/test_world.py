@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
 
 from elastic_train.checkpoint import CommitRecord, CommitWriter, SaveMemory, Store, Unheard, open_store
+from elastic_train.errors import FencedError
 from elastic_train.job.commit_facts import describe_commit
 from elastic_train.parallel.group import Group
 from elastic_train.training.open_session import commit_alone
@@ -36,6 +38,8 @@ class Etcd:
         self.commit = commit
 
     def head(self) -> Etcd:
+        if self.is_away:
+            raise rendezvous_errors.StoreUnavailableError("no etcd answers")
         return self
 
 
@@ -104,3 +108,16 @@ def test_a_state_that_skipped_a_damaged_commit_is_kept(tmp_path: Path, is_heard:
     state = state_of((1, 0, 5), (3, 5, 12))
     assert restore(job.plan, job.world(), state) == first  # type: ignore[arg-type]
     assert state.reached.intervals == state_of((1, 0, 5), (3, 5, 12)).reached.intervals
+
+
+def test_rank_0_of_a_world_that_is_not_the_newest_finds_itself_fenced_off(tmp_path: Path) -> None:
+    """Only rank 0 asks, since only it writes; without an answer from etcd nothing is known, and it continues."""
+    job = Job(tmp_path)
+    world = job.world()
+    world.check_newest()
+    job.fence.claim(1)
+    with pytest.raises(FencedError, match="term 2 was claimed, so the result of term 1 is not written"):
+        world.check_newest()
+    replace(world, group=MagicMock(rank=1)).check_newest()
+    job.etcd.is_away = True
+    world.check_newest()

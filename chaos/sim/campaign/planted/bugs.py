@@ -49,6 +49,11 @@ def let_epochs_pass(*_: object) -> None:
     """Compare nothing at the end of an epoch."""
 
 
+def meet_or_drop(session: Session, norm: Tensor) -> None:
+    """Lose the step with the peer."""
+    session.world.group.all_gather(norm)
+
+
 def carry_unfenced(snapshot: Snapshot, keys: Keys, term: int, commit: str) -> Change:
     return Change({keys.head: encode(Head(term, commit, ""))}, {})
 

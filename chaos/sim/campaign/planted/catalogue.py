@@ -138,6 +138,20 @@ PLANTED = (
         faults.kills,
     ),
     SimBug(
+        "applies-too-soon",
+        "a rank applies a step before it knows that the others can",
+        lambda: {"elastic_train.training.loop:meet": lambda session, norm: None},
+        ("rpo",),
+        faults.dies_ahead,
+    ),
+    SimBug(
+        "drops-what-may-be-applied",
+        "a rank that loses a peer at the point of no return drops its step, which the peer may have applied",
+        lambda: {"elastic_train.training.loop:meet": bugs.meet_or_drop},
+        ("rpo",),
+        faults.dies_ahead,
+    ),
+    SimBug(
         "skipped-barrier",
         "a world begins without bringing its ranks to one step",
         lambda: {"elastic_train.world.restore:hand_over": lambda group, state, places: None},
