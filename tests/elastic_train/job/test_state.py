@@ -137,7 +137,7 @@ def test_clipping_is_by_the_norm_of_the_trained_grains_and_leaves_the_rest_alone
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_the_number_of_threads_does_not_show_in_a_clipped_step(threads: int) -> None:
-    """A kernel that adds up a norm on several threads adds in another order."""
+    """No order of additions is left to a kernel, which would promise nothing."""
     digests, before = [], torch.get_num_threads()
     try:
         for number in (1, threads):
