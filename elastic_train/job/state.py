@@ -21,8 +21,10 @@ from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval, extend
 from elastic_train.core.order import Cursor
+from elastic_train.job.model_layout import describe_layout, layout_of
 from elastic_train.job.parameter_groups import build_groups, describe_groups
 from elastic_train.job.state_shards import ReplicatedState, StateShards
+from elastic_train.shards.grains import Layout
 from elastic_train.tasks.task import ParameterGroup
 
 
@@ -100,7 +102,7 @@ def _with(ranges: Ranges, step: int) -> Ranges:
 
 @dataclass(slots=True)
 class AppliedState:
-    """Everything that `apply` changes."""
+    """Everything that `apply` changes, and the cut of its weights into grains, which nothing changes."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -108,6 +110,7 @@ class AppliedState:
     scaler: torch.amp.GradScaler
     config: OptimizerConfig
     shards: StateShards
+    layout: Layout
     reached: Reached = field(default_factory=Reached)
 
     @property
@@ -123,9 +126,12 @@ class AppliedState:
         return self.reached.coverage
 
     @property
-    def grouping(self) -> Sequence[str]:
-        """What tells the optimizer's parameter groups from another rank's, one line each."""
-        return describe_groups(self.model, self.optimizer)
+    def outline(self) -> Mapping[str, Sequence[str]]:
+        """What tells parameters and parameter groups from another rank's, one line each, by what they are."""
+        return {
+            "the parameters": describe_layout(self.layout),
+            "the list of parameter groups": describe_groups(self.model, self.optimizer),
+        }
 
     def measure(self) -> Tensor:
         """Undo the loss's scale in the reduced gradients that are in place, and return their norm over the model.
@@ -133,7 +139,7 @@ class AppliedState:
         Once for each step, before `apply`. The norm is on the CPU: a device has computed all of the gradients by then.
         """
         self.scaler.unscale_(self.optimizer)
-        return self.shards.norm().cpu()
+        return self.shards.norm()
 
     def apply(self, facts: StepFacts, norm: Tensor) -> None:
         """Take one optimizer step with the reduced gradients in place, whose norm is what `measure` returned.
@@ -181,7 +187,7 @@ def build_state(
     scheduler = LambdaLR(optimizer, lambda step: rate_factor(step, config, total_steps))
     scaler = torch.amp.GradScaler(device, enabled=is_fp16)
     shards = ReplicatedState(model, optimizer, scheduler, scaler)
-    return AppliedState(model, optimizer, scheduler, scaler, config, shards)
+    return AppliedState(model, optimizer, scheduler, scaler, config, shards, layout_of(model, optimizer))
 
 
 def rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.checkpoint.state_dict import (
@@ -23,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.job.parameter_groups import regroup
+from elastic_train.shards.norm import clip_factor, grain_squares, split_grains, total_norm
 
 
 class Place(NamedTuple):
@@ -62,7 +64,10 @@ class StateShards(Protocol):
         """Return the held weights and buffers by name; ranks that hold the same names must hold the same bits."""
 
     def norm(self) -> Tensor:
-        """Return the norm of the reduced gradients over the whole model."""
+        """Return the norm of the reduced gradients over the whole model: a float64 on the CPU.
+
+        It is that by grains (`shards.norm`), in which neither a cut nor a number of threads shows.
+        """
 
     def clip(self, limit: float, norm: Tensor) -> None:
         """Scale the reduced gradients, whose norm is `norm`, down to one of `limit` over the whole model."""
@@ -93,10 +98,16 @@ class ReplicatedState:
         return self.model.state_dict()
 
     def norm(self) -> Tensor:
-        return nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        squares = grain_squares(split_grains(self._gradients()))
+        return torch.tensor(total_norm(squares.numpy()), dtype=torch.float64)
 
     def clip(self, limit: float, norm: Tensor) -> None:
-        nn.utils.clip_grads_with_norm_(self.model.parameters(), limit, norm)
+        if (factor := clip_factor(float(norm), limit)) != 1.0:
+            for gradient in self._gradients():
+                gradient.mul_(factor)
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 
     def held(self) -> State:
         memory = tuple(self._memory())

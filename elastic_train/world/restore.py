@@ -54,6 +54,11 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
         plan.check_continues(head)
     if head is not None and is_loaded:
         _load(world.store, head, state)
+        if not head.is_by_grains and plan.config.optimizer.clip_norm is not None:
+            world.announce(
+                f"{head.key} is of an older version, which computed the norm of gradients otherwise: a step that clips "
+                "rounds otherwise from here on, so the weights are not those that the older version would end with"
+            )
     else:
         if furthest.step == 0:
             _begin_alike(world, state)

@@ -89,7 +89,7 @@ class ModelledState:
     model: Weights
     reached: Reached = field(default_factory=Reached)
     scheduler: Rate = field(default_factory=Rate)
-    grouping: tuple[str, ...] = ()
+    outline: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def step(self) -> int:

@@ -180,10 +180,12 @@ def begin_without_lineage(self: MetricsWriter, intervals: Sequence[Interval]) ->
     self._append({"begins_at": intervals[-1].hi if intervals else 0})
 
 
-def crash_if_different(group: Group, plan: Plan, grouping: Sequence[str], weights: Mapping[str, Tensor]) -> None:
+def crash_if_different(
+    group: Group, plan: Plan, outline: Mapping[str, Sequence[str]], weights: Mapping[str, Tensor]
+) -> None:
     """Take what the configuration forbids for a crash."""
     try:
-        uniformity.check_alike(group, plan, grouping, weights)
+        uniformity.check_alike(group, plan, outline, weights)
     except ConfigError as error:
         raise RuntimeError(f"planted at check_alike: {error}") from error
 
