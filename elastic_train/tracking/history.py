@@ -90,14 +90,17 @@ class History:
         num_left_out: int = 0,
         world: int,
         loss: float,
+        is_settled: bool = True,
     ) -> None:
         """A step was applied: every lane's offsets [lo, hi) of the epoch; `step` counts the steps applied so far.
 
-        `num_left_out` of these samples are in holes and were not read.
+        `num_left_out` of these samples are in holes and were not read. `is_settled` says that this rank knew that all
+        others can apply the step, too.
         """
         where = {"epoch": epoch, "lo": lo, "hi": hi, "lanes": lanes}
         counts = {"num_samples": num_samples, **({"num_left_out": num_left_out} if num_left_out else {})}
-        self._write("step", step=step, **where, **counts, world=world, loss=loss)
+        unsettled = {} if is_settled else {"unsettled": True}
+        self._write("step", step=step, **where, **counts, world=world, loss=loss, **unsettled)
 
     def nonfinite(self, *, step: int, loss: float, norm: float, samples: Mapping[int, Ranges]) -> None:
         """A step's loss or gradient was not finite; `samples` are, by lane, ids of this rank's that did it."""

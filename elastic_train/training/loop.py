@@ -62,7 +62,7 @@ def train_steps(session: Session) -> Outcome:
         state.apply(facts, norm)
         reach("applied")
         seconds = time.perf_counter() - started
-        session.record_step(sums, float(norm), seconds)
+        session.record_step(sums, float(norm), seconds, is_settled=lost is None)
         if state.reached.num_nonfinite:
             report_nonfinite(session, lanes, sums, float(norm))
         if lost is not None:

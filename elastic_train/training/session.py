@@ -141,8 +141,11 @@ class Session:
         self.world.history.unwritable(step=self.state.step, why=use.why)
         use.bar()
 
-    def record_step(self, sums: StepSums, norm: float, seconds: float) -> None:
-        """Write the step that was just applied to the history, and to tracker and progress on rank 0."""
+    def record_step(self, sums: StepSums, norm: float, seconds: float, *, is_settled: bool) -> None:
+        """Write the step that was just applied to the history, and to tracker and progress on rank 0.
+
+        It `is_settled` if no peer was lost at the point of no return.
+        """
         state, loss, rate = self.state, sums.loss / sums.divisor, sums.coverage.count / seconds
         lo = (state.step - 1) % self.plan.order.num_steps(self.plan.micro_batch) * self.plan.micro_batch
         self.world.history.step(
@@ -155,6 +158,7 @@ class Session:
             num_left_out=sums.num_left_out,
             world=self.world.group.size,
             loss=loss,
+            is_settled=is_settled,
         )
         if self.tracker is not None:
             learning_rate = float(state.scheduler.get_last_lr()[0])

@@ -46,6 +46,8 @@ REFUSED = 1 / 6
 """In how many runs etcd refuses for a while, or somebody else writes into it."""
 SKEWED = 1 / 8
 """In how many live runs nodes' clocks differ by seconds. With restarts, steps are too far apart to tell by how much."""
+WITH_VECTORS, MOST_WITH_VECTORS = 1 / 8, 8
+"""In how many runs the product itself adds up the lanes' vectors, and of how many ranks at most: all send to all."""
 LEAST_STEP_S = 4.0
 """How long one rank takes for a step, at least, in those that last for minutes."""
 ALONE = 1 / 10
@@ -124,6 +126,8 @@ def case_of(seed: int, num_nodes: int | None = None) -> Case:
     etcd = random.Random(f"{seed}/etcd")
     if etcd.random() < REFUSED:
         faults = in_order([*faults, *draw_of_etcd(etcd, shape)])
+    if random.Random(f"{seed}/vectors").random() < WITH_VECTORS and shape.nodes * shape.ranks <= MOST_WITH_VECTORS:
+        shape = replace(shape, vectors=True)
     clocks = random.Random(f"{seed}/clocks")
     if shape.nodes > 1 and shape.recovery == "live" and clocks.random() < SKEWED:
         faults = in_order([*faults, *draw_skews(clocks, shape)])
@@ -188,9 +192,8 @@ def _same_job(shape: Shape) -> Shape:
     """Return the shape without what the final state does not depend on, time included: one rank has all lanes."""
     rows, epochs, lanes = shape.rows, shape.epochs, shape.lanes
     lane_s = Shape().lane_s / lanes
-    return replace(
-        Shape(), nodes=1, lanes=lanes, micro_batch=shape.micro_batch, rows=rows, epochs=epochs, lane_s=lane_s
-    )
+    same = Shape(nodes=1, lanes=lanes, micro_batch=shape.micro_batch, rows=rows, epochs=epochs, lane_s=lane_s)
+    return replace(same, vectors=shape.vectors)
 
 
 def holes_of(run: Evidence) -> str:

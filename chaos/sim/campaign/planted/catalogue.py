@@ -138,6 +138,25 @@ PLANTED = (
         faults.kills,
     ),
     SimBug(
+        "adds-from-left-to-right",
+        "the ranks' sums are added in the order of ranks instead of along the tree",
+        lambda: {"elastic_train.parallel.exchange:merge_plan": bugs.merge_from_left_to_right},
+        ("hash",),
+        faults.kills,
+        replace(SHAPE, vectors=True),
+    ),
+    SimBug(
+        "cut-off-by-one",
+        "the upper half of a sum begins one element too late, and ranks do not compare their weights",
+        lambda: {
+            "elastic_train.parallel.exchange:halving_turns": bugs.halving_off_by_one,
+            "elastic_train.training.commits:check_same_weights": lambda group, weights, step: None,
+        },
+        ("hash",),
+        faults.kills,
+        replace(SHAPE, vectors=True, nodes=4, lanes=8),
+    ),
+    SimBug(
         "applies-too-soon",
         "a rank applies a step before it knows that the others can",
         lambda: {"elastic_train.training.loop:meet": lambda session, norm: None},

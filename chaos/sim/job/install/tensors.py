@@ -31,6 +31,8 @@ def tensors(host: Host) -> Iterable[Replacement]:
     def gradient_sum(
         kind: str, parameters: list[training.Weights], group: SimGroup, lanes: int
     ) -> training.ModelledSum:
+        if host.shape.vectors:
+            return training.VectorSum(parameters[0], group, lanes)
         return training.ModelledSum(parameters[0], group)
 
     def run_lane(session: Session, batch: LaneBatch) -> LaneSums:
