@@ -18,6 +18,7 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import lane_seed
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import PeerLostError
+from elastic_train.job.generators import seed_generators
 from elastic_train.parallel.step_tables import Row, StepTables, gather_tables
 from elastic_train.system.failpoints import reach
 from elastic_train.training.session import Session
@@ -113,7 +114,7 @@ def _run_lane(session: Session, batch: LaneBatch) -> LaneSums:
     """Add one lane's gradient. A lane without samples adds zero."""
     if batch.tensors is None:
         return LaneSums()
-    torch.manual_seed(lane_seed(session.plan.config.run.seed, session.state.step, batch.lane))
+    seed_generators(lane_seed(session.plan.config.run.seed, session.state.step, batch.lane))
     reach("forward")
     with session.plan.autocast():
         loss = session.plan.task.loss(session.state.model, session.to_device(batch.tensors))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,8 @@ from torch import nn
 
 from elastic_train.job.state_shards import ReplicatedState
 from elastic_train.training.run import run
-from tests.conftest import ROOT, run_ranks, start, write_rows
+from tests.conftest import run as run_module
+from tests.conftest import run_ranks, start, write_rows
 
 FOLDER = Path(__file__).parent
 TASK = "elastic_train.tasks.text_classifier:TextClassifier"
@@ -60,8 +60,9 @@ def result_of(folder: Path) -> object:
 
 def oracle(folder: Path) -> str:
     """Return the hash that the plain loop computes from the run's configuration."""
-    command = [sys.executable, "-m", "tests.oracle.loop", str(folder / "run" / "config.yaml")]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    done = run_module([sys.executable, "-m", "tests.oracle.loop", str(folder / "run" / "config.yaml")])
+    assert done.code == 0, done.output
+    return done.output.strip()
 
 
 @pytest.mark.slow

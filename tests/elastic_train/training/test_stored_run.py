@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,7 @@ import torch
 import elastic_train as et
 from chaos.judge.evidence.stored_weights import digest_of, load_weights
 from elastic_train.checkpoint import verify
-from tests.conftest import ROOT
+from tests.conftest import run_source
 from tests.elastic_train.training.stored import STORED, copy_stored_run
 
 pytestmark = pytest.mark.slow
@@ -65,9 +62,7 @@ def test_the_stored_run_is_resumed_to_its_end(tmp_path: Path) -> None:
     Those two hashed them by the rule of format 2.
     """
     folder, end = copy_stored_run(tmp_path), EXPECTED["result"]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", RESUME]
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    done = run_source(RESUME, cwd=folder)
     assert done.returncode == 0, done.stderr
     status, step, weights, count = json.loads(done.stdout.splitlines()[-1])
     assert "resumed from commits/00000001-000000000014.json (step 14," in done.stdout

@@ -24,7 +24,7 @@ from elastic_train.parallel.group import Group
 from elastic_train.world.quarantine import _look_again, _readers, known_holes, make_hole
 from tests.conftest import Finished, start, write_rows
 from tests.elastic_train.data.loading.test_batch_builder import damage
-from tests.elastic_train.training.test_training import (
+from tests.elastic_train.training.jobs import (
     CLASSIFIER,
     PARAMS,
     WITNESS,
