@@ -62,15 +62,18 @@ def _check_worlds(run: Evidence) -> None:
 
     A fault hits a world if it came, lasted or was undone after that was sealed, or had hit one of its processes before;
     and the world has to end in the fault's spell. An agent that was kept from etcd is a member of the next world, too:
-    a renewal that was lost is missed later, and ends one world.
+    a renewal that was lost is missed later, and ends one world. Where all had finished, an agent that hears late of it
+    may start its workers again, which find the job done.
     """
     formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
     node_of = {pid: line["node"] for line in run.of("node") for pid in _pids(line)}
-    spent = set[tuple[int, object]]()
+    spent, applied = set[tuple[int, object]](), {line["term"] for line in run.of("step")}
     for before, after, hits in _changes(run):
         until = max((_until(line) for line in hits), default=0.0)
         hit = {pid for line in hits for pid in _pids(line)}
         began = sealed.get(before, formed[before])
+        if _had_finished(run, before) and after not in applied:
+            continue
         if until >= began or not hit.isdisjoint(pids[before]) or seats[after] > seats[before]:
             continue
         own = {node_of[pid] for pid in pids[before] if pid in node_of}
@@ -80,6 +83,12 @@ def _check_worlds(run: Evidence) -> None:
         if cut_off <= spent:
             raise Unknown(f"term {after} was formed, but no fault since term {before} explains it")
         spent |= cut_off
+
+
+def _had_finished(run: Evidence, term: int) -> bool:
+    """Say whether every process of a term's world has recorded that the job is done."""
+    done = {line["rank"] for line in run.of("end") if line["term"] == term and line["status"] == "done"}
+    return len(done) == seats_of(run)[term]
 
 
 def _check_changes(run: Evidence) -> None:

@@ -109,6 +109,11 @@ def draw_skews(draws: random.Random, shape: Shape) -> tuple[SimFault, ...]:
     )
 
 
+def draw_agent(draws: random.Random, shape: Shape) -> SimFault:
+    """Draw an agent that freezes while its workers train on."""
+    return _fault(draws, shape, "freeze_agent", draws.uniform(0.0, 1.2 * shape.span_s))
+
+
 def draw_lone(draws: random.Random, shape: Shape) -> SimFault:
     """Draw one fault of one bad node; it lasts for at least as long as its price is counted."""
     at_s, for_s = shape.warm_s + draws.uniform(10.0, 30.0), draws.uniform(20.0, 2 * LONE_S)
