@@ -5,8 +5,12 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 # What a hundred started processes import is compiled once, also where the environment says otherwise.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(RUN) -m pytest
-# Three processes for two cores: half of the time a test waits for processes, leases and sockets.
-ON_EVERY_CORE := -n $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 ))) --maxprocesses 8 --dist loadgroup
+# Half of the time a slow test waits for processes, leases and sockets, so there are five processes for two cores. The quick
+# tests compute: one process for each core, since each imports torch for itself. (nproc would say what OMP_NUM_THREADS says.)
+CORES := $(shell env -u OMP_NUM_THREADS nproc)
+OVERLAPPING := -n $(shell echo $$(( ($(CORES) * 5 + 1) / 2 ))) --maxprocesses 8 --dist loadgroup
+ON_EVERY_CORE := -n $(CORES) --maxprocesses 8 --dist loadgroup
+ALONE = $(shell grep -rl --include='test_*.py' 'mark.alone' tests)
 
 .PHONY: setup demo test test-fast test-long sim soak check docs format bench clean
 
@@ -33,9 +37,9 @@ demo: setup
 test: setup
 	@echo "test: the whole suite, with real etcd, torchrun, signals, S3 and MLflow, in two passes"
 	@echo "test: pass 1 of 2, on every core"
-	@$(PYTEST) $(ON_EVERY_CORE) -m "not long and not alone"; code=$$?; \
+	@$(PYTEST) $(OVERLAPPING) -m "not long and not alone"; code=$$?; \
 	echo "test: pass 2 of 2, one at a time: what measures time and needs a quiet machine"; \
-	$(PYTEST) -m "alone and not long" && exit $$code
+	$(PYTEST) -m "alone and not long" $(ALONE) && exit $$code
 
 test-fast: setup
 	@echo "test-fast: what starts no processes and takes no time, then fifty jobs in virtual time"

@@ -1,4 +1,4 @@
-"""What grains cost: the norm and digest by grains beside torch's norm and one hash, and planning for large models.
+"""What grains cost: norm and digest by grains beside torch's norm and one hash, clipping in a step, planning.
 
     python -m benchmarks.grains [--million 16] [--json]
 
@@ -10,17 +10,22 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable
 
 import torch
 
+from elastic_train.config.schema import OptimizerConfig
+from elastic_train.job.state import build_state
+from elastic_train.parallel.gradient_sum import bind_gradients
 from elastic_train.shards.digest import grain_digests
 from elastic_train.shards.grains import GRAIN, Listed, lay_out
 from elastic_train.shards.holdings import all_held, circle_of
 from elastic_train.shards.norm import grain_squares, split_grains, total_norm
 from elastic_train.shards.recut import Holder, plan_recut
 from elastic_train.shards.seats import seats_of
+from elastic_train.tasks.text_classifier import TextClassifier
 
 
 def least_ms(act: Callable[[], object], tries: int = 5) -> float:
@@ -45,6 +50,45 @@ def measure_sums(num_elements: int) -> dict[str, float]:
         "adamw_ms": least_ms(optimizer.step),
         "digest_by_grains_ms": least_ms(lambda: grain_digests(content, 4)),
         "digest_whole_ms": least_ms(lambda: hashlib.sha256(content).digest()),
+    }
+
+
+def measure_clipping(dim: int, depth: int, num_tokens: int) -> dict[str, object]:
+    """Return what clipping costs beside the rest of a text classifier's step: four lanes of eight texts, AdamW.
+
+    Everything is timed in turn, so that other work on the machine slows all of it alike; milliseconds.
+    """
+    task = TextClassifier(num_tokens, dim, depth, label="label", numeric=[], categorical=[], vocabulary=32768)
+    task.num_classes = 4
+    model = task.build_model()
+    batch = {name: torch.zeros(8, 0) for name in ("numeric", "is_missing", "categories")}
+    batch |= {"tokens": torch.randint(1, 32768, (8, num_tokens)), "lengths": torch.full((8,), num_tokens)}
+    batch["label"] = torch.zeros(8, dtype=torch.int64)
+    flats = bind_gradients(list(model.parameters()))
+    state = build_state(model, OptimizerConfig(clip_norm=1.0), 100, "cpu", is_fp16=False)
+
+    def compute() -> None:
+        for flat in flats:
+            flat.zero_()
+        for _ in range(4):
+            task.loss(model, batch).total.backward()  # type: ignore[no-untyped-call]
+
+    acts: dict[str, Callable[[], object]] = {
+        "lanes": compute,
+        "clip": lambda: state.shards.clip(1e9, state.measure()),
+        "clip_by_torch": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9),
+        "update": state.optimizer.step,
+    }
+    least = dict.fromkeys(acts, math.inf)
+    for _ in range(7):
+        for name, act in acts.items():
+            least[name] = min(least[name], least_ms(act, 1))
+    step = least["lanes"] + least["update"]
+    return {
+        "parameters": sum(flat.numel() for flat in flats),
+        **{f"{name}_ms": ms for name, ms in least.items()},
+        "clip_in_step": round(least["clip"] / step, 4),
+        "clip_by_torch_in_step": round(least["clip_by_torch"] / step, 4),
     }
 
 
@@ -74,6 +118,7 @@ def main() -> None:
     torch.set_num_threads(1)
     found = {
         "sums": {"elements": options.million * 10**6, **measure_sums(options.million * 10**6)},
+        "clipping": [measure_clipping(16, 1, 16), measure_clipping(64, 2, 64), measure_clipping(128, 2, 256)],
         "plans": [measure_plans(32, 64, 2), measure_plans(32, 3400, 8), measure_plans(80, 13400, 8)],
     }
     print(json.dumps(found, indent=None if options.json else 2))

@@ -188,7 +188,9 @@ def _lane_step(
             rows[lane] = [float(loss.detach()), float(MICRO_BATCH), MICRO_BATCH, 1, 2, 0]
         table = gather_tables(group, Mesh(group.rank, group.size), case.num_lanes, rows).lanes
         gradients.finish(tree_sum([float(row[1]) for row in table]))
-        state.apply(StepFacts(Cursor(), CoverageSums(), 1, SampleAccount()))
+        norm = state.measure()
+        group.all_gather(norm)
+        state.apply(StepFacts(Cursor(), CoverageSums(), 1, SampleAccount()), norm)
 
     return step
 
@@ -208,7 +210,7 @@ def _ddp_step(case: Case, lanes: range, batches: dict[tuple[int, int], dict[str,
                 (loss * share).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         dist.all_reduce(total)
-        state.apply(StepFacts(Cursor(), CoverageSums(), 1, SampleAccount()))
+        state.apply(StepFacts(Cursor(), CoverageSums(), 1, SampleAccount()), state.measure())
 
     return step
 

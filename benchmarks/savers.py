@@ -37,7 +37,7 @@ class Training:
         self.state.model(self.batch).square().mean().backward()
 
     def update(self) -> None:
-        self.state.apply(StepFacts(Cursor(), CoverageSums(), 1, SampleAccount()))
+        self.state.apply(StepFacts(Cursor(), CoverageSums(), 1, SampleAccount()), self.state.measure())
         self.state.optimizer.zero_grad(set_to_none=False)
 
     def facts(self) -> CommitFacts:

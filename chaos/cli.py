@@ -37,6 +37,7 @@ from chaos.real.runs import (
     run_once,
     run_soak,
     undoable,
+    unslowed,
 )
 from chaos.scenario import model as scenarios
 from chaos.scenario.kinds import KINDS
@@ -253,8 +254,8 @@ def execute(
         started = time.monotonic()
         if name == REFERENCE:
             copy_holes(folder)
-        faults = due if name == FAULTED else []
-        run_once(scenario, config, folder / name, faults, seed, changes, total_steps, replay, is_quiet)
+        faults, own = (due, changes) if name == FAULTED else ([], [*changes, *unslowed(config)])
+        run_once(scenario, config, folder / name, faults, seed, own, total_steps, replay, is_quiet)
         say(f"done in {time.monotonic() - started:.0f} s")
     return examine(folder)
 

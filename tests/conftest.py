@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import pickle
 import signal
@@ -11,9 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +26,9 @@ from hypothesis import settings
 from elastic_train.data.dataset.manifest import build_manifest
 from rendezvous.etcd.server import free_ports
 from rendezvous.torchelastic.standby import ForkedWorker, Program, Standby
+
+if TYPE_CHECKING:
+    from chaos.services.freezing_disk import FreezingDisk
 
 ROOT = Path(__file__).parent.parent
 CLASSES = 4
@@ -37,6 +42,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the slow tests where several processes share them: begun last, one would keep the others waiting."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector pass over torch, MLflow and the tests themselves from now on: a million objects that stay."""
+    gc.collect()
+    gc.freeze()
 
 
 def write_rows(folder: Path, num_rows: int, *, seed: int = 0, num_files: int = 3, group_rows: int = 17) -> Path:
@@ -72,6 +83,19 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[FreezingDisk]:
+    """A small file system, at `run` below the test's folder, that can be frozen; skips where none can be mounted."""
+    from chaos.services.freezing_disk import freezing_disk
+    from chaos.services.store_mount import NoMountError
+
+    try:
+        with freezing_disk(tmp_path / "run") as made:
+            yield made
+    except NoMountError as error:
+        pytest.skip(str(error))
+
+
 @dataclass(frozen=True)
 class Finished:
     """How a started command ended."""
@@ -80,6 +104,15 @@ class Finished:
     output: str
     codes: tuple[int, ...] = ()
     """The exit codes of all ranks, where `start` started them."""
+
+
+@dataclass(frozen=True)
+class Printed:
+    """How a program ended, and what it has written to its two streams."""
+
+    returncode: int
+    stdout: str
+    stderr: str
 
 
 def start(
@@ -93,7 +126,7 @@ def start(
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "output"
         command = [sys.executable, "-m", "elastic_train", *arguments]
-        ranks = [begin(command, log, {**place, **(environ or {})}) for place in _places(num_ranks)]
+        ranks = [begin(command, log, {**place, **(environ or {})}) for place in places_of(num_ranks)]
         deadline = time.monotonic() + timeout_s
         try:
             codes = [rank.wait(max(0.0, deadline - time.monotonic())) for rank in ranks]
@@ -115,6 +148,23 @@ def run(command: list[str], timeout_s: float = 280) -> Finished:
         return Finished(code, log.read_text())
 
 
+def run_source(source: str, *arguments: str, cwd: Path = ROOT, timeout_s: float = 280) -> Printed:
+    """Run a program's text as `python -c SOURCE ARGS…` does, in a fork of what has imported the trainer.
+
+    Not for programs whose imports, standard input or end is what is tested.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        text, out, err = (Path(folder) / name for name in ("source", "out", "err"))
+        text.write_text(f"import os; os.chdir({str(cwd)!r})\n{source}")
+        program = Program("tests.source_program", (str(text), *arguments))
+        process = standby().start(program, {**os.environ, "OMP_NUM_THREADS": "1"}, str(out), str(err))
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            process.close(signal.SIGKILL)
+        return Printed(code, out.read_text(), err.read_text())
+
+
 def begin(command: list[str], log: Path | None = None, environ: dict[str, str] | None = None) -> ForkedWorker:
     """Begin `python -m MODULE …`, such as a node, and return it: a Popen that is a fork, as `start` makes them.
 
@@ -123,7 +173,7 @@ def begin(command: list[str], log: Path | None = None, environ: dict[str, str] |
     program = Program.of(command[1:])
     assert command[0] == sys.executable and program is not None, f"{command[0]} is no module of this Python"
     said = None if log is None else str(log)
-    return standby().start(program, {"OMP_NUM_THREADS": "1", **(environ or {})}, said, said)
+    return standby().start(program, {**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})}, said, said)
 
 
 @functools.cache
@@ -154,7 +204,7 @@ def run_ranks(of_rank: Callable[..., None], size: int, *arguments: object, may_f
         return codes
 
 
-def _places(num_ranks: int | None) -> list[dict[str, str]]:
+def places_of(num_ranks: int | None) -> list[dict[str, str]]:
     """Return the environment that a launcher gives each rank; without a launcher, nothing."""
     if num_ranks is None:
         return [{}]

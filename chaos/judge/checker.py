@@ -52,6 +52,7 @@ WITHOUT_HISTORIES = ("cleanliness", "sums", "witness", "hash", "metrics")
 """What can be judged of a run that has deleted some of its histories: these read results, commits and what is left."""
 COMPARED: dict[str, Callable[[Evidence, Evidence], str]] = {
     "hash": exactly_once.same_weights,
+    "weights": exactly_once.same_weights_at_commits,
     "losses": exactly_once.same_losses,
     "metrics": exactly_once.same_metrics,
 }

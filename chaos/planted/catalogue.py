@@ -64,6 +64,7 @@ PLANTED = (
     Planted("another-damaged", "a good commit refused", damage_commits.another_damaged, "atomicity"),
     Planted("extra-step", "a step applied beyond the end", damage.extra_step, "rpo"),
     Planted("other-weights", "rounding that depends on the world", damage.other_weights, "hash"),
+    Planted("other-commit", "a commit of weights that are not its step's", damage.other_commit, "weights"),
     Planted("different-losses", "dropout drawn from the rank", damage.different_losses, "losses"),
     Planted("other-metrics", "validation that repeats a padded sample", damage.other_metrics, "metrics"),
     Planted("late-recovery", "a job that takes hours to continue", damage.long_ago, "rto"),

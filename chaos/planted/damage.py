@@ -216,6 +216,17 @@ def other_weights(folder: Path) -> None:
     edit(folder, lambda line: {**line, "weights_sha256": digest} if line["op"] == "end" else line)
 
 
+def other_commit(folder: Path) -> None:
+    """The first commit holds other weights than the run without faults had at its step; the end is right."""
+    first = min(whole(line, "step") for line in collect(folder).of("commit"))
+
+    def change(line: Line) -> Line:
+        is_it = line["op"] == "commit" and line["step"] == first
+        return {**line, "weights_sha256": "0" * 64} if is_it else line
+
+    edit(folder, change)
+
+
 def other_metrics(folder: Path) -> None:
     """Validation counted a sample twice."""
     edit_result(folder, metrics={"loss": 0.5, "macro_f1": 0.5})

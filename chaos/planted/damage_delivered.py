@@ -75,7 +75,7 @@ def nan_weights(folder: Path) -> None:
     held = {path.name: path.read_bytes() for path in (folder / attempt).iterdir()}
     files = {name: {"size": len(content), "blake3": blake3(content).hexdigest()} for name, content in held.items()}
     digest = digest_of(weights)
-    _change_last(folder, {"format": 2, "attempt": attempt, "files": files, "weights_sha256": digest})
+    _change_last(folder, {"format": 3, "attempt": attempt, "files": files, "weights_sha256": digest})
     edit_result(folder, weights_sha256=digest)
     edit(folder, lambda line: {**line, "weights_sha256": digest} if line["op"] == "end" else line)
 

@@ -6,9 +6,10 @@ import os
 import sys
 from pathlib import Path
 
+from chaos.real.forked_node.begin import begin_fork
 from chaos.scenario.model import Scenario
 from chaos.services.surroundings import Surroundings
-from chaos.services.torchrun_node import Node, clean_environ
+from chaos.services.torchrun_node import Node, begin_program, clean_environ
 
 
 def launch(
@@ -23,7 +24,7 @@ def launch(
     nodes, around = scenario.nodes, around or Surroundings()
     assert scenario.config is not None, "the command line has asked"
     environ = {**clean_environ(os.environ), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    described = []
+    described, begin = [], begin_fork if nodes.forked else begin_program
     for number in range(nodes.count):
         command = [
             *(sys.executable, "-m", "torch.distributed.run", *around.flags(number, nodes.count)),
@@ -35,5 +36,5 @@ def launch(
         ]
         own = {**environ, **around.environ(number)}
         log = folder / f"node-{number}.log"
-        described.append(Node(number, around.command(number, nodes.count, command), log, own))
+        described.append(Node(number, around.command(number, nodes.count, command), log, own, begin))
     return described

@@ -116,13 +116,13 @@ def run_soak(
     say(f"training the same {verdict.run.result['step']} steps without faults, in {folder / REFERENCE}")
     one = scenario.nodes.model_copy(update={"count": 1})
     plain = scenario.model_copy(update={"nodes": one, "soak": None, "tracker": False})
-    quick = [*changes, *_unslowed(config), f"--max_steps={verdict.run.result['step']}"]
+    quick = [*changes, *unslowed(config), f"--max_steps={verdict.run.result['step']}"]
     copy_holes(folder)
     run_once(plain, config, folder / REFERENCE, [], seed, quick, int(str(verdict.run.result["step"])), replay, is_quiet)
     return examine(folder)
 
 
-def _unslowed(config: Config) -> list[str]:
+def unslowed(config: Config) -> list[str]:
     """Return what takes the waits out of a task that has them, and leaves its other parameters as they are."""
     if "lane_ms" not in config.task.params:
         return []

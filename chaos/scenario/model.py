@@ -124,6 +124,9 @@ class Nodes(_Section):
     """Seconds after which a silent node counts as lost."""
     recovery: Literal["restart", "live"] = "restart"
     """restart: a fault restarts the workers from a commit; live: survivors continue in their processes."""
+    forked: bool = False
+    """Fork nodes from a process that has imported the trainer. A start as a program, which is the default, imports it
+    for seconds of a core; all else about a node is the same."""
 
 
 class Soak(_Section):

@@ -36,7 +36,7 @@ LATE = ("commit", "write", "sync", "record", "publish")
 """Places that the writer comes by."""
 _DEAR = Counter({"kill_job": 12, "flip_bit": 6, "truncate_file": 6, "delete_file": 6, "start_twin": 6})
 """How many faults of another kind come for one of these, whose recovery begins with new processes, or takes seconds."""
-_DEAR.update({"hang": 3, "hang-native": 3})
+_DEAR.update({"hang": 3, "hang-native": 3, "freeze_agent": 2})
 _DEAR.update({"kill_node": 5, "stop_node": 5, "freeze_node": 2, "cut_node": 2, "cut_link": 2, "cut_one_way": 2})
 _DEAR.update({"refuse_address": 2, "hosts_file": 2, "freeze_fs": 3})
 _DEAR.update({"slow_network": 2, "lose_packets": 2, "etcd_outage": 2, "lose_etcd_data": 2, "tracker_outage": 8})

@@ -12,14 +12,16 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from chaos.errors import RunError
 from rendezvous.orphans import bound_command
 from rendezvous.process_table import children_of, environ_of, name_of, pids
+from rendezvous.torchelastic.standby import Process
 
 MARK = "ELASTIC_CHAOS_NODE"
+LONGEST_MARK = 64
 _LAUNCHED = ("TORCHELASTIC_", "PET_", "MASTER_", "GROUP_", "ROLE_", "ELASTIC_RENDEZVOUS")
 _RANKED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
 _GRACE_S = 45.0
@@ -27,19 +29,38 @@ _MOST_SCANS, _SCAN_EVERY_S = 200, 0.01
 """A process that was killed is found until the kernel is through with it."""
 
 
+Begun = Process | subprocess.Popen[bytes]
+Begin = Callable[[list[str], dict[str, str], Path], Begun]
+
+
+def begin_program(command: list[str], environ: dict[str, str], log: Path) -> Begun:
+    """Start a command as a program, in its own session; it dies with this process, and appends to the log."""
+    with log.open("ab") as said:
+        return subprocess.Popen(
+            bound_command(*command),
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
 class Node:
     """A torchrun that can be started, killed whole, asked to stop, and started again."""
 
-    def __init__(self, number: int, command: list[str], log: Path, environ: dict[str, str]) -> None:
-        self.number, self.command, self._log = number, command, log
+    def __init__(
+        self, number: int, command: list[str], log: Path, environ: dict[str, str], begin: Begin = begin_program
+    ) -> None:
+        self.number, self.command, self._log, self._begin = number, command, log, begin
         self._mark = f"{uuid.uuid4().hex}-{number}"
         self._environ = {**environ, MARK: self._mark}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Begun | None = None
 
     def twin(self) -> Node:
         """Return another node that is launched alike."""
         environ = {name: value for name, value in self._environ.items() if name != MARK}
-        return Node(self.number, self.command, self._log.with_name(f"{self._log.stem}-twin.log"), environ)
+        return Node(self.number, self.command, self._log.with_name(f"{self._log.stem}-twin.log"), environ, self._begin)
 
     @property
     def agent(self) -> int | None:
@@ -54,15 +75,7 @@ class Node:
         self.wait(_GRACE_S)  # a node that was asked to stop has to be gone before it comes back
         if self.is_up:
             raise RunError(f"node {self.number} cannot be started: it is still up after {_GRACE_S:.0f} s")
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                bound_command(*self.command),
-                env=self._environ,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self._process = self._begin(self.command, self._environ, self._log)
         return [self._process.pid]
 
     def kill(self) -> list[int]:

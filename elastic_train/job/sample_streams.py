@@ -17,6 +17,7 @@ from elastic_train.data.loading.loader import LaneBatch, LaneLoader
 from elastic_train.data.loading.reader import Reader
 from elastic_train.data.loading.row_cache import RowCache
 from elastic_train.data.loading.sample_rules import SampleRules
+from elastic_train.errors import DataError
 from elastic_train.tasks.task import Limited, Matching, Task
 
 
@@ -53,6 +54,14 @@ class Feed:
         folder, columns = self._config.data.cache_dir, self._task.columns()
         cache = RowCache(Path(folder), self._manifest, columns, self._config.data.cache_bytes) if folder else None
         return self._loader(self._manifest, order, lanes, cursor, num_steps, rules, cache)
+
+    def why_unreadable(self, group: int) -> str:
+        """Read a row group of the training set from its file, past all caches; say why it cannot be, or nothing."""
+        try:
+            Reader(self._manifest, self._task.columns()).decode(group)
+        except DataError as error:
+            return str(error) or type(error).__name__
+        return ""
 
     def validation(self, lanes: range) -> Iterable[Sequence[LaneBatch]] | None:
         """Return one pass over the validation set, None without one; what cannot be read of it ends the run.

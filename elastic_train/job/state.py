@@ -21,8 +21,10 @@ from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval, extend
 from elastic_train.core.order import Cursor
+from elastic_train.job.model_layout import describe_layout, layout_of
 from elastic_train.job.parameter_groups import build_groups, describe_groups
 from elastic_train.job.state_shards import ReplicatedState, StateShards
+from elastic_train.shards.grains import Layout
 from elastic_train.tasks.task import ParameterGroup
 
 
@@ -100,7 +102,7 @@ def _with(ranges: Ranges, step: int) -> Ranges:
 
 @dataclass(slots=True)
 class AppliedState:
-    """Everything that `apply` changes."""
+    """Everything that `apply` changes, and the cut of its weights into grains, which nothing changes."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -108,6 +110,7 @@ class AppliedState:
     scaler: torch.amp.GradScaler
     config: OptimizerConfig
     shards: StateShards
+    layout: Layout
     reached: Reached = field(default_factory=Reached)
 
     @property
@@ -123,22 +126,32 @@ class AppliedState:
         return self.reached.coverage
 
     @property
-    def grouping(self) -> Sequence[str]:
-        """What tells the optimizer's parameter groups from another rank's, one line each."""
-        return describe_groups(self.model, self.optimizer)
+    def outline(self) -> Mapping[str, Sequence[str]]:
+        """What tells parameters and parameter groups from another rank's, one line each, by what they are."""
+        return {
+            "the parameters": describe_layout(self.layout),
+            "the list of parameter groups": describe_groups(self.model, self.optimizer),
+        }
 
-    def apply(self, facts: StepFacts) -> float:
-        """Take one optimizer step with the reduced gradients in place; return their norm.
+    def measure(self) -> Tensor:
+        """Undo the loss's scale in the reduced gradients that are in place, and return their norm over the model.
+
+        Once for each step, before `apply`. The norm is on the CPU: a device has computed all of the gradients by then.
+        """
+        self.scaler.unscale_(self.optimizer)
+        return self.shards.norm()
+
+    def apply(self, facts: StepFacts, norm: Tensor) -> None:
+        """Take one optimizer step with the reduced gradients in place, whose norm is what `measure` returned.
 
         Clipping, the scaler's decision and what is finite read reduced values only, so every rank decides alike. A step
         whose loss or gradient is not finite leaves weights, moments and buffers alone, unless the configuration keeps
         it; it still counts as applied: its samples are spent. So does one whose fp16 gradients overflowed, which is
         how a scaler finds its scale, and which counts as finite.
         """
-        self.scaler.unscale_(self.optimizer)
-        limit = math.inf if self.config.clip_norm is None else self.config.clip_norm
-        norm = float(self.shards.clip(limit))
-        is_finite = math.isfinite(facts.loss) and (math.isfinite(norm) or self.scaler.is_enabled())
+        if self.config.clip_norm is not None:
+            self.shards.clip(self.config.clip_norm, norm)
+        is_finite = math.isfinite(facts.loss) and (bool(norm.isfinite()) or self.scaler.is_enabled())
         is_skipped = not is_finite and self.config.on_nonfinite != "keep"
         if not is_skipped:
             self.scaler.step(self.optimizer)
@@ -147,7 +160,6 @@ class AppliedState:
         self.scaler.update()
         self.scheduler.step()
         self.reached = self.reached.advance(facts, is_finite=is_finite, is_skipped=is_skipped)
-        return norm
 
     def restore(self, fill: Callable[[State], None], reached: Reached, *, keeps_rates: bool = False) -> None:
         """Take over what was saved at a place, as `fill` reads it back into what is held; see `StateShards.take`."""
@@ -175,7 +187,7 @@ def build_state(
     scheduler = LambdaLR(optimizer, lambda step: rate_factor(step, config, total_steps))
     scaler = torch.amp.GradScaler(device, enabled=is_fp16)
     shards = ReplicatedState(model, optimizer, scheduler, scaler)
-    return AppliedState(model, optimizer, scheduler, scaler, config, shards)
+    return AppliedState(model, optimizer, scheduler, scaler, config, shards, layout_of(model, optimizer))
 
 
 def rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.checkpoint.state_dict import (
@@ -23,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.job.parameter_groups import regroup
+from elastic_train.shards.norm import clip_factor, grain_squares, split_grains, total_norm
 
 
 class Place(NamedTuple):
@@ -61,8 +63,14 @@ class StateShards(Protocol):
     def weights(self) -> Mapping[str, Tensor]:
         """Return the held weights and buffers by name; ranks that hold the same names must hold the same bits."""
 
-    def clip(self, limit: float) -> Tensor:
-        """Scale the reduced gradients down to a norm of `limit` over the whole model; return the norm before."""
+    def norm(self) -> Tensor:
+        """Return the norm of the reduced gradients over the whole model: a float64 on the CPU.
+
+        It is that by grains (`shards.norm`), in which neither a cut nor a number of threads shows.
+        """
+
+    def clip(self, limit: float, norm: Tensor) -> None:
+        """Scale the reduced gradients, whose norm is `norm`, down to one of `limit` over the whole model."""
 
 
 def whole_from_furthest(places: Sequence[Place]) -> list[Transfer]:
@@ -89,8 +97,17 @@ class ReplicatedState:
     def weights(self) -> Mapping[str, Tensor]:
         return self.model.state_dict()
 
-    def clip(self, limit: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+    def norm(self) -> Tensor:
+        squares = grain_squares(split_grains(self._gradients()))
+        return torch.tensor(total_norm(squares.numpy()), dtype=torch.float64)
+
+    def clip(self, limit: float, norm: Tensor) -> None:
+        if (factor := clip_factor(float(norm), limit)) != 1.0:
+            for gradient in self._gradients():
+                gradient.mul_(factor)
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 
     def held(self) -> State:
         memory = tuple(self._memory())

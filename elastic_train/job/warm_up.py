@@ -12,6 +12,7 @@ from elastic_train.core.lanes import lane_seed
 from elastic_train.core.order import Cursor
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.errors import DataError, StorageError
+from elastic_train.job.generators import seed_generators
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 
@@ -35,7 +36,7 @@ def run_once(plan: Plan, model: nn.Module, batch: LaneBatch, step: int) -> None:
     """Run forward and backward of one micro-batch as a step does, outside of any world; nothing without samples."""
     if batch.tensors is None:
         return
-    torch.manual_seed(lane_seed(plan.config.run.seed, step, batch.lane))
+    seed_generators(lane_seed(plan.config.run.seed, step, batch.lane))
     with plan.autocast():
         loss = plan.task.loss(model, {name: tensor.to(plan.device) for name, tensor in batch.tensors.items()})
     torch.autograd.backward(loss.total)

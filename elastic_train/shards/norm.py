@@ -12,7 +12,7 @@ applied.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,47 +23,76 @@ from elastic_train.shards.grains import GRAIN
 
 Float64s = npt.NDArray[np.float64]
 
-_BLOCK = {"cpu": 16 * GRAIN}
+_BLOCK = {"cpu": 8 * GRAIN}
 """Elements that are squared at once: what stays in a CPU's cache; enough to keep a GPU busy with one operation."""
 _BLOCK_ELSEWHERE = 256 * GRAIN
+_NARROW = 256
+"""Elements of a row from which on the grains of all lengths are added up together: few operations for many of them."""
 
 
 def split_grains(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return views of whole tensors' grains, in the layout's order: tensor by tensor."""
-    return [grain for tensor in tensors if tensor.numel() for grain in torch.split(tensor.reshape(-1), GRAIN)]
+    flats = (tensor.reshape(-1) for tensor in tensors if tensor.numel())
+    return [grain for flat in flats for grain in (torch.split(flat, GRAIN) if flat.numel() > GRAIN else (flat,))]
 
 
 def grain_squares(grains: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the squares of each grain, float64, shape (grains,); each is a vector on the same device."""
-    if not grains:
-        return torch.empty(0, dtype=torch.float64)
-    sums = torch.empty(len(grains), dtype=torch.float64, device=grains[0].device)
-    numbers: dict[int, list[int]] = {}
-    for number, grain in enumerate(grains):
-        numbers.setdefault(grain.numel(), []).append(number)
-    block = _BLOCK.get(sums.device.type, _BLOCK_ELSEWHERE)
-    scratch = torch.empty(min(block, sum(grain.numel() for grain in grains)), dtype=torch.float64, device=sums.device)
-    for length, alike in numbers.items():
-        rows = max(1, scratch.numel() // length)
-        for lo in range(0, len(alike), rows):
-            some = alike[lo : lo + rows]
-            table = scratch[: len(some) * length].view(len(some), length)
-            for row, number in zip(table, some, strict=True):
-                row.copy_(grains[number])
-            sums[some] = _fold(table.mul_(table))
-    return sums
+    """Return the sum of the squares of each grain, float64, shape (grains,), on the CPU.
 
-
-def _fold(table: Tensor) -> Tensor:
-    """Add every row's values along the tree that adds the second half to the first; destroys the table.
-
-    Halves are powers of two; a row that is shorter counts as filled up with zeros.
+    Each grain is a vector of at most GRAIN elements, all of them on one device.
     """
-    length = table.shape[1]
-    while length > 1:
-        half = 1 << ((length - 1).bit_length() - 1)
-        table[:, : length - half].add_(table[:, half:length])
-        length = half
+    alike: dict[int, list[int]] = {}
+    for number, grain in enumerate(grains):
+        alike.setdefault(1 << (grain.numel() - 1).bit_length(), []).append(number)
+    widths = sorted(alike, reverse=True)
+    narrow: dict[int, list[Float64s]] = {}
+    for width in widths:
+        some = [grains[number] for number in alike[width]]
+        rows = _narrowed(some, width) if width > _NARROW else [_short(some, width)]
+        narrow.setdefault(min(width, _NARROW), []).extend(rows)
+    sums = np.empty(len(grains))
+    sums[[number for width in widths for number in alike[width]]] = _add_up(narrow)
+    return torch.from_numpy(sums)
+
+
+def _narrowed(grains: Sequence[Tensor], width: int) -> Iterator[Float64s]:
+    """Yield tables of the grains' squares, a row each, folded to _NARROW on the device; rows are filled with zeros."""
+    device = grains[0].device
+    num_rows = max(1, _BLOCK.get(device.type, _BLOCK_ELSEWHERE) // width)
+    scratch = torch.empty(min(num_rows, len(grains)), width, dtype=torch.float64, device=device)
+    for lo in range(0, len(grains), num_rows):
+        some = grains[lo : lo + num_rows]
+        table, length = scratch[: len(some)], width
+        for row, grain in zip(table, some, strict=True):
+            if grain.numel() < width:
+                row[grain.numel() :].zero_()
+                row = row[: grain.numel()]
+            row.copy_(grain)
+        table.mul_(table)
+        while length > _NARROW:
+            length //= 2
+            table[:, :length].add_(table[:, length : 2 * length])
+        yield table[:, :_NARROW].clone().cpu().numpy()
+
+
+def _short(grains: Sequence[Tensor], width: int) -> Float64s:
+    """Return the table of short grains' squares, a row each, filled up with zeros."""
+    values: Float64s = torch.cat(list(grains)).double().cpu().numpy()
+    lengths = [grain.numel() for grain in grains]
+    table, at = np.zeros((len(grains), width)), 0
+    for row, length in zip(table, lengths, strict=True):
+        row[:length] = values[at : at + length]
+        at += length
+    with np.errstate(over="ignore"):
+        return np.square(table, out=table)
+
+
+def _add_up(narrow: Mapping[int, Sequence[Float64s]]) -> Float64s:
+    """Add up every row of all tables, by their widths; return the sums, those of the widest rows first."""
+    table = np.empty((0, 2 * _NARROW))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for width in (1 << bits for bits in reversed(range(_NARROW.bit_length()))):
+            table = np.concatenate([table[:, :width] + table[:, width:], *narrow.get(width, ())])
     return table[:, 0]
 
 

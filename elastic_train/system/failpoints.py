@@ -5,7 +5,8 @@ and holding a kind, arms it: the n-th time that any of the processes comes to th
 <place>.<pid>, and the fault happens there.
 
 Kinds: kill (SIGKILL), stop (SIGSTOP), raise (RuntimeError), hang (in Python), hang-native (holding the interpreter's
-lock, so that no other thread of the process runs), slow (a second), full and eio (the operating system's errors).
+lock, so that no other thread of the process runs), slow (a second), full and eio (the operating system's errors), oom
+(torch's error of a device without memory, which is a RuntimeError as a lost peer is).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import NoReturn
 
 POINTS = (
     "data",
@@ -36,7 +38,7 @@ POINTS = (
     "restore",
     "hand-over",
 )
-KINDS = ("kill", "stop", "raise", "hang", "hang-native", "slow", "full", "eio")
+KINDS = ("kill", "stop", "raise", "hang", "hang-native", "slow", "full", "eio", "oom")
 VARIABLE = "ELASTIC_FAILPOINTS"
 _FOR_EVER_S = 1_000_000
 _SLOW_S = 1.0
@@ -96,8 +98,16 @@ def _look(folder: Path, name: str) -> None:
         ctypes.PyDLL(None).sleep(_FOR_EVER_S)
     elif kind == "slow":
         time.sleep(_SLOW_S)
+    elif kind == "oom":
+        _run_out_of_memory(name)
     elif kind is not None:
         raise OSError({"full": errno.ENOSPC, "eio": errno.EIO}[kind], f"planted at {name}")
+
+
+def _run_out_of_memory(name: str) -> NoReturn:
+    import torch  # whoever comes to a place has it
+
+    raise torch.OutOfMemoryError(f"planted at {name}")
 
 
 def _take(folder: Path, name: str) -> str | None:

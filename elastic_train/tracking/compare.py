@@ -34,16 +34,22 @@ from elastic_train.tracking.run_folder import RunFolder
 
 DEFAULT_MLFLOW_URI = "sqlite:///mlflow.db"
 _ABSENT = "-"
+_BY_GRAINS = 3
+"""The first format of commits with the weights' hash of today; results did not always name theirs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is known of one run; `weights_sha256` is None if no result names it."""
+    """What is known of one run; `weights_sha256` is None if no result names it.
+
+    `format` is that of the commits by whose rule the hash was made, None where that is not known, as in MLflow.
+    """
 
     name: str
     config: Mapping[str, str]
     metrics: Mapping[str, float]
     weights_sha256: str | None
+    format: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +71,15 @@ class Comparison:
         return {name: (self.a.metrics.get(name), self.b.metrics.get(name)) for name in names}
 
     def same_weights(self) -> bool | None:
-        """Return whether the weights are equal bit for bit; None if a run's weights are not known."""
-        if self.a.weights_sha256 is None or self.b.weights_sha256 is None:
+        """Return whether the weights are equal bit for bit; None if a run's are not known, or hashed otherwise."""
+        if self.a.weights_sha256 is None or self.b.weights_sha256 is None or self._rules_differ():
             return None
         return self.a.weights_sha256 == self.b.weights_sha256
+
+    def _rules_differ(self) -> bool:
+        """Say whether the hashes were made by the rules of different versions: until format 2, or since."""
+        rules = {found.format >= _BY_GRAINS for found in (self.a, self.b) if found.format is not None}
+        return len(rules) > 1
 
     def to_json(self) -> str:
         """Return the comparison as JSON; a value that is not finite becomes a string, because JSON has none."""
@@ -89,7 +100,8 @@ class Comparison:
 
     def render(self) -> RenderableType:
         """Return the comparison for a terminal."""
-        answer = {True: "the same bits", False: "different", None: "unknown (a run has no result)"}[self.same_weights()]
+        why = "versions with different hashes made the runs" if self._rules_differ() else "a run has no result"
+        answer = {True: "the same bits", False: "different", None: f"unknown ({why})"}[self.same_weights()]
         parts: list[RenderableType] = [Text(f"a: {self.a.name}\nb: {self.b.name}"), Text(f"weights: {answer}")]
         config = Table("key", "a", "b", title="configuration, where it differs", title_justify="left")
         for key, (of_a, of_b) in self.config().items():
@@ -124,7 +136,9 @@ def _from_folder(folder: Path) -> Finding:
         f"validation/{name}": value for name, value in (measured if isinstance(measured, dict) else {}).items()
     }
     metrics = {**final_metrics(folder), **validation}
-    return Finding(str(folder), flatten(config), metrics, None if weights is None else str(weights))
+    rule = result.get("format", _BY_GRAINS - 1)
+    known = rule if isinstance(rule, int) else None
+    return Finding(str(folder), flatten(config), metrics, None if weights is None else str(weights), known)
 
 
 def _from_mlflow(run_id: str, mlflow_uri: str) -> Finding:

@@ -90,14 +90,17 @@ class History:
         num_left_out: int = 0,
         world: int,
         loss: float,
+        is_settled: bool = True,
     ) -> None:
         """A step was applied: every lane's offsets [lo, hi) of the epoch; `step` counts the steps applied so far.
 
-        `num_left_out` of these samples are in holes and were not read.
+        `num_left_out` of these samples are in holes and were not read. `is_settled` says that this rank knew that all
+        others can apply the step, too.
         """
         where = {"epoch": epoch, "lo": lo, "hi": hi, "lanes": lanes}
         counts = {"num_samples": num_samples, **({"num_left_out": num_left_out} if num_left_out else {})}
-        self._write("step", step=step, **where, **counts, world=world, loss=loss)
+        unsettled = {} if is_settled else {"unsettled": True}
+        self._write("step", step=step, **where, **counts, world=world, loss=loss, **unsettled)
 
     def nonfinite(self, *, step: int, loss: float, norm: float, samples: Mapping[int, Ranges]) -> None:
         """A step's loss or gradient was not finite; `samples` are, by lane, ids of this rank's that did it."""
@@ -119,6 +122,7 @@ class History:
         key: str,
         digest: str,
         parent: str | None,
+        weights_sha256: str,
         created_at: float,
         seconds: float,
         stall_s: float,
@@ -128,7 +132,8 @@ class History:
         It is written at a later step boundary, when retention may already have deleted the commit and its record.
         """
         times = {"created_at": created_at, "seconds": seconds, "stall_s": stall_s}
-        self._write("commit", step=step, key=key, digest=digest, parent=parent, **times)
+        what = {"key": key, "digest": digest, "parent": parent, "weights_sha256": weights_sha256}
+        self._write("commit", step=step, **what, **times)
 
     def unwritable(self, *, step: int, why: str) -> None:
         """This process cannot write where the commits are, although others can."""

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 
 from elastic_train.checkpoint import CommitRecord, SaveOutcome, Saves, Unheard
+from elastic_train.checkpoint.commits.pins_and_holds import pin
 from elastic_train.checkpoint.interval.cadence import Cadence
 from elastic_train.checkpoint.saving.store_use import MOST_UNWRITTEN, StoreUse
 from elastic_train.errors import SavesFailedError, StorageError
@@ -50,6 +51,8 @@ class Commits:
     use: StoreUse
     rounds_alike: bool = True
     is_vouching: bool = False
+    is_pin_due: bool = False
+    """Whether the commit that is being saved is to be pinned, or the head if it comes to nothing."""
     num_failed: int = 0
     num_failed_in_a_row: int = 0
     num_skipped: int = 0
@@ -108,6 +111,18 @@ class Commits:
         """Record a save that has ended, if one has; raise its error unless the storage caused it."""
         self._take(self.saves.collect())
 
+    def pin_newest(self) -> None:
+        """Keep the newest commit, or the one that is being saved, from being deleted; rank 0 alone does.
+
+        A save in flight may delete the head that is known here, as soon as its own commit exists.
+        """
+        if not self.world.is_leader:
+            return
+        self.is_pin_due = is_busy = self.saves.is_busy
+        self.collect()
+        if not is_busy:
+            self._pin(self.head)
+
     def finish(self) -> None:
         """Commit what a job ends with: tries again for a while, and raises StorageError on every rank if it fails.
 
@@ -131,6 +146,7 @@ class Commits:
         ended = self.saves.abandon(0.0 if is_live else LAST_SAVE_PATIENCE_S)
         if ended is not None and ended.commit is not None and self.world.is_leader:
             self._record_commit(ended, ended.commit)
+        self._pin_if_due(ended)
 
     def failed(self) -> SavesFailedError:
         """Return the error that ends training on every rank."""
@@ -162,11 +178,26 @@ class Commits:
         if ended.error is None:
             self.use.note_written()
         elif isinstance(ended.error, StorageError) and not isinstance(ended.error, Unheard) and ended.awaits is None:
-            self.use.note_unwritten(str(ended.error), is_silent=ended.is_silent)
+            self.use.note_unwritten(ended.error, is_silent=ended.is_silent)
         if self.world.is_leader:
             self._record(ended)
+        self._pin_if_due(ended)
         if ended.error is not None and not isinstance(ended.error, StorageError):
             raise ended.error
+
+    def _pin_if_due(self, ended: SaveOutcome | None) -> None:
+        if self.is_pin_due:
+            error = ended.error if ended is not None else None
+            self._pin(error.commit if isinstance(error, Unheard) else self.head)
+
+    def _pin(self, commit: CommitRecord | None) -> None:
+        self.is_pin_due = False
+        if commit is None:
+            return
+        try:
+            pin(self.world.store, commit.key)
+        except StorageError as error:
+            self.world.announce(f"{commit.key} could not be pinned: {error}")
 
     def _record(self, ended: SaveOutcome) -> None:
         if ended.commit is not None:
@@ -193,6 +224,7 @@ class Commits:
             key=commit.key,
             digest=commit.digest,
             parent=commit.parent,
+            weights_sha256=commit.weights_sha256,
             created_at=commit.created_at,
             seconds=ended.seconds,
             stall_s=ended.stall_s,

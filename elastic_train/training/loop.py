@@ -1,8 +1,8 @@
 """The training loop: lane by lane to a sum, one update, one record, and at every boundary the same three questions.
 
 Everything that depends on where the run happens (ranks, files, storage, tracker) is in the `Session` that the loop is
-given. Between the gradient sum's return and the next step's start the applied state moves from s to s+1; a fault
-anywhere else leaves it at s. What may be dropped when there is no time left to finish it is marked `droppable`.
+given. A fault before the ranks meet over a step's gradient leaves the applied state at s; one after that finds every
+rank able to move it to s+1. What may be dropped when there is no time left to finish it is marked `droppable`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from elastic_train.job.state import StepFacts
 from elastic_train.system.failpoints import reach
 from elastic_train.training.nonfinite import report_nonfinite
 from elastic_train.training.session import Session
-from elastic_train.training.step import compute_step
+from elastic_train.training.step import compute_step, meet
 from elastic_train.training.step_sums import ABLE, BUSY, COMMIT, GIVE_UP, GROW, LEAVE, UNABLE, StepSums
+
+LEAVING_QUIET_S, MOST_LOOKS = 0.2, 6
+"""How long nobody else may have been asked to leave before some of a world's ranks leave the others, and how often that
+is looked for."""
 
 
 class Outcome(enum.Enum):
@@ -57,12 +61,16 @@ def train_steps(session: Session) -> Outcome:
         facts = StepFacts(
             cursor, sums.coverage, session.world.term, account, computed.buffers, sums.loss, session.reduction == "fast"
         )
-        norm = state.apply(facts)
+        norm = state.measure()
+        lost = meet(session, norm)
+        state.apply(facts, norm)
         reach("applied")
         seconds = time.perf_counter() - started
-        session.record_step(sums, norm, seconds)
+        session.record_step(sums, float(norm), seconds, is_settled=lost is None)
         if state.reached.num_nonfinite:
-            report_nonfinite(session, lanes, sums, norm)
+            report_nonfinite(session, lanes, sums, float(norm))
+        if lost is not None:
+            raise lost
 
         if state.step == session.plan.total_steps:
             break
@@ -88,11 +96,29 @@ def _end_before(session: Session) -> Outcome | None:
 
     There may be no time for a step: this is where ranks meet that have dropped one.
     """
-    if session.state.step == session.plan.total_steps or not any(leaving := session.leaving()):
+    if session.state.step == session.plan.total_steps or not any(session.leaving()):
         return None
-    if all(leaving) or not session.worlds.is_live:
-        if session.state.step:
-            session.commits.finish()
+    end = _departure(session)
+    if end is Outcome.PREEMPTED and session.state.step:
+        session.commits.finish()
+    return end
+
+
+def _departure(session: Session) -> Outcome:
+    """Say how a world ends of which some ranks have been asked to leave, alike on every rank.
+
+    Who ends a whole job asks its nodes one after another. So those that were not asked yet have a moment in which they
+    may be: then all leave together, with one commit, and not one world for each.
+    """
+    leaving = session.leaving()
+    for _ in range(MOST_LOOKS):
+        if all(leaving) or not session.worlds.is_live:
+            return Outcome.PREEMPTED
+        before = leaving
+        time.sleep(LEAVING_QUIET_S)
+        if (leaving := session.leaving()) == before:
+            break
+    if all(leaving):
         return Outcome.PREEMPTED
     return Outcome.LEFT if leaving[session.world.group.rank] else Outcome.REGROUP
 
@@ -109,8 +135,8 @@ def _end(session: Session, flags: int, sums: StepSums) -> Outcome | None:
         return Outcome.REGROUP
     if sums.any_flags & GIVE_UP:
         raise session.commits.failed()
-    if sums.all_flags & LEAVE or (sums.any_flags & LEAVE and not session.worlds.is_live):
+    if sums.all_flags & LEAVE:
         return Outcome.PREEMPTED
-    if flags & LEAVE:
-        return Outcome.LEFT
-    return Outcome.REGROUP if sums.any_flags & (LEAVE | GROW) else None
+    if sums.any_flags & LEAVE:
+        return _departure(session)
+    return Outcome.REGROUP if sums.any_flags & GROW else None

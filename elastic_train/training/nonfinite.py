@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastic_train.checkpoint.commits.pins_and_holds import pin
 from elastic_train.core.arrays import ranges_of
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.errors import NoProgressError, StorageError
+from elastic_train.errors import NoProgressError
 from elastic_train.training.session import Session
 from elastic_train.training.step_sums import StepSums
 
@@ -32,20 +31,10 @@ def report_nonfinite(session: Session, lanes: Sequence[LaneBatch], sums: StepSum
         session.world.announce(
             f"step {state.step}: loss {mean}, gradient norm {norm}, by {where}; its update is {what}"
         )
-        _keep_head(session)
+        session.commits.pin_newest()
     if config.on_nonfinite == "fail" and state.reached.num_nonfinite >= config.nonfinite_limit:
         raise NoProgressError(
             f"loss or gradient of {config.nonfinite_limit} steps in a row, up to step {state.step}, was not finite; "
             f"the samples are in {session.plan.config.run.dir}/history (op nonfinite), and the last commit is pinned. "
             "Lower optimizer.lr, remove the samples, or set optimizer.on_nonfinite to skip or keep"
         )
-
-
-def _keep_head(session: Session) -> None:
-    """Pin the last commit from before the first such step, so that retention does not delete it."""
-    if not session.world.is_leader or session.commits.head is None:
-        return
-    try:
-        pin(session.world.store, session.commits.head.key)
-    except StorageError as error:
-        session.world.announce(f"{session.commits.head.key} could not be pinned: {error}")

@@ -83,7 +83,7 @@ def open_session(process: Process, formed: Formed) -> Session:
 
 def _open_in(process: Process, world: World) -> Session:
     plan, state = process.plan, process.state
-    check_alike(world.group, plan, state.grouping, state.shards.weights())
+    check_alike(world.group, plan, state.outline, state.shards.weights())
     head = restore(plan, world, state)
     stuck = check_progress(world, plan)
     differing = differing_kernels(world.group, plan.device)

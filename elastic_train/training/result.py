@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from elastic_train.checkpoint.commits.record import FORMAT
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.accounting import Hole
 from elastic_train.core.arrays import Ranges
@@ -97,6 +98,7 @@ def write_result(session: Session, result: TrainResult) -> ResultError | None:
         "term": session.world.term,
         **found,
         "world": session.world.group.size,
+        "format": FORMAT,
         "num_failed_saves": session.commits.num_failed,
         "num_skipped_saves": session.commits.num_skipped,
         "mlflow_run_id": session.tracker.wait_run_id(TRACKER_TIMEOUT_S) if session.tracker else None,

@@ -14,7 +14,7 @@ from elastic_train.checkpoint import SaveMemory
 from elastic_train.checkpoint.saving.store_use import StoreUse
 from elastic_train.core.accounting import Hole
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.errors import ConfigError, DataError
+from elastic_train.errors import ConfigError, DataError, StorageError
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.buffer_mean import BufferMean
@@ -34,6 +34,8 @@ from elastic_train.world.quarantine import find_holes
 from elastic_train.world.world import World
 
 log = logging.getLogger(__name__)
+MOST_REPEATS = 3
+"""How often in a row a rank may say that it can read now what it could not read for its step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +73,25 @@ class Session:
     reduction: Reduction = "canonical"
     clock: StepClock = field(default_factory=StepClock)
     holes: tuple[Hole, ...] = ()
+    num_repeats: int = 0
+    """How often a step has to come again because samples of it could not be read."""
+    unread: tuple[int, int] = (0, 0)
+    """The last such step, and how often."""
 
     def steps(self) -> Iterator[Sequence[LaneBatch]]:
         """Yield the lanes' micro-batches of every step from the state's cursor to the last.
 
-        When a hole has been found, the step that was not applied comes again, without its samples.
+        When samples could not be read, the step that was not applied comes again, without those of holes.
         """
         plan, state = self.plan, self.state
         while (num_left := plan.total_steps - state.step) > 0:
-            holes = self.holes
+            holes, repeats = self.holes, self.num_repeats
             self.watchdog.await_first()
             for lanes in self.watchdog.beating(
                 plan.feed.training(plan.order, self.lanes, state.cursor, num_left, holes)
             ):
                 yield lanes
-                if self.holes is not holes:
+                if self.num_repeats != repeats:
                     break
 
     def leaving(self) -> list[bool]:
@@ -101,11 +107,17 @@ class Session:
         return every is not None and self.state.step % every == 0
 
     def quarantine(self, lanes: Sequence[LaneBatch]) -> None:
-        """Make holes of the row groups that any rank could not read of the next step; `steps` then repeats it.
+        """Make holes of the row groups of the next step that nobody can read; `steps` then repeats it.
 
-        A hole that was found at a later step before, and given up with that step, begins here now.
+        Raises UnreadableError where others can read what this rank cannot, and PeerLostError on those. A hole that was
+        found at a later step before, and given up with that step, begins here now.
         """
-        found = find_holes(self.world, self.plan, self.state, lanes)
+        step = self.state.step
+        self.unread = (step, self.unread[1] + 1 if self.unread[0] == step else 1)
+        self.num_repeats += 1
+        may_have_passed = self.unread[1] <= MOST_REPEATS
+        with self.watchdog.resting():
+            found = find_holes(self.world, self.plan, self.state, lanes, may_have_passed=may_have_passed)
         clash = next((old for hole in found for old in self.holes if hole.overlaps(old)), None)
         if clash is not None:
             raise DataError(f"{clash}, left out already, is in a row group that cannot be read now: restore its file")
@@ -117,7 +129,8 @@ class Session:
     def step_back(self, *, is_unable: bool) -> bool:
         """Let the ranks that cannot write the commits, as others can, step back; say whether another world is to form.
 
-        Where this process has one world only, they end with ConfigError, and the others continue without them.
+        Where this process has one world only, they end, and the others continue: with ConfigError where they may not
+        write, with StorageError, after which their launcher starts them again, where it may have been an accident.
         """
         group, use = self.world.group, self.commits.use
         unable = [rank for rank, is_it in enumerate(group.all_gather(torch.tensor(int(is_unable)))) if is_it]
@@ -125,9 +138,8 @@ class Session:
             why = group.broadcast_object(
                 f"on {socket.gethostname()} cannot write where the commits are ({use.why})", rank
             )
-            self.world.announce(
-                f"rank {rank} {why}, and others can: it trains on, writes no part and does not lead until it can"
-            )
+            what = "trains on, writes no part and does not lead until it can" if self.worlds.is_live else "ends"
+            self.world.announce(f"rank {rank} {why}, and others can: it {what}")
         if is_unable:
             self._stop_writing()
         return self.worlds.is_live
@@ -135,14 +147,19 @@ class Session:
     def _stop_writing(self) -> None:
         use = self.commits.use
         what = f"this node cannot write to {self.world.store.url}, and others can: {use.why}"
-        if not self.worlds.is_live:
+        if not self.worlds.is_live and use.is_refused:
             raise ConfigError(f"{what}. Check how it is mounted here, permissions and credentials, and start it again")
+        if not self.worlds.is_live:
+            raise StorageError(f"{what}. It ends, and tries again if its launcher starts it again")
         log.warning("%s. It trains on, writes no part of commits and does not lead until it can", what)
         self.world.history.unwritable(step=self.state.step, why=use.why)
         use.bar()
 
-    def record_step(self, sums: StepSums, norm: float, seconds: float) -> None:
-        """Write the step that was just applied to the history, and to tracker and progress on rank 0."""
+    def record_step(self, sums: StepSums, norm: float, seconds: float, *, is_settled: bool) -> None:
+        """Write the step that was just applied to the history, and to tracker and progress on rank 0.
+
+        It `is_settled` if no peer was lost at the point of no return.
+        """
         state, loss, rate = self.state, sums.loss / sums.divisor, sums.coverage.count / seconds
         lo = (state.step - 1) % self.plan.order.num_steps(self.plan.micro_batch) * self.plan.micro_batch
         self.world.history.step(
@@ -155,6 +172,7 @@ class Session:
             num_left_out=sums.num_left_out,
             world=self.world.group.size,
             loss=loss,
+            is_settled=is_settled,
         )
         if self.tracker is not None:
             learning_rate = float(state.scheduler.get_last_lr()[0])

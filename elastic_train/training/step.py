@@ -17,6 +17,8 @@ from elastic_train.core.arrays import ranges_of
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lanes import lane_seed
 from elastic_train.data.loading.loader import LaneBatch
+from elastic_train.errors import PeerLostError
+from elastic_train.job.generators import seed_generators
 from elastic_train.parallel.step_tables import Row, StepTables, gather_tables
 from elastic_train.system.failpoints import reach
 from elastic_train.training.session import Session
@@ -80,6 +82,22 @@ def _exchange(session: Session, sums: StepSums) -> Sequence[tuple[Tensor, Tensor
     return buffers
 
 
+def meet(session: Session, norm: Tensor) -> PeerLostError | None:
+    """Return when every rank holds the step's gradient, whose norm is `norm`: the point of no return.
+
+    No rank applies a step before it knows that all others can. So what a lost rank had applied, the others apply, too:
+    where a peer is lost here, its error is returned, and this rank leaves the world after it has applied the step.
+    Raises PeerLostError in restart mode, whose next world begins with a commit.
+    """
+    try:
+        session.world.group.all_gather(norm)
+    except PeerLostError as error:
+        if not session.worlds.is_live:
+            raise
+        return error
+    return None
+
+
 def run_lanes(session: Session, lanes: Sequence[LaneBatch]) -> dict[int, LaneSums]:
     """Add the gradients and buffers of this replica's lanes to the step's sums; return what each lane gave."""
     session.gradients.begin(session.lanes)
@@ -96,7 +114,7 @@ def _run_lane(session: Session, batch: LaneBatch) -> LaneSums:
     """Add one lane's gradient. A lane without samples adds zero."""
     if batch.tensors is None:
         return LaneSums()
-    torch.manual_seed(lane_seed(session.plan.config.run.seed, session.state.step, batch.lane))
+    seed_generators(lane_seed(session.plan.config.run.seed, session.state.step, batch.lane))
     reach("forward")
     with session.plan.autocast():
         loss = session.plan.task.loss(session.state.model, session.to_device(batch.tensors))

@@ -1,8 +1,10 @@
 """Quarantine: how what one rank could not read becomes a fact that every rank, and every replay, acts on alike.
 
 A rank that cannot read a sample of the next step says so with the step's lane table. Nobody applies that step: the
-ranks tell each other which row groups they miss, rank 0 records them in the store as holes from this step on, and then
-all repeat the step without their samples. The record comes before the step. So a world that continues from an earlier
+ranks tell each other which row groups they miss, and those that miss them, and some others, read them once more, past
+all caches. What nobody can read, rank 0 records in the store as holes from this step on, and then all repeat the step
+without their samples. Where others can read what a rank cannot, its copy is at fault, and no data is lost: it ends, and
+the others continue without it. The record comes before the step. So a world that continues from an earlier
 commit finds it, and leaves out the same samples from the same step on, whether it could read them or not.
 
 A hole in a commit is in effect; one that is only recorded takes effect when its step comes, in any world that begins at
@@ -15,7 +17,9 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
+import torch
 from pydantic import TypeAdapter, ValidationError
 
 from elastic_train.checkpoint.stores.store import Store, create_once, read
@@ -24,7 +28,7 @@ from elastic_train.core.arrays import group_of, ranges_of
 from elastic_train.core.order import Order
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.loading.lane_batch import LaneBatch
-from elastic_train.errors import DataError, StorageError
+from elastic_train.errors import DataError, PeerLostError, StorageError, UnreadableError
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.group import Group
@@ -32,16 +36,25 @@ from elastic_train.world.agreement import agree
 from elastic_train.world.world import World
 
 FOLDER = "holes/"
+MOST_OTHERS = 4
+"""How many ranks that have not missed a row group read it, to find out whether it is lost."""
 _HOLES = TypeAdapter(tuple[Hole, ...])
 
 
-def find_holes(world: World, plan: Plan, state: AppliedState, lanes: Sequence[LaneBatch]) -> tuple[Hole, ...]:
-    """Return the holes that begin with the next step: all row groups that any rank could not read of it, recorded.
+def find_holes(
+    world: World, plan: Plan, state: AppliedState, lanes: Sequence[LaneBatch], *, may_have_passed: bool = True
+) -> tuple[Hole, ...]:
+    """Return the holes that begin with the next step, recorded: all row groups of it that nobody can read.
 
-    StorageError, on every rank, if they cannot be recorded.
+    There is none if what was missed can be read by now by those that missed it; with `may_have_passed` false they are
+    not asked again. Raises UnreadableError on a rank whose own copy is at fault, and PeerLostError on the others then;
+    StorageError, on every rank, if the holes cannot be recorded.
     """
     mine = {group: why for batch in lanes for group, why in batch.unreadable.items()}
-    found = _gather(world.group, mine)
+    missed = _gather_by_rank(world.group, mine)
+    found = _look_again(world, plan, missed, may_have_passed=may_have_passed)
+    if not found:
+        return ()
 
     def record() -> list[object]:
         begin = functools.partial(make_hole, plan.order, plan.manifest, plan.micro_batch, state.step)
@@ -110,15 +123,71 @@ def make_hole(order: Order, manifest: Manifest, micro_batch: int, step: int, gro
     )
 
 
+def _look_again(
+    world: World, plan: Plan, missed: Sequence[Mapping[int, str]], *, may_have_passed: bool
+) -> dict[int, str]:
+    """Return which of the row groups that ranks have missed nobody can read, and why; some ranks end where others can.
+
+    Those read that missed it, unless they have failed often enough, and a few of the others, from the first rank to the
+    last, since ranks of one node are neighbours.
+    """
+    group, found = world.group, _merge(missed)
+    asked = {number: _readers(number, missed, may_have_passed=may_have_passed) for number in found}
+    mine = {number: plan.feed.why_unreadable(number) for number in found if group.rank in asked[number]}
+    seen = _gather_by_rank(group, mine)
+    lost = {number: why for number, why in found.items() if all(of.get(number, why) for of in seen)}
+    at_fault = {
+        rank: why
+        for rank, of in enumerate(missed)
+        for number, why in of.items()
+        if number not in lost and seen[rank].get(number, why)
+    }
+    if at_fault:
+        _part(world, at_fault)
+    return lost
+
+
+def _readers(number: int, missed: Sequence[Mapping[int, str]], *, may_have_passed: bool) -> set[int]:
+    """Return the ranks that read a row group once more."""
+    others = [rank for rank, of in enumerate(missed) if number not in of]
+    num = min(MOST_OTHERS, len(others))
+    chosen = {others[place * (len(others) - 1) // max(1, num - 1)] for place in range(num)}
+    return chosen | ({rank for rank, of in enumerate(missed) if number in of} if may_have_passed else set())
+
+
+def _part(world: World, at_fault: Mapping[int, str]) -> NoReturn:
+    """End the world: the ranks whose copies are at fault end, and the others form one without them.
+
+    They wait until it has ended: were they gone before it had heard of all answers, it would take them for lost.
+    """
+    rank, why = next(iter(at_fault.items()))
+    world.announce(f"rank {rank} ends, since others can read what it cannot, so nothing is quarantined: {why}")
+    if (mine := at_fault.get(world.group.rank)) is not None:
+        raise UnreadableError(
+            f"{mine}. Other ranks can read it, so this node's copy or disk is at fault: nothing is quarantined, this "
+            "process ends, and the others continue without it. Restore the copy, and start it again"
+        )
+    world.group.all_gather(torch.tensor(0))  # fails as soon as the first of them is gone
+    raise PeerLostError(f"rank {rank} ends: it cannot read what others can")
+
+
 def _gather(group: Group, mine: Mapping[int, str]) -> dict[int, str]:
     """Return what any rank misses; where several do, the reason is the lowest rank's."""
-    found: dict[int, str] = {}
+    return _merge(_gather_by_rank(group, mine))
+
+
+def _merge(missed: Sequence[Mapping[int, str]]) -> dict[int, str]:
+    return {number: why for of in reversed(missed) for number, why in of.items()}
+
+
+def _gather_by_rank(group: Group, mine: Mapping[int, str]) -> list[dict[int, str]]:
+    """Return what each rank says of row groups, or samples."""
+    said = []
     for rank in range(group.size):
         received = group.broadcast_object([[number, why] for number, why in mine.items()], rank)
-        assert isinstance(received, list), "pairs of a row group and a reason"
-        for number, why in received:
-            found.setdefault(number, why)
-    return found
+        assert isinstance(received, list), "pairs of a number and a text"
+        said.append(dict(received))
+    return said
 
 
 def _record(store: Store, term: int, holes: Sequence[Hole]) -> list[object]:

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 import torch
 
 from elastic_train.checkpoint import CommitRecord, Store, discover, load
-from elastic_train.checkpoint.commits.reader import continues, read_record, records
+from elastic_train.checkpoint.commits.reader import continues, damage_of, read_record, records
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.lineage import Interval, cut, parted_at
-from elastic_train.errors import ElasticTrainError, StorageError
+from elastic_train.errors import CommitError, ElasticTrainError, StorageError
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState, Reached
 from elastic_train.system.failpoints import reach
@@ -54,6 +54,11 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
         plan.check_continues(head)
     if head is not None and is_loaded:
         _load(world.store, head, state)
+        if not head.is_by_grains and plan.config.optimizer.clip_norm is not None:
+            world.announce(
+                f"{head.key} is of an older version, which computed the norm of gradients otherwise: a step that clips "
+                "rounds otherwise from here on, so the weights are not those that the older version would end with"
+            )
     else:
         if furthest.step == 0:
             _begin_alike(world, state)
@@ -124,6 +129,11 @@ def _load(store: Store, head: CommitRecord, state: AppliedState) -> None:
     except StorageError as error:
         # The state is neither the old nor the new one: only a new process may continue from here.
         raise ElasticTrainError(f"{head.key} could not be read to its end: {error}") from error
+    except CommitError as error:
+        if damage_of(store, head.key) is None:
+            raise  # it is whole, and does not fit this job
+        what = f"{head.key} was damaged after it was checked: {error}"
+        raise ElasticTrainError(f"{what}. The next start passes over it") from error
 
 
 def _newest(world: World, published: str | None) -> tuple[int, list[tuple[int, int, int]]]:

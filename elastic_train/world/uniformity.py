@@ -36,18 +36,18 @@ _KEYS = {
     "checkpoint": ("every_steps", "interval", "when_busy"),
 }
 _VECTOR = ("sse", "ssse", "avx", "fma", "f16c", "amx", "neon", "asimd", "sve", "bf16", "vsx")
-_MODULES, _TENSORS = "the task's modules", "the model's tensors"
+_MODULES, _PARAMETERS, _TENSORS = "the task's modules", "the parameters", "the model's tensors"
 _TOP = ("epochs", "max_steps", "precision", "reduction", "threads_per_rank")
 
 
-def check_alike(group: Group, plan: Plan, grouping: Sequence[str], weights: Mapping[str, Tensor]) -> None:
+def check_alike(group: Group, plan: Plan, outline: Mapping[str, Sequence[str]], weights: Mapping[str, Tensor]) -> None:
     """Raise ConfigError, with every key that differs, on each rank whose configuration, data or model are not rank 0's.
 
-    `grouping` describes the optimizer's parameter groups, which follow from the task's code as the weights and buffers
-    do; of those only names, shapes and types are compared, and the first that differs is named. Rank 0 is the member
-    that has been there for longest: who comes with something else is not let in.
+    `outline` describes the parameters and the optimizer's groups, which follow from the task's code as the weights and
+    buffers do; of those only names, shapes and types are compared, and the first that differs is named. Rank 0 is the
+    member that has been there for longest: who comes with something else is not let in.
     """
-    mine = deciding(plan) | {"the list of parameter groups": list(grouping), _TENSORS: _shapes(weights)}
+    mine = deciding(plan) | {key: list(lines) for key, lines in outline.items()} | {_TENSORS: _shapes(weights)}
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).digest()
     seen = group.all_gather(torch.tensor(int.from_bytes(digest[:7], "big"))).flatten()
     if bool((seen == seen[0]).all()):
@@ -60,9 +60,9 @@ def check_alike(group: Group, plan: Plan, grouping: Sequence[str], weights: Mapp
 
 
 def _problem(key: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """Say what a key is here and on rank 0; of the task's modules and the model's tensors, the first that differs."""
+    """Say what a key is here and on rank 0; of modules, parameters and the model's tensors, the first that differs."""
     here, there = mine.get(key), theirs.get(key)
-    if here and there and key in (_MODULES, _TENSORS):
+    if here and there and key in (_MODULES, _PARAMETERS, _TENSORS):
         pairs = zip_longest(here, there, fillvalue="none")
         here, there = next((one, other) for one, other in pairs if one != other)
         key = f"the first of {key} that differs"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -92,7 +93,7 @@ class BoundAgent(LocalElasticAgent):
         """Fork a worker from the standby process, or start a program as TorchElastic does; return its handler."""
         if self._program is not None and self._standby is not None and self._standby.is_ready:
             try:
-                return self._standby.start(self._program, env, stdout, stderr)
+                return self._standby.start(self._program, {**os.environ, **env}, stdout, stderr)
             except OSError as error:
                 self._standby, self._has_lost_standby = None, True
                 _log.warning(

@@ -73,13 +73,14 @@ class Program:
 class Standby:
     """The standby process of a node; create it in the thread with whose end it is to die.
 
-    `forks` says that this process may be forked for it: no thread of Python's runs yet.
+    `forks` says that this process may be forked for it: no thread of Python's runs yet. Otherwise it is started, with
+    `environ` if that is not this process's own.
     """
 
-    def __init__(self, *, forks: bool) -> None:
+    def __init__(self, *, forks: bool, environ: Mapping[str, str] | None = None) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = _forked(self._control, theirs) if forks and may_fork() else _started(theirs)
+            self._process = _forked(self._control, theirs) if forks and may_fork() else _started(theirs, environ)
         self._is_ready = self._has_ended = False
 
     @property
@@ -115,7 +116,9 @@ class Standby:
         return self.is_ready and self._process.poll() is not None
 
     def start(self, program: Program, env: Mapping[str, str], stdout: str | None, stderr: str | None) -> ForkedWorker:
-        """Start a worker; `stdout` and `stderr` are files to write to, the node's own if None or empty.
+        """Start a worker with this environment and no other.
+
+        `stdout` and `stderr` are files to write to, the node's own if None or empty.
 
         Raises OSError if the standby process is gone, or does not fork in time; then it is not used again.
         """
@@ -124,7 +127,7 @@ class Standby:
         wanted = {
             "module": program.module,
             "arguments": program.arguments,
-            "env": {**os.environ, **env},
+            "env": dict(env),
             "stdout": stdout,
             "stderr": stderr,
         }
@@ -210,10 +213,11 @@ class ForkedWorker(Process):
 
 def may_fork() -> bool:
     """Say whether a fork of this process is what a process started by it would be."""
-    return threading.active_count() == 1 and _loaded_with(environ_of(os.getpid())) == _loaded_with(os.environ)
+    return threading.active_count() == 1 and loaded_with(environ_of(os.getpid())) == loaded_with(os.environ)
 
 
-def _loaded_with(environ: Mapping[str, str]) -> dict[str, str]:
+def loaded_with(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what libraries and the interpreter read of an environment when they are loaded, and never again."""
     return {name: value for name, value in environ.items() if name.startswith(READ_WHEN_LOADED)}
 
 
@@ -230,6 +234,6 @@ def _forked(ours: socket.socket, theirs: socket.socket) -> Process | subprocess.
     return Process(pid)
 
 
-def _started(theirs: socket.socket) -> subprocess.Popen[bytes]:
+def _started(theirs: socket.socket, environ: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
     command = standby_process.command(theirs, os.getpid())
-    return subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    return subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environ, stdin=subprocess.DEVNULL)

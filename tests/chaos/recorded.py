@@ -52,7 +52,8 @@ def digest_at(step: int) -> str:
     """Return the hash of the weights after a step, as docs/formats.md has it."""
     lines = ""
     for name, tensor in model_at(step).items():
-        content = f"{tensor.dtype} {tuple(tensor.shape)}\n".encode() + tensor.numpy().tobytes()
+        grain = hashlib.sha256(tensor.numpy().tobytes()).digest()  # there are few elements, so it is one
+        content = f"{tensor.dtype} {tuple(tensor.shape)} in 1 grains of 65536\n".encode() + grain
         lines += f"{name} {hashlib.sha256(content).hexdigest()}\n"
     return hashlib.sha256(lines.encode()).hexdigest()
 
@@ -139,7 +140,8 @@ class Recorder:
         path.write_text(json.dumps(record))
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         self.now += 0.01
-        self.write(name, "commit", term=term, rank=0, step=step, key=key, digest=digest, parent=parent, seconds=0.01)
+        what = {"digest": digest, "parent": parent, "weights_sha256": record["weights_sha256"], "seconds": 0.01}
+        self.write(name, "commit", term=term, rank=0, step=step, key=key, **what)
         self.head = (key, digest)
         for old in sorted(path.parent.glob("*.json"))[:-KEPT]:
             old.unlink()
@@ -150,7 +152,7 @@ class Recorder:
         dcp.save({"model": model_at(step)}, checkpoint_id=self.folder / attempt, no_dist=True)
         contents = {path.name: path.read_bytes() for path in (self.folder / attempt).iterdir()}
         files = {name: {"size": len(held), "blake3": blake3(held).hexdigest()} for name, held in contents.items()}
-        return {"format": 2, "attempt": attempt, "files": files, "weights_sha256": digest_at(step)}
+        return {"format": 3, "attempt": attempt, "files": files, "weights_sha256": digest_at(step)}
 
     def lo_of(self, term: int) -> int:
         return next(line["step"] for name in self.files for line in self.files[name] if _restores(line, term))  # type: ignore[return-value]
@@ -171,6 +173,7 @@ class Recorder:
             (self.folder / "history" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         result = {
             "status": "done",
+            "format": 3,
             "step": STEPS,
             "term": term,
             "weights_sha256": digest_at(STEPS),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import boto3
 import fsspec
 import pytest
+from botocore.loaders import JSONFileLoader
 from fsspec.implementations.memory import MemoryFileSystem
 from moto.server import ThreadedMotoServer
 
@@ -39,9 +41,16 @@ def s3_bucket() -> Iterator[str]:
         patch.setenv("AWS_ACCESS_KEY_ID", "test")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setattr(JSONFileLoader, "_load_file", _load_once(JSONFileLoader._load_file))
         boto3.client("s3").create_bucket(Bucket="commits")
         yield "s3://commits"
     server.stop()
+
+
+def _load_once(load: Callable[..., object]) -> Callable[..., object]:
+    """Parse each of botocore's descriptions of S3 once, not for every store that a test opens."""
+    loaded = functools.cache(functools.partial(load, JSONFileLoader()))
+    return lambda _, path, open_method: loaded(path, open_method)
 
 
 @pytest.fixture(params=["local", "memory", "s3", "plain"])

@@ -5,30 +5,21 @@ Nothing of the product is imported but the task.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import math
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import yaml
 
+from tests.oracle.grains import clip, digest, tree
 from tests.oracle.order import derive, lane_of
-
-T = TypeVar("T")
-
-
-def tree(nodes: list[T], add: Callable[[T, T], T]) -> T:
-    while len(nodes) > 1:
-        nodes = [add(*nodes[i : i + 2]) if nodes[i + 1 :] else nodes[i] for i in range(0, len(nodes), 2)]
-    return nodes[0]
 
 
 def rate_factor(t: int, steps: int, optimizer: dict[str, Any]) -> float:
@@ -78,18 +69,10 @@ def train(config: dict[str, Any]) -> torch.nn.Module:
         total = tree(gradients, lambda one, other: [a + b for a, b in zip(one, other, strict=True)])
         for parameter, gradient in zip(model.parameters(), total, strict=True):
             parameter.grad = gradient / divisor
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip_norm"] or math.inf)
+        clip([parameter.grad for parameter in model.parameters()], settings["clip_norm"] or math.inf)
         adamw.param_groups[0]["lr"] = settings["lr"] * rate_factor(t, steps, settings)
         adamw.step()
     return model
-
-
-def digest(model: torch.nn.Module) -> str:
-    lines = ""
-    for name, x in sorted(model.state_dict().items()):
-        content = f"{x.dtype} {tuple(x.shape)}\n".encode() + x.numpy().tobytes()
-        lines += f"{name} {hashlib.sha256(content).hexdigest()}\n"
-    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 if __name__ == "__main__":

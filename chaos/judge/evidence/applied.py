@@ -8,7 +8,7 @@ that a history cannot say for itself what it should have held.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -155,7 +155,7 @@ def steps_of(run: Evidence) -> Steps:
     return dict(steps)
 
 
-def newest_steps(steps: Steps) -> dict[int, int]:
+def newest_steps(steps: Iterable[tuple[int, int]]) -> dict[int, int]:
     """Return the furthest step that each term applied."""
     newest: dict[int, int] = {}
     for term, step in steps:
@@ -167,6 +167,13 @@ def newest_steps(steps: Steps) -> dict[int, int]:
 def furthest_of(run: Evidence) -> dict[int, int]:
     """Return the furthest step that each term applied."""
     return newest_steps(steps_of(run))
+
+
+@once
+def settled_in(run: Evidence) -> dict[int, int]:
+    """Return the furthest step of each term that a rank applied knowing that all others could."""
+    settled = (place for place, lines in steps_of(run).items() if any("unsettled" not in line for line in lines))
+    return newest_steps(settled)
 
 
 @once

@@ -1,12 +1,12 @@
 """One clock for all evidence: nodes whose clocks differ by seconds stamp their lines so, and order is read from times.
 
 A step ends on all ranks of a world at nearly the same moment, since its reduction does: the times that two hosts give
-for the steps that they applied together differ by how their clocks do. Which host's clock is the executor's is seen
-from its faults: it names the term and the step that it had seen by then. What a host has stamped is then moved by as
-much.
+for the steps that they applied together, and for the worlds that they formed, differ by how their clocks do, unless one
+of them was frozen just then. Which host's clock is the executor's is seen from its faults: it names the term and the
+step that it had seen by then. What a host has stamped is then moved by as much.
 
 Clocks that differ by less than TOLERANCE_S are left as they are: no order that is judged hangs on so little. A host
-that applied no step with another is left, too; of hosts that fall into groups which never met, each group has its own.
+that formed no world with another is left, too; of hosts that fall into groups which never met, each group has its own.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ def offsets_of(processes: Sequence[Sequence[Line]]) -> dict[str, float]:
     hosts = _hosts(processes)
     if len(set(hosts.values())) < 2:
         return {}
-    applied = _applied(processes, hosts)
-    differences = _differences(applied)
+    seen = _formed(processes) | _applied(processes, hosts)
+    differences = _differences(seen)
     anchors = [line for process in processes for line in process if line["op"] == "fault" and _is_time(line)]
     found = [_from(host, differences) for host in sorted(set(hosts.values()))]
-    seen = _formed(processes) | applied
     best = dict[frozenset[str], dict[str, float]]()  # hosts that have met, over others too, and those that never did
     for offsets in sorted(found, key=lambda offsets: (_contradictions(seen, offsets, anchors), _sizes(offsets))):
         best.setdefault(frozenset(offsets), offsets)
@@ -104,10 +103,10 @@ def _formed(processes: Sequence[Sequence[Line]]) -> dict[tuple[int, int], dict[s
     return formed
 
 
-def _differences(applied: Mapping[tuple[int, int], Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Return, for each host, how far the clocks of the others with which it has applied steps are ahead of its own."""
+def _differences(seen: Mapping[tuple[int, int], Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Return, for each host, how far the clocks of the others in its worlds are ahead of its own."""
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for at in applied.values():
+    for at in seen.values():
         for one, here in at.items():
             for other, there in at.items():
                 if one != other and len(found[one, other]) < _MOST_STEPS:

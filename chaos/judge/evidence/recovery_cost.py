@@ -112,8 +112,10 @@ def _has_to_end_one(run: Evidence, fault: Line) -> bool:
 
 @once
 def last_seen(run: Evidence) -> dict[object, int]:
-    """Return the last term whose world a process was in."""
-    return {pid: term for term, pids in sorted(pids_of(run).items()) for pid in pids}
+    """Return the last term whose world a process was in, or was to be in: one that did not form names its members."""
+    seen: list[tuple[int, object]] = [(term, pid) for term, pids in pids_of(run).items() for pid in pids]
+    seen += [(whole(line, "term"), line["pid"]) for line in run.of("unformed") if "pid" in line]
+    return {pid: term for term, pid in sorted(seen, key=lambda one: one[0])}
 
 
 @once

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[str, "Tensor"]
 _CHUNK = 1 << 22
+_FILE_DIGESTS = {1: "sha256", 2: "blake3", 3: "blake3"}
+_GRAIN = 1 << 16
+"""Elements of a tensor that are hashed at once, since format 3."""
 
 
 def load_weights(folder: Path, record: Mapping[str, object]) -> Tensors:
@@ -55,14 +58,13 @@ def checked_files(
     record: Mapping[str, object], open_file: Callable[[str], BinaryIO | None]
 ) -> Iterator[tuple[str, BinaryIO]]:
     """Yield the files that a record lists, at their beginnings; raise Violated at one that is not as it says."""
-    digests = {1: "sha256", 2: "blake3"}
     files = cast(Mapping[str, Mapping[str, object]], record["files"])
     for name, listed in sorted(files.items()):
         where, file = f"{record['attempt']}/{name}", open_file(name)
         if file is None:
             raise Violated(f"{where} is not there, and its commit record lists it")
         with file:
-            size, digest = _size_and_digest(file, kind := digests[cast(int, record["format"])])
+            size, digest = _size_and_digest(file, kind := _FILE_DIGESTS[cast(int, record["format"])])
             if (size, digest) != (listed["size"], listed[kind]):
                 told = f"{listed['size']} bytes with {kind} {str(listed[kind])[:16]}"
                 raise Violated(f"{where} holds {size} bytes with {kind} {digest[:16]}, its commit record says {told}")
@@ -80,17 +82,32 @@ def _size_and_digest(file: BinaryIO, kind: str) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-def digest_of(tensors: Tensors) -> str:
-    """Return the SHA-256 over all tensors: names in order, dtypes, shapes, bytes (docs/formats.md, Commits)."""
+def digest_of(tensors: Tensors, commit_format: int = 3) -> str:
+    """Return the SHA-256 over all tensors, as commits of a format have it (docs/formats.md, Commits)."""
+    digest = _digest_by_grains if commit_format >= 3 else _digest_at_once
+    lines = "".join(f"{name} {digest(tensor)}\n" for name, tensor in sorted(tensors.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _digest_by_grains(tensor: Tensor) -> str:
+    """Return the SHA-256 over dtype, shape, and the SHA-256s of runs of elements."""
+    content, size = _bytes_of(tensor), _GRAIN * tensor.element_size()
+    grains = [hashlib.sha256(content[lo : lo + size]).digest() for lo in range(0, len(content), size)]
+    head = f"{tensor.dtype} {tuple(tensor.shape)} in {len(grains)} grains of {_GRAIN}\n"
+    return hashlib.sha256(head.encode() + b"".join(grains)).hexdigest()
+
+
+def _digest_at_once(tensor: Tensor) -> str:
+    """Return the SHA-256 over dtype, shape and bytes."""
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    digest.update(_bytes_of(tensor))
+    return digest.hexdigest()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
     import torch
 
-    lines = []
-    for name, tensor in sorted(tensors.items()):
-        content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-        digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(content.data)
-        lines.append(f"{name} {digest.hexdigest()}\n")
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def first_nonfinite(tensors: Tensors) -> str | None:

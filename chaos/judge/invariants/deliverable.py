@@ -5,8 +5,10 @@ Every other invariant reads what the run says. Here the judge opens the files it
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from chaos.judge.evidence.applied import result_of, shape_of
-from chaos.judge.evidence.run_files import Commit, Evidence, scenario_field, whole
+from chaos.judge.evidence.run_files import Commit, Evidence, Line, scenario_field, whole
 from chaos.judge.evidence.stored_weights import Tensors, digest_of, first_nonfinite
 from chaos.judge.findings import Unknown, Violated
 from chaos.scenario.kinds import damages
@@ -34,18 +36,22 @@ def deliverable(run: Evidence, reference: Evidence | None) -> str:
             raise Unknown("every commit that is left was damaged by a fault")
         chosen = whole_ones[-1]
     tensors = _load(run, chosen)
-    found, claims = digest_of(tensors), {chosen.key: (chosen.fields or {}).get("weights_sha256")}
+    claims: dict[str, Line] = {chosen.key: chosen.fields or {}}
     if chosen is last:
-        claims["the result"] = result.get("weights_sha256", found)
-        if reference is not None and reference.result is not None:
-            claims["the run without faults"] = reference.result.get("weights_sha256", found)
-    for whose, claimed in claims.items():
-        if claimed != found:
-            raise Violated(
-                f"the files of {chosen.key} hold weights of sha256 {found[:16]}, {whose} says {str(claimed)[:16]}"
-            )
+        others = {"the result": result, "the run without faults": (reference.result if reference else None) or {}}
+        claims |= {whose: fields for whose, fields in others.items() if "weights_sha256" in fields}
+    found = _check_weights(chosen.key, tensors, claims)
     summary = f"{len(tensors)} tensors of {chosen.key}, sha256 {found[:16]}: those of {', '.join(claims)}"
     return summary if last in (None, chosen) else f"{summary}; a fault had damaged the last one, {last.key}"
+
+
+def _check_weights(key: str, tensors: Tensors, claims: Mapping[str, Line]) -> str:
+    """Return the weights' hash; raise Violated if one that is claimed is another by the rule of its own version."""
+    for whose, fields in claims.items():
+        found = digest_of(tensors, whole({"format": 2, **fields}, "format"))
+        if (claimed := fields.get("weights_sha256")) != found:
+            raise Violated(f"the files of {key} hold weights of sha256 {found[:16]}, {whose} says {str(claimed)[:16]}")
+    return digest_of(tensors)
 
 
 def _load(run: Evidence, commit: Commit) -> Tensors:

@@ -32,11 +32,8 @@ from chaos.scenario.kinds import (
 
 _ENDS_NODES = ("kill_node", "stop_node", "kill_job")
 _TELL_TO_LEAVE = ("stop_node", "flap_node", "scale_down")
-_TURNED_AWAY = {"private_storage": 2, "other_limits": 2, "other_code": 2, "readonly_dir": 2}
+_TURNED_AWAY = {"private_storage": 2, "other_limits": 2, "other_code": 2, "readonly_dir": 2, "bad_row_group": 65}
 """With which code a node ends by itself while something is wrong with it that it cannot mend."""
-_SEEMS_TURNED_AWAY = {"storage_errors": 2}
-"""The same of what befalls all nodes: one that fails to write several times in a row, as others do not, takes itself
-for one that cannot; where its process has one world only it ends."""
 MOST_WORLDS_LEAVING = 3
 """How many worlds of the same processes a process that was asked to leave may explain: it leaves with the next step of
 which all have the sum, or, if it is too late for that, in the next world."""
@@ -65,15 +62,18 @@ def _check_worlds(run: Evidence) -> None:
 
     A fault hits a world if it came, lasted or was undone after that was sealed, or had hit one of its processes before;
     and the world has to end in the fault's spell. An agent that was kept from etcd is a member of the next world, too:
-    a renewal that was lost is missed later, and ends one world.
+    a renewal that was lost is missed later, and ends one world. Where all had finished, an agent that hears late of it
+    may start its workers again, which find the job done.
     """
     formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
     node_of = {pid: line["node"] for line in run.of("node") for pid in _pids(line)}
-    spent = set[tuple[int, object]]()
+    spent, applied = set[tuple[int, object]](), {line["term"] for line in run.of("step")}
     for before, after, hits in _changes(run):
         until = max((_until(line) for line in hits), default=0.0)
         hit = {pid for line in hits for pid in _pids(line)}
         began = sealed.get(before, formed[before])
+        if _had_finished(run, before) and after not in applied:
+            continue
         if until >= began or not hit.isdisjoint(pids[before]) or seats[after] > seats[before]:
             continue
         own = {node_of[pid] for pid in pids[before] if pid in node_of}
@@ -83,6 +83,12 @@ def _check_worlds(run: Evidence) -> None:
         if cut_off <= spent:
             raise Unknown(f"term {after} was formed, but no fault since term {before} explains it")
         spent |= cut_off
+
+
+def _had_finished(run: Evidence, term: int) -> bool:
+    """Say whether every process of a term's world has recorded that the job is done."""
+    done = {line["rank"] for line in run.of("end") if line["term"] == term and line["status"] == "done"}
+    return len(done) == seats_of(run)[term]
 
 
 def _check_changes(run: Evidence) -> None:
@@ -97,7 +103,7 @@ def _check_changes(run: Evidence) -> None:
     the other.
     """
     formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
-    seen_in = last_seen(run)  # a world may break before all have recorded it
+    seen_in, recorded = last_seen(run), {pid for members in pids.values() for pid in members}
     node_of = {pid: line["node"] for line in run.of("node") for pid in _pids(line)}
     lost = {line["term"] for line in run.of("form") if line.get("cause") == "lost"}  # one of the members before is gone
     worlds_left, spent = dict[tuple[int, object], int](), set[tuple[int, object]]()
@@ -112,6 +118,7 @@ def _check_changes(run: Evidence) -> None:
         if _is_parted(hits, {node_of.get(pid) for pid in pids[before] | pids[after]}):
             excused |= pids[before]
         excused |= _hit_unrecorded(run, after)
+        # A world may break before all have recorded it, or before any has.
         gone = sorted(pid for pid in pids[before] - pids[after] - excused if seen_in[pid] == before)
         if gone:
             raise Unknown(f"process {gone[0]} left between terms {before} and {after}, and no fault explains it")
@@ -120,7 +127,7 @@ def _check_changes(run: Evidence) -> None:
         leaving = {(id(line), pid) for line in hits if line["kind"] in _TELL_TO_LEAVE for pid in _pids(line)}
         late = [one for one in leaving if one[1] in pids[before] and worlds_left.get(one, MOST_WORLDS_LEAVING) > 0]
         left = struck - spent
-        again = {one for one in left if one[1] not in seen_in}
+        again = {one for one in left if one[1] not in recorded}
         if after in lost and (members := {one for one in left if one[1] in pids[before]}):
             of_etcd = [(id(line), pid) for line in hits if is_of_etcd(line["kind"]) for pid in _pids(line)]
             again = {*[one for one in of_etcd if one in members][:1]} or members
@@ -180,10 +187,9 @@ def _is_explained(run: Evidence, exit_: Line) -> bool:
     often than it may start its own again (the first to report a failure pays for it).
     """
     at, most = number(exit_, "t"), scenario_field(run, "max_restarts")
-    codes = _SEEMS_TURNED_AWAY if not is_live(run) else {}
     for hit in spells_of(run).at(at):
         mine = _TURNED_AWAY if exit_["node"] in _nodes(hit) else {}
-        if exit_["code"] in (mine.get(str(hit["kind"])), codes.get(str(hit["kind"]))):
+        if exit_["code"] == mine.get(str(hit["kind"])):
             return True
     done = [fault["kind"] for fault in run.of("fault") if exit_["node"] in _nodes(fault) and number(fault, "t") <= at]
     if done and done[-1] in _ENDS_NODES:

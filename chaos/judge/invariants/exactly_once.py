@@ -270,6 +270,35 @@ def same_weights(run: Evidence, reference: Evidence) -> str:
     return f"sha256 {str(ours)[:16]} in both runs"
 
 
+def same_weights_at_commits(run: Evidence, reference: Evidence) -> str:
+    """Every commit has the weights that the run without faults had at its step, wherever both made one.
+
+    Where samples were left out, a branch that was given up may have begun to leave them out at another step: then only
+    the lineage's commits are compared.
+    """
+    _check_reference(run, reference)
+    lineage = {(applied.term, applied.step) for applied in lineage_of(run)} if holes_of(result_of(run)) else None
+    expected = {step: weights for _, step, weights in _committed_weights(reference)}
+    compared = set[tuple[int, int]]()
+    for term, step, weights in _committed_weights(run):
+        if step not in expected or (lineage is not None and (term, step) not in lineage):
+            continue
+        compared.add((term, step))
+        if weights != expected[step]:
+            where = f"the commit of step {step} (term {term})"
+            raise Violated(f"{where} has weights of SHA-256 {weights[:16]}, without faults {expected[step][:16]}")
+    if not compared:
+        raise Unknown("the two runs have no commit of the same step")
+    return f"{len(compared)} commits, the same weights in both runs"
+
+
+def _committed_weights(run: Evidence) -> list[tuple[int, int, str]]:
+    """Return term, step and the weights' hash of every commit: as histories say, and the records that are left."""
+    lines = [*run.of("commit"), *(commit.fields for commit in run.commits if commit.fields is not None)]
+    known = [line for line in lines if line.get("weights_sha256")]
+    return sorted((whole(line, "term"), whole(line, "step"), str(line["weights_sha256"])) for line in known)
+
+
 def same_metrics(run: Evidence, reference: Evidence) -> str:
     """The last validation gave the same numbers as in the run without faults."""
     _check_reference(run, reference)

@@ -236,9 +236,11 @@ def durability(run: Evidence) -> str:
     """Every term continues from the newest commit that was published before it formed, unless that was damaged.
 
     What a term has passed over as damaged, or after such a one, later ones need not find again: their members hold
-    what it continued from.
+    what it continued from. A leader that was frozen as it restored, and applied nothing, may find the commits deleted
+    that a newer term's have replaced.
     """
     formed, commits, damaged = formed_at(run), run.of("commit"), _damaged_at(run)
+    applied = {line["term"] for line in run.of("step")}
     times, keys = [number(commit, "t") for commit in commits], [str(commit["key"]) for commit in commits]
     places = {key: _place(key) for key in keys}
     passed = set[str]()
@@ -247,7 +249,12 @@ def durability(run: Evidence) -> str:
         before = keys[: bisect_left(times, formed[term])]
         known = (key for key in before if places[key][0] < term and key not in skipped)
         newest = max(known, key=places.__getitem__, default=None)
-        if newest is not None and (line["commit"] is None or _place(str(line["commit"])) < _place(newest)):
+        is_late = term not in applied and any(t < number(line, "t") for other, t in formed.items() if other > term)
+        if (
+            newest is not None
+            and not is_late
+            and (line["commit"] is None or _place(str(line["commit"])) < _place(newest))
+        ):
             raise Violated(f"term {term} continued from {line['commit']}, but {newest} was published before")
     return f"{len(commits)} commits published, none lost"
 

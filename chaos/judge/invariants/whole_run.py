@@ -16,6 +16,7 @@ from chaos.judge.evidence.applied import (
     reached_by,
     restored_at,
     result_of,
+    settled_in,
     shape_of,
     steps_of,
 )
@@ -105,9 +106,10 @@ def rpo(run: Evidence) -> str:
 
 
 def check_kept(run: Evidence) -> None:
-    """No process that lives on in the next world gave up a step that it had applied."""
+    """No step that a member of a world had applied is given up while one of its processes lives on in the next."""
     for pid, step, before, kept, after in _given_up(run):
-        raise Violated(f"process {pid} had applied step {step} in term {before}, term {after} began at {kept}")
+        applied = f"step {step} was applied in term {before}, of which process {pid} lives on"
+        raise Violated(f"{applied}, and term {after} began at {kept}")
 
 
 def given_up(run: Evidence) -> int:
@@ -116,12 +118,17 @@ def given_up(run: Evidence) -> int:
 
 
 def _given_up(run: Evidence) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield process, step and term before, step and term after, where a process gave up applied steps."""
+    """Yield process, step and term before, step and term after, where a process that lives on gave up applied steps.
+
+    They need not be its own: where a rank applied a step knowing that all others hold its gradient, each of them can.
+    What a rank applied that had lost a peer before it knew so counts for itself alone.
+    """
     pids, restored = pids_of(run), restored_at(run)
     # A world that broke before its state was agreed on has no restore, and applied nothing.
     for before, after in pairwise(term for term in formed_at(run) if term in restored):
         for pid in pids[before] & pids[after]:
-            step, kept = reached_by(run).get((before, pid), 0), whole(restored[after], "step")
+            step = max(settled_in(run).get(before, 0), reached_by(run).get((before, pid), 0))
+            kept = whole(restored[after], "step")
             if step > kept:
                 yield pid, step, before, kept, after
 

@@ -89,6 +89,14 @@ def freeze_node(job: JobView, fault: Due) -> Struck | None:
     return _frozen(nodes, [pid for node in nodes for pid in node.freeze()])
 
 
+def freeze_agent(job: JobView, fault: Due) -> Struck | None:
+    """Freeze the agent and none of its workers: it answers nobody, and does not see one of them die."""
+    nodes = [node for node in targets(job, fault) if node.is_up]
+    pids = [pid for node in nodes if (pid := node.agent) is not None]
+    signal_all(pids, signal.SIGSTOP)
+    return _frozen(nodes, pids)
+
+
 def freeze_standby(job: JobView, fault: Due) -> Struck | None:
     """Freeze what workers are forked from, as a machine does that swaps it out."""
     nodes = targets(job, fault)
@@ -171,6 +179,7 @@ ACTS: dict[str, Act] = {
         start_node,
         freeze_worker,
         freeze_node,
+        freeze_agent,
         freeze_standby,
         kill_standby,
         slow_worker,

@@ -22,6 +22,7 @@ from chaos.judge.findings import Finding
 from chaos.sim.campaign.swarm import (
     LONE_S,
     draw,
+    draw_agent,
     draw_bad_data,
     draw_lone,
     draw_of_etcd,
@@ -46,6 +47,10 @@ REFUSED = 1 / 6
 """In how many runs etcd refuses for a while, or somebody else writes into it."""
 SKEWED = 1 / 8
 """In how many live runs nodes' clocks differ by seconds. With restarts, steps are too far apart to tell by how much."""
+WITH_VECTORS, MOST_WITH_VECTORS = 1 / 8, 8
+"""In how many runs the product itself adds up the lanes' vectors, and of how many ranks at most: all send to all."""
+AGENTS = 1 / 32
+"""In how many live runs a node's agent freezes, and its workers do not."""
 LEAST_STEP_S = 4.0
 """How long one rank takes for a step, at least, in those that last for minutes."""
 ALONE = 1 / 10
@@ -124,9 +129,14 @@ def case_of(seed: int, num_nodes: int | None = None) -> Case:
     etcd = random.Random(f"{seed}/etcd")
     if etcd.random() < REFUSED:
         faults = in_order([*faults, *draw_of_etcd(etcd, shape)])
+    if random.Random(f"{seed}/vectors").random() < WITH_VECTORS and shape.nodes * shape.ranks <= MOST_WITH_VECTORS:
+        shape = replace(shape, vectors=True)
     clocks = random.Random(f"{seed}/clocks")
     if shape.nodes > 1 and shape.recovery == "live" and clocks.random() < SKEWED:
         faults = in_order([*faults, *draw_skews(clocks, shape)])
+    agents = random.Random(f"{seed}/agents")
+    if shape.recovery == "live" and agents.random() < AGENTS:
+        faults = in_order([*faults, draw_agent(agents, shape)])
     alone = random.Random(f"{seed}/alone")
     if shape.nodes > 1 and alone.random() < ALONE:
         return _case_of_one(seed, shape, alone)
@@ -188,9 +198,8 @@ def _same_job(shape: Shape) -> Shape:
     """Return the shape without what the final state does not depend on, time included: one rank has all lanes."""
     rows, epochs, lanes = shape.rows, shape.epochs, shape.lanes
     lane_s = Shape().lane_s / lanes
-    return replace(
-        Shape(), nodes=1, lanes=lanes, micro_batch=shape.micro_batch, rows=rows, epochs=epochs, lane_s=lane_s
-    )
+    same = Shape(nodes=1, lanes=lanes, micro_batch=shape.micro_batch, rows=rows, epochs=epochs, lane_s=lane_s)
+    return replace(same, commit_every=shape.commit_every, vectors=shape.vectors)
 
 
 def holes_of(run: Evidence) -> str:

@@ -28,7 +28,16 @@ DAMAGE = tuple(kind for kind in KINDS if damages(kind) and kind != "tear_write")
 OF_ETCD = ("etcd_refuses", "alien_record")
 LONE = ("private_storage", "other_limits", "other_code", "wrong_address", "start_twin", "alien_record")
 """Kinds that are drawn one at a time, too, in a job of minutes: what each costs the others is then its price alone."""
-APART = ("bad_row_group", "tracker_outage", "skew_clocks", "other_limits", "other_code", "wrong_address", *OF_ETCD)
+APART = (
+    "bad_row_group",
+    "freeze_agent",
+    "tracker_outage",
+    "skew_clocks",
+    "other_limits",
+    "other_code",
+    "wrong_address",
+    *OF_ETCD,
+)
 """Kinds that are drawn by themselves, from streams of their own, or in cases of their own alone."""
 COMMON = tuple(kind for kind in KINDS if kind not in APART)
 AT_PLACES = tuple(f"{how}@{point}" for how in AT_POINTS for point in POINTS)
@@ -98,6 +107,11 @@ def draw_skews(draws: random.Random, shape: Shape) -> tuple[SimFault, ...]:
     return tuple(
         SimFault("skew_clocks", node=n, other=draws.randrange(2), for_s=draws.uniform(2.0, 20.0)) for n in nodes
     )
+
+
+def draw_agent(draws: random.Random, shape: Shape) -> SimFault:
+    """Draw an agent that freezes while its workers train on."""
+    return _fault(draws, shape, "freeze_agent", draws.uniform(0.0, 1.2 * shape.span_s))
 
 
 def draw_lone(draws: random.Random, shape: Shape) -> SimFault:

@@ -11,7 +11,7 @@ from chaos.sim.job.fault import SimFault
 from chaos.sim.job.fleet import Fleet
 from chaos.sim.job.host import Host
 from chaos.sim.job.injector import Injector
-from chaos.sim.job.install import installed
+from chaos.sim.job.install.installed import installed
 from chaos.sim.job.leftovers import left_by
 from chaos.sim.job.live_node import RUN_ID
 from chaos.sim.job.run_record import RunRecord

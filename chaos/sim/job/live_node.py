@@ -16,7 +16,7 @@ from chaos.sim.machine.etcd import EtcdClient
 from chaos.sim.machine.kernel import EPOCH_S, Process, Task
 from chaos.sim.machine.meeting import agent_port
 from chaos.sim.machine.stdlib import host_of
-from elastic_train.errors import ElasticTrainError
+from elastic_train.errors import CorruptError, ElasticTrainError
 from elastic_train.training import supervisor as product
 from rendezvous.context import LiveContext
 from rendezvous.errors import RendezvousError
@@ -54,7 +54,10 @@ class Node:
     @property
     def would_end_alike(self) -> bool:
         """Whether its exit code says that starting it again is in vain, and nobody has mended what was wrong."""
-        return self.code in FINAL_CODES and not self._host.around.storage.is_mended(self.number)
+        around = self._host.around
+        if self.code == CorruptError.exit_code and around.data.is_own(self.number):
+            return False  # its copy can be restored, and is when it is started again
+        return self.code in FINAL_CODES and not around.storage.is_mended(self.number)
 
     def live_workers(self) -> list[Process]:
         return [process for process in self.workers.values() if not process.is_dead]
@@ -67,6 +70,8 @@ class Node:
         if self.is_up:
             return
         self._host.around.net.silent.discard(self.number)
+        if self.code == CorruptError.exit_code:
+            self._host.around.data.restore(self.number)
         self.agent = self._host.around.process(self.number, "agent")
         self.workers, self._ended, self._is_stopping, self.code = {}, [], False, None
         self._kernel.spawn(self.agent, self._watch_over)

@@ -49,6 +49,8 @@ class Shape:
     """What a job does about a row group that cannot be read."""
     tracked: bool = False
     """Whether its metrics are sent to a tracker."""
+    vectors: bool = False
+    """Whether its lanes have short vectors that the product's own exchange sums, not only the simulator's."""
 
     @property
     def total_steps(self) -> int:

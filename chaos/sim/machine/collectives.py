@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from torch import Tensor
@@ -18,7 +19,15 @@ from chaos.sim.machine.network import Net
 
 T = TypeVar("T")
 
-RESET_S = 0.05
+RESET_S, RESENT_S = 0.05, 0.2
+
+
+@dataclass(slots=True)
+class Letter:
+    """A tensor from one rank to another, on its way or there."""
+
+    tensor: Tensor
+    is_here: bool = False
 
 
 class Hub:
@@ -29,6 +38,8 @@ class Hub:
         self.members: dict[int, Process] = {}
         self.collectives: dict[int, Collective] = {}
         self.letters: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        self.posted: dict[tuple[int, int], deque[Letter]] = defaultdict(deque)
+        """Those of exchanges, which nobody waits for when they are sent."""
         self.lost: set[int] = set()
         """Ranks that are known to be gone."""
         self.waiting: dict[int, Task] = {}
@@ -120,7 +131,7 @@ class Collective:
 
     def _arrive(self, rank: int) -> None:
         if not self.hub.is_whole_for(rank):
-            self.hub.net.kernel.after(0.2, lambda: self._arrive(rank))  # what is cut is sent again
+            self.hub.net.kernel.after(RESENT_S, lambda: self._arrive(rank))  # what is cut is sent again
             return
         if self.hub.has_dead and self.hub.net.draws.random() < 0.5:
             return  # it was on its way when its sender died

@@ -18,6 +18,7 @@ from elastic_train.checkpoint.stores.store import (
     Entry,
     KeyMissing,
     KeyTaken,
+    NotAllowed,
     Sink,
     Uncertain,
 )
@@ -205,4 +206,4 @@ class StorageClient:
         if is_write and kernel.now < storage.full_until:
             raise StorageError("no space is left")
         if is_write and kernel.now < self._mounted.readonly_until.get(self._process.node, 0.0):
-            raise StorageError("read-only file system")
+            raise NotAllowed("read-only file system")

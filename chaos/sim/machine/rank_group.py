@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from chaos.sim.machine.collectives import RESET_S, Collective
+from chaos.sim.machine.collectives import RESENT_S, RESET_S, Collective, Letter
 from chaos.sim.machine.meeting import MeetingStore
 from elastic_train.parallel.group import Group
 
 T = TypeVar("T")
 BLOCKED_S = 10.0
 """How long a rank tries to connect where nothing is let through."""
+
+
+@dataclass(slots=True)
+class Receipt:
+    """A tensor on its way from a rank, or, without one, to it: that has been copied already."""
+
+    source: int | None
+    tensor: Tensor
 
 
 class SimGroup(Group):
@@ -65,6 +74,44 @@ class SimGroup(Group):
     def barrier(self) -> None:
         if self.size > 1:
             self._collect("barrier", None)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        if self.size > 1:
+            tensor.copy_(self._collect("reduce", tensor.clone()).made(_sum))
+
+    def send(self, rank: int, tensor: Tensor) -> Receipt:  # type: ignore[override]  # torch makes other works
+        """Send at once: it arrives when no link is cut, whatever becomes of this rank."""
+        hub, net = self._hub, self._hub.net
+        mine, other, letters = self._kernel.process.node, hub.members[rank].node, hub.posted[self.rank, rank]
+        letter = Letter(tensor.clone())
+        letters.append(letter)
+
+        def arrive() -> None:
+            if net.is_connected(mine, other):
+                letter.is_here = True
+                hub.wake(rank)
+            else:
+                net.kernel.after(RESENT_S, arrive)
+
+        net.kernel.after(net.delay(), arrive)
+        return Receipt(None, tensor)
+
+    def receive(self, rank: int, tensor: Tensor) -> Receipt:  # type: ignore[override]
+        return Receipt(rank, tensor)
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        receipts = [self.receive(rank, part) for rank, part in receives]
+        for rank, part in sends:
+            self.send(rank, part)
+        self.wait(receipts)
+
+    def wait(self, works: Iterable[Receipt]) -> None:  # type: ignore[override]
+        for work in works:
+            if work.source is None:
+                continue
+            letters = self._hub.posted[work.source, self.rank]
+            self._wait(lambda letters=letters: bool(letters) and letters[0].is_here, work.source)  # type: ignore[misc]
+            work.tensor.copy_(letters.popleft().tensor)
 
     def transfer(self, tensor: Tensor, *, to: int | None = None, source: int | None = None) -> None:
         hub, net = self._hub, self._hub.net
@@ -116,6 +163,10 @@ class SimGroup(Group):
         finally:
             process.listening = None
             hub.waiting.pop(self.rank, None)
+
+
+def _sum(parts: list[object]) -> Tensor:
+    return torch.stack([part for part in parts if isinstance(part, Tensor)]).sum(0)
 
 
 def _stack(rows: list[object]) -> Tensor:

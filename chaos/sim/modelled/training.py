@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -29,8 +30,12 @@ from elastic_train.core.keyed_random import derive, mix64
 from elastic_train.core.order import Cursor, Order
 from elastic_train.job.state import Reached, StepFacts
 from elastic_train.job.state_shards import Place, Transfer, whole_from_furthest
+from elastic_train.parallel.gradient_sum import CanonicalSum
 
 _MASK = (1 << 64) - 1
+_NO_NORM = torch.tensor(0.0)
+VECTOR = 7
+"""How long the lanes' vectors are: no number of ranks cuts them evenly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,8 @@ class Gradient:
 
     counts: Int64s
     digest: int
+    bits: int = 0
+    """A checksum of the mean of the lanes' vectors, where the job has them."""
 
 
 @dataclass
@@ -82,7 +89,7 @@ class ModelledState:
     model: Weights
     reached: Reached = field(default_factory=Reached)
     scheduler: Rate = field(default_factory=Rate)
-    grouping: tuple[str, ...] = ()
+    outline: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -96,14 +103,16 @@ class ModelledState:
     def coverage(self) -> CoverageSums:
         return self.reached.coverage
 
-    def apply(self, facts: StepFacts) -> float:
+    def measure(self) -> torch.Tensor:
+        return _NO_NORM
+
+    def apply(self, facts: StepFacts, norm: torch.Tensor) -> None:
         weights = self.model
         assert weights.gradient is not None, "a step has a gradient"
         weights.counts += weights.gradient.counts
-        weights.digest = derive(weights.digest, weights.gradient.digest, self.step)
+        weights.digest = derive(weights.digest, weights.gradient.digest, self.step, weights.gradient.bits)
         weights.gradient = None
         self.reached = self.reached.advance(facts)
-        return 0.0
 
     @property
     def shards(self) -> ModelledState:
@@ -155,6 +164,43 @@ class ModelledSum:
         ids = [ids for part in parts if isinstance(part, tuple) for ids in part]
         counts = np.bincount(np.concatenate([np.zeros(0, np.int64), *ids]), minlength=len(self._weights.counts))
         return Gradient(counts, sum(_hash_of(tuple(some.tolist())) for some in ids) & _MASK)
+
+
+class VectorSum(ModelledSum):
+    """The same, and beside it the product's own sum of short vectors, one of each lane, along the tree of lanes.
+
+    Their floats do not add up to the same bits in another order, so a wrong tree, or a wrong cut, is another hash.
+    """
+
+    def __init__(self, weights: Weights, group: SimGroup, num_lanes: int) -> None:
+        super().__init__(weights, group)
+        self._flat = torch.zeros(VECTOR)
+        self._sum = CanonicalSum([self._flat], group, num_lanes)
+
+    def begin(self, lanes: range) -> None:
+        super().begin(lanes)
+        self._sum.begin(lanes)
+
+    def lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
+        return self._sum.lane(lane)
+
+    def add(self, ids: Int64s) -> None:
+        super().add(ids)
+        self._flat += _vector_of(tuple(ids.tolist()))
+
+    def finish(self, divisor: float) -> None:
+        super().finish(divisor)
+        self._sum.finish(divisor)
+        assert self._weights.gradient is not None, "summed just now"
+        bits = zlib.crc32(self._flat.numpy().tobytes())
+        self._weights.gradient = replace(self._weights.gradient, bits=bits)
+
+
+@lru_cache(1 << 12)
+def _vector_of(ids: tuple[int, ...]) -> torch.Tensor:
+    """Return a lane's vector: floats between 2^-8 and 2^8 that follow from its samples."""
+    words = [derive(_hash_of(ids), place) for place in range(VECTOR)]
+    return torch.tensor([2.0 ** (word % 16 - 8) * (1.0 + (word >> 8 & 0xFFFFFF) / (1 << 24)) for word in words])
 
 
 @lru_cache(1 << 16)

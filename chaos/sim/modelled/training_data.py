@@ -36,12 +36,23 @@ class Dataset:
     def __init__(self, kernel: Kernel, *, may_spoil: bool) -> None:
         self._kernel, self.may_spoil = kernel, may_spoil
         self._bad: list[tuple[int, int]] = []
+        self._own = set[int]()
 
     def spoil(self, group: int, node: int) -> None:
         self._bad.append((group, node))
+        self._own.add(node)
 
     def mend(self, group: int, node: int) -> None:
-        self._bad.remove((group, node))
+        if (group, node) in self._bad:
+            self._bad.remove((group, node))
+
+    def is_own(self, node: int) -> bool:
+        """Say whether a node has, or had, a copy of its own that is damaged."""
+        return node in self._own
+
+    def restore(self, node: int) -> None:
+        """Give a node a good copy, as an operator would."""
+        self._bad = [(group, other) for group, other in self._bad if other != node]
 
     def is_bad(self, group: int) -> bool:
         """Say whether the node of the running process cannot read a row group."""
@@ -68,6 +79,9 @@ class ModelledFeed:
                 reach("data")
                 yield step
                 step = []
+
+    def why_unreadable(self, group: int) -> str:
+        return _why(group) if self._data.is_bad(group) else ""
 
     def validation(self, lanes: range) -> None:
         return None

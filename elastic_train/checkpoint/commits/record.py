@@ -25,8 +25,9 @@ from elastic_train.core.lineage import Interval, commit_key
 from elastic_train.core.order import Cursor
 from elastic_train.errors import CommitError
 
-FORMAT = 2
-_FORMATS = (1, FORMAT)  # in format 1 files have SHA-256 in place of BLAKE3
+FORMAT = 3
+_FORMATS = (1, 2, FORMAT)
+"""In formats 1 and 2 the weights' hash is not by grains, in format 1 files have SHA-256 in place of BLAKE3."""
 
 VOID = b'{"void":true}\n'
 """Tombstone: blocks the creation of a record under its key; recognised by its size in a listing, below any record's."""
@@ -75,7 +76,8 @@ class CommitFacts:
 class CommitRecord(CommitFacts):
     """A published checkpoint: where its files are, what state they hold, and which commit it continues.
 
-    * `weights_sha256`: one hash over all weights and buffers, equal if and only if they are equal bit for bit;
+    * `weights_sha256`: one hash over all weights and buffers, equal if and only if they are equal bit for bit, among
+      commits of format 3, and among those of older ones;
     * `term`: the number of the world that published it; commits are ordered by (term, step);
     * `parent`, `parent_key`: digest and key of the commit that this one continues, None for the first;
     * `intervals`: tile the steps [0, step) by the terms that applied them; they outlive the ancestors that retention
@@ -103,6 +105,11 @@ class CommitRecord(CommitFacts):
     def key(self) -> str:
         """The record's key in the store."""
         return commit_key(self.term, self.step)
+
+    @property
+    def is_by_grains(self) -> bool:
+        """Whether it was written since the gradients' norm and the weights' hash are those by grains."""
+        return self.format >= 3
 
     @property
     def digest(self) -> str:

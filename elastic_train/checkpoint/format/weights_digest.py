@@ -1,6 +1,7 @@
 """One hash for all weights: equal if and only if every weight and buffer is, to the last bit.
 
-It is a hash of the tensors' hashes, so that ranks that hold a part each can find theirs apart.
+It is a hash of the tensors' hashes, and these of their grains' hashes, so that ranks that hold a part each can find
+theirs apart. Commits of formats 1 and 2 have a tensor's bytes hashed at once, and so another hash for equal weights.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import torch
 from isal.isal_zlib import crc32
 from torch import Tensor, nn
 
+from elastic_train.shards.digest import grain_digests, join_grains
+
 
 def weights_digest(model: nn.Module) -> str:
     """Return the SHA-256 over all weights and buffers: names in order, dtypes, shapes, bytes."""
@@ -19,10 +22,8 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def tensor_digest(dtype: torch.dtype, shape: torch.Size, content: memoryview) -> str:
-    """Return the SHA-256 over dtype, shape and bytes of one tensor."""
-    digest = hashlib.sha256(f"{dtype} {tuple(shape)}\n".encode())
-    digest.update(content)
-    return digest.hexdigest()
+    """Return the SHA-256 over dtype, shape and the SHA-256s of one tensor's grains, from its bytes."""
+    return join_grains(str(dtype), shape, grain_digests(content, dtype.itemsize))
 
 
 def checksum(tensor: Tensor) -> int:

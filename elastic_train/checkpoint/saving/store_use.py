@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.checkpoint.stores.open import open_store
-from elastic_train.checkpoint.stores.store import KeyTaken, no_listener
+from elastic_train.checkpoint.stores.store import KeyTaken, NotAllowed, no_listener
 from elastic_train.errors import StorageError
 from rendezvous.waiting import Call, GivenUp, begin
 
@@ -38,6 +38,8 @@ class StoreUse:
     is_barred: bool = False
     why: str = ""
     """Why the last part could not be written."""
+    is_refused: bool = False
+    """Whether the store said that this process may not write there, which does not pass by itself."""
     num_unwritten: int = 0
     """How many saves in a row have failed because this process could not write."""
     _probe: Call[None] | None = None
@@ -46,9 +48,10 @@ class StoreUse:
         """Record that this process has written what was its part of a save."""
         self.num_unwritten = 0
 
-    def note_unwritten(self, why: str, *, is_silent: bool) -> None:
+    def note_unwritten(self, error: StorageError, *, is_silent: bool) -> None:
         """Record that it could not; with `is_silent` it could not even say so, and rank 0 waits for it in vain."""
-        self.num_unwritten, self.why = self.num_unwritten + (MOST_UNWRITTEN if is_silent else 1), why
+        self.num_unwritten += MOST_UNWRITTEN if is_silent else 1
+        self.why, self.is_refused = str(error), isinstance(error, NotAllowed)
 
     def begin_probe(self) -> None:
         """Begin to find out whether the store can be written from here, unless that is on its way."""

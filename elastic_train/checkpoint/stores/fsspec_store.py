@@ -20,9 +20,11 @@ from fsspec.core import url_to_fs
 
 from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.checkpoint.stores.store import (
+    CHANGES,
     Entry,
     KeyMissing,
     KeyTaken,
+    NotAllowed,
     ReadFile,
     Sink,
     Store,
@@ -166,7 +168,9 @@ class FsspecStore:
         except FileNotFoundError as error:
             raise KeyMissing(f"{self._url}/{key}: does not exist") from error
         except self._errors as error:
-            raise StorageError(f"{self._url}/{key}: cannot {act}: {error}") from error
+            is_refused = act in CHANGES and isinstance(error, PermissionError)
+            kind = NotAllowed if is_refused else StorageError
+            raise kind(f"{self._url}/{key}: cannot {act}: {error}") from error
 
 
 class _Counting:

@@ -17,9 +17,11 @@ from typing import BinaryIO, cast
 from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.checkpoint.stores.disk import Disk, RealDisk
 from elastic_train.checkpoint.stores.store import (
+    CHANGES,
     Entry,
     KeyMissing,
     KeyTaken,
+    NotAllowed,
     ReadFile,
     Sink,
     Store,
@@ -180,8 +182,13 @@ class LocalStore:
             raise KeyMissing(f"{where}: does not exist") from error
         except OSError as error:
             message = f"{where}: cannot {act}: {error.strerror or error}{_ADVICE.get(error.errno or 0, '')}"
-            is_medium = act == "read" and error.errno == errno.EIO
-            raise (Unreadable if is_medium else StorageError)(message) from error
+            raise _kind(act, error.errno)(message) from error
+
+
+def _kind(act: str, number: int | None) -> type[StorageError]:
+    if act == "read" and number == errno.EIO:
+        return Unreadable
+    return NotAllowed if act in CHANGES and number in (errno.EROFS, errno.EACCES, errno.EPERM) else StorageError
 
 
 _ADVICE = {

@@ -3,6 +3,7 @@
 StorageError
 ├── KeyTaken         a conditional create lost: the key exists
 ├── KeyMissing       the key does not exist
+├── NotAllowed       the store lets this process write nothing: a read-only mount, permissions, credentials
 ├── Unreadable       the medium does not return the bytes (a bad sector)
 └── Uncertain        a create was sent and not answered: the key may exist or come to exist
 
@@ -32,6 +33,14 @@ class KeyMissing(StorageError):  # noqa: N818 - as above
 
 class Unreadable(StorageError):  # noqa: N818 - as above
     """The medium fails to read a key that exists."""
+
+
+CHANGES = ("create", "write", "delete")
+"""What changes a store, as its messages have it."""
+
+
+class NotAllowed(StorageError):  # noqa: N818 - as above
+    """The store lets this process write nothing, and will not by itself: read-only, permissions, credentials."""
 
 
 class Uncertain(StorageError):  # noqa: N818 - as above

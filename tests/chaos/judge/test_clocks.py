@@ -105,3 +105,12 @@ def test_small_differences_are_left_alone(skewed: Path) -> None:
     skew(skewed, 0.01)
     assert offsets_of(collect(skewed / "faulted").processes) == {}
     assert len(before) == len(collect(skewed / "faulted").processes)
+
+
+def test_a_host_that_was_frozen_in_most_of_its_few_steps_has_no_wrong_clock() -> None:
+    """It wrote of two of three steps late; of the worlds that it was in, it wrote in time."""
+    lines = [line for term in (1, 2, 3) for line in _world(term, 100.0 * term, {"a": 0.0, "b": 0.0}, term)]
+    for line in lines:
+        if line["op"] == "step" and line["rank"] == 1 and line["term"] != 1:
+            line["t"] = float(str(line["t"])) + 7.0 * int(str(line["term"]))
+    assert offsets_of([lines]) == {}

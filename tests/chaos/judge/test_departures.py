@@ -39,6 +39,28 @@ def test_a_process_left_when_it_was_last_seen() -> None:
         deaths(evidence_of(hit, *formed(2, 9), *formed(3, 9, 10)))
 
 
+def test_a_process_that_names_a_later_world_that_did_not_form_has_not_left_before_it() -> None:
+    """It may have been in no world that lived for long enough to be recorded by all, until a fault hits it."""
+    lines: list[Line] = [
+        {"op": "scenario", "t": 0.0, "recovery": "live"},
+        *({"op": "form", "t": 10.0, "term": 1, "rank": pid - 7, "pid": pid, "world": 3} for pid in (7, 8, 9)),
+        {"op": "fault", "t": 15.0, "kind": "kill_worker", "node": 0, "pids": [9]},
+        {"op": "form", "t": 20.0, "term": 2, "rank": 0, "pid": 7, "world": 2, "cause": "lost"},
+        {"op": "form", "t": 30.0, "term": 3, "rank": 0, "pid": 7, "world": 1, "cause": "lost"},
+        {"op": "fault", "t": 45.0, "kind": "kill_worker", "node": 1, "pids": [8]},
+        {"op": "form", "t": 50.0, "term": 5, "rank": 0, "pid": 7, "world": 1, "cause": "lost"},
+        {"op": "end", "t": 60.0, "term": 5, "rank": 0, "status": "done"},
+    ]
+    named: Line = {"op": "unformed", "t": 40.0, "term": 4, "rank": 1, "pid": 8, "why": "the world has changed"}
+
+    def evidence_of(*more: Line) -> Evidence:
+        return Evidence(Path("drawn"), [[*lines, *more]], [], {}, None, None)
+
+    assert deaths(evidence_of(named)).startswith("3 changes")
+    with pytest.raises(Unknown, match="process 8 left between terms 1 and 2"):
+        deaths(evidence_of())
+
+
 def test_a_process_that_was_hit_may_have_been_in_several_worlds_that_it_did_not_live_to_record() -> None:
     """In each of them a seat has no record; from the first that is complete on, it was no member."""
 
@@ -66,22 +88,23 @@ def test_a_process_that_was_hit_may_have_been_in_several_worlds_that_it_did_not_
 
 
 @pytest.mark.parametrize(
-    ("recovery", "kind", "code", "is_explained"),
+    ("kind", "node", "code", "is_explained"),
     [
-        ("restart", "storage_errors", 2, True),
-        ("restart", "storage_errors", 1, False),
-        ("restart", "flip_bit", 2, False),
-        ("live", "storage_errors", 2, False),
+        ("readonly_dir", 0, 2, True),
+        ("readonly_dir", 1, 2, False),
+        ("readonly_dir", 0, 1, False),
+        ("storage_errors", 0, 2, False),
     ],
 )
-def test_a_node_of_one_world_ends_where_it_cannot_write_by_chance(
-    recovery: str, kind: str, code: int, is_explained: bool
+@pytest.mark.parametrize("recovery", ["restart", "live"])
+def test_only_the_node_that_may_not_write_ends_for_good(
+    recovery: str, kind: str, node: int, code: int, is_explained: bool
 ) -> None:
-    """Some requests of all nodes fail: who fails several times in a row, as others do not, may not write, it seems."""
+    """Where some requests of all nodes fail, those that fail several times in a row do so by accident."""
     lines: list[Line] = [
         {"op": "scenario", "t": 0.0, "recovery": recovery},
         {"op": "form", "t": 10.0, "term": 1, "rank": 0, "pid": 7, "world": 1},
-        {"op": "fault", "t": 12.0, "kind": kind, "node": 1, "pids": [7], "for_s": 5.0},
+        {"op": "fault", "t": 12.0, "kind": kind, "node": node, "pids": [7], "for_s": 5.0},
         {"op": "exit", "t": 15.0, "node": 0, "code": code},
         {"op": "end", "t": 20.0, "term": 1, "rank": 0, "status": "done"},
     ]

@@ -17,6 +17,7 @@ import pytest
 
 from chaos.errors import RunError
 from chaos.real.acts import ACTS
+from chaos.real.acts.effects import stopped
 from chaos.real.history_tail import Followed
 from chaos.real.job import Job
 from chaos.scenario.model import Point, Scenario, Soak
@@ -25,7 +26,7 @@ from chaos.services.etcd_proxy import Proxies, Way
 from chaos.services.s3_server import S3
 from chaos.services.surroundings import folders
 from chaos.services.torchrun_node import Node, clean_environ
-from rendezvous.process_table import is_alive
+from rendezvous.process_table import is_alive, is_stopped
 from tests.chaos import fake_trainer
 
 pytestmark = pytest.mark.slow
@@ -254,6 +255,19 @@ def test_histories_are_followed_line_by_line(tmp_path: Path) -> None:
 def test_a_role_that_nobody_has_is_not_an_error(tmp_path: Path, kind: str) -> None:
     """Without a world there is no leader: a fault for the leader is skipped, and the executor continues."""
     assert ACTS[kind](job(tmp_path, 1), Due(kind, "leader", None, None)) is None
+
+
+def test_an_agent_is_frozen_without_its_workers(node: Node, tmp_path: Path) -> None:
+    """What proves it is the agent's state; that of a worker, which runs on, is another fault's."""
+    waiting = job(tmp_path, 1)
+    waiting.nodes = [node]
+    struck = ACTS["freeze_agent"](waiting, Due("freeze_agent", 0, None, None))
+    assert struck is not None and struck.undo is not None and struck.pids == [node.agent]
+    proof = stopped(struck.pids)
+    until(lambda: proof() is not None)
+    assert not any(is_stopped(pid) for pid in node.pids() if pid != node.agent)
+    struck.undo()
+    until(lambda: proof() is None)
 
 
 def test_the_end_of_a_fault_does_not_end_a_later_one(node: Node, tmp_path: Path) -> None:

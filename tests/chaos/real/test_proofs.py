@@ -19,9 +19,9 @@ from chaos.real.acts.job_view import JobView
 from chaos.real.acts.outcome import Struck
 from chaos.scenario.schedule import Due
 from chaos.services.etcd_cluster import EtcdCluster
-from chaos.services.freezing_disk import FreezingDisk, freezing_disk
+from chaos.services.freezing_disk import FreezingDisk
 from chaos.services.network_namespace import Cable, NoNamespacesError, cable
-from chaos.services.store_mount import NoMountError, StoreMount, mounted
+from chaos.services.store_mount import StoreMount, mounted
 
 pytestmark = pytest.mark.slow
 
@@ -60,15 +60,6 @@ def wait_for(what: Callable[[], object]) -> None:
 def undo(done: Struck) -> None:
     assert done.undo is not None
     wait_for(lambda: done.undo is None or done.undo() is not None)
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[FreezingDisk]:
-    try:
-        with freezing_disk(tmp_path / "data") as made:
-            yield made
-    except NoMountError as error:
-        pytest.skip(str(error))
 
 
 @BITES

@@ -30,6 +30,7 @@ WITNESS: dict[str, object] = {
     "validation": {"every_steps": None},
     "checkpoint": {"every_steps": 12, "every_s": None},
 }
+FORKED = {"lease_ttl_s": 2, "forked": True}
 PARAMS = {"max_tokens": 16, "dim": 16, "depth": 1, "heads": 2, "dropout": 0.2, "vocabulary": 64}
 CLASSIFIER: dict[str, object] = {
     "task": {
@@ -74,7 +75,7 @@ def test_every_sample_counts_once_through_four_worlds(
         {"kind": "stop_node", "node": "other", "within": [0.24, 0.3]},
         {"kind": "start_node", "node": 3, "within": [0.34, 0.4]},  # most of the job is left for it to come back
     ]
-    path = scenario(tmp_path, rows, {**WITNESS, "epochs": 30}, nodes={"count": 4, "lease_ttl_s": 2}, faults=faults)
+    path = scenario(tmp_path, rows, {**WITNESS, "epochs": 30}, nodes={"count": 4, **FORKED}, faults=faults)
     found = verdict_of([path, "--seed", "1", "--out", str(tmp_path / "run"), "--no-reference"], capfd)
     assert found["valid"], found["invariants"]
     assert Counter(np.load(tmp_path / "run" / "faulted" / "witness.npy").tolist()) == {30: 331}
@@ -109,7 +110,7 @@ def test_faults_change_no_bit(tmp_path: Path, rows: Path, capfd: pytest.CaptureF
         {"kind": "kill_node", "node": 1, "within": [0.2, 0.27]},
         {"kind": "start_node", "node": 1, "within": [0.34, 0.41]},
     ]
-    path = scenario(tmp_path, rows, {**CLASSIFIER, "epochs": 22}, nodes={"count": 2, "lease_ttl_s": 2}, faults=faults)
+    path = scenario(tmp_path, rows, {**CLASSIFIER, "epochs": 22}, nodes={"count": 2, **FORKED}, faults=faults)
     found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
     assert found["valid"], found["invariants"]
     assert found["weights_sha256"] == found["reference_weights_sha256"]
@@ -140,7 +141,7 @@ def test_survivors_continue_in_their_processes(tmp_path: Path, rows: Path, capfd
         {"kind": "kill_node", "node": 1, "within": [0.25, 0.3]},
         {"kind": "start_node", "node": 1, "within": [0.3, 0.35]},  # most of the job is left for it to come back
     ]
-    nodes = {"count": 2, "lease_ttl_s": 2, "recovery": "live"}
+    nodes = {"count": 2, "recovery": "live", **FORKED}
     config = {**CLASSIFIER, "epochs": 40}
     path = scenario(tmp_path, rows, config, nodes=nodes, faults=faults)
     found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)

@@ -141,6 +141,33 @@ def test_a_node_that_cannot_write_costs_one_world_and_a_few_commits(node: int) -
     assert [(line["term"], line["world"]) for line in before.of("form") if line["rank"] == 0] != [(1, 3), (2, 3)]
 
 
+def test_nodes_that_fail_to_write_by_accident_come_back() -> None:
+    """In `restart` mode, too, where the process ends over it; two of four nodes were lost for good here."""
+    shape = Shape(nodes=4, lanes=5, rows=(17, 50, 9, 31, 2), epochs=4, commit_every=2, lane_s=0.3, recovery="restart")
+    outcomes = []
+    for seed in range(8):
+        case = Case(seed, shape, (SimFault("storage_errors", at_s=7.0, node=2, for_s=12.0),))
+        run = Job(case.shape, case.seed, case.faults).run()
+        assert {line["node"]: line["code"] for line in run.of("exit")} == dict.fromkeys(range(4), 0)
+        outcomes.append(simulate(case))
+    assert all(outcome.violations == () for outcome in outcomes)
+    assert any("tries again if its launcher" in error for outcome in outcomes for error in outcome.errors)
+
+
+@pytest.mark.parametrize("gap_s", [0.02, 0.1, 0.19])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_nodes_that_are_asked_to_leave_one_after_another_leave_together(gap_s: float, seed: int) -> None:
+    """One commit of all, and no world of those that are left, in which some of them would find out next."""
+    asked = tuple(SimFault("stop_node", at_s=10.0 + gap_s * node, node=node, for_s=10.0) for node in range(3))
+    run = Job(Shape(epochs=30), seed, asked).run()
+    assert run.result is not None and run.result["status"] == "done"
+    assert [(line["term"], line["world"]) for line in run.of("form") if line["rank"] == 0] == [(1, 3), (2, 3)]
+    left = [line for line in run.of("end") if line["term"] == 1]
+    assert [line["status"] for line in left] == ["preempted"] * 3
+    last = max(line["step"] for line in run.of("commit") if line["term"] == 1)
+    assert {line["step"] for line in left} == {last}
+
+
 def test_every_process_of_a_flapping_node_that_leaves_is_explained() -> None:
     """The node's second and third processes are not the one that the fault's line names."""
     run = Job(Shape(epochs=20), 1, (SimFault("flap_node", at_s=8.0, node=1, for_s=8.0),)).run()
@@ -318,6 +345,44 @@ def test_an_unreadable_row_group_is_skipped_by_all_and_in_the_replay() -> None:
     assert all(finding.truth == "true" for finding in findings), findings
     (why,) = [finding.why for finding in findings if finding.invariant == "coverage"]
     assert "but for 54 in 1 holes that are listed" in why
+
+
+@pytest.mark.parametrize("recovery", ["live", "restart"])
+@pytest.mark.parametrize("more", [None, 1, 2], ids=["alone", "its worker dies", "another's worker dies"])
+@pytest.mark.parametrize("for_s", [2.0, 15.0])
+def test_a_frozen_agent_stops_nobody(recovery: Recovery, more: int | None, for_s: float) -> None:
+    """In live mode, alone, it does not even cost a world; a worker of its own that dies meanwhile comes back later."""
+    faults = [SimFault("freeze_agent", at_s=10.0, node=1, for_s=for_s)]
+    faults += [] if more is None else [SimFault("kill_worker", at_s=11.0, node=more)]
+    case = Case(1, Shape(epochs=8, recovery=recovery), tuple(faults))
+    outcome = simulate(case)
+    assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
+    run = Job(case.shape, case.seed, case.faults).run()
+    assert recovery == "restart" or more is not None or {line["term"] for line in run.of("form")} == {1}
+
+
+@pytest.mark.parametrize("recovery", ["live", "restart"])
+@pytest.mark.parametrize("node", [0, 1])
+def test_the_bad_copy_of_one_node_costs_that_node_and_no_sample(recovery: Recovery, node: int) -> None:
+    """Also with quarantine, and whether it leads or not: it ends with 65, and comes back when its copy is restored."""
+    shape = Shape(unreadable="quarantine", epochs=6, recovery=recovery)
+    case = Case(1, shape, (SimFault("bad_row_group", at_s=6.0, node=node, other=2),))
+    run = Job(shape, case.seed, case.faults).run()
+    assert run.result is not None and run.result["status"] == "done" and run.result["holes"] == []
+    assert next((line["node"], line["code"]) for line in run.of("exit")) == (node, 65)
+    worlds = [line["world"] for line in run.of("form") if line["rank"] == 0]
+    assert worlds == [3, 2, 3] or (recovery, worlds) == ("restart", [3, 3])
+    outcome = simulate(case)
+    assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
+    assert any("this node's copy or disk is at fault" in error for error in outcome.errors)
+
+
+def test_what_all_can_read_again_when_they_look_is_no_hole() -> None:
+    """An outage that is over when the ranks look again, past what they hold, costs a repeated step."""
+    shape = Shape(unreadable="quarantine", epochs=6)
+    for at_s in (6.0, 6.3, 6.6):
+        run = Job(shape, 1, (SimFault("bad_row_group", at_s=at_s, node=-1, other=2, for_s=0.05),)).run()
+        assert run.result is not None and (run.result["status"], run.result["holes"]) == ("done", [])
 
 
 def test_without_quarantine_an_unreadable_row_group_ends_the_job() -> None:

@@ -43,7 +43,7 @@ def step(state: AppliedState, times: int = 1) -> None:
     for _ in range(times):
         for number, parameter in enumerate(state.model.parameters()):
             parameter.grad = torch.full_like(parameter, 0.25 + number) if parameter.requires_grad else None
-        state.apply(StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount()))
+        state.apply(StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount()), state.measure())
 
 
 def resumed(state: AppliedState, other: AppliedState) -> AppliedState:
@@ -217,9 +217,9 @@ def test_descriptions_differ_exactly_where_groups_do() -> None:
     some += [of(ParameterGroup(HEAD, weight_decay=0.0)), of(ParameterGroup(HEAD, is_frozen=True))]
     assert len({tuple(lines) for lines in some}) == len(some)
     state = built(ParameterGroup(HEAD, lr_factor=2.0))
-    lines = list(state.grouping)
+    lines = state.outline["the list of parameter groups"]
     step(state)
-    assert lines == state.grouping and lines[1].endswith("rate 0.2, weight decay 0.5")
+    assert lines == state.outline["the list of parameter groups"] and lines[1].endswith("rate 0.2, weight decay 0.5")
 
 
 def test_the_text_classifier_decays_biases_and_norms_by_default() -> None:

@@ -7,6 +7,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from elastic_train.checkpoint.format.layout import State
@@ -17,6 +19,9 @@ from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.job.state import AppliedState, Reached, StepFacts, build_state, rate_factor
+from elastic_train.shards.grains import Listed
+from elastic_train.shards.norm import clip_factor, grain_squares, split_grains, total_norm
+from tests.elastic_train.shards.laws import models
 
 
 def built(config: OptimizerConfig, total_steps: int = 20) -> AppliedState:
@@ -27,7 +32,7 @@ def built(config: OptimizerConfig, total_steps: int = 20) -> AppliedState:
 def step(state: AppliedState) -> None:
     for parameter in state.model.parameters():
         parameter.grad = torch.full_like(parameter, 0.25)
-    state.apply(StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount()))
+    state.apply(StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount()), state.measure())
 
 
 def restored(state: AppliedState, config: OptimizerConfig, total_steps: int = 20) -> AppliedState:
@@ -92,7 +97,9 @@ def test_what_was_not_finite_leaves_weights_and_moments_alone_and_its_step_count
     for value, loss in ((math.inf, 1.0), (0.25, math.nan)):
         for parameter in state.model.parameters():
             parameter.grad = torch.full_like(parameter, value)
-        state.apply(StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount(), loss=loss))
+        state.apply(
+            StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount(), loss=loss), state.measure()
+        )
     assert (state.step, state.reached.skipped_steps, state.reached.num_nonfinite) == (3, ((1, 3),), 2)
     after = state.shards.held()
     for part in ("model", "optimizer"):
@@ -100,6 +107,52 @@ def test_what_was_not_finite_leaves_weights_and_moments_alone_and_its_step_count
             assert not isinstance(tensor, torch.Tensor) or torch.equal(tensor, was), path  # type: ignore[arg-type]
     step(state)
     assert (state.reached.skipped_steps, state.reached.num_nonfinite) == (((1, 3),), 0)
+
+
+@given(models(6), st.sampled_from([0.01, 1.0, 1e30]), st.integers(0, 2**31))
+@settings(max_examples=40, deadline=None)
+def test_clipping_is_by_the_norm_of_the_trained_grains_and_leaves_the_rest_alone(
+    listed: list[Listed], limit: float, seed: int
+) -> None:
+    """Tied tensors count once, frozen ones not at all; a gradient within the limit keeps its bits."""
+    model, draw = nn.Module(), torch.Generator().manual_seed(seed)
+    tied: dict[object, nn.Parameter] = {}
+    for one in listed:
+        made = nn.Parameter(torch.zeros(one.shape, dtype=getattr(torch, one.dtype[6:])), one.group is not None)
+        model.register_parameter(one.name, tied.setdefault(one.memory, made))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assume(trained)
+    for parameter in trained:
+        parameter.grad = torch.randn(parameter.shape, generator=draw).to(parameter.dtype)
+    before = [parameter.grad.clone() for parameter in trained if parameter.grad is not None]
+    state = build_state(model, OptimizerConfig(clip_norm=limit), 20, "cpu", is_fp16=False)
+    grains = [grain for gradient in before for grain in split_grains([gradient])]
+    assert len(grains) == state.layout.trained.size
+    state.shards.clip(limit, norm := state.measure())
+    assert norm == total_norm(grain_squares(grains).numpy())
+    factor = clip_factor(float(norm), limit)
+    for parameter, gradient in zip(trained, before, strict=True):
+        assert parameter.grad is not None and torch.equal(parameter.grad, gradient * factor)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_the_number_of_threads_does_not_show_in_a_clipped_step(threads: int) -> None:
+    """No order of additions is left to a kernel, which would promise nothing."""
+    digests, before = [], torch.get_num_threads()
+    try:
+        for number in (1, threads):
+            torch.set_num_threads(number)
+            state = build_state(nn.Linear(1 << 18, 1), OptimizerConfig(warmup_steps=0), 20, "cpu", is_fp16=False)
+            for parameter in state.model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            state.apply(StepFacts(Cursor(0, 1), CoverageSums(), 1, SampleAccount()), norm := state.measure())
+            digests.append((norm, [parameter.grad for parameter in state.model.parameters()]))
+    finally:
+        torch.set_num_threads(before)
+    (one, gradients), (other, theirs) = digests
+    assert one == other
+    for gradient, their in zip(gradients, theirs, strict=True):
+        assert gradient is not None and their is not None and torch.equal(gradient, their)
 
 
 def test_a_state_remembers_which_steps_were_fast() -> None:

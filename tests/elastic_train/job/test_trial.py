@@ -14,7 +14,7 @@ from elastic_train.job import trial
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.trial import find_deadly
 from elastic_train.world.quarantine import _sample_hole
-from tests.elastic_train.training.test_training import PARAMS
+from tests.elastic_train.training.jobs import PARAMS
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 240.0

@@ -17,7 +17,7 @@ from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.state import AppliedState
 from elastic_train.job.warm_up import warm_up
 from tests.conftest import ROOT, write_rows
-from tests.elastic_train.training.test_training import CLASSIFIER, config
+from tests.elastic_train.training.jobs import CLASSIFIER, config
 
 pytestmark = pytest.mark.slow
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from elastic_train.system import failpoints
 from elastic_train.system.failpoints import arm, disarm, reach
@@ -67,6 +68,13 @@ def test_a_failing_sync_raises_the_systems_error(folder: Path, kind: str, number
     with disk.create(folder / "file") as file, pytest.raises(OSError) as caught:
         disk.sync([file], [])
     assert caught.value.errno == number
+
+
+def test_a_device_runs_out_of_memory(folder: Path) -> None:
+    """With torch's own error, which is of the same kind as that of a lost peer."""
+    arm(folder, "reduce", "oom")
+    with pytest.raises(torch.OutOfMemoryError, match="planted at reduce"):
+        reach("reduce")
 
 
 def test_a_fork_reads_its_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

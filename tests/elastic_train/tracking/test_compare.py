@@ -73,6 +73,18 @@ def test_equal_runs_say_so(tmp_path: Path) -> None:
     assert json.loads(comparison.to_json())["metrics"]["validation/accuracy"]["b"] == "nan"
 
 
+def test_hashes_of_different_versions_say_nothing_about_the_weights(tmp_path: Path) -> None:
+    """Equal weights have another hash since format 3; results before it name no format."""
+    for name, fields in (("a", {}), ("b", {"format": 3}), ("c", {"format": 3})):
+        write_run(tmp_path / name, lr=0.1, accuracy=0.5, weights="aa")
+        result = json.loads((tmp_path / name / "result.json").read_text())
+        (tmp_path / name / "result.json").write_text(json.dumps({**result, **fields}))
+    comparison = compare(tmp_path / "a", tmp_path / "b")
+    assert comparison.same_weights() is None
+    assert "unknown (versions with different hashes" in shown(comparison)
+    assert compare(tmp_path / "b", tmp_path / "c").same_weights() is True
+
+
 def test_a_run_without_a_result_has_unknown_weights(tmp_path: Path) -> None:
     """A run that has not ended is compared by its local metrics; its weights are unknown."""
     write_run(tmp_path / "a", lr=0.1, accuracy=0.5, weights="aa")

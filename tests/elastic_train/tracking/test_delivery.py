@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-import subprocess
-import sys
 import threading
 import uuid
 from collections import Counter
@@ -26,6 +24,7 @@ from elastic_train.tracking.mlflow_run import (
 )
 from elastic_train.tracking.mlflow_sync import sync
 from elastic_train.tracking.run_folder import Link, RunFolder
+from tests.conftest import run_source
 from tests.elastic_train.tracking.jobs import DOWN, EXPERIMENT, run_of, start, steps, wait_until
 
 pytestmark = pytest.mark.slow
@@ -140,7 +139,7 @@ def test_a_new_database_appears_as_a_whole(tmp_path: Path) -> None:
         "sqlalchemy.event.listen(Engine, 'after_cursor_execute', kill)\n"
         f"from elastic_train.tracking.mlflow_run import connect; connect({uri!r})\n"
     )
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
+    assert run_source(program).returncode == -signal.SIGKILL
     assert not (tmp_path / "mlflow.db").exists()
     assert mlflow_run.connect(uri).search_experiments()
 

@@ -55,7 +55,9 @@ def write_all(run_dir: Path) -> None:
     history = History(Unqueued(), run_dir, term=3, rank=1)
     begin(history)
     step(history, 5)
-    history.commit(step=5, key="k", digest="d", parent=None, created_at=1.5, seconds=0.2, stall_s=0.01)
+    history.commit(
+        step=5, key="k", digest="d", parent=None, weights_sha256="w", created_at=1.5, seconds=0.2, stall_s=0.01
+    )
     history.rollback(from_step=5, to_step=4)
     history.end(status="done", step=5, weights_sha256="w", coverage=CoverageSums(4, 1, 2))
     history.close()
@@ -105,7 +107,16 @@ def test_a_step_is_found_however_many_lines_follow_it(tmp_path: Path, num_after:
     for number in range(1, 200):
         step(history, number)
     for _ in range(num_after):
-        history.commit(step=199, key="k" * 40, digest="d", parent=None, created_at=1.5, seconds=0.2, stall_s=0.01)
+        history.commit(
+            step=199,
+            key="k" * 40,
+            digest="d",
+            parent=None,
+            weights_sha256="w",
+            created_at=1.5,
+            seconds=0.2,
+            stall_s=0.01,
+        )
     found = last_applied(tmp_path, before_term=2)
     assert found is not None
     assert found.step == 199

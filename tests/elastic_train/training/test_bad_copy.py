@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from chaos.services.private_dataset import OwnData
 from rendezvous import EtcdServer
@@ -20,9 +21,18 @@ STEPS = 500
 
 
 @pytest.mark.long
-def test_one_bad_copy_costs_the_others_one_regroup(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """The node ends with 65 and is not started again; the other computes the bits of a job that nothing befell."""
+@pytest.mark.parametrize("unreadable", ["fail", "quarantine"])
+def test_one_bad_copy_costs_the_others_one_regroup(
+    tmp_path: Path, rows: Path, etcd: EtcdServer, unreadable: str
+) -> None:
+    """The node ends with 65 and is not started again; the other computes the bits of a job that nothing befell.
+
+    Also where what nobody can read would be left out: others can read it.
+    """
     config = write_config(tmp_path, rows, STEPS)
+    tree = yaml.safe_load(Path(config).read_text())
+    tree["data"]["unreadable"] = unreadable
+    Path(config).write_text(yaml.safe_dump(tree))
     whole, bad = tmp_path / "whole", OwnData(str(rows / "train"), tmp_path / "bad")
     shutil.copytree(rows / "train", whole)
     draws = random.Random(1)

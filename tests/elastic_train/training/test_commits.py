@@ -10,7 +10,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from elastic_train.checkpoint import Store, discover
+from elastic_train.checkpoint import Retention, Store, discover, prune
+from elastic_train.checkpoint.commits.pins_and_holds import pinned
+from elastic_train.checkpoint.commits.reader import read_record
 from elastic_train.checkpoint.interval.cadence import Cadence
 from elastic_train.checkpoint.interval.young_daly import Faults
 from elastic_train.checkpoint.saving.store_use import StoreUse
@@ -100,7 +102,9 @@ def take_step(commits: Commits) -> None:
     """Do what the loop does for a step, up to its boundary."""
     commits.state.model(torch.ones(1, 3)).sum().backward()
     commits.await_staging()
-    commits.state.apply(StepFacts(Cursor(), CoverageSums(), commits.world.term, SampleAccount()))
+    commits.state.apply(
+        StepFacts(Cursor(), CoverageSums(), commits.world.term, SampleAccount()), commits.state.measure()
+    )
     commits.collect()
 
 
@@ -274,3 +278,54 @@ def test_an_overdue_commit_waits_until_no_rank_is_saving(
     session.is_validation_due.return_value = session.commits.is_due.return_value = False
     assert loop.train_steps(session) is loop.Outcome.DONE
     assert session.commits.begin.call_count == num_commits
+
+
+def no_records(store: HeldStore, key: str, content: bytes) -> None:
+    if key.startswith("commits/"):
+        raise StorageError("it is full")
+    LocalStore.create(store, key, content)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("ends", [False, True])
+def test_what_is_pinned_is_the_newest_commit_that_will_be_there(
+    tmp_path: Path, fails: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save in flight that succeeds deletes the head of before, so its own commit is pinned; else that head."""
+    store = HeldStore(tmp_path)
+    commits, _ = opened_on(store)
+    commits.saves._tidy = lambda commit: (prune(store, Retention.of(last=1), newest=commit), None)[1]
+    let_through(store)
+    take_step(commits)
+    save(commits)
+    store.may_write.clear(), store.is_writing.clear()
+    take_step(commits)
+    commits.begin(is_any_busy=False)
+    assert store.is_writing.wait(30)
+    commits.pin_newest()
+    if fails:
+        monkeypatch.setattr(HeldStore, "create", no_records)
+    let_through(store)
+    if ends:
+        commits.abandon(is_live=False)
+    else:
+        commits._take(commits.saves.wait())
+    monkeypatch.setattr(HeldStore, "create", LocalStore.create)
+    for _ in range(0 if ends else 2):
+        take_step(commits)
+        save(commits)
+    [key] = pinned(store)
+    assert read_record(store, key).step == (1 if fails else 2)
+
+
+def test_a_head_is_pinned_at_once_while_nothing_is_saved(tmp_path: Path) -> None:
+    """Also where the save has ended and is not known yet."""
+    store = LocalStore(tmp_path)
+    commits, _ = opened_on(store)
+    commits.pin_newest()
+    assert pinned(store) == set()
+    take_step(commits)
+    commits.begin(is_any_busy=False)
+    assert commits.saves._flight is not None and commits.saves._flight.ended.wait(30)
+    commits.pin_newest()
+    assert {read_record(store, key).step for key in pinned(store)} == {1}

@@ -8,7 +8,7 @@ import pytest
 
 import elastic_train as et
 from tests.conftest import start
-from tests.elastic_train.training.test_training import CLASSIFIER, PARAMS, config
+from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, config
 
 pytestmark = pytest.mark.slow
 

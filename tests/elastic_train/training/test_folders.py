@@ -13,8 +13,7 @@ import pytest
 
 from chaos.judge.evidence.run_files import collect
 from chaos.services.etcd_cluster import EtcdCluster
-from chaos.services.freezing_disk import FreezingDisk, freezing_disk
-from chaos.services.store_mount import NoMountError
+from chaos.services.freezing_disk import FreezingDisk
 from rendezvous import EtcdServer
 from rendezvous.etcd.connection import Connection, list_prefix
 from rendezvous.etcd.options import etcd_options
@@ -40,15 +39,6 @@ NUM_STEPS = 120
 def etcd() -> Iterator[EtcdServer]:
     with EtcdCluster(num_members=1) as cluster:
         yield cluster.members[0]
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[FreezingDisk]:
-    try:
-        with freezing_disk(tmp_path / "run") as made:
-            yield made
-    except NoMountError as error:
-        pytest.skip(str(error))
 
 
 def step_of(log: Path) -> int:

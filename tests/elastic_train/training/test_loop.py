@@ -6,12 +6,15 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.order import Cursor
+from elastic_train.errors import PeerLostError
 from elastic_train.parallel.step_tables import StepTables
 from elastic_train.training import loop, step
 from elastic_train.training.step_clock import StepClock
-from elastic_train.training.step_sums import LEAVE, LaneSums
+from elastic_train.training.step_sums import LEAVE, LaneSums, StepSums
 
 
 def test_a_rank_asked_to_leave_during_a_step_leaves_right_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,3 +41,71 @@ def test_a_rank_asked_to_leave_during_a_step_leaves_right_after_it(monkeypatch: 
     computed = step.compute_step(session, [batch])  # type: ignore[list-item]
     assert computed.flags == computed.sums.any_flags == LEAVE
     assert loop._end(session, computed.flags, computed.sums) is loop.Outcome.PREEMPTED
+
+
+@pytest.mark.parametrize(
+    ("looks", "end"),
+    [
+        ([[1, 0, 0], [1, 1, 0], [1, 1, 1]], loop.Outcome.PREEMPTED),
+        ([[1, 0, 0], [1, 1, 0], [1, 1, 0]], loop.Outcome.LEFT),
+        ([[0, 0, 1], [0, 0, 1]], loop.Outcome.REGROUP),
+    ],
+)
+@pytest.mark.parametrize("is_before", [True, False])
+def test_ranks_that_are_asked_to_leave_one_after_another_leave_together(
+    monkeypatch: pytest.MonkeyPatch, looks: list[list[int]], end: loop.Outcome, is_before: bool
+) -> None:
+    """Before a world's first step and after any: nobody leaves while others are still being asked."""
+    monkeypatch.setattr(loop, "LEAVING_QUIET_S", 0.0)
+    session = MagicMock()
+    session.world.group.rank = 0
+    session.leaving.side_effect = [*looks[: 1 if is_before else 0], *looks]
+    sums = StepSums(0.0, 1.0, CoverageSums(), 0, 0, LEAVE, 0)
+    assert (loop._end_before(session) if is_before else loop._end(session, 0, sums)) is end
+    assert session.commits.finish.called == (is_before and end is loop.Outcome.PREEMPTED)
+
+
+def test_a_world_of_which_everybody_is_asked_one_after_another_looks_only_so_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A scheduler that takes its time does not keep those that it has asked first until they are killed."""
+    monkeypatch.setattr(loop, "LEAVING_QUIET_S", 0.0)
+    session = MagicMock()
+    session.world.group.rank = 0
+    session.leaving.side_effect = [[place <= asked for place in range(99)] for asked in range(99)]
+    assert loop._departure(session) is loop.Outcome.LEFT
+    assert session.leaving.call_count == loop.MOST_LOOKS + 1
+
+
+def test_a_rank_that_loses_a_peer_at_the_point_of_no_return_is_to_apply_its_step() -> None:
+    """The peer may have applied it. In restart mode no member's state counts, so there the world just ends."""
+    lost = PeerLostError("connection reset by peer")
+    session = MagicMock()
+    assert step.meet(session, torch.tensor(1.0)) is None
+    session.world.group.all_gather.side_effect = lost
+    session.worlds.is_live = True
+    assert step.meet(session, torch.tensor(1.0)) is lost
+    session.worlds.is_live = False
+    with pytest.raises(PeerLostError):
+        step.meet(session, torch.tensor(1.0))
+
+
+def test_a_step_whose_gradient_all_hold_is_applied_and_recorded_before_its_world_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The order of the calls around the point of no return."""
+    lost, session, computed = PeerLostError("connection reset by peer"), MagicMock(), MagicMock()
+    computed.sums.is_unreadable = False
+    session.leave.dropping = lambda batches: [[]]
+    session.plan.order.advance.return_value = session.state.cursor = Cursor(0, 8)
+    session.state.reached.num_nonfinite = 0
+    session.leaving.return_value = [False]
+    calls = MagicMock()
+    monkeypatch.setattr(loop, "compute_step", lambda *_: computed)
+    monkeypatch.setattr(loop, "meet", calls.meet)
+    calls.meet.return_value = lost
+    session.state.measure, session.state.apply = calls.measure, calls.apply
+    session.record_step = calls.record
+    with pytest.raises(PeerLostError):
+        loop.train_steps(session)
+    assert [call[0] for call in calls.mock_calls if call[0].isalpha()] == ["measure", "meet", "apply", "record"]

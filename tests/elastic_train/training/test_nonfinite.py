@@ -11,7 +11,7 @@ from elastic_train.checkpoint.commits.pins_and_holds import pinned
 from elastic_train.checkpoint.commits.reader import commit_keys, damage_of, read_record
 from elastic_train.job.plan import make_plan
 from tests.conftest import start
-from tests.elastic_train.training.test_training import CLASSIFIER, PARAMS, config, history, result, succeed
+from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, config, history, result, succeed
 
 pytestmark = pytest.mark.slow
 

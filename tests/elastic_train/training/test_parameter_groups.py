@@ -11,7 +11,7 @@ from torch import Tensor
 from elastic_train.checkpoint import open_store
 from elastic_train.checkpoint.commits.reader import read_record, read_state
 from tests.conftest import start
-from tests.elastic_train.training.test_training import CLASSIFIER, PARAMS, config, result, succeed
+from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, config, result, succeed
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import ROOT, start
-from tests.elastic_train.training.test_training import CLASSIFIER, config, failing
+from tests.conftest import ROOT, Printed, run_source, start
+from tests.elastic_train.training.jobs import CLASSIFIER, config, failing
 
 pytestmark = pytest.mark.slow
 
@@ -55,11 +55,20 @@ thread.join()
 """
 
 
-def run(program: str, *arguments: str, launcher: tuple[str, ...] = ("-c",)) -> list[str]:
-    """Run a program by itself, or with a launcher; return the lines of its stdout."""
-    command = [sys.executable, *launcher, program, *arguments]
+def run(program: str, *arguments: str) -> list[str]:
+    """Run a program by itself; return the lines of its stdout."""
+    return lines_of(run_source(program, *arguments))
+
+
+def run_on_two_ranks(script: Path, *arguments: str) -> list[str]:
+    """Run a script under torchrun; return the lines of its stdout."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    command = [sys.executable, *launcher, str(script), *arguments]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280, check=False)
+    return lines_of(subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280, check=False))
+
+
+def lines_of(done: subprocess.CompletedProcess[str] | Printed) -> list[str]:
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 
@@ -70,11 +79,9 @@ def test_the_function_the_command_and_two_ranks_agree(tmp_path: Path, rows: Path
     script.write_text(TRAIN)
     assert start([described, "--max-steps", "4"]).code == 0
     expected = json.loads((tmp_path / "run" / "result.json").read_text())
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    for folder, launcher in (("alone", ()), ("two", torchrun)):
-        status, step, weights, count = json.loads(
-            run(str(script), described, str(tmp_path / folder), launcher=launcher)[-1]
-        )
+    alone = run(TRAIN, described, str(tmp_path / "alone"))
+    two = run_on_two_ranks(script, described, str(tmp_path / "two"))
+    for status, step, weights, count in (json.loads(lines[-1]) for lines in (alone, two)):
         assert (status, step, weights) == ("done", 4, expected["weights_sha256"])
         assert count == expected["coverage"]["count"] == 4 * 24
 

@@ -51,7 +51,7 @@ def trained(num_steps: int, name: str = "adamw") -> AppliedState:
     for step in range(num_steps):
         state.optimizer.zero_grad(set_to_none=False)
         model(torch.randn(8, 5, generator=torch.Generator().manual_seed(step))).square().sum().backward()
-        state.apply(StepFacts(Cursor(0, step + 1), CoverageSums(8, step, step), TERM, SampleAccount()))
+        state.apply(StepFacts(Cursor(0, step + 1), CoverageSums(8, step, step), TERM, SampleAccount()), state.measure())
     return state
 
 
@@ -63,7 +63,7 @@ def ranks(rank: int, size: int, folder: str, optimizer: str) -> None:
     given_by = hand_over(group, state, gather_places(group, state))
     bind_gradients(list(state.model.parameters()))
     state.model(torch.ones(8, 5)).square().sum().backward()
-    state.apply(StepFacts(Cursor(0, 9), CoverageSums(), TERM, SampleAccount()))
+    state.apply(StepFacts(Cursor(0, 9), CoverageSums(), TERM, SampleAccount()), state.measure())
     outcome = {
         "given_by": given_by,
         "step": state.step,

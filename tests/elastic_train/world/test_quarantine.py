@@ -19,12 +19,12 @@ from elastic_train.core.accounting import Hole
 from elastic_train.core.order import Order
 from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.data.dataset.row_lengths import load_lengths, make_lengths
-from elastic_train.errors import DataError
+from elastic_train.errors import DataError, PeerLostError, UnreadableError
 from elastic_train.parallel.group import Group
-from elastic_train.world.quarantine import known_holes, make_hole
+from elastic_train.world.quarantine import _look_again, _readers, known_holes, make_hole
 from tests.conftest import Finished, start, write_rows
 from tests.elastic_train.data.loading.test_batch_builder import damage
-from tests.elastic_train.training.test_training import (
+from tests.elastic_train.training.jobs import (
     CLASSIFIER,
     PARAMS,
     WITNESS,
@@ -105,6 +105,69 @@ def test_two_ranks_finding_a_hole_match_one_process_that_knew_it(
     fields = json.loads((unlisted / "run" / "result.json").read_text())
     (unlisted / "run" / "result.json").write_text(json.dumps({**fields, "holes": []}))
     assert {truths(unlisted)["coverage"], truths(unlisted)["sums"]} == {"false"}
+
+
+CANNOT, CAN = "cannot be read", ""
+
+
+@pytest.mark.parametrize(
+    ("missed_by", "seen", "may_have_passed", "expected"),
+    [
+        ([0], {0: CANNOT, 1: CANNOT, 2: CANNOT}, True, ["hole"] * 3),
+        ([0], {0: CANNOT, 1: CANNOT, 2: CAN}, True, ["ends", "goes on", "goes on"]),
+        ([0, 2], {0: CAN, 1: CAN, 2: CANNOT}, True, ["goes on", "goes on", "ends"]),
+        ([0, 2], {0: CAN, 1: CAN, 2: CANNOT}, False, ["ends", "goes on", "ends"]),
+        ([1], {0: CANNOT, 1: CAN, 2: CANNOT}, True, ["again"] * 3),
+        ([1], {0: CANNOT, 1: CAN, 2: CANNOT}, False, ["hole"] * 3),
+        ([0, 1, 2], {0: CANNOT, 1: CANNOT, 2: CANNOT}, True, ["hole"] * 3),
+        ([0, 1, 2], {0: CAN, 1: CAN, 2: CAN}, True, ["again"] * 3),
+        ([0, 1, 2], {0: CAN, 1: CAN, 2: CAN}, False, ["hole"] * 3),
+    ],
+)
+def test_a_hole_is_what_nobody_can_read(
+    missed_by: list[int], seen: dict[int, str], may_have_passed: bool, expected: list[str]
+) -> None:
+    """Who cannot read what others can ends; what all can read by now is tried again, as often as is allowed."""
+    missed = [{7: CANNOT} if rank in missed_by else {} for rank in range(3)]
+    asked = _readers(7, missed, may_have_passed=may_have_passed)
+    said = [{7: seen[rank]} if rank in asked else {} for rank in range(3)]
+    ends = []
+    for rank in range(3):
+        world = SimpleNamespace(group=Saying(rank, said), announce=lambda _: None)
+        plan = SimpleNamespace(feed=SimpleNamespace(why_unreadable=lambda _, rank=rank: seen[rank]))
+        try:
+            lost = _look_again(world, plan, missed, may_have_passed=may_have_passed)  # type: ignore[arg-type]
+            ends.append("hole" if lost == {7: CANNOT} else "again")
+        except UnreadableError as error:
+            assert "this node's copy or disk is at fault" in str(error)
+            ends.append("ends")
+        except PeerLostError:
+            ends.append("goes on")
+    assert ends == expected
+
+
+class Saying:
+    """A group of which all ranks are known to say what they have read."""
+
+    def __init__(self, rank: int, said: list[dict[int, str]]) -> None:
+        self.rank, self.size, self._said = rank, len(said), said
+
+    def all_gather(self, mine: object) -> None:
+        raise PeerLostError("the rank at fault has ended")
+
+    def broadcast_object(self, value: object, source: int) -> object:
+        said = [[number, why] for number, why in self._said[source].items()]
+        assert source != self.rank or value == said
+        return said
+
+
+@pytest.mark.parametrize(("num_ranks", "num_asked"), [(1, 1), (2, 2), (5, 5), (9, 5), (1000, 5)])
+def test_few_ranks_read_once_more(num_ranks: int, num_asked: int) -> None:
+    """Those that are asked are as far apart as can be."""
+    missed = [{}] * (num_ranks - 1) + [{7: CANNOT}]
+    asked = _readers(7, missed, may_have_passed=True)
+    assert len(asked) == num_asked and num_ranks - 1 in asked
+    assert num_ranks == 1 or {0, num_ranks - 2} <= asked
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ PLANS = [
     plan_with({}, digest="other rows"),
     plan_with({}),
     plan_with({}, validation="held out", task=TextClassifier(vocabulary=64)),
-    *(plan_with({}) for _ in range(3)),
+    *(plan_with({}) for _ in range(4)),
 ]
 MODELS = {
     0: {"body.weight": torch.zeros(4, 3), "head.weight": torch.zeros(2, 4)},
@@ -63,14 +63,21 @@ MODELS = {
     7: {"body.weight": torch.zeros(4, 3), "head.weight": torch.zeros(2, 4), "scale": torch.zeros(2)},
     8: {"body.weight": torch.zeros(4, 3), "head.weight": torch.zeros(2, 4, dtype=torch.float16)},
 }
+GROUPS, PARAMETERS = "the list of parameter groups", "the parameters"
 GROUPING = ["2 parameters, rate 0.1"]
 OTHER_GROUPING = ["1 parameters, rate 0.1", "1 parameters, rate 0.01"]
+LINES = ["body.weight float32 [4, 3], in parameter group 0", "head.weight float32 [2, 4], in parameter group 0"]
+OUTLINE = {GROUPS: GROUPING, PARAMETERS: LINES}
+OUTLINES = {
+    4: {**OUTLINE, GROUPS: OTHER_GROUPING},
+    9: {**OUTLINE, PARAMETERS: [LINES[0], "head.weight float32 [2, 4], frozen"]},
+}
 
 
 def compare(rank: int, size: int, folder: str) -> None:
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     try:
-        check_alike(group, PLANS[rank], OTHER_GROUPING if rank == 4 else GROUPING, MODELS.get(rank, MODELS[0]))
+        check_alike(group, PLANS[rank], OUTLINES.get(rank, OUTLINE), MODELS.get(rank, MODELS[0]))
         problems: list[str] = []
     except ConfigError as error:
         problems = list(error.problems)
@@ -90,6 +97,10 @@ def test_a_rank_that_differs_from_rank_0_learns_in_which_keys(tmp_path: Path) ->
     ]
     assert found[2][0] == "optimizer.clip_norm is 0.5 here and 1.0 on rank 0: all nodes must have the same"
     assert [problem.partition(" is ")[0] for problem in found[3]] == ["the training set's digest"]
+    [frozen] = found[9]
+    assert frozen.startswith(
+        "the first of the parameters that differs is 'head.weight float32 [2, 4], frozen' here and 'head.weight float32"
+    )
     differing = f"the list of parameter groups is {OTHER_GROUPING!r} here and {GROUPING!r} on rank 0"
     assert found[4] == [f"{differing}: all nodes must have the same"]
     assert [problem.partition(" is ")[0] for problem in found[5]] == [

@@ -9,10 +9,11 @@ from unittest.mock import MagicMock
 import pytest
 
 from elastic_train.checkpoint import CommitRecord, CommitWriter, SaveMemory, Store, Unheard, open_store
-from elastic_train.errors import FencedError
+from elastic_train.errors import CommitError, ElasticTrainError, FencedError
 from elastic_train.job.commit_facts import describe_commit
 from elastic_train.parallel.group import Group
 from elastic_train.training.open_session import commit_alone
+from elastic_train.world import restore as restoring
 from elastic_train.world.fencing import JoinedFence
 from elastic_train.world.restore import restore
 from elastic_train.world.world import World
@@ -121,3 +122,23 @@ def test_rank_0_of_a_world_that_is_not_the_newest_finds_itself_fenced_off(tmp_pa
     replace(world, group=MagicMock(rank=1)).check_newest()
     job.etcd.is_away = True
     world.check_newest()
+
+
+def test_a_commit_that_is_damaged_between_check_and_load_is_left_to_a_new_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That passes over it; one that is whole, and does not fit, ends the job."""
+    job = Job(tmp_path)
+    head = job.commit(None, (1, 0, 5))
+    state = state_of()
+
+    def refuse(store: Store, record: CommitRecord, tensors: object) -> None:
+        raise CommitError("bytes [0, 36) do not match their checksum")
+
+    monkeypatch.setattr(restoring, "load", refuse)
+    with pytest.raises(CommitError):
+        restoring._load(job.store, head, state)
+    (tmp_path / f"{head.attempt}/.metadata").write_bytes(b"damaged")
+    with pytest.raises(ElasticTrainError, match="was damaged after it was checked") as caught:
+        restoring._load(job.store, head, state)
+    assert caught.value.exit_code == 1

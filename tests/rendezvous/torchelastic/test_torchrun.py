@@ -19,34 +19,39 @@ import pytest
 
 from rendezvous import EtcdServer
 from rendezvous.process_table import is_alive
-from tests.conftest import ROOT
+from rendezvous.torchelastic.standby import ForkedWorker
+from tests.conftest import ROOT, begin
 from tests.processes import parent_of
 from tests.rendezvous.rendezvous_sides import eventually
 
 pytestmark = pytest.mark.slow
 
+Node = subprocess.Popen[bytes] | ForkedWorker
 SCRIPT = ROOT / "tests" / "rendezvous" / "foreign_ddp.py"
 PATIENCE_S = 120.0
 """A world comes in seconds; on a machine that is busy with other things a process may start for long."""
 
 
 class Job:
-    """Nodes of one run id, what their workers say, and a way to end them all well."""
+    """Nodes of one run id, what their workers say, and a way to end them all well.
+
+    With `forks` the agents are forks of a process that has imported torch; their workers import it themselves.
+    """
+
+    forks = False
 
     def __init__(self, folder: Path, endpoint: str) -> None:
         self.folder, self.endpoint = folder, endpoint
         self.log, self.stop_file = folder / "log.jsonl", folder / "stop"
-        self.nodes: list[subprocess.Popen[bytes]] = []
+        self.nodes: list[Node] = []
 
-    def node(self, *flags: str) -> subprocess.Popen[bytes]:
+    def node(self, *flags: str) -> Node:
         command = [sys.executable, "-m", "torch.distributed.run", "--rdzv_backend=etcd"]
         command += [f"--rdzv_endpoint={self.endpoint}", "--rdzv_id=foreign", "--nnodes=1:2", "--nproc_per_node=1"]
         command += [*flags, str(SCRIPT), str(self.log), str(self.stop_file)]
-        output = (self.folder / f"node-{len(self.nodes)}.out").open("wb")
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        started = subprocess.Popen(command, stdout=output, stderr=output, env=environ, start_new_session=True)
-        self.nodes.append(started)
-        return started
+        log = self.folder / f"node-{len(self.nodes)}.out"
+        self.nodes.append(begin(command, log) if self.forks else begin_cold(command, log))
+        return self.nodes[-1]
 
     def said(self, op: str) -> list[dict[str, Any]]:
         if not self.log.exists():
@@ -71,12 +76,18 @@ class Job:
     def output(self) -> str:
         return "\n".join(path.read_text()[-1500:] for path in sorted(self.folder.glob("node-*.out")))
 
-    def finish(self, *nodes: subprocess.Popen[bytes]) -> list[int]:
+    def finish(self, *nodes: Node) -> list[int]:
         self.stop_file.touch()
         return [node.wait(timeout=PATIENCE_S) for node in nodes]
 
 
-def kill(node: subprocess.Popen[bytes]) -> float:
+def begin_cold(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output, env=environ, start_new_session=True)
+
+
+def kill(node: Node) -> float:
     """SIGKILL a node's whole process group, and return when."""
     now = time.time()
     os.killpg(node.pid, signal.SIGKILL)
@@ -101,6 +112,7 @@ def test_nodes_are_lost_come_back_and_finish(job: Job) -> None:
 
     Worlds of 2, 1, 2, 1, 2; no orphan survives its agent; all leave with 0, and so does a node that comes too late.
     """
+    job.forks = True
     nodes = [job.node(), job.node()]
     workers = job.await_world(2, above=0)
     assert [worker["context"]["num_nodes"] for worker in workers] == [2, 2]
@@ -155,6 +167,7 @@ def test_a_killed_worker_is_restarted_and_one_node_pays(job: Job) -> None:
 
     Then a node is asked to leave: it revokes its lease, and the other continues without waiting for the lease to end.
     """
+    job.forks = True
     nodes = [job.node("--max_restarts=1"), job.node("--max_restarts=1")]
     workers = job.await_world(2, above=0)
     killed_at = time.time()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,11 +21,13 @@ from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.checkpoint.stores.store import Entry, KeyMissing, Store
 from elastic_train.core import lanes
 from elastic_train.core.accounting import Hole
+from elastic_train.core.lanes import Part
 from elastic_train.core.lineage import COMMITS, Interval, place_of
 from elastic_train.core.order import Cursor, Order
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import ConfigError
 from elastic_train.job.plan import Plan
+from elastic_train.parallel.exchange import halving_turns
 from elastic_train.parallel.group import Group
 from elastic_train.tracking.delivery import Delivery
 from elastic_train.tracking.metric_log import (
@@ -47,6 +49,25 @@ from rendezvous.membership.store import Snapshot
 
 def let_epochs_pass(*_: object) -> None:
     """Compare nothing at the end of an epoch."""
+
+
+def meet_or_drop(session: Session, norm: Tensor) -> None:
+    """Lose the step with the peer."""
+    session.world.group.all_gather(norm)
+
+
+def merge_from_left_to_right(parts: Iterable[Part], num_lanes: int) -> list[tuple[Part, Part, Part]]:
+    """Name additions that make up the same sum otherwise."""
+    first, *others = sorted(parts, key=lambda part: part.lo)
+    return [(first, other, first) for other in others]
+
+
+def halving_off_by_one(rank: int, size: int, length: int) -> list[tuple[int, tuple[int, int], tuple[int, int]]]:
+    """Let the upper half begin one element too late, for both partners."""
+    return [
+        (partner, kept, (given[0] + 1, given[1])) if kept[0] < given[0] else (partner, (kept[0] + 1, kept[1]), given)
+        for partner, kept, given in halving_turns(rank, size, length)
+    ]
 
 
 def carry_unfenced(snapshot: Snapshot, keys: Keys, term: int, commit: str) -> Change:
@@ -140,6 +161,7 @@ def forget_holes(*_: object) -> tuple[Hole, ...]:
 
 def keep_both(self: Session, lanes: Sequence[LaneBatch]) -> None:
     """Add a hole, also where one of the same row group is known that was to begin later."""
+    self.num_repeats += 1
     self.holes = (*self.holes, *find_holes(self.world, self.plan, self.state, lanes))
 
 
@@ -158,10 +180,12 @@ def begin_without_lineage(self: MetricsWriter, intervals: Sequence[Interval]) ->
     self._append({"begins_at": intervals[-1].hi if intervals else 0})
 
 
-def crash_if_different(group: Group, plan: Plan, grouping: Sequence[str], weights: Mapping[str, Tensor]) -> None:
+def crash_if_different(
+    group: Group, plan: Plan, outline: Mapping[str, Sequence[str]], weights: Mapping[str, Tensor]
+) -> None:
     """Take what the configuration forbids for a crash."""
     try:
-        uniformity.check_alike(group, plan, grouping, weights)
+        uniformity.check_alike(group, plan, outline, weights)
     except ConfigError as error:
         raise RuntimeError(f"planted at check_alike: {error}") from error
 

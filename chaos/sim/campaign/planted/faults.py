@@ -106,6 +106,11 @@ def half_applied(draws: random.Random) -> tuple[SimFault, ...]:
     return tuple(SimFault("kill", point=point, nth=draws.randint(20, 90)) for _ in range(3))
 
 
+def dies_ahead(draws: random.Random) -> tuple[SimFault, ...]:
+    """Ranks die that have applied a step, and written so, before others have received all of its gradient."""
+    return tuple(SimFault("kill", point="data", nth=draws.randint(20, 90)) for _ in range(3))
+
+
 def aliens(draws: random.Random) -> tuple[SimFault, ...]:
     """Somebody writes below the job's prefix what is no record."""
     return tuple(SimFault("alien_record", at_s=draws.uniform(6.0, 14.0)) for _ in range(3))

@@ -12,10 +12,13 @@ def bad_row_group(fleet: Fleet, fault: SimFault) -> list[Process]:
     """A row group cannot be read, from one node or from all; for a while, or for good."""
     group = fault.other % len(fleet.shape.rows)
     node = EVERYWHERE if fault.node < 0 else fleet.node(fault)
+    hit = fleet.all_workers() if node == EVERYWHERE else fleet.nodes[node].live_workers()
+    if not hit:
+        return []
     fleet.around.data.spoil(group, node)
     if fault.for_s:
         fleet.kernel.after(fault.for_s, lambda: fleet.around.data.mend(group, node))
-    return fleet.all_workers() if node == EVERYWHERE else fleet.nodes[node].live_workers()
+    return hit
 
 
 ACTS = (bad_row_group,)

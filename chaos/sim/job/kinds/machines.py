@@ -158,6 +158,13 @@ def freeze_node(fleet: Fleet, fault: SimFault) -> list[Process]:
     return hit
 
 
+def freeze_agent(fleet: Fleet, fault: SimFault) -> list[Process]:
+    """The agent alone: it answers nobody, and its workers train on, if they can without."""
+    hit = fleet.nodes[fleet.node(fault)].live_agent()
+    fleet.freeze(hit, fault.for_s)
+    return hit
+
+
 def hang_worker(fleet: Fleet, fault: SimFault) -> list[Process]:
     """A worker computes no further for a while; its threads renew its lease, and its saves continue."""
     hit = fleet.worker(fault)
@@ -207,5 +214,5 @@ ACTS = (
         flap_node,
         scale_down,
     ),
-    *(freeze_worker, freeze_node, hang_worker, slow_worker, jump_clock, skew_clocks, start_twin),
+    *(freeze_worker, freeze_node, freeze_agent, hang_worker, slow_worker, jump_clock, skew_clocks, start_twin),
 )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +23,7 @@ from elastic_train.job.plan import Plan
 from elastic_train.job.state import Reached, build_state
 from elastic_train.training.open_session import commit_alone
 from elastic_train.world.fencing import StoreFence
-from tests.conftest import ROOT
+from tests.conftest import run_source
 from tests.elastic_train.checkpoint.commit_samples import facts, small_state, writer
 
 pytestmark = pytest.mark.slow
@@ -146,7 +144,6 @@ def disk_outlasts(broken: CommitWriter, disk: FailingDisk) -> bool:
 
 FULL_DISK = """
 import resource, signal, sys
-sys.path.insert(0, sys.argv[2])
 import torch
 from tests.elastic_train.checkpoint.commit_samples import facts, writer
 from elastic_train.checkpoint import discover, open_store
@@ -167,8 +164,7 @@ except StorageError as error:
 
 def test_a_write_refused_by_the_kernel_is_a_storage_error(tmp_path: Path) -> None:
     """A real failed write, in the middle of a tensor, leaves the head alone and the process alive."""
-    command = [sys.executable, "-c", FULL_DISK, str(tmp_path), str(ROOT)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    result = run_source(FULL_DISK, str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert "refused:" in result.stdout
     assert "File too large" in result.stdout

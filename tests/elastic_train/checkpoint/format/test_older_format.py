@@ -1,16 +1,22 @@
-"""Commits of format 1, whose files have SHA-256 digests, are as good as new ones, and the lineage continues."""
+"""Commits of older formats are as good as new ones, and the lineage continues.
+
+In format 1 files have SHA-256 digests; in formats 1 and 2 the weights' hash is not by grains.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from elastic_train.checkpoint import Store, discover, open_store, read_state, verify
 from elastic_train.checkpoint.commits.record import decode
 from elastic_train.errors import CommitError
-from tests.elastic_train.checkpoint.commit_samples import aged, commit_steps
+from tests.elastic_train.checkpoint.commit_samples import aged, commit_steps, facts, writer
 
 RECORD = (  # as the version before BLAKE3 wrote it
     b'{"attempt":"data/step-000000000002/00000001-a","config_digest":"config","coverage":{"count":2,"sum_a":1844674407'
@@ -22,6 +28,7 @@ RECORD = (  # as the version before BLAKE3 wrote it
     b'7686172aa7f4903814b2cafd925fe512b658f8a3f00","step":2,"term":1,"versions":{"python":"3.11","torch":"2.13.0"},"we'
     b'ights_sha256":"abababababababababababababababababababababababababababababababab","world_size":2}'
 )
+STORED = Path(__file__).parent / "stored_format_2"
 KEY = "commits/00000001-000000000002.json"
 
 
@@ -34,8 +41,8 @@ def test_a_record_of_the_previous_version_reads_and_writes_the_same_bytes() -> N
 
 def test_a_record_of_a_newer_format_is_refused() -> None:
     """Its meaning is not guessed."""
-    with pytest.raises(CommitError, match="has format 3"):
-        decode(RECORD.replace(b'"format":1', b'"format":3'), KEY)
+    with pytest.raises(CommitError, match="has format 4"):
+        decode(RECORD.replace(b'"format":1', b'"format":4'), KEY)
 
 
 @pytest.mark.parametrize("digests", [{}, {"blake3": "a", "sha256": "b"}], ids=["none", "two"])
@@ -54,8 +61,44 @@ def test_the_lineage_continues_from_a_commit_of_an_older_format(local_store: Sto
     assert read_state(local_store, old)["scheduler"] == {"last_epoch": 1}
     (new,) = commit_steps(local_store, 2, parent=old)
     assert discover(local_store).head == new
-    assert (new.parent, new.format, old.format) == (old.digest, 2, 1)
+    assert (new.parent, new.format, old.format) == (old.digest, 3, 1)
     verify(local_store, old)
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Store:
+    """A commit that the last version of format 2 wrote: weights, moments, a bfloat16 scalar, an empty tensor."""
+    return open_store(str(shutil.copytree(STORED, tmp_path / "run")))
+
+
+def test_a_stored_commit_of_format_2_loads_the_bits_that_its_hash_is_of(stored: Store) -> None:
+    """By the rule of formats 1 and 2: dtype, shape and all bytes of a tensor at once."""
+    old = discover(stored).head
+    assert old is not None and (old.format, old.step) == (2, 3)
+    verify(stored, old)
+    state = read_state(stored, old)
+    held = state["model"]
+    assert isinstance(held, dict)
+    assert {"half_scale", "nothing", "1.running_mean"} < held.keys() and state["scheduler"] == {"last_epoch": 3}
+    lines = ""
+    for name, tensor in sorted(held.items()):
+        content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode() + content).hexdigest()
+        lines += f"{name} {digest}\n"
+    assert hashlib.sha256(lines.encode()).hexdigest() == old.weights_sha256
+
+
+def test_the_lineage_continues_from_a_stored_commit_of_format_2(stored: Store) -> None:
+    """The same weights have another hash from then on, and what was written before keeps its own."""
+    old = discover(stored).head
+    assert old is not None
+    commits = writer(stored, old)
+    new = commits.save(read_state(stored, old), facts(4))
+    found = discover(stored)
+    assert (found.head, new.parent, new.format) == (new, old.digest, 3)
+    assert new.weights_sha256 != old.weights_sha256
+    verify(stored, old)
+    verify(stored, new)
 
 
 def test_a_node_copy_of_an_older_format_is_read(tmp_path: Path) -> None:

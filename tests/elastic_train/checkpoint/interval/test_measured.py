@@ -46,7 +46,16 @@ def test_the_newest_saves_are_measured(tmp_path: Path) -> None:
     for term, rank, saves in [(1, 0, [(1.0, 0.1)]), (2, 0, [(3.0, 0.3), (4.0, 5.0)]), (2, 1, [(9.0, 0.9)])]:
         history = History(Unqueued(), tmp_path, term, rank)
         for publish_s, stall_s in saves:
-            history.commit(step=1, key="k", digest="d", parent=None, created_at=0.0, seconds=publish_s, stall_s=stall_s)
+            history.commit(
+                step=1,
+                key="k",
+                digest="d",
+                parent=None,
+                weights_sha256="w",
+                created_at=0.0,
+                seconds=publish_s,
+                stall_s=stall_s,
+            )
         history.close()
     assert measured_saves(tmp_path, 2) == [SaveCost(4.0, 4.0), SaveCost(0.3, 3.0)]
     assert measured_saves(tmp_path, 9) == [SaveCost(4.0, 4.0), SaveCost(0.3, 3.0), SaveCost(0.1, 1.0)]

@@ -12,6 +12,7 @@ import pytest
 from elastic_train.checkpoint.saving import store_use
 from elastic_train.checkpoint.saving.store_use import MOST_UNWRITTEN, StoreUse, probe
 from elastic_train.checkpoint.stores.local import LocalStore
+from elastic_train.checkpoint.stores.store import NotAllowed
 from elastic_train.errors import StorageError
 
 
@@ -52,7 +53,7 @@ def test_a_process_vouches_for_itself_once_it_has_found_out(tmp_path: Path) -> N
     use = StoreUse(str(tmp_path))
     assert not use.vouch()
     until(use.vouch)
-    use.note_unwritten("full", is_silent=False)
+    use.note_unwritten(StorageError("full"), is_silent=False)
     assert not use.vouch()
     use.note_written()
     until(use.vouch)
@@ -93,5 +94,7 @@ def test_storage_that_hangs_holds_nobody_up(
 def test_a_process_that_cannot_even_say_so_counts_at_once(tmp_path: Path) -> None:
     """Rank 0 would wait for its part in vain, save after save."""
     use = StoreUse(str(tmp_path))
-    use.note_unwritten("read-only", is_silent=True)
-    assert use.num_unwritten == MOST_UNWRITTEN
+    use.note_unwritten(NotAllowed("read-only"), is_silent=True)
+    assert use.num_unwritten == MOST_UNWRITTEN and use.is_refused
+    use.note_unwritten(StorageError("input/output error"), is_silent=False)
+    assert not use.is_refused

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -19,7 +20,7 @@ from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.checkpoint.stores.fsspec_store import FsspecStore
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.checkpoint.stores.open import open_store
-from elastic_train.checkpoint.stores.store import KeyMissing, KeyTaken, Store, Uncertain, create_once
+from elastic_train.checkpoint.stores.store import KeyMissing, KeyTaken, NotAllowed, Store, Uncertain, create_once
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.world.fencing import StoreFence
 
@@ -119,6 +120,27 @@ def test_a_folder_that_may_not_be_listed_is_an_error(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "scandir", scan_denied)
     with pytest.raises(StorageError, match="commits: cannot list: Permission denied"):
         store.list("commits/")
+
+
+@pytest.mark.parametrize(
+    ("number", "is_refused"), [(errno.EROFS, True), (errno.EACCES, True), (errno.EIO, False), (errno.ENOSPC, False)]
+)
+def test_who_may_not_write_is_told_apart_from_who_cannot_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_refused: bool
+) -> None:
+    """The one is for somebody to mend, the other may pass."""
+    store = LocalStore(tmp_path)
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(number, os.strerror(number))))
+    with pytest.raises(StorageError, match=f"cannot create: {os.strerror(number)}") as caught:
+        store.create("commits/a.json", b"x")
+    assert isinstance(caught.value, NotAllowed) == is_refused
+
+
+def test_a_bucket_that_refuses_writes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FsspecStore("memory://denied")
+    monkeypatch.setattr(store._fs, "rm_file", Mock(side_effect=PermissionError("Access Denied")))
+    with pytest.raises(NotAllowed, match="cannot delete: Access Denied"):
+        store.delete("data/a/1")
 
 
 def test_deleting_is_repeatable(store: Store) -> None:

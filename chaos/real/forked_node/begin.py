@@ -1,0 +1,64 @@
+"""Begins a node as a fork."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from chaos.errors import RunError
+from chaos.services.torchrun_node import LONGEST_MARK, MARK, Begun, begin_program
+from rendezvous.process_table import environ_of
+from rendezvous.torchelastic.standby import Process, Program, Standby, loaded_with
+
+_TORCHRUN, _OWN = "torch.distributed.run", "chaos.real.forked_node"
+_IMPORTED_WITHIN_S = 120.0
+_MARKED_WITHIN_S = 30.0
+_LOOK_EVERY_S = 0.001
+
+_standbys: dict[frozenset[tuple[str, str]], Standby] = {}
+"""What nodes are forked from, by what their libraries read of an environment; for all runs of this process."""
+
+
+def begin_fork(command: list[str], environ: dict[str, str], log: Path) -> Begun:
+    """Begin a node, and return when it carries its mark.
+
+    What cannot be a fork is begun as a program: a command that is not this Python's torchrun, such as that of a node at
+    the other end of a cable, and any command if the process that nodes are forked from was killed.
+    """
+    program = Program.of(command[1:])
+    if command[0] != sys.executable or program is None or program.module != _TORCHRUN:
+        return begin_program(command, environ, log)
+    try:
+        node = _standby(environ).start(Program(_OWN, program.arguments), environ, str(log), str(log))
+    except OSError:
+        _standbys.pop(_key(environ)).end()
+        return begin_program(command, environ, log)
+    _await_mark(node, environ[MARK], log)
+    return node
+
+
+def _standby(environ: dict[str, str]) -> Standby:
+    """Return what a node with this environment is forked from."""
+    if _key(environ) not in _standbys:
+        made = Standby(forks=False, environ={**environ, MARK: "-" * LONGEST_MARK})
+        made.preload(f"{_OWN}.preload")
+        if not made.wait_until_ready(_IMPORTED_WITHIN_S):
+            made.end()
+            raise RunError(f"nodes cannot be forked: their imports failed, or took over {_IMPORTED_WITHIN_S:.0f} s")
+        _standbys[_key(environ)] = made
+    return _standbys[_key(environ)]
+
+
+def _key(environ: dict[str, str]) -> frozenset[tuple[str, str]]:
+    return frozenset(loaded_with(environ).items())
+
+
+def _await_mark(node: Process, mark: str, log: Path) -> None:
+    """Wait until a node is found by its mark, or has ended."""
+    deadline = time.monotonic() + _MARKED_WITHIN_S
+    while node.poll() is None and environ_of(node.pid).get(MARK) != mark:
+        if time.monotonic() > deadline:
+            node.kill()
+            raise RunError(f"a forked node took no mark within {_MARKED_WITHIN_S:.0f} s; see {log}")
+        time.sleep(_LOOK_EVERY_S)

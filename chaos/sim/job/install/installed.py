@@ -1,0 +1,44 @@
+"""Puts everything that the tables name in place, for as long as a simulation runs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from chaos.sim.job.host import Host
+from chaos.sim.job.install.launcher import launch
+from chaos.sim.job.install.machine import machine
+from chaos.sim.job.install.replacement import Replacement
+from chaos.sim.job.install.tensors import tensors
+from chaos.sim.job.install.world import track, world
+from chaos.sim.job.live_node import Node
+
+
+@contextlib.contextmanager
+def installed(
+    host: Host, nodes: Sequence[Node], reach: Callable[[str], None], bug: Mapping[str, object]
+) -> Iterator[None]:
+    """Let the product run over a job's simulated world, for as long as the context lasts.
+
+    `reach` is called with every failpoint that a process comes to; `bug` replaces product code by path.
+    """
+    outside = (*machine(host.around), *world(host, reach), *launch(host, nodes), *track(host.around.tracking))
+    with contextlib.ExitStack() as undo:
+        undo.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.CRITICAL)
+        for module, name, stand_in in (*outside, *tensors(host), *_planted(bug)):
+            undo.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, stand_in)
+        yield
+
+
+def _planted(bug: Mapping[str, object]) -> Iterator[Replacement]:
+    for path, stand_in in bug.items():
+        module, _, name = path.partition(":")
+        owner: object = importlib.import_module(module)
+        *outer, last = name.split(".")
+        for part in outer:
+            owner = getattr(owner, part)
+        yield owner, last, stand_in  # type: ignore[misc]  # a class, where the bug is in a method

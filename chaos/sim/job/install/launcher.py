@@ -1,0 +1,46 @@
+"""What torchrun's agent and the workers of `restart` mode find on their machine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+
+from chaos.sim.job.host import Host
+from chaos.sim.job.install.replacement import Replacement, nothing, within
+from chaos.sim.job.install.stand_ins import Launcher, client_of
+from chaos.sim.job.live_node import Node
+from chaos.sim.job.restart_node import start_processes
+from chaos.sim.machine import stdlib
+from chaos.sim.machine.meeting import agent_store
+from chaos.sim.machine.rank_group import SimGroup
+from chaos.sim.modelled.silenced import Uncompacted
+
+
+def launch(host: Host, nodes: Sequence[Node]) -> Iterable[Replacement]:
+    """Replace what torchrun's agent and the workers of `restart` mode find on their machine."""
+    around, client = host.around, client_of(host.around)
+    agents = "torch.distributed.elastic.agent.server"
+    mine = {"os": Launcher(host), "atexit": SimpleNamespace(register=lambda _: None)}
+    yield from within(
+        f"{agents}.local_elastic_agent", start_processes=functools.partial(start_processes, nodes, around.kernel)
+    )
+    yield from within("torch.distributed.elastic.metrics.api", put_metric=nothing)
+    yield from within(f"{agents}.api", record=nothing, put_metric=nothing, _get_fq_hostname=str)
+    yield from within(
+        "rendezvous.torchelastic.restart_handler",
+        EtcdStore=client,
+        Compaction=Uncompacted,
+        machine_name=lambda: stdlib.host_of(around.kernel.process.node),
+        own_address=lambda given, *_: given,
+        _bind_gloo=nothing,
+        **mine,
+    )
+    yield from within("rendezvous.context", os=Launcher(host))
+    stores = {"TCPStore": functools.partial(agent_store, around.net), "PrefixStore": lambda _, store: store}
+    yield from within(
+        "elastic_train.parallel.group",
+        os=Launcher(host),
+        Group=functools.partial(SimGroup, look_s=around.shape.look_s),
+        **stores,
+    )

@@ -1,0 +1,81 @@
+"""The stand-ins that know the job: its etcd, its environments, its evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from chaos.sim.job.host import Host
+from chaos.sim.job.surroundings import Surroundings
+from chaos.sim.machine import stdlib
+from chaos.sim.machine.etcd import EtcdClient
+from chaos.sim.machine.object_store import StorageClient
+from elastic_train.tracking.background_files import BackgroundFiles
+from elastic_train.tracking.history import History, UnformedWorlds
+from elastic_train.tracking.history_files import Stagnation
+
+
+def client_of(around: Surroundings) -> Callable[..., EtcdClient]:
+    """Return what makes a process's way to etcd."""
+
+    def client(*_: object, give_up_after_s: float = 4.0) -> EtcdClient:
+        return EtcdClient(around.etcd, around.kernel.process, give_up_after_s)
+
+    return client
+
+
+def undelayed(store: StorageClient, on_progress: object) -> StorageClient:
+    """Return the store itself: simulated calls have deadlines of their own."""
+    return store
+
+
+class Launcher:
+    """The `os` of a process, as far as it is an environment: of a worker it is what its agent gave it."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return self._host.environ_of(self._host.kernel.process)
+
+
+class SimHistory(History):
+    """A history whose lines go to the evidence, stamped by a clock of its node that no fault moves."""
+
+    def __init__(self, host: Host, files: BackgroundFiles, run_dir: str, term: int, rank: int, most_bytes: int) -> None:
+        self.term, self._rank = term, rank
+        self._host = host
+        process = host.kernel.process
+        self._name = f"{term:08d}-{rank:05d}-{process.pid}-{process.node}-{process.born:.6f}"
+
+    def prune(self, keep_terms: int) -> None:
+        """The evidence is kept whole."""
+
+    def last_applied(self) -> None:
+        """Banners are not shown."""
+
+    def stagnation(self, most: int) -> Stagnation:
+        """Nothing in a simulated job keeps it at one step."""
+        return Stagnation()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _write(self, op: str, **fields: object) -> None:
+        self._host.kernel.check(self._host.kernel.current)
+        at = stdlib.SteadyTime(self._host.kernel).time()
+        self._host.record.write(self._name, op, at=at, term=self.term, rank=self._rank, **fields)
+
+
+class SimUnformedWorlds(UnformedWorlds):
+    """What did not form, noted in the evidence."""
+
+    def __init__(self, host: Host, *_: object) -> None:
+        process = host.kernel.process
+        self._host, self._name = host, f"unformed-{process.pid}-{process.node}-{process.born:.6f}"
+        self._who = {"pid": process.pid, **host.identity()}
+
+    def note(self, term: int, rank: int, world: int, why: str) -> None:
+        at = stdlib.SteadyTime(self._host.kernel).time()
+        place = {"term": term, "rank": rank, "world": world, "why": why}
+        self._host.record.write(self._name, "unformed", at=at, **place, **self._who)

@@ -1,0 +1,77 @@
+"""What computes, and the format of tensors in files."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+
+from chaos.sim.job.host import Host
+from chaos.sim.job.install.replacement import Replacement, memory_of, within
+from chaos.sim.machine.rank_group import SimGroup
+from chaos.sim.modelled import commit_files, training
+from elastic_train.checkpoint.commits import record
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.data.loading.loader import LaneBatch
+from elastic_train.parallel import step_tables
+from elastic_train.system.failpoints import reach
+from elastic_train.training import step_sums
+from elastic_train.training.session import Session
+from elastic_train.training.step_sums import LaneSums
+from elastic_train.world import handover
+
+NUM_LANES_READ = 1 << 12
+"""Lanes of steps that some process has still to count: the same for all that read them."""
+
+
+def tensors(host: Host) -> Iterable[Replacement]:
+    """Replace what computes, and the format of tensors in files."""
+
+    coverage_of_lane = memory_of(training.sums_of, NUM_LANES_READ)
+
+    def gradient_sum(
+        kind: str, parameters: list[training.Weights], group: SimGroup, lanes: int
+    ) -> training.ModelledSum:
+        if host.shape.vectors:
+            return training.VectorSum(parameters[0], group, lanes)
+        return training.ModelledSum(parameters[0], group)
+
+    def run_lane(session: Session, batch: LaneBatch) -> LaneSums:
+        if batch.lane == session.lanes.start:
+            reach("forward")
+            host.compute(len(session.lanes))
+            reach("backward")
+        if batch.tensors is None:
+            return LaneSums()
+        sums = session.gradients
+        assert isinstance(sums, training.ModelledSum)
+        sums.add(batch.ids)
+        coverage = coverage_of_lane(batch.ids)
+        loss = float(coverage.sum_a % 65521 + session.state.step)
+        return LaneSums(loss, float(coverage.count))
+
+    def coverage_of(lanes: Sequence[LaneBatch]) -> CoverageSums:
+        return sum((coverage_of_lane(batch.ids) for batch in lanes), CoverageSums())
+
+    yield from within(
+        "elastic_train.training.open_session", make_gradient_sum=gradient_sum, differing_kernels=lambda *_: []
+    )
+    yield from within(
+        "elastic_train.training.step", _run_lane=run_lane, _coverage_of=coverage_of, fold=memory_of(step_sums.fold)
+    )
+    yield from within("elastic_train.parallel.step_tables", _read_tables=memory_of(step_tables._read_tables))
+    yield from within("elastic_train.world.handover", _read_places=memory_of(handover._read_places))
+    yield from within(
+        "elastic_train.checkpoint.format.layout",
+        LEAST_PART_BYTES=host.shape.least_part_bytes,
+        plan_attempt=commit_files.plan_attempt,
+    )
+    written = {"write_part": commit_files.write_part, "finish_attempt": commit_files.finish_attempt}
+    yield from within("elastic_train.checkpoint.commits.writer", **written, library_versions=dict)
+    snapshot = functools.partial(commit_files.SlowSnapshot, host.copy)
+    yield from within("elastic_train.checkpoint.saving.background_saves", Snapshot=snapshot)
+    yield from within("elastic_train.checkpoint.saving.save_thread", write_part=commit_files.write_part)
+    yield from within(
+        "elastic_train.checkpoint.commits.reader",
+        read_leaves=commit_files.read_leaves,
+        decode=functools.lru_cache(64)(record.decode),
+    )

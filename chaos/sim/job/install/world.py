@@ -1,0 +1,96 @@
+"""The ways to etcd, storage, peers and the tracker."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+
+from chaos.sim.job.host import Host
+from chaos.sim.job.install.replacement import Replacement, memory_of, nothing, within
+from chaos.sim.job.install.stand_ins import Launcher, SimHistory, SimUnformedWorlds, client_of, undelayed
+from chaos.sim.machine import stdlib
+from chaos.sim.machine.meeting import MeetingStore
+from chaos.sim.machine.object_store import StorageClient
+from chaos.sim.machine.rank_group import SimGroup
+from chaos.sim.machine.tracker import TrackedRun, Tracking
+from chaos.sim.modelled.silenced import Silent, Uncompacted, Unwatched
+from elastic_train.checkpoint.interval.young_daly import Faults
+from rendezvous.context import RendezvousContext
+from rendezvous.membership.fence import EtcdFence
+from rendezvous.membership.reachability import SELDOM_S
+from rendezvous.membership.records import read_view
+
+NUM_VIEWS = 256
+"""Snapshots on their way to a process, of a thousand nodes that all write at once."""
+
+
+def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
+    """Replace the ways to etcd, storage, peers, and the launcher."""
+    around, client = host.around, client_of(host.around)
+
+    def storage(url: str, near_dir: str | None = None) -> StorageClient:
+        return StorageClient(around.storage, around.kernel.process)
+
+    def fence(context: RendezvousContext, *, give_up_after_s: float) -> EtcdFence:
+        return EtcdFence(client(give_up_after_s=give_up_after_s), context.run_id, world_term=context.term)
+
+    yield from within(
+        "rendezvous.live_member",
+        EtcdStore=client,
+        etcd_options=lambda *_: None,
+        Compaction=Uncompacted,
+        os=Launcher(host),
+    )
+    yield from within("rendezvous.membership.known_agents", ask=around.net.ask, refuses=around.net.refuses)
+    seldom_s = SELDOM_S * around.shape.look_s
+    yield from within("rendezvous.membership.reachability", ThreadPoolExecutor=around.net.at_once, SELDOM_S=seldom_s)
+    for path in ("rendezvous.waiting", "elastic_train.tracking.background_files"):
+        yield from within(path, SimpleQueue=functools.partial(stdlib.Queue, around.kernel))
+    yield from within("rendezvous.membership.dead_agents", LOOK_S=around.shape.look_s)
+    yield from within("rendezvous.membership.participant", LOOK_S=around.shape.look_s)
+    yield from within("rendezvous.membership.latest_view", read_view=memory_of(read_view, NUM_VIEWS))
+    yield from within("rendezvous.meeting_point", TCPStore=functools.partial(MeetingStore, around.net))
+    yield from within("elastic_train.world.forming", Group=functools.partial(SimGroup, look_s=around.shape.look_s))
+    yield from within("elastic_train.world.forming", live_context=host.context, os=Launcher(host))
+    yield from within("elastic_train.world.world", open_store=storage, DeadlineStore=undelayed, open_fence=fence)
+    yield from within("elastic_train.world.world", History=functools.partial(SimHistory, host), Progress=Silent)
+    yield from within("elastic_train.tracking.history", process_identity=host.identity, process_usage=dict)
+    yield from within("elastic_train.training.open_session", open_store=storage, DeadlineStore=undelayed)
+    yield from within("elastic_train.world.one_store", open_store=storage, DeadlineStore=undelayed)
+    yield from within("elastic_train.checkpoint.saving.store_use", open_store=storage, DeadlineStore=undelayed)
+    yield from within("elastic_train.world.claims", process_identity=host.identity)
+    yield from within(
+        "elastic_train.world.uniformity",
+        _version=lambda _: "other" if around.kernel.process.node in around.other_code else "ours",
+    )
+    yield from within("elastic_train.training.open_session", hazards=lambda _: iter(()))
+    yield from within("elastic_train.training.open_session", faults_before=lambda *_: Faults(0, 0.0))
+    yield from within(
+        "elastic_train.training.supervisor",
+        os=Launcher(host),
+        Watchdog=Unwatched,
+        make_repeatable=nothing,
+        make_plan=lambda _: host.plan,
+        UnformedWorlds=functools.partial(SimUnformedWorlds, host),
+    )
+    # There is nothing to open or to load.
+    yield from within("elastic_train.training.supervisor", warm_up=lambda plan, state: None)
+    yield from within(
+        "elastic_train.training.supervisor", sys=SimpleNamespace(stderr=SimpleNamespace(write=lambda _: None))
+    )
+    yield from within("elastic_train.training.result", write_atomically=host.record.take_file)
+    yield from within("elastic_train.system.failpoints", _folder="simulated", _look=lambda _, name: reach(name))
+
+
+def track(tracking: Tracking | None) -> Iterable[Replacement]:
+    """Replace the folder of metrics, and the run in the tracker; without one there is none of both."""
+    if tracking is None:
+        yield from within("elastic_train.training.open_session", start_tracker=nothing)
+        return
+    yield from within("elastic_train.training.open_session", Path=lambda _: tracking.folder)
+    yield from within("elastic_train.tracking.delivery", MlflowRun=functools.partial(TrackedRun, tracking.server))
+    yield from within(
+        "elastic_train.tracking.tracker", MetricsWriter=tracking.writer, code_tags=dict, bound_requests=nothing
+    )
+    yield from within("elastic_train.tracking.mlflow_sync", bound_requests=nothing)

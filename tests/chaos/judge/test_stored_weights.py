@@ -1,0 +1,59 @@
+"""The judge hashes what commits hold, each by the rule of the format that its record names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from chaos.judge.evidence.run_files import collect
+from chaos.judge.evidence.stored_weights import digest_of, load_weights
+from chaos.judge.invariants.deliverable import deliverable
+from chaos.planted.edits import edit_result, forge
+from elastic_train.checkpoint.format.weights_digest import weights_digest
+from elastic_train.shards.grains import GRAIN
+from tests.chaos.recorded import STEPS, model_at, record
+from tests.conftest import ROOT
+
+FOLDERS = ("checkpoint/format/stored_format_2", "training/stored_run/run")
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_stored_commit_of_format_2_has_the_hash_of_its_record(folder: str) -> None:
+    """A bfloat16 scalar and an empty tensor are in the first one."""
+    run = ROOT / "tests" / "elastic_train" / folder
+    (path,) = (run / "commits").iterdir()
+    fields = json.loads(path.read_text())
+    tensors = load_weights(run, fields)
+    assert digest_of(tensors, fields["format"]) == fields["weights_sha256"]
+    assert digest_of(tensors) != fields["weights_sha256"]
+
+
+def test_the_judge_and_the_trainer_hash_alike() -> None:
+    """A tensor of several grains, an empty one, a scalar, and a type of two bytes."""
+    model = nn.Module()
+    for number, (shape, dtype) in enumerate(
+        [((2, GRAIN + 5), torch.float32), ((0, 3), torch.float32), ((), torch.int64), ((7,), torch.bfloat16)]
+    ):
+        model.register_buffer(f"b{number}", torch.full(shape, number + 1, dtype=dtype))
+    assert digest_of(model.state_dict()) == weights_digest(model)
+
+
+def test_a_job_that_an_older_version_ended_is_judged_by_the_rules_of_both(tmp_path: Path) -> None:
+    """Started once more, it only writes its result again, by today's rule; its last commit stays as it was."""
+    run = record(tmp_path / "run") / "faulted"
+    before = digest_of(model_at(STEPS), 2)
+    place = {"step": STEPS, "format": 3}
+
+    def aged(fields: dict[str, object]) -> dict[str, object]:
+        is_last = {key: fields[key] for key in place} == place
+        return {**fields, "format": 2, "weights_sha256": before} if is_last else fields
+
+    forge(run, aged)
+    assert "the result" in deliverable(collect(run), None)
+    edit_result(run, weights_sha256=before)
+    with pytest.raises(Exception, match="the result says"):
+        deliverable(collect(run), None)

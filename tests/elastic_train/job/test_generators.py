@@ -1,0 +1,55 @@
+"""Generators begin where `torch.manual_seed` lets them begin, without its price."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from elastic_train.job import generators
+from elastic_train.job.generators import seed_generators
+
+
+@pytest.fixture(autouse=True)
+def _found_again() -> Iterator[None]:
+    """Each test finds its own accelerator, and leaves none."""
+    generators._accelerators.cache_clear()
+    yield
+    generators._accelerators.cache_clear()
+
+
+@pytest.mark.parametrize("seed", [0, 7, (1 << 63) - 1])
+def test_the_numbers_are_those_of_manual_seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    expected = torch.rand(3), torch.nn.functional.dropout(torch.ones(99))
+    seed_generators(seed)
+    found = torch.rand(3), torch.nn.functional.dropout(torch.ones(99))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_devices_that_nobody_uses_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.manual_seed notes where it was called from, once for each of them."""
+    noted = []
+    monkeypatch.setattr(traceback, "format_stack", lambda: noted.append(1) or [])  # type: ignore[func-returns-value]
+    torch.manual_seed(3)
+    if not torch.cuda.is_available():
+        assert noted
+    noted.clear()
+    seed_generators(3)
+    assert torch.cuda.is_available() or not noted
+
+
+@pytest.mark.parametrize("name", ["manual_seed_all", "manual_seed"])
+def test_an_accelerator_is_seeded_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """All of its devices, where its module has a function for that."""
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda: SimpleNamespace(**{"manual_seed": None, name: seeded.append})
+    )
+    seed_generators(5)
+    seed_generators(6)
+    assert seeded == [5, 6]

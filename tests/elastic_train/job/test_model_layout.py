@@ -1,0 +1,55 @@
+"""The cut of a model's parameters into grains: ties, frozen tensors, groups, and what ranks compare of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from elastic_train.checkpoint.format.weights_digest import join_digests, weights_digest
+from elastic_train.job.model_layout import describe_layout, layout_of
+from elastic_train.shards.digest import grain_digests, tensor_digests
+from elastic_train.shards.grains import GRAIN
+
+
+class Tied(nn.Module):
+    """An embedding that is the head's weight, too; a frozen scale; a bias."""
+
+    def __init__(self, *, is_tied: bool = True, is_frozen: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(3, GRAIN)
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=not is_frozen)
+        self.head = nn.Linear(GRAIN, 3)
+        if is_tied:
+            self.head.weight = self.embed.weight
+
+
+def described(model: nn.Module) -> list[str]:
+    return list(describe_layout(layout_of(model, torch.optim.SGD(model.parameters(), lr=0.1))))
+
+
+def test_a_line_says_what_each_parameter_is() -> None:
+    assert described(Tied()) == [
+        "scale float32 [], frozen, grains from 0 on",
+        "embed.weight and head.weight float32 [3, 65536], in parameter group 0, grains from 1 on",
+        "head.bias float32 [3], in parameter group 0, grains from 4 on",
+    ]
+
+
+def test_a_tie_or_a_frozen_tensor_tells_models_of_equal_shapes_apart() -> None:
+    """Their norms would be of other grains."""
+    kinds = [Tied(is_tied=is_tied, is_frozen=is_frozen) for is_tied in (False, True) for is_frozen in (False, True)]
+    assert len({tuple(described(kind)) for kind in kinds}) == 4
+    shapes = {tuple((name, tensor.shape) for name, tensor in kind.state_dict().items()) for kind in kinds}
+    assert len(shapes) == 1
+
+
+def test_the_weights_digest_is_that_of_all_grains_whoever_holds_them() -> None:
+    """Holders of grains would send their digests; nobody needs the tensors."""
+    model = Tied()
+    layout = layout_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    known = dict(model.named_parameters(remove_duplicate=False))
+    grains: dict[int, bytes] = {}
+    for tensor in layout.tensors:
+        content = memoryview(known[tensor.names[0]].detach().numpy().tobytes())
+        grains |= dict(zip(tensor.grains, grain_digests(content, 4), strict=True))
+    assert join_digests(tensor_digests(layout, grains)) == weights_digest(model)

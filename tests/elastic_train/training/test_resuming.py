@@ -1,0 +1,131 @@
+"""The trainer from the outside: crashes, signals, full disks, flipped bits, and runs that resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_train.data.corpora.synthetic import synthesise
+from tests.conftest import Finished, run_source, start
+from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, config, failing, history, result, succeed
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_failed_run_resumes_at_another_world_size(tmp_path: Path, rows: Path, alone: Path) -> None:
+    """A run of two ranks that crashed is resumed by three from its newest commit, and ends with the same bits."""
+    path = config(tmp_path, rows, failing(tmp_path, after=34))
+    first = start([path], num_ranks=2)
+    assert first.code != 0
+    assert "planted failure" in first.output
+    second = succeed(start([path], num_ranks=3))
+    assert "resumed from commits/00000001-000000000007.json (step 7" in second.output
+    assert "steps lost: 4" in second.output
+    for key in ("weights_sha256", "metrics", "coverage"):
+        assert result(tmp_path)[key] == result(alone)[key], key
+    assert result(tmp_path)["term"] == 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_policy_data_gives_the_same_metrics_resumed_or_not(tmp_path: Path) -> None:
+    """Eleven classes with a long tail; crashed or asked to leave, finished on other ranks: equal to the last digit."""
+    for name, num_rows, seed in (("train", 720, 1), ("validation", 300, 2)):
+        synthesise(str(tmp_path / name), num_rows, "policy", seed, rows_per_group=64)
+    params: dict[str, object] = {"max_tokens": 32, "dim": 16, "depth": 1, "heads": 2}
+
+    def end_of(name: str, path: str, failing: dict[str, object], *worlds: int | None) -> dict[str, object]:
+        task = {"path": path, "params": {**params, **failing}}
+        folder = tmp_path / name
+        arguments = [config(folder, tmp_path, CLASSIFIER, task=task, epochs=1)]
+        codes = [start(arguments, num_ranks=num_ranks, timeout_s=280).code for num_ranks in worlds]
+        assert [code == 0 for code in codes] == [number == len(worlds) for number in range(1, len(worlds) + 1)]
+        end = result(folder)
+        assert end["term"] == len(worlds) and end["world"] == (worlds[-1] or 1)
+        return end
+
+    straight = end_of("straight", "elastic_train.tasks.text_classifier:TextClassifier", {}, None)
+    for how, worlds in (("raise", (2, 3)), ("SIGTERM", (None, 2))):
+        failing = {"marker": str(tmp_path / f"{how} failed"), "after": 40, "how": how}
+        resumed = end_of(how, "tests.tasks:FailsOnce", failing, *worlds)
+        for key in ("weights_sha256", "metrics", "coverage", "step"):
+            assert resumed[key] == straight[key], key
+    assert {"loss", "macro_f1"} <= straight["metrics"].keys()  # type: ignore[attr-defined]
+
+
+def test_sigterm_commits_and_exits_with_75(tmp_path: Path, rows: Path, alone: Path) -> None:
+    """Asked to leave, the trainer commits at the step's boundary, exits with 75, and loses nothing."""
+    path = config(tmp_path, rows, failing(tmp_path, after=42, how="SIGTERM"))
+    assert start([path]).code == 75
+    assert result(tmp_path)["status"] == "preempted"
+    assert (tmp_path / "run" / "commits" / "00000001-000000000011.json").exists()
+    again = succeed(start([path]))
+    assert "steps lost: 0" in again.output
+    assert result(tmp_path)["weights_sha256"] == result(alone)["weights_sha256"]
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path: Path, rows: Path) -> None:
+    """Starting a finished run again ends at once with the same result."""
+    path = config(tmp_path, rows, CLASSIFIER, epochs=1)
+    succeed(start([path]))
+    first = result(tmp_path)["weights_sha256"]
+    succeed(start([path]))
+    assert result(tmp_path)["weights_sha256"] == first
+    assert len(history(tmp_path, "step")) == 14
+
+
+LIMITED = """
+import resource, runpy
+resource.setrlimit(resource.RLIMIT_FSIZE, (24 << 10, 24 << 10))
+runpy.run_module("elastic_train", run_name="__main__", alter_sys=True)
+"""
+
+
+def start_on_a_full_disk(*arguments: str) -> Finished:
+    """Start a run whose files cannot grow beyond 24 KiB."""
+    done = run_source(LIMITED, *arguments)
+    return Finished(done.returncode, done.stdout + done.stderr)
+
+
+def test_a_full_disk_stops_no_training(tmp_path: Path, rows: Path) -> None:
+    """Saves that fail for want of space are counted; training continues. Without its last commit a job is not done."""
+    done = start_on_a_full_disk(config(tmp_path, rows, CLASSIFIER, epochs=1))
+    assert done.code == 1, done.output
+    assert "FAILED (1 so far), training continues" in done.output
+    assert "error: step 14 could not be committed in 3 tries: make room in" in done.output
+    assert not (tmp_path / "run" / "result.json").exists()
+    assert not list((tmp_path / "run" / "commits").glob("*"))
+    assert not list((tmp_path / "run" / "data").rglob("*.distcp"))
+
+
+def test_a_disk_that_stays_full_ends_training(tmp_path: Path, rows: Path) -> None:
+    """After so many failed saves in a row the run ends, in the middle, and says what to do."""
+    options = ["--checkpoint.every-steps", "1", "--checkpoint.when-busy", "wait", "--checkpoint.give-up-after", "2"]
+    done = start_on_a_full_disk(config(tmp_path, rows, CLASSIFIER, epochs=1), *options)
+    assert done.code == 1, done.output
+    assert "FAILED (2 so far), training continues" in done.output
+    assert "error: 2 saves in a row have failed, the last before step" in done.output
+    assert len(history(tmp_path, "step")) < 14
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "rank", "said"),
+    [
+        (2, 1, "ranks 0 and 1 hold different weights, and nothing says which of them is right"),
+        (3, 0, "ranks [0] hold other weights than the 2 others"),
+    ],
+)
+def test_a_flipped_bit_is_found_before_the_next_commit(
+    tmp_path: Path, rows: Path, alone: Path, num_ranks: int, rank: int, said: str
+) -> None:
+    """Tensor and rank are named, nothing of any model is committed, and the job resumes from before the flip."""
+    params = {**PARAMS, "marker": str(tmp_path / "flipped"), "after": 30, "rank": rank}
+    path = config(tmp_path, rows, {**CLASSIFIER, "task": {"path": "tests.tasks:Flips", "params": params}})
+    done = start([path], num_ranks=num_ranks)
+    assert done.code == 1
+    assert done.output.count(said) == num_ranks, done.output
+    assert f"{said}, first in 'head.weight'" in done.output
+    assert (tmp_path / "flipped").exists()
+    succeed(start([path], num_ranks=num_ranks))
+    assert result(tmp_path)["weights_sha256"] == result(alone)["weights_sha256"]
