@@ -5,10 +5,10 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 # What a hundred started processes import is compiled once, also where the environment says otherwise.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(RUN) -m pytest
-# Half of the time a slow test waits for processes, leases and sockets, so there are five processes for two cores. The quick
+# A third of the time a slow test waits for processes, leases and sockets, so there are three processes for two cores. The quick
 # tests compute: one process for each core, since each imports torch for itself. (nproc would say what OMP_NUM_THREADS says.)
 CORES := $(shell env -u OMP_NUM_THREADS nproc)
-OVERLAPPING := -n $(shell echo $$(( ($(CORES) * 5 + 1) / 2 ))) --maxprocesses 8 --dist loadgroup
+OVERLAPPING := -n $(shell echo $$(( ($(CORES) * 3 + 1) / 2 ))) --maxprocesses 8 --dist loadgroup
 ON_EVERY_CORE := -n $(CORES) --maxprocesses 8 --dist loadgroup
 ALONE = $(shell grep -rl --include='test_*.py' 'mark.alone' tests)
 
