@@ -16,9 +16,10 @@ kills, freezes shorter and longer than a lease, nodes that leave and come back (
 third node is cut off where others freeze, from all or from the other nodes alone; needs root and `ip`.
 
 All live faults but the cuts hit one job, whose final weights are then compared with those of as many steps without
-faults (`hash_equal`). `rpo_steps_max` counts the applied steps that the job gave up although a process that held them
-lived on; `again_steps_max` also those that the lost rank alone had applied: they are computed again, with the same
-bits. With --minutes, a job of four workers has a fault every 29 s for so long, and is asked to leave 29 s after the
+faults (`hash_equal`). `rpo_steps_max` counts the applied steps that the job gave up although a process of their world
+lived on; `again_steps_max` also those that a rank applied without knowing that the others could: they are computed
+again, with the same bits. With --minutes, a job of four workers has a fault every 29 s for so long, and is asked to
+leave 29 s after the
 last: `throughput_kept` is its speed until then over that of the same job without faults before and after
 (`steps_per_s` has the three, since a machine's speed drifts).
 `kept_beside_quiet` is, by kind of fault, its steps over those that its own quiet time (the last 40 % between two

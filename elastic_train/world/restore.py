@@ -54,11 +54,7 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
         plan.check_continues(head)
     if head is not None and is_loaded:
         _load(world.store, head, state)
-        if not head.is_by_grains and plan.config.optimizer.clip_norm is not None:
-            world.announce(
-                f"{head.key} is of an older version, which computed the norm of gradients otherwise: a step that clips "
-                "rounds otherwise from here on, so the weights are not those that the older version would end with"
-            )
+        _say_if_clipping_rounds_otherwise(plan, world, head)
     else:
         if furthest.step == 0:
             _begin_alike(world, state)
@@ -109,6 +105,14 @@ def _begin_alike(world: World, state: AppliedState) -> None:
         world.group.broadcast(content)
         with torch.no_grad():
             tensor.copy_(content.view(tensor.dtype).reshape(tensor.shape))
+
+
+def _say_if_clipping_rounds_otherwise(plan: Plan, world: World, head: CommitRecord) -> None:
+    if not head.is_by_grains and plan.config.optimizer.clip_norm is not None:
+        world.announce(
+            f"{head.key} is of an older version, which computed the norm of gradients otherwise: a step that clips "
+            "rounds otherwise from here on, so the weights are not those that the older version would end with"
+        )
 
 
 def _load(store: Store, head: CommitRecord, state: AppliedState) -> None:
