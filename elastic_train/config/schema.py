@@ -199,6 +199,15 @@ class CheckpointConfig(_Section):
         return text
 
 
+class ParallelConfig(_Section):
+    shards: Literal["none", "optimizer"] = "none"
+    """none: every rank holds the whole state. optimizer: each holds a share of the optimizer's (ZeRO-1)."""
+    copies: PositiveInt = 2
+    """How many ranks hold each share, on different nodes if there are; once all are lost, the newest commit is read."""
+    domain: str | None = None
+    """What may fail together with this node and others, such as a rack's name; copies go to different ones."""
+
+
 class TrackingConfig(_Section):
     mlflow_uri: str | None = None
     """MLflow tracking URI, such as sqlite:///mlflow.db; null for local metrics only."""
@@ -220,6 +229,7 @@ class Config(_Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     epochs: PositiveInt = 1
     """Passes over the training set."""

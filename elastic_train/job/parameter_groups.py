@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_train.config.schema import OptimizerConfig
 from elastic_train.errors import ConfigError
@@ -129,3 +130,14 @@ def _names_in(groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 def _begun(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return one parameter's optimizer state as before its first step."""
     return {key: torch.zeros_like(value) if isinstance(value, Tensor) else value for key, value in values.items()}
+
+
+def set_rates(
+    optimizer: Optimizer, scheduler: LambdaLR, settings: Sequence[Mapping[str, Any]], bases: Sequence[float]
+) -> None:
+    """Give the parameter groups their settings, and the rates that follow from `bases` at the scheduler's step."""
+    step, factors = scheduler.last_epoch, scheduler.lr_lambdas
+    rates = [base * factor(step) for base, factor in zip(bases, factors, strict=True)]
+    for group, own, rate in zip(optimizer.param_groups, settings, rates, strict=True):
+        group.update({**own, "lr": rate})
+    scheduler.load_state_dict({**scheduler.state_dict(), "base_lrs": list(bases), "_last_lr": rates})

@@ -73,7 +73,10 @@ class Plan:
         model.train()
         is_fp16 = self.config.precision == "fp16"
         groups = self.task.parameter_groups(model) if isinstance(self.task, Grouping) else ()
-        return build_state(model, self.config.optimizer, self.total_steps, self.device.type, is_fp16, groups)
+        config = self.config
+        return build_state(
+            model, config.optimizer, self.total_steps, self.device.type, is_fp16, groups, config.parallel
+        )
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which a lane's loss is computed."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_train.checkpoint.format.layout import State
-from elastic_train.config.schema import OptimizerConfig
+from elastic_train.config.schema import OptimizerConfig, ParallelConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
@@ -23,6 +23,8 @@ from elastic_train.core.lineage import Interval, extend
 from elastic_train.core.order import Cursor
 from elastic_train.job.model_layout import describe_layout, layout_of
 from elastic_train.job.parameter_groups import build_groups, describe_groups
+from elastic_train.job.sharded.held_state import HeldState
+from elastic_train.job.sharded.shared_scaler import SharedScaler
 from elastic_train.job.state_shards import ReplicatedState, StateShards
 from elastic_train.shards.grains import Layout
 from elastic_train.tasks.task import ParameterGroup
@@ -52,7 +54,7 @@ class Reached:
 
     `fast_steps` and `skipped_steps` are half-open ranges of the steps, counted from 0, whose rounding depended on the
     world, and those whose update was left out because loss or gradient was not finite. `num_nonfinite` counts the
-    newest steps in a row that were not finite.
+    newest steps in a row that were not finite. `norm` is that of the last step's gradient, where it is known.
     """
 
     step: int = 0
@@ -64,6 +66,7 @@ class Reached:
     fast_steps: Ranges = ()
     skipped_steps: Ranges = ()
     num_nonfinite: int = 0
+    norm: float = 0.0
 
     @property
     def term(self) -> int:
@@ -75,7 +78,9 @@ class Reached:
         """Whether the last step's rounding depended on the world."""
         return bool(self.fast_steps) and self.fast_steps[-1][1] == self.step
 
-    def advance(self, facts: StepFacts, *, is_finite: bool = True, is_skipped: bool = False) -> Reached:
+    def advance(
+        self, facts: StepFacts, norm: float = 0.0, *, is_finite: bool = True, is_skipped: bool = False
+    ) -> Reached:
         """Return the place one step further."""
         account, total = facts.account, self.coverage + facts.coverage
         if facts.cursor.epoch > self.cursor.epoch:
@@ -90,6 +95,7 @@ class Reached:
             fast_steps=_with(self.fast_steps, self.step) if facts.is_fast else self.fast_steps,
             skipped_steps=_with(self.skipped_steps, self.step) if is_skipped else self.skipped_steps,
             num_nonfinite=0 if is_finite else self.num_nonfinite + 1,
+            norm=norm,
         )
 
 
@@ -100,6 +106,14 @@ def _with(ranges: Ranges, step: int) -> Ranges:
     return (*ranges, (step, step + 1))
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A step whose gradients this rank holds, and what it has measured of them."""
+
+    facts: StepFacts
+    measured: Tensor
+
+
 @dataclass(slots=True)
 class AppliedState:
     """Everything that `apply` changes, and the cut of its weights into grains, which nothing changes."""
@@ -107,11 +121,15 @@ class AppliedState:
     model: nn.Module
     optimizer: Optimizer
     scheduler: LambdaLR
-    scaler: torch.amp.GradScaler
+    scaler: SharedScaler
     config: OptimizerConfig
     shards: StateShards
     layout: Layout
+    outline: Mapping[str, Sequence[str]]
+    """What tells parameters and parameter groups from another rank's, one line each, by what they are."""
     reached: Reached = field(default_factory=Reached)
+    pending: Pending | None = None
+    """The step that is neither applied nor dropped, if any: what is left of a world decides."""
 
     @property
     def step(self) -> int:
@@ -125,24 +143,26 @@ class AppliedState:
     def coverage(self) -> CoverageSums:
         return self.reached.coverage
 
-    @property
-    def outline(self) -> Mapping[str, Sequence[str]]:
-        """What tells parameters and parameter groups from another rank's, one line each, by what they are."""
-        return {
-            "the parameters": describe_layout(self.layout),
-            "the list of parameter groups": describe_groups(self.model, self.optimizer),
-        }
-
     def measure(self) -> Tensor:
-        """Undo the loss's scale in the reduced gradients that are in place, and return their norm over the model.
+        """Undo the loss's scale in the reduced gradients that are in place; return what they say of their norm.
 
-        Once for each step, before `apply`. The norm is on the CPU: a device has computed all of the gradients by then.
+        Once for each step, before `apply`. It is on the CPU: a device has computed all of the gradients by then.
         """
         self.scaler.unscale_(self.optimizer)
-        return self.shards.norm()
+        return self.shards.measure()
+
+    def hold(self, facts: StepFacts, measured: Tensor) -> None:
+        """Keep the step whose gradients are in place until the next world decides: peers may have applied it."""
+        self.pending = Pending(facts, measured)
+
+    def drop_pending(self) -> None:
+        """Let go of a step that nobody has applied."""
+        if self.pending is not None:
+            self.pending = None
+            self.scaler.forget_step()
 
     def apply(self, facts: StepFacts, norm: Tensor) -> None:
-        """Take one optimizer step with the reduced gradients in place, whose norm is what `measure` returned.
+        """Take one optimizer step with the reduced gradients in place, whose norm is `norm`.
 
         Clipping, the scaler's decision and what is finite read reduced values only, so every rank decides alike. A step
         whose loss or gradient is not finite leaves weights, moments and buffers alone, unless the configuration keeps
@@ -153,13 +173,16 @@ class AppliedState:
             self.shards.clip(self.config.clip_norm, norm)
         is_finite = math.isfinite(facts.loss) and (bool(norm.isfinite()) or self.scaler.is_enabled())
         is_skipped = not is_finite and self.config.on_nonfinite != "keep"
+        if not norm.isfinite():
+            self.scaler.note_overflow(self.optimizer)
+        self.pending = None
         if not is_skipped:
             self.scaler.step(self.optimizer)
             for buffer, value in facts.buffers:
                 buffer.copy_(value)
         self.scaler.update()
         self.scheduler.step()
-        self.reached = self.reached.advance(facts, is_finite=is_finite, is_skipped=is_skipped)
+        self.reached = self.reached.advance(facts, float(norm), is_finite=is_finite, is_skipped=is_skipped)
 
     def restore(self, fill: Callable[[State], None], reached: Reached, *, keeps_rates: bool = False) -> None:
         """Take over what was saved at a place, as `fill` reads it back into what is held; see `StateShards.take`."""
@@ -174,10 +197,11 @@ def build_state(
     device: str,
     is_fp16: bool,
     groups: Sequence[ParameterGroup] = (),
+    parallel: ParallelConfig | None = None,
 ) -> AppliedState:
     """Build optimizer, schedule and scaler around a model that is on its device; freezes what `groups` say.
 
-    Raises ConfigError if the groups do not fit the model.
+    Raises ConfigError if the groups do not fit the model, or the model cannot be sharded as `parallel` says.
     """
     built = build_groups(model, groups, config)
     if config.name == "sgd":
@@ -185,9 +209,17 @@ def build_state(
     else:
         optimizer = torch.optim.AdamW(built, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
     scheduler = LambdaLR(optimizer, lambda step: rate_factor(step, config, total_steps))
-    scaler = torch.amp.GradScaler(device, enabled=is_fp16)
-    shards = ReplicatedState(model, optimizer, scheduler, scaler)
-    return AppliedState(model, optimizer, scheduler, scaler, config, shards, layout_of(model, optimizer))
+    scaler = SharedScaler(device, enabled=is_fp16)
+    layout = layout_of(model, optimizer)
+    outline = {
+        "the parameters": describe_layout(layout),
+        "the list of parameter groups": describe_groups(model, optimizer),
+    }
+    if parallel is None or parallel.shards == "none":
+        shards: StateShards = ReplicatedState(model, optimizer, scheduler, scaler)
+    else:
+        shards = HeldState(model, optimizer, scheduler, scaler, layout, parallel.copies)
+    return AppliedState(model, optimizer, scheduler, scaler, config, shards, layout, outline)
 
 
 def rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:

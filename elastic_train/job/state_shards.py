@@ -5,6 +5,7 @@ Today every rank holds a whole copy, the state in one shard (`ReplicatedState`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -23,7 +24,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import StatePath
-from elastic_train.job.parameter_groups import regroup
+from elastic_train.core.majority import name_others
+from elastic_train.errors import WeightsDifferError
+from elastic_train.job.parameter_groups import regroup, set_rates
+from elastic_train.parallel.gradient_sum import GradientSum, make_gradient_sum
+from elastic_train.parallel.group import Group
 from elastic_train.shards.norm import clip_factor, grain_squares, split_grains, total_norm
 
 
@@ -57,20 +62,44 @@ class StateShards(Protocol):
         configuration or a task may have changed since what it takes over was saved.
         """
 
-    def transfers(self, places: Sequence[Place]) -> list[Transfer]:
-        """Return, alike on every rank, who gives to whom so that all come to the furthest of the ranks' places."""
-
     def weights(self) -> Mapping[str, Tensor]:
         """Return the held weights and buffers by name; ranks that hold the same names must hold the same bits."""
 
-    def norm(self) -> Tensor:
-        """Return the norm of the reduced gradients over the whole model: a float64 on the CPU.
+    def sum_of(self, replicas: Group, num_lanes: int) -> GradientSum:
+        """Bind the gradients, and return the sum over all lanes that leaves a mean where it is held."""
 
-        It is that by grains (`shards.norm`), in which neither a cut nor a number of threads shows.
+    def refresh(self, group: Group) -> None:
+        """Get what peers alone have updated."""
+
+    def measure(self) -> Tensor:
+        """Return what this rank knows of the reduced gradient's norm, on the CPU; of equal shape on all ranks."""
+
+    def norm_of(self, gathered: Tensor) -> Tensor:
+        """Return the gradient's norm over the whole model from what all ranks have measured: a float64 on the CPU.
+
+        It is that by grains (`shards.norm`), in which neither a cut nor a number of threads shows. Raises
+        WeightsDifferError if ranks have measured the same otherwise.
         """
+
+    def norm_alone(self, measured: Tensor) -> Tensor | None:
+        """Return the norm from what this rank alone has measured, None if that does not say."""
 
     def clip(self, limit: float, norm: Tensor) -> None:
         """Scale the reduced gradients, whose norm is `norm`, down to one of `limit` over the whole model."""
+
+    def assign(self, writers: Sequence[int]) -> None:
+        """Note which ranks write commits, in the order of their places."""
+
+
+def check_same_norm(gathered: Tensor) -> None:
+    """Raise WeightsDifferError unless all ranks have measured one norm; one that is not a number equals any other."""
+    norms = gathered.flatten().nan_to_num(nan=-1.0, posinf=math.inf)
+    if not bool((norms == norms[0]).all()):
+        who, _ = name_others(norms.view(torch.int64).tolist(), "gradients")
+        raise WeightsDifferError(
+            f"{who}, by the norm of the sum over all ranks: memory or a connection is damaged, or a device computes "
+            "wrongly. The step is not applied: all ranks end, and the next start continues from the last commit"
+        )
 
 
 def whole_from_furthest(places: Sequence[Place]) -> list[Transfer]:
@@ -91,15 +120,28 @@ class ReplicatedState:
     scaler: GradScaler
     _named: tuple[tuple[object, ...], Mapping[str, object], dict[str, Any]] | None = None
 
-    def transfers(self, places: Sequence[Place]) -> list[Transfer]:
-        return whole_from_furthest(places)
-
     def weights(self) -> Mapping[str, Tensor]:
         return self.model.state_dict()
 
-    def norm(self) -> Tensor:
+    def sum_of(self, replicas: Group, num_lanes: int) -> GradientSum:
+        return make_gradient_sum("canonical", list(self.model.parameters()), replicas, num_lanes)
+
+    def refresh(self, group: Group) -> None:
+        """Every rank has updated everything."""
+
+    def measure(self) -> Tensor:
         squares = grain_squares(split_grains(self._gradients()))
         return torch.tensor(total_norm(squares.numpy()), dtype=torch.float64)
+
+    def norm_of(self, gathered: Tensor) -> Tensor:
+        check_same_norm(gathered)
+        return gathered[0]
+
+    def norm_alone(self, measured: Tensor) -> Tensor | None:
+        return measured
+
+    def assign(self, writers: Sequence[int]) -> None:
+        """Any rank can write anything."""
 
     def clip(self, limit: float, norm: Tensor) -> None:
         if (factor := clip_factor(float(norm), limit)) != 1.0:
@@ -134,8 +176,7 @@ class ReplicatedState:
                 yield value.data_ptr() if isinstance(value, Tensor) else value
 
     def stillness(self) -> Callable[[StatePath], bool]:
-        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        return lambda path: path[0] == "optimizer" or (path[0] == "model" and path[1] in parameters)
+        return stillness_of(self.model)
 
     def take(self, fill: Callable[[State], None], *, keeps_rates: bool = False) -> None:
         own = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
@@ -151,13 +192,11 @@ class ReplicatedState:
         if tensors["scaler"]:
             self.scaler.load_state_dict(tensors["scaler"])  # type: ignore[arg-type]
         if keeps_rates:
-            self._set_rates(own, bases)
+            set_rates(self.optimizer, self.scheduler, own, bases)
         self._named = None
 
-    def _set_rates(self, settings: Sequence[Mapping[str, Any]], bases: Sequence[float]) -> None:
-        """Give the parameter groups their settings, and the rates that follow from `bases` at the scheduler's step."""
-        step, factors = self.scheduler.last_epoch, self.scheduler.lr_lambdas
-        rates = [base * factor(step) for base, factor in zip(bases, factors, strict=True)]
-        for group, own, rate in zip(self.optimizer.param_groups, settings, rates, strict=True):
-            group.update({**own, "lr": rate})
-        self.scheduler.load_state_dict({**self.scheduler.state_dict(), "base_lrs": list(bases), "_last_lr": rates})
+
+def stillness_of(model: nn.Module) -> Callable[[StatePath], bool]:
+    """Return whether only an optimizer's step changes the tensor at a path: moments and weights, and no buffers."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return lambda path: path[0] == "optimizer" or (path[0] == "model" and path[1] in parameters)

@@ -68,21 +68,25 @@ def bind_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return flats
 
 
-class CanonicalSum:
-    """The sum along the tree."""
+class LaneTree:
+    """This replica's part of the tree: its lanes' sums, up to the largest whole subtrees.
 
-    def __init__(self, flats: list[Tensor], replicas: Group, num_lanes: int) -> None:
-        self._flats, self._replicas, self._num_lanes = flats, replicas, num_lanes
-        size = replicas.size
-        self._layout = [parts_of(owned_lanes(replica, size, num_lanes), num_lanes) for replica in range(size)]
+    The flat buffers hold the open subtree's sum, in which the running lane's backward pass adds.
+    """
+
+    def __init__(self, flats: list[Tensor], replica: int, num_replicas: int, num_lanes: int) -> None:
+        self._flats, self._num_lanes = flats, num_lanes
+        self.layout = [
+            parts_of(owned_lanes(other, num_replicas, num_lanes), num_lanes) for other in range(num_replicas)
+        ]
+        """The subtrees of every replica."""
+        self._mine, self._lanes = self.layout[replica], owned_lanes(replica, num_replicas, num_lanes)
         self._open: Part | None = None  # the subtree whose sum the flat buffers hold
         self._stack: list[tuple[Part, list[Tensor]]] = []
         self._free: list[list[Tensor]] = []
-        self._scratch = Scratch()
 
     def begin(self, lanes: range) -> None:
-        mine = owned_lanes(self._replicas.rank, self._replicas.size, self._num_lanes)
-        assert lanes == mine, f"{lanes} are not this replica's"
+        assert lanes == self._lanes, f"{lanes} are not this replica's"
         self._free += [buffers for _, buffers in self._stack]
         self._stack.clear()
         self._open = None
@@ -97,17 +101,12 @@ class CanonicalSum:
         self._open = leaf.parent if self._open is not None else leaf
         self._open = settle(self._open, self._num_lanes)
 
-    def finish(self, divisor: float) -> None:
+    def sums(self) -> dict[Part, list[Tensor]]:
+        """Return the buffers of each of this replica's subtrees, all of whose lanes must have been run."""
         self._merge_stack()
-        mine = [*self._stack, (self._open, self._flats)]
-        for number, flat in enumerate(self._flats):
-            parts = {part: buffers[number] for part, buffers in mine if part is not None}
-            assert sorted(parts) == sorted(self._layout[self._replicas.rank]), (
-                "not all of this replica's lanes were run"
-            )
-            if self._replicas.size > 1:
-                exchange(flat, parts, self._layout, self._replicas, self._num_lanes, self._scratch)
-            flat.div_(divisor)
+        mine = {part: buffers for part, buffers in [*self._stack, (self._open, self._flats)] if part is not None}
+        assert sorted(mine) == sorted(self._mine), "not all of this replica's lanes were run"
+        return mine
 
     def _push(self) -> None:
         """Put the open subtree aside and start a new leaf from zeros."""
@@ -132,6 +131,29 @@ class CanonicalSum:
     def _zero(self) -> None:
         for flat in self._flats:
             flat.zero_()
+
+
+class CanonicalSum:
+    """The sum along the tree, whole on every rank."""
+
+    def __init__(self, flats: list[Tensor], replicas: Group, num_lanes: int) -> None:
+        self._flats, self._replicas, self._num_lanes = flats, replicas, num_lanes
+        self._tree = LaneTree(flats, replicas.rank, replicas.size, num_lanes)
+        self._scratch = Scratch()
+
+    def begin(self, lanes: range) -> None:
+        self._tree.begin(lanes)
+
+    def lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
+        return self._tree.lane(lane)
+
+    def finish(self, divisor: float) -> None:
+        mine = self._tree.sums()
+        for number, flat in enumerate(self._flats):
+            if self._replicas.size > 1:
+                parts = {part: buffers[number] for part, buffers in mine.items()}
+                exchange(flat, parts, self._tree.layout, self._replicas, self._num_lanes, self._scratch)
+            flat.div_(divisor)
 
 
 class FastSum:

@@ -179,6 +179,15 @@ class Group:
         self.broadcast(text, source)
         return json.loads(bytes(text.tolist()))
 
+    def all_gather_objects(self, value: object) -> list[Any]:
+        """Return every rank's value, made of JSON's types, by rank."""
+        if self.size == 1:
+            return [json.loads(json.dumps(value))]
+        content = json.dumps(value).encode()
+        lengths = self.all_gather(torch.tensor(len(content))).flatten().tolist()
+        padded = torch.frombuffer(bytearray(content.ljust(max(lengths))), dtype=torch.uint8)
+        return [json.loads(row.numpy().tobytes()) for row in self.all_gather(padded)]
+
     def barrier(self) -> None:
         """Return when every rank has come here."""
         self.all_reduce(torch.zeros(1, dtype=torch.int64))

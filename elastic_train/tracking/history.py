@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
@@ -24,6 +24,9 @@ from elastic_train.tracking.history_files import FOLDER, LastApplied, Stagnation
 from elastic_train.tracking.history_pruning import prune
 
 T = TypeVar("T")
+Standing = Literal["settled", "unsettled", "pending"]
+"""What a rank knows of a step's standing: that all ranks can apply it; only that it has applied it itself, having lost
+a peer at the point of no return; or only that it could, if those that are left find that it may have been applied."""
 HEAD = ("form", "restore")
 """Lines that begin every part of a history, marked `again` in all but the first: the rest means little without them."""
 VALIDATE_FLUSH_S = 1.0
@@ -90,17 +93,17 @@ class History:
         num_left_out: int = 0,
         world: int,
         loss: float,
-        is_settled: bool = True,
+        standing: Standing = "settled",
     ) -> None:
         """A step was applied: every lane's offsets [lo, hi) of the epoch; `step` counts the steps applied so far.
 
-        `num_left_out` of these samples are in holes and were not read. `is_settled` says that this rank knew that all
-        others can apply the step, too.
+        `num_left_out` of these samples are in holes and were not read. `standing` says what this
+        rank knew of the others.
         """
         where = {"epoch": epoch, "lo": lo, "hi": hi, "lanes": lanes}
         counts = {"num_samples": num_samples, **({"num_left_out": num_left_out} if num_left_out else {})}
-        unsettled = {} if is_settled else {"unsettled": True}
-        self._write("step", step=step, **where, **counts, world=world, loss=loss, **unsettled)
+        known = {} if standing == "settled" else {standing: True}
+        self._write("step", step=step, **where, **counts, world=world, loss=loss, **known)
 
     def nonfinite(self, *, step: int, loss: float, norm: float, samples: Mapping[int, Ranges]) -> None:
         """A step's loss or gradient was not finite; `samples` are, by lane, ids of this rank's that did it."""

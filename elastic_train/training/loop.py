@@ -8,6 +8,7 @@ rank able to move it to s+1. What may be dropped when there is no time left to f
 from __future__ import annotations
 
 import enum
+import math
 import time
 
 from elastic_train.core.accounting import check_epoch
@@ -61,16 +62,20 @@ def train_steps(session: Session) -> Outcome:
         facts = StepFacts(
             cursor, sums.coverage, session.world.term, account, computed.buffers, sums.loss, session.reduction == "fast"
         )
-        norm = state.measure()
-        lost = meet(session, norm)
+        norm, lost = meet(session, measured := state.measure())
+        if norm is None:
+            state.hold(facts, measured)
+            session.record_step(sums, math.nan, time.perf_counter() - started, standing="pending")
+            raise lost or AssertionError("a norm is unknown only where a peer is lost")
         state.apply(facts, norm)
         reach("applied")
         seconds = time.perf_counter() - started
-        session.record_step(sums, float(norm), seconds, is_settled=lost is None)
+        session.record_step(sums, float(norm), seconds, standing="settled" if lost is None else "unsettled")
         if state.reached.num_nonfinite:
             report_nonfinite(session, lanes, sums, float(norm))
         if lost is not None:
             raise lost
+        state.shards.refresh(session.world.group)
 
         if state.step == session.plan.total_steps:
             break

@@ -40,7 +40,8 @@ from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.job.trial import find_deadly
 from elastic_train.parallel.buffer_mean import BufferMean
-from elastic_train.parallel.gradient_sum import Reduction, make_gradient_sum, make_sum
+from elastic_train.parallel.gradient_sum import GradientSum, Reduction, make_gradient_sum, make_sum
+from elastic_train.parallel.group import Group
 from elastic_train.system.file_systems import hazards
 from elastic_train.system.wording import counted
 from elastic_train.tasks.task import Counting
@@ -59,7 +60,7 @@ from elastic_train.world.forming import Formed
 from elastic_train.world.no_progress import check_progress
 from elastic_train.world.quarantine import known_holes, quarantine_deadly
 from elastic_train.world.restore import parent_of, restore
-from elastic_train.world.uniformity import check_alike, differing_kernels
+from elastic_train.world.uniformity import check_alike, check_can_be_sharded, differing_kernels
 from elastic_train.world.world import World, enter_world
 
 log = logging.getLogger(__name__)
@@ -84,11 +85,12 @@ def open_session(process: Process, formed: Formed) -> Session:
 def _open_in(process: Process, world: World) -> Session:
     plan, state = process.plan, process.state
     check_alike(world.group, plan, state.outline, state.shards.weights())
+    differing = differing_kernels(world.group, plan.device)
+    check_can_be_sharded(plan, differing)
     head = restore(plan, world, state)
     stuck = check_progress(world, plan)
-    differing = differing_kernels(world.group, plan.device)
     kind = _pick_reduction(plan, world, differing)
-    gradients = make_gradient_sum(kind, list(state.model.parameters()), world.replicas, plan.num_lanes)
+    gradients = sum_of_gradients(state, kind, world.replicas, plan.num_lanes)
     saves = open_saves(process, world, head)
     tracker = start_tracker(process, world, head)
     cadence = open_cadence(process, world, head)
@@ -164,6 +166,13 @@ def _pick_reduction(plan: Plan, world: World, differing: list[str]) -> Reduction
     return plan.config.reduction
 
 
+def sum_of_gradients(state: AppliedState, kind: Reduction, replicas: Group, num_lanes: int) -> GradientSum:
+    """Bind the gradients to the sum of a kind; a canonical one leaves them where they are held."""
+    if kind == "fast":
+        return make_gradient_sum(kind, list(state.model.parameters()), replicas, num_lanes)
+    return state.shards.sum_of(replicas, num_lanes)
+
+
 def open_cadence(process: Process, world: World, head: CommitRecord | None) -> Cadence:
     """Return the rule by which commits are due; rank 0 knows how often faults have cost steps.
 
@@ -183,6 +192,7 @@ def open_saves(process: Process, world: World, head: CommitRecord | None) -> Sav
     seen = world.group.all_gather(torch.tensor(int(world.writes))).tolist()
     writers = [0, *(rank for rank in range(1, world.group.size) if seen[rank])]
     place = writers.index(world.group.rank) if world.group.rank in writers else None
+    process.state.shards.assign(writers)
     retention = process.plan.retention
     store = world.save_store
     return Saves(

@@ -23,6 +23,7 @@ from elastic_train.system.failpoints import reach
 from elastic_train.system.preemption import LeaveRequest
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.tracking.background_files import BackgroundFiles
+from elastic_train.tracking.history import Standing
 from elastic_train.tracking.progress import Status
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.training.commits import Commits
@@ -155,16 +156,14 @@ class Session:
         self.world.history.unwritable(step=self.state.step, why=use.why)
         use.bar()
 
-    def record_step(self, sums: StepSums, norm: float, seconds: float, *, is_settled: bool) -> None:
-        """Write the step that was just applied to the history, and to tracker and progress on rank 0.
-
-        It `is_settled` if no peer was lost at the point of no return.
-        """
+    def record_step(self, sums: StepSums, norm: float, seconds: float, *, standing: Standing) -> None:
+        """Write the step that was just applied, or is pending, to the history; to tracker and progress on rank 0."""
         state, loss, rate = self.state, sums.loss / sums.divisor, sums.coverage.count / seconds
-        lo = (state.step - 1) % self.plan.order.num_steps(self.plan.micro_batch) * self.plan.micro_batch
+        done = state.step - (standing != "pending")
+        lo = done % self.plan.order.num_steps(self.plan.micro_batch) * self.plan.micro_batch
         self.world.history.step(
-            step=state.step,
-            epoch=(state.step - 1) // self.plan.order.num_steps(self.plan.micro_batch),
+            step=done + 1,
+            epoch=done // self.plan.order.num_steps(self.plan.micro_batch),
             lo=lo,
             hi=lo + self.plan.micro_batch,
             lanes=(self.lanes.start, self.lanes.stop),
@@ -172,8 +171,10 @@ class Session:
             num_left_out=sums.num_left_out,
             world=self.world.group.size,
             loss=loss,
-            is_settled=is_settled,
+            standing=standing,
         )
+        if standing == "pending":
+            return
         if self.tracker is not None:
             learning_rate = float(state.scheduler.get_last_lr()[0])
             values = {"train/loss": loss, "train/gradient_norm": norm, "train/learning_rate": learning_rate}

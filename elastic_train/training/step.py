@@ -82,20 +82,23 @@ def _exchange(session: Session, sums: StepSums) -> Sequence[tuple[Tensor, Tensor
     return buffers
 
 
-def meet(session: Session, norm: Tensor) -> PeerLostError | None:
-    """Return when every rank holds the step's gradient, whose norm is `norm`: the point of no return.
+def meet(session: Session, measured: Tensor) -> tuple[Tensor | None, PeerLostError | None]:
+    """Return the norm of the step's gradient once every rank holds it: the point of no return.
 
     No rank applies a step before it knows that all others can. So what a lost rank had applied, the others apply, too:
-    where a peer is lost here, its error is returned, and this rank leaves the world after it has applied the step.
-    Raises PeerLostError in restart mode, whose next world begins with a commit.
+    where a peer is lost here, its error is returned beside the norm, and this rank leaves the world after it has
+    applied the step. Where only peers know the rest of the norm it is None: the next world decides (`world.reseating`).
+    Raises PeerLostError in restart mode, whose next world begins with a commit, and WeightsDifferError if ranks that
+    should have measured the same have not.
     """
+    shards = session.state.shards
     try:
-        session.world.group.all_gather(norm)
+        gathered = session.world.group.all_gather(measured)
     except PeerLostError as error:
         if not session.worlds.is_live:
             raise
-        return error
-    return None
+        return shards.norm_alone(measured), error
+    return shards.norm_of(gathered), None
 
 
 def run_lanes(session: Session, lanes: Sequence[LaneBatch]) -> dict[int, LaneSums]:

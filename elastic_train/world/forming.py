@@ -266,6 +266,13 @@ def own_run_id() -> str:
     return launched.run_id if launched is not None else os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
+def own_path(domain: str | None) -> tuple[str, str]:
+    """Return where this process is, from the widest failure domain to the narrowest: its rack, say, and its node."""
+    launched = live_context()
+    node = launched.node if launched is not None else os.environ.get("GROUP_RANK", "0")
+    return (domain or "", node)
+
+
 def _meeting_place(launched: RendezvousContext | None) -> str:
     """Return a name that no earlier world of this job has used at the same store."""
     if launched is not None:

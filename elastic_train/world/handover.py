@@ -20,8 +20,8 @@ from torch import Tensor
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import fill, leaves_of, survey
 from elastic_train.errors import PeerLostError
-from elastic_train.job.state import AppliedState
-from elastic_train.job.state_shards import Place
+from elastic_train.job.state import AppliedState, Reached
+from elastic_train.job.state_shards import Place, whole_from_furthest
 from elastic_train.parallel.group import Group
 from elastic_train.system.failpoints import reach
 from elastic_train.world.uniformity import differing_weights
@@ -49,11 +49,12 @@ def hand_over(group: Group, state: AppliedState, places: Sequence[Place]) -> int
     Raises PeerLostError, with the state as it was, if a peer is lost or the state arrives damaged.
     """
     given_by = None
-    for giver, taker in state.shards.transfers(places):
+    for giver, taker in whole_from_furthest(places):
         if group.rank == giver:
-            _give(group, state, taker)
+            give_tree(group, state.shards.held(), state.reached, taker)
         elif group.rank == taker:
-            _take(group, state, giver)
+            received, reached = take_tree(group, giver)
+            state.restore(lambda tree: tree.update(received), reached)  # noqa: B023 - called at once
             given_by = giver
     return given_by
 
@@ -67,13 +68,13 @@ def level(group: Group, state: AppliedState) -> list[int]:
     return others
 
 
-def _give(group: Group, state: AppliedState, taker: int) -> None:
-    tree = state.shards.held()
+def give_tree(group: Group, tree: State, reached: Reached, taker: int) -> None:
+    """Send a nested state and how far it is to one rank, which calls `take_tree`."""
     leaves = dict(leaves_of(tree))
     tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
     shapes = [(path, tensor.shape, tensor.dtype) for path, tensor in tensors.items()]
     plain = {path: leaf for path, leaf in leaves.items() if path not in tensors}
-    head = pickle.dumps((shapes, plain, survey(tree), state.reached))
+    head = pickle.dumps((shapes, plain, survey(tree), reached))
     digest = hashlib.sha256(head)
     group.transfer(torch.tensor([len(head)]), to=taker)
     group.transfer(_as_tensor(digest.digest()), to=taker)
@@ -85,7 +86,8 @@ def _give(group: Group, state: AppliedState, taker: int) -> None:
     group.transfer(_as_tensor(digest.digest()), to=taker)
 
 
-def _take(group: Group, state: AppliedState, giver: int) -> None:
+def take_tree(group: Group, giver: int) -> tuple[State, Reached]:
+    """Return the nested state that one rank sends, and how far it is; PeerLostError if it arrives damaged."""
     length = torch.empty(1, dtype=torch.int64)
     group.transfer(length, source=giver)
     sent, head = (
@@ -105,7 +107,7 @@ def _take(group: Group, state: AppliedState, giver: int) -> None:
     _check(sent, digest.digest(), giver)
     received: State = {}
     fill(received, {**plain, **tensors}, int_keyed, empty)
-    state.restore(lambda tree: tree.update(received), reached)
+    return received, reached
 
 
 def _check(sent: Tensor, found: bytes, giver: int) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -20,12 +20,16 @@ from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.lineage import Interval, cut, parted_at
 from elastic_train.errors import CommitError, ElasticTrainError, StorageError
 from elastic_train.job.plan import Plan
+from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState, Reached
+from elastic_train.job.state_shards import Place
 from elastic_train.system.failpoints import reach
 from elastic_train.tracking.progress import ResumeBanner
 from elastic_train.world.agreement import agree
 from elastic_train.world.fencing import Fence
+from elastic_train.world.forming import own_path
 from elastic_train.world.handover import gather_places, hand_over, level
+from elastic_train.world.reseating import bring, reseat, roll_forward, take_first_seats
 from elastic_train.world.uniformity import differing_weights
 from elastic_train.world.world import World
 
@@ -40,37 +44,110 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
     before = state.reached.intervals
     # Rank 0 asks once: nobody can publish any more but under this world's term.
     published = functools.cache(lambda: named(world.fence))
-    places = gather_places(world.group, state)
+    found = _find(world, state, published)
+    if found.head is not None:
+        plan.check_continues(found.head)
+    if isinstance(state.shards, HeldState):
+        found = _take_seats(plan, world, state, state.shards, found)
+    elif found.is_loaded:
+        _load_head(plan, world, state, found)
+    else:
+        found = _take_members_state(world, state, found)
+    if not found.is_loaded:
+        key = agree(world.group, lambda: parent_of(world.store, state, published()))
+        found = replace(found, head=read_record(world.store, key) if key else None)
+    if found.head is not None and world.is_leader and published() != found.head.key:
+        with contextlib.suppress(StorageError):  # if the fence does not hear of it now, it will by the next commit
+            world.fence.publish(world.term, found.head.key)
+    _report(world, state, found, before, time.perf_counter() - started)
+    return found.head
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Where a world can begin: its members' places, and the newest commit, which `is_loaded` if it is further.
+
+    `counts` says whether this rank's own state is of the lineage. `skipped` are commits that were passed over.
+    `given_by` is the rank that gave this one its state.
+    """
+
+    places: list[Place]
+    counts: bool
+    head: CommitRecord | None
+    skipped: tuple[tuple[str, str], ...]
+    given_by: int | None = None
+    is_loaded: bool = False
+
+
+def _find(world: World, state: AppliedState, published: Callable[[], str | None]) -> _Found:
+    counts, places = True, gather_places(world.group, state)
     if max(places).step > 0:
         term, fields = agree(world.group, lambda: _newest(world, published()))
         lineage = [Interval(*interval) for interval in fields]
-        places = gather_places(world.group, state, counts=state.reached.term > term or _is_of(lineage, state))
+        counts = state.reached.term > term or _is_of(lineage, state)
+        places = gather_places(world.group, state, counts=counts)
     furthest = max(places)
     key, skipped = agree(world.group, lambda: _find_head(world.store, published(), furthest.step))
     head = read_record(world.store, key) if key else None
-    given_by = None
     is_loaded = head is not None and head.step > furthest.step
-    if head is not None:
-        plan.check_continues(head)
-    if head is not None and is_loaded:
-        _load(world.store, head, state)
-        _say_if_clipping_rounds_otherwise(plan, world, head)
-    else:
-        if furthest.step == 0:
+    return _Found(places, counts, head, tuple((name, why) for name, why in skipped), is_loaded=is_loaded)
+
+
+def _load_head(plan: Plan, world: World, state: AppliedState, found: _Found) -> None:
+    assert found.head is not None, "there is a commit to load"
+    _load(world.store, found.head, state)
+    _say_if_clipping_rounds_otherwise(plan, world, found.head)
+
+
+def _take_members_state(world: World, state: AppliedState, found: _Found) -> _Found:
+    """Bring this rank to the furthest of the members' places, where states are whole."""
+    if max(found.places).step == 0:
+        _begin_alike(world, state)
+    given_by = hand_over(world.group, state, found.places)
+    if state.reached.is_fast:
+        level(world.group, state)
+    return replace(found, given_by=given_by)
+
+
+def _take_seats(plan: Plan, world: World, state: AppliedState, shards: HeldState, found: _Found) -> _Found:
+    """Bring this rank to the furthest step, on a seat; return what was found, and whether a commit had to be loaded."""
+    path = own_path(plan.config.parallel.domain)
+    brought = bring(world.group, state, shards, path, counts=found.counts)
+    lost = 0
+    if not found.is_loaded:
+        brought = roll_forward(world.group, state, shards, brought)
+        if max(one.place for one in brought).step == 0:
             _begin_alike(world, state)
-        given_by = hand_over(world.group, state, places)
-        if state.reached.is_fast:
-            level(world.group, state)
-        key = agree(world.group, lambda: parent_of(world.store, state, published()))
-        head = read_record(world.store, key) if key else None
-    if head is not None and world.is_leader and published() != head.key:
-        with contextlib.suppress(StorageError):  # if the fence does not hear of it now, it will by the next commit
-            world.fence.publish(world.term, head.key)
-    seconds = time.perf_counter() - started
+        lost = reseat(world.group, state, shards, brought).lost.size
+    if lost:
+        found = _find_after_loss(plan, world, found, lost, max(one.place.step for one in brought))
+    if found.is_loaded:
+        state.drop_pending()
+        take_first_seats(world.group, shards, [one.path for one in brought])
+        _load_head(plan, world, state, found)
+    shards.trained_in = world.term
+    return found
+
+
+def _find_after_loss(plan: Plan, world: World, found: _Found, num_lost: int, step: int) -> _Found:
+    """Return the newest commit, where all holders of some grains of the state are lost."""
+    share = f"all holders of {num_lost} of the state's shards are lost (parallel.copies: {plan.config.parallel.copies})"
+    key, skipped = agree(world.group, lambda: _find_head(world.store, found.head.key if found.head else None, 0))
+    if key is None:
+        raise ElasticTrainError(f"{share}, and there is no commit yet: start again from the beginning")
+    head = read_record(world.store, key)
+    plan.check_continues(head)
+    world.announce(f"{share}: step {step} is given up for {key}, step {head.step}")
+    return replace(found, head=head, skipped=(*found.skipped, *((name, why) for name, why in skipped)), is_loaded=True)
+
+
+def _report(world: World, state: AppliedState, found: _Found, before: Sequence[Interval], seconds: float) -> None:
+    """Write to the history where the world begins, and what was given up; show on rank 0 what a resumption cost."""
+    head = found.head
     source = Source("the members' own state" if state.step else "the beginning", state.step, None)
-    if head is not None and is_loaded:
+    if head is not None and found.is_loaded:
         source = Source(head.key, head.step, time.time() - head.created_at)
-    banner = _banner(world, source, [(name, why) for name, why in skipped], seconds) if world.is_leader else None
+    banner = _banner(world, source, found.skipped, seconds) if world.is_leader else None
     intervals = state.reached.intervals
     if before and (kept := parted_at(before, intervals)) < before[-1].hi:
         world.history.rollback(from_step=before[-1].hi, to_step=kept)
@@ -78,16 +155,15 @@ def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | Non
         step=state.step,
         epoch=state.cursor.epoch,
         offset=state.cursor.offset,
-        commit=key,
-        given_by=given_by,
+        commit=head.key if head else None,
+        given_by=found.given_by,
         applied_by=state.reached.term or None,
         seconds=seconds,
-        skipped=[(name, why) for name, why in skipped],
+        skipped=list(found.skipped),
         resumed=asdict(banner) if banner else None,
     )
     if banner is not None and world.progress is not None:
         world.progress.banner(banner)
-    return head
 
 
 def _begin_alike(world: World, state: AppliedState) -> None:
@@ -200,7 +276,7 @@ class Source:
     age_s: float | None
 
 
-def _banner(world: World, source: Source, skipped: list[tuple[str, str]], seconds: float) -> ResumeBanner | None:
+def _banner(world: World, source: Source, skipped: Sequence[tuple[str, str]], seconds: float) -> ResumeBanner | None:
     """Return what a resumption cost, as far as the histories of earlier terms record it; None at a run's beginning."""
     last = world.history.last_applied()
     if source.step == 0 and last is None:

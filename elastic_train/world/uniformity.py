@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from elastic_train.checkpoint.format.weights_digest import checksum
+from elastic_train.core.majority import name_others
 from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
 from elastic_train.job.plan import Plan
 from elastic_train.parallel.group import Group
@@ -34,6 +35,7 @@ _KEYS = {
     "run": ("seed",),
     "data": ("block_row_groups", "length_bucketing", "unreadable", "deadly", "too_long"),
     "checkpoint": ("every_steps", "interval", "when_busy"),
+    "parallel": ("shards", "copies"),
 }
 _VECTOR = ("sse", "ssse", "avx", "fma", "f16c", "amx", "neon", "asimd", "sve", "bf16", "vsx")
 _MODULES, _PARAMETERS, _TENSORS = "the task's modules", "the parameters", "the model's tensors"
@@ -137,6 +139,15 @@ def differing_kernels(group: Group, device: torch.device) -> list[str]:
     return lines
 
 
+def check_can_be_sharded(plan: Plan, differing: Sequence[str]) -> None:
+    """Raise ConfigError where shards are to be updated by machines that may round otherwise: copies would differ."""
+    if plan.config.parallel.shards != "none" and differing:
+        raise ConfigError(
+            f"parallel.shards: {plan.config.parallel.shards} needs ranks that compute alike, since several update each "
+            f"share of the state: {'; '.join(differing)}. Use equal machines, or set parallel.shards to none"
+        )
+
+
 def _processor() -> dict[str, str]:
     """Return the CPU's vendor and a digest of its vector instructions, as far as /proc/cpuinfo has them."""
     try:
@@ -190,21 +201,3 @@ def check_same_weights(group: Group, weights: Mapping[str, Tensor], step: int) -
         f"intact: all ranks end, and the next start continues from it. This is rank {group.rank} on "
         f"{socket.gethostname()}: leave out a machine that is named again and again"
     )
-
-
-def name_others(sums: Sequence[int]) -> tuple[str, int]:
-    """Say which ranks hold other weights than most ranks, by the checksums of all; and name one of the others.
-
-    Without a majority nothing says who is right.
-    """
-    alike: dict[int, list[int]] = {}
-    for rank, checksum_of_rank in enumerate(sums):
-        alike.setdefault(checksum_of_rank, []).append(rank)
-    most = max(alike.values(), key=len)
-    if 2 * len(most) > len(sums):
-        others = [rank for rank in range(len(sums)) if rank not in most]
-        return f"ranks {others} hold other weights than the {len(most)} others", most[0]
-    if len(sums) == 2:
-        return "ranks 0 and 1 hold different weights, and nothing says which of them is right", 0
-    sets = " and ".join(str(ranks) for ranks in alike.values())
-    return f"ranks {sets} hold different weights, and no majority says which are right", 0

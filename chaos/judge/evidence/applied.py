@@ -31,6 +31,10 @@ Counts = npt.NDArray[np.int32]
 Steps = dict[tuple[int, int], list[Line]]
 
 
+_OPEN = {"unsettled", "pending"}
+"""What marks a line of a rank that did not know whether others can apply the step, or whether any had."""
+
+
 @dataclass(frozen=True, slots=True)
 class Applied:
     """One step of the lineage: which term applied it, and every rank's line of it."""
@@ -172,7 +176,7 @@ def furthest_of(run: Evidence) -> dict[int, int]:
 @once
 def settled_in(run: Evidence) -> dict[int, int]:
     """Return the furthest step of each term that a rank applied knowing that all others could."""
-    settled = (place for place, lines in steps_of(run).items() if any("unsettled" not in line for line in lines))
+    settled = (place for place, lines in steps_of(run).items() if any(not _OPEN & set(line) for line in lines))
     return newest_steps(settled)
 
 
@@ -274,11 +278,11 @@ def _bringers(run: Evidence, term: int) -> set[int]:
 
 @once
 def reached_by(run: Evidence) -> dict[tuple[int, int], int]:
-    """Return how far each (term, pid) came that applied a step."""
+    """Return how far each (term, pid) came that applied a step; what it only held as pending does not count."""
     pids = {(line["term"], line["rank"]): whole(line, "pid") for line in run.of("form")}
     reached: dict[tuple[int, int], int] = {}
     for line in run.of("step"):
-        if (pid := pids.get((line["term"], line["rank"]))) is not None:
+        if (pid := pids.get((line["term"], line["rank"]))) is not None and "pending" not in line:
             place = whole(line, "term"), pid
             reached[place] = max(whole(line, "step"), reached.get(place, 0))
     return reached

@@ -29,7 +29,6 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.keyed_random import derive, mix64
 from elastic_train.core.order import Cursor, Order
 from elastic_train.job.state import Reached, StepFacts
-from elastic_train.job.state_shards import Place, Transfer, whole_from_furthest
 from elastic_train.parallel.gradient_sum import CanonicalSum
 
 _MASK = (1 << 64) - 1
@@ -118,8 +117,17 @@ class ModelledState:
     def shards(self) -> ModelledState:
         return self
 
-    def transfers(self, places: Sequence[Place]) -> list[Transfer]:
-        return whole_from_furthest(places)
+    def refresh(self, group: SimGroup) -> None:
+        """Every rank has updated everything."""
+
+    def norm_of(self, gathered: torch.Tensor) -> torch.Tensor:
+        return _NO_NORM
+
+    def norm_alone(self, measured: torch.Tensor) -> torch.Tensor:
+        return _NO_NORM
+
+    def assign(self, writers: Sequence[int]) -> None:
+        """Any rank can write anything."""
 
     def weights(self) -> Mapping[str, object]:
         return self.model.state_dict()

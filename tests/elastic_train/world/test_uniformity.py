@@ -12,6 +12,7 @@ import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.config.schema import Config
+from elastic_train.core.majority import name_others
 from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
 from elastic_train.job.plan import Plan
 from elastic_train.parallel.group import Group
@@ -23,7 +24,6 @@ from elastic_train.world.uniformity import (
     deciding,
     differing_kernels,
     kernels_of,
-    name_others,
 )
 from tests.conftest import run_ranks
 

@@ -51,9 +51,10 @@ def let_epochs_pass(*_: object) -> None:
     """Compare nothing at the end of an epoch."""
 
 
-def meet_or_drop(session: Session, norm: Tensor) -> None:
+def meet_or_drop(session: Session, norm: Tensor) -> tuple[Tensor, None]:
     """Lose the step with the peer."""
     session.world.group.all_gather(norm)
+    return norm, None
 
 
 def merge_from_left_to_right(parts: Iterable[Part], num_lanes: int) -> list[tuple[Part, Part, Part]]:

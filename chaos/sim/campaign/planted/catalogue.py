@@ -159,7 +159,7 @@ PLANTED = (
     SimBug(
         "applies-too-soon",
         "a rank applies a step before it knows that the others can",
-        lambda: {"elastic_train.training.loop:meet": lambda session, norm: None},
+        lambda: {"elastic_train.training.loop:meet": lambda session, norm: (norm, None)},
         ("rpo",),
         faults.dies_ahead,
     ),

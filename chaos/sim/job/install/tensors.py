@@ -28,12 +28,10 @@ def tensors(host: Host) -> Iterable[Replacement]:
 
     coverage_of_lane = memory_of(training.sums_of, NUM_LANES_READ)
 
-    def gradient_sum(
-        kind: str, parameters: list[training.Weights], group: SimGroup, lanes: int
-    ) -> training.ModelledSum:
+    def gradient_sum(state: training.ModelledState, kind: str, group: SimGroup, lanes: int) -> training.ModelledSum:
         if host.shape.vectors:
-            return training.VectorSum(parameters[0], group, lanes)
-        return training.ModelledSum(parameters[0], group)
+            return training.VectorSum(state.model, group, lanes)
+        return training.ModelledSum(state.model, group)
 
     def run_lane(session: Session, batch: LaneBatch) -> LaneSums:
         if batch.lane == session.lanes.start:
@@ -53,7 +51,7 @@ def tensors(host: Host) -> Iterable[Replacement]:
         return sum((coverage_of_lane(batch.ids) for batch in lanes), CoverageSums())
 
     yield from within(
-        "elastic_train.training.open_session", make_gradient_sum=gradient_sum, differing_kernels=lambda *_: []
+        "elastic_train.training.open_session", sum_of_gradients=gradient_sum, differing_kernels=lambda *_: []
     )
     yield from within(
         "elastic_train.training.step", _run_lane=run_lane, _coverage_of=coverage_of, fold=memory_of(step_sums.fold)

@@ -1,0 +1,281 @@
+"""The applied state in shards: each rank holds the optimizer's moments of its seat's grains, and updates these alone.
+
+Weights are whole on every rank (ZeRO-1): after an update each rank gives the others of its group the weights that it
+has updated. What counts as held are a seat's grains, their weights included; the rest of a rank's weights is what its
+peers have given. A seat is taken with everything that belongs to it, or not at all: what arrives for a new seat touches
+nothing of the old one.
+
+No cut shows in a bit: updates are element by element, the norm is by grains, and a shard begins at a multiple of the
+layout's alignment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from elastic_train.checkpoint.format.layout import State
+from elastic_train.checkpoint.format.state_tree import StatePath
+from elastic_train.core.arrays import Int64s
+from elastic_train.errors import ConfigError, WeightsDifferError
+from elastic_train.job.parameter_groups import set_rates
+from elastic_train.job.sharded.elementwise import moments_of
+from elastic_train.job.sharded.flat_model import FlatModel
+from elastic_train.job.sharded.held_tree import HeldRun, moment_pieces
+from elastic_train.job.sharded.shared_scaler import SharedScaler
+from elastic_train.job.state_shards import stillness_of
+from elastic_train.parallel.gradient_sum import GradientSum
+from elastic_train.parallel.group import Group
+from elastic_train.parallel.owned_sum import OwnedSum, Shares
+from elastic_train.shards.grains import Layout
+from elastic_train.shards.grains import Tensor as Place
+from elastic_train.shards.holdings import Run, circle_of, held, runs_of
+from elastic_train.shards.norm import clip_factor, grain_squares, total_norm
+from elastic_train.shards.owners import owned_of
+from elastic_train.shards.seating import Seating
+from elastic_train.shards.seats import Seat
+
+
+class HeldState:
+    """What a rank holds of weights and moments, by its seat; `copies` groups of ranks hold everything once each."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LambdaLR,
+        scaler: SharedScaler,
+        layout: Layout,
+        copies: int,
+    ) -> None:
+        self.model, self.optimizer, self.scheduler, self.scaler = model, optimizer, scheduler, scaler
+        self.layout, self.circle, self.copies = layout, circle_of(layout), copies
+        self.flat = FlatModel(model, layout)
+        self.seating: Seating | None = None
+        self.runs: list[HeldRun] = []
+        self.writers: Sequence[int] = (0,)
+        self.trained_in = 0
+        """The last world in which this rank trained, by its term."""
+        self._names, self._kinds = _names_of(model, optimizer), moments_of(optimizer)
+        self._views: list[Tensor] = []
+        for group in optimizer.param_groups:  # the optimizer never sees the model's own parameters
+            group["params"] = []
+        optimizer.state.clear()
+
+    @property
+    def seat(self) -> Seat | None:
+        """This rank's seat; None before its first world."""
+        return None if self.seating is None else self.seating.seat
+
+    def seating_of(self, seats: Sequence[Seat], rank: int) -> Seating:
+        return Seating(self.layout, self.circle, seats, rank)
+
+    def room_for(self, seating: Seating) -> list[HeldRun]:
+        """Return the runs of this rank's seat, the moments as they are before the first step."""
+        return [HeldRun(run, self._new_moments(run)) for run in runs_of(self.layout, seating.trained[seating.rank])]
+
+    def sit(self, seating: Seating, runs: Sequence[HeldRun], num_updates: Sequence[float] | None = None) -> None:
+        """Take a seat whose weights are in place and whose moments `runs` have.
+
+        `num_updates` is how many updates each parameter group has had; as many as so far if it is not given.
+        """
+        counts = self.num_updates() if num_updates is None else list(num_updates)
+        self.seating, self.runs = seating, list(runs)
+        self.optimizer.state.clear()
+        for number, group in enumerate(self.optimizer.param_groups):
+            mine = [one for one in self.runs if self.layout.flats[one.run.flat].group == number]
+            group["params"] = [self._parameter(one, counts[number]) for one in mine] or [
+                self._nothing(number, counts[number])
+            ]
+        self._views = [self._gradient_of(number) for number in seating.trained[seating.rank].tolist()]
+
+    def num_updates(self) -> list[float]:
+        """Return how many updates each parameter group has had."""
+        groups = self.optimizer.param_groups
+        states = [self.optimizer.state.get(group["params"][0], {}) if group["params"] else {} for group in groups]
+        return [float(state.get("step", 0.0)) for state in states]
+
+    def sum_of(self, replicas: Group, num_lanes: int) -> GradientSum:
+        """Bind the gradients, and return the sum over all lanes that leaves a mean where it is held."""
+        seating = self._seated()
+        shares = Shares(seating.owned_runs(), seating.given_runs())
+        return OwnedSum(self.flat.bind(), replicas, num_lanes, shares)
+
+    def refresh(self, group: Group, *, everything: bool = False) -> None:
+        """Get the weights that peers have updated; with `everything`, also those that nobody updates."""
+        seating = self._seated()
+        holdings = seating.holdings if everything else seating.trained
+        runs = {rank: runs_of(self.layout, holdings[rank]) for rank in (*seating.neighbours(), seating.rank)}
+        sends = [(rank, self.flat.weights_at(run)) for rank in seating.neighbours() for run in runs[seating.rank]]
+        receives = [(rank, self.flat.weights_at(run)) for rank in seating.neighbours()[::-1] for run in runs[rank]]
+        if sends or receives:
+            group.exchange(sends, receives)
+
+    def measure(self) -> Tensor:
+        """Return the sums of the squares of this rank's grains, filled up with zeros to the most that a rank has."""
+        seating = self._seated()
+        squares = torch.zeros(max(1, *(grains.size for grains in seating.trained)), dtype=torch.float64)
+        if self._views:
+            squares[: len(self._views)] = grain_squares(self._views)
+        return squares
+
+    def norm_of(self, gathered: Tensor) -> Tensor:
+        return self.norm_from(gathered, list(enumerate(self._seated().trained)))
+
+    def norm_from(self, gathered: Tensor, holders: Iterable[tuple[int, Int64s]]) -> Tensor:
+        """Return the norm from the squares of those rows' grains; every trained grain must be in one.
+
+        Raises WeightsDifferError if two copies of a grain have different gradients.
+        """
+        squares = np.full(self.layout.num_grains, -1.0)
+        for rank, grains in holders:
+            row = gathered[rank, : grains.size].numpy()
+            known = squares[grains]
+            other = (known != row) & (known != -1.0) & ~(np.isnan(known) & np.isnan(row))
+            if other.any():
+                name = self.layout.tensors[self.layout.tensor_of[grains[other][0]]].names[0]
+                raise WeightsDifferError(
+                    f"rank {rank} and another copy's holder have different gradients of '{name}': memory or a "
+                    "connection is damaged. The last commit is intact: all ranks end, and the next start continues"
+                )
+            squares[grains] = row
+        trained = squares[self.layout.trained]
+        assert not (trained == -1.0).any(), "some grains' gradients are held by nobody"
+        return torch.tensor(total_norm(trained), dtype=torch.float64)
+
+    def norm_alone(self, measured: Tensor) -> Tensor | None:
+        """Only all ranks together know the norm."""
+        return None
+
+    def trained_by(self, seat: Seat | None) -> Int64s:
+        """Return the trained grains that a seat holds, ascending."""
+        grains = np.empty(0, dtype=np.int64) if seat is None else held(self.circle, seat)
+        return np.intersect1d(grains, self.layout.trained, assume_unique=True)
+
+    def clip(self, limit: float, norm: Tensor) -> None:
+        if (factor := clip_factor(float(norm), limit)) != 1.0:
+            for one in self.runs:
+                self.flat.gradients_at(one.run).mul_(factor)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.model.state_dict()
+
+    def assign(self, writers: Sequence[int]) -> None:
+        self.writers = writers
+
+    def held(self) -> State:
+        seating = self._seated()
+        by_rank = owned_of(seating.holdings, self.layout.span, self.writers)
+        written, places = [by_rank[rank] for rank in self.writers], self._places()
+        moments: dict[str, dict[str, object]] = {}
+        for names, count in zip(self._names, self.num_updates(), strict=True):
+            for name in (name for name in names if self._kinds and self._is_trained(places[name])):
+                pieces = moment_pieces(self.layout, places[name], self._kinds, seating.held, self.runs, written)
+                moments[name] = {"step": torch.tensor(count), **pieces}
+        settings = [{**group, "params": list(names)} for group, names in zip(self._groups(), self._names, strict=True)]
+        return {
+            "model": dict(self.model.state_dict()),
+            "optimizer": {"state": moments, "param_groups": settings},
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def stillness(self) -> Callable[[StatePath], bool]:
+        return stillness_of(self.model)
+
+    def take(self, fill: Callable[[State], None], *, keeps_rates: bool = False) -> None:
+        """Fill what the seat holds from a commit; see `StateShards.take`. The seat must have been taken."""
+        held = self.held()
+        moments: Mapping[str, Mapping[str, object]] = held["optimizer"]["state"]  # type: ignore[index]
+        tree: State = {"model": held["model"], "optimizer": {"state": moments}, "scheduler": {}, "scaler": {}}
+        fill(tree)
+        self._take_settings(tree["optimizer"]["param_groups"], tree, keeps_rates=keeps_rates)  # type: ignore[index]
+        counts = [_count_of([moments[name]["step"] for name in names if name in moments]) for names in self._names]
+        self.sit(self._seated(), self.runs, counts)
+
+    def settings(self) -> State:
+        """Return what all ranks have alike beside weights and moments."""
+        return {
+            "groups": self._groups(),
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "buffers": dict(self.model.named_buffers()),
+            "num_updates": self.num_updates(),
+        }
+
+    def take_settings(self, settings: Mapping[str, Any]) -> list[float]:
+        """Take what another rank gave as its `settings`; return how many updates each parameter group has had."""
+        self._take_settings(settings["groups"], settings, keeps_rates=False)
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(settings["buffers"][name])
+        return list(settings["num_updates"])
+
+    def _take_settings(
+        self, groups: Sequence[Mapping[str, Any]], tree: Mapping[str, Any], *, keeps_rates: bool
+    ) -> None:
+        own, bases = self._groups(), [float(base) for base in self.scheduler.base_lrs]
+        if not keeps_rates:
+            for mine, theirs in zip(self.optimizer.param_groups, groups, strict=True):
+                mine.update({key: value for key, value in theirs.items() if key != "params"})
+        self.scheduler.load_state_dict(tree["scheduler"])
+        if tree["scaler"]:
+            self.scaler.load_state_dict(tree["scaler"])
+        if keeps_rates:
+            set_rates(self.optimizer, self.scheduler, own, bases)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
+
+    def _is_trained(self, place: Place) -> bool:
+        return self.layout.flats[place.flat].group is not None
+
+    def _places(self) -> Mapping[str, Place]:
+        return {tensor.names[0]: tensor for tensor in self.layout.tensors}
+
+    def _seated(self) -> Seating:
+        assert self.seating is not None, "no seat has been taken"
+        return self.seating
+
+    def _new_moments(self, run: Run) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(self.flat.weights_at(run)) for name in self._kinds}
+
+    def _parameter(self, one: HeldRun, num_updates: float) -> nn.Parameter:
+        parameter = nn.Parameter(self.flat.weights_at(one.run))
+        parameter.grad = self.flat.gradients_at(one.run)
+        if self._kinds:
+            self.optimizer.state[parameter] = {"step": torch.tensor(num_updates), **one.moments}
+        return parameter
+
+    def _nothing(self, number: int, num_updates: float) -> nn.Parameter:
+        """Return what stands for a parameter group of which nothing is held, so that its updates are counted."""
+        flat = next(place for place, flat in enumerate(self.layout.flats) if flat.group == number)
+        run = Run(flat, 0, 0)
+        return self._parameter(HeldRun(run, self._new_moments(run)), num_updates)
+
+    def _gradient_of(self, grain: int) -> Tensor:
+        start = int(self.layout.start[grain])
+        length = int(self.layout.hi[grain] - self.layout.lo[grain])
+        return self.flat.gradients_at(Run(int(self.layout.flat_of[grain]), start, start + length))
+
+
+def _names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """Return the names of each parameter group's parameters, as torch's state dicts have them."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _count_of(steps: Sequence[object]) -> float:
+    """Return how many updates the parameters of one group have had."""
+    counts = {float(step) for step in steps}  # type: ignore[arg-type]
+    if len(counts) > 1:
+        raise ConfigError(
+            f"the commit's parameters have had {sorted(counts)} updates within one parameter group, because some were "
+            "not trained before: continue once with parallel.shards: none, and commit"
+        )
+    return counts.pop() if counts else 0.0

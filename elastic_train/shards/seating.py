@@ -1,0 +1,66 @@
+"""What a world's seats mean for its ranks: who holds and owns which grains, and who gives what to whom in a step.
+
+Every rank computes the same from the layout and all ranks' seats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from elastic_train.core.arrays import Int64s
+from elastic_train.shards.grains import Layout
+from elastic_train.shards.holdings import Circle, Run, all_held, runs_of
+from elastic_train.shards.owners import owned_of
+from elastic_train.shards.seats import Seat
+
+
+class Seating:
+    """The seats of all ranks of a world, by rank, of which this one is `rank`."""
+
+    def __init__(self, layout: Layout, circle: Circle, seats: Sequence[Seat], rank: int) -> None:
+        self.layout, self.seats, self.rank = layout, list(seats), rank
+        self.holdings = all_held(circle, seats)
+
+    @property
+    def seat(self) -> Seat:
+        return self.seats[self.rank]
+
+    @property
+    def held(self) -> Int64s:
+        """The numbers of the grains that this rank holds, ascending."""
+        return self.holdings[self.rank]
+
+    @cached_property
+    def trained(self) -> list[Int64s]:
+        """The grains that each rank holds and the optimizer updates, by rank."""
+        return [self._trained_of(grains) for grains in self.holdings]
+
+    @cached_property
+    def owned(self) -> list[Int64s]:
+        """The trained grains whose sums each rank finishes, by rank; see `owners`."""
+        return [self._trained_of(grains) for grains in owned_of(self.holdings, self.layout.span)]
+
+    def owned_runs(self) -> list[list[Run]]:
+        """Return the runs that each rank finishes, by rank."""
+        return [runs_of(self.layout, grains) for grains in self.owned]
+
+    def given_runs(self) -> list[list[list[Run]]]:
+        """Return, by owner and holder, the runs that the owner gives the holder of what it has finished."""
+        return [
+            [
+                [] if owner == holder else runs_of(self.layout, np.intersect1d(owned, held, assume_unique=True))
+                for holder, held in enumerate(self.trained)
+            ]
+            for owner, owned in enumerate(self.owned)
+        ]
+
+    def neighbours(self) -> list[int]:
+        """Return the other ranks of this rank's group, its right neighbour first."""
+        others = [rank for rank, seat in enumerate(self.seats) if seat.group == self.seat.group and rank != self.rank]
+        return sorted(others, key=lambda rank: (self.seats[rank].slot - self.seat.slot) % self.seat.size)
+
+    def _trained_of(self, grains: Int64s) -> Int64s:
+        return np.intersect1d(grains, self.layout.trained, assume_unique=True)

@@ -1,0 +1,109 @@
+"""A small job on sharded state, step by step, over real connections: what tests of it share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from elastic_train.checkpoint.format.weights_digest import weights_digest
+from elastic_train.config.schema import OptimizerConfig, ParallelConfig
+from elastic_train.core.accounting import SampleAccount
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.lanes import lane_seed, owned_lanes
+from elastic_train.core.order import Cursor
+from elastic_train.job.sharded.held_state import HeldState
+from elastic_train.job.state import AppliedState, StepFacts, build_state
+from elastic_train.parallel.group import Group
+from elastic_train.tasks.task import ParameterGroup
+
+NUM_LANES, TERM = 7, 3
+CLIPPING = 1e-3
+"""So small that every step is clipped."""
+
+
+class Net(nn.Module):
+    """Several grains and odd sizes, dropout, tied weights, frozen ones, a buffer, and one that no lane uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(301, 250)
+        self.body = nn.Sequential(nn.Linear(250, 301), nn.Dropout(0.3), nn.GELU(), nn.Linear(301, 250))
+        self.head = nn.Linear(250, 301, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = nn.LayerNorm(250)
+        self.frozen = nn.Parameter(torch.full((5,), 2.0))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.body(self.embed(tokens)))) * self.frozen.sum()  # type: ignore[no-any-return]
+
+
+GROUPS = (
+    ParameterGroup(("norm.weight", "norm.bias"), lr_factor=0.5, weight_decay=0.0),
+    ParameterGroup(("frozen",), is_frozen=True),
+)
+
+
+def build(shards: Literal["none", "optimizer"], copies: int = 2, *, seed: int = 1) -> AppliedState:
+    """Return a state as a process begins with it; a newcomer has the same weights, by the seed."""
+    torch.manual_seed(seed)
+    config = OptimizerConfig(lr=0.01, warmup_steps=2, clip_norm=CLIPPING)
+    parallel = ParallelConfig(shards=shards, copies=copies)
+    return build_state(Net().train(), config, 50, "cpu", is_fp16=False, groups=GROUPS, parallel=parallel)
+
+
+def shards_of(state: AppliedState) -> HeldState:
+    assert isinstance(state.shards, HeldState), "the state is sharded"
+    return state.shards
+
+
+def meet(folder: Path, name: str, rank: int, size: int) -> Group:
+    """Return the group of a world whose ranks have this name for it."""
+    return Group(rank, size, FileStore(f"{folder}/{name}", size), 30)
+
+
+def compute(group: Group, state: AppliedState) -> Tensor:
+    """Compute the next step's gradient; return what this rank measures of it."""
+    gradients = state.shards.sum_of(group, NUM_LANES)
+    lanes = owned_lanes(group.rank, group.size, NUM_LANES)
+    gradients.begin(lanes)
+    for lane in lanes:
+        with gradients.lane(lane):
+            torch.manual_seed(lane_seed(1, state.step, lane))
+            tokens = torch.randint(0, 301, (3, 4))
+            state.model(tokens).logsumexp(-1).square().sum().backward()
+    gradients.finish(3.0 * NUM_LANES)
+    return state.measure()
+
+
+def facts_of(state: AppliedState, term: int = TERM) -> StepFacts:
+    cursor = Cursor(epoch=0, offset=state.step + 1)
+    return StepFacts(cursor, CoverageSums(), term, SampleAccount())
+
+
+def train(group: Group, state: AppliedState, until: int, term: int = TERM) -> None:
+    """Apply steps as the training loop does."""
+    while state.step < until:
+        measured = compute(group, state)
+        state.apply(facts_of(state, term), state.shards.norm_of(group.all_gather(measured)))
+        state.shards.refresh(group)
+
+
+def fingerprint(state: AppliedState) -> str:
+    return weights_digest(state.model)
+
+
+def replicated(until: int) -> Sequence[str]:
+    """Return the weights after every step of one rank that holds everything."""
+    torch.set_num_threads(1)
+    state, group, found = build("none"), Group(0, 1, None, 60), []
+    for step in range(until):
+        train(group, state, step + 1)
+        found.append(fingerprint(state))
+    return found

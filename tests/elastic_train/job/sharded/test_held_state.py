@@ -1,0 +1,96 @@
+"""State in shards has the bits of whole state, whatever the world and the copies; each rank holds its share of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_train.errors import ConfigError, WeightsDifferError
+from elastic_train.job.sharded.elementwise import moments_of
+from elastic_train.shards.holdings import num_elements
+from elastic_train.world.reseating import take_first_seats
+from tests.conftest import run_ranks
+from tests.elastic_train.job.sharded.shard_jobs import build, compute, fingerprint, meet, replicated, shards_of, train
+
+STEPS = 4
+
+
+def ranks(rank: int, size: int, folder: str) -> None:
+    """Train with one to three copies; leave the weights after each step, and how much each rank holds."""
+    torch.set_num_threads(1)
+    group, found = meet(Path(folder), "world", rank, size), {}
+    for copies in (1, 2, 3):
+        state, digests = build("optimizer", copies), []
+        take_first_seats(group, shards_of(state), [("", str(number)) for number in range(size)])
+        for step in range(STEPS):
+            train(group, state, step + 1)
+            digests.append(fingerprint(state))
+        moments = sum(moment.numel() for one in shards_of(state).runs for moment in one.moments.values())
+        found[str(copies)] = [digests, moments]
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    group.barrier()
+    os._exit(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_weights_are_those_of_whole_state_and_moments_are_shared_out(tmp_path: Path, size: int) -> None:
+    """Clipped, with parameter groups, tied and frozen weights: every rank has the weights of one that holds all."""
+    expected = replicated(STEPS)
+    run_ranks(ranks, size, str(tmp_path))
+    layout = build("none").layout
+    whole, most = num_elements(layout, layout.trained), int(layout.span.max())
+    for copies in (1, 2, 3):
+        held = [json.loads((tmp_path / f"{rank}.json").read_text())[str(copies)] for rank in range(size)]
+        assert [digests for digests, _ in held] == [expected] * size
+        num = min(copies, size)
+        assert sum(moments for _, moments in held) == 2 * whole * num
+        groups = [size * (number + 1) // num - size * number // num for number in range(num)]
+        assert max(moments for _, moments in held) <= 2 * (whole / min(groups) + most)
+
+
+def damaged(rank: int, size: int, folder: str) -> None:
+    """Let rank 1's copy of a gradient differ by one bit before the ranks meet; leave what each says of it."""
+    torch.set_num_threads(1)
+    group, state = meet(Path(folder), "world", rank, size), build("optimizer", 2)
+    shards = shards_of(state)
+    take_first_seats(group, shards, [("", str(number)) for number in range(size)])
+    train(group, state, 1)
+    measured = compute(group, state)
+    if rank == 1:
+        measured[0] += 1e-9
+    try:
+        shards.norm_of(group.all_gather(measured))
+        said = "nothing"
+    except WeightsDifferError as error:
+        said = str(error)
+    (Path(folder) / f"{rank}.txt").write_text(said)
+    group.barrier()
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_copies_that_were_summed_otherwise_are_found_before_the_step_is_applied(tmp_path: Path) -> None:
+    """All ranks learn of it together, and which tensor it is."""
+    run_ranks(damaged, 2, str(tmp_path))
+    for rank in range(2):
+        assert "have different gradients of '" in (tmp_path / f"{rank}.txt").read_text()
+
+
+@pytest.mark.parametrize(("kind", "moments"), [(torch.optim.AdamW, ["exp_avg", "exp_avg_sq"]), (torch.optim.SGD, [])])
+def test_an_optimizers_moments_are_found_by_trying_it(kind: type[torch.optim.Optimizer], moments: list[str]) -> None:
+    assert moments_of(kind(nn.Linear(2, 2).parameters(), lr=0.1)) == moments  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(("kind", "why"), [(torch.optim.Adafactor, "differs"), (torch.optim.Muon, "a part of one")])
+def test_an_optimizer_whose_update_needs_more_than_an_element_is_refused(
+    kind: type[torch.optim.Optimizer], why: str
+) -> None:
+    """Adafactor keeps means of rows and columns, Muon takes matrices alone."""
+    with pytest.raises(ConfigError, match=f"{why}.*set parallel.shards to none"):
+        moments_of(kind([nn.Parameter(torch.ones(2, 2))], lr=0.1))  # type: ignore[call-arg]

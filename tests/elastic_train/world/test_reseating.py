@@ -1,0 +1,186 @@
+"""Seats through faults: no applied step is lost while a copy lives, wherever in a step a rank dies; joiners get shares.
+
+Real ranks over real connections; a rank that dies leaves its process, and its peers learn of it by their connections.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_train.errors import PeerLostError
+from elastic_train.job.state import AppliedState
+from elastic_train.parallel.group import Group
+from elastic_train.world.reseating import bring, reseat, roll_forward
+from tests.conftest import run_ranks
+from tests.elastic_train.job.sharded.shard_jobs import (
+    build,
+    compute,
+    facts_of,
+    fingerprint,
+    meet,
+    replicated,
+    shards_of,
+    train,
+)
+
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class Fault:
+    """At `step` the `dying` leave at a point of the step; `missing` survivors miss the norm that others have.
+
+    Points: `computing`, before the exchange; `summed`, after it and before the ranks meet; `applied`, after the update.
+    """
+
+    step: int
+    point: str
+    dying: Sequence[int]
+    missing: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class World:
+    """The members of a world, by rank, and the fault that ends it, None for the last one."""
+
+    members: Sequence[int]
+    fault: Fault | None = None
+
+
+def step_with(fault: Fault, who: int, group: Group, state: AppliedState, term: int) -> None:
+    """Compute the step in which a world ends, as far as this member comes in it."""
+    if fault.point == "computing" and who in fault.dying:
+        os._exit(0)
+    try:
+        measured = compute(group, state)
+    except PeerLostError:
+        return
+    if fault.point == "summed" and who in fault.dying:
+        os._exit(0)
+    try:
+        norm = state.shards.norm_of(group.all_gather(measured))
+    except PeerLostError:
+        state.hold(facts_of(state, term), measured)
+        return
+    if who in fault.missing:
+        state.hold(facts_of(state, term), measured)
+        return
+    state.apply(facts_of(state, term), norm)
+    if who in fault.dying:
+        os._exit(0)
+
+
+def member(who: int, num: int, folder: str, worlds: Sequence[World], copies: int) -> None:
+    """Live through the worlds that this member is in; leave what it saw."""
+    torch.set_num_threads(1)
+    state, seen = build("optimizer", copies), []
+    shards = shards_of(state)
+    for term, world in enumerate(worlds, start=1):
+        if who not in world.members:
+            continue
+        group = meet(Path(folder), f"world-{term}", world.members.index(who), len(world.members))
+        brought = bring(group, state, shards, ("", str(who)), counts=True)
+        brought = roll_forward(group, state, shards, brought)
+        taken = reseat(group, state, shards, brought)
+        shards.trained_in = term
+        seen.append([term, state.step, fingerprint(state), int(taken.lost.size), taken.num_bytes])
+        if taken.lost.size:
+            break
+        train(group, state, world.fault.step if world.fault else STEPS, term)
+        if world.fault is not None:
+            step_with(world.fault, who, group, state, term)
+            group.abandon()
+        else:
+            seen.append([term, state.step, fingerprint(state), 0, 0])
+            group.barrier()
+    (Path(folder) / f"{who}.json").write_text(json.dumps(seen))
+    os._exit(0)
+
+
+def live_through(tmp_path: Path, worlds: Sequence[World], copies: int = 2) -> dict[int, list[list[object]]]:
+    """Return what each member that did not die saw: [term, step, weights, grains lost, bytes] at every beginning."""
+    num = 1 + max(who for world in worlds for who in world.members)
+    run_ranks(member, num, str(tmp_path), worlds, copies)
+    found = {who: tmp_path / f"{who}.json" for who in range(num)}
+    return {who: json.loads(path.read_text()) for who, path in found.items() if path.exists()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "kept"),
+    [
+        (Fault(3, "computing", dying=[3]), 3),
+        (Fault(3, "summed", dying=[3]), 4),
+        (Fault(3, "summed", dying=[0]), 4),
+        (Fault(3, "applied", dying=[3], missing=[0, 1, 2]), 4),
+        (Fault(3, "applied", dying=[1], missing=[0]), 4),
+        (Fault(3, "applied", dying=[2], missing=[]), 4),
+    ],
+    ids=["computing", "summed", "summed-by-0", "all-left-missed-it", "one-missed-it", "all-applied-it"],
+)
+def test_a_lost_rank_costs_no_applied_step(tmp_path: Path, fault: Fault, kept: int) -> None:
+    """Four ranks lose one, and another at the next step; the last two have the weights of one that holds everything."""
+    expected = replicated(STEPS)
+    victim = next(who for who in (1, 2, 0) if who not in fault.dying)
+    left = [who for who in range(4) if who not in fault.dying]
+    last = [who for who in left if who != victim]
+    seen = live_through(
+        tmp_path, [World(range(4), fault), World(left, Fault(5, "summed", dying=[victim])), World(last)]
+    )
+    assert set(seen) == set(last)
+    for of_member in seen.values():
+        assert [row[:4] for row in of_member] == [
+            [1, 0, of_member[0][2], 0],
+            [2, kept, expected[kept - 1], 0],
+            [3, 6, expected[5], 0],
+            [3, 6, expected[5], 0],
+        ]
+
+
+@pytest.mark.slow
+def test_joiners_take_their_shares_and_leavers_take_nothing_along(tmp_path: Path) -> None:
+    """One rank, then three, then four of whom two are new, then two."""
+    expected = replicated(STEPS)
+    worlds = [
+        World([0], Fault(1, "applied", dying=[], missing=[])),
+        World([0, 1, 2], Fault(3, "summed", dying=[])),
+        World([2, 0, 3, 4], Fault(4, "computing", dying=[])),
+        World([4, 3]),
+    ]
+    seen = live_through(tmp_path, worlds)
+    for of_member in seen.values():
+        for term, step, weights, lost, _ in of_member:
+            assert not lost and (step == 0 or weights == expected[int(str(step)) - 1]), f"term {term}, step {step}"
+    assert seen[4][-1][:3] == [4, STEPS, expected[-1]]
+    assert all(row[4] for row in (seen[3][0], seen[4][0])), "who joins gets what it holds from others"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("copies", "dying", "is_lost"), [(1, [1], True), (2, [1, 3], True), (2, [0, 1], False)])
+def test_what_no_rank_holds_any_more_is_said_to_be_lost(
+    tmp_path: Path, copies: int, dying: Sequence[int], is_lost: bool
+) -> None:
+    """Ranks 0 and 1 hold everything once, 2 and 3 do again; where a grain is lost, nothing has changed."""
+    expected = replicated(STEPS)
+    left = [who for who in range(4) if who not in dying]
+    seen = live_through(tmp_path, [World(range(4), Fault(3, "computing", dying=dying)), World(left)], copies)
+    for of_member in seen.values():
+        assert of_member[1][1:3] == [3, expected[2]]
+        assert bool(of_member[1][3]) is is_lost
+        assert is_lost or of_member[-1][2] == expected[-1]
+
+
+@pytest.mark.slow
+def test_a_step_that_one_of_its_world_cannot_apply_is_dropped_by_all(tmp_path: Path) -> None:
+    """Rank 3 dies before it sends anything; ranks 0 to 2 have nothing to apply, and compute the step again."""
+    expected = replicated(STEPS)
+    seen = live_through(tmp_path, [World(range(4), Fault(2, "computing", dying=[3])), World(range(3))])
+    assert [rows[1][1:3] for rows in seen.values()] == [[2, expected[1]]] * 3
+    assert {rows[-1][2] for rows in seen.values()} == {expected[-1]}
