@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import tempfile
@@ -25,8 +26,9 @@ from elastic_train.checkpoint.stores.checksums import BLOCK_BYTES
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.errors import CommitError, ConfigError
 from elastic_train.shards.grains import GRAIN
+from tests.conftest import ROOT
 from tests.elastic_train.checkpoint.commit_samples import State, facts, writer
-from tests.elastic_train.checkpoint.commits.test_commits import assert_equal_trees
+from tests.elastic_train.checkpoint.commits.test_commits import assert_equal_leaves, assert_equal_trees
 from tests.elastic_train.checkpoint.piece_samples import (
     cut,
     cuts,
@@ -56,6 +58,16 @@ def test_a_span_is_a_few_boxes_that_are_runs_of_it(shape: torch.Size, data: st.D
         assert span_of(shape, box.offsets, box.sizes) == box.span
         seen += part.reshape(-1).tolist()
     assert seen == list(range(*span))
+
+
+def test_one_element_is_contiguous_whatever_its_strides(local_store: Store) -> None:
+    """A piece of one element comes to its place in a tensor that is wanted transposed."""
+    whole, written = numbered((4, 3)), [[(0, 5)], [(5, 6), (6, 12)]]
+    states: list[State] = [{"optimizer": {"m": cut(whole, written, joined(spans))}} for spans in written]
+    record = save_by(local_store, writer(local_store), states)
+    transposed = torch.zeros(3, 4).T
+    load(local_store, record, {"optimizer": {"m": transposed}})
+    assert torch.equal(transposed, whole) and not transposed.is_contiguous()
 
 
 def test_a_box_that_is_no_run_of_elements_is_not_taken_for_one() -> None:
@@ -89,6 +101,7 @@ def joined_overlapping(spans: Sequence[Span]) -> list[Span]:
     return ends
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.lists(shapes, min_size=1, max_size=3), large_shapes, dtypes, st.sampled_from([1, 3, 4, 7]), st.data())
 def test_a_commit_does_not_show_how_its_state_was_cut(
@@ -155,6 +168,21 @@ def test_pieces_in_a_list_are_leaves(local_store: Store) -> None:
     ]
     record = save_by(local_store, writer(local_store), worlds)
     assert_equal_trees(read_state(local_store, record), {"more": whole, "n": {0: 1}})
+
+
+def test_a_fifty_line_reader_reads_pieces(local_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page about the format is enough to write one that puts boxes together."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    read_commit = importlib.import_module("read_a_commit").read_commit
+    whole, written = numbered((5, 7, 3)), [[(0, 52)], [], [(52, 105)]]
+    states: list[State] = [
+        {"optimizer": {"m": cut(whole, written, spans), "none": cut(torch.zeros(0, 4), [[], [], []], [])}}
+        for spans in written
+    ]
+    save_by(local_store, writer(local_store), states)
+    assert_equal_leaves(
+        read_commit(Path(local_store.url)), {("optimizer", "m"): whole, ("optimizer", "none"): torch.zeros(0, 4)}
+    )
 
 
 @pytest.mark.parametrize(
