@@ -87,8 +87,11 @@ class StateShards(Protocol):
     def clip(self, limit: float, norm: Tensor) -> None:
         """Scale the reduced gradients, whose norm is `norm`, down to one of `limit` over the whole model."""
 
-    def assign(self, writers: Sequence[int]) -> None:
-        """Note which ranks write commits, in the order of their places."""
+    def assign(self, writers: Sequence[int]) -> Sequence[int]:
+        """Let ranks write commits, in the order of their places; return which ranks do."""
+
+    def stand_alone(self) -> bool:
+        """Say whether this rank holds everything; it is then the only one that writes commits."""
 
 
 def check_same_norm(gathered: Tensor) -> None:
@@ -140,8 +143,12 @@ class ReplicatedState:
     def norm_alone(self, measured: Tensor) -> Tensor | None:
         return measured
 
-    def assign(self, writers: Sequence[int]) -> None:
+    def assign(self, writers: Sequence[int]) -> Sequence[int]:
         """Any rank can write anything."""
+        return writers
+
+    def stand_alone(self) -> bool:
+        return True
 
     def clip(self, limit: float, norm: Tensor) -> None:
         if (factor := clip_factor(float(norm), limit)) != 1.0:

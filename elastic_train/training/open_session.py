@@ -190,9 +190,9 @@ def open_cadence(process: Process, world: World, head: CommitRecord | None) -> C
 def open_saves(process: Process, world: World, head: CommitRecord | None) -> Saves:
     """Open this rank's saves; every rank that can write does its part, rank 0 always."""
     seen = world.group.all_gather(torch.tensor(int(world.writes))).tolist()
-    writers = [0, *(rank for rank in range(1, world.group.size) if seen[rank])]
+    can = [0, *(rank for rank in range(1, world.group.size) if seen[rank])]
+    writers = process.state.shards.assign(can)
     place = writers.index(world.group.rank) if world.group.rank in writers else None
-    process.state.shards.assign(writers)
     retention = process.plan.retention
     store = world.save_store
     return Saves(
@@ -211,20 +211,23 @@ def _prune(store: Store, retention: Retention, newest: CommitRecord) -> None:
 
 def commit_alone(
     plan: Plan, state: AppliedState, memory: SaveMemory, published: str | None = None, run_id: str = ""
-) -> None:
+) -> bool:
     """Commit a state that is further than the newest commit, without a world, under a term of its own.
 
     `published` is the commit that etcd named as head when this process last heard of it; a state that parted from it
-    before is not committed.
+    before is not committed. Returns False if this rank does not hold all of the state, and so cannot commit it.
 
     Raises StorageError if the storage hangs; a commit that it makes later all the same is a good one.
     """
+    if not state.shards.stand_alone():
+        return False
     tensors = state.shards.held()
     num_bytes = memory.planner.plan(tensors, leaves_by_path(tensors), num_writers=1).parts[0].num_bytes
     call_abandonable(
         lambda on_progress: _commit_alone(plan, state, published, run_id, on_progress),
         memory.timeout.limit_s(num_bytes),
     )
+    return True
 
 
 def _commit_alone(

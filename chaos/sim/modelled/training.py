@@ -126,8 +126,12 @@ class ModelledState:
     def norm_alone(self, measured: torch.Tensor) -> torch.Tensor:
         return _NO_NORM
 
-    def assign(self, writers: Sequence[int]) -> None:
+    def assign(self, writers: Sequence[int]) -> Sequence[int]:
         """Any rank can write anything."""
+        return writers
+
+    def stand_alone(self) -> bool:
+        return True
 
     def weights(self) -> Mapping[str, object]:
         return self.model.state_dict()

@@ -59,7 +59,7 @@ class HeldState:
         self.flat = FlatModel(model, layout)
         self.seating: Seating | None = None
         self.runs: list[HeldRun] = []
-        self.writers: Sequence[int] = (0,)
+        self._written: list[Int64s] = []
         self.trained_in = 0
         """The last world in which this rank trained, by its term."""
         self._names, self._kinds = _names_of(model, optimizer), moments_of(optimizer)
@@ -166,17 +166,29 @@ class HeldState:
     def weights(self) -> Mapping[str, Tensor]:
         return self.model.state_dict()
 
-    def assign(self, writers: Sequence[int]) -> None:
-        self.writers = writers
+    def assign(self, writers: Sequence[int]) -> Sequence[int]:
+        """Let ranks write commits; all do where these hold less than everything: then those that cannot say so."""
+        seating = self._seated()
+        try:
+            by_rank = owned_of(seating.holdings, self.layout.span, writers)
+        except LookupError:
+            writers = range(len(seating.seats))
+            by_rank = owned_of(seating.holdings, self.layout.span, writers)
+        self._written = [by_rank[rank] for rank in writers]
+        return writers
+
+    def stand_alone(self) -> bool:
+        if self.seating is None or self.seating.held.size < self.layout.num_grains:
+            return False
+        self.assign([self.seating.rank])
+        return True
 
     def held(self) -> State:
-        seating = self._seated()
-        by_rank = owned_of(seating.holdings, self.layout.span, self.writers)
-        written, places = [by_rank[rank] for rank in self.writers], self._places()
+        seating, places = self._seated(), self._places()
         moments: dict[str, dict[str, object]] = {}
         for names, count in zip(self._names, self.num_updates(), strict=True):
             for name in (name for name in names if self._kinds and self._is_trained(places[name])):
-                pieces = moment_pieces(self.layout, places[name], self._kinds, seating.held, self.runs, written)
+                pieces = moment_pieces(self.layout, places[name], self._kinds, seating.held, self.runs, self._written)
                 moments[name] = {"step": torch.tensor(count), **pieces}
         settings = [{**group, "params": list(names)} for group, names in zip(self._groups(), self._names, strict=True)]
         return {
