@@ -254,6 +254,14 @@ class Config(_Section):
 
     Warming up, before the first world, may take ten times as long; with null, ten minutes."""
 
+    @model_validator(mode="after")
+    def _shards_have_one_rounding(self) -> Config:
+        if self.parallel.shards != "none" and self.reduction == "fast":
+            raise ValueError(
+                "reduction: fast gives no two worlds the same bits, and parallel.shards needs them: set one back"
+            )
+        return self
+
     @property
     def checkpoint_url(self) -> str:
         return self.checkpoint.url or self.run.dir

@@ -37,6 +37,7 @@ from elastic_train.core.lanes import owned_lanes
 from elastic_train.errors import StorageError
 from elastic_train.job.commit_facts import describe_commit
 from elastic_train.job.plan import Plan
+from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState
 from elastic_train.job.trial import find_deadly
 from elastic_train.parallel.buffer_mean import BufferMean
@@ -86,7 +87,7 @@ def _open_in(process: Process, world: World) -> Session:
     plan, state = process.plan, process.state
     check_alike(world.group, plan, state.outline, state.shards.weights())
     differing = differing_kernels(world.group, plan.device)
-    check_can_be_sharded(plan, differing)
+    check_can_be_sharded(world.group, plan, differing)
     head = restore(plan, world, state)
     stuck = check_progress(world, plan)
     kind = _pick_reduction(plan, world, differing)
@@ -115,8 +116,21 @@ def _open_in(process: Process, world: World) -> Session:
         f"term {world.term}: {counted(world.group.size, 'rank')}, {counted(plan.num_lanes, 'lane')}, "
         f"{counted(plan.total_steps, 'step')}, {plan.device}"
     )
+    if isinstance(state.shards, HeldState):
+        world.announce(_redundancy_of(state.shards))
     _warn_of_file_system(process, world)
     return session
+
+
+def _redundancy_of(shards: HeldState) -> str:
+    """Say what a fault will cost, by how many ranks hold each share of the state."""
+    num = shards.num_copies
+    if num == 1:
+        return (
+            "the optimizer's state is held once: a rank that is lost takes its share along, and the job goes on from "
+            "the newest commit (parallel.copies, and the number of ranks, decide)"
+        )
+    return f"the optimizer's state is held {num} times: a fault that leaves one of the holders costs no applied step"
 
 
 def _warn_of_file_system(process: Process, world: World) -> None:

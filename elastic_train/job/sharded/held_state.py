@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_train.checkpoint.format.layout import State
+from elastic_train.checkpoint.format.pieces import Pieces
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.core.arrays import Int64s
 from elastic_train.errors import ConfigError, WeightsDifferError
@@ -60,6 +61,7 @@ class HeldState:
         self.seating: Seating | None = None
         self.runs: list[HeldRun] = []
         self._written: list[Int64s] = []
+        self._named: Mapping[str, Mapping[str, Pieces]] | None = None
         self.trained_in = 0
         """The last world in which this rank trained, by its term."""
         self._names, self._kinds = _names_of(model, optimizer), moments_of(optimizer)
@@ -72,6 +74,11 @@ class HeldState:
     def seat(self) -> Seat | None:
         """This rank's seat; None before its first world."""
         return None if self.seating is None else self.seating.seat
+
+    @property
+    def num_copies(self) -> int:
+        """How many ranks hold each grain: as many as there are groups."""
+        return 1 + max(seat.group for seat in self._seated().seats)
 
     def seating_of(self, seats: Sequence[Seat], rank: int) -> Seating:
         return Seating(self.layout, self.circle, seats, rank)
@@ -86,7 +93,7 @@ class HeldState:
         `num_updates` is how many updates each parameter group has had; as many as so far if it is not given.
         """
         counts = self.num_updates() if num_updates is None else list(num_updates)
-        self.seating, self.runs = seating, list(runs)
+        self.seating, self.runs, self._named = seating, list(runs), None
         self.optimizer.state.clear()
         for number, group in enumerate(self.optimizer.param_groups):
             mine = [one for one in self.runs if self.layout.flats[one.run.flat].group == number]
@@ -174,7 +181,7 @@ class HeldState:
         except LookupError:
             writers = range(len(seating.seats))
             by_rank = owned_of(seating.holdings, self.layout.span, writers)
-        self._written = [by_rank[rank] for rank in writers]
+        self._written, self._named = [by_rank[rank] for rank in writers], None
         return writers
 
     def stand_alone(self) -> bool:
@@ -184,12 +191,9 @@ class HeldState:
         return True
 
     def held(self) -> State:
-        seating, places = self._seated(), self._places()
-        moments: dict[str, dict[str, object]] = {}
-        for names, count in zip(self._names, self.num_updates(), strict=True):
-            for name in (name for name in names if self._kinds and self._is_trained(places[name])):
-                pieces = moment_pieces(self.layout, places[name], self._kinds, seating.held, self.runs, self._written)
-                moments[name] = {"step": torch.tensor(count), **pieces}
+        counts = zip(self._names, self.num_updates(), strict=True)
+        steps = {name: torch.tensor(count) for names, count in counts for name in names}
+        moments = {name: {"step": steps[name], **pieces} for name, pieces in self._pieces().items()}
         settings = [{**group, "params": list(names)} for group, names in zip(self._groups(), self._names, strict=True)]
         return {
             "model": dict(self.model.state_dict()),
@@ -241,11 +245,19 @@ class HeldState:
         if keeps_rates:
             set_rates(self.optimizer, self.scheduler, own, bases)
 
+    def _pieces(self) -> Mapping[str, Mapping[str, Pieces]]:
+        """Return the moments of every trained tensor by name; they are the same objects as long as the seat is."""
+        if self._named is None:
+            held, places = self._seated().held, self._places() if self._kinds else {}
+            trained = [place for place in places.values() if self.layout.flats[place.flat].group is not None]
+            self._named = {
+                place.names[0]: moment_pieces(self.layout, place, self._kinds, held, self.runs, self._written)
+                for place in trained
+            }
+        return self._named
+
     def _groups(self) -> list[dict[str, Any]]:
         return [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
-
-    def _is_trained(self, place: Place) -> bool:
-        return self.layout.flats[place.flat].group is not None
 
     def _places(self) -> Mapping[str, Place]:
         return {tensor.names[0]: tensor for tensor in self.layout.tensors}
