@@ -25,7 +25,7 @@ from elastic_train.job.model_layout import describe_layout, layout_of
 from elastic_train.job.parameter_groups import build_groups, describe_groups
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.sharded.shared_scaler import SharedScaler
-from elastic_train.job.state_shards import ReplicatedState, StateShards
+from elastic_train.job.state_shards import Place, ReplicatedState, StateShards
 from elastic_train.shards.grains import Layout
 from elastic_train.tasks.task import ParameterGroup
 
@@ -134,6 +134,10 @@ class AppliedState:
     @property
     def step(self) -> int:
         return self.reached.step
+
+    @property
+    def place(self) -> Place:
+        return Place(self.reached.step, self.reached.term)
 
     @property
     def cursor(self) -> Cursor:

@@ -29,6 +29,7 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.keyed_random import derive, mix64
 from elastic_train.core.order import Cursor, Order
 from elastic_train.job.state import Reached, StepFacts
+from elastic_train.job.state_shards import Place
 from elastic_train.parallel.gradient_sum import CanonicalSum
 
 _MASK = (1 << 64) - 1
@@ -93,6 +94,10 @@ class ModelledState:
     @property
     def step(self) -> int:
         return self.reached.step
+
+    @property
+    def place(self) -> Place:
+        return Place(self.reached.step, self.reached.term)
 
     @property
     def cursor(self) -> Cursor:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from elastic_train.errors import ConfigError, WeightsDifferError
+from elastic_train.job.reseating import take_first_seats
 from elastic_train.job.sharded.elementwise import moments_of
 from elastic_train.shards.holdings import num_elements
-from elastic_train.world.reseating import take_first_seats
 from tests.conftest import run_ranks
 from tests.elastic_train.job.sharded.shard_jobs import build, compute, fingerprint, meet, replicated, shards_of, train
 

@@ -31,13 +31,13 @@ from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.sharded.held_tree import HeldRun, run_around
 from elastic_train.job.state import AppliedState, Reached
 from elastic_train.job.state_shards import Place
+from elastic_train.job.tree_transfer import give_tree, take_tree
 from elastic_train.parallel.group import Group
 from elastic_train.shards.domains import Path
 from elastic_train.shards.holdings import Run, held, runs_of
 from elastic_train.shards.recut import Holder, Recut, plan_recut
 from elastic_train.shards.seats import Seat, seats_of
 from elastic_train.system.failpoints import reach
-from elastic_train.world.handover import give_tree, place_of, take_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Reseated:
 
 def bring(group: Group, state: AppliedState, shards: HeldState, path: Path, *, counts: bool) -> list[Brought]:
     """Return what every rank brings, by rank; a rank whose state does not count brings nothing."""
-    place = place_of(state) if counts else Place(0, 0)
+    place = state.place if counts else Place(0, 0)
     seat = shards.seat if counts else None
     pending = state.pending.facts.term if state.pending is not None and counts else 0
     mine = [*place, _encoded(seat), list(path), pending, shards.trained_in, _bits(state.reached.norm)]

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from elastic_train.errors import PeerLostError
+from elastic_train.job.reseating import bring, reseat, roll_forward
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.group import Group
-from elastic_train.world.reseating import bring, reseat, roll_forward
 from tests.conftest import run_ranks
 from tests.elastic_train.job.sharded.shard_jobs import (
     build,
