@@ -200,8 +200,8 @@ class CheckpointConfig(_Section):
 
 
 class ParallelConfig(_Section):
-    shards: Literal["none", "optimizer"] = "none"
-    """none: every rank holds the whole state. optimizer: each holds a share of the optimizer's (ZeRO-1)."""
+    shards: Literal["none", "optimizer", "gradients"] = "none"
+    """What ranks hold shares of: nothing, the optimizer's state (ZeRO-1), or the gradients, too (ZeRO-2)."""
     copies: PositiveInt = 2
     """How many ranks hold each share, on different nodes if there are; once all are lost, the newest commit is read."""
     domain: str | None = None

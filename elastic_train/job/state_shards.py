@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import StatePath
+from elastic_train.core.lanes import Assignment, contiguous
 from elastic_train.core.majority import name_others
 from elastic_train.errors import WeightsDifferError
 from elastic_train.job.parameter_groups import regroup, set_rates
@@ -64,6 +65,9 @@ class StateShards(Protocol):
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the held weights and buffers by name; ranks that hold the same names must hold the same bits."""
+
+    def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
+        """Return which lanes each replica runs."""
 
     def sum_of(self, replicas: Group, num_lanes: int) -> GradientSum:
         """Bind the gradients, and return the sum over all lanes that leaves a mean where it is held."""
@@ -125,6 +129,9 @@ class ReplicatedState:
 
     def weights(self) -> Mapping[str, Tensor]:
         return self.model.state_dict()
+
+    def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
+        return contiguous(num_replicas, num_lanes)
 
     def sum_of(self, replicas: Group, num_lanes: int) -> GradientSum:
         return make_gradient_sum("canonical", list(self.model.parameters()), replicas, num_lanes)

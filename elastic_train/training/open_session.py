@@ -33,7 +33,7 @@ from elastic_train.checkpoint.saving.abandonment import call_abandonable
 from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.config.schema import Config
 from elastic_train.core.accounting import Hole
-from elastic_train.core.lanes import owned_lanes
+from elastic_train.core.lanes import Assignment, owned_lanes
 from elastic_train.errors import StorageError
 from elastic_train.job.commit_facts import describe_commit
 from elastic_train.job.plan import Plan
@@ -91,6 +91,7 @@ def _open_in(process: Process, world: World) -> Session:
     head = restore(plan, world, state)
     stuck = check_progress(world, plan)
     kind = _pick_reduction(plan, world, differing)
+    assigned = state.shards.assigned(world.mesh.num_replicas, plan.num_lanes)
     gradients = sum_of_gradients(state, kind, world.replicas, plan.num_lanes)
     saves = open_saves(process, world, head)
     tracker = start_tracker(process, world, head)
@@ -100,8 +101,8 @@ def _open_in(process: Process, world: World) -> Session:
         world=world,
         state=state,
         gradients=gradients,
-        buffers=open_buffers(plan, world, state, kind),
-        lanes=owned_lanes(world.mesh.replica, world.mesh.num_replicas, plan.num_lanes),
+        buffers=open_buffers(plan, world, state, kind, assigned),
+        assigned=assigned,
         leave=process.leave,
         worlds=process.worlds,
         watchdog=process.watchdog,
@@ -165,11 +166,11 @@ def _holes(process: Process, world: World, stuck: Stagnation) -> tuple[Hole, ...
     return quarantine_deadly(world, plan, step, deadly, holes)
 
 
-def open_buffers(plan: Plan, world: World, state: AppliedState, kind: Reduction) -> BufferMean:
+def open_buffers(plan: Plan, world: World, state: AppliedState, kind: Reduction, assigned: Assignment) -> BufferMean:
     """Return the buffers that forward passes may change; the task says which of the integer ones count."""
     summed = plan.task.summed_buffers() if isinstance(plan.task, Counting) else ()
     replicas = world.replicas
-    return BufferMean(state.model, summed, replicas, lambda flats: make_sum(kind, flats, replicas, plan.num_lanes))
+    return BufferMean(state.model, summed, replicas, lambda flats: make_sum(kind, flats, replicas, assigned))
 
 
 def _pick_reduction(plan: Plan, world: World, differing: list[str]) -> Reduction:

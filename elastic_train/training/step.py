@@ -145,7 +145,7 @@ def _gather(
         rows[batch.lane] = [lane.loss, lane.weight, batch.num_left_out, batch.num_truncated, has_samples, lane.buffers]
     coverage = _coverage_of(lanes)
     rank = [coverage.count, coverage.sum_a, coverage.sum_b, flags, *session.clock.row(compute_s)]
-    return gather_tables(session.world.group, session.world.mesh, session.plan.num_lanes, rows, rank)
+    return gather_tables(session.world.group, session.world.mesh, session.assigned, rows, rank)
 
 
 def _keep_ids(session: Session, lanes: Sequence[LaneBatch]) -> None:

@@ -27,6 +27,7 @@ from elastic_train.config.schema import Config
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.keyed_random import derive, mix64
+from elastic_train.core.lanes import Assignment, contiguous
 from elastic_train.core.order import Cursor, Order
 from elastic_train.job.state import Reached, StepFacts
 from elastic_train.job.state_shards import Place
@@ -122,6 +123,9 @@ class ModelledState:
     def shards(self) -> ModelledState:
         return self
 
+    def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
+        return contiguous(num_replicas, num_lanes)
+
     def refresh(self, group: SimGroup) -> None:
         """Every rank has updated everything."""
 
@@ -192,7 +196,7 @@ class VectorSum(ModelledSum):
     def __init__(self, weights: Weights, group: SimGroup, num_lanes: int) -> None:
         super().__init__(weights, group)
         self._flat = torch.zeros(VECTOR)
-        self._sum = CanonicalSum([self._flat], group, num_lanes)
+        self._sum = CanonicalSum([self._flat], group, contiguous(group.size, num_lanes))
 
     def begin(self, lanes: range) -> None:
         super().begin(lanes)

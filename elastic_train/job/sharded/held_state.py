@@ -24,6 +24,7 @@ from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.pieces import Pieces
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.core.arrays import Int64s
+from elastic_train.core.lanes import Assignment, contiguous
 from elastic_train.errors import ConfigError, WeightsDifferError
 from elastic_train.job.parameter_groups import set_rates
 from elastic_train.job.sharded.elementwise import moments_of
@@ -31,9 +32,11 @@ from elastic_train.job.sharded.flat_model import FlatModel
 from elastic_train.job.sharded.held_tree import HeldRun, moment_pieces
 from elastic_train.job.sharded.shared_scaler import SharedScaler
 from elastic_train.job.state_shards import stillness_of
+from elastic_train.parallel.dealt_sum import DealtSum
 from elastic_train.parallel.gradient_sum import GradientSum
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.owned_sum import OwnedSum, Shares
+from elastic_train.shards.deal import lanes_of
 from elastic_train.shards.grains import Layout
 from elastic_train.shards.grains import Tensor as Place
 from elastic_train.shards.holdings import Run, circle_of, held, runs_of
@@ -54,10 +57,14 @@ class HeldState:
         scaler: SharedScaler,
         layout: Layout,
         copies: int,
+        *,
+        is_dealt: bool = False,
     ) -> None:
+        """With `is_dealt` gradients are held like moments, by lanes that are dealt out (ZeRO-2)."""
         self.model, self.optimizer, self.scheduler, self.scaler = model, optimizer, scheduler, scaler
         self.layout, self.circle, self.copies = layout, circle_of(layout), copies
-        self.flat = FlatModel(model, layout)
+        self.flat = FlatModel(model, layout, is_dealt=is_dealt)
+        self._dealt: DealtSum | None = None
         self.seating: Seating | None = None
         self.runs: list[HeldRun] = []
         self._written: list[Int64s] = []
@@ -94,6 +101,8 @@ class HeldState:
         """
         counts = self.num_updates() if num_updates is None else list(num_updates)
         self.seating, self.runs, self._named = seating, list(runs), None
+        if self.flat.is_dealt:
+            self.flat.make_homes([one.run for one in self.runs])
         self.optimizer.state.clear()
         for number, group in enumerate(self.optimizer.param_groups):
             mine = [one for one in self.runs if self.layout.flats[one.run.flat].group == number]
@@ -108,9 +117,20 @@ class HeldState:
         states = [self.optimizer.state.get(group["params"][0], {}) if group["params"] else {} for group in groups]
         return [float(state.get("step", 0.0)) for state in states]
 
+    def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
+        if not self.flat.is_dealt:
+            return contiguous(num_replicas, num_lanes)
+        seats = self._seated().seats
+        return tuple(lanes_of(seat, len(seats), num_lanes) for seat in seats)
+
     def sum_of(self, replicas: Group, num_lanes: int) -> GradientSum:
         """Bind the gradients, and return the sum over all lanes that leaves a mean where it is held."""
         seating = self._seated()
+        if self.flat.is_dealt:
+            if self._dealt is not None:
+                self._dealt.close()
+            self._dealt = DealtSum(self.flat.units(), self.flat.homes, replicas, num_lanes, seating)
+            return self._dealt
         shares = Shares(seating.owned_runs(), seating.given_runs())
         return OwnedSum(self.flat.bind(), replicas, num_lanes, shares)
 

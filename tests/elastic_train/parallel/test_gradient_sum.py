@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.checkpoint.format.weights_digest import weights_digest
-from elastic_train.core.lanes import lane_seed, owned_lanes
+from elastic_train.core.lanes import contiguous, lane_seed, owned_lanes
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import PeerLostError
 from elastic_train.parallel.exchange import halving_turns
@@ -115,7 +115,7 @@ def test_a_dead_peer_raises_peer_lost_error(tmp_path: Path) -> None:
 def test_the_lane_table_keeps_every_bit() -> None:
     """Floats travel as their bits, integers modulo 2^64, in the order of lanes."""
     rows = {1: [0.1 + 0.2, -0.0, 2**64 - 1], 0: [float("inf"), 1e-310, 3]}
-    tables = gather_tables(Group(0, 1, None, 60), Mesh(0, 1), 2, rows, [7, 0.5])
+    tables = gather_tables(Group(0, 1, None, 60), Mesh(0, 1), (range(2),), rows, [7, 0.5])
     assert tables.ranks == [(7, 0.5)]
     table = tables.lanes
     assert [[float(row[0]).hex(), float(row[1]).hex(), row[2]] for row in table] == [
@@ -135,7 +135,8 @@ def test_the_first_rank_of_a_replica_reports_its_lanes(cell: Cell) -> None:
         said = [_packed([lane, 0.5] if mesh.place == 0 else [-1, -1.0]) for lane in lanes]
         rows.append(b"".join([_packed([rank, 1.5]), *said]).ljust(8 * (3 + 3 * 3), b"\0"))
     gathered = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.int64).reshape(len(rows), -1)
-    tables = _read_tables(gathered, Mesh(0, num_replicas * cell.size, cell), num_lanes, 3)
+    whole = Mesh(0, num_replicas * cell.size, cell)
+    tables = _read_tables(gathered, whole, contiguous(num_replicas, num_lanes), 3)
     assert tables.lanes == [(lane, 0.5) for lane in range(num_lanes)]
     assert tables.ranks == [(rank, 1.5) for rank in range(num_replicas * cell.size)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -20,12 +21,12 @@ from tests.elastic_train.job.sharded.shard_jobs import build, compute, fingerpri
 STEPS = 4
 
 
-def ranks(rank: int, size: int, folder: str) -> None:
+def ranks(rank: int, size: int, folder: str, shards: Literal["optimizer", "gradients"]) -> None:
     """Train with one to three copies; leave the weights after each step, and how much each rank holds."""
     torch.set_num_threads(1)
     group, found = meet(Path(folder), "world", rank, size), {}
     for copies in (1, 2, 3):
-        state, digests = build("optimizer", copies), []
+        state, digests = build(shards, copies), []
         take_first_seats(group, shards_of(state), [("", str(number)) for number in range(size)])
         for step in range(STEPS):
             train(group, state, step + 1)
@@ -38,11 +39,12 @@ def ranks(rank: int, size: int, folder: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shards", ["optimizer", "gradients"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_weights_are_those_of_whole_state_and_moments_are_shared_out(tmp_path: Path, size: int) -> None:
+def test_weights_are_those_of_whole_state_and_moments_are_shared_out(tmp_path: Path, size: int, shards: str) -> None:
     """Clipped, with parameter groups, tied and frozen weights: every rank has the weights of one that holds all."""
     expected = replicated(STEPS)
-    run_ranks(ranks, size, str(tmp_path))
+    run_ranks(ranks, size, str(tmp_path), shards)
     layout = build("none").layout
     whole, most = num_elements(layout, layout.trained), int(layout.span.max())
     for copies in (1, 2, 3):
