@@ -150,6 +150,7 @@ class Job:
             with self.gradients.lane(lane):
                 torch.manual_seed(lane_seed(1, state.step, lane))
                 torch.autograd.backward(_loss(state.model))
+        self.gradients.serve()
         self.gradients.finish(float(NUM_LANES * MICRO_BATCH))
         norm = state.shards.norm_of(self.group.all_gather(state.measure()))
         state.apply(StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount()), norm)

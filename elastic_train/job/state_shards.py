@@ -57,7 +57,7 @@ class StateShards(Protocol):
         """Return whether `apply` alone changes the tensor at a path of `held`; others a forward pass may change."""
 
     def take(self, fill: Callable[[State], None], *, keeps_rates: bool = False) -> None:
-        """Take over what `held` gave to a commit or a peer, as `fill` reads it back; then bind gradients again.
+        """Take over what `held` gave to a commit or a peer, as `fill` reads it back; gradients stay bound.
 
         With `keeps_rates` learning rate, betas, decay and parameter groups stay those that the state was built with: a
         configuration or a task may have changed since what it takes over was saved.
@@ -195,6 +195,7 @@ class ReplicatedState:
     def take(self, fill: Callable[[State], None], *, keeps_rates: bool = False) -> None:
         own = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
         bases = [float(base) for base in self.scheduler.base_lrs]
+        gradients = [parameter.grad for parameter in self.model.parameters()]
         for parameter in self.model.parameters():
             parameter.grad = None  # torch does not prepare an optimizer's state while there are gradients
         tensors: State = {"model": get_model_state_dict(self.model), "optimizer": {}, "scheduler": {}, "scaler": {}}
@@ -207,6 +208,8 @@ class ReplicatedState:
             self.scaler.load_state_dict(tensors["scaler"])  # type: ignore[arg-type]
         if keeps_rates:
             set_rates(self.optimizer, self.scheduler, own, bases)
+        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
         self._named = None
 
 

@@ -94,11 +94,14 @@ class DealtSum:
             self._missing = None
         self._turn += 1
 
-    def finish(self, divisor: float) -> None:
-        while self._turn < len(self._turns):  # the others of the group have a lane in it
+    def serve(self) -> None:
+        while self._turn < len(self._turns):  # others of the group have a lane in it
             for unit in self._units:
                 self._exchange(unit, None)
             self._turn += 1
+
+    def finish(self, divisor: float) -> None:
+        assert self._turn == len(self._turns), "not all turns were taken"
         sums = {number: dict(counter.parts) for number, counter in self._counters.items()}
         self._exchange_sums(sums)
         for number, parts in sums.items():

@@ -36,8 +36,11 @@ class GradientSum(Protocol):
     def lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
         """Return the context in which one lane's backward pass runs; lanes come in ascending order."""
 
+    def serve(self) -> None:
+        """Take part in what other ranks' lanes need; after this rank's own, and before it waits for anything else."""
+
     def finish(self, divisor: float) -> None:
-        """Leave (sum over all lanes) / divisor in every parameter's `.grad`."""
+        """Leave (sum over all lanes) / divisor in every parameter's `.grad`, or where it is held."""
 
 
 def make_gradient_sum(
@@ -149,6 +152,9 @@ class CanonicalSum:
     def lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
         return self._tree.lane(lane)
 
+    def serve(self) -> None:
+        """Lanes need nobody else."""
+
     def finish(self, divisor: float) -> None:
         mine = self._tree.sums()
         for number, flat in enumerate(self._flats):
@@ -170,6 +176,9 @@ class FastSum:
 
     def lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def serve(self) -> None:
+        """Lanes need nobody else."""
 
     def finish(self, divisor: float) -> None:
         for flat in self._flats:

@@ -109,6 +109,7 @@ def run_lanes(session: Session, lanes: Sequence[LaneBatch]) -> dict[int, LaneSum
     for batch in lanes:
         with session.gradients.lane(batch.lane), session.buffers.lane(batch.lane, is_empty=batch.tensors is None):
             results[batch.lane] = _run_lane(session, batch)
+    session.gradients.serve()
     session.buffers.restore()
     return results
 

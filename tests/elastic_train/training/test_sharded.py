@@ -44,8 +44,9 @@ def test_a_job_that_changes_its_world_and_its_mode_ends_with_the_bits_of_one_tha
     stretches: list[tuple[int, int | None, list[str]]] = [
         (6, 3, ["--parallel.shards", "optimizer"]),
         (10, None, []),
+        (12, 3, ["--parallel.shards", "gradients"]),
         (14, 4, ["--parallel.shards", "optimizer", "--parallel.copies", "3"]),
-        (STEPS, 2, ["--parallel.shards", "optimizer", "--parallel.copies", "1"]),
+        (STEPS, 3, ["--parallel.shards", "gradients", "--parallel.copies", "1"]),
     ]
     for until, num_ranks, how in stretches:
         done = succeed(start([run, "--max_steps", str(until), *how], num_ranks=num_ranks))
@@ -55,18 +56,34 @@ def test_a_job_that_changes_its_world_and_its_mode_ends_with_the_bits_of_one_tha
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("point", "copies"), [("exchange", 2), ("apply", 2), ("applied", 2), ("hand-over", 3)])
+@pytest.mark.parametrize(
+    ("shards", "point", "copies"),
+    [
+        ("optimizer", "exchange", 2),
+        ("optimizer", "applied", 2),
+        ("optimizer", "hand-over", 3),
+        ("gradients", "backward", 2),
+        ("gradients", "apply", 2),
+    ],
+)
 def test_a_rank_that_dies_costs_no_applied_step(
-    tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object], point: str, copies: int
+    tmp_path: Path,
+    rows: Path,
+    etcd: EtcdServer,
+    undisturbed: Callable[[int], object],
+    shards: str,
+    point: str,
+    copies: int,
 ) -> None:
     """The others go on with what they hold, and who takes the place gets its share; at the hand-over two are lost."""
     points = tmp_path / "points"
     points.mkdir()
     steps = 120
-    environ = {VARIABLE: str(points), "ELASTIC_TRAIN__PARALLEL__COPIES": str(copies), **SHARDED}
+    environ = {VARIABLE: str(points), "ELASTIC_TRAIN__PARALLEL__COPIES": str(copies)}
+    environ["ELASTIC_TRAIN__PARALLEL__SHARDS"] = shards
     job = launch(tmp_path, etcd, write_config(tmp_path, rows, steps), ranks=3, **environ)
     term, ranks = until_whole(tmp_path / "run", 3)
-    arm(points, point, "kill")
+    arm(points, point, "raise" if point == "backward" else "kill")
     if point == "hand-over":
         os.kill(ranks[2], signal.SIGKILL)
     eventually(lambda: not (points / point).exists(), f"a fault at {point}")
