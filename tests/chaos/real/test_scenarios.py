@@ -46,7 +46,7 @@ CLASSIFIER: dict[str, object] = {
 
 
 def paced(config: dict[str, object], lane_ms: float) -> dict[str, object]:
-    """Return the task of a configuration at another pace: few slow steps span the faults, and leave the cores to others."""
+    """Return a configuration's task at another pace: few slow steps span the faults as well as many quick ones."""
     task = config["task"]
     assert isinstance(task, dict)
     return {"task": {**task, "params": {**task["params"], "lane_ms": lane_ms}}}
