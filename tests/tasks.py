@@ -15,10 +15,24 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
+from chaos.tasks.paced_classifier import PacedClassifier
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
 from elastic_train.tasks.text_classifier import TextClassifier
 from elastic_train.training.session import Session
+
+
+class PacedUntil(PacedClassifier):
+    """Is paced until a file exists: until then there is time for faults, and from then on none is waited for."""
+
+    def __init__(self, until: str, **params: object) -> None:
+        super().__init__(**params)  # type: ignore[arg-type]
+        self._until = Path(until)
+
+    def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
+        if self._lane_ms and self._until.exists():
+            self._lane_ms = 0.0
+        return super().loss(model, batch)
 
 
 class FailsOnce(TextClassifier):

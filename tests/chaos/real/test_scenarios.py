@@ -45,6 +45,13 @@ CLASSIFIER: dict[str, object] = {
 }
 
 
+def paced(config: dict[str, object], lane_ms: float) -> dict[str, object]:
+    """Return a configuration's task at another pace: few slow steps span the faults as well as many quick ones."""
+    task = config["task"]
+    assert isinstance(task, dict)
+    return {"task": {**task, "params": {**task["params"], "lane_ms": lane_ms}}}
+
+
 def scenario(folder: Path, rows: Path, config: dict[str, object], **fields: object) -> str:
     """Write a scenario and the configuration of its job below `folder`."""
     data = {"train": str(rows / "train"), "validation": str(rows / "validation"), "too_long": "truncate"}
@@ -75,10 +82,11 @@ def test_every_sample_counts_once_through_four_worlds(
         {"kind": "stop_node", "node": "other", "within": [0.24, 0.3]},
         {"kind": "start_node", "node": 3, "within": [0.34, 0.4]},  # most of the job is left for it to come back
     ]
-    path = scenario(tmp_path, rows, {**WITNESS, "epochs": 30}, nodes={"count": 4, **FORKED}, faults=faults)
+    config = {**WITNESS, **paced(WITNESS, 36), "epochs": 10, "checkpoint": {"every_steps": 4, "every_s": None}}
+    path = scenario(tmp_path, rows, config, nodes={"count": 4, **FORKED}, faults=faults)
     found = verdict_of([path, "--seed", "1", "--out", str(tmp_path / "run"), "--no-reference"], capfd)
     assert found["valid"], found["invariants"]
-    assert Counter(np.load(tmp_path / "run" / "faulted" / "witness.npy").tolist()) == {30: 331}
+    assert Counter(np.load(tmp_path / "run" / "faulted" / "witness.npy").tolist()) == {10: 331}
     evidence = collect(tmp_path / "run" / "faulted")
     worlds = {line["term"]: line["world"] for line in evidence.of("form")}
     sizes = list(worlds.values())
@@ -110,7 +118,8 @@ def test_faults_change_no_bit(tmp_path: Path, rows: Path, capfd: pytest.CaptureF
         {"kind": "kill_node", "node": 1, "within": [0.2, 0.27]},
         {"kind": "start_node", "node": 1, "within": [0.34, 0.41]},
     ]
-    path = scenario(tmp_path, rows, {**CLASSIFIER, "epochs": 22}, nodes={"count": 2, **FORKED}, faults=faults)
+    config = {**CLASSIFIER, **paced(CLASSIFIER, 36), "epochs": 10}
+    path = scenario(tmp_path, rows, config, nodes={"count": 2, **FORKED}, faults=faults)
     found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
     assert found["valid"], found["invariants"]
     assert found["weights_sha256"] == found["reference_weights_sha256"]
@@ -142,7 +151,7 @@ def test_survivors_continue_in_their_processes(tmp_path: Path, rows: Path, capfd
         {"kind": "start_node", "node": 1, "within": [0.3, 0.35]},  # most of the job is left for it to come back
     ]
     nodes = {"count": 2, "recovery": "live", **FORKED}
-    config = {**CLASSIFIER, "epochs": 40}
+    config = {**CLASSIFIER, **paced(CLASSIFIER, 40), "epochs": 14}
     path = scenario(tmp_path, rows, config, nodes=nodes, faults=faults)
     found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
     assert found["valid"], found["invariants"]

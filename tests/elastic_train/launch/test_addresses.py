@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 from chaos.services.etcd_cluster import EtcdCluster
 from chaos.services.network_namespace import Cable, NoNamespacesError, cable
 from rendezvous.torchelastic.standby import ForkedWorker
-from tests.conftest import ROOT, begin
+from tests.conftest import begin
 from tests.elastic_train.training.test_live import eventually, history, until_whole, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("network")]
@@ -22,8 +20,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("network")]
 
 @pytest.fixture
 def laid() -> Iterator[Cable]:
-    if shutil.which("unshare") is None:
-        pytest.skip("a hosts file of its own needs unshare")
     try:
         with cable() as laid:
             yield laid
@@ -37,17 +33,15 @@ def test_machines_whose_hosts_files_name_them_127_0_1_1_train_together(
 ) -> None:
     """Gloo binds what their names mean unless it is given an address: then each waits for a peer that never comes."""
     config = write_config(tmp_path, rows, 12, lane_ms=0.0)
-    laid.misname()
     hosts = tmp_path / "hosts"
     hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
-    outside = ["unshare", "-m", "sh", "-c", f'mount --bind {hosts} /etc/hosts && exec "$@"', "sh"]
     with EtcdCluster(1, host="0.0.0.0") as etcd:
         endpoint = etcd.endpoint.replace("127.0.0.1", laid.address("etcd"))
-        job = [sys.executable, "-m", "elastic_train.cli.main", "launch", config, "--nodes", "2", "--ranks", "1"]
+        job = ["elastic_train.cli.main", "launch", config, "--nodes", "2", "--ranks", "1"]
         job += ["--endpoint", endpoint, "--id", tmp_path.name, "--recovery", recovery, "--peer-timeout-s", "20"]
         nodes = [
-            subprocess.Popen([*outside, *job, "--local-addr", laid.address("nodes")], cwd=ROOT),
-            subprocess.Popen(laid.command(job), cwd=ROOT),
+            begin_at("-", hosts, [*job, "--local-addr", laid.address("nodes")]),
+            begin_at(laid.namespace, hosts, job),
         ]
         try:
             assert [node.wait(120) for node in nodes] == [0, 0]
@@ -64,22 +58,25 @@ def test_a_node_at_an_address_that_every_machine_has_stops_nobody(tmp_path: Path
     laid.refuse()
     with EtcdCluster(1, host="0.0.0.0") as etcd:
         endpoint = etcd.endpoint.replace("127.0.0.1", laid.address("etcd"))
-        job = [sys.executable, "-m", "elastic_train.cli.main", "launch", config, "--nodes", "1:2", "--ranks", "1"]
+        job = ["elastic_train.cli.main", "launch", config, "--nodes", "1:2", "--ranks", "1"]
         job += ["--endpoint", endpoint, "--id", tmp_path.name, "--local-addr", laid.address("nodes")]
-        with (tmp_path / "newcomer.log").open("wb") as log:
-            nodes: list[subprocess.Popen[bytes] | ForkedWorker] = [begin(job)]
-            try:
-                until_whole(tmp_path / "run", 1)
-                nodes.append(subprocess.Popen(laid.command(job), cwd=ROOT, stdout=log, stderr=log))
-                eventually(
-                    lambda: "cannot be reached from here" in (tmp_path / "newcomer.log").read_text(), "a word of it"
-                )
-                before = steps(tmp_path / "run")
-                eventually(lambda: steps(tmp_path / "run") > before + 50, "steps of the first")
-            finally:
-                for node in nodes:
-                    node.kill()
+        log = tmp_path / "newcomer.log"
+        nodes = [begin([sys.executable, "-m", *job])]
+        try:
+            until_whole(tmp_path / "run", 1)
+            nodes.append(begin_at(laid.namespace, Path("/etc/hosts"), job, log))
+            eventually(lambda: log.exists() and "cannot be reached from here" in log.read_text(), "a word of it")
+            before = steps(tmp_path / "run")
+            eventually(lambda: steps(tmp_path / "run") > before + 50, "steps of the first")
+        finally:
+            for node in nodes:
+                node.kill()
     assert [line["term"] for line in history(tmp_path / "run") if line["op"] == "form"] == [1], "one world, never ended"
+
+
+def begin_at(namespace: str, hosts: Path, program: list[str], log: Path | None = None) -> ForkedWorker:
+    """Begin a module's program as on a machine of its own."""
+    return begin([sys.executable, "-m", "tests.network_program", namespace, str(hosts), *program], log)
 
 
 def steps(run: Path) -> int:

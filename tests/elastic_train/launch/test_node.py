@@ -76,7 +76,7 @@ def command(config: str, *flags: str) -> list[str]:
 
 def test_sigterm_ends_with_75_and_the_same_command_resumes(tmp_path: Path, rows: Path) -> None:
     """Asked to leave, the launcher ends with 75, committed; started again, with 0, from where it was."""
-    config = write_config(tmp_path, rows, 300)
+    config = write_config(tmp_path, rows, 80, lane_ms=30.0)
     job = begin(command(config, "--ranks", "2"))
     until_whole(tmp_path / "run", 2)
     job.send_signal(signal.SIGTERM)

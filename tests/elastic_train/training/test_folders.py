@@ -32,7 +32,7 @@ from tests.elastic_train.training.test_live import (
 
 __all__ = ["nothing_left", "undisturbed"]  # fixtures
 pytestmark = pytest.mark.slow
-NUM_STEPS = 120
+NUM_STEPS = 60
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_a_folder_that_freezes_costs_no_state(
 
     The ranks train on in their world; what they had to say meanwhile is in the histories afterwards.
     """
-    job = launch(tmp_path, etcd, write_config(tmp_path, rows, 100_000), ranks=2, nnodes="1")
+    job = launch(tmp_path, etcd, write_config(tmp_path, rows, 100_000, lane_ms=40.0), ranks=2, nnodes="1")
     term, pids = until_whole(disk.folder, 2)
     disk.freeze()
     frozen_at, before = time.monotonic(), step_of(tmp_path / "node.log")

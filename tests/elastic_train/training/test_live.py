@@ -46,10 +46,14 @@ def etcd() -> Iterator[EtcdServer]:
         yield cluster.members[0]
 
 
-def write_config(folder: Path, rows: Path, steps: int, lane_ms: float = 10.0) -> str:
+def write_config(folder: Path, rows: Path, steps: int, lane_ms: float = 10.0, until: Path | None = None) -> str:
+    """Write a job's configuration; each lane of a step takes `lane_ms` longer, in all steps or until a file exists."""
     data = {"train": str(rows / "train"), "validation": str(rows / "validation"), "too_long": "truncate"}
     tree = {"run": {"dir": str(folder / "run"), "seed": 5}, "data": data, "max_steps": steps, **JOB}
     tree["task"] = {"path": "chaos.tasks.paced_classifier:PacedClassifier", "params": {**PARAMS, "lane_ms": lane_ms}}
+    if until is not None:
+        params = {**PARAMS, "lane_ms": lane_ms, "until": str(until)}
+        tree["task"] = {"path": "tests.tasks:PacedUntil", "params": params}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     return str(folder / "config.yaml")
@@ -194,14 +198,14 @@ def test_a_hanging_rank_is_ended_and_the_others_continue(
     """The hung process dumps its stacks and ends, also when it holds the interpreter's lock; no bit differs."""
     points = tmp_path / "points"
     points.mkdir()
-    config = write_config(tmp_path, rows, 120)
+    config = write_config(tmp_path, rows, 60, lane_ms=20.0)
     job = launch(tmp_path, etcd, config, ranks=2, **{VARIABLE: str(points)})
     until_whole(tmp_path / "run", 2)
     arm(points, "forward", kind)
     run, log = finish(job, tmp_path)
     assert "in _look" in log
     assert ("no progress for" in log) == (kind == "hang")
-    assert weights(run) == undisturbed(120)
+    assert weights(run) == undisturbed(60)
 
 
 def test_a_stopped_worker_is_left_out_and_a_dead_one_replaced(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
@@ -275,7 +279,7 @@ def held_by(pid: int) -> tuple[int, int, int]:
 def test_survivors_below_the_minimum_commit_and_leave(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
     """With too few nodes for too long the state that the survivor holds is committed, and it ends with 77."""
     config = write_config(tmp_path, rows, 100_000)
-    nodes = [launch(tmp_path, etcd, config, ranks=1, nnodes="2", conf=",timeout=20") for _ in range(2)]
+    nodes = [launch(tmp_path, etcd, config, ranks=1, nnodes="2", conf=",timeout=10") for _ in range(2)]
     until_whole(tmp_path / "run", 2)
     os.kill(nodes[1].pid, signal.SIGKILL)
     assert nodes[0].wait(280) == 1  # torchrun's

@@ -34,7 +34,7 @@ def test_a_worker_that_dies_while_etcd_is_full_ends_nobody(
     The log names the alarm and the command that clears it.
     """
     with EtcdServer(flags=QUOTA) as server:
-        job = launch(tmp_path, server, write_config(tmp_path, rows, 200), ranks=2)
+        job = launch(tmp_path, server, write_config(tmp_path, rows, 60, lane_ms=30.0), ranks=2)
         term, ranks = until_whole(tmp_path / "run", 2)
         fill(server)
         os.kill(ranks[1], signal.SIGKILL)
@@ -44,7 +44,7 @@ def test_a_worker_that_dies_while_etcd_is_full_ends_nobody(
         assert ranks[0] in again.values()
         run, log = finish(job, tmp_path)
     assert log.count("another is started in its place") == 1, log
-    assert weights(run) == undisturbed(200)
+    assert weights(run) == undisturbed(60)
 
 
 @pytest.mark.long

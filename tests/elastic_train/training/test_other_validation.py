@@ -13,12 +13,13 @@ from tests.elastic_train.training.test_live import etcd, history, launch_alone, 
 
 pytestmark = pytest.mark.slow
 __all__ = ["etcd", "nothing_left"]  # fixtures
-STEPS = 250
+STEPS = 120
 
 
 def test_a_node_with_another_validation_set_is_turned_away(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
     """With 2 and both digests, and it is not started again; the other loses no step."""
-    config = write_config(tmp_path, rows, STEPS)
+    known = tmp_path / "known"
+    config = write_config(tmp_path, rows, STEPS, lane_ms=60.0, until=known)
     other = write_rows(tmp_path / "other", 101, seed=3)
     first = launch_alone(tmp_path, etcd, config, "first", "--data.validation", str(rows / "validation"))
     until_whole(tmp_path / "run", 1)
@@ -27,6 +28,7 @@ def test_a_node_with_another_validation_set_is_turned_away(tmp_path: Path, rows:
     [said] = [line for line in (tmp_path / "second.log").read_text().splitlines() if line.startswith("error: ")]
     assert said.startswith("error: the validation set's digest is ") and said.endswith("all nodes must have the same")
     assert first.poll() is None
+    known.touch()
     assert first.wait(240) == 0, (tmp_path / "first.log").read_text()[-2000:]
     lines = history(tmp_path / "run")
     assert not [line for line in lines if line["op"] == "rollback"]

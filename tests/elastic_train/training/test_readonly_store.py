@@ -27,7 +27,7 @@ from tests.elastic_train.training.test_live import (
 
 __all__ = ["etcd", "nothing_left", "undisturbed"]  # fixtures
 pytestmark = pytest.mark.slow
-NUM_STEPS = 250
+NUM_STEPS = 150
 
 
 @pytest.fixture
@@ -79,7 +79,8 @@ def test_a_node_that_cannot_write_any_more_steps_back(
 
     Before, ten saves failed in a row, and the job ended.
     """
-    config = write_config(tmp_path, rows, NUM_STEPS, lane_ms=20.0)
+    known = tmp_path / "known"
+    config = write_config(tmp_path, rows, NUM_STEPS, lane_ms=40.0, until=known)
     if bad == "other":  # it has a part to write, as the state is large
         Path(config).write_text(Path(config).read_text().replace("dim: 16", "dim: 256"))
     first, second = (mount.folder, mount.store) if bad == "leader" else (mount.store, mount.folder)
@@ -89,6 +90,7 @@ def test_a_node_that_cannot_write_any_more_steps_back(
     culprit = logs[0 if bad == "leader" else 1]
     eventually(lambda: "this node cannot write to" in culprit.read_text(), "the node that cannot write steps back")
     eventually(lambda: newest(mount.store) > "00000002", "commits of a world that it does not lead")
+    known.touch()
     assert [job.wait(200) for job in STARTED] == [0, 0]
     run = collect(tmp_path / "run")
     assert run.result is not None and run.result["step"] == NUM_STEPS
@@ -142,7 +144,7 @@ def test_in_restart_mode_the_node_ends_with_2(
     tmp_path: Path, rows: Path, etcd: EtcdServer, mount: StoreMount, undisturbed: Callable[[int], object]
 ) -> None:
     """Its agent does not start it again, and the others continue from the newest commit."""
-    config = write_config(tmp_path, rows, NUM_STEPS, lane_ms=20.0)
+    config = write_config(tmp_path, rows, NUM_STEPS, lane_ms=40.0)
     more = "--rdzv_conf=ttl=2,last_call_timeout=60"
     logs = launch_two(tmp_path, etcd, config, mount.folder, mount.store, nnodes="1:2", more=more)
     until_whole(tmp_path / "run", 2)

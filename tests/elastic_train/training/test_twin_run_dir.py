@@ -25,7 +25,7 @@ from tests.elastic_train.training.test_live import (
 
 __all__ = ["nothing_left", "undisturbed"]  # fixtures
 pytestmark = pytest.mark.slow
-NUM_STEPS = 400
+NUM_STEPS = 150
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +39,15 @@ def test_a_second_job_ends_before_it_trains(
     tmp_path: Path, rows: Path, etcds: list[EtcdServer], num_etcds: int, undisturbed: Callable[[int], object]
 ) -> None:
     """Before, the two fenced each other off: 24 terms, twice the steps, and nobody said a word."""
-    config = write_config(tmp_path, rows, NUM_STEPS, lane_ms=20.0)
+    known = tmp_path / "known"
+    config = write_config(tmp_path, rows, NUM_STEPS, lane_ms=60.0, until=known)
     first, second = tmp_path / f"first-{num_etcds}", tmp_path / f"second-{num_etcds}"
     for folder in (first, second):
         folder.mkdir()
     job = launch(first, etcds[0], config, ranks=1)
     until_whole(tmp_path / "run", 1)
     assert launch(second, etcds[num_etcds - 1], config, ranks=1).wait(200) != 0
+    known.touch()
     said = (second / "node.log").read_text()
     assert f"the job of run id {first.name!r}" in said and "is at work here" in said
     assert "exitcode  : 2" in said or "exitcode: 2" in said, said
@@ -59,7 +61,8 @@ def test_a_job_that_another_one_has_fenced_off_ends(
     tmp_path: Path, rows: Path, etcds: list[EtcdServer], undisturbed: Callable[[int], object]
 ) -> None:
     """The first was frozen while the second one looked, and began in its place; it wakes up, finds out, and ends."""
-    config = write_config(tmp_path, rows, NUM_STEPS, lane_ms=20.0)
+    known = tmp_path / "known"
+    config = write_config(tmp_path, rows, NUM_STEPS, lane_ms=60.0, until=known)
     first, second = tmp_path / "frozen", tmp_path / "newer"
     for folder in (first, second):
         folder.mkdir()
@@ -72,6 +75,7 @@ def test_a_job_that_another_one_has_fenced_off_ends(
     for pid in (workers[0], frozen.pid):
         os.kill(pid, signal.SIGCONT)
     assert frozen.wait(100) != 0
+    known.touch()
     said = (first / "node.log").read_text()
     assert "the job of run id 'newer'" in said and "this one ends" in said
     assert newer.wait(200) == 0

@@ -21,6 +21,7 @@ from elastic_train.data.loading.collate import Collate, takes_draw
 from elastic_train.data.loading.loader import LaneLoader
 from elastic_train.data.loading.reader import Reader
 from tests.conftest import write_rows
+from tests.elastic_train.data.loading.worker_collate import Augmenting
 
 Ids = npt.NDArray[np.int64]
 NUM_LANES, MICRO_BATCH, NUM_ROWS = 4, 3, 50
@@ -31,7 +32,7 @@ def plain(rows: pa.Table, ids: Ids) -> dict[str, Tensor]:
 
 
 def drawing(rows: pa.Table, ids: Ids, draw: SampleRandom) -> dict[str, Tensor]:
-    """Draw two numbers for each row; worker processes import this module to find it."""
+    """Draw two numbers for each row."""
     return {"noise": torch.from_numpy(draw.uniform("noise", 2))}
 
 
@@ -42,11 +43,6 @@ def widened(rows: pa.Table, ids: Ids, max_width: int = 9) -> dict[str, Tensor]:
 def optional(rows: pa.Table, ids: Ids, draw: SampleRandom | None = None) -> dict[str, Tensor]:
     assert draw is not None, "a parameter that is called draw is passed"
     return {"seed": torch.from_numpy(draw.seeds("a").astype(np.int64))}
-
-
-class Augmenting:
-    def collate(self, rows: pa.Table, ids: Ids, draw: SampleRandom) -> dict[str, Tensor]:
-        return drawing(rows, ids, draw)
 
 
 @functools.wraps(plain)

@@ -12,11 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
 import pytest
-import torch
-from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from elastic_train.core.lanes import owned_lanes
@@ -34,17 +30,13 @@ from elastic_train.data.loading.worker_processes import (
     read_in_workers,
 )
 from tests.conftest import ROOT, write_rows
+from tests.elastic_train.data.loading.worker_collate import collate
 
 pytestmark = pytest.mark.slow
 
 MICRO_BATCH = 3
 NUM_LANES = 5
 Micro = tuple[int, int, int, int, list[int]]
-
-
-def collate(rows: pa.Table, ids: npt.NDArray[np.int64]) -> dict[str, Tensor]:
-    """Carry the label and the id; worker processes import this module to find it."""
-    return {"label": torch.from_numpy(rows.column("label").to_numpy().copy()), "id": torch.from_numpy(ids.copy())}
 
 
 @pytest.fixture(scope="module")
@@ -315,7 +307,7 @@ from elastic_train.data.loading.loader import LaneLoader
 from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.data.loading.reader import Reader
 from elastic_train.core.order import Cursor, Order
-from tests.elastic_train.data.loading.test_loader import collate
+from tests.elastic_train.data.loading.worker_collate import collate
 
 if __name__ == "__main__":
     manifest = load_manifest(sys.argv[1])
