@@ -199,7 +199,8 @@ def _same_job(shape: Shape) -> Shape:
     rows, epochs, lanes = shape.rows, shape.epochs, shape.lanes
     lane_s = Shape().lane_s / lanes
     same = Shape(nodes=1, lanes=lanes, micro_batch=shape.micro_batch, rows=rows, epochs=epochs, lane_s=lane_s)
-    return replace(same, commit_every=shape.commit_every, vectors=shape.vectors)
+    # A state that is whole on one rank must end as one that was held in shards by many.
+    return replace(same, commit_every=shape.commit_every, vectors=shape.vectors, copies=shape.copies, is_whole=True)
 
 
 def holes_of(run: Evidence) -> str:
