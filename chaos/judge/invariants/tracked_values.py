@@ -88,7 +88,8 @@ def _tracker_of(run: Evidence) -> object:
 def _check_tracked(run: Evidence, tracked: Line, kept: Values) -> str:
     """Check what the tracker holds against the files; return how much that is.
 
-    A tracker forgets nothing: of steps that were settled by a commit which was damaged then, it keeps what it was sent.
+    A tracker forgets nothing: of steps that were settled by a commit which was damaged then, it keeps what it was sent,
+    and what it was not sent of them then it is not sent when they come again.
     """
     num_values, again, logged = 0, _settled_in_vain(run), _logged(run)
     for name, points in tracked.items():
@@ -105,7 +106,8 @@ def _check_tracked(run: Evidence, tracked: Line, kept: Values) -> str:
             if not _same(kept[name, step], value):
                 raise Violated(f"the tracker holds {value} as {name} of step {step}, logged was {kept[name, step]}")
     held = {(name, step) for name, points in tracked.items() if isinstance(points, list) for step, _ in points}
-    owed = {place for place in kept if place[0].startswith(_MEASURED)} - _logged_late(run)
+    owed = {(name, step) for name, step in kept if name.startswith(_MEASURED) and step not in again}
+    owed -= _logged_late(run)
     missing = len(owed - held)
     if missing:
         raise Unknown(f"{missing} values did not reach the tracker: `elastic-train sync` sends them")

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_train.checkpoint.commits.record import VOID, CommitRecord, decode
-from elastic_train.checkpoint.format.dcp import read_leaves
 from elastic_train.checkpoint.format.layout import State
+from elastic_train.checkpoint.format.reading import read_leaves
 from elastic_train.checkpoint.format.state_tree import fill, leaves_of
 from elastic_train.checkpoint.stores.checked_file import find_damage
 from elastic_train.checkpoint.stores.checksums import FileRecord
@@ -201,8 +201,9 @@ def damage_of(store: Store, key: str) -> str | None:
 def load(store: Store, record: CommitRecord, state: State) -> None:
     """Fill a nested state with a commit's, in place.
 
-    Tensors in `state` are overwritten where they are, on their device; what it lacks (the state of an optimizer that
-    has not stepped) is added on the CPU. Intact copies of the files on this node are read in place of the store's.
+    Tensors in `state`, and what this rank holds of tensors in pieces, are overwritten where they are, on their device;
+    what it lacks (the state of an optimizer that has not stepped) is added on the CPU. Intact copies of the files on
+    this node are read in place of the store's.
 
     Raises ConfigError if `state` has a leaf that the commit lacks, or of another shape or type; CommitError if the
     bytes do not match their checksums; StorageError if the store cannot be read.

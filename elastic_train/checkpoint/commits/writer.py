@@ -31,6 +31,7 @@ from elastic_train.checkpoint.format.dcp import (
     WrittenPart,
     finish_attempt,
     live_contents,
+    weights_sha256,
     write_part,
 )
 from elastic_train.checkpoint.format.layout import (
@@ -39,7 +40,6 @@ from elastic_train.checkpoint.format.layout import (
     State,
     leaves_by_path,
 )
-from elastic_train.checkpoint.format.weights_digest import join_digests
 from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.checkpoint.stores.store import (
     Store,
@@ -105,7 +105,10 @@ class CommitWriter:
         self._lock = threading.Lock()
 
     def save(self, state: State, facts: CommitFacts, intervals: tuple[Interval, ...] | None = None) -> CommitRecord:
-        """Write and publish a state of tensors and plain values, alone and at once; return its record."""
+        """Write and publish a state of tensors and plain values, alone and at once; return its record.
+
+        Of tensors in pieces, this rank must hold, and is to write, all.
+        """
         planner, leaves = Planner(), leaves_by_path(state)
         plan = planner.plan(state, leaves, num_writers=1)
         attempt = attempt_folder(facts.step, self._term, uuid.uuid4().hex[:12])
@@ -202,7 +205,7 @@ class CommitWriter:
         assert not tiling_problems(intervals, facts.step), f"{intervals} do not tile the steps before {facts.step}"
         return CommitRecord(
             **{name: getattr(facts, name) for name in CommitFacts.__dataclass_fields__},
-            weights_sha256=join_digests({name: digest for part in written for name, digest in part.digests.items()}),
+            weights_sha256=weights_sha256(draft.plan, written),
             term=self._term,
             parent=parent.digest if parent else None,
             parent_key=parent.key if parent else None,

@@ -9,27 +9,39 @@ from __future__ import annotations
 import heapq
 import io
 import pickle
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
+from elastic_train.checkpoint.format.pieces import Box, Pieces, Span, boxes, hollowed
 from elastic_train.checkpoint.format.state_tree import StatePath, leaves_of, survey
 from elastic_train.checkpoint.format.torch_frame import Frame, frame_of
 from elastic_train.errors import ConfigError
+from elastic_train.shards.grains import GRAIN
 
 State = dict[str, object]
 Leaves = dict[StatePath, object]
+MODEL = "model"
 LEAST_PART_BYTES = 4 << 20
 """A state is not cut into parts smaller than this: each costs requests, and another rank that must not fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One tensor's place: its path in the state, and its frame at `offset` of its part's file."""
+    """The place of a tensor, or of a box of one in pieces: its path in the state, its frame at `offset` of its file.
+
+    `span` is the run of the tensor's elements that the box is; None for a whole tensor.
+    """
 
     path: StatePath
     dtype: torch.dtype
@@ -37,6 +49,21 @@ class Slot:
     frame: Frame
     offset: int
     index: MetadataIndex
+    span: Span | None = None
+
+    @property
+    def weight(self) -> str | None:
+        """The name of the weight or buffer that it is of, None if it is of something else."""
+        return ".".join(map(str, self.path[1:])) if self.path[0] == MODEL else None
+
+    def memory(self, leaves: Leaves) -> Tensor:
+        """Return the live memory of a state's leaf that is written here, of this shape."""
+        leaf = leaves[self.path]
+        if isinstance(leaf, Pieces):
+            empty = torch.empty(0, dtype=self.dtype)
+            return (empty if self.span is None else leaf.memory(self.span)).view(self.shape)
+        assert isinstance(leaf, Tensor) and self.span is None, "the plan is of this state"
+        return leaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,27 +94,95 @@ class AttemptPlan:
     empty: tuple[StatePath, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A tensor, or a box of one in pieces, that has no place yet; `order` is its leaf's in the state."""
+
+    order: int
+    path: StatePath
+    dtype: torch.dtype
+    shape: torch.Size
+    index: MetadataIndex
+    span: Span | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
 def plan_attempt(state: State, num_writers: int = 1) -> AttemptPlan:
-    """Plan the files of a replicated state, its tensors spread over at most `num_writers` by size."""
+    """Plan the files of a state, written by at most `num_writers`.
+
+    Whoever has spans of tensors in pieces to write writes these; whole tensors are spread by size, so that all have
+    about as much to write. Raises ConfigError for a state that cannot be saved.
+    """
+    leaves = leaves_by_path(state)
     planner = DefaultSavePlanner()
     try:
-        planner.set_up_planner(state, is_coordinator=True)
+        planner.set_up_planner(_plannable(state, leaves), is_coordinator=True)
     except ValueError as error:  # two paths that read alike, such as a -> b.c and a.b -> c
         raise ConfigError(f"the state cannot be saved: {error}; rename one of them") from error
     local = planner.create_local_plan()
     _, metadata = planner.create_global_plan([local])
     paths: dict[str, StatePath] = {name: tuple(path) for name, path in metadata.planner_data.items()}
-    tensors: list[tuple[StatePath, Tensor, MetadataIndex]] = []
+    whole: list[_Item] = []
+    fixed: list[list[_Item]] = [[] for _ in range(num_writers)]
     plain: dict[str, PlainSlot] = {}
-    for item in local.items:
+    for order, item in enumerate(local.items):
         path, value = paths[item.index.fqn], planner.state_dict[item.index.fqn]
-        if isinstance(value, Tensor):
-            tensors.append((path, value, item.index))
+        if isinstance(leaf := leaves[path], Pieces) and leaf.shape.numel():
+            metadata.state_dict_metadata[item.index.fqn] = _cut(fixed, order, path, leaf, item.index.fqn, metadata)
+        elif isinstance(value, Tensor):
+            whole.append(_Item(order, path, value.dtype, _strided(value, item.index).shape, item.index))
         else:
             plain[item.index.fqn] = PlainSlot(path, item.index)
-    shares = _spread([tensor.nbytes for _, tensor, _ in tensors], num_writers)
-    parts = [_lay_out(number, [tensors[place] for place in share]) for number, share in enumerate(shares)]
+    shares = _spread([item.num_bytes for item in whole], [sum(item.num_bytes for item in part) for part in fixed])
+    parts = [
+        _lay_out(number, sorted([*(whole[place] for place in share), *fixed[number]], key=lambda item: item.order))
+        for number, share in enumerate(shares)
+    ]
     return AttemptPlan(tuple(parts), plain, metadata, *survey(state))
+
+
+def _plannable(state: State, leaves: Leaves) -> State:
+    """Return a state as torch's planner can read it."""
+    is_cut = any(isinstance(leaf, Pieces) for leaf in leaves.values())
+    return cast(State, hollowed(state)) if is_cut else state
+
+
+def _strided(tensor: Tensor, index: MetadataIndex) -> Tensor:
+    if tensor.layout != torch.strided:
+        raise ConfigError(f"state '{index.fqn}' is a {tensor.layout} tensor; a checkpoint holds strided ones only")
+    return tensor
+
+
+def _cut(
+    fixed: list[list[_Item]], order: int, path: StatePath, leaf: Pieces, name: str, metadata: Metadata
+) -> TensorStorageMetadata:
+    """Add a tensor's boxes to those of the writers who write them; return its metadata, which has them as chunks."""
+    assert len(leaf.written) <= len(fixed), f"'{name}' has {len(leaf.written)} writers, the save {len(fixed)}"
+    found = sorted(_written_boxes(name, leaf, is_weight=path[0] == MODEL), key=lambda placed: placed[1].span)
+    chunks: list[ChunkStorageMetadata] = []
+    for place, (offsets, sizes, span) in found:
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        index = MetadataIndex(name, chunk.offsets, len(chunks))
+        fixed[place].append(_Item(order, path, leaf.dtype, chunk.sizes, index, span))
+        chunks.append(chunk)
+    stored = metadata.state_dict_metadata[name]
+    assert isinstance(stored, TensorStorageMetadata), "a hollow tensor stands for the pieces"
+    return replace(stored, chunks=chunks)
+
+
+def _written_boxes(name: str, leaf: Pieces, *, is_weight: bool) -> Iterator[tuple[int, Box]]:
+    """Yield the boxes that writers write, with their places, once the spans are known to be the whole tensor."""
+    spans = sorted((span, place) for place, spans in enumerate(leaf.written) for span in spans if span[0] < span[1])
+    ends = [0, *(hi for (_, hi), _ in spans)]
+    size = leaf.shape.numel()
+    assert [lo for (lo, _), _ in spans] == ends[:-1] and ends[-1] == size, f"writers do not cover '{name}' once"
+    assert not is_weight or all(end % GRAIN == 0 for end in ends[:-1]), f"'{name}' is not cut at grains"
+    for span, place in spans:
+        for box in boxes(leaf.shape, span):
+            yield place, box
 
 
 class Planner:
@@ -100,8 +195,7 @@ class Planner:
 
     def plan(self, state: State, leaves: Leaves, num_writers: int) -> AttemptPlan:
         """Plan a state whose leaves are given too; raise ConfigError for one that could not be read back."""
-        kinds = [(path, leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else path for path, leaf in leaves.items()]
-        made_for = (kinds, survey(state), num_writers)
+        made_for = ([_kind_of(path, leaf) for path, leaf in leaves.items()], survey(state), num_writers)
         if self._plan is None or made_for != self._made_for:
             self._plan, self._made_for = plan_attempt(state, num_writers), made_for
         return self._plan
@@ -127,10 +221,24 @@ class Planner:
         return self._encoded[name][1]
 
 
-def _spread(sizes: Sequence[int], num_writers: int) -> list[list[int]]:
-    """Deal the tensors out, the largest first, to the share with the fewest bytes; each share in the state's order."""
-    num_parts = max(1, min(num_writers, sum(sizes) // LEAST_PART_BYTES))
-    loads = [(0, part) for part in range(num_parts)]
+def _kind_of(path: StatePath, leaf: object) -> object:
+    """Return all of a leaf that a plan depends on."""
+    if isinstance(leaf, Tensor):
+        return path, leaf.dtype, leaf.shape
+    if isinstance(leaf, Pieces):
+        return path, leaf.dtype, leaf.shape, tuple(map(tuple, leaf.written))
+    return path
+
+
+def _spread(sizes: Sequence[int], fixed: Sequence[int]) -> list[list[int]]:
+    """Deal the whole tensors out, the largest first, to the share with the fewest bytes; each share in state order.
+
+    `fixed` are the bytes that each of the writers writes anyway: there are shares for all who have any.
+    """
+    num_parts = max(1, min(len(fixed), (sum(sizes) + sum(fixed)) // LEAST_PART_BYTES))
+    num_parts = max([num_parts, *(place + 1 for place, num_bytes in enumerate(fixed) if num_bytes)])
+    loads = [(fixed[part], part) for part in range(num_parts)]
+    heapq.heapify(loads)
     shares: list[list[int]] = [[] for _ in range(num_parts)]
     for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):
         load, part = heapq.heappop(loads)
@@ -139,14 +247,12 @@ def _spread(sizes: Sequence[int], num_writers: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def _lay_out(number: int, tensors: Sequence[tuple[StatePath, Tensor, MetadataIndex]]) -> Part:
+def _lay_out(number: int, items: Sequence[_Item]) -> Part:
     slots: list[Slot] = []
     end = 0
-    for path, tensor, index in tensors:
-        if tensor.layout != torch.strided:
-            raise ConfigError(f"state '{index.fqn}' is a {tensor.layout} tensor; a checkpoint holds strided ones only")
-        frame = frame_of(tensor.dtype, tensor.shape)
-        slots.append(Slot(path, tensor.dtype, tensor.shape, frame, end, index))
+    for item in items:
+        frame = frame_of(item.dtype, item.shape)
+        slots.append(Slot(item.path, item.dtype, item.shape, frame, end, item.index, item.span))
         end += frame.num_bytes
     return Part(f"__{number}_0.distcp", tuple(slots), end)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
+from elastic_train.checkpoint.format.pieces import Pieces
 from elastic_train.errors import ConfigError
 
 StatePath = tuple[str | int, ...]
@@ -25,7 +26,10 @@ def survey(tree: object, at: StatePath = ()) -> tuple[tuple[StatePath, ...], tup
 
 
 def leaves_of(tree: object, at: StatePath = ()) -> Iterator[tuple[StatePath, object]]:
-    """Yield every leaf with its path, as torch does; a list without tensors or mappings, however deep, is one leaf."""
+    """Yield every leaf with its path, as torch does; a list without tensors or mappings, however deep, is one leaf.
+
+    A tensor in pieces is a leaf, as a tensor is.
+    """
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from leaves_of(value, (*at, str(key)))
@@ -38,7 +42,8 @@ def leaves_of(tree: object, at: StatePath = ()) -> Iterator[tuple[StatePath, obj
 
 def _is_split(values: list[object]) -> bool:
     return any(
-        isinstance(value, Mapping | Tensor) or (isinstance(value, list) and _is_split(value)) for value in values
+        isinstance(value, Mapping | Tensor | Pieces) or (isinstance(value, list) and _is_split(value))
+        for value in values
     )
 
 

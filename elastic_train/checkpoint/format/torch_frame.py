@@ -42,7 +42,9 @@ def frame_of(dtype: torch.dtype, shape: torch.Size) -> Frame:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    assert tensor.is_contiguous(), "its bytes are elsewhere"
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # a single element is contiguous whatever its strides
+    return flat.view(torch.uint8).numpy().data
 
 
 class _Hollow(io.RawIOBase):

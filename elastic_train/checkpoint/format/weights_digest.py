@@ -7,13 +7,18 @@ theirs apart. Commits of formats 1 and 2 have a tensor's bytes hashed at once, a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from isal.isal_zlib import crc32
 from torch import Tensor, nn
 
+from elastic_train.checkpoint.format.torch_frame import bytes_of
 from elastic_train.shards.digest import grain_digests, join_grains
+from elastic_train.shards.grains import GRAIN
+
+GrainRun = tuple[int, str]
+"""Neighbouring grains of a tensor: the number of the first, and the SHA-256s of all, in hex, one after the other."""
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -28,16 +33,58 @@ def tensor_digest(dtype: torch.dtype, shape: torch.Size, content: memoryview) ->
 
 def checksum(tensor: Tensor) -> int:
     """Return the CRC-32 of a tensor's bytes: enough to tell ranks apart by accident, in a sixth of SHA-256's time."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return crc32(flat.numpy().data)
+    return crc32(bytes_of(tensor.detach().cpu().contiguous()))
 
 
 def _digest_of(tensor: Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return tensor_digest(tensor.dtype, tensor.shape, flat.numpy().data)
+    return tensor_digest(tensor.dtype, tensor.shape, bytes_of(tensor.detach().cpu().contiguous()))
 
 
 def join_digests(digests: Mapping[str, str]) -> str:
     """Return the SHA-256 of named tensors' digests, in the order of their names."""
     lines = "".join(f"{name} {digest}\n" for name, digest in sorted(digests.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
+
+
+class GrainRunHash:
+    """Hashes neighbouring grains of a tensor from their bytes as they come; `lo` is the first grain's first element."""
+
+    def __init__(self, lo: int, itemsize: int) -> None:
+        assert lo % GRAIN == 0, f"element {lo} begins no grain"
+        self._first, self._grain_bytes = lo // GRAIN, GRAIN * itemsize
+        self._done: list[str] = []
+        self._grain, self._num_hashed = hashlib.sha256(), 0
+
+    def update(self, content: memoryview) -> None:
+        """Hash the bytes that follow; they may end anywhere in a grain."""
+        rest = content.cast("B")
+        while len(rest):
+            piece, rest = rest[: self._grain_bytes - self._num_hashed], rest[self._grain_bytes - self._num_hashed :]
+            self._grain.update(piece)
+            self._num_hashed += len(piece)
+            if self._num_hashed == self._grain_bytes:
+                self._end_grain()
+
+    def digests(self) -> GrainRun:
+        """Return the digests, once all bytes have come; only a tensor's last grain is shorter than the others."""
+        if self._num_hashed:
+            self._end_grain()
+        return self._first, "".join(self._done)
+
+    def _end_grain(self) -> None:
+        self._done.append(self._grain.hexdigest())
+        self._grain, self._num_hashed = hashlib.sha256(), 0
+
+
+def join_runs(dtype: torch.dtype, shape: torch.Size, runs: Iterable[GrainRun]) -> str:
+    """Return a tensor's digest from those of all of its grains, whoever has hashed which."""
+    grains: list[bytes] = []
+    for first, digests in sorted(runs):
+        assert first == len(grains), f"grain {first} follows {len(grains)} grains"
+        joined = bytes.fromhex(digests)
+        grains += [joined[at : at + _SHA256_BYTES] for at in range(0, len(joined), _SHA256_BYTES)]
+    assert len(grains) == -(-shape.numel() // GRAIN), f"{len(grains)} grains of a tensor of shape {tuple(shape)}"
+    return join_grains(str(dtype), shape, grains)
+
+
+_SHA256_BYTES = hashlib.sha256().digest_size

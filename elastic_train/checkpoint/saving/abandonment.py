@@ -69,7 +69,7 @@ class AdaptiveTimeout:
         self._num_abandoned = 0
 
     def limit_s(self, num_bytes: int) -> float:
-        """Return the seconds that a save may make no progress if each rank writes about `num_bytes`."""
+        """Return the seconds that a save may make no progress if no rank writes more than about `num_bytes`."""
         learned_s = min(MOST_S, max(LEAST_S, TIMES_LONGEST * self._longest_s) * 2.0**self._num_abandoned)
         return max(learned_s, num_bytes / SLOWEST_BYTES_S)
 

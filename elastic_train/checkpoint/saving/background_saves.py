@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 class Role:
     """A rank's part in its world's saves: it writes as `place` of `num_writers`, place 0 being rank 0; None: nothing.
 
+    A rank without a place must hold no pieces that it alone could write.
+
     `unique` is a word that all ranks of this world share, and no other world has.
     """
 

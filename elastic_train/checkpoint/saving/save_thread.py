@@ -54,7 +54,7 @@ class SaveOutcome:
 
 
 class SaveInFlight:
-    """One save, which begins at once."""
+    """One save, which begins at once; `num_bytes` are those of the largest part, which rank 0 may have to wait for."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class SaveInFlight:
     ) -> None:
         self._store, self._commits, self._tidy = store, commits, tidy
         self._staging, self.place, self._draft, self._snapshot = staging, place, draft, snapshot
-        self.num_bytes = snapshot.num_bytes
+        self.num_bytes = max(part.num_bytes for part in draft.plan.parts)
         self._began_at, self._seconds = time.perf_counter(), 0.0
         self.progress = LastProgress()
         self.gate, self.ended = PublishGate(), threading.Event()

@@ -126,7 +126,7 @@ class Snapshot:
 
     def __init__(self, part: Part, leaves: Leaves, is_still: Callable[[StatePath], bool]) -> None:
         self.part = part
-        self._tensors = [_at_boundary(leaves[slot.path], is_still(slot.path)) for slot in part.slots]
+        self._tensors = [_at_boundary(slot.memory(leaves), is_still(slot.path)) for slot in part.slots]
         self._versions = [tensor._version for tensor in self._tensors]
         self._device = next((tensor.device for tensor in self._tensors if tensor.is_cuda), None)
         self._event = torch.cuda.Event() if self._device is not None else None  # type: ignore[no-untyped-call]
@@ -185,9 +185,8 @@ class Snapshot:
             stream.synchronize()
 
 
-def _at_boundary(leaf: object, is_still: bool) -> Tensor:
-    assert isinstance(leaf, Tensor), "the plan is of this state"
-    return leaf.detach() if is_still else leaf.detach().clone()
+def _at_boundary(tensor: Tensor, is_still: bool) -> Tensor:
+    return tensor.detach() if is_still else tensor.detach().clone()
 
 
 def _aligned(size: int) -> int:

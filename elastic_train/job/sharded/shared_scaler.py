@@ -19,4 +19,5 @@ class SharedScaler(GradScaler):
 
     def forget_step(self) -> None:
         """Let go of a step that was unscaled and is not applied."""
-        self._per_optimizer_states.clear()
+        if self.is_enabled():
+            self._per_optimizer_states.clear()

@@ -101,6 +101,18 @@ def test_a_tracker_may_keep_values_that_a_damaged_commit_had_settled(healthy: Pa
             assert find("tracking", lambda: tracking(held)).truth == truth  # noqa: B023 - called at once
 
 
+def test_a_tracker_may_lack_values_of_steps_that_a_damaged_commit_had_settled(healthy: Path) -> None:
+    """A world that ended before it had validated its last step logged nothing to send; that is sent no more later."""
+    run = collect(healthy / "faulted")
+    assert run.metrics is not None and run.tracked is not None
+    logged = {**run.metrics, 2: [*run.metrics[2], {"t": 0.0, "step": 12, "values": {"validation/loss": 1.0}}]}
+    (restored,) = [line for line in run.of("restore") if line["term"] == 2 and line["rank"] == 0]
+    for skipped, truth in (([["commits/00000001-000000000012.json", "is missing"]], "true"), ([], "unknown")):
+        restored["skipped"] = skipped
+        lacks = replace(run, metrics=logged)
+        assert find("tracking", lambda: tracking(lacks)).truth == truth  # noqa: B023 - called at once
+
+
 def test_no_invariant_is_true_by_default() -> None:
     """For a run that left nothing no invariant is true: each is unknown, or reports what is missing."""
     nothing = Evidence(Path("nowhere"), [], [], {}, None, np.zeros(3, np.int64), metrics={})

@@ -44,3 +44,10 @@ def test_a_step_that_a_rank_applied_without_knowing_that_others_can_counts_for_i
     check_kept(evidence_of({"rank": 1, "unsettled": True}, kept=1))
     with pytest.raises(Violated):
         check_kept(evidence_of({"rank": 0, "unsettled": True}, kept=1))
+
+
+def test_a_step_that_a_rank_only_held_as_pending_was_not_applied_by_it() -> None:
+    """Whoever is left may find that nobody can have applied it, and drop it."""
+    check_kept(evidence_of({"rank": 0, "pending": True}, kept=1))
+    with pytest.raises(Violated):
+        check_kept(evidence_of({"rank": 1}, kept=1))

@@ -35,7 +35,8 @@ STEPS = 6
 
 @dataclass(frozen=True)
 class Fault:
-    """At `step` the `dying` leave at a point of the step; `missing` survivors miss the norm that others have.
+    """At `step` the `dying` leave at a point of the step; `missing` survivors miss the norm that others have, and
+    `unable` ones miss a part of the gradient.
 
     Points: `computing`, before the exchange; `summed`, after it and before the ranks meet; `applied`, after the update.
     """
@@ -44,6 +45,7 @@ class Fault:
     point: str
     dying: Sequence[int]
     missing: Sequence[int] = ()
+    unable: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ def step_with(fault: Fault, who: int, group: Group, state: AppliedState, term: i
         return
     if fault.point == "summed" and who in fault.dying:
         os._exit(0)
+    if who in fault.unable:
+        return
     try:
         norm = state.shards.norm_of(group.all_gather(measured))
     except PeerLostError:
@@ -119,11 +123,12 @@ def live_through(tmp_path: Path, worlds: Sequence[World], copies: int = 2) -> di
         (Fault(3, "computing", dying=[3]), 3),
         (Fault(3, "summed", dying=[3]), 4),
         (Fault(3, "summed", dying=[0]), 4),
+        (Fault(3, "summed", dying=[3], unable=[1]), 3),
         (Fault(3, "applied", dying=[3], missing=[0, 1, 2]), 4),
         (Fault(3, "applied", dying=[1], missing=[0]), 4),
         (Fault(3, "applied", dying=[2], missing=[]), 4),
     ],
-    ids=["computing", "summed", "summed-by-0", "all-left-missed-it", "one-missed-it", "all-applied-it"],
+    ids=["computing", "summed", "summed-by-0", "one-cannot", "all-left-missed-it", "one-missed-it", "all-applied-it"],
 )
 def test_a_lost_rank_costs_no_applied_step(tmp_path: Path, fault: Fault, kept: int) -> None:
     """Four ranks lose one, and another at the next step; the last two have the weights of one that holds everything."""

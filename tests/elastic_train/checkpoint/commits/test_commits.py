@@ -29,10 +29,10 @@ from elastic_train.checkpoint.format import layout
 from elastic_train.checkpoint.format.dcp import (
     finish_attempt,
     live_contents,
-    read_leaves,
     write_part,
 )
 from elastic_train.checkpoint.format.layout import Planner, leaves_by_path
+from elastic_train.checkpoint.format.reading import read_leaves
 from elastic_train.checkpoint.format.state_tree import fill, leaves_of, survey
 from elastic_train.checkpoint.format.torch_frame import bytes_of
 from elastic_train.errors import ConfigError

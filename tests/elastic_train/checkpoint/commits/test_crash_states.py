@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 import fsspec
 import pytest
+import torch
 
 from elastic_train.checkpoint import (
     CommitRecord,
@@ -34,7 +35,8 @@ from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.checkpoint.stores.store import create_once
 from elastic_train.errors import CommitError, StorageError
 from elastic_train.world.fencing import StoreFence
-from tests.elastic_train.checkpoint.commit_samples import commit_steps, facts, small_state
+from tests.elastic_train.checkpoint.commit_samples import State, commit_steps, facts, small_state
+from tests.elastic_train.checkpoint.piece_samples import cut, save_by
 from tests.elastic_train.checkpoint.simulated_disk import Image, MirroredDisk, SimulatedDisk
 
 pytestmark = pytest.mark.slow
@@ -135,6 +137,18 @@ def test_every_crash_state_of_a_save_yields_the_old_commit_or_the_new(tmp_path: 
     assert heads(machine.states(), (first, second)).keys() == {1, 2}
     machine.watch()
     assert heads(machine.states(), (second,)).keys() == {2}
+
+
+def test_every_crash_state_of_a_save_in_pieces_yields_the_old_commit_or_the_new(tmp_path: Path) -> None:
+    """A commit of which only some of the parts are there does not exist."""
+    machine = Machine(tmp_path)
+    commits, first = saved_once(machine)
+    whole, written = torch.arange(20.0), [[(0, 7)], [(7, 20)]]
+    states: list[State] = [{**small_state(2), "optimizer": {"moment": cut(whole, written, spans)}} for spans in written]
+    second = save_by(machine.store, commits, states, step=2)
+    assert {"__0_0.distcp", "__1_0.distcp"} < second.files.keys()
+    assert heads(machine.states(), (first, second)).keys() == {1, 2}
+    assert torch.equal(read_state(machine.store, second)["optimizer"]["moment"], whole)  # type: ignore[index]
 
 
 def test_the_first_save_leaves_nothing_or_itself(tmp_path: Path) -> None:

@@ -1,0 +1,291 @@
+"""Reading the files of a checkpoint: every byte goes from its file to where it is wanted, checked on the way.
+
+What is stored and what is wanted may be cut in different ways. A tensor that is wanted as a whole is put together by
+torch's planner. Of one that is wanted in pieces, only the elements that this rank holds are read, each straight into
+its memory: a stored box is a run of elements, and so is a held span, and so is what they share.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from elastic_train.checkpoint.format.dcp import METADATA
+from elastic_train.checkpoint.format.pieces import Pieces, Span, span_of
+from elastic_train.checkpoint.format.state_tree import StatePath
+from elastic_train.checkpoint.format.torch_frame import bytes_of, frame_of
+from elastic_train.checkpoint.stores.checked_file import CheckedFile, open_checked
+from elastic_train.checkpoint.stores.checksums import BLOCK_BYTES, FileRecord
+from elastic_train.checkpoint.stores.store import Store, read
+from elastic_train.errors import CommitError, ConfigError
+
+_NUM_READERS = 2
+_RUN_BYTES = 32 << 20
+
+
+class Landing(NamedTuple):
+    """Where bytes of a stored item go: views with their places in the file, ascending; what to do once they are there.
+
+    `finish` may read on in the file that it is given.
+    """
+
+    views: list[tuple[int, memoryview]]
+    finish: Callable[[CheckedFile], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """So many bytes of a stored item, from a place in a file on; `land` allocates what they need on their way."""
+
+    file: str
+    offset: int
+    num_bytes: int
+    land: Callable[[], Landing]
+
+
+def read_leaves(
+    store: Store, attempt: str, files: Mapping[str, FileRecord], wanted: Mapping[StatePath, object]
+) -> dict[StatePath, object]:
+    """Read every tensor and plain value by its path; tensors among `wanted`, and held pieces, are filled in place.
+
+    A wanted leaf in pieces is returned as it is; what is not wanted comes as a whole. Raises ConfigError, before
+    anything is changed, if a wanted leaf is not in the files or is of another kind there; CommitError if the bytes do
+    not match their checksums.
+    """
+    metadata = _read_metadata(store, attempt, files)
+    paths: dict[str, StatePath] = {name: tuple(path) for name, path in metadata.planner_data.items()}
+    problems = list(_mismatches(metadata, paths, wanted))
+    if problems:
+        raise ConfigError(*problems)
+    found = {name: wanted.get(paths[name]) for name in metadata.state_dict_metadata}
+    pieces = {name: leaf for name, leaf in found.items() if isinstance(leaf, Pieces)}
+    leaves = {
+        name: _destination(stored, found[name])
+        for name, stored in metadata.state_dict_metadata.items()
+        if name not in pieces
+    }
+    planner = _PlainLoadPlanner(flatten_state_dict=False)
+    planner.set_up_planner(leaves, metadata, is_coordinator=True)
+    items = [*_wanted_wholes(metadata, planner), *_wanted_pieces(metadata, pieces)]
+    try:
+        _read_items(store, attempt, files, items)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        raise CommitError(f"{store.url}/{attempt}: cannot be read: {error}") from error
+    return {paths[name]: pieces.get(name, planner.state_dict.get(name)) for name in metadata.state_dict_metadata}
+
+
+class _PlainLoadPlanner(DefaultLoadPlanner):
+    """Read plain values without running what a pickle says."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+def _read_metadata(store: Store, attempt: str, files: Mapping[str, FileRecord]) -> Metadata:
+    """Unpickle the metadata, once its digest has cleared it."""
+    key = f"{attempt}/{METADATA}"
+    content = read(store, key)
+    if not _record_of(store, key, files).is_digest_of(content):
+        raise CommitError(f"{store.url}/{key} does not match its digest")
+    metadata = pickle.loads(content)
+    assert isinstance(metadata, Metadata), "what we have written"
+    return metadata
+
+
+def _record_of(store: Store, key: str, files: Mapping[str, FileRecord]) -> FileRecord:
+    record = files.get(key.rsplit("/", 1)[1])
+    if record is None:
+        raise CommitError(f"{store.url}/{key} is not in the commit's record")
+    return record
+
+
+def _read_items(store: Store, attempt: str, files: Mapping[str, FileRecord], items: Sequence[Wanted]) -> None:
+    """Read items, every file from its beginning to its end, by a few readers."""
+
+    def read_run(run: Sequence[Wanted]) -> None:
+        key = f"{attempt}/{run[0].file}"
+        with open_checked(store, key, _record_of(store, key, files)) as file:
+            landings = [item.land() for item in run]
+            _fill(file, [view for landing in landings for view in landing.views])
+            for landing in landings:  # nothing is used before all is checked
+                landing.finish(file)
+
+    with ThreadPoolExecutor(_NUM_READERS, "reading") as readers:
+        for _ in readers.map(read_run, _runs(items)):
+            pass
+
+
+def _runs(items: Sequence[Wanted]) -> Iterator[list[Wanted]]:
+    """Cut items, in the order of their places, into runs of some megabytes of a file."""
+    run: list[Wanted] = []
+    num_bytes = 0
+    for item in sorted(items, key=lambda item: (item.file, item.offset)):
+        if run and (num_bytes >= _RUN_BYTES or item.file != run[0].file):
+            yield run
+            run, num_bytes = [], 0
+        run.append(item)
+        num_bytes += item.num_bytes
+    if run:
+        yield run
+
+
+def _fill(file: CheckedFile, views: Sequence[tuple[int, memoryview]]) -> None:
+    """Fill views with the bytes from their places on; a block that several of them touch is read once."""
+    spare = memoryview(bytearray())
+    stretch: list[memoryview] = []
+    start = end = 0
+    for offset, view in views:
+        if stretch and offset > end + -end % BLOCK_BYTES:
+            file.fill(start, stretch)
+            stretch = []
+        if not stretch:
+            start = end = offset
+        if offset > end:
+            spare = spare or memoryview(bytearray(BLOCK_BYTES))
+            stretch.append(spare[: offset - end])
+        stretch.append(view)
+        end = offset + len(view)
+    if stretch:
+        file.fill(start, stretch)
+
+
+def _wanted_wholes(metadata: Metadata, planner: DefaultLoadPlanner) -> Iterator[Wanted]:
+    """Yield the items that the planner asks for: plain values, and tensors that are wanted as a whole."""
+    for item in planner.finish_plan(planner.create_local_plan()).items:
+        info = metadata.storage_data[item.storage_index]
+        yield Wanted(info.relative_path, info.offset, info.length, partial(_land_whole, info, item, planner))
+
+
+def _land_whole(info: _StorageInfo, item: ReadItem, planner: DefaultLoadPlanner) -> Landing:
+    """Land an item as a whole: a tensor in its own memory if it is complete, contiguous, and on the CPU."""
+    if item.type == LoadItemType.BYTE_IO:
+        return _land_all(info, lambda content: planner.load_bytes(item, io.BytesIO(content)))
+    target = planner.resolve_tensor(item).detach()
+    frame = frame_of(target.dtype, item.lengths)
+    if frame.num_bytes != info.length:
+        return _land_all(info, lambda content: _unpickle(content, item, target))
+    is_direct = target.is_cpu and target.is_contiguous()
+    landing = target if is_direct else torch.empty(target.shape, dtype=target.dtype)
+    head, tail = memoryview(bytearray(frame.head)), memoryview(bytearray(frame.tail))
+    content = bytes_of(landing)
+
+    def finish(_: CheckedFile) -> None:
+        if head != frame.head:
+            _unpickle(b"".join([head, content, tail]), item, target)
+        elif not is_direct:
+            target.copy_(landing)
+
+    body = info.offset + len(head)
+    return Landing([(info.offset, head), (body, content), (body + len(content), tail)], finish)
+
+
+def _land_all(info: _StorageInfo, use: Callable[[bytes], None]) -> Landing:
+    """Land all bytes of an item apart from where they are used."""
+    content = memoryview(bytearray(info.length))
+    return Landing([(info.offset, content)], lambda _: use(bytes(content)))
+
+
+def _unpickle(content: bytes, item: ReadItem, target: Tensor) -> None:
+    """Fill a tensor, by way of torch, from the bytes of one that is larger or framed in another way."""
+    stored = torch.load(io.BytesIO(content), weights_only=True)
+    for axis, (lo, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        stored = stored.narrow(axis, lo, length)
+    target.copy_(stored)
+
+
+class _Box(NamedTuple):
+    """A stored box: where it is, its shape, and the run of the tensor's elements that it is."""
+
+    info: _StorageInfo
+    sizes: torch.Size
+    span: Span
+
+
+def _wanted_pieces(metadata: Metadata, pieces: Mapping[str, Pieces]) -> Iterator[Wanted]:
+    """Yield what the held spans of tensors in pieces need of every stored box."""
+    for name, leaf in pieces.items():
+        stored = metadata.state_dict_metadata[name]
+        assert isinstance(stored, TensorStorageMetadata), "it is of the wanted kind"
+        for number, chunk in enumerate(stored.chunks):
+            span = span_of(stored.size, chunk.offsets, chunk.sizes)
+            if needed := list(leaf.overlapping(span)):
+                info = metadata.storage_data[MetadataIndex(name, chunk.offsets, number)]
+                num_bytes = sum(hi - lo for lo, hi in needed) * leaf.dtype.itemsize
+                land = partial(_land_pieces, leaf, _Box(info, chunk.sizes, span), needed)
+                yield Wanted(info.relative_path, info.offset, num_bytes, land)
+
+
+def _land_pieces(leaf: Pieces, box: _Box, needed: Sequence[Span]) -> Landing:
+    """Land spans of a stored box in their own memory, by way of other memory of their size if that is on a device.
+
+    The box's head comes with them, to see that its elements are where they are expected: if not, all of it is read.
+    """
+    frame, start = frame_of(leaf.dtype, box.sizes), box.span[0]
+    targets = [leaf.memory(span).detach() for span in needed]
+
+    def use(content: bytes) -> None:
+        stored = torch.load(io.BytesIO(content), weights_only=True).reshape(-1)
+        for (lo, hi), target in zip(needed, targets, strict=True):
+            target.copy_(stored[lo - start : hi - start])
+
+    if frame.num_bytes != box.info.length:
+        return _land_all(box.info, use)
+    head = memoryview(bytearray(frame.head))
+    landings = [target if target.is_cpu else torch.empty_like(target, device="cpu") for target in targets]
+
+    def finish(file: CheckedFile) -> None:
+        if head != frame.head:
+            content = memoryview(bytearray(box.info.length))
+            file.fill(box.info.offset, [content])
+            use(bytes(content))
+            return
+        for target, landing in zip(targets, landings, strict=True):
+            if landing is not target:
+                target.copy_(landing)
+
+    body = box.info.offset + len(head)
+    views = [
+        (body + (lo - start) * leaf.dtype.itemsize, bytes_of(landing))
+        for (lo, _), landing in zip(needed, landings, strict=True)
+    ]
+    return Landing([(box.info.offset, head), *views], finish)
+
+
+def _mismatches(
+    metadata: Metadata, paths: Mapping[str, StatePath], wanted: Mapping[StatePath, object]
+) -> Iterator[str]:
+    """Describe every wanted leaf that the files lack, or whose kind there is another: copying would convert it."""
+    names = {path: name for name, path in paths.items()}
+    for path, leaf in wanted.items():
+        shown = ".".join(str(part) for part in path)
+        stored = metadata.state_dict_metadata.get(names.get(path, ""))
+        here, there = _kind_of(leaf), "nothing" if stored is None else _kind_of(stored)
+        if here != there:
+            yield f"state '{shown}' is {here}, the commit holds {there}; was the model or the optimizer changed?"
+
+
+def _kind_of(leaf: object) -> str:
+    if isinstance(leaf, Tensor | Pieces):
+        return f"{tuple(leaf.shape)} {leaf.dtype}"
+    if isinstance(leaf, TensorStorageMetadata):
+        return f"{tuple(leaf.size)} {leaf.properties.dtype}"
+    return "a plain value"
+
+
+def _destination(stored: object, target: object) -> Tensor | None:
+    """Return the tensor to read into, the wanted one if there is one; None for a plain value."""
+    if not isinstance(stored, TensorStorageMetadata):
+        return None
+    return target.detach() if isinstance(target, Tensor) else torch.empty(stored.size, dtype=stored.properties.dtype)
