@@ -49,6 +49,10 @@ class Transfer(NamedTuple):
 class StateShards(Protocol):
     """The pieces of weights, optimizer, scheduler and scaler that a rank holds."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank alone holds the whole state."""
+
     def held(self) -> State:
         """Return this rank's pieces as a nested dict, parameters by their full names; its tensors are the live ones."""
 
@@ -90,6 +94,9 @@ class StateShards(Protocol):
     def assign(self, writers: Sequence[int]) -> None:
         """Note which ranks write commits, in the order of their places."""
 
+    def assign_alone(self) -> None:
+        """Note that this rank alone writes a commit, without a world; it must hold the whole state."""
+
 
 def check_same_norm(gathered: Tensor) -> None:
     """Raise WeightsDifferError unless all ranks have measured one norm; one that is not a number equals any other."""
@@ -120,6 +127,10 @@ class ReplicatedState:
     scaler: GradScaler
     _named: tuple[tuple[object, ...], Mapping[str, object], dict[str, Any]] | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        return True
+
     def weights(self) -> Mapping[str, Tensor]:
         return self.model.state_dict()
 
@@ -142,6 +153,9 @@ class ReplicatedState:
 
     def assign(self, writers: Sequence[int]) -> None:
         """Any rank can write anything."""
+
+    def assign_alone(self) -> None:
+        """As above."""
 
     def clip(self, limit: float, norm: Tensor) -> None:
         if (factor := clip_factor(float(norm), limit)) != 1.0:

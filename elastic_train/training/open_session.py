@@ -211,20 +211,26 @@ def _prune(store: Store, retention: Retention, newest: CommitRecord) -> None:
 
 def commit_alone(
     plan: Plan, state: AppliedState, memory: SaveMemory, published: str | None = None, run_id: str = ""
-) -> None:
+) -> bool:
     """Commit a state that is further than the newest commit, without a world, under a term of its own.
+
+    Returns False, having done nothing, where this process holds a share of the state alone: its peers hold the others.
 
     `published` is the commit that etcd named as head when this process last heard of it; a state that parted from it
     before is not committed.
 
     Raises StorageError if the storage hangs; a commit that it makes later all the same is a good one.
     """
+    if not state.shards.is_whole:
+        return False
+    state.shards.assign_alone()
     tensors = state.shards.held()
     num_bytes = memory.planner.plan(tensors, leaves_by_path(tensors), num_writers=1).parts[0].num_bytes
     call_abandonable(
         lambda on_progress: _commit_alone(plan, state, published, run_id, on_progress),
         memory.timeout.limit_s(num_bytes),
     )
+    return True
 
 
 def _commit_alone(

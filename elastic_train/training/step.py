@@ -87,9 +87,9 @@ def meet(session: Session, measured: Tensor) -> tuple[Tensor | None, PeerLostErr
 
     No rank applies a step before it knows that all others can. So what a lost rank had applied, the others apply, too:
     where a peer is lost here, its error is returned beside the norm, and this rank leaves the world after it has
-    applied the step. Where only peers know the rest of the norm it is None: the next world decides (`world.reseating`).
-    Raises PeerLostError in restart mode, whose next world begins with a commit, and WeightsDifferError if ranks that
-    should have measured the same have not.
+    applied the step. Where only peers know the rest of the norm it is None: the next world decides
+    (`world.sharded.reseating`). Raises PeerLostError in restart mode, whose next world begins with a commit, and
+    WeightsDifferError if ranks that should have measured the same have not.
     """
     shards = session.state.shards
     try:

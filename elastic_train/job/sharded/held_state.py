@@ -23,11 +23,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.core.arrays import Int64s
-from elastic_train.errors import ConfigError, WeightsDifferError
+from elastic_train.errors import WeightsDifferError
 from elastic_train.job.parameter_groups import set_rates
 from elastic_train.job.sharded.elementwise import moments_of
 from elastic_train.job.sharded.flat_model import FlatModel
-from elastic_train.job.sharded.held_tree import HeldRun, moment_pieces
+from elastic_train.job.sharded.held_tree import HeldRun, Spare, count_of, moment_pieces, names_of
 from elastic_train.job.sharded.shared_scaler import SharedScaler
 from elastic_train.job.state_shards import stillness_of
 from elastic_train.parallel.gradient_sum import GradientSum
@@ -59,10 +59,11 @@ class HeldState:
         self.flat = FlatModel(model, layout)
         self.seating: Seating | None = None
         self.runs: list[HeldRun] = []
-        self.writers: Sequence[int] = (0,)
+        self.spare = Spare()
+        self.writers: Sequence[int] = ()
         self.trained_in = 0
         """The last world in which this rank trained, by its term."""
-        self._names, self._kinds = _names_of(model, optimizer), moments_of(optimizer)
+        self._names, self._kinds = names_of(model, optimizer), moments_of(optimizer)
         self._views: list[Tensor] = []
         for group in optimizer.param_groups:  # the optimizer never sees the model's own parameters
             group["params"] = []
@@ -73,20 +74,40 @@ class HeldState:
         """This rank's seat; None before its first world."""
         return None if self.seating is None else self.seating.seat
 
+    @property
+    def is_whole(self) -> bool:
+        return self.seating is not None and self.seating.held.size == self.layout.num_grains
+
+    @property
+    def holds_nothing(self) -> bool:
+        return self.seating is not None and not self.seating.seat.arcs
+
+    def assign_alone(self) -> None:
+        self.writers = (self._seated().rank,)
+
     def seating_of(self, seats: Sequence[Seat], rank: int) -> Seating:
         return Seating(self.layout, self.circle, seats, rank)
 
     def room_for(self, seating: Seating) -> list[HeldRun]:
         """Return the runs of this rank's seat, the moments as they are before the first step."""
-        return [HeldRun(run, self._new_moments(run)) for run in runs_of(self.layout, seating.trained[seating.rank])]
+        return [HeldRun(run, self.new_moments(run)) for run in runs_of(self.layout, seating.trained[seating.rank])]
 
-    def sit(self, seating: Seating, runs: Sequence[HeldRun], num_updates: Sequence[float] | None = None) -> None:
+    def sit(
+        self,
+        seating: Seating,
+        runs: Sequence[HeldRun],
+        num_updates: Sequence[float] | None = None,
+        spare: Spare | None = None,
+    ) -> None:
         """Take a seat whose weights are in place and whose moments `runs` have.
 
-        `num_updates` is how many updates each parameter group has had; as many as so far if it is not given.
+        `num_updates` is how many updates each parameter group has had; as many as so far if it is not given. `spare` is
+        what is held beside the seat, for peers that may not have got it.
         """
         counts = self.num_updates() if num_updates is None else list(num_updates)
+        self.spare = spare or Spare()
         self.seating, self.runs = seating, list(runs)
+        self.writers = range(len(seating.seats))  # until it is known which of them can
         self.optimizer.state.clear()
         for number, group in enumerate(self.optimizer.param_groups):
             mine = [one for one in self.runs if self.layout.flats[one.run.flat].group == number]
@@ -196,7 +217,7 @@ class HeldState:
         tree: State = {"model": held["model"], "optimizer": {"state": moments}, "scheduler": {}, "scaler": {}}
         fill(tree)
         self._take_settings(tree["optimizer"]["param_groups"], tree, keeps_rates=keeps_rates)  # type: ignore[index]
-        counts = [_count_of([moments[name]["step"] for name in names if name in moments]) for names in self._names]
+        counts = [count_of([moments[name]["step"] for name in names if name in moments]) for names in self._names]
         self.sit(self._seated(), self.runs, counts)
 
     def settings(self) -> State:
@@ -242,7 +263,7 @@ class HeldState:
         assert self.seating is not None, "no seat has been taken"
         return self.seating
 
-    def _new_moments(self, run: Run) -> dict[str, Tensor]:
+    def new_moments(self, run: Run) -> dict[str, Tensor]:
         return {name: torch.zeros_like(self.flat.weights_at(run)) for name in self._kinds}
 
     def _parameter(self, one: HeldRun, num_updates: float) -> nn.Parameter:
@@ -256,26 +277,9 @@ class HeldState:
         """Return what stands for a parameter group of which nothing is held, so that its updates are counted."""
         flat = next(place for place, flat in enumerate(self.layout.flats) if flat.group == number)
         run = Run(flat, 0, 0)
-        return self._parameter(HeldRun(run, self._new_moments(run)), num_updates)
+        return self._parameter(HeldRun(run, self.new_moments(run)), num_updates)
 
     def _gradient_of(self, grain: int) -> Tensor:
         start = int(self.layout.start[grain])
         length = int(self.layout.hi[grain] - self.layout.lo[grain])
         return self.flat.gradients_at(Run(int(self.layout.flat_of[grain]), start, start + length))
-
-
-def _names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Return the names of each parameter group's parameters, as torch's state dicts have them."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-
-
-def _count_of(steps: Sequence[object]) -> float:
-    """Return how many updates the parameters of one group have had."""
-    counts = {float(step) for step in steps}  # type: ignore[arg-type]
-    if len(counts) > 1:
-        raise ConfigError(
-            f"the commit's parameters have had {sorted(counts)} updates within one parameter group, because some were "
-            "not trained before: continue once with parallel.shards: none, and commit"
-        )
-    return counts.pop() if counts else 0.0
