@@ -98,10 +98,10 @@ def read_leaves(
 ) -> dict[StatePath, object]:
     contents = list[bytes]()
     for name, record in files.items():
-        content = bytearray(record.size)
+        memory = bytearray(record.size)
         with open_checked(store, f"{attempt}/{name}", record) as file:
-            file.fill(0, [memoryview(content)])
-        contents.append(bytes(content))
+            file.fill(0, [memoryview(memory)])
+        contents.append(bytes(memory))
     if all(map(piece_files.is_piece_file, contents)):
         return piece_files.read_leaves(tuple(contents), wanted)
     leaves: dict[StatePath, object] = {}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from elastic_train.checkpoint.format.layout import AttemptPlan, Leaves, Part, Planner, PlainSlot, Slot, State
+from elastic_train.checkpoint.format.layout import AttemptPlan, Leaves, Part, PlainSlot, Planner, Slot, State
 from elastic_train.checkpoint.format.pieces import Pieces, Span
 from elastic_train.checkpoint.format.state_tree import StatePath, survey
 from elastic_train.checkpoint.format.torch_frame import bytes_of, frame_of
@@ -33,8 +33,10 @@ class PiecePlanner(Planner):
     """Plans such files; every kind of state once, whichever process asks."""
 
     def plan(self, state: State, leaves: Leaves, num_writers: int) -> AttemptPlan:
-        kinds = tuple((path, _kind_of(leaf)) for path, leaf in leaves.items())
-        return _plan(kinds, num_writers, survey(state))
+        made_for = tuple((path, _kind_of(leaf)) for path, leaf in leaves.items()), num_writers
+        if made_for not in _plans:
+            _plans[made_for] = _plan(*made_for, survey(state))
+        return _plans[made_for]
 
     def encode(self, plan: AttemptPlan, leaves: Leaves) -> dict[str, bytes]:
         return {name: json.dumps(leaves[slot.path]).encode() for name, slot in plan.plain.items()}
@@ -51,9 +53,12 @@ def _kind_of(leaf: object) -> _Kind:
     return (leaf.dtype, leaf.shape, None) if isinstance(leaf, Tensor) else None
 
 
-@lru_cache(256)
+_Kinds = tuple[tuple[StatePath, _Kind], ...]
+_plans: dict[tuple[_Kinds, int], AttemptPlan] = {}
+
+
 def _plan(
-    kinds: tuple[tuple[StatePath, _Kind], ...],
+    kinds: _Kinds,
     num_writers: int,
     surveyed: tuple[tuple[StatePath, ...], tuple[StatePath, ...]],
 ) -> AttemptPlan:

@@ -7,27 +7,21 @@ witness's counts, one for every sample. Equal hashes at the end are equal weight
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from chaos.sim.machine.rank_group import SimGroup
-from chaos.sim.modelled.training_data import ModelledFeed
-from elastic_train.checkpoint import Retention
-from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import StatePath
-from elastic_train.config.schema import Config
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.keyed_random import derive, mix64
-from elastic_train.core.order import Cursor, Order
+from elastic_train.core.order import Cursor
 from elastic_train.job.state import Reached, StepFacts
 from elastic_train.parallel.gradient_sum import CanonicalSum
 
@@ -128,6 +122,11 @@ class ModelledState:
 
     def assign(self, writers: Sequence[int]) -> None:
         """Any rank can write anything."""
+
+    is_whole = True
+
+    def assign_alone(self) -> None:
+        """As above."""
 
     def weights(self) -> Mapping[str, object]:
         return self.model.state_dict()
