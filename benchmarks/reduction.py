@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic_train.config.schema import OptimizerConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
-from elastic_train.core.lanes import lane_seed, owned_lanes, parts_of
+from elastic_train.core.lanes import contiguous, lane_seed, owned_lanes, parts_of
 from elastic_train.core.mesh import Mesh
 from elastic_train.core.order import Cursor
 from elastic_train.job.state import StepFacts, build_state
@@ -186,7 +186,7 @@ def _lane_step(
                 loss = _loss(model, batches[lane, state.step % 7])
                 loss.backward()  # type: ignore[no-untyped-call]
             rows[lane] = [float(loss.detach()), float(MICRO_BATCH), MICRO_BATCH, 1, 2, 0]
-        table = gather_tables(group, Mesh(group.rank, group.size), case.num_lanes, rows).lanes
+        table = gather_tables(group, Mesh(group.rank, group.size), contiguous(group.size, case.num_lanes), rows).lanes
         gradients.finish(tree_sum([float(row[1]) for row in table]))
         norm = state.measure()
         group.all_gather(norm)

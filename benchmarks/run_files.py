@@ -45,7 +45,7 @@ def costs(files: BackgroundFiles, folder: Path, *, hangs: bool = False) -> tuple
         while time.perf_counter() < until:
             a = a @ a / 64.0
         started = time.perf_counter()
-        history.step(step=step, epoch=0, lo=step, hi=step + 1, lanes=(0, 8), num_samples=64, world=8, loss=0.25)
+        history.step(step=step, epoch=0, lo=step, hi=step + 1, lanes=range(8), num_samples=64, world=8, loss=0.25)
         metrics.values(step, VALUES, {})
         spent.append(time.perf_counter() - started)
     return spent, time.perf_counter() - began

@@ -130,7 +130,9 @@ class Flips(FailsOnce):
         if self.is_armed and self.num_losses == self.after and os.environ.get("RANK") == self.rank:
             self.marker.touch()
             with torch.no_grad():
-                dict(model.named_parameters())["head.weight"].view(torch.int32)[0, 0] ^= 1
+                dict(model.named_parameters())["head.weight"].view(torch.int32)[0, 0] ^= (
+                    1 << 12
+                )  # so much that no rounding of the next update takes it back
         return TextClassifier.loss(self, model, batch)
 
 

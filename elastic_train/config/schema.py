@@ -200,8 +200,8 @@ class CheckpointConfig(_Section):
 
 
 class ParallelConfig(_Section):
-    shards: Literal["none", "optimizer"] = "none"
-    """none: every rank holds the whole state. optimizer: each holds a share of the optimizer's (ZeRO-1)."""
+    shards: Literal["none", "optimizer", "gradients"] = "none"
+    """What ranks hold shares of: nothing, the optimizer's state (ZeRO-1), or the gradients, too (ZeRO-2)."""
     copies: PositiveInt = 2
     """How many ranks hold each share, on different nodes if there are; once all are lost, the newest commit is read."""
     domain: str | None = None
@@ -253,6 +253,14 @@ class Config(_Section):
     """Seconds that a rank may work without progress before it dumps its stacks and exits; null: learned from its steps.
 
     Warming up, before the first world, may take ten times as long; with null, ten minutes."""
+
+    @model_validator(mode="after")
+    def _shards_have_one_rounding(self) -> Config:
+        if self.parallel.shards != "none" and self.reduction == "fast":
+            raise ValueError(
+                "reduction: fast gives no two worlds the same bits, and parallel.shards needs them: set one back"
+            )
+        return self
 
     @property
     def checkpoint_url(self) -> str:

@@ -53,6 +53,16 @@ def owned_lanes(replica: int, num_replicas: int, num_lanes: int) -> range:
     return range(replica * num_lanes // num_replicas, (replica + 1) * num_lanes // num_replicas)
 
 
+Assignment = tuple[range, ...]
+"""The lanes of every replica, ascending, with a stride where they are dealt; disjoint, and all lanes together."""
+
+
+@lru_cache(64)
+def contiguous(num_replicas: int, num_lanes: int) -> Assignment:
+    """Return the assignment that gives each replica one run of neighbouring lanes."""
+    return tuple(owned_lanes(replica, num_replicas, num_lanes) for replica in range(num_replicas))
+
+
 def root_of(num_lanes: int) -> Part:
     """Return the node above all lanes."""
     return Part((num_lanes - 1).bit_length(), 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
@@ -10,16 +10,19 @@ from torch.optim import Optimizer
 from elastic_train.shards.grains import Layout, Listed, lay_out
 
 
-def layout_of(model: nn.Module, optimizer: Optimizer) -> Layout:
-    """Lay out all parameters, in the model's order; those that need no gradient are in no parameter group."""
-    return lay_out(_listed(model, optimizer))
+def layout_of(model: nn.Module, optimizer: Optimizer, unit_of: Callable[[str], str] = lambda name: "") -> Layout:
+    """Lay out all parameters, in the model's order; those that need no gradient are in no parameter group.
+
+    `unit_of` says which unit a parameter's name is in.
+    """
+    return lay_out(_listed(model, optimizer, unit_of))
 
 
-def _listed(model: nn.Module, optimizer: Optimizer) -> Iterator[Listed]:
+def _listed(model: nn.Module, optimizer: Optimizer, unit_of: Callable[[str], str]) -> Iterator[Listed]:
     groups = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         group = groups.get(id(parameter)) if parameter.requires_grad else None
-        yield Listed(name, tuple(parameter.shape), str(parameter.dtype), group=group, memory=id(parameter))
+        yield Listed(name, tuple(parameter.shape), str(parameter.dtype), unit_of(name), group, id(parameter))
 
 
 def describe_layout(layout: Layout) -> Sequence[str]:

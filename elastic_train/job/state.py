@@ -25,7 +25,8 @@ from elastic_train.job.model_layout import describe_layout, layout_of
 from elastic_train.job.parameter_groups import build_groups, describe_groups
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.sharded.shared_scaler import SharedScaler
-from elastic_train.job.state_shards import ReplicatedState, StateShards
+from elastic_train.job.sharded.units import unit_names, unit_of
+from elastic_train.job.state_shards import Place, ReplicatedState, StateShards
 from elastic_train.shards.grains import Layout
 from elastic_train.tasks.task import ParameterGroup
 
@@ -136,6 +137,10 @@ class AppliedState:
         return self.reached.step
 
     @property
+    def place(self) -> Place:
+        return Place(self.reached.step, self.reached.term)
+
+    @property
     def cursor(self) -> Cursor:
         return self.reached.cursor
 
@@ -210,7 +215,9 @@ def build_state(
         optimizer = torch.optim.AdamW(built, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
     scheduler = LambdaLR(optimizer, lambda step: rate_factor(step, config, total_steps))
     scaler = SharedScaler(device, enabled=is_fp16)
-    layout = layout_of(model, optimizer)
+    is_dealt = parallel is not None and parallel.shards == "gradients"
+    units = unit_names(model) if is_dealt else []
+    layout = layout_of(model, optimizer, lambda name: unit_of(name, units))
     outline = {
         "the parameters": describe_layout(layout),
         "the list of parameter groups": describe_groups(model, optimizer),
@@ -218,7 +225,7 @@ def build_state(
     if parallel is None or parallel.shards == "none":
         shards: StateShards = ReplicatedState(model, optimizer, scheduler, scaler)
     else:
-        shards = HeldState(model, optimizer, scheduler, scaler, layout, parallel.copies)
+        shards = HeldState(model, optimizer, scheduler, scaler, layout, parallel.copies, is_dealt=is_dealt)
     return AppliedState(model, optimizer, scheduler, scaler, config, shards, layout, outline)
 
 

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import StatePath
+from elastic_train.core.lanes import Assignment, contiguous
 from elastic_train.core.majority import name_others
 from elastic_train.errors import WeightsDifferError
 from elastic_train.job.parameter_groups import regroup, set_rates
@@ -49,10 +50,6 @@ class Transfer(NamedTuple):
 class StateShards(Protocol):
     """The pieces of weights, optimizer, scheduler and scaler that a rank holds."""
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether this rank alone holds the whole state."""
-
     def held(self) -> State:
         """Return this rank's pieces as a nested dict, parameters by their full names; its tensors are the live ones."""
 
@@ -60,7 +57,7 @@ class StateShards(Protocol):
         """Return whether `apply` alone changes the tensor at a path of `held`; others a forward pass may change."""
 
     def take(self, fill: Callable[[State], None], *, keeps_rates: bool = False) -> None:
-        """Take over what `held` gave to a commit or a peer, as `fill` reads it back; then bind gradients again.
+        """Take over what `held` gave to a commit or a peer, as `fill` reads it back; gradients stay bound.
 
         With `keeps_rates` learning rate, betas, decay and parameter groups stay those that the state was built with: a
         configuration or a task may have changed since what it takes over was saved.
@@ -68,6 +65,9 @@ class StateShards(Protocol):
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the held weights and buffers by name; ranks that hold the same names must hold the same bits."""
+
+    def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
+        """Return which lanes each replica runs."""
 
     def sum_of(self, replicas: Group, num_lanes: int) -> GradientSum:
         """Bind the gradients, and return the sum over all lanes that leaves a mean where it is held."""
@@ -91,11 +91,11 @@ class StateShards(Protocol):
     def clip(self, limit: float, norm: Tensor) -> None:
         """Scale the reduced gradients, whose norm is `norm`, down to one of `limit` over the whole model."""
 
-    def assign(self, writers: Sequence[int]) -> None:
-        """Note which ranks write commits, in the order of their places."""
+    def assign(self, writers: Sequence[int]) -> Sequence[int]:
+        """Let ranks write commits, in the order of their places; return which ranks do."""
 
-    def assign_alone(self) -> None:
-        """Note that this rank alone writes a commit, without a world; it must hold the whole state."""
+    def stand_alone(self) -> bool:
+        """Say whether this rank holds everything; it is then the only one that writes commits."""
 
 
 def check_same_norm(gathered: Tensor) -> None:
@@ -127,12 +127,11 @@ class ReplicatedState:
     scaler: GradScaler
     _named: tuple[tuple[object, ...], Mapping[str, object], dict[str, Any]] | None = None
 
-    @property
-    def is_whole(self) -> bool:
-        return True
-
     def weights(self) -> Mapping[str, Tensor]:
         return self.model.state_dict()
+
+    def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
+        return contiguous(num_replicas, num_lanes)
 
     def sum_of(self, replicas: Group, num_lanes: int) -> GradientSum:
         return make_gradient_sum("canonical", list(self.model.parameters()), replicas, num_lanes)
@@ -151,11 +150,12 @@ class ReplicatedState:
     def norm_alone(self, measured: Tensor) -> Tensor | None:
         return measured
 
-    def assign(self, writers: Sequence[int]) -> None:
+    def assign(self, writers: Sequence[int]) -> Sequence[int]:
         """Any rank can write anything."""
+        return writers
 
-    def assign_alone(self) -> None:
-        """As above."""
+    def stand_alone(self) -> bool:
+        return True
 
     def clip(self, limit: float, norm: Tensor) -> None:
         if (factor := clip_factor(float(norm), limit)) != 1.0:
@@ -195,6 +195,7 @@ class ReplicatedState:
     def take(self, fill: Callable[[State], None], *, keeps_rates: bool = False) -> None:
         own = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
         bases = [float(base) for base in self.scheduler.base_lrs]
+        gradients = [parameter.grad for parameter in self.model.parameters()]
         for parameter in self.model.parameters():
             parameter.grad = None  # torch does not prepare an optimizer's state while there are gradients
         tensors: State = {"model": get_model_state_dict(self.model), "optimizer": {}, "scheduler": {}, "scaler": {}}
@@ -207,6 +208,8 @@ class ReplicatedState:
             self.scaler.load_state_dict(tensors["scaler"])  # type: ignore[arg-type]
         if keeps_rates:
             set_rates(self.optimizer, self.scheduler, own, bases)
+        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
         self._named = None
 
 

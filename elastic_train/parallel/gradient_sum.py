@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.core.lanes import (
+    Assignment,
     Part,
-    owned_lanes,
+    contiguous,
     parts_of,
     settle,
 )
@@ -35,20 +36,26 @@ class GradientSum(Protocol):
     def lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
         """Return the context in which one lane's backward pass runs; lanes come in ascending order."""
 
+    def serve(self) -> None:
+        """Take part in what other ranks' lanes need; after this rank's own, and before it waits for anything else."""
+
     def finish(self, divisor: float) -> None:
-        """Leave (sum over all lanes) / divisor in every parameter's `.grad`."""
+        """Leave (sum over all lanes) / divisor in every parameter's `.grad`, or where it is held."""
 
 
 def make_gradient_sum(
     kind: Reduction, parameters: Sequence[nn.Parameter], replicas: Group, num_lanes: int
 ) -> GradientSum:
     """Bind the parameters' gradients to buffers and return the sum that the configuration asks for."""
-    return make_sum(kind, bind_gradients(parameters), replicas, num_lanes)
+    return make_sum(kind, bind_gradients(parameters), replicas, contiguous(replicas.size, num_lanes))
 
 
-def make_sum(kind: Reduction, flats: list[Tensor], replicas: Group, num_lanes: int) -> GradientSum:
-    """Return the sum of whatever lanes add to flat tensors; `replicas` has one rank of every replica, by replica."""
-    return CanonicalSum(flats, replicas, num_lanes) if kind == "canonical" else FastSum(flats, replicas)
+def make_sum(kind: Reduction, flats: list[Tensor], replicas: Group, assigned: Assignment) -> GradientSum:
+    """Return the sum of whatever lanes add to flat tensors; `replicas` has one rank of every replica, by replica.
+
+    `assigned` are the replicas' lanes.
+    """
+    return CanonicalSum(flats, replicas, assigned) if kind == "canonical" else FastSum(flats, replicas)
 
 
 def bind_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -74,13 +81,11 @@ class LaneTree:
     The flat buffers hold the open subtree's sum, in which the running lane's backward pass adds.
     """
 
-    def __init__(self, flats: list[Tensor], replica: int, num_replicas: int, num_lanes: int) -> None:
-        self._flats, self._num_lanes = flats, num_lanes
-        self.layout = [
-            parts_of(owned_lanes(other, num_replicas, num_lanes), num_lanes) for other in range(num_replicas)
-        ]
+    def __init__(self, flats: list[Tensor], replica: int, assigned: Assignment) -> None:
+        self._flats, self._num_lanes = flats, sum(map(len, assigned))
+        self.layout = [parts_of(lanes, self._num_lanes) for lanes in assigned]
         """The subtrees of every replica."""
-        self._mine, self._lanes = self.layout[replica], owned_lanes(replica, num_replicas, num_lanes)
+        self._mine, self._lanes = self.layout[replica], assigned[replica]
         self._open: Part | None = None  # the subtree whose sum the flat buffers hold
         self._stack: list[tuple[Part, list[Tensor]]] = []
         self._free: list[list[Tensor]] = []
@@ -136,9 +141,9 @@ class LaneTree:
 class CanonicalSum:
     """The sum along the tree, whole on every rank."""
 
-    def __init__(self, flats: list[Tensor], replicas: Group, num_lanes: int) -> None:
-        self._flats, self._replicas, self._num_lanes = flats, replicas, num_lanes
-        self._tree = LaneTree(flats, replicas.rank, replicas.size, num_lanes)
+    def __init__(self, flats: list[Tensor], replicas: Group, assigned: Assignment) -> None:
+        self._flats, self._replicas, self._num_lanes = flats, replicas, sum(map(len, assigned))
+        self._tree = LaneTree(flats, replicas.rank, assigned)
         self._scratch = Scratch()
 
     def begin(self, lanes: range) -> None:
@@ -146,6 +151,9 @@ class CanonicalSum:
 
     def lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
         return self._tree.lane(lane)
+
+    def serve(self) -> None:
+        """Lanes need nobody else."""
 
     def finish(self, divisor: float) -> None:
         mine = self._tree.sums()
@@ -168,6 +176,9 @@ class FastSum:
 
     def lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def serve(self) -> None:
+        """Lanes need nobody else."""
 
     def finish(self, divisor: float) -> None:
         for flat in self._flats:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from elastic_train.core.lanes import Part, merge_plan
+from elastic_train.core.lanes import Part, contiguous, merge_plan
 from elastic_train.parallel.exchange import Scratch
 from elastic_train.parallel.gradient_sum import LaneTree
 from elastic_train.parallel.group import Group
@@ -36,7 +36,7 @@ class OwnedSum:
 
     def __init__(self, flats: list[Tensor], replicas: Group, num_lanes: int, shares: Shares) -> None:
         self._flats, self._replicas, self._num_lanes, self._shares = flats, replicas, num_lanes, shares
-        self._tree = LaneTree(flats, replicas.rank, replicas.size, num_lanes)
+        self._tree = LaneTree(flats, replicas.rank, contiguous(replicas.size, num_lanes))
         self._scratch = Scratch()
         # Every rank begins with its right neighbour, so that no receiver is flooded by all at once.
         self._others = [(replicas.rank + distance) % replicas.size for distance in range(1, replicas.size)]
@@ -46,6 +46,9 @@ class OwnedSum:
 
     def lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
         return self._tree.lane(lane)
+
+    def serve(self) -> None:
+        """Lanes need nobody else."""
 
     def finish(self, divisor: float) -> None:
         mine, rank = self._tree.sums(), self._replicas.rank

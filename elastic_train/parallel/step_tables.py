@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from elastic_train.core.lanes import lane_additions, owned_lanes
+from elastic_train.core.lanes import Assignment, lane_additions
 from elastic_train.core.mesh import Mesh
 from elastic_train.parallel.group import Group
 
@@ -32,27 +32,29 @@ class StepTables(NamedTuple):
     ranks: list[Row]
 
 
-def gather_tables(group: Group, mesh: Mesh, num_lanes: int, lanes: Mapping[int, Row], rank: Row = ()) -> StepTables:
+def gather_tables(
+    group: Group, mesh: Mesh, assigned: Assignment, lanes: Mapping[int, Row], rank: Row = ()
+) -> StepTables:
     """Return all lanes' and all ranks' rows, from the rows of this rank's lanes and its own, in one collective.
 
-    `group` is the whole world. Lanes' rows have one length, ranks' rows another, both below 64. A float travels as its
-    bits, an integer modulo 2^64 as it is; each row's first word says which is which, so that one rank's 0 and another's
-    0.0 cannot be taken for each other.
+    `group` is the whole world, `assigned` are its replicas' lanes. Lanes' rows have one length, ranks' rows another,
+    both below 64. A float travels as its bits, an integer modulo 2^64 as it is; each row's first word says which is
+    which, so that one rank's 0 and another's 0.0 cannot be taken for each other.
     """
     own = _packed(rank)
     rows = [_packed(row) for _, row in sorted(lanes.items())]
-    missing = -(-num_lanes // mesh.num_replicas) - len(rows)
+    missing = max(map(len, assigned)) - len(rows)
     words = bytearray(b"".join([own, *rows, bytes(missing * len(rows[0]))]))
     gathered = group.all_gather(torch.frombuffer(words, dtype=torch.int64))
-    return _read_tables(gathered, mesh, num_lanes, len(own) // WORD_BYTES)
+    return _read_tables(gathered, mesh, assigned, len(own) // WORD_BYTES)
 
 
-def _read_tables(gathered: Tensor, mesh: Mesh, num_lanes: int, rank_words: int) -> StepTables:
+def _read_tables(gathered: Tensor, mesh: Mesh, assigned: Assignment, rank_words: int) -> StepTables:
     """Return the rows that were gathered: of each rank its own one first, then those of its replica's lanes."""
     words = gathered.cpu().numpy()
-    most = -(-num_lanes // mesh.num_replicas)
+    most = max(map(len, assigned))
     lanes = words[:, rank_words:].reshape(mesh.size * most, -1)
-    return StepTables(_rows(lanes[_places(mesh.num_replicas, mesh.cell.size, num_lanes)]), _rows(words[:, :rank_words]))
+    return StepTables(_rows(lanes[_places(assigned, mesh.cell.size)]), _rows(words[:, :rank_words]))
 
 
 def _rows(words: npt.NDArray[np.int64]) -> list[Row]:
@@ -69,13 +71,13 @@ def _rows(words: npt.NDArray[np.int64]) -> list[Row]:
 
 
 @lru_cache(64)
-def _places(num_replicas: int, cell_size: int, num_lanes: int) -> npt.NDArray[np.int64]:
+def _places(assigned: Assignment, cell_size: int) -> npt.NDArray[np.int64]:
     """Return where every lane's row is among the gathered ones, of which each rank has as many as the largest."""
-    most = -(-num_lanes // num_replicas)
-    owned = (owned_lanes(replica, num_replicas, num_lanes) for replica in range(num_replicas))
-    return np.array(
-        [replica * cell_size * most + place for replica, lanes in enumerate(owned) for place in range(len(lanes))]
-    )
+    most = max(map(len, assigned))
+    places = np.empty(sum(map(len, assigned)), dtype=np.int64)
+    for replica, lanes in enumerate(assigned):
+        places[lanes.start : lanes.stop : lanes.step] = replica * cell_size * most + np.arange(len(lanes))
+    return places
 
 
 def tree_sum(values: Sequence[float]) -> float:

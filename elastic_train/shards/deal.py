@@ -34,6 +34,12 @@ def deal_lanes(seat: Seat, num_ranks: int, num_lanes: int) -> list[range]:
     return [lanes[lo : lo + seat.size] for lo in range(0, len(lanes), seat.size)]
 
 
+def lanes_of(seat: Seat, num_ranks: int, num_lanes: int) -> range:
+    """Return the lanes that a seat's rank computes, one in each turn of its group until they are dealt out."""
+    lanes = group_lanes(seat, num_ranks, num_lanes)
+    return lanes[seat.slot :: seat.size]
+
+
 class Counter(Generic[T]):
     """The sums of whole subtrees of one holder's share, as a binary counter; `add` may change its first argument."""
 

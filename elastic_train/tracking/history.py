@@ -92,7 +92,7 @@ class History:
         epoch: int,
         lo: int,
         hi: int,
-        lanes: tuple[int, int],
+        lanes: range,
         num_samples: int,
         num_left_out: int = 0,
         world: int,
@@ -104,7 +104,8 @@ class History:
         `num_left_out` of these samples are in holes and were not read. `standing` says what this
         rank knew of the others.
         """
-        where = {"epoch": epoch, "lo": lo, "hi": hi, "lanes": lanes}
+        which = (lanes.start, lanes.stop, lanes.step)[: 2 if lanes.step == 1 else 3]
+        where = {"epoch": epoch, "lo": lo, "hi": hi, "lanes": which}
         counts = {"num_samples": num_samples, **({"num_left_out": num_left_out} if num_left_out else {})}
         known = {} if standing == "settled" else {standing: True}
         self._write("step", step=step, **where, **counts, world=world, loss=loss, **known)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from elastic_train.core.lanes import contiguous
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import ConfigError
 from elastic_train.parallel.group import Group
@@ -52,7 +53,8 @@ def evaluate(
                     metric.update(loss.predictions, loss.targets)
     finally:
         model.train(was_training)
-    table = gather_tables(world.group, world.mesh, num_lanes, sums).lanes
+    assigned = contiguous(world.mesh.num_replicas, num_lanes)
+    table = gather_tables(world.group, world.mesh, assigned, sums).lanes
     total, weight, samples = (tree_sum([row[place] for row in table]) for place in range(3))
     own = dict(zip(OWN_VALUES, (total / (weight or 1.0), samples), strict=True))
     return {**own, **_merge(metrics, world.replicas)}

@@ -33,10 +33,11 @@ from elastic_train.checkpoint.saving.abandonment import call_abandonable
 from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.config.schema import Config
 from elastic_train.core.accounting import Hole
-from elastic_train.core.lanes import owned_lanes
+from elastic_train.core.lanes import Assignment, owned_lanes
 from elastic_train.errors import StorageError
 from elastic_train.job.commit_facts import describe_commit
 from elastic_train.job.plan import Plan
+from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState
 from elastic_train.job.trial import find_deadly
 from elastic_train.parallel.buffer_mean import BufferMean
@@ -86,10 +87,11 @@ def _open_in(process: Process, world: World) -> Session:
     plan, state = process.plan, process.state
     check_alike(world.group, plan, state.outline, state.shards.weights())
     differing = differing_kernels(world.group, plan.device)
-    check_can_be_sharded(plan, differing)
+    check_can_be_sharded(world.group, plan, differing)
     head = restore(plan, world, state)
     stuck = check_progress(world, plan)
     kind = _pick_reduction(plan, world, differing)
+    assigned = state.shards.assigned(world.mesh.num_replicas, plan.num_lanes)
     gradients = sum_of_gradients(state, kind, world.replicas, plan.num_lanes)
     saves = open_saves(process, world, head)
     tracker = start_tracker(process, world, head)
@@ -99,8 +101,8 @@ def _open_in(process: Process, world: World) -> Session:
         world=world,
         state=state,
         gradients=gradients,
-        buffers=open_buffers(plan, world, state, kind),
-        lanes=owned_lanes(world.mesh.replica, world.mesh.num_replicas, plan.num_lanes),
+        buffers=open_buffers(plan, world, state, kind, assigned),
+        assigned=assigned,
         leave=process.leave,
         worlds=process.worlds,
         watchdog=process.watchdog,
@@ -115,8 +117,21 @@ def _open_in(process: Process, world: World) -> Session:
         f"term {world.term}: {counted(world.group.size, 'rank')}, {counted(plan.num_lanes, 'lane')}, "
         f"{counted(plan.total_steps, 'step')}, {plan.device}"
     )
+    if isinstance(state.shards, HeldState):
+        world.announce(_redundancy_of(state.shards))
     _warn_of_file_system(process, world)
     return session
+
+
+def _redundancy_of(shards: HeldState) -> str:
+    """Say what a fault will cost, by how many ranks hold each share of the state."""
+    num = shards.num_copies
+    if num == 1:
+        return (
+            "the optimizer's state is held once: a rank that is lost takes its share along, and the job goes on from "
+            "the newest commit (parallel.copies, and the number of ranks, decide)"
+        )
+    return f"the optimizer's state is held {num} times: a fault that leaves one of the holders costs no applied step"
 
 
 def _warn_of_file_system(process: Process, world: World) -> None:
@@ -151,11 +166,11 @@ def _holes(process: Process, world: World, stuck: Stagnation) -> tuple[Hole, ...
     return quarantine_deadly(world, plan, step, deadly, holes)
 
 
-def open_buffers(plan: Plan, world: World, state: AppliedState, kind: Reduction) -> BufferMean:
+def open_buffers(plan: Plan, world: World, state: AppliedState, kind: Reduction, assigned: Assignment) -> BufferMean:
     """Return the buffers that forward passes may change; the task says which of the integer ones count."""
     summed = plan.task.summed_buffers() if isinstance(plan.task, Counting) else ()
     replicas = world.replicas
-    return BufferMean(state.model, summed, replicas, lambda flats: make_sum(kind, flats, replicas, plan.num_lanes))
+    return BufferMean(state.model, summed, replicas, lambda flats: make_sum(kind, flats, replicas, assigned))
 
 
 def _pick_reduction(plan: Plan, world: World, differing: list[str]) -> Reduction:
@@ -190,9 +205,9 @@ def open_cadence(process: Process, world: World, head: CommitRecord | None) -> C
 def open_saves(process: Process, world: World, head: CommitRecord | None) -> Saves:
     """Open this rank's saves; every rank that can write does its part, rank 0 always."""
     seen = world.group.all_gather(torch.tensor(int(world.writes))).tolist()
-    writers = [0, *(rank for rank in range(1, world.group.size) if seen[rank])]
+    can = [0, *(rank for rank in range(1, world.group.size) if seen[rank])]
+    writers = process.state.shards.assign(can)
     place = writers.index(world.group.rank) if world.group.rank in writers else None
-    process.state.shards.assign(writers)
     retention = process.plan.retention
     store = world.save_store
     return Saves(
@@ -214,16 +229,13 @@ def commit_alone(
 ) -> bool:
     """Commit a state that is further than the newest commit, without a world, under a term of its own.
 
-    Returns False, having done nothing, where this process holds a share of the state alone: its peers hold the others.
-
     `published` is the commit that etcd named as head when this process last heard of it; a state that parted from it
-    before is not committed.
+    before is not committed. Returns False if this rank does not hold all of the state, and so cannot commit it.
 
     Raises StorageError if the storage hangs; a commit that it makes later all the same is a good one.
     """
-    if not state.shards.is_whole:
+    if not state.shards.stand_alone():
         return False
-    state.shards.assign_alone()
     tensors = state.shards.held()
     num_bytes = memory.planner.plan(tensors, leaves_by_path(tensors), num_writers=1).parts[0].num_bytes
     call_abandonable(

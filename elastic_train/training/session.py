@@ -13,6 +13,7 @@ from torch import Tensor
 from elastic_train.checkpoint import SaveMemory
 from elastic_train.checkpoint.saving.store_use import StoreUse
 from elastic_train.core.accounting import Hole
+from elastic_train.core.lanes import Assignment, contiguous
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import ConfigError, DataError, StorageError
 from elastic_train.job.plan import Plan
@@ -65,7 +66,8 @@ class Session:
     state: AppliedState
     gradients: GradientSum
     buffers: BufferMean
-    lanes: range
+    assigned: Assignment
+    """The lanes of every replica."""
     leave: LeaveRequest
     worlds: Worlds
     watchdog: Watchdog
@@ -78,6 +80,11 @@ class Session:
     """How often a step has to come again because samples of it could not be read."""
     unread: tuple[int, int] = (0, 0)
     """The last such step, and how often."""
+
+    @property
+    def lanes(self) -> range:
+        """The lanes of this rank's replica."""
+        return self.assigned[self.world.mesh.replica]
 
     def steps(self) -> Iterator[Sequence[LaneBatch]]:
         """Yield the lanes' micro-batches of every step from the state's cursor to the last.
@@ -166,7 +173,7 @@ class Session:
             epoch=done // self.plan.order.num_steps(self.plan.micro_batch),
             lo=lo,
             hi=lo + self.plan.micro_batch,
-            lanes=(self.lanes.start, self.lanes.stop),
+            lanes=self.lanes,
             num_samples=sums.coverage.count,
             num_left_out=sums.num_left_out,
             world=self.world.group.size,
@@ -200,7 +207,8 @@ class Session:
     def validate(self) -> None:
         """Validate over all ranks and record the values; nothing without a validation set."""
         reach("validate")
-        batches = self.plan.feed.validation(self.lanes)
+        mesh = self.world.mesh
+        batches = self.plan.feed.validation(contiguous(mesh.num_replicas, self.plan.num_lanes)[mesh.replica])
         if batches is None:
             return
         self.world.history.validate(step=self.state.step)

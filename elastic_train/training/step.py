@@ -87,9 +87,9 @@ def meet(session: Session, measured: Tensor) -> tuple[Tensor | None, PeerLostErr
 
     No rank applies a step before it knows that all others can. So what a lost rank had applied, the others apply, too:
     where a peer is lost here, its error is returned beside the norm, and this rank leaves the world after it has
-    applied the step. Where only peers know the rest of the norm it is None: the next world decides
-    (`world.sharded.reseating`). Raises PeerLostError in restart mode, whose next world begins with a commit, and
-    WeightsDifferError if ranks that should have measured the same have not.
+    applied the step. Where only peers know the rest of the norm it is None: the next world decides (`job.reseating`).
+    Raises PeerLostError in restart mode, whose next world begins with a commit, and WeightsDifferError if ranks that
+    should have measured the same have not.
     """
     shards = session.state.shards
     try:
@@ -109,6 +109,7 @@ def run_lanes(session: Session, lanes: Sequence[LaneBatch]) -> dict[int, LaneSum
     for batch in lanes:
         with session.gradients.lane(batch.lane), session.buffers.lane(batch.lane, is_empty=batch.tensors is None):
             results[batch.lane] = _run_lane(session, batch)
+    session.gradients.serve()
     session.buffers.restore()
     return results
 
@@ -145,7 +146,7 @@ def _gather(
         rows[batch.lane] = [lane.loss, lane.weight, batch.num_left_out, batch.num_truncated, has_samples, lane.buffers]
     coverage = _coverage_of(lanes)
     rank = [coverage.count, coverage.sum_a, coverage.sum_b, flags, *session.clock.row(compute_s)]
-    return gather_tables(session.world.group, session.world.mesh, session.plan.num_lanes, rows, rank)
+    return gather_tables(session.world.group, session.world.mesh, session.assigned, rows, rank)
 
 
 def _keep_ids(session: Session, lanes: Sequence[LaneBatch]) -> None:

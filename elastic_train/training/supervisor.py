@@ -152,9 +152,13 @@ def _leave_alone(process: Process) -> Preempted:
     One rank of a node does it: all of them hold the same state. Where each holds a share, none can.
     """
     step = process.state.step
-    is_mine = int(os.environ.get("LOCAL_RANK", "0")) == 0
-    if not is_mine or not commit_alone(process.plan, process.state, process.save_memory, run_id=own_run_id()):
+    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
         return Preempted(f"asked to leave, the step after {step} was dropped: start again to resume")
+    if not commit_alone(process.plan, process.state, process.save_memory, run_id=own_run_id()):
+        return Preempted(
+            f"asked to leave, the step after {step} was dropped; of step {step} this rank holds a part alone, which it "
+            "cannot commit: start again to resume from the newest commit"
+        )
     return Preempted(f"asked to leave, the step after {step} was dropped; step {step} is committed: start again")
 
 

@@ -20,6 +20,7 @@ from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.lineage import Interval, cut, parted_at
 from elastic_train.errors import CommitError, ElasticTrainError, StorageError
 from elastic_train.job.plan import Plan
+from elastic_train.job.reseating import bring, leave_out_unfinished, reseat, roll_forward, take_first_seats
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState, Reached
 from elastic_train.job.state_shards import Place
@@ -28,8 +29,6 @@ from elastic_train.world.agreement import agree
 from elastic_train.world.fencing import Fence
 from elastic_train.world.forming import own_path
 from elastic_train.world.handover import gather_places, hand_over, level
-from elastic_train.world.sharded.brought import bring, leave_out_unfinished
-from elastic_train.world.sharded.reseating import reseat, roll_forward, take_first_seats
 from elastic_train.world.uniformity import differing_weights
 from elastic_train.world.world import Source, World, banner_of
 

@@ -299,7 +299,8 @@ def counts_of(run: Evidence) -> dict[int, Counts]:
             if epoch not in counts or not 0 <= lo < hi <= len(counts[epoch]):
                 where = f"step {applied.step} of term {applied.term}"
                 raise Violated(f"{where} applied offsets [{lo}, {hi}) of epoch {epoch}, which the job does not have")
-            counts[epoch][lo:hi, slice(*lanes_of(line))] += 1
+            lanes = lanes_of(line)
+            counts[epoch][lo:hi, lanes.start : lanes.stop : lanes.step] += 1
     return counts
 
 
@@ -320,8 +321,7 @@ def _completed(lines: tuple[Line, ...], num_lanes: int) -> Iterator[Line]:
     A rank that has applied a step proves that the reduction of all lanes was complete.
     """
     yield from lines
-    place = 0
-    for lo, hi in [*sorted(lanes_of(line) for line in lines), (num_lanes, num_lanes)]:
-        if lo > place and lines and whole(lines[0], "world") > len(lines):
-            yield {**lines[0], "lanes": [place, lo]}
-        place = max(place, hi)
+    if not lines or whole(lines[0], "world") == len(lines):
+        return
+    for lane in sorted(set(range(num_lanes)).difference(*map(lanes_of, lines))):
+        yield {**lines[0], "lanes": [lane, lane + 1]}

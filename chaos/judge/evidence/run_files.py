@@ -259,12 +259,12 @@ def items(line: Line, key: str) -> list[object]:
     return value
 
 
-def lanes_of(line: Line) -> tuple[int, int]:
-    """Return the half-open range of lanes that a step's line speaks for."""
-    lo, hi = items(line, "lanes")
-    if not isinstance(lo, int) or not isinstance(hi, int):
-        raise TypeError(f"lanes of {line} are not integers")
-    return lo, hi
+def lanes_of(line: Line) -> range:
+    """Return the lanes that a step's line speaks for: half-open, with a stride where they are dealt."""
+    bounds = [one for one in items(line, "lanes") if isinstance(one, int)]
+    if not 2 <= len(bounds) == len(items(line, "lanes")) <= 3:
+        raise TypeError(f"lanes of {line} are not two or three integers")
+    return range(*bounds)
 
 
 def _commit(path: Path) -> Commit:

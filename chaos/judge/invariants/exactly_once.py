@@ -113,7 +113,7 @@ def partition(run: Evidence) -> str:
     for (term, step), lines in steps.items():
         if _tile(lines, num_lanes):
             continue
-        owners = Counter(lane for line in lines for lane in range(*lanes_of(line)))
+        owners = Counter(lane for line in lines for lane in lanes_of(line))
         wrong = [lane for lane in range(max(num_lanes, *owners) + 1) if owners[lane] != (lane < num_lanes)]
         # A rank that was killed before its last lines were written leaves a hole at its term's end only.
         at = max(number(line, "t") for line in lines)
@@ -134,14 +134,18 @@ def _is_unwritten_to_the_end(run: Evidence, term: int, at: float, lanes: list[in
     if not any(number(f, "t") - _UNWRITTEN_S <= at <= number(f, "t") + number(f, "for_s") + _THAWED_S for f in frozen):
         return False
     later = (line for line in run.of("step") if line["term"] == term and number(line, "t") > at)
-    return not any(lane in range(*lanes_of(line)) for line in later for lane in lanes)
+    return not any(lane in lanes_of(line) for line in later for lane in lanes)
 
 
 def _tile(lines: list[Line], num_lanes: int) -> bool:
     """Say whether the ranks' ranges of lanes, none empty, follow one another from the first lane to the last."""
-    ranges = sorted(lanes_of(line) for line in lines)
-    ends = [0, *(hi for _, hi in ranges)]
-    return ends[-1] == num_lanes and all(lo == end < hi for (lo, hi), end in zip(ranges, ends, strict=False))
+    ranges = sorted(map(lanes_of, lines), key=lambda lanes: lanes.start)
+    if any(lanes.step != 1 for lanes in ranges):
+        return False
+    ends = [0, *(lanes.stop for lanes in ranges)]
+    return ends[-1] == num_lanes and all(
+        lanes.start == end < lanes.stop for lanes, end in zip(ranges, ends, strict=False)
+    )
 
 
 def coverage(run: Evidence) -> str:

@@ -34,6 +34,9 @@ class RealSum(SampleCounts):
         super().add(ids)
         self._model.add_gradient(tuple(ids.tolist()))
 
+    def serve(self) -> None:
+        self._sum.serve()
+
     def finish(self, divisor: float) -> None:
         self._model.gradient = self.counted()
         self._sum.finish(divisor)

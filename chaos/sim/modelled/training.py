@@ -21,8 +21,10 @@ from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.keyed_random import derive, mix64
+from elastic_train.core.lanes import Assignment, contiguous
 from elastic_train.core.order import Cursor
 from elastic_train.job.state import Reached, StepFacts
+from elastic_train.job.state_shards import Place
 from elastic_train.parallel.gradient_sum import CanonicalSum
 
 _MASK = (1 << 64) - 1
@@ -89,6 +91,10 @@ class ModelledState:
         return self.reached.step
 
     @property
+    def place(self) -> Place:
+        return Place(self.reached.step, self.reached.term)
+
+    @property
     def cursor(self) -> Cursor:
         return self.reached.cursor
 
@@ -111,6 +117,9 @@ class ModelledState:
     def shards(self) -> ModelledState:
         return self
 
+    def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
+        return contiguous(num_replicas, num_lanes)
+
     def refresh(self, group: SimGroup) -> None:
         """Every rank has updated everything."""
 
@@ -120,13 +129,12 @@ class ModelledState:
     def norm_alone(self, measured: torch.Tensor) -> torch.Tensor:
         return _NO_NORM
 
-    def assign(self, writers: Sequence[int]) -> None:
+    def assign(self, writers: Sequence[int]) -> Sequence[int]:
         """Any rank can write anything."""
+        return writers
 
-    is_whole = True
-
-    def assign_alone(self) -> None:
-        """As above."""
+    def stand_alone(self) -> bool:
+        return True
 
     def weights(self) -> Mapping[str, object]:
         return self.model.state_dict()
@@ -161,6 +169,9 @@ class SampleCounts:
     def add(self, ids: Int64s) -> None:
         self._ids.append(ids)
 
+    def serve(self) -> None:
+        """Lanes need nobody else."""
+
     def counted(self) -> Gradient:
         """Return what all ranks' lanes add up to."""
         return self._group.fold(tuple(self._ids), self._add)
@@ -194,7 +205,7 @@ class VectorSum(ModelledSum):
     def __init__(self, weights: Weights, group: SimGroup, num_lanes: int) -> None:
         super().__init__(weights, group)
         self._flat = torch.zeros(VECTOR)
-        self._sum = CanonicalSum([self._flat], group, num_lanes)
+        self._sum = CanonicalSum([self._flat], group, contiguous(group.size, num_lanes))
 
     def begin(self, lanes: range) -> None:
         super().begin(lanes)

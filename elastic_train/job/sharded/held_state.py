@@ -21,22 +21,26 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_train.checkpoint.format.layout import State
+from elastic_train.checkpoint.format.pieces import Pieces
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.core.arrays import Int64s
-from elastic_train.errors import WeightsDifferError
+from elastic_train.core.lanes import Assignment, contiguous
 from elastic_train.job.parameter_groups import set_rates
 from elastic_train.job.sharded.elementwise import moments_of
 from elastic_train.job.sharded.flat_model import FlatModel
 from elastic_train.job.sharded.held_tree import HeldRun, Spare, count_of, moment_pieces, names_of
+from elastic_train.job.sharded.shared_norm import norm_of_grains
 from elastic_train.job.sharded.shared_scaler import SharedScaler
 from elastic_train.job.state_shards import stillness_of
+from elastic_train.parallel.dealt_sum import DealtSum
 from elastic_train.parallel.gradient_sum import GradientSum
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.owned_sum import OwnedSum, Shares
+from elastic_train.shards.deal import lanes_of
 from elastic_train.shards.grains import Layout
 from elastic_train.shards.grains import Tensor as Place
 from elastic_train.shards.holdings import Run, circle_of, held, runs_of
-from elastic_train.shards.norm import clip_factor, grain_squares, total_norm
+from elastic_train.shards.norm import clip_factor, grain_squares
 from elastic_train.shards.owners import owned_of
 from elastic_train.shards.seating import Seating
 from elastic_train.shards.seats import Seat
@@ -53,14 +57,19 @@ class HeldState:
         scaler: SharedScaler,
         layout: Layout,
         copies: int,
+        *,
+        is_dealt: bool = False,
     ) -> None:
+        """With `is_dealt` gradients are held like moments, by lanes that are dealt out (ZeRO-2)."""
         self.model, self.optimizer, self.scheduler, self.scaler = model, optimizer, scheduler, scaler
         self.layout, self.circle, self.copies = layout, circle_of(layout), copies
-        self.flat = FlatModel(model, layout)
+        self.flat = FlatModel(model, layout, is_dealt=is_dealt)
+        self._dealt: DealtSum | None = None
         self.seating: Seating | None = None
         self.runs: list[HeldRun] = []
         self.spare = Spare()
-        self.writers: Sequence[int] = ()
+        self._written: list[Int64s] = []
+        self._named: Mapping[str, Mapping[str, Pieces]] | None = None
         self.trained_in = 0
         """The last world in which this rank trained, by its term."""
         self._names, self._kinds = names_of(model, optimizer), moments_of(optimizer)
@@ -75,15 +84,13 @@ class HeldState:
         return None if self.seating is None else self.seating.seat
 
     @property
-    def is_whole(self) -> bool:
-        return self.seating is not None and self.seating.held.size == self.layout.num_grains
-
-    @property
     def holds_nothing(self) -> bool:
         return self.seating is not None and not self.seating.seat.arcs
 
-    def assign_alone(self) -> None:
-        self.writers = (self._seated().rank,)
+    @property
+    def num_copies(self) -> int:
+        """How many ranks hold each grain: as many as there are groups."""
+        return 1 + max(seat.group for seat in self._seated().seats)
 
     def seating_of(self, seats: Sequence[Seat], rank: int) -> Seating:
         return Seating(self.layout, self.circle, seats, rank)
@@ -106,8 +113,9 @@ class HeldState:
         """
         counts = self.num_updates() if num_updates is None else list(num_updates)
         self.spare = spare or Spare()
-        self.seating, self.runs = seating, list(runs)
-        self.writers = range(len(seating.seats))  # until it is known which of them can
+        self.seating, self.runs, self._named = seating, list(runs), None
+        if self.flat.is_dealt:
+            self.flat.make_homes([one.run for one in self.runs])
         self.optimizer.state.clear()
         for number, group in enumerate(self.optimizer.param_groups):
             mine = [one for one in self.runs if self.layout.flats[one.run.flat].group == number]
@@ -122,9 +130,20 @@ class HeldState:
         states = [self.optimizer.state.get(group["params"][0], {}) if group["params"] else {} for group in groups]
         return [float(state.get("step", 0.0)) for state in states]
 
+    def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
+        if not self.flat.is_dealt:
+            return contiguous(num_replicas, num_lanes)
+        seats = self._seated().seats
+        return tuple(lanes_of(seat, len(seats), num_lanes) for seat in seats)
+
     def sum_of(self, replicas: Group, num_lanes: int) -> GradientSum:
         """Bind the gradients, and return the sum over all lanes that leaves a mean where it is held."""
         seating = self._seated()
+        if self.flat.is_dealt:
+            if self._dealt is not None:
+                self._dealt.close()
+            self._dealt = DealtSum(self.flat.units(), self.flat.homes, replicas, num_lanes, seating)
+            return self._dealt
         shares = Shares(seating.owned_runs(), seating.given_runs())
         return OwnedSum(self.flat.bind(), replicas, num_lanes, shares)
 
@@ -154,21 +173,7 @@ class HeldState:
 
         Raises WeightsDifferError if two copies of a grain have different gradients.
         """
-        squares = np.full(self.layout.num_grains, -1.0)
-        for rank, grains in holders:
-            row = gathered[rank, : grains.size].numpy()
-            known = squares[grains]
-            other = (known != row) & (known != -1.0) & ~(np.isnan(known) & np.isnan(row))
-            if other.any():
-                name = self.layout.tensors[self.layout.tensor_of[grains[other][0]]].names[0]
-                raise WeightsDifferError(
-                    f"rank {rank} and another copy's holder have different gradients of '{name}': memory or a "
-                    "connection is damaged. The last commit is intact: all ranks end, and the next start continues"
-                )
-            squares[grains] = row
-        trained = squares[self.layout.trained]
-        assert not (trained == -1.0).any(), "some grains' gradients are held by nobody"
-        return torch.tensor(total_norm(trained), dtype=torch.float64)
+        return norm_of_grains(self.layout, gathered, holders)
 
     def norm_alone(self, measured: Tensor) -> Tensor | None:
         """Only all ranks together know the norm."""
@@ -187,18 +192,27 @@ class HeldState:
     def weights(self) -> Mapping[str, Tensor]:
         return self.model.state_dict()
 
-    def assign(self, writers: Sequence[int]) -> None:
-        self.writers = writers
+    def assign(self, writers: Sequence[int]) -> Sequence[int]:
+        """Let ranks write commits; all do where these hold less than everything: then those that cannot say so."""
+        seating = self._seated()
+        try:
+            by_rank = owned_of(seating.holdings, self.layout.span, writers)
+        except LookupError:
+            writers = range(len(seating.seats))
+            by_rank = owned_of(seating.holdings, self.layout.span, writers)
+        self._written, self._named = [by_rank[rank] for rank in writers], None
+        return writers
+
+    def stand_alone(self) -> bool:
+        if self.seating is None or self.seating.held.size < self.layout.num_grains:
+            return False
+        self.assign([self.seating.rank])
+        return True
 
     def held(self) -> State:
-        seating = self._seated()
-        by_rank = owned_of(seating.holdings, self.layout.span, self.writers)
-        written, places = [by_rank[rank] for rank in self.writers], self._places()
-        moments: dict[str, dict[str, object]] = {}
-        for names, count in zip(self._names, self.num_updates(), strict=True):
-            for name in (name for name in names if self._kinds and self._is_trained(places[name])):
-                pieces = moment_pieces(self.layout, places[name], self._kinds, seating.held, self.runs, written)
-                moments[name] = {"step": torch.tensor(count), **pieces}
+        counts = zip(self._names, self.num_updates(), strict=True)
+        steps = {name: torch.tensor(count) for names, count in counts for name in names}
+        moments = {name: {"step": steps[name], **pieces} for name, pieces in self._pieces().items()}
         settings = [{**group, "params": list(names)} for group, names in zip(self._groups(), self._names, strict=True)]
         return {
             "model": dict(self.model.state_dict()),
@@ -250,11 +264,19 @@ class HeldState:
         if keeps_rates:
             set_rates(self.optimizer, self.scheduler, own, bases)
 
+    def _pieces(self) -> Mapping[str, Mapping[str, Pieces]]:
+        """Return the moments of every trained tensor by name; they are the same objects as long as the seat is."""
+        if self._named is None:
+            held, places = self._seated().held, self._places() if self._kinds else {}
+            trained = [place for place in places.values() if self.layout.flats[place.flat].group is not None]
+            self._named = {
+                place.names[0]: moment_pieces(self.layout, place, self._kinds, held, self.runs, self._written)
+                for place in trained
+            }
+        return self._named
+
     def _groups(self) -> list[dict[str, Any]]:
         return [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
-
-    def _is_trained(self, place: Place) -> bool:
-        return self.layout.flats[place.flat].group is not None
 
     def _places(self) -> Mapping[str, Place]:
         return {tensor.names[0]: tensor for tensor in self.layout.tensors}

@@ -64,7 +64,7 @@ def moment_pieces(
 ) -> dict[str, Pieces]:
     """Return one tensor's moments by name; `written` are the grains that each writer writes."""
     dtype = getattr(torch, layout.flats[place.flat].dtype.removeprefix("torch."))
-    cuts = [spans_of(layout, place, grains) for grains in written]
+    cuts = tuple(tuple(spans_of(layout, place, grains)) for grains in written)
     parts = {span: _moments_at(runs, place, span) for span in spans_of(layout, place, held)}
     return {
         name: Pieces(dtype, torch.Size(place.shape), {span: part[name] for span, part in parts.items()}, cuts)

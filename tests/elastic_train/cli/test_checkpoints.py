@@ -194,7 +194,7 @@ def test_a_plan_uses_what_a_run_has_measured(local_store: Store, capsys: pytest.
         for number in range(6):
             key = {"key": "k", "digest": "d", "parent": None, "weights_sha256": "w", "created_at": 1.0}
             history.commit(step=number, **key, seconds=40.0, stall_s=2.0 if term == 2 else 9.0)  # type: ignore[arg-type]
-        history.step(step=2, epoch=0, lo=1, hi=2, lanes=(0, 4), num_samples=4, world=1, loss=0.5)
+        history.step(step=2, epoch=0, lo=1, hi=2, lanes=range(4), num_samples=4, world=1, loss=0.5)
         history.close()
     facts = run_json(capsys, "plan", local_store.url)
     assert isinstance(facts, dict)

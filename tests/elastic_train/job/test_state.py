@@ -19,6 +19,7 @@ from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.job.state import AppliedState, Reached, StepFacts, build_state, rate_factor
+from elastic_train.parallel.gradient_sum import bind_gradients
 from elastic_train.shards.grains import Listed
 from elastic_train.shards.norm import clip_factor, grain_squares, split_grains, total_norm
 from tests.elastic_train.shards.laws import models
@@ -87,6 +88,17 @@ def test_a_schedule_of_its_own_length_does_not_depend_on_where_the_job_ends() ->
     rates = [[rate_factor(step, config, total) for step in range(15)] for total in (5, 1000)]
     assert rates[0] == rates[1]
     assert rates[0][:2] == [0.5, 1.0] and rates[0][7] == pytest.approx(0.5) and rates[0][12:] == [0.0] * 3
+
+
+def test_gradients_stay_bound_when_a_state_is_taken_over() -> None:
+    """In the midst of a world, too: a rank that took rank 0's state before a commit trained on its own lanes alone."""
+    state, other = built(OptimizerConfig()), built(OptimizerConfig())
+    flats = bind_gradients(list(other.model.parameters()))
+    step(state)
+    other.restore(lambda tree: tree.update(copy.deepcopy(state.shards.held())), state.reached)
+    other.model(torch.ones(1, 4)).sum().backward()
+    assert [parameter.grad.abs().sum() for parameter in other.model.parameters()] == [4 * 2, 2]  # type: ignore[union-attr]
+    assert sum(float(flat.abs().sum()) for flat in flats) == 4 * 2 + 2
 
 
 def test_what_was_not_finite_leaves_weights_and_moments_alone_and_its_step_counts() -> None:

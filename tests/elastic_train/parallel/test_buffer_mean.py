@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.checkpoint.format.weights_digest import weights_digest
-from elastic_train.core.lanes import owned_lanes
+from elastic_train.core.lanes import contiguous, owned_lanes
 from elastic_train.errors import ConfigError
 from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.gradient_sum import make_gradient_sum, make_sum
@@ -64,7 +64,9 @@ def train(group: Group, num_lanes: int, make: Callable[[], nn.Module] = Net, ste
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     lanes = owned_lanes(group.rank, group.size, num_lanes)
     gradients = make_gradient_sum("canonical", list(net.parameters()), group, num_lanes)
-    buffers = BufferMean(net, ["seen"], group, lambda flats: make_sum("canonical", flats, group, num_lanes))
+    buffers = BufferMean(
+        net, ["seen"], group, lambda flats: make_sum("canonical", flats, group, contiguous(group.size, num_lanes))
+    )
     for step in range(steps):
         digests = run(net, gradients, buffers, lanes, step)
         changed = torch.tensor([buffers.has_changed and not buffers.is_tracking])
@@ -172,7 +174,7 @@ def test_validation_leaves_the_buffers_unchanged() -> None:
     """What forward passes change outside of steps is undone, assigned buffers included."""
     net = alone(steps=2)
     group = Group(0, 1, None, 60)
-    buffers = BufferMean(net, [], group, lambda flats: make_sum("canonical", flats, group, 4))
+    buffers = BufferMean(net, [], group, lambda flats: make_sum("canonical", flats, group, contiguous(group.size, 4)))
     before, tensors = weights_digest(net), {name: id(tensor) for name, tensor in net.named_buffers() if name != "cache"}
     with buffers.untouched():
         net(batch(9, 0))

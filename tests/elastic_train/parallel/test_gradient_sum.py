@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,11 @@ from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.checkpoint.format.weights_digest import weights_digest
-from elastic_train.core.lanes import lane_seed, owned_lanes
+from elastic_train.core.lanes import Assignment, contiguous, lane_seed, owned_lanes
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import PeerLostError
 from elastic_train.parallel.exchange import halving_turns
-from elastic_train.parallel.gradient_sum import make_gradient_sum
+from elastic_train.parallel.gradient_sum import bind_gradients, make_gradient_sum, make_sum
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import _packed, _read_tables, gather_tables, tree_sum
 from tests.conftest import run_ranks
@@ -39,13 +40,14 @@ class Net(nn.Module):
         return self.body(x) * self.scale  # type: ignore[no-any-return]
 
 
-def train(group: Group, num_lanes: int, steps: int = 6) -> str:
+def train(group: Group, num_lanes: int, steps: int = 6, assigned: Assignment | None = None) -> str:
     """Train a few steps on data that depends on step and lane alone; return the weights' digest."""
     torch.manual_seed(3)
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
-    lanes = owned_lanes(group.rank, group.size, num_lanes)
-    gradients = make_gradient_sum("canonical", list(net.parameters()), group, num_lanes)
+    assigned = assigned or contiguous(group.size, num_lanes)
+    lanes = assigned[group.rank]
+    gradients = make_sum("canonical", bind_gradients(list(net.parameters())), group, assigned)
     for step in range(steps):
         gradients.begin(lanes)
         for lane in lanes:
@@ -59,10 +61,15 @@ def train(group: Group, num_lanes: int, steps: int = 6) -> str:
     return weights_digest(net)
 
 
-def ranks(rank: int, size: int, folder: str) -> None:
+def dealt(size: int, num_lanes: int) -> Assignment:
+    """Return the lanes of ranks that take turns."""
+    return tuple(range(rank, num_lanes, size) for rank in range(size))
+
+
+def ranks(rank: int, size: int, folder: str, assign: Callable[[int, int], Assignment]) -> None:
     torch.set_num_threads(1)
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
-    digests = {str(num_lanes): train(group, num_lanes) for num_lanes in LANES}
+    digests = {str(num_lanes): train(group, num_lanes, assigned=assign(size, num_lanes)) for num_lanes in LANES}
     (Path(folder) / f"{rank}.json").write_text(json.dumps(digests))
     group.barrier()
     os._exit(0)
@@ -70,11 +77,17 @@ def ranks(rank: int, size: int, folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_gradient_does_not_depend_on_the_world_size(tmp_path: Path, size: int) -> None:
-    """For every number of lanes, W ranks end with the weights of one, empty lanes and unused parameters included."""
+@pytest.mark.parametrize("assign", [contiguous, dealt])
+def test_the_gradient_does_not_depend_on_the_world_size(
+    tmp_path: Path, size: int, assign: Callable[[int, int], Assignment]
+) -> None:
+    """For every number of lanes, W ranks end with the weights of one, empty lanes and unused parameters included.
+
+    It does not matter which lanes are whose.
+    """
     torch.set_num_threads(1)
     expected = {str(num_lanes): train(Group(0, 1, None, 60), num_lanes) for num_lanes in LANES}
-    run_ranks(ranks, size, str(tmp_path))
+    run_ranks(ranks, size, str(tmp_path), assign)
     for rank in range(size):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == expected
 
@@ -115,7 +128,7 @@ def test_a_dead_peer_raises_peer_lost_error(tmp_path: Path) -> None:
 def test_the_lane_table_keeps_every_bit() -> None:
     """Floats travel as their bits, integers modulo 2^64, in the order of lanes."""
     rows = {1: [0.1 + 0.2, -0.0, 2**64 - 1], 0: [float("inf"), 1e-310, 3]}
-    tables = gather_tables(Group(0, 1, None, 60), Mesh(0, 1), 2, rows, [7, 0.5])
+    tables = gather_tables(Group(0, 1, None, 60), Mesh(0, 1), (range(2),), rows, [7, 0.5])
     assert tables.ranks == [(7, 0.5)]
     table = tables.lanes
     assert [[float(row[0]).hex(), float(row[1]).hex(), row[2]] for row in table] == [
@@ -135,7 +148,8 @@ def test_the_first_rank_of_a_replica_reports_its_lanes(cell: Cell) -> None:
         said = [_packed([lane, 0.5] if mesh.place == 0 else [-1, -1.0]) for lane in lanes]
         rows.append(b"".join([_packed([rank, 1.5]), *said]).ljust(8 * (3 + 3 * 3), b"\0"))
     gathered = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.int64).reshape(len(rows), -1)
-    tables = _read_tables(gathered, Mesh(0, num_replicas * cell.size, cell), num_lanes, 3)
+    whole = Mesh(0, num_replicas * cell.size, cell)
+    tables = _read_tables(gathered, whole, contiguous(num_replicas, num_lanes), 3)
     assert tables.lanes == [(lane, 0.5) for lane in range(num_lanes)]
     assert tables.ranks == [(rank, 1.5) for rank in range(num_replicas * cell.size)]
 

@@ -32,7 +32,7 @@ def read_history(run_dir: Path) -> list[dict[str, object]]:
 
 
 def step(history: History, number: int, world: int = 2) -> None:
-    history.step(step=number, epoch=0, lo=number, hi=number + 1, lanes=(0, 4), num_samples=4, world=world, loss=0.5)
+    history.step(step=number, epoch=0, lo=number, hi=number + 1, lanes=range(4), num_samples=4, world=world, loss=0.5)
 
 
 def begin(history: History) -> None:

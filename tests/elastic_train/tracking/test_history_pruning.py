@@ -51,7 +51,7 @@ def write_terms(run_dir: Path, terms: range) -> None:
             resumed=resumed,
         )
         for step in range(term % 5):
-            lines.step(step=term + step, epoch=0, lo=0, hi=1, lanes=(0, 4), num_samples=4, world=2, loss=0.5)
+            lines.step(step=term + step, epoch=0, lo=0, hi=1, lanes=range(4), num_samples=4, world=2, loss=0.5)
         lines.close()
 
 

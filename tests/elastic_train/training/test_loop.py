@@ -80,18 +80,27 @@ def test_a_world_of_which_everybody_is_asked_one_after_another_looks_only_so_oft
 def test_a_rank_that_loses_a_peer_at_the_point_of_no_return_is_to_apply_its_step() -> None:
     """The peer may have applied it. In restart mode no member's state counts, so there the world just ends."""
     lost = PeerLostError("connection reset by peer")
-    session = MagicMock()
-    assert step.meet(session, torch.tensor(1.0)) is None
+    session, norm = MagicMock(), torch.tensor(1.0)
+    shards = session.state.shards
+    assert step.meet(session, norm) == (shards.norm_of.return_value, None)
     session.world.group.all_gather.side_effect = lost
     session.worlds.is_live = True
-    assert step.meet(session, torch.tensor(1.0)) is lost
+    assert step.meet(session, norm) == (shards.norm_alone.return_value, lost)
     session.worlds.is_live = False
     with pytest.raises(PeerLostError):
-        step.meet(session, torch.tensor(1.0))
+        step.meet(session, norm)
 
 
-def test_a_step_whose_gradient_all_hold_is_applied_and_recorded_before_its_world_ends(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("norm", "expected"),
+    [
+        (torch.tensor(1.0), ["measure", "meet", "apply", "record('unsettled')"]),
+        (None, ["measure", "meet", "hold", "record('pending')"]),
+    ],
+    ids=["known", "known to peers alone"],
+)
+def test_a_step_whose_gradient_all_hold_is_applied_or_kept_and_recorded_before_its_world_ends(
+    monkeypatch: pytest.MonkeyPatch, norm: torch.Tensor | None, expected: list[str]
 ) -> None:
     """The order of the calls around the point of no return."""
     lost, session, computed = PeerLostError("connection reset by peer"), MagicMock(), MagicMock()
@@ -103,9 +112,9 @@ def test_a_step_whose_gradient_all_hold_is_applied_and_recorded_before_its_world
     calls = MagicMock()
     monkeypatch.setattr(loop, "compute_step", lambda *_: computed)
     monkeypatch.setattr(loop, "meet", calls.meet)
-    calls.meet.return_value = lost
-    session.state.measure, session.state.apply = calls.measure, calls.apply
-    session.record_step = calls.record
+    calls.meet.return_value = (norm, lost)
+    session.state.measure, session.state.apply, session.state.hold = calls.measure, calls.apply, calls.hold
+    session.record_step = lambda *_, standing: getattr(calls, f"record({standing!r})")()
     with pytest.raises(PeerLostError):
         loop.train_steps(session)
-    assert [call[0] for call in calls.mock_calls if call[0].isalpha()] == ["measure", "meet", "apply", "record"]
+    assert [call[0] for call in calls.mock_calls if "__" not in call[0]] == expected

@@ -19,11 +19,11 @@ from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.errors import PeerLostError
+from elastic_train.job import tree_transfer
 from elastic_train.job.state import AppliedState, StepFacts, build_state
 from elastic_train.job.state_shards import Place, whole_from_furthest
 from elastic_train.parallel.gradient_sum import bind_gradients
 from elastic_train.parallel.group import Group
-from elastic_train.world import handover
 from elastic_train.world.handover import gather_places, hand_over, level
 from tests.conftest import run_ranks
 
@@ -57,7 +57,7 @@ def trained(num_steps: int, name: str = "adamw") -> AppliedState:
 
 def ranks(rank: int, size: int, folder: str, optimizer: str) -> None:
     """Begin at different steps, come together, take one more step, and write down the outcome."""
-    handover.CHUNK_BYTES = 1000  # many chunks, shared and cut
+    tree_transfer.CHUNK_BYTES = 1000  # many chunks, shared and cut
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     state = trained([0, 4, 3, 4][rank], optimizer)
     given_by = hand_over(group, state, gather_places(group, state))

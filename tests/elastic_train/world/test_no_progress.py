@@ -29,7 +29,7 @@ def world_after(folder: Path, monkeypatch: pytest.MonkeyPatch, *, dies: bool, va
         monkeypatch.setattr(history, "process_identity", lambda born=term if dies else 0: {"host": "a", "born": born})
         past = History(Unqueued(), folder, term, 0)
         past.form(world=1, cause="lost", joined_at=None, sealed_at=1.0, started_at=2.0)
-        past.step(step=3, epoch=0, lo=3, hi=4, lanes=(0, 4), num_samples=4, world=1, loss=0.5)
+        past.step(step=3, epoch=0, lo=3, hi=4, lanes=range(4), num_samples=4, world=1, loss=0.5)
         if validates:
             past.validate(step=3)
         past.close()

@@ -12,6 +12,7 @@ from torch import Tensor
 from chaos.sim.campaign.planted import faults
 from chaos.sim.campaign.planted.hunt import SHAPE, SimBug
 from elastic_train.core.arrays import Int64s
+from elastic_train.job.reseating.brought import Brought, all_arcs_of, comes_to, leave_out_unfinished
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.sharded.held_tree import Spare
 from elastic_train.job.state import AppliedState, Pending, StepFacts
@@ -21,7 +22,6 @@ from elastic_train.shards.grains import Layout
 from elastic_train.shards.holdings import Run, grains_in, runs_of
 from elastic_train.shards.norm import Float64s
 from elastic_train.shards.recut import Holder
-from elastic_train.world.sharded.brought import Brought, all_arcs_of, comes_to, leave_out_unfinished
 
 ONE, TWO = (replace(SHAPE, copies=copies) for copies in (1, 2))
 
@@ -88,7 +88,7 @@ SHARDS = (
     SimBug(
         "given-at-any-step",
         "a rank that is behind brings its shards as if they were the furthest step's: ranks find that weights differ",
-        lambda: {"elastic_train.world.sharded.reseating:_holder": at_any_place},
+        lambda: {"elastic_train.job.reseating.taking:_holder": at_any_place},
         ("deaths",),
         faults.wakes,
         replace(TWO, epochs=12),
@@ -115,7 +115,7 @@ SHARDS = (
     SimBug(
         "norm-of-other-grains",
         "the norm by which gradients are clipped lacks a grain",
-        lambda: {"elastic_train.job.sharded.held_state:total_norm": norm_without_the_first},
+        lambda: {"elastic_train.job.sharded.shared_norm:total_norm": norm_without_the_first},
         ("hash", "weights"),
         faults.kills,
         TWO,
@@ -123,7 +123,7 @@ SHARDS = (
     SimBug(
         "pending-dropped",
         "a pending step is dropped although a rank that is gone may have applied it",
-        lambda: {"elastic_train.world.sharded.reseating:_all_left": none_can},
+        lambda: {"elastic_train.job.reseating.taking:_all_left": none_can},
         ("rpo",),
         faults.dies_ahead,
         TWO,
@@ -131,7 +131,7 @@ SHARDS = (
     SimBug(
         "seated-too-soon",
         "who has given shards away drops them before the taker is known to have its seat",
-        lambda: {"elastic_train.world.sharded.reseating:Spare": keep_nothing},
+        lambda: {"elastic_train.job.reseating.taking:Spare": keep_nothing},
         ("copies",),
         faults.breaks_while_seated,
         replace(TWO, nodes=4, epochs=12),

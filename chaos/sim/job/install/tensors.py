@@ -89,5 +89,5 @@ def _of_real_models() -> Iterable[Replacement]:
     yield from within("elastic_train.checkpoint.saving.background_saves", **planner)
     yield from within("elastic_train.checkpoint.commits.writer", **planner, live_contents=piece_files.live_contents)
     yield from within(
-        "elastic_train.training.open_session", open_buffers=lambda plan, world, state, kind: CountedBuffers(state)
+        "elastic_train.training.open_session", open_buffers=lambda plan, world, state, *_: CountedBuffers(state)
     )

@@ -8,7 +8,6 @@ import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 import torch
@@ -17,14 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from elastic_train.checkpoint import CommitRecord, Store, discover, load, open_store, read_state, verify
-from elastic_train.checkpoint.format import layout, reading
+from elastic_train.checkpoint import CommitRecord, Store, load, open_store, read_state, verify
+from elastic_train.checkpoint.format import layout
 from elastic_train.checkpoint.format.layout import Planner, leaves_by_path, plan_attempt
 from elastic_train.checkpoint.format.pieces import Pieces, Span, boxes, span_of
-from elastic_train.checkpoint.format.torch_frame import Frame, frame_of
-from elastic_train.checkpoint.stores.checksums import BLOCK_BYTES
-from elastic_train.checkpoint.stores.local import LocalStore
-from elastic_train.errors import CommitError, ConfigError
 from elastic_train.shards.grains import GRAIN
 from tests.conftest import ROOT
 from tests.elastic_train.checkpoint.commit_samples import State, facts, writer
@@ -239,132 +234,6 @@ def test_a_plan_is_kept_while_writers_write_the_same_spans() -> None:
     ]
     first, second, other = (planner.plan(state, leaves_by_path(state), 2) for state in states)
     assert first is second and other is not first
-
-
-def test_pieces_of_another_shape_or_type_are_refused(local_store: Store) -> None:
-    """They are compared as whole tensors are, before anything is read."""
-    record = writer(local_store).save({"model": {"w": torch.zeros(4)}}, facts(1))
-    wrong = [cut(torch.ones(2, 2), [], [(0, 4)]), cut(torch.ones(4).double(), [], [(0, 4)])]
-    for leaf in wrong:
-        with pytest.raises(ConfigError, match=r"'model\.w' is .*, the commit holds \(4,\) torch.float32"):
-            load(local_store, record, {"model": {"w": leaf}})
-        assert leaf.held[0, 4].tolist() == [1.0] * 4
-
-
-class CountingStore(LocalStore):
-    """A local store that notes which bytes of data files are read."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.num_read = 0
-
-    def open(self, key: str) -> BinaryIO:
-        file = super().open(key)
-        return CountingFile(file, self) if key.endswith(".distcp") else file  # type: ignore[return-value]
-
-
-class CountingFile:
-    """Counts the bytes that are read of a file."""
-
-    def __init__(self, file: BinaryIO, store: CountingStore) -> None:
-        self._file, self._store = file, store
-
-    def seek(self, offset: int) -> int:
-        return self._file.seek(offset)
-
-    def readinto(self, view: memoryview) -> int:
-        num_read = self._file.readinto(view)  # type: ignore[attr-defined]
-        self._store.num_read += num_read
-        return int(num_read)
-
-    def close(self) -> None:
-        self._file.close()
-
-
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_only_the_blocks_that_are_needed_are_read(
-    tmp_path: Path, is_cut: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However the commit was cut: a held span's blocks, and one for the head of each box; no other memory is taken."""
-    size = 6 << 20
-    whole = torch.arange(size, dtype=torch.float32).reshape(3, -1)
-    step = size // 4
-    written = [[(lo, lo + step)] for lo in range(0, size, step)] if is_cut else [[(0, size)]]
-    states: list[State] = [{"optimizer": {"m": cut(whole, written, spans)}} for spans in written]
-    record = save_by(open_store(str(tmp_path)), writer(open_store(str(tmp_path))), states)
-    leaf = cut(torch.zeros_like(whole), [], [(1_000, 2_000), (size // 2 - 300_000, size // 2 + 300_000)])
-    store = CountingStore(tmp_path)
-    taken: list[int] = []
-    allocate = torch.empty
-
-    def empty(*shape: int, **kinds: object) -> Tensor:
-        found = allocate(*shape, **kinds)  # type: ignore[call-overload]
-        taken.append(found.nbytes)
-        return found
-
-    monkeypatch.setattr(torch, "empty", empty)
-    load(store, record, {"optimizer": {"m": leaf}})
-    assert all(torch.equal(memory, whole.reshape(-1)[lo:hi]) for (lo, hi), memory in leaf.held.items())
-    needed = sum(memory.nbytes for memory in leaf.held.values())
-    assert needed < store.num_read <= needed + 8 * BLOCK_BYTES < whole.nbytes
-    assert sum(taken) < BLOCK_BYTES
-
-
-def test_blocks_that_many_small_pieces_share_are_read_once(tmp_path: Path) -> None:
-    """A thousand small tensors are not a thousand blocks, though nobody wants all of any of them."""
-    whole: State = {"optimizer": {str(number): numbered((2_000,), seed=number) for number in range(1_000)}}
-    record = writer(open_store(str(tmp_path))).save(whole, facts(1))
-    state = mapped(whole, lambda tensor: cut(torch.zeros_like(tensor), [], [(0, 10), (500, 900)]))
-    store = CountingStore(tmp_path)
-    assert isinstance(state, dict)
-    load(store, record, state)
-    assert store.num_read <= record.files["__0_0.distcp"].size + 4 * BLOCK_BYTES
-
-
-def foreign(dtype: torch.dtype, shape: torch.Size, *, has_other_length: bool) -> Frame:
-    """Return a frame that no file has, in which the elements are elsewhere."""
-    frame = frame_of(dtype, shape)
-    return Frame(frame.head + b"12345678", frame.size, frame.tail[0 if has_other_length else 8 :])
-
-
-@pytest.mark.parametrize("has_other_length", [False, True])
-def test_a_box_in_a_foreign_frame_is_read_as_a_whole(
-    local_store: Store, has_other_length: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As another version of torch may write it: its elements are where torch finds them."""
-    whole = numbered((4, 9))
-    written = [[(0, 13)], [(13, 36)]]
-    states: list[State] = [{"optimizer": {"m": cut(whole, written, spans)}} for spans in written]
-    record = save_by(local_store, writer(local_store), states)
-    monkeypatch.setattr(
-        reading, "frame_of", lambda dtype, shape: foreign(dtype, shape, has_other_length=has_other_length)
-    )
-    leaf = cut(torch.zeros_like(whole), [], [(2, 5), (10, 30)])
-    load(local_store, record, {"optimizer": {"m": leaf}})
-    assert all(torch.equal(memory, whole.reshape(-1)[lo:hi]) for (lo, hi), memory in leaf.held.items())
-    assert_equal_trees(read_state(local_store, record), {"optimizer": {"m": whole}})
-
-
-@pytest.mark.parametrize("place", [0.001, 0.3, 0.9])
-def test_a_damaged_byte_of_a_piece_is_refused_by_whoever_reads_it(tmp_path: Path, place: float) -> None:
-    """Its block's checksum shows it; the other blocks, and so other ranks' pieces, are still good."""
-    store = open_store(str(tmp_path))
-    size = 3 << 20
-    whole = numbered((size,))
-    written = [[(0, size // 2)], [(size // 2, size)]]
-    states: list[State] = [{"optimizer": {"m": cut(whole, written, spans)}} for spans in written]
-    record = save_by(store, writer(store), states)
-    path = tmp_path / record.attempt / "__1_0.distcp"
-    content = bytearray(path.read_bytes())
-    content[int(place * len(content))] ^= 2
-    path.write_bytes(content)
-    first, last = (cut(torch.zeros_like(whole), [], [span]) for span in ((0, size // 2), (size // 2, size)))
-    load(store, record, {"optimizer": {"m": first}})
-    assert torch.equal(first.held[0, size // 2], whole[: size // 2])
-    with pytest.raises(CommitError, match=r"__1_0\.distcp: bytes .* do not match their checksum"):
-        load(store, record, {"optimizer": {"m": last}})
-    with pytest.raises(CommitError):
-        discover(store)
 
 
 def test_a_span_that_its_writer_does_not_hold_is_not_written(local_store: Store) -> None:

@@ -29,7 +29,7 @@ def test_faults_are_the_terms_that_lost_applied_steps(tmp_path: Path) -> None:
             skipped=[],
             resumed=resumed,
         )
-        history.step(step=5, epoch=0, lo=5, hi=6, lanes=(0, 4), num_samples=4, world=2, loss=0.5)
+        history.step(step=5, epoch=0, lo=5, hi=6, lanes=range(4), num_samples=4, world=2, loss=0.5)
         history.close()
     History(Unqueued(), tmp_path, 5, 0).close()
     found = faults_before(tmp_path, before_term=7)

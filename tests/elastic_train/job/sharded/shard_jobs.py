@@ -14,7 +14,7 @@ from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.config.schema import OptimizerConfig, ParallelConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
-from elastic_train.core.lanes import lane_seed, owned_lanes
+from elastic_train.core.lanes import lane_seed
 from elastic_train.core.order import Cursor
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState, StepFacts, build_state
@@ -32,7 +32,10 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(301, 250)
-        self.body = nn.Sequential(nn.Linear(250, 301), nn.Dropout(0.3), nn.GELU(), nn.Linear(301, 250))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(250, width), nn.Dropout(0.3), nn.GELU(), nn.Linear(width, 250))
+            for width in (301, 90)
+        )
         self.head = nn.Linear(250, 301, bias=False)
         self.head.weight = self.embed.weight
         self.norm = nn.LayerNorm(250)
@@ -41,7 +44,10 @@ class Net(nn.Module):
         self.register_buffer("scale", torch.ones(2))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.norm(self.body(self.embed(tokens)))) * self.frozen.sum()  # type: ignore[no-any-return]
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(x)) * self.frozen.sum()  # type: ignore[no-any-return]
 
 
 GROUPS = (
@@ -50,7 +56,7 @@ GROUPS = (
 )
 
 
-def build(shards: Literal["none", "optimizer"], copies: int = 2, *, seed: int = 1) -> AppliedState:
+def build(shards: Literal["none", "optimizer", "gradients"], copies: int = 2, *, seed: int = 1) -> AppliedState:
     """Return a state as a process begins with it; a newcomer has the same weights, by the seed."""
     torch.manual_seed(seed)
     config = OptimizerConfig(lr=0.01, warmup_steps=2, clip_norm=CLIPPING)
@@ -71,13 +77,15 @@ def meet(folder: Path, name: str, rank: int, size: int) -> Group:
 def compute(group: Group, state: AppliedState) -> Tensor:
     """Compute the next step's gradient; return what this rank measures of it."""
     gradients = state.shards.sum_of(group, NUM_LANES)
-    lanes = owned_lanes(group.rank, group.size, NUM_LANES)
+    lanes = state.shards.assigned(group.size, NUM_LANES)[group.rank]
     gradients.begin(lanes)
     for lane in lanes:
         with gradients.lane(lane):
             torch.manual_seed(lane_seed(1, state.step, lane))
             tokens = torch.randint(0, 301, (3, 4))
             state.model(tokens).logsumexp(-1).square().sum().backward()
+    gradients.serve()
+    group.barrier()  # as the training loop gathers its tables here
     gradients.finish(3.0 * NUM_LANES)
     return state.measure()
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from torch import nn
 
 from elastic_train.errors import ConfigError, WeightsDifferError
+from elastic_train.job.reseating import Brought, take_first_seats
 from elastic_train.job.sharded.elementwise import moments_of
 from elastic_train.job.state_shards import Place
 from elastic_train.shards.holdings import num_elements
-from elastic_train.world.sharded.brought import Brought
-from elastic_train.world.sharded.reseating import take_first_seats
 from tests.conftest import run_ranks
 from tests.elastic_train.job.sharded.shard_jobs import build, compute, fingerprint, meet, replicated, shards_of, train
 
@@ -27,12 +27,12 @@ def newcomers(size: int) -> list[Brought]:
     return [Brought(Place(0, 0), None, ("", str(number))) for number in range(size)]
 
 
-def ranks(rank: int, size: int, folder: str) -> None:
+def ranks(rank: int, size: int, folder: str, shards: Literal["optimizer", "gradients"]) -> None:
     """Train with one to three copies; leave the weights after each step, and how much each rank holds."""
     torch.set_num_threads(1)
     group, found = meet(Path(folder), "world", rank, size), {}
     for copies in (1, 2, 3):
-        state, digests = build("optimizer", copies), []
+        state, digests = build(shards, copies), []
         take_first_seats(group, shards_of(state), newcomers(size))
         for step in range(STEPS):
             train(group, state, step + 1)
@@ -45,11 +45,12 @@ def ranks(rank: int, size: int, folder: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shards", ["optimizer", "gradients"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_weights_are_those_of_whole_state_and_moments_are_shared_out(tmp_path: Path, size: int) -> None:
+def test_weights_are_those_of_whole_state_and_moments_are_shared_out(tmp_path: Path, size: int, shards: str) -> None:
     """Clipped, with parameter groups, tied and frozen weights: every rank has the weights of one that holds all."""
     expected = replicated(STEPS)
-    run_ranks(ranks, size, str(tmp_path))
+    run_ranks(ranks, size, str(tmp_path), shards)
     layout = build("none").layout
     whole, most = num_elements(layout, layout.trained), int(layout.span.max())
     for copies in (1, 2, 3):

@@ -10,18 +10,17 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
 from elastic_train.errors import PeerLostError
+from elastic_train.job.reseating import Brought, bring, leave_out_unfinished, reseat, roll_forward, taking
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
 from elastic_train.shards.seats import seats_of
-from elastic_train.world.sharded import reseating
-from elastic_train.world.sharded.brought import Brought, bring, leave_out_unfinished
-from elastic_train.world.sharded.reseating import reseat, roll_forward
 from tests.conftest import run_ranks
 from tests.elastic_train.job.sharded.shard_jobs import (
     build,
@@ -35,6 +34,7 @@ from tests.elastic_train.job.sharded.shard_jobs import (
 )
 
 STEPS = 6
+Shards = Literal["optimizer", "gradients"]
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,10 @@ def step_with(fault: Fault, who: int, group: Group, state: AppliedState, term: i
         os._exit(0)
 
 
-def member(who: int, num: int, folder: str, worlds: Sequence[World], copies: int) -> None:
+def member(who: int, num: int, folder: str, worlds: Sequence[World], copies: int, shards_of_what: Shards) -> None:
     """Live through the worlds that this member is in; leave what it saw."""
     torch.set_num_threads(1)
-    state, seen = build("optimizer", copies), []
+    state, seen = build(shards_of_what, copies), []
     shards = shards_of(state)
     for term, world in enumerate(worlds, start=1):
         if who not in world.members:
@@ -111,11 +111,11 @@ def member(who: int, num: int, folder: str, worlds: Sequence[World], copies: int
         brought = bring(group, state, shards, ("", str(who)), counts=True)
         brought = roll_forward(group, state, shards, brought)
         if world.breaks_at is not None:
-            reseating.reach = Leave() if world.breaks_at == who else lambda point: None
+            taking.reach = Leave() if world.breaks_at == who else lambda point: None
             with pytest.raises(PeerLostError):
                 reseat(group, state, shards, brought)
             group.abandon()
-            reseating.reach = lambda point: None
+            taking.reach = lambda point: None
             continue
         taken = reseat(group, state, shards, brought)
         shards.trained_in = term
@@ -133,10 +133,12 @@ def member(who: int, num: int, folder: str, worlds: Sequence[World], copies: int
     os._exit(0)
 
 
-def live_through(tmp_path: Path, worlds: Sequence[World], copies: int = 2) -> dict[int, list[list[object]]]:
+def live_through(
+    tmp_path: Path, worlds: Sequence[World], copies: int = 2, shards: Shards = "optimizer"
+) -> dict[int, list[list[object]]]:
     """Return what each member that did not die saw: [term, step, weights, grains lost, bytes] at every beginning."""
     num = 1 + max(who for world in worlds for who in world.members)
-    run_ranks(member, num, str(tmp_path), worlds, copies)
+    run_ranks(member, num, str(tmp_path), worlds, copies, shards)
     found = {who: tmp_path / f"{who}.json" for who in range(num)}
     return {who: json.loads(path.read_text()) for who, path in found.items() if path.exists()}
 
@@ -155,14 +157,15 @@ def live_through(tmp_path: Path, worlds: Sequence[World], copies: int = 2) -> di
     ],
     ids=["computing", "summed", "summed-by-0", "one-cannot", "all-left-missed-it", "one-missed-it", "all-applied-it"],
 )
-def test_a_lost_rank_costs_no_applied_step(tmp_path: Path, fault: Fault, kept: int) -> None:
+@pytest.mark.parametrize("shards", ["optimizer", "gradients"])
+def test_a_lost_rank_costs_no_applied_step(tmp_path: Path, fault: Fault, kept: int, shards: Shards) -> None:
     """Four ranks lose one, and another at the next step; the last two have the weights of one that holds everything."""
     expected = replicated(STEPS)
     victim = next(who for who in (1, 2, 0) if who not in fault.dying)
     left = [who for who in range(4) if who not in fault.dying]
     last = [who for who in left if who != victim]
     seen = live_through(
-        tmp_path, [World(range(4), fault), World(left, Fault(5, "summed", dying=[victim])), World(last)]
+        tmp_path, [World(range(4), fault), World(left, Fault(5, "summed", dying=[victim])), World(last)], shards=shards
     )
     assert set(seen) == set(last)
     for of_member in seen.values():
@@ -175,7 +178,8 @@ def test_a_lost_rank_costs_no_applied_step(tmp_path: Path, fault: Fault, kept: i
 
 
 @pytest.mark.slow
-def test_joiners_take_their_shares_and_leavers_take_nothing_along(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shards", ["optimizer", "gradients"])
+def test_joiners_take_their_shares_and_leavers_take_nothing_along(tmp_path: Path, shards: Shards) -> None:
     """One rank, then three, then four of whom two are new, then two."""
     expected = replicated(STEPS)
     worlds = [
@@ -184,7 +188,7 @@ def test_joiners_take_their_shares_and_leavers_take_nothing_along(tmp_path: Path
         World([2, 0, 3, 4], Fault(4, "computing", dying=[])),
         World([4, 3]),
     ]
-    seen = live_through(tmp_path, worlds)
+    seen = live_through(tmp_path, worlds, shards=shards)
     for of_member in seen.values():
         for term, step, weights, lost, _ in of_member:
             assert not lost and (step == 0 or weights == expected[int(str(step)) - 1]), f"term {term}, step {step}"

@@ -26,18 +26,18 @@ from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.weights_digest import checksum
 from elastic_train.core.arrays import Int64s
 from elastic_train.errors import PeerLostError
+from elastic_train.job.reseating.brought import Brought, all_arcs_of, comes_to
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.sharded.held_tree import HeldRun, Spare, run_around
 from elastic_train.job.state import AppliedState, Reached
 from elastic_train.job.state_shards import Place
+from elastic_train.job.tree_transfer import give_tree, take_tree
 from elastic_train.parallel.group import Group
 from elastic_train.shards.holdings import Run, grains_in, runs_of
 from elastic_train.shards.recut import Holder, Recut, plan_recut
 from elastic_train.shards.seating import Seating
 from elastic_train.shards.seats import Seat, seats_of_holders
 from elastic_train.system.failpoints import reach
-from elastic_train.world.handover import give_tree, take_tree
-from elastic_train.world.sharded.brought import Brought, all_arcs_of, comes_to
 
 
 @dataclass(frozen=True, slots=True)

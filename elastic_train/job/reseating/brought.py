@@ -16,7 +16,6 @@ from elastic_train.shards.arcs import Arc
 from elastic_train.shards.domains import Path
 from elastic_train.shards.holdings import grains_in
 from elastic_train.shards.seats import Seat
-from elastic_train.world.handover import place_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ def bring(
     group: Group, state: AppliedState, shards: HeldState, path: Path, *, counts: bool, may_hold: bool = True
 ) -> list[Brought]:
     """Return what every rank brings, by rank; a rank whose state does not count brings nothing. Rank 0 may hold."""
-    place = place_of(state) if counts else Place(0, 0)
+    place = state.place if counts else Place(0, 0)
     seat = shards.seat if counts else None
     pending = state.pending.facts.term if state.pending is not None and counts else 0
     may_hold = may_hold or group.rank == 0

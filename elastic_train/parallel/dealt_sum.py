@@ -1,0 +1,221 @@
+"""The gradient sum where gradients are sharded, too: a leaf is cut as soon as a unit's part of it is there (ZeRO-2).
+
+Lanes are dealt (`shards.deal`): in a turn a group's ranks run neighbouring lanes, and each sends the others what they
+hold of its leaf, unit by unit during the backward pass, and forgets the rest. A holder adds what comes along the lanes'
+tree, in at most 1 + log2 L sums of its share. When all lanes are in, holders in different groups exchange their sums,
+and each finishes the same tree.
+
+Units are exchanged in one fixed order on all ranks, the last of the model first, whatever the order in which a backward
+pass comes to them: a unit that is ready waits for those before it. A rank without a lane in a turn only receives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from elastic_train.core.lanes import Part, merge_plan
+from elastic_train.parallel.group import Group
+from elastic_train.shards.chunks import group_sums, sum_chunks
+from elastic_train.shards.deal import Counter, deal_lanes
+from elastic_train.shards.holdings import Run, runs_of
+from elastic_train.shards.seating import Seating
+
+
+@dataclass(frozen=True, slots=True)
+class FlatGradient:
+    """One flat vector's parameters, each with the element that it begins with."""
+
+    number: int
+    numel: int
+    parameters: Sequence[tuple[nn.Parameter, int]]
+
+
+Units = Sequence[Sequence[FlatGradient]]
+"""What is exchanged together, in the order of the exchange."""
+
+
+class DealtSum:
+    """The sum along the tree, on its holders alone; `homes` have the means that this rank holds, by flat vector."""
+
+    def __init__(
+        self, units: Units, homes: Mapping[int, Tensor], replicas: Group, num_lanes: int, seating: Seating
+    ) -> None:
+        self._units, self._homes, self._replicas, self._num_lanes = units, homes, replicas, num_lanes
+        self._seating = seating
+        self._turns = deal_lanes(seating.seat, len(seating.seats), num_lanes)
+        self._runs = [_by_flat(runs_of(seating.layout, grains)) for grains in seating.trained]
+        self._neighbours = seating.neighbours()
+        self._counters: dict[int, Counter[Tensor]] = {}
+        self._turn, self._next = 0, 0
+        self._missing: list[int] | None = (
+            None  # of the running lane: parameters of each unit whose gradient has not come
+        )
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))  # type: ignore[no-untyped-call]
+            for number, unit in enumerate(units)
+            for flat in unit
+            for parameter, _ in flat.parameters
+        ]
+
+    @property
+    def hooks(self) -> Sequence[RemovableHandle]:
+        return self._hooks
+
+    def close(self) -> None:
+        """Leave the model's parameters alone from now on."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin(self, lanes: range) -> None:
+        seat = self._seating.seat
+        assert list(lanes) == [turn[seat.slot] for turn in self._turns if seat.slot < len(turn)], (
+            f"{lanes} are not ours"
+        )
+        self._counters = {flat.number: Counter(self._num_lanes, _add) for unit in self._units for flat in unit}
+        self._turn = 0
+        self._forget_gradients()
+
+    @contextlib.contextmanager
+    def lane(self, lane: int) -> Iterator[None]:
+        assert self._turns[self._turn][self._seating.seat.slot] == lane, f"lane {lane} is not this turn's"
+        self._missing, self._next = [sum(len(flat.parameters) for flat in unit) for unit in self._units], 0
+        try:
+            yield
+            while self._next < len(self._units):
+                self._send_next()
+        finally:
+            self._missing = None
+        self._turn += 1
+
+    def serve(self) -> None:
+        while self._turn < len(self._turns):  # others of the group have a lane in it
+            for unit in self._units:
+                self._exchange(unit, None)
+            self._turn += 1
+
+    def finish(self, divisor: float) -> None:
+        assert self._turn == len(self._turns), "not all turns were taken"
+        sums = {number: dict(counter.parts) for number, counter in self._counters.items()}
+        self._exchange_sums(sums)
+        for number, parts in sums.items():
+            if self._homes[number].numel():
+                whole = next(iter(parts.values()))
+                for left, right, parent in merge_plan(list(parts), self._num_lanes):
+                    whole = parts[parent] = _add(parts.pop(left), parts.pop(right))
+                torch.div(whole, divisor, out=self._homes[number])
+        self._counters = {}
+
+    def _arrived(self, unit: int, parameter: Tensor) -> None:
+        """A backward pass has come to the end of a parameter's gradient."""
+        if self._missing is None:
+            return  # a pass outside of any step, such as warming up
+        self._missing[unit] -= 1
+        while self._next < len(self._units) and self._missing[self._next] == 0:
+            self._send_next()
+
+    def _send_next(self) -> None:
+        """Cut the next unit's leaf, and forget it; what no lane uses is zero."""
+        unit = self._units[self._next]
+        self._exchange(unit, {flat.number: _leaf(flat) for flat in unit})
+        self._next += 1
+
+    def _exchange(self, unit: Sequence[FlatGradient], leaf: Mapping[int, Tensor] | None) -> None:
+        """Give the others of the group what they hold of a leaf, and add what comes of theirs, in the lanes' order."""
+        turn, seats, rank = self._turns[self._turn], self._seating.seats, self._replicas.rank
+        lanes = {other: turn[seats[other].slot] for other in (*self._neighbours, rank) if seats[other].slot < len(turn)}
+        sends, receives = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
+        chunks: dict[int, dict[int, Tensor]] = {}
+        for other in self._neighbours:
+            if leaf is not None:
+                sends += [
+                    (other, leaf[f.number][r.lo : r.hi]) for f in unit for r in self._runs[other].get(f.number, ())
+                ]
+        for other in self._neighbours[::-1]:
+            if other in lanes:
+                chunks[other] = {flat.number: torch.empty_like(self._homes[flat.number]) for flat in unit}
+                receives += [
+                    (other, part) for flat in unit for part in self._cut(flat.number, chunks[other][flat.number])
+                ]
+        if leaf is not None:
+            chunks[rank] = {flat.number: self._own(flat.number, leaf[flat.number]) for flat in unit}
+        if sends or receives:
+            self._replicas.exchange(sends, receives)
+        for other in sorted(chunks, key=lanes.__getitem__):
+            for number, chunk in chunks[other].items():
+                if chunk.numel():
+                    self._counters[number].push(Part(0, lanes[other]), chunk)
+
+    def _own(self, number: int, leaf: Tensor) -> Tensor:
+        """Return a copy of what this rank holds of a leaf."""
+        runs = self._runs[self._replicas.rank].get(number, ())
+        return torch.cat([leaf[run.lo : run.hi] for run in runs]) if runs else leaf[:0].clone()
+
+    def _cut(self, number: int, chunk: Tensor) -> Sequence[Tensor]:
+        """Return the parts of a chunk that are runs of the flat vector."""
+        runs = self._runs[self._replicas.rank].get(number, ())
+        return torch.split(chunk, [run.hi - run.lo for run in runs]) if runs else ()
+
+    def _exchange_sums(self, sums: Mapping[int, dict[Part, Tensor]]) -> None:
+        """Add to this rank's sums those of the other groups, from the ranks that hold the same."""
+        seating, rank = self._seating, self._replicas.rank
+        sends, receives = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
+        shared = sum_chunks(rank, seating.seats, seating.trained)
+        for chunk in shared:
+            runs = runs_of(seating.layout, chunk.grains)
+            for part in self._parts_of(rank):
+                sends += [(chunk.to, self._within(run, sums[run.flat][part])) for run in runs]
+        for chunk in shared[::-1]:
+            runs = runs_of(seating.layout, chunk.grains)
+            for part in self._parts_of(chunk.to):
+                for run in runs:
+                    theirs = sums[run.flat].setdefault(part, torch.empty_like(self._homes[run.flat]))
+                    receives.append((chunk.to, self._within(run, theirs)))
+        if sends or receives:
+            self._replicas.exchange(sends, receives)
+
+    def _parts_of(self, rank: int) -> list[Part]:
+        return group_sums(self._seating.seats[rank], len(self._seating.seats), self._num_lanes)
+
+    def _within(self, run: Run, held: Tensor) -> Tensor:
+        """Return a run's part of what this rank holds of its flat vector."""
+        start = 0
+        for one in self._runs[self._replicas.rank][run.flat]:
+            if one.lo <= run.lo and run.hi <= one.hi:
+                return held[start + run.lo - one.lo : start + run.hi - one.lo]
+            start += one.hi - one.lo
+        raise AssertionError(f"{run} is not held")
+
+    def _forget_gradients(self) -> None:
+        for unit in self._units:
+            for flat in unit:
+                for parameter, _ in flat.parameters:
+                    parameter.grad = None
+
+
+def _by_flat(runs: Sequence[Run]) -> dict[int, list[Run]]:
+    found: dict[int, list[Run]] = {}
+    for run in runs:
+        found.setdefault(run.flat, []).append(run)
+    return found
+
+
+def _leaf(flat: FlatGradient) -> Tensor:
+    """Return a flat vector's leaf, and forget its parameters' gradients; it starts from zeros, as all leaves do."""
+    first = flat.parameters[0][0]
+    leaf = torch.zeros(flat.numel, dtype=first.dtype, device=first.device)
+    for parameter, start in flat.parameters:
+        if parameter.grad is not None:
+            leaf[start : start + parameter.numel()].add_(parameter.grad.reshape(-1))
+            parameter.grad = None
+    return leaf
+
+
+def _add(left: Tensor, right: Tensor) -> Tensor:
+    return left.add_(right)

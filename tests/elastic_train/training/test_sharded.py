@@ -1,0 +1,119 @@
+"""Jobs whose optimizer's state is sharded: the bits of whole state, over worlds, modes, resumptions and lost ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from chaos.judge.invariants.whole_run import check_kept
+from elastic_train.config.schema import Config
+from elastic_train.system.failpoints import VARIABLE, arm
+from rendezvous import EtcdServer
+from tests.conftest import start
+from tests.elastic_train.training.jobs import CLASSIFIER, config, result, succeed
+from tests.elastic_train.training.test_live import (
+    etcd,
+    eventually,
+    finish,
+    history,
+    launch,
+    nothing_left,
+    undisturbed,
+    until_whole,
+    weights,
+    write_config,
+)
+
+__all__ = ["etcd", "nothing_left", "undisturbed"]  # fixtures
+JOB = {**CLASSIFIER, "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "clip_norm": 0.1}}
+STEPS = 20
+SHARDED = {"ELASTIC_TRAIN__PARALLEL__SHARDS": "optimizer"}
+
+
+@pytest.mark.slow
+def test_a_job_that_changes_its_world_and_its_mode_ends_with_the_bits_of_one_that_did_not(
+    tmp_path: Path, rows: Path
+) -> None:
+    """Commits of one mode are continued in the other, at any number of ranks and copies."""
+    whole, run = config(tmp_path / "whole", rows, JOB), config(tmp_path / "sharded", rows, JOB)
+    succeed(start([whole, "--max_steps", str(STEPS)]))
+    stretches: list[tuple[int, int | None, list[str]]] = [
+        (6, 3, ["--parallel.shards", "optimizer"]),
+        (10, None, []),
+        (12, 3, ["--parallel.shards", "gradients"]),
+        (14, 4, ["--parallel.shards", "optimizer", "--parallel.copies", "3"]),
+        (STEPS, 3, ["--parallel.shards", "gradients", "--parallel.copies", "1"]),
+    ]
+    for until, num_ranks, how in stretches:
+        done = succeed(start([run, "--max_steps", str(until), *how], num_ranks=num_ranks))
+        held = "is held once" if "1" in how else f"is held {min(num_ranks or 1, 3 if '3' in how else 2)} times"
+        assert (held in done.output) is bool(how)
+    assert result(tmp_path / "sharded")["weights_sha256"] == result(tmp_path / "whole")["weights_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shards", "point", "copies"),
+    [
+        ("optimizer", "exchange", 2),
+        ("optimizer", "applied", 2),
+        ("optimizer", "hand-over", 3),
+        ("gradients", "backward", 2),
+        ("gradients", "apply", 2),
+    ],
+)
+def test_a_rank_that_dies_costs_no_applied_step(
+    tmp_path: Path,
+    rows: Path,
+    etcd: EtcdServer,
+    undisturbed: Callable[[int], object],
+    shards: str,
+    point: str,
+    copies: int,
+) -> None:
+    """The others go on with what they hold, and who takes the place gets its share; at the hand-over two are lost."""
+    points = tmp_path / "points"
+    points.mkdir()
+    steps = 120
+    environ = {VARIABLE: str(points), "ELASTIC_TRAIN__PARALLEL__COPIES": str(copies)}
+    environ["ELASTIC_TRAIN__PARALLEL__SHARDS"] = shards
+    job = launch(tmp_path, etcd, write_config(tmp_path, rows, steps), ranks=3, **environ)
+    term, ranks = until_whole(tmp_path / "run", 3)
+    arm(points, point, "raise" if point == "backward" else "kill")
+    if point == "hand-over":
+        os.kill(ranks[2], signal.SIGKILL)
+    eventually(lambda: not (points / point).exists(), f"a fault at {point}")
+    run, log = finish(job, tmp_path)
+    assert f"is held {copies} times" in log
+    check_kept(run)
+    restored = [line for line in run.of("restore") if int(str(line["term"])) > term]
+    assert restored and all(int(str(line["step"])) > 0 for line in restored)
+    assert weights(run) == undisturbed(steps)
+
+
+@pytest.mark.slow
+def test_without_a_second_copy_the_newest_commit_is_what_is_left(
+    tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
+) -> None:
+    """It is said at the start what a lost rank will cost, and what it has cost; no bit differs in the end."""
+    steps = 120
+    job = launch(
+        tmp_path, etcd, write_config(tmp_path, rows, steps), ranks=2, ELASTIC_TRAIN__PARALLEL__COPIES="1", **SHARDED
+    )
+    until_whole(tmp_path / "run", 2)
+    eventually(lambda: any(line["op"] == "commit" for line in history(tmp_path / "run")), "a commit")
+    _, ranks = until_whole(tmp_path / "run", 2)
+    os.kill(ranks[1], signal.SIGKILL)
+    run, log = finish(job, tmp_path)
+    assert "is held once" in log
+    assert "all holders of" in log and "is given up for commits/" in log
+    assert weights(run) == undisturbed(steps)
+
+
+def test_rounding_that_depends_on_the_world_is_refused() -> None:
+    with pytest.raises(ValueError, match="reduction: fast gives no two worlds the same bits"):
+        Config(data={"train": "rows"}, parallel={"shards": "optimizer"}, reduction="fast")  # type: ignore[arg-type]
