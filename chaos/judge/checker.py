@@ -1,9 +1,10 @@
 """The judge: from a run's files to one finding an invariant, importing nothing from the trainer.
 
-The invariants are functions in ten rooms: what was applied (`exactly_once`), what was published (`one_lineage`), what
-its last commit holds (`deliverable`), the run as a whole (`whole_run`), departures (`departures`), what was logged of
-it (`tracked_values`), what outlived it (`leftovers`), what its processes held (`bounded`), whether it gave up in time
-(`progress`), and what one bad node cost the others (`no_harm`). Here is the table of them; a planted bug is caught by
+The invariants are functions in eleven rooms: what was applied (`exactly_once`), what was published (`one_lineage`),
+what its last commit holds (`deliverable`), the run as a whole (`whole_run`), departures (`departures`), what was
+logged of it (`tracked_values`), what outlived it (`leftovers`), what its processes held (`bounded`), whether it gave up
+in time (`progress`), what one bad node cost the others (`no_harm`), and whether shards of the state were lost too soon
+(`rollbacks`). Here is the table of them; a planted bug is caught by
 the one named beside it in `chaos.planted.catalogue`. `chaos.judge.invariants.script_run` judges a run of a user's
 script.
 """
@@ -25,6 +26,7 @@ from chaos.judge.invariants import (
     no_harm,
     one_lineage,
     progress,
+    rollbacks,
     tracked_values,
     whole_run,
 )
@@ -72,6 +74,8 @@ def _judge(run: Evidence, reference: Evidence | None) -> list[Finding]:
     findings = [find(name, partial(check, run)) for name, check in INVARIANTS.items()]
     findings.append(find("sums", partial(exactly_once.sums, run, reference)))
     findings.append(find("deliverable", partial(deliverable.deliverable, run, reference)))
+    if rollbacks.is_sharded(run):
+        findings.append(find("copies", partial(rollbacks.copies, run)))
     if bounded.is_put_to_the_test(run):
         findings.append(find("bounded", partial(bounded.bounded, run)))
     if no_harm.is_put_to_the_test(run):

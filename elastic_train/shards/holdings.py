@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from elastic_train.core.arrays import Int64s
+from elastic_train.shards.arcs import Arc
 from elastic_train.shards.grains import Layout
 from elastic_train.shards.seats import Seat
 
@@ -56,8 +57,13 @@ def circle_of(layout: Layout) -> Circle:
 
 def held(circle: Circle, seat: Seat) -> Int64s:
     """Return the numbers of the grains that a seat holds, ascending: those that begin in its arcs of the circle."""
-    slices = [circle.grains[_edge(circle, lo) : _edge(circle, hi)] for lo, hi in seat.arcs]
-    return np.sort(np.concatenate(slices))
+    return grains_in(circle, seat.arcs)
+
+
+def grains_in(circle: Circle, arcs: Sequence[Arc]) -> Int64s:
+    """Return the numbers of the grains that begin in some arcs of the circle, which may overlap, ascending."""
+    slices = [circle.grains[_edge(circle, lo) : _edge(circle, hi)] for lo, hi in arcs]
+    return np.unique(np.concatenate([circle.grains[:0], *slices]))
 
 
 def all_held(circle: Circle, seats: Sequence[Seat]) -> list[Int64s]:

@@ -37,6 +37,24 @@ class Seat(NamedTuple):
     arcs: tuple[Arc, ...]
 
 
+def seats_of_holders(
+    paths: Sequence[Path], copies: int, before: Sequence[Seat | None], is_holder: Sequence[bool]
+) -> list[Seat]:
+    """Return every rank's seat, by rank, where some ranks are to hold nothing: the others share all of it.
+
+    Who holds nothing has a seat without an arc, behind those of a group, which gives it its weights. At least one rank
+    holds something.
+    """
+    holders = [rank for rank, is_one in enumerate(is_holder) if is_one]
+    had = [seat if seat is not None and seat.arcs else None for seat in before or [None] * len(paths)]
+    held = seats_of([paths[rank] for rank in holders], copies, [had[rank] for rank in holders])
+    seats, first = dict(zip(holders, held, strict=True)), {seat.group: seat for seat in reversed(held)}
+    for number, rank in enumerate(rank for rank in range(len(paths)) if rank not in seats):
+        seat, turn = first[number % len(first)], number // len(first)
+        seats[rank] = seat._replace(slot=seat.size + turn, place=len(held) + number, base=None, arcs=())
+    return [seats[rank] for rank in range(len(paths))]
+
+
 class _Member(NamedTuple):
     """A rank on its way to a seat."""
 

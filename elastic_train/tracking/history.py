@@ -71,15 +71,19 @@ class History:
         seconds: float,
         skipped: list[tuple[str, str]],
         resumed: Mapping[str, object] | None,
+        num_lost: int = 0,
+        holds_nothing: bool = False,
     ) -> None:
         """The applied state was read from a commit, kept, handed over by a rank, or initialised.
 
         `commit` is the parent of the next commit; `applied_by` is the term that applied the state's last step;
-        `resumed` is what the banner said of it.
+        `resumed` is what the banner said of it. `num_lost` shards of the state had no holder left, so that a commit was
+        read; a rank that `holds_nothing` has no share of it, because it cannot write commits.
         """
         place = {"step": step, "epoch": epoch, "offset": offset, "commit": commit}
         place |= {"given_by": given_by, "applied_by": applied_by}
-        self._write("restore", **place, seconds=seconds, skipped=skipped, resumed=resumed)
+        shards = ({"lost": num_lost} if num_lost else {}) | ({"holds_nothing": True} if holds_nothing else {})
+        self._write("restore", **place, seconds=seconds, skipped=skipped, resumed=resumed, **shards)
 
     def step(
         self,

@@ -149,7 +149,7 @@ def _next_world(process: Process) -> Formed | None:
 def _leave_alone(process: Process) -> Preempted:
     """Commit the applied state without its world, which is in the middle of a step that this process has dropped.
 
-    One rank of a node does it: all of them hold the same state.
+    One rank of a node does it: all of them hold the same state. Where each holds a share, none can.
     """
     step = process.state.step
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:

@@ -20,18 +20,17 @@ from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.lineage import Interval, cut, parted_at
 from elastic_train.errors import CommitError, ElasticTrainError, StorageError
 from elastic_train.job.plan import Plan
-from elastic_train.job.reseating import bring, reseat, roll_forward, take_first_seats
+from elastic_train.job.reseating import bring, leave_out_unfinished, reseat, roll_forward, take_first_seats
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState, Reached
 from elastic_train.job.state_shards import Place
 from elastic_train.system.failpoints import reach
-from elastic_train.tracking.progress import ResumeBanner
 from elastic_train.world.agreement import agree
 from elastic_train.world.fencing import Fence
 from elastic_train.world.forming import own_path
 from elastic_train.world.handover import gather_places, hand_over, level
 from elastic_train.world.uniformity import differing_weights
-from elastic_train.world.world import World
+from elastic_train.world.world import Source, World, banner_of
 
 
 def restore(plan: Plan, world: World, state: AppliedState) -> CommitRecord | None:
@@ -68,7 +67,7 @@ class _Found:
     """Where a world can begin: its members' places, and the newest commit, which `is_loaded` if it is further.
 
     `counts` says whether this rank's own state is of the lineage. `skipped` are commits that were passed over.
-    `given_by` is the rank that gave this one its state.
+    `given_by` is the rank that gave this one its state. `num_lost` shards of the state are held by nobody any more.
     """
 
     places: list[Place]
@@ -77,6 +76,7 @@ class _Found:
     skipped: tuple[tuple[str, str], ...]
     given_by: int | None = None
     is_loaded: bool = False
+    num_lost: int = 0
 
 
 def _find(world: World, state: AppliedState, published: Callable[[], str | None]) -> _Found:
@@ -112,33 +112,45 @@ def _take_members_state(world: World, state: AppliedState, found: _Found) -> _Fo
 def _take_seats(plan: Plan, world: World, state: AppliedState, shards: HeldState, found: _Found) -> _Found:
     """Bring this rank to the furthest step, on a seat; return what was found, and whether a commit had to be loaded."""
     path = own_path(plan.config.parallel.domain)
-    brought = bring(world.group, state, shards, path, counts=found.counts)
-    lost = 0
+    brought = bring(world.group, state, shards, path, counts=found.counts, may_hold=world.writes)
+    if not found.is_loaded:
+        kept, num_lost = leave_out_unfinished(shards, brought)
+        furthest, whole = max(one.place for one in brought), max(one.place for one in kept)
+        if whole < furthest:
+            found = _find_after_loss(plan, world, found, num_lost, whole.step)
+        brought = kept
     if not found.is_loaded:
         brought = roll_forward(world.group, state, shards, brought)
         if max(one.place for one in brought).step == 0:
             _begin_alike(world, state)
-        lost = reseat(world.group, state, shards, brought).lost.size
-    if lost:
-        found = _find_after_loss(plan, world, found, lost, max(one.place.step for one in brought))
-    if found.is_loaded:
+        reseat(world.group, state, shards, brought)
+    else:
         state.drop_pending()
-        take_first_seats(world.group, shards, [one.path for one in brought])
+        take_first_seats(world.group, shards, brought)
         _load_head(plan, world, state, found)
     shards.trained_in = world.term
     return found
 
 
-def _find_after_loss(plan: Plan, world: World, found: _Found, num_lost: int, step: int) -> _Found:
-    """Return the newest commit, where all holders of some grains of the state are lost."""
+def _find_after_loss(plan: Plan, world: World, found: _Found, num_lost: int, whole: int) -> _Found:
+    """Return where a world begins of which some members are further than all of the state is held, which is at `whole`.
+
+    That is with the newest commit if it is further. If it is as far as the furthest member, nothing was lost: that
+    member had loaded it when its world ended.
+    """
     share = f"all holders of {num_lost} of the state's shards are lost (parallel.copies: {plan.config.parallel.copies})"
     key, skipped = agree(world.group, lambda: _find_head(world.store, found.head.key if found.head else None, 0))
-    if key is None:
+    head = read_record(world.store, key) if key else None
+    if head is None and whole == 0:
         raise ElasticTrainError(f"{share}, and there is no commit yet: start again from the beginning")
-    head = read_record(world.store, key)
-    plan.check_continues(head)
-    world.announce(f"{share}: step {step} is given up for {key}, step {head.step}")
-    return replace(found, head=head, skipped=(*found.skipped, *((name, why) for name, why in skipped)), is_loaded=True)
+    if head is not None and head.step > whole:
+        plan.check_continues(head)
+        skips = (*found.skipped, *((name, why) for name, why in skipped))
+        found, whole = replace(found, head=head, skipped=skips, is_loaded=True), head.step
+    if num_lost and whole < (step := max(found.places).step):
+        world.announce(f"{share}: step {step} is given up for step {whole}")
+        return replace(found, num_lost=num_lost)
+    return found
 
 
 def _report(world: World, state: AppliedState, found: _Found, before: Sequence[Interval], seconds: float) -> None:
@@ -147,7 +159,7 @@ def _report(world: World, state: AppliedState, found: _Found, before: Sequence[I
     source = Source("the members' own state" if state.step else "the beginning", state.step, None)
     if head is not None and found.is_loaded:
         source = Source(head.key, head.step, time.time() - head.created_at)
-    banner = _banner(world, source, found.skipped, seconds) if world.is_leader else None
+    banner = banner_of(world, source, found.skipped, seconds) if world.is_leader else None
     intervals = state.reached.intervals
     if before and (kept := parted_at(before, intervals)) < before[-1].hi:
         world.history.rollback(from_step=before[-1].hi, to_step=kept)
@@ -161,6 +173,8 @@ def _report(world: World, state: AppliedState, found: _Found, before: Sequence[I
         seconds=seconds,
         skipped=list(found.skipped),
         resumed=asdict(banner) if banner else None,
+        num_lost=found.num_lost,
+        holds_nothing=isinstance(state.shards, HeldState) and state.shards.holds_nothing,
     )
     if banner is not None and world.progress is not None:
         world.progress.banner(banner)
@@ -265,34 +279,3 @@ def _find_head(store: Store, published: str | None, furthest: int) -> tuple[str 
             return (newest.key if newest else None), []
     found = discover(store, published=published)
     return (found.head.key if found.head else None), list(found.skipped)
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What a world continues from: a commit or its members' state, its step, and a commit's age."""
-
-    name: str
-    step: int
-    age_s: float | None
-
-
-def _banner(world: World, source: Source, skipped: Sequence[tuple[str, str]], seconds: float) -> ResumeBanner | None:
-    """Return what a resumption cost, as far as the histories of earlier terms record it; None at a run's beginning."""
-    last = world.history.last_applied()
-    if source.step == 0 and last is None:
-        return None
-    joined_at = world.launched.joined_at if world.launched else None
-    return ResumeBanner(
-        commit=source.name,
-        step=source.step,
-        age_s=source.age_s,
-        steps_lost=max(0, last.step - source.step) if last else None,
-        world_before=last.world if last else None,
-        world_after=world.group.size,
-        term_before=last.term if last else None,
-        term_after=world.term,
-        detect_s=max(0.0, joined_at - last.at) if last and joined_at else None,
-        form_s=world.formed_at - joined_at if joined_at else None,
-        restore_s=seconds,
-        skipped=tuple(skipped),
-    )

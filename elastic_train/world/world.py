@@ -12,7 +12,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from elastic_train.checkpoint import Store, open_store, sweep
@@ -26,7 +26,7 @@ from elastic_train.parallel.group import Group
 from elastic_train.system.failpoints import reach
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import History
-from elastic_train.tracking.progress import Progress
+from elastic_train.tracking.progress import Progress, ResumeBanner
 from elastic_train.world import one_store
 from elastic_train.world.agreement import agree
 from elastic_train.world.claims import Rivals
@@ -195,3 +195,34 @@ def _fence(store: Store, group: Group, launched: RendezvousContext | None, use: 
     if launched and group.rank == 0:
         fence = JoinedFence(store, open_fence(launched, give_up_after_s=FENCE_TIMEOUT_S), run_id, rivals.check)
     return fence
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a world continues from: a commit or its members' state, its step, and a commit's age."""
+
+    name: str
+    step: int
+    age_s: float | None
+
+
+def banner_of(world: World, source: Source, skipped: Sequence[tuple[str, str]], seconds: float) -> ResumeBanner | None:
+    """Return what a resumption cost, as far as the histories of earlier terms record it; None at a run's beginning."""
+    last = world.history.last_applied()
+    if source.step == 0 and last is None:
+        return None
+    joined_at = world.launched.joined_at if world.launched else None
+    return ResumeBanner(
+        commit=source.name,
+        step=source.step,
+        age_s=source.age_s,
+        steps_lost=max(0, last.step - source.step) if last else None,
+        world_before=last.world if last else None,
+        world_after=world.group.size,
+        term_before=last.term if last else None,
+        term_after=world.term,
+        detect_s=max(0.0, joined_at - last.at) if last and joined_at else None,
+        form_s=world.formed_at - joined_at if joined_at else None,
+        restore_s=seconds,
+        skipped=tuple(skipped),
+    )

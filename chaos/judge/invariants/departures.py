@@ -12,6 +12,7 @@ from itertools import pairwise, takewhile
 from typing import Any
 
 from chaos.judge.evidence.applied import formed_at, is_live, pids_of
+from chaos.judge.evidence.copies import is_begun_anew
 from chaos.judge.evidence.recovery_cost import last_seen, sealed_at, seats_of
 from chaos.judge.evidence.run_files import (
     Evidence,
@@ -118,6 +119,8 @@ def _check_changes(run: Evidence) -> None:
         if _is_parted(hits, {node_of.get(pid) for pid in pids[before] | pids[after]}):
             excused |= pids[before]
         excused |= _hit_unrecorded(run, after)
+        if is_begun_anew(run, before):
+            excused |= pids[before]
         # A world may break before all have recorded it, or before any has.
         gone = sorted(pid for pid in pids[before] - pids[after] - excused if seen_in[pid] == before)
         if gone:

@@ -20,6 +20,7 @@ from itertools import pairwise
 from statistics import median
 
 from chaos.judge.evidence.applied import is_live
+from chaos.judge.evidence.copies import copies_of
 from chaos.judge.evidence.recovery_cost import fault_name, recoveries
 from chaos.judge.evidence.run_files import Evidence, Line, number, once, part, scenario_field, whole
 from chaos.judge.evidence.spells import spell_end
@@ -87,10 +88,13 @@ def is_put_to_the_test(run: Evidence) -> bool:
 
 @once
 def windows_of(run: Evidence) -> list[Window]:
-    """Return where the law can be judged: in live jobs, since a restart ends all processes whoever comes."""
+    """Return where the law can be judged: in live jobs, since a restart ends all processes whoever comes.
+
+    Where every share of the state has one holder, any node that is started again takes the steps since the last commit.
+    """
     faults = [fault for fault in run.of("fault") if spares_others(fault["kind"])]
     has_spare = scenario_field(run, "spare_nodes") != 0  # else the others wait for the node, as they were told to
-    if not faults or not has_spare or not is_live(run) or not _gaps(run):
+    if not faults or not has_spare or not is_live(run) or copies_of(run) == 1 or not _gaps(run):
         return []
     found = (_window(run, fault) for fault in faults)
     return [window for window in found if window.until - window.since > window.allowed_s]

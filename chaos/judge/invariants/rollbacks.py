@@ -1,5 +1,8 @@
 """Rollbacks: a process whose steps its world does not continue reports how many of them it gives up.
 
+Where the state is in shards, a world may give steps up because a share is lost: with all nodes that held it, never with
+fewer (`copies`).
+
 In `live` mode a process may have been frozen while others continued without it, and published. The histories
 say what each process had, and what its next world continued with: the process has to report the same.
 """
@@ -7,6 +10,7 @@ say what each process had, and what its next world continued with: the process h
 from __future__ import annotations
 
 from chaos.judge.evidence.applied import branch_of, pids_of, reached_by
+from chaos.judge.evidence.copies import copies_of, holders_gone, losses_of
 from chaos.judge.evidence.run_files import Evidence, Line, whole
 from chaos.judge.findings import Violated
 
@@ -62,3 +66,20 @@ def _in_common(one: Branch, other: Branch) -> int:
         if mine[2] != theirs[2]:
             break
     return step
+
+
+def copies(run: Evidence) -> str:
+    """Where a world found shards lost, at least as many nodes were gone as hold each; all other worlds lost none."""
+    for term, num_lost in sorted(losses_of(run).items()):
+        gone, needed = holders_gone(run, term)
+        if gone < needed:
+            raise Violated(
+                f"term {term} found {num_lost} shards of the state lost, and {gone} nodes had left since the last "
+                f"world that trained: with {copies_of(run)} copies it takes {needed}"
+            )
+    return f"{copies_of(run)} copies; {len(losses_of(run))} worlds had lost shards, each with all of their holders"
+
+
+def is_sharded(run: Evidence) -> bool:
+    """Say whether the job's state was in shards."""
+    return copies_of(run) is not None

@@ -20,6 +20,7 @@ from chaos.judge.evidence.applied import (
     shape_of,
     steps_of,
 )
+from chaos.judge.evidence.copies import losses_of
 from chaos.judge.evidence.recovery_cost import (
     Recovery,
     after_the_last_step,
@@ -121,11 +122,14 @@ def _given_up(run: Evidence) -> Iterator[tuple[int, int, int, int, int]]:
     """Yield process, step and term before, step and term after, where a process that lives on gave up applied steps.
 
     They need not be its own: where a rank applied a step knowing that all others hold its gradient, each of them can.
-    What a rank applied that had lost a peer before it knew so counts for itself alone.
+    What a rank applied that had lost a peer before it knew so counts for itself alone. Where shares of the state were
+    lost with their holders, what those had applied goes with them.
     """
     pids, restored = pids_of(run), restored_at(run)
     # A world that broke before its state was agreed on has no restore, and applied nothing.
     for before, after in pairwise(term for term in formed_at(run) if term in restored):
+        if after in losses_of(run):
+            continue  # `copies` says whether it may have been
         for pid in pids[before] & pids[after]:
             step = max(settled_in(run).get(before, 0), reached_by(run).get((before, pid), 0))
             kept = whole(restored[after], "step")

@@ -49,6 +49,8 @@ SKEWED = 1 / 8
 """In how many live runs nodes' clocks differ by seconds. With restarts, steps are too far apart to tell by how much."""
 WITH_VECTORS, MOST_WITH_VECTORS = 1 / 8, 8
 """In how many runs the product itself adds up the lanes' vectors, and of how many ranks at most: all send to all."""
+IN_SHARDS, MOST_COPIES = 1 / 8, 3
+"""In how many runs a real, tiny model is trained whose optimizer state is in shards, and in how many copies at most."""
 AGENTS = 1 / 32
 """In how many live runs a node's agent freezes, and its workers do not."""
 LEAST_STEP_S = 4.0
@@ -131,6 +133,9 @@ def case_of(seed: int, num_nodes: int | None = None) -> Case:
         faults = in_order([*faults, *draw_of_etcd(etcd, shape)])
     if random.Random(f"{seed}/vectors").random() < WITH_VECTORS and shape.nodes * shape.ranks <= MOST_WITH_VECTORS:
         shape = replace(shape, vectors=True)
+    shards = random.Random(f"{seed}/shards")
+    if shards.random() < IN_SHARDS and shape.nodes * shape.ranks <= MOST_WITH_VECTORS:
+        shape = replace(shape, vectors=False, copies=shards.randint(1, MOST_COPIES))
     clocks = random.Random(f"{seed}/clocks")
     if shape.nodes > 1 and shape.recovery == "live" and clocks.random() < SKEWED:
         faults = in_order([*faults, *draw_skews(clocks, shape)])
@@ -199,7 +204,10 @@ def _same_job(shape: Shape) -> Shape:
     rows, epochs, lanes = shape.rows, shape.epochs, shape.lanes
     lane_s = Shape().lane_s / lanes
     same = Shape(nodes=1, lanes=lanes, micro_batch=shape.micro_batch, rows=rows, epochs=epochs, lane_s=lane_s)
-    return replace(same, commit_every=shape.commit_every, vectors=shape.vectors)
+    # A state that is whole on one rank must end as one that was held in shards by many.
+    return replace(
+        same, commit_every=shape.commit_every, vectors=shape.vectors, copies=min(1, shape.copies), is_whole=True
+    )
 
 
 def holes_of(run: Evidence) -> str:
@@ -208,7 +216,7 @@ def holes_of(run: Evidence) -> str:
     return json.dumps(holes) if holes else ""
 
 
-@lru_cache(64)
+@lru_cache(256)
 def reference_of(shape: Shape, holes: str = "") -> Evidence:
     """Return the run of a job on one rank, without faults: one that knows of holes from the beginning, if there were
     any."""

@@ -10,12 +10,15 @@ import numpy as np
 import torch
 
 from chaos.sim.machine.tracker import URI
-from chaos.sim.modelled.training import ModelledManifest, ModelledPlan, ModelledTask
+from chaos.sim.modelled.plan import ModelledManifest, ModelledPlan, ModelledTask
 from chaos.sim.modelled.training_data import Dataset, ModelledFeed, order_of
 from elastic_train.config.schema import Config
 from elastic_train.core.arrays import Int64s
 
 Recovery = Literal["live", "restart"]
+
+TINY_OPTIMIZER = {"lr": 0.01, "clip_norm": 64.0, "warmup_steps": 2}
+"""What trains a tiny model: some steps' gradients are clipped, and others' not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,10 @@ class Shape:
     """Whether its metrics are sent to a tracker."""
     vectors: bool = False
     """Whether its lanes have short vectors that the product's own exchange sums, not only the simulator's."""
+    copies: int = 0
+    """In how many copies the state of a real, tiny model is held, in shards; 0 where the state is modelled."""
+    is_whole: bool = False
+    """Whether every rank holds all of that model's state all the same, as where nothing is sharded."""
 
     @property
     def total_steps(self) -> int:
@@ -83,6 +90,10 @@ class Shape:
 
 def make_plan(shape: Shape, data: Dataset, take_witness: Callable[[Int64s], None]) -> ModelledPlan:
     """Return what `elastic_train.job.plan.make_plan` would; `take_witness` gets the counts of a job that is done."""
+    tiny: dict[str, object] = {}
+    if shape.copies:
+        shards = "none" if shape.is_whole else "optimizer"
+        tiny = {"parallel": {"shards": shards, "copies": shape.copies}, "optimizer": TINY_OPTIMIZER}
     config = Config.model_validate(
         {
             "run": {"dir": "sim", "seed": 1},
@@ -93,6 +104,7 @@ def make_plan(shape: Shape, data: Dataset, take_witness: Callable[[Int64s], None
             "checkpoint": {"every_steps": shape.commit_every, "every_s": None, "keep_last": shape.keep_last},
             "peer_timeout_s": shape.peer_timeout_s,
             "tracking": {"mlflow_uri": URI if shape.tracked else None},
+            **tiny,
         }
     )
     return ModelledPlan(
@@ -103,4 +115,5 @@ def make_plan(shape: Shape, data: Dataset, take_witness: Callable[[Int64s], None
         feed=ModelledFeed(data, quarantines=shape.unreadable == "quarantine"),
         total_steps=shape.total_steps,
         device=torch.device("cpu"),
+        is_tiny=shape.copies > 0,
     )

@@ -81,28 +81,33 @@ class SimGroup(Group):
 
     def send(self, rank: int, tensor: Tensor) -> Receipt:  # type: ignore[override]  # torch makes other works
         """Send at once: it arrives when no link is cut, whatever becomes of this rank."""
+        self._post(rank, [tensor])
+        return Receipt(None, tensor)
+
+    def _post(self, rank: int, tensors: Sequence[Tensor]) -> None:
+        """Send tensors to one rank, which arrive together: one connection has them one after another."""
         hub, net = self._hub, self._hub.net
-        mine, other, letters = self._kernel.process.node, hub.members[rank].node, hub.posted[self.rank, rank]
-        letter = Letter(tensor.clone())
-        letters.append(letter)
+        mine, other = self._kernel.process.node, hub.members[rank].node
+        letters = [Letter(tensor.clone()) for tensor in tensors]
+        hub.posted[self.rank, rank].extend(letters)
 
         def arrive() -> None:
             if net.is_connected(mine, other):
-                letter.is_here = True
+                for letter in letters:
+                    letter.is_here = True
                 hub.wake(rank)
             else:
                 net.kernel.after(RESENT_S, arrive)
 
         net.kernel.after(net.delay(), arrive)
-        return Receipt(None, tensor)
 
     def receive(self, rank: int, tensor: Tensor) -> Receipt:  # type: ignore[override]
         return Receipt(rank, tensor)
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         receipts = [self.receive(rank, part) for rank, part in receives]
-        for rank, part in sends:
-            self.send(rank, part)
+        for rank in dict.fromkeys(rank for rank, _ in sends):
+            self._post(rank, [part for other, part in sends if other == rank])
         self.wait(receipts)
 
     def wait(self, works: Iterable[Receipt]) -> None:  # type: ignore[override]
@@ -110,7 +115,8 @@ class SimGroup(Group):
             if work.source is None:
                 continue
             letters = self._hub.posted[work.source, self.rank]
-            self._wait(lambda letters=letters: bool(letters) and letters[0].is_here, work.source)  # type: ignore[misc]
+            if not letters or not letters[0].is_here:
+                self._wait(lambda letters=letters: bool(letters) and letters[0].is_here, work.source)  # type: ignore[misc]
             work.tensor.copy_(letters.popleft().tensor)
 
     def transfer(self, tensor: Tensor, *, to: int | None = None, source: int | None = None) -> None:

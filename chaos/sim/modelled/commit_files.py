@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from chaos.judge.evidence.stored_weights import Tensors, checked_files
+from chaos.sim.modelled import piece_files
 from elastic_train.checkpoint.format import layout
 from elastic_train.checkpoint.format.dcp import WrittenPart
 from elastic_train.checkpoint.format.layout import (
@@ -33,7 +34,7 @@ class SlowSnapshot(Snapshot):
     """A snapshot whose copy takes time, so that training comes to where it must wait for it."""
 
     def __init__(self, sleep: Callable[[], None], part: Part, leaves: Leaves, is_still: Callable[[StatePath], bool]):
-        super().__init__(part, leaves, is_still)
+        super().__init__(part, piece_files.with_spans(part, leaves), is_still)
         self._sleep = sleep
 
     def copy(self, buffer: Buffer, check: Callable[[], None], advance: Callable[[int], None]) -> None:
@@ -66,16 +67,24 @@ def write_part(
     **_: object,
 ) -> WrittenPart:
     """Write one part's file as JSON, with the product's checksums."""
-    assert not plain, "the modelled state holds tensors"
+    encode = piece_files.encode_part if isinstance(part, piece_files.PiecePart) else _encode_part
     with store.write(f"{attempt}/{part.name}") as file, HashingSink(file, on_progress) as sink:
         on_progress()
-        held = [(str(slot.path[-1]), slot, content) for slot, content in zip(part.slots, contents, strict=True)]
-        numbers = {name: np.frombuffer(content, np.int64).tolist() for name, _, content in held}
-        digests = {name: tensor_digest(slot.dtype, slot.shape, content) for name, slot, content in held}
-        sink.write(json.dumps(numbers).encode())
+        content, digests = encode(part, contents, plain)
+        sink.write(content)
         sink.close()
     on_progress()
     return WrittenPart(part.name, sink.record(), {}, digests)
+
+
+def _encode_part(
+    part: Part, contents: Iterable[memoryview], plain: Mapping[str, bytes]
+) -> tuple[bytes, dict[str, str]]:
+    assert not plain, "the modelled state holds tensors"
+    held = [(str(slot.path[-1]), slot, content) for slot, content in zip(part.slots, contents, strict=True)]
+    numbers = {name: np.frombuffer(content, np.int64).tolist() for name, _, content in held}
+    digests = {name: tensor_digest(slot.dtype, slot.shape, content) for name, slot, content in held}
+    return json.dumps(numbers).encode(), digests
 
 
 def finish_attempt(
@@ -87,12 +96,17 @@ def finish_attempt(
 def read_leaves(
     store: Store, attempt: str, files: Mapping[str, FileRecord], wanted: Mapping[StatePath, object]
 ) -> dict[StatePath, object]:
-    leaves: dict[StatePath, object] = {}
+    contents = list[bytes]()
     for name, record in files.items():
-        content = bytearray(record.size)
+        memory = bytearray(record.size)
         with open_checked(store, f"{attempt}/{name}", record) as file:
-            file.fill(0, [memoryview(content)])
-        leaves |= {("model", name): tensor.clone() for name, tensor in _tensors_of(bytes(content)).items()}
+            file.fill(0, [memoryview(memory)])
+        contents.append(bytes(memory))
+    if all(map(piece_files.is_piece_file, contents)):
+        return piece_files.read_leaves(tuple(contents), wanted)
+    leaves: dict[StatePath, object] = {}
+    for content in contents:
+        leaves |= {("model", name): tensor.clone() for name, tensor in _tensors_of(content).items()}
     return leaves
 
 
@@ -103,7 +117,11 @@ def load_weights(files: Mapping[str, tuple[bytes, float]], record: Mapping[str, 
         held = files.get(f"{record['attempt']}/{name}")
         return None if held is None else io.BytesIO(held[0])
 
-    return {name: x for _, file in checked_files(record, open_file) for name, x in _tensors_of(file.read()).items()}
+    contents = [file.read() for _, file in checked_files(record, open_file)]
+    if all(map(piece_files.is_piece_file, contents)):
+        tensors = piece_files.tensors_of(tuple(contents))
+        return {str(path[-1]): tensor for path, tensor in tensors.items() if path[0] == "model"}
+    return {name: tensor for content in contents for name, tensor in _tensors_of(content).items()}
 
 
 @lru_cache(64)

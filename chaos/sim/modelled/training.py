@@ -7,28 +7,22 @@ witness's counts, one for every sample. Equal hashes at the end are equal weight
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from chaos.sim.machine.rank_group import SimGroup
-from chaos.sim.modelled.training_data import ModelledFeed
-from elastic_train.checkpoint import Retention
-from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import StatePath
-from elastic_train.config.schema import Config
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.keyed_random import derive, mix64
 from elastic_train.core.lanes import Assignment, contiguous
-from elastic_train.core.order import Cursor, Order
+from elastic_train.core.order import Cursor
 from elastic_train.job.state import Reached, StepFacts
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.gradient_sum import CanonicalSum
@@ -162,18 +156,15 @@ class ModelledState:
         self.reached = reached
 
 
-class ModelledSum:
-    """What `GradientSum` is: the lanes' samples, and the commutative sum of their hashes."""
+class SampleCounts:
+    """The lanes' samples, and the commutative sum of their hashes."""
 
-    def __init__(self, weights: Weights, group: SimGroup) -> None:
-        self._weights, self._group = weights, group
+    def __init__(self, num_rows: int, group: SimGroup) -> None:
+        self._num_rows, self._group = num_rows, group
         self._ids: list[Int64s] = []
 
     def begin(self, lanes: range) -> None:
         self._ids = []
-
-    def lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def add(self, ids: Int64s) -> None:
         self._ids.append(ids)
@@ -181,13 +172,28 @@ class ModelledSum:
     def serve(self) -> None:
         """Lanes need nobody else."""
 
-    def finish(self, divisor: float) -> None:
-        self._weights.gradient = self._group.fold(tuple(self._ids), self._add)
+    def counted(self) -> Gradient:
+        """Return what all ranks' lanes add up to."""
+        return self._group.fold(tuple(self._ids), self._add)
 
     def _add(self, parts: list[object]) -> Gradient:
         ids = [ids for part in parts if isinstance(part, tuple) for ids in part]
-        counts = np.bincount(np.concatenate([np.zeros(0, np.int64), *ids]), minlength=len(self._weights.counts))
-        return Gradient(counts, sum(_hash_of(tuple(some.tolist())) for some in ids) & _MASK)
+        counts = np.bincount(np.concatenate([np.zeros(0, np.int64), *ids]), minlength=self._num_rows)
+        return Gradient(counts, sum(hash_of(tuple(some.tolist())) for some in ids) & _MASK)
+
+
+class ModelledSum(SampleCounts):
+    """What `GradientSum` is, of samples alone."""
+
+    def __init__(self, weights: Weights, group: SimGroup) -> None:
+        super().__init__(len(weights.counts), group)
+        self._weights = weights
+
+    def lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def finish(self, divisor: float) -> None:
+        self._weights.gradient = self.counted()
 
 
 class VectorSum(ModelledSum):
@@ -223,93 +229,13 @@ class VectorSum(ModelledSum):
 @lru_cache(1 << 12)
 def _vector_of(ids: tuple[int, ...]) -> torch.Tensor:
     """Return a lane's vector: floats between 2^-8 and 2^8 that follow from its samples."""
-    words = [derive(_hash_of(ids), place) for place in range(VECTOR)]
+    words = [derive(hash_of(ids), place) for place in range(VECTOR)]
     return torch.tensor([2.0 ** (word % 16 - 8) * (1.0 + (word >> 8 & 0xFFFFFF) / (1 << 24)) for word in words])
 
 
 @lru_cache(1 << 16)
-def _hash_of(ids: tuple[int, ...]) -> int:
+def hash_of(ids: tuple[int, ...]) -> int:
     return sum(mix64(id_ + 1) for id_ in ids) & _MASK
-
-
-@dataclass(frozen=True, slots=True)
-class ModelledFile:
-    path: str
-
-
-@dataclass(frozen=True)
-class ModelledManifest:
-    group_rows: Int64s
-
-    url = "sim://data"
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.group_rows.sum())
-
-    @property
-    def coverage(self) -> CoverageSums:
-        return _whole(self.num_rows)
-
-    @property
-    def files(self) -> list[ModelledFile]:
-        return [ModelledFile("rows.parquet")]
-
-    def place_of_group(self, group: int) -> tuple[int, int]:
-        return 0, group
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(self.group_rows.tobytes()).hexdigest()
-
-
-class ModelledTask:
-    """Leaves the witness's counts at the end."""
-
-    def __init__(self, leave: Callable[[Int64s], None]) -> None:
-        self._leave = leave
-
-    def metrics(self) -> Mapping[str, object]:
-        return {}
-
-    def finish(self, model: Weights, folder: Path) -> None:
-        self._leave(model.counts.copy())
-
-
-@dataclass(frozen=True)
-class ModelledPlan:
-    """What `elastic_train.job.plan.Plan` is to its users."""
-
-    config: Config
-    task: ModelledTask
-    manifest: ModelledManifest
-    order: Order
-    feed: ModelledFeed
-    total_steps: int
-    device: torch.device
-
-    @property
-    def num_lanes(self) -> int:
-        return self.config.batch.num_lanes
-
-    @property
-    def micro_batch(self) -> int:
-        return self.config.batch.micro_batch
-
-    @property
-    def retention(self) -> Retention:
-        return Retention.of(last=self.config.checkpoint.keep_last)
-
-    def build_state(self) -> ModelledState:
-        return ModelledState(Weights(np.zeros(self.manifest.num_rows, np.int64)))
-
-    def check_continues(self, record: CommitRecord) -> None:
-        assert record.manifest_digest == self.manifest.digest and record.config_digest == self.config.identity()
-
-
-@lru_cache(64)
-def _whole(num_rows: int) -> CoverageSums:
-    return CoverageSums.of_all(num_rows)
 
 
 def sums_of(ids: Int64s) -> CoverageSums:

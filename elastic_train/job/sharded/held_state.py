@@ -25,11 +25,11 @@ from elastic_train.checkpoint.format.pieces import Pieces
 from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.lanes import Assignment, contiguous
-from elastic_train.errors import ConfigError, WeightsDifferError
 from elastic_train.job.parameter_groups import set_rates
 from elastic_train.job.sharded.elementwise import moments_of
 from elastic_train.job.sharded.flat_model import FlatModel
-from elastic_train.job.sharded.held_tree import HeldRun, moment_pieces
+from elastic_train.job.sharded.held_tree import HeldRun, Spare, count_of, moment_pieces, names_of
+from elastic_train.job.sharded.shared_norm import norm_of_grains
 from elastic_train.job.sharded.shared_scaler import SharedScaler
 from elastic_train.job.state_shards import stillness_of
 from elastic_train.parallel.dealt_sum import DealtSum
@@ -40,7 +40,7 @@ from elastic_train.shards.deal import lanes_of
 from elastic_train.shards.grains import Layout
 from elastic_train.shards.grains import Tensor as Place
 from elastic_train.shards.holdings import Run, circle_of, held, runs_of
-from elastic_train.shards.norm import clip_factor, grain_squares, total_norm
+from elastic_train.shards.norm import clip_factor, grain_squares
 from elastic_train.shards.owners import owned_of
 from elastic_train.shards.seating import Seating
 from elastic_train.shards.seats import Seat
@@ -67,11 +67,12 @@ class HeldState:
         self._dealt: DealtSum | None = None
         self.seating: Seating | None = None
         self.runs: list[HeldRun] = []
+        self.spare = Spare()
         self._written: list[Int64s] = []
         self._named: Mapping[str, Mapping[str, Pieces]] | None = None
         self.trained_in = 0
         """The last world in which this rank trained, by its term."""
-        self._names, self._kinds = _names_of(model, optimizer), moments_of(optimizer)
+        self._names, self._kinds = names_of(model, optimizer), moments_of(optimizer)
         self._views: list[Tensor] = []
         for group in optimizer.param_groups:  # the optimizer never sees the model's own parameters
             group["params"] = []
@@ -83,6 +84,10 @@ class HeldState:
         return None if self.seating is None else self.seating.seat
 
     @property
+    def holds_nothing(self) -> bool:
+        return self.seating is not None and not self.seating.seat.arcs
+
+    @property
     def num_copies(self) -> int:
         """How many ranks hold each grain: as many as there are groups."""
         return 1 + max(seat.group for seat in self._seated().seats)
@@ -92,14 +97,22 @@ class HeldState:
 
     def room_for(self, seating: Seating) -> list[HeldRun]:
         """Return the runs of this rank's seat, the moments as they are before the first step."""
-        return [HeldRun(run, self._new_moments(run)) for run in runs_of(self.layout, seating.trained[seating.rank])]
+        return [HeldRun(run, self.new_moments(run)) for run in runs_of(self.layout, seating.trained[seating.rank])]
 
-    def sit(self, seating: Seating, runs: Sequence[HeldRun], num_updates: Sequence[float] | None = None) -> None:
+    def sit(
+        self,
+        seating: Seating,
+        runs: Sequence[HeldRun],
+        num_updates: Sequence[float] | None = None,
+        spare: Spare | None = None,
+    ) -> None:
         """Take a seat whose weights are in place and whose moments `runs` have.
 
-        `num_updates` is how many updates each parameter group has had; as many as so far if it is not given.
+        `num_updates` is how many updates each parameter group has had; as many as so far if it is not given. `spare` is
+        what is held beside the seat, for peers that may not have got it.
         """
         counts = self.num_updates() if num_updates is None else list(num_updates)
+        self.spare = spare or Spare()
         self.seating, self.runs, self._named = seating, list(runs), None
         if self.flat.is_dealt:
             self.flat.make_homes([one.run for one in self.runs])
@@ -160,21 +173,7 @@ class HeldState:
 
         Raises WeightsDifferError if two copies of a grain have different gradients.
         """
-        squares = np.full(self.layout.num_grains, -1.0)
-        for rank, grains in holders:
-            row = gathered[rank, : grains.size].numpy()
-            known = squares[grains]
-            other = (known != row) & (known != -1.0) & ~(np.isnan(known) & np.isnan(row))
-            if other.any():
-                name = self.layout.tensors[self.layout.tensor_of[grains[other][0]]].names[0]
-                raise WeightsDifferError(
-                    f"rank {rank} and another copy's holder have different gradients of '{name}': memory or a "
-                    "connection is damaged. The last commit is intact: all ranks end, and the next start continues"
-                )
-            squares[grains] = row
-        trained = squares[self.layout.trained]
-        assert not (trained == -1.0).any(), "some grains' gradients are held by nobody"
-        return torch.tensor(total_norm(trained), dtype=torch.float64)
+        return norm_of_grains(self.layout, gathered, holders)
 
     def norm_alone(self, measured: Tensor) -> Tensor | None:
         """Only all ranks together know the norm."""
@@ -232,7 +231,7 @@ class HeldState:
         tree: State = {"model": held["model"], "optimizer": {"state": moments}, "scheduler": {}, "scaler": {}}
         fill(tree)
         self._take_settings(tree["optimizer"]["param_groups"], tree, keeps_rates=keeps_rates)  # type: ignore[index]
-        counts = [_count_of([moments[name]["step"] for name in names if name in moments]) for names in self._names]
+        counts = [count_of([moments[name]["step"] for name in names if name in moments]) for names in self._names]
         self.sit(self._seated(), self.runs, counts)
 
     def settings(self) -> State:
@@ -286,7 +285,7 @@ class HeldState:
         assert self.seating is not None, "no seat has been taken"
         return self.seating
 
-    def _new_moments(self, run: Run) -> dict[str, Tensor]:
+    def new_moments(self, run: Run) -> dict[str, Tensor]:
         return {name: torch.zeros_like(self.flat.weights_at(run)) for name in self._kinds}
 
     def _parameter(self, one: HeldRun, num_updates: float) -> nn.Parameter:
@@ -300,26 +299,9 @@ class HeldState:
         """Return what stands for a parameter group of which nothing is held, so that its updates are counted."""
         flat = next(place for place, flat in enumerate(self.layout.flats) if flat.group == number)
         run = Run(flat, 0, 0)
-        return self._parameter(HeldRun(run, self._new_moments(run)), num_updates)
+        return self._parameter(HeldRun(run, self.new_moments(run)), num_updates)
 
     def _gradient_of(self, grain: int) -> Tensor:
         start = int(self.layout.start[grain])
         length = int(self.layout.hi[grain] - self.layout.lo[grain])
         return self.flat.gradients_at(Run(int(self.layout.flat_of[grain]), start, start + length))
-
-
-def _names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Return the names of each parameter group's parameters, as torch's state dicts have them."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-
-
-def _count_of(steps: Sequence[object]) -> float:
-    """Return how many updates the parameters of one group have had."""
-    counts = {float(step) for step in steps}  # type: ignore[arg-type]
-    if len(counts) > 1:
-        raise ConfigError(
-            f"the commit's parameters have had {sorted(counts)} updates within one parameter group, because some were "
-            "not trained before: continue once with parallel.shards: none, and commit"
-        )
-    return counts.pop() if counts else 0.0

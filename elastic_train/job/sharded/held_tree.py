@@ -11,10 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from elastic_train.checkpoint.format.pieces import Pieces, Span
 from elastic_train.core.arrays import Int64s
+from elastic_train.errors import ConfigError
+from elastic_train.shards.arcs import Arc
 from elastic_train.shards.grains import Layout
 from elastic_train.shards.grains import Tensor as Place
 from elastic_train.shards.holdings import Run
@@ -34,6 +37,14 @@ class HeldRun:
         """Return the moments of a run within this one."""
         lo = run.lo - self.run.lo
         return {name: moment[lo : lo + run.hi - run.lo] for name, moment in self.moments.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Spare:
+    """What a rank holds beside its seat, as arcs of the circle, and the moments of it that its seat has not."""
+
+    arcs: tuple[Arc, ...] = ()
+    runs: tuple[HeldRun, ...] = ()
 
 
 def spans_of(layout: Layout, place: Place, grains: Int64s) -> list[Span]:
@@ -69,3 +80,20 @@ def _moments_at(runs: Sequence[HeldRun], place: Place, span: Span) -> dict[str, 
 def run_around(runs: Sequence[HeldRun], run: Run) -> HeldRun:
     """Return the held run that another run lies in."""
     return next(one for one in runs if one.run.flat == run.flat and one.run.lo <= run.lo and run.hi <= one.run.hi)
+
+
+def names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """Return the names of each parameter group's parameters, as torch's state dicts have them."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def count_of(steps: Sequence[object]) -> float:
+    """Return how many updates the parameters of one group have had."""
+    counts = {float(step) for step in steps}  # type: ignore[arg-type]
+    if len(counts) > 1:
+        raise ConfigError(
+            f"the commit's parameters have had {sorted(counts)} updates within one parameter group, because some were "
+            "not trained before: continue once with parallel.shards: none, and commit"
+        )
+    return counts.pop() if counts else 0.0

@@ -16,9 +16,11 @@ import pytest
 import torch
 
 from elastic_train.errors import PeerLostError
-from elastic_train.job.reseating import bring, reseat, roll_forward
+from elastic_train.job.reseating import Brought, bring, leave_out_unfinished, reseat, roll_forward, taking
 from elastic_train.job.state import AppliedState
+from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
+from elastic_train.shards.seats import seats_of
 from tests.conftest import run_ranks
 from tests.elastic_train.job.sharded.shard_jobs import (
     build,
@@ -56,6 +58,20 @@ class World:
 
     members: Sequence[int]
     fault: Fault | None = None
+    breaks_at: int | None = None
+    """The member that leaves the world as soon as it has what belongs to its seat, before others know that it has."""
+
+
+class Leave:
+    """Ends a rank's world at the last moment before its seat is taken."""
+
+    def __init__(self) -> None:
+        self._num_reached = 0
+
+    def __call__(self, point: str) -> None:
+        self._num_reached += 1
+        if self._num_reached == 2:
+            raise PeerLostError("the world has changed")
 
 
 def step_with(fault: Fault, who: int, group: Group, state: AppliedState, term: int) -> None:
@@ -94,6 +110,13 @@ def member(who: int, num: int, folder: str, worlds: Sequence[World], copies: int
         group = meet(Path(folder), f"world-{term}", world.members.index(who), len(world.members))
         brought = bring(group, state, shards, ("", str(who)), counts=True)
         brought = roll_forward(group, state, shards, brought)
+        if world.breaks_at is not None:
+            taking.reach = Leave() if world.breaks_at == who else lambda point: None
+            with pytest.raises(PeerLostError):
+                reseat(group, state, shards, brought)
+            group.abandon()
+            taking.reach = lambda point: None
+            continue
         taken = reseat(group, state, shards, brought)
         shards.trained_in = term
         seen.append([term, state.step, fingerprint(state), int(taken.lost.size), taken.num_bytes])
@@ -195,3 +218,32 @@ def test_a_step_that_one_of_its_world_cannot_apply_is_dropped_by_all(tmp_path: P
     seen = live_through(tmp_path, [World(range(4), Fault(2, "computing", dying=[3])), World(range(3))])
     assert [rows[1][1:3] for rows in seen.values()] == [[2, expected[1]]] * 3
     assert {rows[-1][2] for rows in seen.values()} == {expected[-1]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("breaks_at", [2, 0])
+def test_a_world_that_breaks_while_seats_are_taken_loses_nothing(tmp_path: Path, breaks_at: int) -> None:
+    """One holder of each share: who has given a part away keeps it until the taker is known to have its seat."""
+    expected = replicated(STEPS)
+    grown = World([0, 1, 2], breaks_at=breaks_at)
+    seen = live_through(
+        tmp_path, [World([0, 1], Fault(4, "computing", dying=[])), grown, grown, World([1, 0])], copies=1
+    )
+    for who in (0, 1):
+        assert [row[:4] for row in seen[who]][1:] == [[4, 5, expected[4], 0], [4, 6, expected[5], 0]]
+
+
+def test_who_was_away_while_shares_were_lost_is_not_followed() -> None:
+    """It is further than the others are now, and what it holds there is not the whole of the state."""
+    shards = shards_of(build("optimizer", 1))
+    half, rest = seats_of([("", "0"), ("", "1")], 1)
+    behind = [Brought(Place(7, 20), half, ("", "0")), Brought(Place(7, 20), rest, ("", "1"))]
+    away, newest = Brought(Place(23, 17), half, ("", "2")), Brought(Place(9, 21), half, ("", "3"))
+    kept, num_lost = leave_out_unfinished(shards, [*behind, away])
+    assert kept[:2] == behind and kept[2].place == Place(0, 0) and kept[2].seat is None and num_lost == 0
+    kept, num_lost = leave_out_unfinished(shards, [behind[0], away])
+    assert max(one.place for one in kept) == Place(0, 0) and num_lost > 0
+    kept, num_lost = leave_out_unfinished(shards, [behind[0], Brought(Place(6, 20), rest, ("", "1"), pending=20)])
+    assert max(one.place for one in kept) == Place(7, 20) and num_lost == 0, "what is pending counts"
+    kept, num_lost = leave_out_unfinished(shards, [*behind, newest])
+    assert max(one.place for one in kept) == Place(7, 20) and num_lost > 0, "steps of the newest world are given up"

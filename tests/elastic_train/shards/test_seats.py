@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from elastic_train.shards.arcs import length, overlap
 from elastic_train.shards.domains import Path
 from elastic_train.shards.holdings import all_held, circle_of
-from elastic_train.shards.seats import Seat, seats_of
+from elastic_train.shards.seats import Seat, seats_of, seats_of_holders
 from tests.elastic_train.shards.laws import blocks, check_apart, check_balance, check_partition, check_survives
 
 LAYOUT = blocks(3, 41)
@@ -192,3 +192,22 @@ def test_a_long_life_keeps_every_law(num_nodes: int, each: int, copies: int) -> 
         check_apart(paths, holdings, LAYOUT.num_grains)
         assert max(seat.size for seat in seats) - min(seat.size for seat in seats) <= max(each, len(paths) // 5)
     assert total <= 3 * least
+
+
+@given(racks, st.integers(1, 4), st.data())
+def test_who_is_to_hold_nothing_has_a_seat_without_an_arc(
+    nodes: list[list[int]], copies: int, data: st.DataObject
+) -> None:
+    """The others share all of it, as they would by themselves, and whoever may hold again is a newcomer."""
+    paths = paths_of(nodes)
+    may = [True, *data.draw(st.lists(st.booleans(), min_size=len(paths) - 1, max_size=len(paths) - 1))]
+    seats = seats_of_holders(paths, copies, [None] * len(paths), may)
+    holders = [rank for rank, is_one in enumerate(may) if is_one]
+    assert [seats[rank] for rank in holders] == seats_of([paths[rank] for rank in holders], copies)
+    held = [seats[rank] for rank in holders]
+    check_partition(held, all_held(CIRCLE, held), LAYOUT.num_grains, copies)
+    groups = {seats[rank].group for rank in holders}
+    others = [seat for rank, seat in enumerate(seats) if rank not in holders]
+    assert all(not seat.arcs and seat.base is None and seat.group in groups for seat in others)
+    again = seats_of_holders(paths, copies, seats, [True] * len(paths))
+    check_partition(again, all_held(CIRCLE, again), LAYOUT.num_grains, copies)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from chaos.errors import ScenarioError
 from chaos.sim.campaign.planted import bugs, faults
 from chaos.sim.campaign.planted.hunt import SHAPE, SimBug
+from chaos.sim.campaign.planted.shards import SHARDS
 
 UNWATCHED = {"elastic_train.training.loop:check_epoch": bugs.let_epochs_pass}
 """Training ends by itself at the end of an epoch whose samples were not applied once each. It does not while bugs are
@@ -287,6 +288,7 @@ PLANTED = (
         ("tracking",),
         "values-of-a-dead-branch",
     ),
+    *SHARDS,
     # The canary: nothing is wrong with the product, and the judge must say that something is wrong.
     SimBug(
         "canary",

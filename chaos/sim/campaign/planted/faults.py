@@ -111,6 +111,30 @@ def dies_ahead(draws: random.Random) -> tuple[SimFault, ...]:
     return tuple(SimFault("kill", point="data", nth=draws.randint(20, 90)) for _ in range(3))
 
 
+def wakes(draws: random.Random) -> tuple[SimFault, ...]:
+    """A worker freezes until others have continued without it, and wakes."""
+    frozen = SimFault(
+        "freeze_worker", at_s=draws.uniform(8.0, 14.0), node=draws.randrange(3), for_s=draws.uniform(4.0, 7.0)
+    )
+    return (frozen,)
+
+
+def gives_up_its_branch(draws: random.Random) -> tuple[SimFault, ...]:
+    """A worker freezes ahead of the newest commit, the other dies, and its successor commits before the first wakes."""
+    full = SimFault("storage_full", at_s=draws.uniform(4.3, 4.7), for_s=2.3)
+    frozen = SimFault("freeze_worker", at_s=draws.uniform(6.6, 7.2), node=1, for_s=7.0)
+    return full, frozen, SimFault("kill_worker", at_s=draws.uniform(6.6, 7.3), node=0)
+
+
+def breaks_while_seated(draws: random.Random) -> tuple[SimFault, ...]:
+    """All nodes but one leave, and come back; one of them dies where ranks give one another their shares."""
+    left = draws.randrange(4)
+    away = [
+        SimFault("stop_node", at_s=draws.uniform(7.0, 7.3), node=node, for_s=3.0) for node in range(4) if node != left
+    ]
+    return (*away, SimFault("kill", point="hand-over", nth=draws.randint(6, 14)))
+
+
 def aliens(draws: random.Random) -> tuple[SimFault, ...]:
     """Somebody writes below the job's prefix what is no record."""
     return tuple(SimFault("alien_record", at_s=draws.uniform(6.0, 14.0)) for _ in range(3))

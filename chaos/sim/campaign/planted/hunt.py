@@ -35,10 +35,10 @@ class SimBug:
             yield Case(seed, self.shape, self.faults(random.Random(f"{seed}/{self.name}")))
 
     def hunt(self) -> tuple[Outcome | None, int]:
-        """Return the first run in which a named invariant is false, None if no seed has one; and how many were run."""
+        """Return the first run that a named invariant counts against, None if there is none; and how many were run."""
         for number, case in enumerate(self.cases(), 1):
             outcome = simulate(case, self.code())
-            if any(finding.truth == "false" and finding.invariant in self.invariants for finding in outcome.findings):
+            if any(finding.invariant in self.invariants for finding in outcome.violations):
                 return outcome, number
         return None, SEEDS
 

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Sequence
 from chaos.sim.job.host import Host
 from chaos.sim.job.install.replacement import Replacement, memory_of, within
 from chaos.sim.machine.rank_group import SimGroup
-from chaos.sim.modelled import commit_files, training
+from chaos.sim.modelled import commit_files, piece_files, training
+from chaos.sim.modelled.real_sums import CountedBuffers, RealSum
 from elastic_train.checkpoint.commits import record
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.data.loading.loader import LaneBatch
+from elastic_train.job.state import AppliedState
 from elastic_train.parallel import step_tables
 from elastic_train.system.failpoints import reach
 from elastic_train.training import step_sums
@@ -28,7 +30,11 @@ def tensors(host: Host) -> Iterable[Replacement]:
 
     coverage_of_lane = memory_of(training.sums_of, NUM_LANES_READ)
 
-    def gradient_sum(state: training.ModelledState, kind: str, group: SimGroup, lanes: int) -> training.ModelledSum:
+    def gradient_sum(
+        state: training.ModelledState | AppliedState, kind: str, group: SimGroup, lanes: int
+    ) -> training.SampleCounts:
+        if isinstance(state, AppliedState):
+            return RealSum(state, group, lanes)
         if host.shape.vectors:
             return training.VectorSum(state.model, group, lanes)
         return training.ModelledSum(state.model, group)
@@ -41,7 +47,7 @@ def tensors(host: Host) -> Iterable[Replacement]:
         if batch.tensors is None:
             return LaneSums()
         sums = session.gradients
-        assert isinstance(sums, training.ModelledSum)
+        assert isinstance(sums, training.SampleCounts)
         sums.add(batch.ids)
         coverage = coverage_of_lane(batch.ids)
         loss = float(coverage.sum_a % 65521 + session.state.step)
@@ -68,8 +74,20 @@ def tensors(host: Host) -> Iterable[Replacement]:
     snapshot = functools.partial(commit_files.SlowSnapshot, host.copy)
     yield from within("elastic_train.checkpoint.saving.background_saves", Snapshot=snapshot)
     yield from within("elastic_train.checkpoint.saving.save_thread", write_part=commit_files.write_part)
+    if host.plan.is_tiny:
+        yield from _of_real_models()
     yield from within(
         "elastic_train.checkpoint.commits.reader",
         read_leaves=commit_files.read_leaves,
         decode=functools.lru_cache(64)(record.decode),
+    )
+
+
+def _of_real_models() -> Iterable[Replacement]:
+    """Replace the plan of a real model's commits, and count samples in its buffers."""
+    planner = {"Planner": piece_files.PiecePlanner}
+    yield from within("elastic_train.checkpoint.saving.background_saves", **planner)
+    yield from within("elastic_train.checkpoint.commits.writer", **planner, live_contents=piece_files.live_contents)
+    yield from within(
+        "elastic_train.training.open_session", open_buffers=lambda plan, world, state, *_: CountedBuffers(state)
     )

@@ -16,11 +16,13 @@ from elastic_train.checkpoint import CommitWriter, SaveMemory, Store, discover, 
 from elastic_train.checkpoint.stores.disk import RealDisk
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.checkpoint.stores.store import Uncertain
-from elastic_train.config.schema import Config, OptimizerConfig
+from elastic_train.config.schema import Config, OptimizerConfig, ParallelConfig
 from elastic_train.core.lineage import Interval
 from elastic_train.errors import FencedError, StorageError
 from elastic_train.job.plan import Plan
+from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import Reached, build_state
+from elastic_train.shards.seats import seats_of
 from elastic_train.training.open_session import commit_alone
 from elastic_train.world.fencing import StoreFence
 from tests.conftest import run_source
@@ -244,6 +246,17 @@ def test_a_state_changed_after_its_save_is_not_changed_in_the_commit(local_store
     assert read_state(local_store, record)["model"]["w"].tolist() == [1.0] * 5
 
 
+def plan_of(folder: Path) -> Plan:
+    """Return what a commit without a world needs of a plan."""
+    config = Config.model_validate({"run": {"dir": str(folder)}, "data": {"train": "unused"}})
+    manifest, order = (
+        SimpleNamespace(digest="manifest", num_rows=9),
+        SimpleNamespace(block_row_groups=8, arrangement=None),
+    )
+    whole = SimpleNamespace(config=config, manifest=manifest, order=order, num_lanes=8, micro_batch=8)
+    return cast(Plan, whole)
+
+
 def test_a_commit_without_a_world_continues_its_own_states_parent(tmp_path: Path) -> None:
     """A state that is further than a newer world's commit names the commit before it as its parent, not that one."""
     store = LocalStore(tmp_path)
@@ -252,14 +265,28 @@ def test_a_commit_without_a_world_continues_its_own_states_parent(tmp_path: Path
     CommitWriter(store, StoreFence(store), 2, first).save(small_state(), facts(6), others)
     state = build_state(nn.Linear(2, 1), OptimizerConfig(), total_steps=10, device="cpu", is_fp16=False)
     state.reached = Reached(step=8, intervals=(Interval(1, 0, 8),))
-    config = Config.model_validate({"run": {"dir": str(tmp_path)}, "data": {"train": "unused"}})
-    manifest, order = (
-        SimpleNamespace(digest="manifest", num_rows=9),
-        SimpleNamespace(block_row_groups=8, arrangement=None),
-    )
-    whole = SimpleNamespace(config=config, manifest=manifest, order=order, num_lanes=8, micro_batch=8)
-    plan = cast(Plan, whole)
+    plan = plan_of(tmp_path)
     commit_alone(plan, state, SaveMemory())
     alone = discover(store).head
     assert alone is not None
     assert (alone.term, alone.step, alone.parent_key) == (3, 8, first.key)
+
+
+def test_a_share_of_the_state_is_not_committed_without_a_world(tmp_path: Path) -> None:
+    """Its peers hold the rest; who holds all of it commits as if it had no shards."""
+    sharded = ParallelConfig(shards="optimizer", copies=1)
+    state = build_state(nn.Linear(2, 1), OptimizerConfig(), 10, "cpu", is_fp16=False, parallel=sharded)
+    shards = state.shards
+    assert isinstance(shards, HeldState)
+    state.reached = Reached(step=8, intervals=(Interval(1, 0, 8),))
+    assert not commit_alone(plan_of(tmp_path), state, SaveMemory()), "it has no seat yet"
+    seats = seats_of([("0",), ("1",)], 1)
+    seating = shards.seating_of(seats, 1)
+    shards.sit(seating, shards.room_for(seating), [0.0])
+    assert not commit_alone(plan_of(tmp_path), state, SaveMemory())
+    assert discover(LocalStore(tmp_path)).head is None
+    alone = shards.seating_of(seats_of([("0",)], 1), 0)
+    shards.sit(alone, shards.room_for(alone), [0.0])
+    assert commit_alone(plan_of(tmp_path), state, SaveMemory())
+    head = discover(LocalStore(tmp_path)).head
+    assert head is not None and head.step == 8

@@ -12,13 +12,19 @@ import torch
 from torch import nn
 
 from elastic_train.errors import ConfigError, WeightsDifferError
-from elastic_train.job.reseating import take_first_seats
+from elastic_train.job.reseating import Brought, take_first_seats
 from elastic_train.job.sharded.elementwise import moments_of
+from elastic_train.job.state_shards import Place
 from elastic_train.shards.holdings import num_elements
 from tests.conftest import run_ranks
 from tests.elastic_train.job.sharded.shard_jobs import build, compute, fingerprint, meet, replicated, shards_of, train
 
 STEPS = 4
+
+
+def newcomers(size: int) -> list[Brought]:
+    """Return what ranks bring that hold nothing, on a node each."""
+    return [Brought(Place(0, 0), None, ("", str(number))) for number in range(size)]
 
 
 def ranks(rank: int, size: int, folder: str, shards: Literal["optimizer", "gradients"]) -> None:
@@ -27,7 +33,7 @@ def ranks(rank: int, size: int, folder: str, shards: Literal["optimizer", "gradi
     group, found = meet(Path(folder), "world", rank, size), {}
     for copies in (1, 2, 3):
         state, digests = build(shards, copies), []
-        take_first_seats(group, shards_of(state), [("", str(number)) for number in range(size)])
+        take_first_seats(group, shards_of(state), newcomers(size))
         for step in range(STEPS):
             train(group, state, step + 1)
             digests.append(fingerprint(state))
@@ -61,7 +67,7 @@ def damaged(rank: int, size: int, folder: str) -> None:
     torch.set_num_threads(1)
     group, state = meet(Path(folder), "world", rank, size), build("optimizer", 2)
     shards = shards_of(state)
-    take_first_seats(group, shards, [("", str(number)) for number in range(size)])
+    take_first_seats(group, shards, newcomers(size))
     train(group, state, 1)
     measured = compute(group, state)
     if rank == 1:

@@ -8,16 +8,15 @@ All ranks tell one another how far they are, by which seat they hold something, 
 * If any of them does not hold it, nobody can have applied it, and all drop it.
 
 What is then held at the furthest step goes to where it is wanted, along one plan that all ranks compute (`recut`), and
-a seat is taken only when everything for it has arrived. So a fault on the way leaves every rank with what it had.
+a seat is taken only when everything for it has arrived. What a rank held before it keeps as a spare until all ranks
+have met: whoever knows that all have their seats lets go of it. So a fault on the way leaves every share with its old
+holders, or with its new ones, or with both.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,33 +26,18 @@ from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.weights_digest import checksum
 from elastic_train.core.arrays import Int64s
 from elastic_train.errors import PeerLostError
+from elastic_train.job.reseating.brought import Brought, all_arcs_of, comes_to
 from elastic_train.job.sharded.held_state import HeldState
-from elastic_train.job.sharded.held_tree import HeldRun, run_around
+from elastic_train.job.sharded.held_tree import HeldRun, Spare, run_around
 from elastic_train.job.state import AppliedState, Reached
 from elastic_train.job.state_shards import Place
 from elastic_train.job.tree_transfer import give_tree, take_tree
 from elastic_train.parallel.group import Group
-from elastic_train.shards.domains import Path
-from elastic_train.shards.holdings import Run, held, runs_of
+from elastic_train.shards.holdings import Run, grains_in, runs_of
 from elastic_train.shards.recut import Holder, Recut, plan_recut
-from elastic_train.shards.seats import Seat, seats_of
+from elastic_train.shards.seating import Seating
+from elastic_train.shards.seats import Seat, seats_of_holders
 from elastic_train.system.failpoints import reach
-
-
-@dataclass(frozen=True, slots=True)
-class Brought:
-    """What a rank brings into a world: how far it is, and its seat, None if it holds nothing.
-
-    `pending` is the term of the step that it holds as pending, 0 for none; `trained_in` the last world that it trained
-    in; `norm` that of the last step that it has applied.
-    """
-
-    place: Place
-    seat: Seat | None
-    path: Path
-    pending: int = 0
-    trained_in: int = 0
-    norm: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +48,11 @@ class Reseated:
     num_bytes: int = 0
 
 
-def bring(group: Group, state: AppliedState, shards: HeldState, path: Path, *, counts: bool) -> list[Brought]:
-    """Return what every rank brings, by rank; a rank whose state does not count brings nothing."""
-    place = state.place if counts else Place(0, 0)
-    seat = shards.seat if counts else None
-    pending = state.pending.facts.term if state.pending is not None and counts else 0
-    mine = [*place, _encoded(seat), list(path), pending, shards.trained_in, _bits(state.reached.norm)]
-    return [
-        Brought(Place(step, term), _decoded(seat), tuple(path), pending, trained_in, _float(bits))
-        for step, term, seat, path, pending, trained_in, bits in group.all_gather_objects(mine)
-    ]
-
-
 def roll_forward(group: Group, state: AppliedState, shards: HeldState, brought: Sequence[Brought]) -> list[Brought]:
     """Apply a pending step if it may have been applied, else drop it; return what ranks bring then."""
     furthest = max(one.place for one in brought)
     ahead = [rank for rank, one in enumerate(brought) if one.place == furthest]
-    late = [rank for rank, one in enumerate(brought) if one.pending and _comes_to(one) == furthest]
+    late = [rank for rank, one in enumerate(brought) if one.pending and comes_to(one) == furthest]
     if late:
         norm = torch.tensor(brought[ahead[0]].norm, dtype=torch.float64)
         return _apply(group, state, brought, late, norm, furthest)
@@ -111,10 +83,6 @@ def _all_left(shards: HeldState, brought: Sequence[Brought], ahead: Sequence[int
     return left if known.size == shards.layout.trained.size else []
 
 
-def _comes_to(one: Brought) -> Place:
-    return Place(one.place.step + 1, one.pending)
-
-
 def _apply(
     group: Group, state: AppliedState, brought: Sequence[Brought], ranks: Sequence[int], norm: Tensor, place: Place
 ) -> list[Brought]:
@@ -125,7 +93,7 @@ def _apply(
     else:
         state.drop_pending()
     return [
-        Brought(place, one.seat, one.path, 0, one.trained_in, float(norm)) if rank in ranks else one
+        replace(one, place=place, pending=0, norm=float(norm)) if rank in ranks else one
         for rank, one in enumerate(brought)
     ]
 
@@ -137,19 +105,20 @@ def reseat(group: Group, state: AppliedState, shards: HeldState, brought: Sequen
     """
     furthest = max(one.place for one in brought)
     if furthest.step == 0:
-        take_first_seats(group, shards, [one.path for one in brought])
+        take_first_seats(group, shards, brought)
         return Reseated(np.empty(0, dtype=np.int64))
     before = [one.seat if one.place == furthest else None for one in brought]
-    seating = shards.seating_of(seats_of([one.path for one in brought], shards.copies, before), group.rank)
-    had = [Holder() if seat is None else Holder(furthest, held(shards.circle, seat)) for seat in before]
+    seating = _seating(group, shards, brought, before)
+    had = [_holder(shards, one, furthest) for one in brought]
     plan = plan_recut(had, seating.holdings, shards.layout.span)
     if plan.lost.size:
         return Reseated(plan.lost)
-    runs, old = shards.room_for(seating), shards.runs if before[group.rank] is not None else []
+    runs = shards.room_for(seating)
+    old = [*shards.runs, *shards.spare.runs] if before[group.rank] is not None else []
     reach("hand-over")
     arrived = _move(group, shards, plan, runs, old)
     given = _share_settings(group, state, shards, [one.place == furthest for one in brought])
-    # Everything is here: from now on nothing can come between.
+    # Everything for this seat is here.
     for one in runs:
         _keep(one, old)
     for run, weights in arrived:
@@ -158,15 +127,36 @@ def reseat(group: Group, state: AppliedState, shards: HeldState, brought: Sequen
     if given is not None:
         settings, state.reached = given
         counts = shards.take_settings(settings)
-    shards.sit(seating, runs, counts)
+    arcs = all_arcs_of(brought[group.rank]) if before[group.rank] is not None else ()
+    shards.sit(seating, runs, counts, Spare(arcs, tuple(one for one in old if not _is_within(one.run, runs))))
+    reach("hand-over")
+    group.barrier()
+    # And everything for all others, so that nobody needs the spare any more.
+    shards.spare = Spare()
     shards.refresh(group, everything=True)
     return Reseated(plan.lost, sum(2 * weights.nbytes for _, weights in arrived))
 
 
-def take_first_seats(group: Group, shards: HeldState, paths: Sequence[Path]) -> None:
+def _holder(shards: HeldState, one: Brought, furthest: Place) -> Holder:
+    if one.place != furthest or one.seat is None:
+        return Holder()
+    return Holder(furthest, grains_in(shards.circle, all_arcs_of(one)))
+
+
+def _is_within(run: Run, others: Sequence[HeldRun]) -> bool:
+    return any(one.run.flat == run.flat and one.run.lo <= run.lo and run.hi <= one.run.hi for one in others)
+
+
+def take_first_seats(group: Group, shards: HeldState, brought: Sequence[Brought]) -> None:
     """Take the seats of a world that begins with whole weights on every rank and no updates, or with a commit."""
-    seating = shards.seating_of(seats_of(paths, shards.copies), group.rank)
+    seating = _seating(group, shards, brought, [None] * group.size)
     shards.sit(seating, shards.room_for(seating), [0.0] * len(shards.optimizer.param_groups))
+
+
+def _seating(group: Group, shards: HeldState, brought: Sequence[Brought], before: Sequence[Seat | None]) -> Seating:
+    is_holder = [one.may_hold for one in brought]
+    seats = seats_of_holders([one.path for one in brought], shards.copies, before, is_holder)
+    return shards.seating_of(seats, group.rank)
 
 
 def _keep(new: HeldRun, old: Sequence[HeldRun]) -> None:
@@ -201,10 +191,15 @@ def _move(
 
 
 def _moments(shards: HeldState, runs: Sequence[HeldRun], run: Run) -> list[Tensor]:
-    """Return a run's moments in the order of their names, none if it is not trained."""
+    """Return a run's moments in the order of their names, none if it is not trained; live where one run has them."""
     if shards.layout.flats[run.flat].group is None:
         return []
-    return [moment for _, moment in sorted(run_around(runs, run).cut(run).items())]
+    if _is_within(run, runs):
+        found = run_around(runs, run).cut(run)
+    else:
+        found = shards.new_moments(run)
+        _keep(HeldRun(run, found), runs)
+    return [moment for _, moment in sorted(found.items())]
 
 
 def _check(group: Group, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
@@ -239,27 +234,3 @@ def _share_settings(
         elif group.rank == taker:
             given = take_tree(group, giver)
     return given
-
-
-def _encoded(seat: Seat | None) -> list[object] | None:
-    if seat is None:
-        return None
-    arcs = [[lo.numerator, lo.denominator, hi.numerator, hi.denominator] for lo, hi in seat.arcs]
-    return [*seat[:-1], arcs]
-
-
-def _decoded(fields: list[Any] | None) -> Seat | None:
-    if fields is None:
-        return None
-    arcs = tuple((Fraction(lo, part), Fraction(hi, whole)) for lo, part, hi, whole in fields[-1])
-    group, slot, size, place, base, num_base, _ = fields
-    return Seat(group, slot, size, place, base, num_base, arcs)
-
-
-def _bits(value: float) -> int:
-    """Return a float's bits, so that one that is not a number travels, too."""
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def _float(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

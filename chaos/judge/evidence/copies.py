@@ -1,0 +1,60 @@
+"""Copies: where a job's state is in shards, how many nodes have to be lost at once until a share of it is.
+
+Every share has holders on as many nodes as there are copies, or as there are nodes that hold anything. So a world may
+say that shares were lost only if so many nodes lost a member since the last world that had taken its seats.
+"""
+
+from __future__ import annotations
+
+from chaos.judge.evidence.applied import pids_of, restored_at
+from chaos.judge.evidence.recovery_cost import seats_of
+from chaos.judge.evidence.run_files import Evidence, number, once, part, whole
+
+
+def copies_of(run: Evidence) -> int | None:
+    """Return in how many copies ranks hold a job's shards; None if each holds the whole state."""
+    parallel = part(run.config, "parallel") if isinstance(run.config.get("parallel"), dict) else {}
+    return whole(parallel, "copies") if parallel.get("shards", "none") != "none" else None
+
+
+@once
+def losses_of(run: Evidence) -> dict[int, int]:
+    """Return how many shards each term says that nobody held any more, of the terms that say so."""
+    lost: dict[int, int] = {}
+    for line in run.of("restore"):
+        if num_lost := line.get("lost"):
+            lost.setdefault(whole(line, "term"), int(str(num_lost)))
+    return lost
+
+
+@once
+def _node_of(run: Evidence) -> dict[object, object]:
+    return {pid: line["node"] for line in run.of("node") for pid in line.get("pids") or ()}  # type: ignore[attr-defined]
+
+
+def holders_gone(run: Evidence, term: int) -> tuple[int, int]:
+    """Return how many nodes had lost a member when a term's world formed, and how many it takes to lose a share.
+
+    Members count from the last world that began to train on: whoever was in it, or in one since, and is in the term's
+    no more. One that wrote nothing counts as a node of its own, on either side: who died before its first line.
+    """
+    pids, nodes, seats = pids_of(run), _node_of(run), seats_of(run)
+    base = max((other for other in restored_at(run) if other < term), default=0)
+    since = {pid for other, members in pids.items() if base <= other < term for pid in members}
+    unknown = sum(seats[other] - len(pids[other]) for other in pids if base <= other < term)
+    gone = {nodes.get(pid, ("process", pid)) for pid in since - pids[term]}
+    rank_of = {line["rank"]: line["pid"] for line in run.in_term("form", base)}
+    holders = [line for line in run.in_term("restore", base) if not line.get("holds_nothing")]
+    held_on = {nodes.get(pid := rank_of.get(line["rank"]), ("process", pid)) for line in holders}
+    return len(gone) + unknown, min(copies_of(run) or 1, max(1, len(held_on)))
+
+
+def is_begun_anew(run: Evidence, term: int) -> bool:
+    """Say whether a term's world ended as it had lost shares, and there was no commit yet to continue from."""
+    if copies_of(run) is None or term in restored_at(run):
+        return False
+    formed = min(number(line, "t") for line in run.in_term("form", term))
+    if any(number(line, "t") < formed for line in run.of("commit")):
+        return False
+    gone, needed = holders_gone(run, term)
+    return gone >= needed

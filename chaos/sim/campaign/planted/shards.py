@@ -1,0 +1,146 @@
+"""Planted bugs of a state in shards: wrong cuts, wrong givers, steps made twice or lost, seats taken too soon."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from chaos.sim.campaign.planted import faults
+from chaos.sim.campaign.planted.hunt import SHAPE, SimBug
+from elastic_train.core.arrays import Int64s
+from elastic_train.job.reseating.brought import Brought, all_arcs_of, comes_to, leave_out_unfinished
+from elastic_train.job.sharded.held_state import HeldState
+from elastic_train.job.sharded.held_tree import Spare
+from elastic_train.job.state import AppliedState, Pending, StepFacts
+from elastic_train.job.state_shards import Place
+from elastic_train.shards import norm
+from elastic_train.shards.grains import Layout
+from elastic_train.shards.holdings import Run, grains_in, runs_of
+from elastic_train.shards.norm import Float64s
+from elastic_train.shards.recut import Holder
+
+ONE, TWO = (replace(SHAPE, copies=copies) for copies in (1, 2))
+
+
+def runs_off_by_one(layout: Layout, grains: Int64s) -> list[Run]:
+    """Let what an owner finishes begin one element too late."""
+    return [Run(run.flat, run.lo + 1, run.hi) for run in runs_of(layout, grains)]
+
+
+def at_any_place(shards: HeldState, one: Brought, furthest: Place) -> Holder:
+    """Take what a rank holds for the furthest step's, however far it is."""
+    return Holder() if one.seat is None else Holder(furthest, grains_in(shards.circle, all_arcs_of(one)))
+
+
+def norm_without_the_first(squares: Float64s) -> float:
+    return norm.total_norm(squares[1:])
+
+
+_MEASURED: WeakKeyDictionary[HeldState, Tensor] = WeakKeyDictionary()
+
+
+def measure_and_remember(self: HeldState) -> Tensor:
+    _MEASURED[self] = found = _MEASURE(self)
+    return found
+
+
+def apply_and_hold(self: AppliedState, facts: StepFacts, norm: Tensor) -> None:
+    """Apply a step, and hold it as pending."""
+    _APPLY(self, facts, norm)
+    if isinstance(self.shards, HeldState):
+        self.pending = Pending(facts, _MEASURED.get(self.shards, torch.zeros(1, dtype=torch.float64)))
+
+
+_MEASURE, _APPLY = HeldState.measure, AppliedState.apply
+
+
+def keep_nothing(*_: object) -> Spare:
+    return Spare()
+
+
+def none_can(*_: object) -> list[int]:
+    """Say that no rank can apply a pending step."""
+    return []
+
+
+def furthest_or_nothing(shards: HeldState, brought: Sequence[Brought]) -> tuple[list[Brought], int]:
+    """Look at the furthest step alone."""
+    furthest = max(one.place for one in brought)
+    there = [one for one in brought if furthest in (one.place, comes_to(one))]
+    _, num_lost = leave_out_unfinished(shards, there)
+    nothing = [replace(one, place=Place(0, 0), seat=None, pending=0) for one in brought]
+    return (nothing, num_lost) if num_lost else (list(brought), 0)
+
+
+SHARDS = (
+    SimBug(
+        "run-off-by-one",
+        "where shards begin, the sum over the lanes lacks an element",
+        lambda: {"elastic_train.shards.seating:runs_of": runs_off_by_one},
+        ("hash", "weights"),
+        faults.kills,
+        ONE,
+    ),
+    SimBug(
+        "given-at-any-step",
+        "a rank that is behind brings its shards as if they were the furthest step's: ranks find that weights differ",
+        lambda: {"elastic_train.job.reseating.taking:_holder": at_any_place},
+        ("deaths",),
+        faults.wakes,
+        replace(TWO, epochs=12),
+    ),
+    SimBug(
+        "given-by-a-dead-branch",
+        "shards count whose lineage others have not continued, and have published",
+        lambda: {"elastic_train.world.restore:_is_of": lambda published, state: True},
+        ("durability", "heads"),
+        faults.gives_up_its_branch,
+        replace(SHAPE, nodes=2, commit_every=4, copies=2),
+    ),
+    SimBug(
+        "applied-and-pending",
+        "a step that was applied stays pending, and is made again in the next world",
+        lambda: {
+            "elastic_train.job.sharded.held_state:HeldState.measure": measure_and_remember,
+            "elastic_train.job.state:AppliedState.apply": apply_and_hold,
+        },
+        ("coverage", "witness", "hash", "partition", "agreement"),
+        faults.kills,
+        TWO,
+    ),
+    SimBug(
+        "norm-of-other-grains",
+        "the norm by which gradients are clipped lacks a grain",
+        lambda: {"elastic_train.job.sharded.shared_norm:total_norm": norm_without_the_first},
+        ("hash", "weights"),
+        faults.kills,
+        TWO,
+    ),
+    SimBug(
+        "pending-dropped",
+        "a pending step is dropped although a rank that is gone may have applied it",
+        lambda: {"elastic_train.job.reseating.taking:_all_left": none_can},
+        ("rpo",),
+        faults.dies_ahead,
+        TWO,
+    ),
+    SimBug(
+        "seated-too-soon",
+        "who has given shards away drops them before the taker is known to have its seat",
+        lambda: {"elastic_train.job.reseating.taking:Spare": keep_nothing},
+        ("copies",),
+        faults.breaks_while_seated,
+        replace(TWO, nodes=4, epochs=12),
+    ),
+    SimBug(
+        "follows-a-part",
+        "a rank that was away is followed, although its peers' shares of what it holds are lost",
+        lambda: {"elastic_train.world.restore:leave_out_unfinished": furthest_or_nothing},
+        ("copies",),
+        "away-while-shares-were-lost",
+    ),
+)

@@ -1,0 +1,110 @@
+"""The plan of a simulated job: its data set, its task, and the state that every process begins with."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from chaos.sim.modelled.tiny_model import build_tiny_state
+from chaos.sim.modelled.training import ModelledState, Weights
+from chaos.sim.modelled.training_data import ModelledFeed
+from elastic_train.checkpoint import Retention
+from elastic_train.checkpoint.commits.record import CommitRecord
+from elastic_train.config.schema import Config
+from elastic_train.core.arrays import Int64s
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.order import Order
+from elastic_train.job.state import AppliedState
+
+
+@dataclass(frozen=True, slots=True)
+class ModelledFile:
+    path: str
+
+
+@dataclass(frozen=True)
+class ModelledManifest:
+    group_rows: Int64s
+
+    url = "sim://data"
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.group_rows.sum())
+
+    @property
+    def coverage(self) -> CoverageSums:
+        return _whole(self.num_rows)
+
+    @property
+    def files(self) -> list[ModelledFile]:
+        return [ModelledFile("rows.parquet")]
+
+    def place_of_group(self, group: int) -> tuple[int, int]:
+        return 0, group
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.group_rows.tobytes()).hexdigest()
+
+
+class ModelledTask:
+    """Leaves the witness's counts at the end."""
+
+    def __init__(self, leave: Callable[[Int64s], None]) -> None:
+        self._leave = leave
+
+    def metrics(self) -> Mapping[str, object]:
+        return {}
+
+    def finish(self, model: Weights | nn.Module, folder: Path) -> None:
+        counts = model.state_dict()["counts"]
+        assert isinstance(counts, torch.Tensor), "as both kinds of model have them"
+        self._leave(counts.numpy().copy())
+
+
+@dataclass(frozen=True)
+class ModelledPlan:
+    """What `elastic_train.job.plan.Plan` is to its users."""
+
+    config: Config
+    task: ModelledTask
+    manifest: ModelledManifest
+    order: Order
+    feed: ModelledFeed
+    total_steps: int
+    device: torch.device
+    is_tiny: bool = False
+    """Whether a real, tiny model is trained, by the product's own state, in place of a modelled one."""
+
+    @property
+    def num_lanes(self) -> int:
+        return self.config.batch.num_lanes
+
+    @property
+    def micro_batch(self) -> int:
+        return self.config.batch.micro_batch
+
+    @property
+    def retention(self) -> Retention:
+        return Retention.of(last=self.config.checkpoint.keep_last)
+
+    def build_state(self) -> ModelledState | AppliedState:
+        if self.is_tiny:
+            return build_tiny_state(self.config, self.manifest.num_rows, self.total_steps)
+        return ModelledState(Weights(np.zeros(self.manifest.num_rows, np.int64)))
+
+    def check_continues(self, record: CommitRecord) -> None:
+        assert record.manifest_digest == self.manifest.digest and record.config_digest == self.config.identity()
+
+
+@lru_cache(64)
+def _whole(num_rows: int) -> CoverageSums:
+    return CoverageSums.of_all(num_rows)

@@ -1,0 +1,116 @@
+"""What every rank brings into a world whose state is in shards, told to all others."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+from elastic_train.job.sharded.held_state import HeldState
+from elastic_train.job.state import AppliedState
+from elastic_train.job.state_shards import Place
+from elastic_train.parallel.group import Group
+from elastic_train.shards.arcs import Arc
+from elastic_train.shards.domains import Path
+from elastic_train.shards.holdings import grains_in
+from elastic_train.shards.seats import Seat
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What a rank brings into a world: how far it is, and its seat, None if it holds nothing.
+
+    `pending` is the term of the step that it holds as pending, 0 for none; `trained_in` the last world that it trained
+    in; `norm` that of the last step that it has applied. Who cannot write commits holds nothing from here on
+    (`may_hold`): a share whose holders all cannot write would be in no commit. `spare` is what it holds beside its
+    seat.
+    """
+
+    place: Place
+    seat: Seat | None
+    path: Path
+    pending: int = 0
+    trained_in: int = 0
+    norm: float = 0.0
+    may_hold: bool = True
+    spare: tuple[Arc, ...] = ()
+
+
+def bring(
+    group: Group, state: AppliedState, shards: HeldState, path: Path, *, counts: bool, may_hold: bool = True
+) -> list[Brought]:
+    """Return what every rank brings, by rank; a rank whose state does not count brings nothing. Rank 0 may hold."""
+    place = state.place if counts else Place(0, 0)
+    seat = shards.seat if counts else None
+    pending = state.pending.facts.term if state.pending is not None and counts else 0
+    may_hold = may_hold or group.rank == 0
+    norm, spare = _bits(state.reached.norm), _encoded_arcs(shards.spare.arcs if counts else ())
+    mine = [*place, _encoded(seat), list(path), pending, shards.trained_in, norm, may_hold, spare]
+    return [
+        Brought(Place(step, term), _decoded(seat), tuple(path), pending, trained_in, _float(norm), may, _arcs(spare))
+        for step, term, seat, path, pending, trained_in, norm, may, spare in group.all_gather_objects(mine)
+    ]
+
+
+def leave_out_unfinished(shards: HeldState, brought: Sequence[Brought]) -> tuple[list[Brought], int]:
+    """Return what ranks bring, without those that are further than all of the state is held; and how much is lost.
+
+    A rank that was away while its peers' shares were lost may come back further than they are now: what it holds is of
+    no use. Lost are the shards that nobody holds at the newest world's last step, 0 if that is what is continued. If
+    nothing is held as a whole, nobody brings anything.
+    """
+    places = sorted({one.place for one in brought if one.place.step}, reverse=True)
+    missing = {place: _num_missing(shards, brought, place) for place in places}
+    whole = next((place for place in places if not missing[place]), Place(0, 0))
+    newest = max(places, key=lambda place: (place.term, place.step), default=whole)
+    kept = [one if one.place <= whole else replace(one, place=Place(0, 0), seat=None, pending=0) for one in brought]
+    return kept, missing[newest] if newest > whole else 0
+
+
+def comes_to(one: Brought) -> Place:
+    """Return where a rank is once it has applied the step that it holds as pending."""
+    return Place(one.place.step + 1, one.pending)
+
+
+def _num_missing(shards: HeldState, brought: Sequence[Brought], place: Place) -> int:
+    """Return how many grains nobody holds at a place, or can bring there."""
+    there = (one for one in brought if one.place == place or (one.pending and comes_to(one) == place))
+    arcs = tuple(dict.fromkeys(arc for one in there for arc in all_arcs_of(one)))
+    return shards.layout.num_grains - grains_in(shards.circle, arcs).size
+
+
+def all_arcs_of(one: Brought) -> tuple[Arc, ...]:
+    """Return all that a rank holds, by its seat or beside it."""
+    return tuple(dict.fromkeys([*(one.seat.arcs if one.seat is not None else ()), *one.spare]))
+
+
+def _encoded(seat: Seat | None) -> list[object] | None:
+    if seat is None:
+        return None
+    return [*seat[:-1], _encoded_arcs(seat.arcs)]
+
+
+def _encoded_arcs(arcs: Sequence[Arc]) -> list[list[int]]:
+    return [[lo.numerator, lo.denominator, hi.numerator, hi.denominator] for lo, hi in arcs]
+
+
+def _arcs(fields: Sequence[Sequence[int]]) -> tuple[Arc, ...]:
+    return tuple((Fraction(lo, part), Fraction(hi, whole)) for lo, part, hi, whole in fields)
+
+
+def _decoded(fields: list[Any] | None) -> Seat | None:
+    if fields is None:
+        return None
+    group, slot, size, place, base, num_base, arcs = fields
+    return Seat(group, slot, size, place, base, num_base, _arcs(arcs))
+
+
+def _bits(value: float) -> int:
+    """Return a float's bits, so that one that is not a number travels, too."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _float(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

@@ -1,0 +1,93 @@
+"""A share of the state is lost only with all nodes that hold it; then the newest commit is what a world begins with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chaos.judge.evidence.copies import is_begun_anew
+from chaos.judge.evidence.run_files import Evidence, Line
+from chaos.judge.findings import Violated
+from chaos.judge.invariants.rollbacks import copies, is_sharded
+from chaos.judge.invariants.whole_run import check_kept
+
+NODES = {7: 0, 8: 0, 9: 1, 10: 1, 11: 2, 12: 2}
+"""Three nodes of two processes each."""
+
+
+def a_world(t: float, term: int, pids: list[int], step: int, *, size: int = 0, **said: object) -> list[Line]:
+    """Return the lines of a world, every one of whose members has restored a step, and applied another one."""
+    lines: list[Line] = []
+    for rank, pid in enumerate(pids):
+        place: Line = {"term": term, "rank": rank}
+        lines += [
+            {"op": "form", "t": t, "pid": pid, "world": size or len(pids), **place},
+            {"op": "restore", "t": t + 0.1, "step": step, **place, **said},
+            {"op": "step", "t": t + 0.2, "step": step + 1, **place},
+        ]
+    return lines
+
+
+def evidence_of(*lines: list[Line], num_copies: int | None = 2) -> Evidence:
+    nodes = [{"op": "node", "t": 0.0, "node": node, "pids": [pid]} for pid, node in NODES.items()]
+    parallel = {"shards": "none" if num_copies is None else "optimizer", "copies": num_copies or 2}
+    return Evidence(
+        Path("drawn"), [[*nodes, *(x for some in lines for x in some)]], [], {"parallel": parallel}, None, None
+    )
+
+
+ALL = list(NODES)
+
+
+def test_it_takes_as_many_nodes_as_there_are_copies() -> None:
+    """Two processes of one node are one loss; of two nodes, two."""
+    first = a_world(1.0, 1, ALL, 0)
+    lawful = evidence_of(first, a_world(2.0, 2, [9, 11, 12], 0, lost=3))
+    assert copies(lawful).startswith("2 copies; 1 worlds had lost shards")
+    check_kept(lawful)
+    unlawful = evidence_of(first, a_world(2.0, 2, [9, 10, 11, 12], 0, lost=3))
+    with pytest.raises(Violated, match=r"1 nodes had left .* with 2 copies it takes 2"):
+        copies(unlawful)
+    copies(evidence_of(first, a_world(2.0, 2, [9, 10, 11, 12], 0, lost=3), num_copies=1))
+
+
+def test_what_is_given_up_without_a_loss_stays_a_violation() -> None:
+    """However many are gone: a world that says nothing of a loss began where it should not."""
+    run = evidence_of(a_world(1.0, 1, ALL, 0), a_world(2.0, 2, [9], 0))
+    with pytest.raises(Violated, match="step 1 was applied in term 1, of which process 9 lives on"):
+        check_kept(run)
+
+
+def test_losses_count_from_the_last_world_that_trained() -> None:
+    """In a world that did not come to its beginning nobody holds anything new, and its members' deaths count, too."""
+    broken = [line for line in a_world(2.0, 2, [9, 10, 11, 12], 1) if line["op"] == "form"]
+    copies(evidence_of(a_world(1.0, 1, ALL, 0), broken, a_world(3.0, 3, [11, 12], 0, lost=1)))
+    trained = a_world(2.0, 2, [9, 10, 11, 12], 1)
+    with pytest.raises(Violated, match="1 nodes had left"):
+        copies(evidence_of(a_world(1.0, 1, ALL, 0), trained, a_world(3.0, 3, [11, 12], 0, lost=1)))
+    unrecorded = a_world(2.0, 2, [9, 10, 11, 12], 1, size=5)
+    copies(evidence_of(a_world(1.0, 1, ALL, 0), unrecorded, a_world(3.0, 3, [11, 12], 0, lost=1)))
+
+
+def test_who_holds_nothing_is_no_holder() -> None:
+    """Where the ranks of one node alone can write, all copies are there."""
+    lines = a_world(1.0, 1, ALL, 0)
+    for line in lines:
+        if line["op"] == "restore" and line["rank"] > 1:
+            line["holds_nothing"] = True
+    copies(evidence_of(lines, a_world(2.0, 2, [9, 10, 11, 12], 0, lost=6)))
+
+
+def test_a_world_without_any_commit_ends_as_a_whole() -> None:
+    """All of its processes begin again; fewer losses than copies explain no such end."""
+    ends = [line for line in a_world(2.0, 2, [11, 12], 0) if line["op"] == "form"]
+    assert is_begun_anew(evidence_of(a_world(1.0, 1, ALL, 0), ends), 2)
+    commit: Line = {"op": "commit", "t": 1.5, "term": 1, "rank": 0, "step": 1}
+    assert not is_begun_anew(evidence_of(a_world(1.0, 1, ALL, 0), [commit], ends), 2)
+    assert not is_begun_anew(evidence_of(a_world(1.0, 1, [9, 10, 11, 12], 0), ends), 2)
+    assert not is_begun_anew(evidence_of(a_world(1.0, 1, ALL, 0), ends, num_copies=None), 2)
+
+
+def test_a_job_whose_state_is_whole_is_not_put_to_the_test() -> None:
+    assert is_sharded(evidence_of()) and not is_sharded(evidence_of(num_copies=None))
