@@ -209,7 +209,12 @@ def newest_by_time(store: Store, published: str | None = None) -> list[str]:
     return [entry.key for entry in sorted(found, key=lambda entry: entry.modified_at or 0.0, reverse=True)]
 
 
-def stale_lanes() -> Callable[[int, int, int], range]:
+def _property_of(owned: Callable[[int, int, int], range]) -> property:
+    """Let a session take its lanes from a function of its replica, of how many there are, and of the lanes' number."""
+    return property(lambda self: owned(self.world.mesh.replica, self.world.mesh.num_replicas, self.plan.num_lanes))
+
+
+def stale_lanes() -> property:
     """Once a world has grown again, rank 1 takes the lanes of rank 0."""
     sizes: list[int] = []
 
@@ -218,10 +223,10 @@ def stale_lanes() -> Callable[[int, int, int], range]:
         is_wrong = rank == 1 and world_size > min(sizes)
         return lanes.owned_lanes(0 if is_wrong else rank, world_size, num_lanes)
 
-    return owned
+    return _property_of(owned)
 
 
-def first_stride() -> Callable[[int, int, int], range]:
+def first_stride() -> property:
     """Every rank keeps the stride of the first world, whatever the size of its own."""
     sizes: list[int] = []
 
@@ -229,7 +234,7 @@ def first_stride() -> Callable[[int, int, int], range]:
         sizes.append(world_size)
         return lanes.owned_lanes(min(rank, sizes[0] - 1), sizes[0], num_lanes)
 
-    return owned
+    return _property_of(owned)
 
 
 def without_tail(order: Order, micro_batch: int) -> int:

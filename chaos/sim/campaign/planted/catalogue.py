@@ -134,7 +134,7 @@ PLANTED = (
     SimBug(
         "stale-lanes",
         "a rank keeps another's lanes after the world has grown again",
-        lambda: {"elastic_train.training.open_session:owned_lanes": bugs.stale_lanes(), **UNWATCHED},
+        lambda: {"elastic_train.training.session:Session.lanes": bugs.stale_lanes(), **UNWATCHED},
         ("partition",),
         faults.kills,
     ),
@@ -182,7 +182,7 @@ PLANTED = (
     SimBug(
         "stale-stride",
         "ranks keep the lanes of the first world, whatever the size of theirs",
-        lambda: {"elastic_train.training.open_session:owned_lanes": bugs.first_stride(), **UNWATCHED},
+        lambda: {"elastic_train.training.session:Session.lanes": bugs.first_stride(), **UNWATCHED},
         ("partition", "coverage"),
         faults.kills,
     ),
