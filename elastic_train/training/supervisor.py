@@ -95,7 +95,9 @@ def _train_through(process: Process) -> Ended:
         try:
             process.watchdog.enter()
             ended = _train_in(open_session(process, formed))
-        except (PeerLostError, FencedError):
+        except (PeerLostError, FencedError) as error:
+            if not worlds.is_live and process.leave.is_set and isinstance(error, PeerLostError):
+                return _leave_alone(process)  # a peer that was asked to leave, too, has dropped the step first
             if not worlds.is_live:
                 raise  # the job continues in the next world, and with it the tracker's run
             formed.group.abandon()
