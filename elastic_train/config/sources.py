@@ -166,4 +166,4 @@ def _explain(item: Mapping[str, object], sources: Mapping[str, str], lines: Mapp
         return f"{where}: '{key}' is missing; it has no default"
     message = str(item["msg"]).removeprefix("Value error, ")
     given = "" if isinstance(item["input"], dict | BaseModel) else f", given {item['input']!r}"
-    return f"{where}: '{key}': {message}{given}"
+    return f"{where}: '{key}': {message}{given}" if key else f"{where}: {message}"

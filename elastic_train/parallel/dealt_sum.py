@@ -18,7 +18,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from elastic_train.core.lanes import Part, merge_plan
 from elastic_train.parallel.group import Group
@@ -63,10 +62,6 @@ class DealtSum:
             for flat in unit
             for parameter, _ in flat.parameters
         ]
-
-    @property
-    def hooks(self) -> Sequence[RemovableHandle]:
-        return self._hooks
 
     def close(self) -> None:
         """Leave the model's parameters alone from now on."""

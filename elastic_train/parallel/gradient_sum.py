@@ -138,8 +138,8 @@ class LaneTree:
             flat.zero_()
 
 
-class CanonicalSum:
-    """The sum along the tree, whole on every rank."""
+class TreeSum:
+    """What sums along the tree share: a replica's lanes add into whole gradients, and need nobody else for that."""
 
     def __init__(self, flats: list[Tensor], replicas: Group, assigned: Assignment) -> None:
         self._flats, self._replicas, self._num_lanes = flats, replicas, sum(map(len, assigned))
@@ -154,6 +154,10 @@ class CanonicalSum:
 
     def serve(self) -> None:
         """Lanes need nobody else."""
+
+
+class CanonicalSum(TreeSum):
+    """The sum along the tree, whole on every rank."""
 
     def finish(self, divisor: float) -> None:
         mine = self._tree.sums()

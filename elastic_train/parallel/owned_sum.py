@@ -8,15 +8,13 @@ shows in no bit: the tree is the same.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from elastic_train.core.lanes import Part, contiguous, merge_plan
-from elastic_train.parallel.exchange import Scratch
-from elastic_train.parallel.gradient_sum import LaneTree
+from elastic_train.parallel.gradient_sum import TreeSum
 from elastic_train.parallel.group import Group
 from elastic_train.shards.holdings import Run
 
@@ -31,24 +29,14 @@ class Shares:
     given: Sequence[Sequence[Runs]]
 
 
-class OwnedSum:
+class OwnedSum(TreeSum):
     """The sum along the tree, on its holders alone; `flats` are the layout's, empty ones for what is not trained."""
 
     def __init__(self, flats: list[Tensor], replicas: Group, num_lanes: int, shares: Shares) -> None:
-        self._flats, self._replicas, self._num_lanes, self._shares = flats, replicas, num_lanes, shares
-        self._tree = LaneTree(flats, replicas.rank, contiguous(replicas.size, num_lanes))
-        self._scratch = Scratch()
+        super().__init__(flats, replicas, contiguous(replicas.size, num_lanes))
+        self._shares = shares
         # Every rank begins with its right neighbour, so that no receiver is flooded by all at once.
         self._others = [(replicas.rank + distance) % replicas.size for distance in range(1, replicas.size)]
-
-    def begin(self, lanes: range) -> None:
-        self._tree.begin(lanes)
-
-    def lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
-        return self._tree.lane(lane)
-
-    def serve(self) -> None:
-        """Lanes need nobody else."""
 
     def finish(self, divisor: float) -> None:
         mine, rank = self._tree.sums(), self._replicas.rank

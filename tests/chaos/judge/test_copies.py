@@ -76,7 +76,10 @@ def test_who_holds_nothing_is_no_holder() -> None:
     for line in lines:
         if line["op"] == "restore" and line["rank"] > 1:
             line["holds_nothing"] = True
-    copies(evidence_of(lines, a_world(2.0, 2, [9, 10, 11, 12], 0, lost=6)))
+    after = a_world(2.0, 2, [9, 10, 11, 12], 0, lost=6)
+    copies(evidence_of(lines, after))
+    with pytest.raises(Violated, match="1 nodes had left"):  # all held something
+        copies(evidence_of(a_world(1.0, 1, ALL, 0), after))
 
 
 def test_a_world_without_any_commit_ends_as_a_whole() -> None:
