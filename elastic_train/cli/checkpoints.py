@@ -11,6 +11,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
+from rich.table import Table
 
 from elastic_train.checkpoint.commits import listing, pins_and_holds
 from elastic_train.checkpoint.commits.export import Format, export
@@ -72,7 +73,7 @@ def ls(run: str, *, best: str = "min loss", verify: Flag = False, json_: Json = 
             f"[red]{row.wrong}" if row.wrong else f"[green]{'whole' if verify else 'sizes ok'}",
             ", ".join(row.marks),
         )
-    Console().print(table if rows else f"{store.url}: no commits")
+    _print_commits(store, table)
     if rows or found.abandoned:
         left = f"; {size(found.abandoned_bytes)} in {counted(found.abandoned, 'abandoned attempt')}, see `ckpt prune`"
         Console().print(f"{size(found.num_bytes)} in {counted(len(rows), 'commit')}{left if found.abandoned else ''}")
@@ -111,7 +112,7 @@ def verify(run: str, commit: str | None = None, *, json_: Json = False) -> int:
         table = narrow_table("commit", "verdict")
         for row in found:
             table.add_row(str(row["key"]), f"[red]{row['wrong']}" if row["wrong"] else "[green]whole")
-        Console().print(table if found else f"{store.url}: no commits")
+        _print_commits(store, table)
     return CommitError.exit_code if found and all(row["wrong"] for row in found) else 0
 
 
@@ -248,6 +249,13 @@ def _cost(measured: SaveCost | None, state_gb: float, stall_s: float | None, wri
     if measured and write_mb_s is None:
         return SaveCost(stall_s, max(stall_s, measured.publish_s))
     return SaveCost(stall_s, max(stall_s, state_gb * 1000 / (write_mb_s or WRITE_MB_S)))
+
+
+def _print_commits(store: Store, table: Table) -> None:
+    if table.row_count:
+        Console().print(table)
+    else:
+        print_text(f"{store.url}: no commits")
 
 
 def _wrong_with(store: Store, key: str) -> str | None:
