@@ -200,8 +200,9 @@ class CheckpointConfig(_Section):
 
 
 class ParallelConfig(_Section):
-    shards: Literal["none", "optimizer", "gradients"] = "none"
-    """What ranks hold shares of: nothing, the optimizer's state (ZeRO-1), or the gradients, too (ZeRO-2)."""
+    shards: Literal["none", "optimizer", "gradients", "parameters"] = "none"
+    """What ranks hold shares of: nothing, the optimizer's state (ZeRO-1), the gradients, too (ZeRO-2), or all
+    (ZeRO-3)."""
     copies: PositiveInt = 2
     """How many ranks hold each share, on different nodes if there are; once all are lost, the newest commit is read."""
     domain: str | None = None

@@ -215,7 +215,8 @@ def build_state(
         optimizer = torch.optim.AdamW(built, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
     scheduler = LambdaLR(optimizer, lambda step: rate_factor(step, config, total_steps))
     scaler = SharedScaler(device, enabled=is_fp16)
-    is_dealt = parallel is not None and parallel.shards == "gradients"
+    is_gathered = parallel is not None and parallel.shards == "parameters"
+    is_dealt = is_gathered or (parallel is not None and parallel.shards == "gradients")
     units = unit_names(model) if is_dealt else []
     layout = layout_of(model, optimizer, lambda name: unit_of(name, units))
     outline = {
@@ -225,7 +226,16 @@ def build_state(
     if parallel is None or parallel.shards == "none":
         shards: StateShards = ReplicatedState(model, optimizer, scheduler, scaler)
     else:
-        shards = HeldState(model, optimizer, scheduler, scaler, layout, parallel.copies, is_dealt=is_dealt)
+        shards = HeldState(
+            model,
+            optimizer,
+            scheduler,
+            scaler,
+            layout,
+            parallel.copies,
+            is_dealt=is_dealt,
+            is_gathered=is_gathered,
+        )
     return AppliedState(model, optimizer, scheduler, scaler, config, shards, layout, outline)
 
 

@@ -5,10 +5,11 @@ Today every rank holds a whole copy, the state in one shard (`ReplicatedState`).
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import StatePath
+from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.lanes import Assignment, contiguous
 from elastic_train.core.majority import name_others
 from elastic_train.errors import WeightsDifferError
@@ -31,6 +33,8 @@ from elastic_train.job.parameter_groups import regroup, set_rates
 from elastic_train.parallel.gradient_sum import GradientSum, make_gradient_sum
 from elastic_train.parallel.group import Group
 from elastic_train.shards.norm import clip_factor, grain_squares, split_grains, total_norm
+
+T = TypeVar("T")
 
 
 class Place(NamedTuple):
@@ -64,7 +68,7 @@ class StateShards(Protocol):
         """
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the held weights and buffers by name; ranks that hold the same names must hold the same bits."""
+        """Return the weights and buffers that every rank has as a whole, by name; all must have the same bits."""
 
     def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
         """Return which lanes each replica runs."""
@@ -74,6 +78,24 @@ class StateShards(Protocol):
 
     def refresh(self, group: Group) -> None:
         """Get what peers alone have updated."""
+
+    def recording(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a pass before the first world, from which the order of the model's parts is learnt."""
+
+    def turns(self, group: Group, items: Iterator[T]) -> Iterator[T]:
+        """Yield what this rank runs forward passes with outside of a step; peers may take part in it."""
+
+    def digest(self, group: Group) -> str:
+        """Return the digest of all weights and buffers (`weights_digest`); all ranks of the world call it."""
+
+    def digest_alone(self) -> str:
+        """Return the digest as far as this rank can say; empty if it holds but a share of the weights."""
+
+    def check_copies(self, group: Group, step: int) -> None:
+        """Raise WeightsDifferError on every rank if two hold other weights that `weights` does not have."""
+
+    def make_whole(self, group: Group) -> None:
+        """Make the model's weights whole on rank 0, for whoever reads them at the end; all ranks call it."""
 
     def measure(self) -> Tensor:
         """Return what this rank knows of the reduced gradient's norm, on the CPU; of equal shape on all ranks."""
@@ -138,6 +160,24 @@ class ReplicatedState:
 
     def refresh(self, group: Group) -> None:
         """Every rank has updated everything."""
+
+    def recording(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def turns(self, group: Group, items: Iterator[T]) -> Iterator[T]:
+        return items
+
+    def digest(self, group: Group) -> str:
+        return weights_digest(self.model)
+
+    def digest_alone(self) -> str:
+        return weights_digest(self.model)
+
+    def check_copies(self, group: Group, step: int) -> None:
+        """All weights are whole on every rank."""
+
+    def make_whole(self, group: Group) -> None:
+        """They are."""
 
     def measure(self) -> Tensor:
         squares = grain_squares(split_grains(self._gradients()))

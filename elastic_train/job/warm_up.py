@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from elastic_train.core.lanes import lane_seed
 from elastic_train.core.order import Cursor
@@ -28,7 +28,8 @@ def warm_up(plan: Plan, state: AppliedState) -> None:
         [[batch]] = plan.feed.training(plan.order, range(1), Cursor(), num_steps=1)
     except (DataError, StorageError):
         return
-    with torch.random.fork_rng([plan.device] if plan.device.type == "cuda" else []), _unchanged(state.model):
+    devices = [plan.device] if plan.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), _unchanged(state.model), state.shards.recording():
         run_once(plan, state.model, batch, step=0)
 
 
@@ -44,12 +45,18 @@ def run_once(plan: Plan, model: nn.Module, batch: LaneBatch, step: int) -> None:
 
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Take back what a forward and a backward pass change: buffers and gradients."""
+    """Take back what a forward and a backward pass change: buffers, and gradients, each as soon as it is there."""
     kept = [buffer.clone() for buffer in model.buffers()]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hooks = [parameter.register_post_accumulate_grad_hook(_forget_gradient) for parameter in trained]  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
+        for hook in hooks:
+            hook.remove()
         for buffer, value in zip(model.buffers(), kept, strict=True):
             buffer.copy_(value)
-        for parameter in model.parameters():
-            parameter.grad = None
+
+
+def _forget_gradient(parameter: Tensor) -> None:
+    parameter.grad = None

@@ -7,6 +7,8 @@ and each finishes the same tree.
 
 Units are exchanged in one fixed order on all ranks, the last of the model first, whatever the order in which a backward
 pass comes to them: a unit that is ready waits for those before it. A rank without a lane in a turn only receives.
+
+Where weights are shared out, too, they are gathered in between (`unit_weights`, ZeRO-3).
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from torch import Tensor, nn
 
 from elastic_train.core.lanes import Part, merge_plan
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.shards.chunks import group_sums, sum_chunks
 from elastic_train.shards.deal import Counter, deal_lanes
-from elastic_train.shards.holdings import Run, runs_of
+from elastic_train.shards.holdings import Run, by_flat, runs_of
 from elastic_train.shards.seating import Seating
 
 
@@ -44,12 +47,19 @@ class DealtSum:
     """The sum along the tree, on its holders alone; `homes` have the means that this rank holds, by flat vector."""
 
     def __init__(
-        self, units: Units, homes: Mapping[int, Tensor], replicas: Group, num_lanes: int, seating: Seating
+        self,
+        units: Units,
+        homes: Mapping[int, Tensor],
+        replicas: Group,
+        num_lanes: int,
+        seating: Seating,
+        weights: UnitWeights | None = None,
     ) -> None:
+        """With `weights`, whose blocks are the units but the last in the opposite order, units are gathered."""
         self._units, self._homes, self._replicas, self._num_lanes = units, homes, replicas, num_lanes
-        self._seating = seating
+        self._seating, self._weights = seating, weights
         self._turns = deal_lanes(seating.seat, len(seating.seats), num_lanes)
-        self._runs = [_by_flat(runs_of(seating.layout, grains)) for grains in seating.trained]
+        self._runs = [by_flat(runs_of(seating.layout, grains)) for grains in seating.trained]
         self._neighbours = seating.neighbours()
         self._counters: dict[int, Counter[Tensor]] = {}
         self._turn, self._next = 0, 0
@@ -62,6 +72,8 @@ class DealtSum:
             for flat in unit
             for parameter, _ in flat.parameters
         ]
+        if weights is not None:
+            weights.before_backward = self._send_later_than
 
     def close(self) -> None:
         """Leave the model's parameters alone from now on."""
@@ -76,27 +88,55 @@ class DealtSum:
         self._counters = {flat.number: Counter(self._num_lanes, _add) for unit in self._units for flat in unit}
         self._turn = 0
         self._forget_gradients()
+        if self._weights is not None:
+            self._weights.begin_pass()
 
     @contextlib.contextmanager
     def lane(self, lane: int) -> Iterator[None]:
         assert self._turns[self._turn][self._seating.seat.slot] == lane, f"lane {lane} is not this turn's"
         self._missing, self._next = [sum(len(flat.parameters) for flat in unit) for unit in self._units], 0
+        self._begin_turn()
         try:
             yield
             while self._next < len(self._units):
                 self._send_next()
         finally:
             self._missing = None
-        self._turn += 1
+        self._end_turn()
 
     def serve(self) -> None:
         while self._turn < len(self._turns):  # others of the group have a lane in it
-            for unit in self._units:
+            self._begin_turn()
+            for number, unit in enumerate(self._units):
+                self._gather_before(number)
                 self._exchange(unit, None)
-            self._turn += 1
+            self._end_turn()
+
+    def _begin_turn(self) -> None:
+        if self._weights is not None:
+            seats, num_lanes = self._seating.seats, len(self._turns[self._turn])
+            ranks = (*self._neighbours, self._replicas.rank)
+            self._weights.begin_turn([rank for rank in ranks if seats[rank].slot < num_lanes])
+
+    def _end_turn(self) -> None:
+        if self._weights is not None:
+            self._weights.end_turn(has_backward=True)
+        self._turn += 1
+
+    def _gather_before(self, number: int) -> None:
+        """Post the weights that are exchanged before a unit's gradients: those of the block before it."""
+        if self._weights is not None:
+            self._weights.back_to(len(self._units) - 3 - number)
+
+    def _send_later_than(self, block: int) -> None:
+        """Send the gradients of all blocks after one, whose backward passes have been."""
+        while self._missing is not None and self._next < len(self._units) - 2 - block:
+            self._send_next()
 
     def finish(self, divisor: float) -> None:
         assert self._turn == len(self._turns), "not all turns were taken"
+        if self._weights is not None:
+            self._weights.end_pass()
         sums = {number: dict(counter.parts) for number, counter in self._counters.items()}
         self._exchange_sums(sums)
         for number, parts in sums.items():
@@ -112,12 +152,13 @@ class DealtSum:
         if self._missing is None:
             return  # a pass outside of any step, such as warming up
         self._missing[unit] -= 1
-        while self._next < len(self._units) and self._missing[self._next] == 0:
+        while self._next < len(self._units) and self._units[self._next] and self._missing[self._next] == 0:
             self._send_next()
 
     def _send_next(self) -> None:
         """Cut the next unit's leaf, and forget it; what no lane uses is zero."""
         unit = self._units[self._next]
+        self._gather_before(self._next)
         self._exchange(unit, {flat.number: _leaf(flat) for flat in unit})
         self._next += 1
 
@@ -192,13 +233,6 @@ class DealtSum:
             for flat in unit:
                 for parameter, _ in flat.parameters:
                     parameter.grad = None
-
-
-def _by_flat(runs: Sequence[Run]) -> dict[int, list[Run]]:
-    found: dict[int, list[Run]] = {}
-    for run in runs:
-        found.setdefault(run.flat, []).append(run)
-    return found
 
 
 def _leaf(flat: FlatGradient) -> Tensor:

@@ -114,17 +114,24 @@ class Group:
         return self._begin(lambda group: group.recv([tensor], rank, 0), tensor)
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
-        """Send to and receive from several ranks, all at once; pairs are (rank, contiguous tensor), not both empty.
+        """Send to and receive from several ranks, all at once; pairs are (rank, contiguous tensor)."""
+        arriving, leaving = self.begin_exchange(sends, receives)
+        self.wait(arriving + leaving)
+
+    def begin_exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> tuple[list[dist.Work], list[dist.Work]]:
+        """Begin an exchange; return what to wait for before what comes is read, and before what is sent may change.
 
         NCCL takes them as one operation: its sends and receives block one another in the order in which they come.
         """
-        tensor = next(tensor for _, tensor in (*sends, *receives))
-        group = self._group(tensor)
-        if tensor.is_cuda:
+        is_cuda = any(tensor.is_cuda for _, tensor in (*sends, *receives))
+        if is_cuda:
+            group = self._group(next(tensor for _, tensor in (*sends, *receives)))
             group._start_coalescing()
-        receipts = [self.receive(rank, part) for rank, part in receives]
-        shipments = [self.send(rank, part) for rank, part in sends]
-        self.wait([group._end_coalescing()] if tensor.is_cuda else receipts + shipments)
+        arriving = [self.receive(rank, part) for rank, part in receives]
+        leaving = [self.send(rank, part) for rank, part in sends]
+        return ([group._end_coalescing()], []) if is_cuda else (arriving, leaving)
 
     def wait(self, works: Iterable[dist.Work]) -> None:
         """Return when all works are done; every wait of this package is here.

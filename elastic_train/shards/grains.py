@@ -58,7 +58,7 @@ class Tensor:
     """A tensor's place: at element `start` of a flat vector, its grains from number `first_grain` on.
 
     `names` are all of its names, the first one first. `units` are those that use it: more than one where a tie crosses
-    them, which gathering unit by unit must refuse or provide for.
+    them, and then it stands with what is in no unit, "".
     """
 
     names: tuple[str, ...]
@@ -147,9 +147,10 @@ def lay_out(listed: Iterable[Listed]) -> Layout:
     next_grain = 0
     for names in _tied(listed):
         first = names[0]
-        flat = flats.setdefault((first.unit, first.dtype, first.group), len(flats))
-        ends += [0] * (len(flats) - len(ends))
         units = tuple(dict.fromkeys(one.unit for one in names))
+        # What several units use is gathered with what all of them stand in.
+        flat = flats.setdefault((first.unit if len(units) == 1 else "", first.dtype, first.group), len(flats))
+        ends += [0] * (len(flats) - len(ends))
         tensor = Tensor(tuple(one.name for one in names), first.shape, units, flat, ends[flat], next_grain)
         ends[flat] += -(-tensor.numel // ALIGN) * ALIGN
         next_grain = tensor.grains.stop

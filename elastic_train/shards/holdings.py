@@ -90,6 +90,14 @@ def runs_of(layout: Layout, grains: Int64s) -> list[Run]:
     return runs
 
 
+def by_flat(runs: Sequence[Run]) -> dict[int, list[Run]]:
+    """Return runs by the number of their flat vector, in their order."""
+    found: dict[int, list[Run]] = {}
+    for run in runs:
+        found.setdefault(run.flat, []).append(run)
+    return found
+
+
 def num_elements(layout: Layout, grains: Int64s) -> int:
     """Return how many elements grains take, padding included."""
     return int(layout.span[grains].sum())

@@ -43,6 +43,10 @@ class Seating:
         """The trained grains whose sums each rank finishes, by rank; see `owners`."""
         return [self._trained_of(grains) for grains in owned_of(self.holdings, self.layout.span)]
 
+    def all_owned(self) -> list[Int64s]:
+        """Return the grains of which each rank is the one that speaks for all holders, by rank; frozen ones, too."""
+        return owned_of(self.holdings, self.layout.span)
+
     def owned_runs(self) -> list[list[Run]]:
         """Return the runs that each rank finishes, by rank."""
         return [runs_of(self.layout, grains) for grains in self.owned]

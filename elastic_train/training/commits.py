@@ -163,6 +163,7 @@ class Commits:
             with self.watchdog.resting():
                 level(self.world.group, self.state)
         check_same_weights(self.world.group, self.state.shards.weights(), self.state.step)
+        self.state.shards.check_copies(self.world.group, self.state.step)
 
     def _begin(self) -> None:
         self.cadence.begin()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from elastic_train.core.lanes import contiguous
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import ConfigError
+from elastic_train.job.state_shards import StateShards
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import gather_tables, tree_sum
 from elastic_train.tasks.task import OWN_VALUES, Task
@@ -30,6 +31,7 @@ def evaluate(
     task: Task,
     model: nn.Module,
     steps: Iterable[Sequence[LaneBatch]],
+    shards: StateShards,
     world: World,
     num_lanes: int,
     device: torch.device,
@@ -40,7 +42,7 @@ def evaluate(
     was_training = model.training
     model.eval()
     try:
-        for batch in (batch for step in steps for batch in step):
+        for batch in shards.turns(world.replicas, (batch for step in steps for batch in step)):
             row = sums.setdefault(batch.lane, [0.0, 0.0, 0.0])
             if batch.tensors is None:
                 continue

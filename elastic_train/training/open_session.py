@@ -85,7 +85,7 @@ def open_session(process: Process, formed: Formed) -> Session:
 
 def _open_in(process: Process, world: World) -> Session:
     plan, state = process.plan, process.state
-    check_alike(world.group, plan, state.outline, state.shards.weights())
+    check_alike(world.group, plan, state.outline, state.model.state_dict())
     differing = differing_kernels(world.group, plan.device)
     check_can_be_sharded(world.group, plan, differing)
     head = restore(plan, world, state)
@@ -125,13 +125,13 @@ def _open_in(process: Process, world: World) -> Session:
 
 def _redundancy_of(shards: HeldState) -> str:
     """Say what a fault will cost, by how many ranks hold each share of the state."""
-    num = shards.num_copies
+    num, what = shards.num_copies, "the state is" if shards.flat.is_gathered else "the optimizer's state is"
     if num == 1:
         return (
-            "the optimizer's state is held once: a rank that is lost takes its share along, and the job goes on from "
-            "the newest commit (parallel.copies, and the number of ranks, decide)"
+            f"{what} held once: a rank that is lost takes its share along, and the job goes on from the newest commit "
+            "(parallel.copies, and the number of ranks, decide)"
         )
-    return f"the optimizer's state is held {num} times: a fault that leaves one of the holders costs no applied step"
+    return f"{what} held {num} times: a fault that leaves one of the holders costs no applied step"
 
 
 def _warn_of_file_system(process: Process, world: World) -> None:

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from elastic_train.checkpoint.commits.record import FORMAT
-from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.accounting import Hole
 from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
@@ -58,13 +57,13 @@ class TrainResult:
     skipped_steps: Ranges
 
 
-def result_of(plan: Plan, state: AppliedState, status: str) -> TrainResult:
-    """Describe the state that training ended with; reads all of the weights."""
+def result_of(plan: Plan, state: AppliedState, status: str, weights_sha256: str) -> TrainResult:
+    """Describe the state that training ended with, whose weights have this digest."""
     account = state.reached.account
     return TrainResult(
         status=status,
         step=state.step,
-        weights_sha256=weights_digest(state.model),
+        weights_sha256=weights_sha256,
         metrics=dict(state.reached.validation),
         coverage=state.coverage,
         num_samples=plan.manifest.num_rows,
@@ -80,15 +79,18 @@ def result_of(plan: Plan, state: AppliedState, status: str) -> TrainResult:
 def write_result(session: Session, result: TrainResult) -> ResultError | None:
     """Write result.json on rank 0, and let the task leave its own results.
 
-    Returns what is wrong if some of it could not be written.
+    All ranks call it: a task may want the whole model. Returns what is wrong if some of it could not be written.
     """
     session.world.history.end(
         status=result.status, step=result.step, weights_sha256=result.weights_sha256, coverage=result.coverage
     )
+    leaves_more = result.status == "done" and isinstance(session.plan.task, Finishing)
+    if leaves_more:
+        session.state.shards.make_whole(session.world.group)
     if session.world.group.rank != 0:
         return None
     folder, unwritten = Path(session.plan.config.run.dir), list[str]()
-    if result.status == "done" and isinstance(session.plan.task, Finishing):
+    if leaves_more and isinstance(session.plan.task, Finishing):
         with _noting(unwritten, "what the task leaves"):
             session.plan.task.finish(session.state.model, folder)
     found = {**asdict(result), "holes": [hole.to_dict() for hole in result.holes]}

@@ -219,6 +219,7 @@ class Session:
                 self.plan.task,
                 self.state.model,
                 self.watchdog.beating(batches),
+                self.state.shards,
                 self.world,
                 self.plan.num_lanes,
                 self.plan.device,

@@ -73,7 +73,7 @@ def _train_on(plan: Plan, state: AppliedState, watchdog: Watchdog, leave: LeaveR
         lambda: state.step,
         UnformedWorlds(files, config.run.dir, config.run.history_bytes),
     )
-    if worlds.is_live:
+    if worlds.is_live or config.parallel.shards == "parameters":  # which learns the order of the blocks by it
         watchdog.warm_up()
         try:
             with leave.droppable():
@@ -121,7 +121,7 @@ def _train_through(process: Process) -> Ended:
         if ended is not None:
             return ended
         num_failed = 0
-    return result_of(plan, state, CLOSED)
+    return result_of(plan, state, CLOSED, state.shards.digest_alone())
 
 
 def _is_through(leave: LeaveRequest, state: AppliedState) -> bool:
@@ -197,7 +197,8 @@ def _finish(session: Session, outcome: Outcome) -> Ended:
         session.world.group.abandon()
         session.worlds.leave(is_job_done=False)
         return Preempted(f"asked to leave after step {step}; the other members continue")
-    result = result_of(session.plan, session.state, outcome.value)
+    digest = session.state.shards.digest(session.world.group)
+    result = result_of(session.plan, session.state, outcome.value, digest)
     session.world.check_newest()
     if (error := write_result(session, result)) is not None:
         sys.stderr.write(explain(error) + "\n")

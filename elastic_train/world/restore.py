@@ -20,7 +20,7 @@ from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.lineage import Interval, cut, parted_at
 from elastic_train.errors import CommitError, ElasticTrainError, StorageError
 from elastic_train.job.plan import Plan
-from elastic_train.job.reseating import bring, leave_out_unfinished, reseat, roll_forward, take_first_seats
+from elastic_train.job.reseating import bring, is_first, leave_out_unfinished, reseat, roll_forward, take_first_seats
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState, Reached
 from elastic_train.job.state_shards import Place
@@ -121,13 +121,17 @@ def _take_seats(plan: Plan, world: World, state: AppliedState, shards: HeldState
         brought = kept
     if not found.is_loaded:
         brought = roll_forward(world.group, state, shards, brought)
-        if max(one.place for one in brought).step == 0:
+        if is_first(shards, brought):
             _begin_alike(world, state)
-        reseat(world.group, state, shards, brought)
+        if reseat(world.group, state, shards, brought).lost.size:
+            raise ElasticTrainError(
+                "all holders of some of the first weights are lost, before the first step: start again"
+            )
     else:
         state.drop_pending()
         take_first_seats(world.group, shards, brought)
         _load_head(plan, world, state, found)
+    shards.agree_on_order(world.group)
     shards.trained_in = world.term
     return found
 

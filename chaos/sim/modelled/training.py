@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ import torch
 from chaos.sim.machine.rank_group import SimGroup
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import StatePath
+from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.keyed_random import derive, mix64
@@ -27,6 +29,7 @@ from elastic_train.job.state import Reached, StepFacts
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.gradient_sum import CanonicalSum
 
+T = TypeVar("T")
 _MASK = (1 << 64) - 1
 _NO_NORM = torch.tensor(0.0)
 VECTOR = 7
@@ -138,6 +141,21 @@ class ModelledState:
 
     def weights(self) -> Mapping[str, object]:
         return self.model.state_dict()
+
+    def turns(self, group: SimGroup, items: Iterator[T]) -> Iterator[T]:
+        return items
+
+    def digest(self, group: SimGroup) -> str:
+        return self.digest_alone()
+
+    def digest_alone(self) -> str:
+        return weights_digest(self.model)  # type: ignore[arg-type]  # it has the one method that counts
+
+    def check_copies(self, group: SimGroup, step: int) -> None:
+        """All weights are whole on every rank."""
+
+    def make_whole(self, group: SimGroup) -> None:
+        """They are."""
 
     def held(self) -> State:
         """Return the saved part; its tensors are the live ones."""

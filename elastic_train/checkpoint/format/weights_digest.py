@@ -23,7 +23,7 @@ GrainRun = tuple[int, str]
 
 def weights_digest(model: nn.Module) -> str:
     """Return the SHA-256 over all weights and buffers: names in order, dtypes, shapes, bytes."""
-    return join_digests({name: _digest_of(tensor) for name, tensor in model.state_dict().items()})
+    return join_digests({name: digest_of(tensor) for name, tensor in model.state_dict().items()})
 
 
 def tensor_digest(dtype: torch.dtype, shape: torch.Size, content: memoryview) -> str:
@@ -36,7 +36,8 @@ def checksum(tensor: Tensor) -> int:
     return crc32(bytes_of(tensor.detach().cpu().contiguous()))
 
 
-def _digest_of(tensor: Tensor) -> str:
+def digest_of(tensor: Tensor) -> str:
+    """Return the digest of one tensor."""
     return tensor_digest(tensor.dtype, tensor.shape, bytes_of(tensor.detach().cpu().contiguous()))
 
 

@@ -104,7 +104,7 @@ def reseat(group: Group, state: AppliedState, shards: HeldState, brought: Sequen
     Raises PeerLostError, with state and seat as they were, if a peer is lost or something arrives damaged.
     """
     furthest = max(one.place for one in brought)
-    if furthest.step == 0:
+    if is_first(shards, brought):
         take_first_seats(group, shards, brought)
         return Reseated(np.empty(0, dtype=np.int64))
     before = [one.seat if one.place == furthest else None for one in brought]
@@ -121,12 +121,12 @@ def reseat(group: Group, state: AppliedState, shards: HeldState, brought: Sequen
     # Everything for this seat is here.
     for one in runs:
         _keep(one, old)
-    for run, weights in arrived:
-        shards.flat.weights_at(run).copy_(weights)
+    for memory, weights in arrived:
+        memory.copy_(weights)
     counts = None
     if given is not None:
         settings, state.reached = given
-        counts = shards.take_settings(settings)
+        counts = shards.settings.take_all(settings)
     arcs = all_arcs_of(brought[group.rank]) if before[group.rank] is not None else ()
     shards.sit(seating, runs, counts, Spare(arcs, tuple(one for one in old if not _is_within(one.run, runs))))
     reach("hand-over")
@@ -135,6 +135,12 @@ def reseat(group: Group, state: AppliedState, shards: HeldState, brought: Sequen
     shards.spare = Spare()
     shards.refresh(group, everything=True)
     return Reseated(plan.lost, sum(2 * weights.nbytes for _, weights in arrived))
+
+
+def is_first(shards: HeldState, brought: Sequence[Brought]) -> bool:
+    """Say whether ranks bring nothing but the weights that a run begins with, whole on each of them."""
+    is_shared_out = shards.flat.is_gathered and any(one.seat is not None for one in brought)
+    return max(one.place for one in brought).step == 0 and not is_shared_out
 
 
 def _holder(shards: HeldState, one: Brought, furthest: Place) -> Holder:
@@ -160,46 +166,49 @@ def _seating(group: Group, shards: HeldState, brought: Sequence[Brought], before
 
 
 def _keep(new: HeldRun, old: Sequence[HeldRun]) -> None:
-    """Copy into a new run's moments what old ones have of it."""
+    """Copy into a new run what old ones have of it; whole weights are in it already."""
     for one in old:
         lo, hi = max(new.run.lo, one.run.lo), min(new.run.hi, one.run.hi)
         if one.run.flat == new.run.flat and lo < hi:
-            both = Run(new.run.flat, lo, hi)
-            for name, moment in new.cut(both).items():
-                moment.copy_(one.cut(both)[name])
+            here, there = (run.cut(Run(new.run.flat, lo, hi)) for run in (new, one))
+            if here.weights.data_ptr() != there.weights.data_ptr():
+                here.weights.copy_(there.weights)
+            for name, moment in here.moments.items():
+                moment.copy_(there.moments[name])
 
 
 def _move(
     group: Group, shards: HeldState, plan: Recut, runs: Sequence[HeldRun], old: Sequence[HeldRun]
-) -> list[tuple[Run, Tensor]]:
-    """Send and receive what the plan says, moments into `runs`; return the weights that have arrived, by run."""
+) -> list[tuple[Tensor, Tensor]]:
+    """Send and receive what the plan says, moments into `runs`; return pairs of weights' memory and what it is to be.
+
+    Whole weights of the old seat may be in that memory until the new one is taken.
+    """
     sends: list[tuple[int, Tensor]] = []
     receives: list[tuple[int, Tensor]] = []
-    arrived: list[tuple[Run, Tensor]] = []
+    arrived: list[tuple[Tensor, Tensor]] = []
     for giver, taker, grains in plan.transfers:
         for run in runs_of(shards.layout, grains) if group.rank in (giver, taker) else ():
-            weights = shards.flat.weights_at(run)
+            one = _cut_out(shards, old if group.rank == giver else runs, run)
+            moments = [moment for _, moment in sorted(one.moments.items())]
             if group.rank == giver:
-                sends += [(taker, tensor) for tensor in (weights, *_moments(shards, old, run))]
+                sends += [(taker, tensor) for tensor in (one.weights, *moments)]
             else:
-                arrived.append((run, torch.empty_like(weights)))
-                receives += [(giver, tensor) for tensor in (arrived[-1][1], *_moments(shards, runs, run))]
+                arrived.append((one.weights, torch.empty_like(one.weights)))
+                receives += [(giver, tensor) for tensor in (arrived[-1][1], *moments)]
     if sends or receives:
         group.exchange(sends, receives)
         _check(group, sends, receives)
     return arrived
 
 
-def _moments(shards: HeldState, runs: Sequence[HeldRun], run: Run) -> list[Tensor]:
-    """Return a run's moments in the order of their names, none if it is not trained; live where one run has them."""
-    if shards.layout.flats[run.flat].group is None:
-        return []
+def _cut_out(shards: HeldState, runs: Sequence[HeldRun], run: Run) -> HeldRun:
+    """Return what held runs have of a run: live where one of them has it all, else put together."""
     if _is_within(run, runs):
-        found = run_around(runs, run).cut(run)
-    else:
-        found = shards.new_moments(run)
-        _keep(HeldRun(run, found), runs)
-    return [moment for _, moment in sorted(found.items())]
+        return run_around(runs, run).cut(run)
+    found = shards.new_run(run)
+    _keep(found, runs)
+    return found
 
 
 def _check(group: Group, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
@@ -230,7 +239,7 @@ def _share_settings(
     for turn, taker in enumerate(takers):
         giver = givers[turn % len(givers)]
         if group.rank == giver:
-            give_tree(group, shards.settings(), state.reached, taker)
+            give_tree(group, shards.settings.all(), state.reached, taker)
         elif group.rank == taker:
             given = take_tree(group, giver)
     return given

@@ -1,13 +1,15 @@
 """The nested state of a sharded rank, as a commit has it: the same paths and shapes as where states are whole.
 
-So a commit made by either is continued by the other. Weights, buffers and plain values are whole; the moments of every
-parameter are `Pieces`: this rank's live memory, and who writes what.
+So a commit made by either is continued by the other. Buffers and plain values are whole; the moments of every parameter
+are `Pieces`: this rank's live memory, and who writes what. So are weights where they are gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,20 +30,21 @@ Moments = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class HeldRun:
-    """A run of a flat vector that this rank holds, and its moments."""
+    """A run of a flat vector that this rank holds, its weights, and its moments: none if it is not trained."""
 
     run: Run
+    weights: Tensor
     moments: Moments
 
-    def cut(self, run: Run) -> dict[str, Tensor]:
-        """Return the moments of a run within this one."""
-        lo = run.lo - self.run.lo
-        return {name: moment[lo : lo + run.hi - run.lo] for name, moment in self.moments.items()}
+    def cut(self, run: Run) -> HeldRun:
+        """Return what this one has of a run within it."""
+        part = slice(run.lo - self.run.lo, run.hi - self.run.lo)
+        return HeldRun(run, self.weights[part], {name: moment[part] for name, moment in self.moments.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class Spare:
-    """What a rank holds beside its seat, as arcs of the circle, and the moments of it that its seat has not."""
+    """What a rank holds beside its seat, as arcs of the circle, and the runs of it that its seat has not."""
 
     arcs: tuple[Arc, ...] = ()
     runs: tuple[HeldRun, ...] = ()
@@ -59,20 +62,32 @@ def spans_of(layout: Layout, place: Place, grains: Int64s) -> list[Span]:
     return spans
 
 
-def moment_pieces(
+class TensorPieces(NamedTuple):
+    """One tensor's weights and its moments, by torch's names."""
+
+    weights: Pieces
+    moments: Mapping[str, Pieces]
+
+
+def pieces_of(
     layout: Layout, place: Place, names: Sequence[str], held: Int64s, runs: Sequence[HeldRun], written: Sequence[Int64s]
-) -> dict[str, Pieces]:
-    """Return one tensor's moments by name; `written` are the grains that each writer writes."""
+) -> TensorPieces:
+    """Return one tensor's pieces, of moments those named; `written` are the grains that each writer writes."""
     dtype = getattr(torch, layout.flats[place.flat].dtype.removeprefix("torch."))
     cuts = tuple(tuple(spans_of(layout, place, grains)) for grains in written)
-    parts = {span: _moments_at(runs, place, span) for span in spans_of(layout, place, held)}
-    return {
-        name: Pieces(dtype, torch.Size(place.shape), {span: part[name] for span, part in parts.items()}, cuts)
-        for name in names
-    }
+    parts = {span: _held_at(runs, place, span) for span in spans_of(layout, place, held)}
+
+    def pieces(memory: Callable[[HeldRun], Tensor]) -> Pieces:
+        return Pieces(dtype, torch.Size(place.shape), {span: memory(part) for span, part in parts.items()}, cuts)
+
+    return TensorPieces(pieces(lambda part: part.weights), {name: pieces(partial(_moment, name)) for name in names})
 
 
-def _moments_at(runs: Sequence[HeldRun], place: Place, span: Span) -> dict[str, Tensor]:
+def _moment(name: str, part: HeldRun) -> Tensor:
+    return part.moments[name]
+
+
+def _held_at(runs: Sequence[HeldRun], place: Place, span: Span) -> HeldRun:
     run = Run(place.flat, place.start + span[0], place.start + span[1])
     return run_around(runs, run).cut(run)
 

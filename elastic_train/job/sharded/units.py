@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
+import torch
 from torch import nn
+
+from elastic_train.errors import ConfigError
 
 
 def unit_names(model: nn.Module) -> list[str]:
@@ -24,3 +29,39 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
 def unit_of(name: str, units: list[str]) -> str:
     """Return the unit that a parameter's name is in, "" for the rest."""
     return next((unit for unit in units if name.startswith(f"{unit}.")), "")
+
+
+@contextlib.contextmanager
+def recording_order(model: nn.Module, take: Callable[[list[str]], None]) -> Iterator[None]:
+    """Record in which order a forward pass runs the blocks, and hand all of their names over in it.
+
+    A block that did not run stands after the one that the model lists before it. Raises ConfigError for a block that
+    runs twice: its weights could not be let go of in between.
+    """
+    names, ran = unit_names(model), list[str]()
+    hooks = [model.get_submodule(name).register_forward_pre_hook(partial(_note, ran, name)) for name in names]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    twice = next((name for number, name in enumerate(ran) if name in ran[:number]), None)
+    if twice is not None:
+        raise ConfigError(
+            f"'{twice}' runs more than once in a forward pass: parallel.shards: parameters needs blocks that run once; "
+            "set it to gradients"
+        )
+    take(_in_order(names, ran))
+
+
+def _note(ran: list[str], name: str, module: nn.Module, arguments: object) -> None:
+    if torch._C._current_graph_task_id() == -1:  # or a backward pass computes it once more
+        ran.append(name)
+
+
+def _in_order(names: Sequence[str], ran: Sequence[str]) -> list[str]:
+    order = list(ran)
+    for place, name in enumerate(names):
+        if name not in order:
+            order.insert(order.index(names[place - 1]) + 1 if place else 0, name)
+    return order

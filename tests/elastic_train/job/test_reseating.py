@@ -34,7 +34,7 @@ from tests.elastic_train.job.sharded.shard_jobs import (
 )
 
 STEPS = 6
-Shards = Literal["optimizer", "gradients"]
+Shards = Literal["optimizer", "gradients", "parameters"]
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def member(who: int, num: int, folder: str, worlds: Sequence[World], copies: int
             continue
         taken = reseat(group, state, shards, brought)
         shards.trained_in = term
-        seen.append([term, state.step, fingerprint(state), int(taken.lost.size), taken.num_bytes])
+        seen.append([term, state.step, fingerprint(group, state), int(taken.lost.size), taken.num_bytes])
         if taken.lost.size:
             break
         train(group, state, world.fault.step if world.fault else STEPS, term)
@@ -127,7 +127,7 @@ def member(who: int, num: int, folder: str, worlds: Sequence[World], copies: int
             step_with(world.fault, who, group, state, term)
             group.abandon()
         else:
-            seen.append([term, state.step, fingerprint(state), 0, 0])
+            seen.append([term, state.step, fingerprint(group, state), 0, 0])
             group.barrier()
     (Path(folder) / f"{who}.json").write_text(json.dumps(seen))
     os._exit(0)
@@ -157,7 +157,7 @@ def live_through(
     ],
     ids=["computing", "summed", "summed-by-0", "one-cannot", "all-left-missed-it", "one-missed-it", "all-applied-it"],
 )
-@pytest.mark.parametrize("shards", ["optimizer", "gradients"])
+@pytest.mark.parametrize("shards", ["optimizer", "gradients", "parameters"])
 def test_a_lost_rank_costs_no_applied_step(tmp_path: Path, fault: Fault, kept: int, shards: Shards) -> None:
     """Four ranks lose one, and another at the next step; the last two have the weights of one that holds everything."""
     expected = replicated(STEPS)
@@ -178,7 +178,7 @@ def test_a_lost_rank_costs_no_applied_step(tmp_path: Path, fault: Fault, kept: i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shards", ["optimizer", "gradients"])
+@pytest.mark.parametrize("shards", ["optimizer", "gradients", "parameters"])
 def test_joiners_take_their_shares_and_leavers_take_nothing_along(tmp_path: Path, shards: Shards) -> None:
     """One rank, then three, then four of whom two are new, then two."""
     expected = replicated(STEPS)

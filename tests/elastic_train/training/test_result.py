@@ -43,8 +43,9 @@ class Ended:
         )
         reached = SimpleNamespace(validation={}, account=SampleAccount(), fast_steps=(), skipped_steps=())
         cursor = SimpleNamespace(epoch=1)
+        shards = SimpleNamespace(digest=lambda group: "5e1f", make_whole=lambda group: self.acts.append("model whole"))
         self.state = SimpleNamespace(
-            model=nn.Linear(2, 1), step=14, coverage=CoverageSums(), reached=reached, cursor=cursor
+            model=nn.Linear(2, 1), shards=shards, step=14, coverage=CoverageSums(), reached=reached, cursor=cursor
         )
         self.worlds = SimpleNamespace(
             is_live=is_live,
@@ -85,7 +86,7 @@ def test_a_job_whose_result_cannot_be_written_is_done(
     ended = _finish(session, Outcome.DONE)  # type: ignore[arg-type]
     assert (ended.exit_code if isinstance(ended, ResultError) else 0) == code
     assert code or (isinstance(ended, TrainResult) and (ended.status, ended.step) == ("done", 14))
-    assert session.acts == ["history ended", "FINISHED", "group closed", "job closed"]
+    assert session.acts == ["history ended", "model whole", "FINISHED", "group closed", "job closed"]
     assert capsys.readouterr().err == (
         f"error: step 14 is committed, but the result could not be written: {tmp_path}/result.json: "
         "[Errno 28] No space left on device; make room there and start again: no step is trained twice\n"
@@ -125,12 +126,12 @@ def test_a_task_that_cannot_write_does_not_cost_the_result(tmp_path: Path) -> No
         raise PermissionError(errno.EACCES, "Permission denied", "/exports/model")
 
     session.finish = finish
-    error = write_result(session, result_of(session.plan, session.state, "done"))  # type: ignore[arg-type]
+    error = write_result(session, result_of(session.plan, session.state, "done", "5e1f"))  # type: ignore[arg-type]
     assert "what the task leaves: [Errno 13] Permission denied: '/exports/model'; make room" in str(error)
     assert json.loads((tmp_path / "result.json").read_text())["step"] == 14
     (tmp_path / "result.json").unlink()
     (tmp_path / "result.json").mkdir()
-    error = write_result(session, result_of(session.plan, session.state, "done"))  # type: ignore[arg-type]
+    error = write_result(session, result_of(session.plan, session.state, "done", "5e1f"))  # type: ignore[arg-type]
     assert "/exports/model" in str(error) and f"{tmp_path}/result.json: [Errno" in str(error)
 
 
@@ -143,7 +144,7 @@ def test_other_errors_of_the_task_are_raised(tmp_path: Path) -> None:
 
     session.finish = finish
     with pytest.raises(ElasticTrainError, match="a mistake"):
-        write_result(session, result_of(session.plan, session.state, "done"))  # type: ignore[arg-type]
+        write_result(session, result_of(session.plan, session.state, "done", "5e1f"))  # type: ignore[arg-type]
 
 
 def test_a_draft_that_cannot_be_finished_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Jobs whose optimizer's state is sharded: the bits of whole state, over worlds, modes, resumptions and lost ranks."""
+"""Jobs whose state is sharded: the bits of whole state, over worlds, modes, resumptions and lost ranks."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ def test_a_job_that_changes_its_world_and_its_mode_ends_with_the_bits_of_one_tha
         (6, 3, ["--parallel.shards", "optimizer"]),
         (10, None, []),
         (12, 3, ["--parallel.shards", "gradients"]),
-        (14, 4, ["--parallel.shards", "optimizer", "--parallel.copies", "3"]),
-        (STEPS, 3, ["--parallel.shards", "gradients", "--parallel.copies", "1"]),
+        (14, 4, ["--parallel.shards", "parameters", "--parallel.copies", "3"]),
+        (16, 3, ["--parallel.shards", "gradients", "--parallel.copies", "1"]),
+        (STEPS, 2, ["--parallel.shards", "parameters", "--parallel.copies", "1"]),
     ]
     for until, num_ranks, how in stretches:
         done = succeed(start([run, "--max_steps", str(until), *how], num_ranks=num_ranks))
@@ -64,6 +65,9 @@ def test_a_job_that_changes_its_world_and_its_mode_ends_with_the_bits_of_one_tha
         ("optimizer", "hand-over", 3),
         ("gradients", "backward", 2),
         ("gradients", "apply", 2),
+        ("parameters", "backward", 2),
+        ("parameters", "applied", 2),
+        ("parameters", "hand-over", 3),
     ],
 )
 def test_a_rank_that_dies_costs_no_applied_step(

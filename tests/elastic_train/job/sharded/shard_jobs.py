@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.config.schema import OptimizerConfig, ParallelConfig
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.coverage import CoverageSums
@@ -56,7 +55,10 @@ GROUPS = (
 )
 
 
-def build(shards: Literal["none", "optimizer", "gradients"], copies: int = 2, *, seed: int = 1) -> AppliedState:
+Shards = Literal["none", "optimizer", "gradients", "parameters"]
+
+
+def build(shards: Shards, copies: int = 2, *, seed: int = 1) -> AppliedState:
     """Return a state as a process begins with it; a newcomer has the same weights, by the seed."""
     torch.manual_seed(seed)
     config = OptimizerConfig(lr=0.01, warmup_steps=2, clip_norm=CLIPPING)
@@ -103,8 +105,9 @@ def train(group: Group, state: AppliedState, until: int, term: int = TERM) -> No
         state.shards.refresh(group)
 
 
-def fingerprint(state: AppliedState) -> str:
-    return weights_digest(state.model)
+def fingerprint(group: Group, state: AppliedState) -> str:
+    """Return the digest of the weights; all ranks of the group call it."""
+    return state.shards.digest(group)
 
 
 def replicated(until: int) -> Sequence[str]:
@@ -113,5 +116,5 @@ def replicated(until: int) -> Sequence[str]:
     state, group, found = build("none"), Group(0, 1, None, 60), []
     for step in range(until):
         train(group, state, step + 1)
-        found.append(fingerprint(state))
+        found.append(fingerprint(group, state))
     return found

@@ -27,7 +27,7 @@ def newcomers(size: int) -> list[Brought]:
     return [Brought(Place(0, 0), None, ("", str(number))) for number in range(size)]
 
 
-def ranks(rank: int, size: int, folder: str, shards: Literal["optimizer", "gradients"]) -> None:
+def ranks(rank: int, size: int, folder: str, shards: Literal["optimizer", "gradients", "parameters"]) -> None:
     """Train with one to three copies; leave the weights after each step, and how much each rank holds."""
     torch.set_num_threads(1)
     group, found = meet(Path(folder), "world", rank, size), {}
@@ -36,7 +36,7 @@ def ranks(rank: int, size: int, folder: str, shards: Literal["optimizer", "gradi
         take_first_seats(group, shards_of(state), newcomers(size))
         for step in range(STEPS):
             train(group, state, step + 1)
-            digests.append(fingerprint(state))
+            digests.append(fingerprint(group, state))
         moments = sum(moment.numel() for one in shards_of(state).runs for moment in one.moments.values())
         found[str(copies)] = [digests, moments]
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
@@ -45,7 +45,7 @@ def ranks(rank: int, size: int, folder: str, shards: Literal["optimizer", "gradi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shards", ["optimizer", "gradients"])
+@pytest.mark.parametrize("shards", ["optimizer", "gradients", "parameters"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_weights_are_those_of_whole_state_and_moments_are_shared_out(tmp_path: Path, size: int, shards: str) -> None:
     """Clipped, with parameter groups, tied and frozen weights: every rank has the weights of one that holds all."""

@@ -1,0 +1,59 @@
+"""What all ranks of a sharded job have alike beside weights and moments: settings, counts, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from elastic_train.checkpoint.format.layout import State
+from elastic_train.job.parameter_groups import set_rates
+
+
+class Settings:
+    """Settings of parameter groups, scheduler, scaler and buffers; the optimizer has a parameter in each group."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, scheduler: LambdaLR, scaler: GradScaler) -> None:
+        self._model, self._optimizer, self._scheduler, self._scaler = model, optimizer, scheduler, scaler
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the settings of every parameter group."""
+        return [{key: group[key] for key in group if key != "params"} for group in self._optimizer.param_groups]
+
+    def num_updates(self) -> list[float]:
+        """Return how many updates each parameter group has had."""
+        groups = self._optimizer.param_groups
+        states = [self._optimizer.state.get(group["params"][0], {}) if group["params"] else {} for group in groups]
+        return [float(state.get("step", 0.0)) for state in states]
+
+    def plain(self) -> State:
+        """Return the part of the state that a commit has as plain values."""
+        return {"scheduler": self._scheduler.state_dict(), "scaler": self._scaler.state_dict()}
+
+    def all(self) -> State:
+        """Return everything, for a rank that has nothing yet."""
+        buffers = dict(self._model.named_buffers())
+        return {**self.plain(), "groups": self.groups(), "buffers": buffers, "num_updates": self.num_updates()}
+
+    def take_all(self, settings: Mapping[str, Any]) -> list[float]:
+        """Take what another rank gave as `all`; return how many updates each parameter group has had."""
+        self.take(settings["groups"], settings, keeps_rates=False)
+        for name, buffer in self._model.named_buffers():
+            buffer.copy_(settings["buffers"][name])
+        return list(settings["num_updates"])
+
+    def take(self, groups: Sequence[Mapping[str, Any]], plain: Mapping[str, Any], *, keeps_rates: bool) -> None:
+        """Take the settings of parameter groups, and plain values; with `keeps_rates` the own rates stay."""
+        own, bases = self.groups(), [float(base) for base in self._scheduler.base_lrs]
+        if not keeps_rates:
+            for mine, theirs in zip(self._optimizer.param_groups, groups, strict=True):
+                mine.update({key: value for key, value in theirs.items() if key != "params"})
+        self._scheduler.load_state_dict(plain["scheduler"])
+        if plain["scaler"]:
+            self._scaler.load_state_dict(plain["scaler"])
+        if keeps_rates:
+            set_rates(self._optimizer, self._scheduler, own, bases)

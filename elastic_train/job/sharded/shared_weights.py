@@ -1,0 +1,78 @@
+"""Weights that no rank holds as a whole: their digest, whether copies agree, and the whole model on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from elastic_train.checkpoint.format.torch_frame import bytes_of
+from elastic_train.checkpoint.format.weights_digest import checksum, digest_of, join_digests
+from elastic_train.core.arrays import Int64s
+from elastic_train.errors import WeightsDifferError
+from elastic_train.parallel.group import Group
+from elastic_train.shards.digest import grain_digests, tensor_digests
+from elastic_train.shards.grains import Layout
+from elastic_train.shards.holdings import Run, runs_of
+from elastic_train.shards.seating import Seating
+
+GrainAt = Callable[[int], Tensor]
+"""Returns this rank's memory of a grain that it holds, by its number, without padding."""
+
+
+def grain_run(layout: Layout, number: int) -> Run:
+    """Return where a grain is, without its padding."""
+    start, length = int(layout.start[number]), int(layout.hi[number] - layout.lo[number])
+    return Run(int(layout.flat_of[number]), start, start + length)
+
+
+def shared_digest(group: Group, seating: Seating, grain_at: GrainAt, buffers: Mapping[str, Tensor]) -> str:
+    """Return, on every rank, the digest of all weights and `buffers`: each grain is hashed by one of its holders."""
+    layout = seating.layout
+    owned = seating.all_owned()
+    mine = torch.zeros(max(1, *(grains.size for grains in owned)), 32, dtype=torch.uint8)
+    for place, number in enumerate(owned[group.rank].tolist()):
+        grain = grain_at(number)
+        [digest] = grain_digests(bytes_of(grain.detach().cpu().contiguous()), grain.element_size())
+        mine[place] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    rows = group.all_gather(mine).numpy()
+    digests = {
+        number: rows[rank, place].tobytes()
+        for rank, grains in enumerate(owned)
+        for place, number in enumerate(grains.tolist())
+    }
+    named = {name: digest_of(tensor) for name, tensor in buffers.items()}
+    return join_digests(tensor_digests(layout, digests) | named)
+
+
+def check_copies(group: Group, seating: Seating, grain_at: GrainAt, step: int) -> None:
+    """Raise WeightsDifferError, on every rank, if two holders of a grain have different weights."""
+    most = max(1, *(grains.size for grains in seating.holdings))
+    mine = torch.full((most,), -1, dtype=torch.int64)
+    mine[: seating.held.size] = torch.tensor([checksum(grain_at(number)) for number in seating.held.tolist()])
+    rows = group.all_gather(mine).numpy()
+    known: Int64s = np.full(seating.layout.num_grains, -1, dtype=np.int64)
+    for rank, grains in enumerate(seating.holdings):
+        row = rows[rank, : grains.size]
+        others = grains[(known[grains] != row) & (known[grains] != -1)]
+        if others.size:
+            name = seating.layout.tensors[seating.layout.tensor_of[others[0]]].names[0]
+            raise WeightsDifferError(
+                f"step {step}: rank {rank} and another copy's holder have different weights, first in '{name}': a "
+                "kernel is not deterministic, or memory is damaged. The last commit is intact: all ranks end, and the "
+                "next start continues from it"
+            )
+        known[grains] = row
+
+
+def gather_whole(group: Group, seating: Seating, held: Callable[[Run], Tensor], whole: Callable[[Run], Tensor]) -> None:
+    """Fill the whole weights on rank 0, which must have memory for them, from one holder of each grain."""
+    runs = [runs_of(seating.layout, grains) for grains in seating.all_owned()]
+    if group.rank:
+        group.exchange([(0, held(run)) for run in runs[group.rank]], [])
+        return
+    for run in runs[0]:
+        whole(run).copy_(held(run))
+    group.exchange([], [(rank, whole(run)) for rank in range(1, group.size) for run in runs[rank]])

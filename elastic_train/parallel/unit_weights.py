@@ -1,0 +1,232 @@
+"""Weights of which every rank holds a share: a unit's are gathered when it is used, and let go of after that (ZeRO-3).
+
+A turn is one forward and backward pass on some ranks of a group. All ranks of the group post a turn's exchanges in one
+fixed order, whatever a pass does: the rest of the model; the blocks' weights, first to last; then, from the last block
+to the first, the weights of the block before it, and its gradients (see `dealt_sum`). So a block's weights are on their
+way while the next one computes, and nobody waits for something that another rank will never send. What a pass leaves
+out is exchanged all the same. A rank that has no lane in a turn only sends.
+
+The last block's weights stay from the forward to the backward pass; the rest's stay from the first turn to the last.
+A block that is asked to run twice in a forward pass, or before one that has its place ahead of it, has none in this
+order: that is a ConfigError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from elastic_train.errors import ConfigError
+from elastic_train.parallel.group import Group
+from elastic_train.shards.holdings import Run
+
+T = TypeVar("T")
+REST = -1
+"""The number of the unit that is no block."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitFlats:
+    """A unit's flat vectors by number, and the module that uses them; None for the rest of the model."""
+
+    name: str
+    flats: Mapping[int, Tensor]
+    module: nn.Module | None = None
+
+
+class UnitWeights:
+    """Makes units' weights whole for turns of a group; between turns their flat vectors have no memory.
+
+    `blocks` are in the order in which a forward pass uses them. `shares` has what each rank of the group holds of every
+    flat vector, by rank, and `held` this rank's memory of each of those runs.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[UnitFlats],
+        rest: UnitFlats,
+        group: Group,
+        shares: Mapping[int, Mapping[int, Sequence[Run]]],
+        held: Callable[[Run], Tensor],
+    ) -> None:
+        self._blocks, self._rest, self._group, self._shares, self._held = blocks, rest, group, shares, held
+        self._others = [rank for rank in shares if rank != group.rank]
+        self._receivers: Collection[int] = ()
+        self._arriving: dict[int, list[dist.Work]] = {}
+        self._leaving: list[dist.Work] = []
+        self._whole: set[int] = set()
+        self._is_running, self._has_rest, self._is_dirty = False, False, False
+        self._forward, self._back = 0, 0
+        self.before_backward: Callable[[int], None] = lambda number: None
+        """Called with a block's number before its backward pass: gradients of later blocks are complete."""
+        self._hooks = [
+            hook
+            for number, block in enumerate(blocks)
+            if block.module is not None
+            for hook in (
+                block.module.register_forward_pre_hook(partial(self._enter, number)),
+                block.module.register_forward_hook(partial(self._leave, number)),
+            )
+        ]
+
+    def close(self) -> bool:
+        """Leave the model alone from now on; return whether what is on its way may still reach the flat vectors."""
+        for hook in self._hooks:
+            hook.remove()
+        return self._is_dirty
+
+    def begin_pass(self) -> None:
+        """Begin turns between which no weights change."""
+        self.end_pass()
+
+    def end_pass(self) -> None:
+        """Let go of what stays from turn to turn."""
+        if self._has_rest:
+            self._has_rest = False
+            self._release(REST)
+
+    def begin_turn(self, receivers: Collection[int]) -> None:
+        """Begin a turn in which these ranks of the group compute; in the first turn of a pass all do that ever will."""
+        self._is_dirty = True
+        self._receivers, self._forward, self._back = receivers, 0, len(self._blocks) - 1
+        self._is_running = self._group.rank in receivers
+        if not self._has_rest:
+            self._post(REST)
+            self._has_rest = True
+            self._await(REST)
+        if self._blocks:
+            self._post(0)
+
+    def back_to(self, number: int) -> None:
+        """Post the weights of blocks before the backward passes of those after them, down to a block's."""
+        self._end_forward()
+        while self._back > max(number, 0):
+            self._back -= 1
+            for late in [one for one in self._resident() if one > self._back + 1]:
+                self._release(late)
+            self._post(self._back)
+
+    def end_turn(self, *, has_backward: bool) -> None:
+        """End a turn: post what has not been, and let go of everything but what stays."""
+        if has_backward:
+            self.back_to(0)
+        else:
+            self._end_forward()
+        for number in self._resident():
+            self._release(number)
+        self._group.wait(self._leaving)
+        self._leaving = []
+        self._is_running = self._is_dirty = False
+
+    def turns(self, items: Iterator[T], world: Group) -> Iterator[T]:
+        """Yield what this rank runs forward passes with, and take part in those of its group until nobody has more."""
+        ranks = [self._group.rank, *self._others]
+        self.begin_pass()
+        while True:
+            item = next(items, None)
+            has_more = world.all_gather(torch.tensor(int(item is not None))).flatten().tolist()
+            if not any(has_more):
+                break
+            self.begin_turn([rank for rank in ranks if has_more[rank]])
+            if item is not None:
+                yield item
+            self.end_turn(has_backward=False)
+        self.end_pass()
+
+    def _enter(self, number: int, module: nn.Module, arguments: object) -> None:
+        if not self._is_running:
+            return
+        if _is_in_backward():  # it is computed once more, instead of what it would have kept
+            self._enter_backward(number)
+            return
+        if number < self._forward:
+            raise ConfigError(
+                f"'{self._blocks[number].name}' runs after '{self._blocks[self._forward - 1].name}' in a forward pass: "
+                "parallel.shards: parameters needs blocks that run once each, in one order; set it to gradients"
+            )
+        self._pass_over(number)
+        self._await(number)
+        if number + 1 < len(self._blocks):
+            self._post(number + 1)
+        self._forward = number + 1
+
+    def _leave(self, number: int, module: nn.Module, arguments: object, output: Any) -> None:
+        if not self._is_running or _is_in_backward():
+            return
+        if torch.is_grad_enabled():
+            for tensor in pytree.tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(partial(self._on_gradient, number))  # type: ignore[no-untyped-call]
+        if number + 1 < len(self._blocks):
+            self._release(number)
+
+    def _on_gradient(self, number: int, gradient: Tensor) -> None:
+        if self._is_running:
+            self._enter_backward(number)
+
+    def _enter_backward(self, number: int) -> None:
+        self.before_backward(number)
+        self.back_to(number)
+        self._await(number)
+        for late in [one for one in self._resident() if one > number]:
+            self._release(late)
+        self.back_to(number - 1)
+
+    def _end_forward(self) -> None:
+        self._pass_over(len(self._blocks))
+
+    def _pass_over(self, number: int) -> None:
+        """Exchange the weights of blocks that the forward pass leaves out."""
+        while self._forward < number:
+            if self._forward + 1 < len(self._blocks):
+                self._await(self._forward)
+                self._post(self._forward + 1)
+                self._release(self._forward)
+            self._forward += 1
+
+    def _resident(self) -> list[int]:
+        return [number for number in (*self._whole, *self._arriving) if number != REST]
+
+    def _post(self, number: int) -> None:
+        """Send this rank's share of a unit's weights, and begin to receive the others'."""
+        unit, rank = self._rest if number == REST else self._blocks[number], self._group.rank
+        receives, sends = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
+        for flat, whole in unit.flats.items():
+            mine = self._shares[rank].get(flat, ())
+            sends += [(to, self._held(run)) for to in self._others if to in self._receivers for run in mine]
+            if self._is_running:
+                whole.untyped_storage().resize_(whole.nbytes)
+                for run in mine:
+                    whole[run.lo : run.hi].copy_(self._held(run))
+                receives += [
+                    (giver, whole[run.lo : run.hi])
+                    for giver in self._others
+                    for run in self._shares[giver].get(flat, ())
+                ]
+        arriving, leaving = self._group.begin_exchange(sends, receives)
+        self._leaving += leaving
+        if self._is_running:
+            self._arriving[number] = arriving
+
+    def _await(self, number: int) -> None:
+        if number in self._arriving:
+            self._group.wait(self._arriving.pop(number))
+            self._whole.add(number)
+
+    def _release(self, number: int) -> None:
+        self._await(number)
+        if number in self._whole:
+            self._whole.remove(number)
+            for whole in (self._rest if number == REST else self._blocks[number]).flats.values():
+                whole.untyped_storage().resize_(0)
+
+
+def _is_in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
