@@ -23,12 +23,16 @@ from elastic_train.core.lineage import Interval, extend
 from elastic_train.core.order import Cursor
 from elastic_train.job.model_layout import describe_layout, layout_of
 from elastic_train.job.parameter_groups import build_groups, describe_groups
+from elastic_train.job.sharded.dealt_state import DealtState
+from elastic_train.job.sharded.gathered_state import GatheredState
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.sharded.shared_scaler import SharedScaler
 from elastic_train.job.sharded.units import unit_names, unit_of
 from elastic_train.job.state_shards import Place, ReplicatedState, StateShards
 from elastic_train.shards.grains import Layout
 from elastic_train.tasks.task import ParameterGroup
+
+SHARDED: Mapping[str, type[HeldState]] = {"optimizer": HeldState, "gradients": DealtState, "parameters": GatheredState}
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,27 +219,17 @@ def build_state(
         optimizer = torch.optim.AdamW(built, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
     scheduler = LambdaLR(optimizer, lambda step: rate_factor(step, config, total_steps))
     scaler = SharedScaler(device, enabled=is_fp16)
-    is_gathered = parallel is not None and parallel.shards == "parameters"
-    is_dealt = is_gathered or (parallel is not None and parallel.shards == "gradients")
-    units = unit_names(model) if is_dealt else []
+    kind = None if parallel is None else SHARDED.get(parallel.shards)
+    units = unit_names(model) if kind is not None and issubclass(kind, DealtState) else []
     layout = layout_of(model, optimizer, lambda name: unit_of(name, units))
     outline = {
         "the parameters": describe_layout(layout),
         "the list of parameter groups": describe_groups(model, optimizer),
     }
-    if parallel is None or parallel.shards == "none":
+    if parallel is None or kind is None:
         shards: StateShards = ReplicatedState(model, optimizer, scheduler, scaler)
     else:
-        shards = HeldState(
-            model,
-            optimizer,
-            scheduler,
-            scaler,
-            layout,
-            parallel.copies,
-            is_dealt=is_dealt,
-            is_gathered=is_gathered,
-        )
+        shards = kind(model, optimizer, scheduler, scaler, layout, parallel.copies)
     return AppliedState(model, optimizer, scheduler, scaler, config, shards, layout, outline)
 
 

@@ -95,32 +95,30 @@ class DealtSum:
     def lane(self, lane: int) -> Iterator[None]:
         assert self._turns[self._turn][self._seating.seat.slot] == lane, f"lane {lane} is not this turn's"
         self._missing, self._next = [sum(len(flat.parameters) for flat in unit) for unit in self._units], 0
-        self._begin_turn()
         try:
-            yield
-            while self._next < len(self._units):
-                self._send_next()
+            with self._taking_turn():
+                yield
+                while self._next < len(self._units):
+                    self._send_next()
         finally:
             self._missing = None
-        self._end_turn()
 
     def serve(self) -> None:
         while self._turn < len(self._turns):  # others of the group have a lane in it
-            self._begin_turn()
-            for number, unit in enumerate(self._units):
-                self._gather_before(number)
-                self._exchange(unit, None)
-            self._end_turn()
+            with self._taking_turn():
+                for number, unit in enumerate(self._units):
+                    self._gather_before(number)
+                    self._exchange(unit, None)
 
-    def _begin_turn(self) -> None:
-        if self._weights is not None:
+    @contextlib.contextmanager
+    def _taking_turn(self) -> Iterator[None]:
+        if self._weights is None:
+            yield
+        else:
             seats, num_lanes = self._seating.seats, len(self._turns[self._turn])
             ranks = (*self._neighbours, self._replicas.rank)
-            self._weights.begin_turn([rank for rank in ranks if seats[rank].slot < num_lanes])
-
-    def _end_turn(self) -> None:
-        if self._weights is not None:
-            self._weights.end_turn(has_backward=True)
+            with self._weights.turn([rank for rank in ranks if seats[rank].slot < num_lanes], has_backward=True):
+                yield
         self._turn += 1
 
     def _gather_before(self, number: int) -> None:

@@ -13,6 +13,7 @@ order: that is a ConfigError.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -92,17 +93,36 @@ class UnitWeights:
             self._has_rest = False
             self._release(REST)
 
-    def begin_turn(self, receivers: Collection[int]) -> None:
-        """Begin a turn in which these ranks of the group compute; in the first turn of a pass all do that ever will."""
+    @contextlib.contextmanager
+    def turn(self, receivers: Collection[int], *, has_backward: bool) -> Iterator[None]:
+        """Return the context of a turn in which these ranks compute; in the first one of a pass all do that ever will.
+
+        At its end what has not been exchanged is, and all is let go of but what stays.
+        """
         self._is_dirty = True
         self._receivers, self._forward, self._back = receivers, 0, len(self._blocks) - 1
         self._is_running = self._group.rank in receivers
-        if not self._has_rest:
-            self._post(REST)
-            self._has_rest = True
-            self._await(REST)
-        if self._blocks:
-            self._post(0)
+        try:
+            if not self._has_rest:
+                self._post(REST)
+                self._has_rest = True
+                self._await(REST)
+            if self._blocks:
+                self._post(0)
+            yield
+            if has_backward:
+                self.back_to(0)
+            else:
+                self._end_forward()
+            for number in self._resident():
+                self._release(number)
+            self._group.wait(self._leaving)
+        except BaseException:
+            self._arriving.clear()  # or they would keep the group's connections
+            raise
+        finally:
+            self._leaving, self._is_running = [], False
+        self._is_dirty = False
 
     def back_to(self, number: int) -> None:
         """Post the weights of blocks before the backward passes of those after them, down to a block's."""
@@ -113,18 +133,6 @@ class UnitWeights:
                 self._release(late)
             self._post(self._back)
 
-    def end_turn(self, *, has_backward: bool) -> None:
-        """End a turn: post what has not been, and let go of everything but what stays."""
-        if has_backward:
-            self.back_to(0)
-        else:
-            self._end_forward()
-        for number in self._resident():
-            self._release(number)
-        self._group.wait(self._leaving)
-        self._leaving = []
-        self._is_running = self._is_dirty = False
-
     def turns(self, items: Iterator[T], world: Group) -> Iterator[T]:
         """Yield what this rank runs forward passes with, and take part in those of its group until nobody has more."""
         ranks = [self._group.rank, *self._others]
@@ -134,10 +142,9 @@ class UnitWeights:
             has_more = world.all_gather(torch.tensor(int(item is not None))).flatten().tolist()
             if not any(has_more):
                 break
-            self.begin_turn([rank for rank in ranks if has_more[rank]])
-            if item is not None:
-                yield item
-            self.end_turn(has_backward=False)
+            with self.turn([rank for rank in ranks if has_more[rank]], has_backward=False):
+                if item is not None:
+                    yield item
         self.end_pass()
 
     def _enter(self, number: int, module: nn.Module, arguments: object) -> None:

@@ -29,6 +29,7 @@ from elastic_train.errors import PeerLostError
 from elastic_train.job.reseating.brought import Brought, all_arcs_of, comes_to
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.sharded.held_tree import HeldRun, Spare, run_around
+from elastic_train.job.sharded.shared_norm import norm_of_grains
 from elastic_train.job.state import AppliedState, Reached
 from elastic_train.job.state_shards import Place
 from elastic_train.job.tree_transfer import give_tree, take_tree
@@ -68,7 +69,7 @@ def roll_forward(group: Group, state: AppliedState, shards: HeldState, brought: 
         assert state.pending is not None, "this rank has said so"
         size = shards.trained_by(shards.seat).size
         mine[:size] = state.pending.measured[:size]
-    norm = shards.norm_from(group.all_gather(mine), holders)
+    norm = norm_of_grains(shards.layout, group.all_gather(mine), holders)
     return _apply(group, state, brought, able, norm, Place(furthest.step + 1, term))
 
 
@@ -139,7 +140,7 @@ def reseat(group: Group, state: AppliedState, shards: HeldState, brought: Sequen
 
 def is_first(shards: HeldState, brought: Sequence[Brought]) -> bool:
     """Say whether ranks bring nothing but the weights that a run begins with, whole on each of them."""
-    is_shared_out = shards.flat.is_gathered and any(one.seat is not None for one in brought)
+    is_shared_out = shards.is_shared_out and any(one.seat is not None for one in brought)
     return max(one.place for one in brought).step == 0 and not is_shared_out
 
 
@@ -162,7 +163,7 @@ def take_first_seats(group: Group, shards: HeldState, brought: Sequence[Brought]
 def _seating(group: Group, shards: HeldState, brought: Sequence[Brought], before: Sequence[Seat | None]) -> Seating:
     is_holder = [one.may_hold for one in brought]
     seats = seats_of_holders([one.path for one in brought], shards.copies, before, is_holder)
-    return shards.seating_of(seats, group.rank)
+    return Seating(shards.layout, shards.circle, seats, group.rank)
 
 
 def _keep(new: HeldRun, old: Sequence[HeldRun]) -> None:

@@ -22,6 +22,7 @@ from elastic_train.errors import FencedError, StorageError
 from elastic_train.job.plan import Plan
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import Reached, build_state
+from elastic_train.shards.seating import Seating
 from elastic_train.shards.seats import seats_of
 from elastic_train.training.open_session import commit_alone
 from elastic_train.world.fencing import StoreFence
@@ -281,11 +282,11 @@ def test_a_share_of_the_state_is_not_committed_without_a_world(tmp_path: Path) -
     state.reached = Reached(step=8, intervals=(Interval(1, 0, 8),))
     assert not commit_alone(plan_of(tmp_path), state, SaveMemory()), "it has no seat yet"
     seats = seats_of([("0",), ("1",)], 1)
-    seating = shards.seating_of(seats, 1)
+    seating = Seating(shards.layout, shards.circle, seats, 1)
     shards.sit(seating, shards.room_for(seating), [0.0])
     assert not commit_alone(plan_of(tmp_path), state, SaveMemory())
     assert discover(LocalStore(tmp_path)).head is None
-    alone = shards.seating_of(seats_of([("0",)], 1), 0)
+    alone = Seating(shards.layout, shards.circle, seats_of([("0",)], 1), 0)
     shards.sit(alone, shards.room_for(alone), [0.0])
     assert commit_alone(plan_of(tmp_path), state, SaveMemory())
     head = discover(LocalStore(tmp_path)).head

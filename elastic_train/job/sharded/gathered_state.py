@@ -1,0 +1,104 @@
+"""The applied state in shards, all of it: a unit's weights are gathered when a pass needs them (ZeRO-3).
+
+Until its first seat a rank has the whole weights that a run begins with; it learns from a pass on them in which order
+blocks run. From then on each run that it holds has memory of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+from torch import Tensor
+
+from elastic_train.checkpoint.format.layout import State
+from elastic_train.job.sharded.dealt_state import DealtState
+from elastic_train.job.sharded.held_tree import HeldRun, run_around
+from elastic_train.job.sharded.shared_weights import check_copies, gather_whole, grain_run, shared_digest
+from elastic_train.job.sharded.units import recording_order
+from elastic_train.parallel.group import Group
+from elastic_train.parallel.unit_weights import UnitWeights
+from elastic_train.shards.holdings import Run, by_flat, runs_of
+from elastic_train.shards.seating import Seating
+
+T = TypeVar("T")
+
+
+class GatheredState(DealtState):
+    """Weights are whole before the first seat only."""
+
+    _is_whole = True
+    _units: UnitWeights | None = None
+    _order: list[str] | None = None
+
+    @property
+    def is_shared_out(self) -> bool:
+        return True
+
+    def recording(self) -> contextlib.AbstractContextManager[None]:
+        return recording_order(self.model, self._take_order)
+
+    def _take_order(self, names: list[str]) -> None:
+        self._order = [name for name in names if name in self.flat.block_names]
+
+    def agree_on_order(self, group: Group) -> None:
+        """Gather blocks in the order that the first rank that knows one has recorded."""
+        known = [order for order in group.all_gather_objects(self._order) if order is not None]
+        self.flat.block_names = known[0] if known else self.flat.block_names
+
+    def room_for(self, seating: Seating) -> list[HeldRun]:
+        return [self.new_run(run) for run in runs_of(self.layout, seating.held)]
+
+    def memory_of(self, run: Run) -> Tensor:
+        """Return new memory, with the weights in it while they are whole."""
+        return self.flat.weights_at(run).clone() if self._is_whole else self.flat.zeros(run.flat, run.hi - run.lo)
+
+    def make_room(self) -> None:
+        super().make_room()
+        if self._is_whole:
+            self.flat.renew()
+            self._is_whole = False
+
+    def gathering(self, replicas: Group) -> UnitWeights | None:
+        if self._units is not None and self._units.close():
+            self.flat.renew()
+        seating, held = self.seated, {one.run: one.weights for one in self.runs}
+        ranks = (seating.rank, *seating.neighbours())
+        shares = {rank: by_flat(runs_of(self.layout, seating.holdings[rank])) for rank in ranks}
+        self._units = UnitWeights(*self.flat.blocks(), replicas, shares, held.__getitem__)
+        return self._units
+
+    def refresh(self, group: Group, *, everything: bool = False) -> None:
+        """Weights are gathered when they are needed."""
+
+    def turns(self, group: Group, items: Iterator[T]) -> Iterator[T]:
+        assert self._units is not None, "there is a world"
+        return self._units.turns(items, group)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        shared = set[str]() if self._is_whole else {name for place in self.layout.tensors for name in place.names}
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name not in shared}
+
+    def digest(self, group: Group) -> str:
+        return shared_digest(group, self.seated, self._grain_at, self.weights())
+
+    def digest_alone(self) -> str:
+        return super().digest_alone() if self._is_whole else ""
+
+    def check_copies(self, group: Group, step: int) -> None:
+        check_copies(group, self.seated, self._grain_at, step)
+
+    def make_whole(self, group: Group) -> None:
+        if group.rank == 0:
+            self.flat.allocate()
+        gather_whole(group, self.seated, self._weights_at, self.flat.weights_at)
+
+    def held_weights(self) -> State:
+        return {**super().held_weights(), **{name: pieces.weights for name, pieces in self.pieces().items()}}
+
+    def _weights_at(self, run: Run) -> Tensor:
+        return run_around(self.runs, run).cut(run).weights
+
+    def _grain_at(self, number: int) -> Tensor:
+        return self._weights_at(grain_run(self.layout, number))
