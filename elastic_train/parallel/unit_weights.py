@@ -31,6 +31,8 @@ from elastic_train.shards.holdings import Run
 T = TypeVar("T")
 REST = -1
 """The number of the unit that is no block."""
+_NOT_THERE = "storage of size 0", "data is not allocated"
+"""What torch says of a tensor whose memory was let go of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +119,13 @@ class UnitWeights:
             for number in self._resident():
                 self._release(number)
             self._group.wait(self._leaving)
-        except BaseException:
+        except BaseException as error:
             self._arriving.clear()  # or they would keep the group's connections
+            if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NOT_THERE):
+                raise ConfigError(
+                    "a block's parameter is used while the block does not run, and parallel.shards: parameters has it "
+                    f"only then; set it to gradients ({error})"
+                ) from error
             raise
         finally:
             self._leaving, self._is_running = [], False

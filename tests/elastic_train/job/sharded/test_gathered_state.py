@@ -1,0 +1,201 @@
+"""Weights that are gathered block by block: whatever a pass does with the blocks, bits are those of whole state."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from elastic_train.config.schema import OptimizerConfig, ParallelConfig
+from elastic_train.errors import ConfigError
+from elastic_train.job.reseating import take_first_seats
+from elastic_train.job.state import AppliedState, build_state
+from elastic_train.parallel.group import Group
+from elastic_train.parallel.unit_weights import UnitFlats, UnitWeights
+from tests.conftest import run_ranks
+from tests.elastic_train.job.sharded.shard_jobs import Shards, compute, fingerprint, meet, shards_of, train
+from tests.elastic_train.job.sharded.test_held_state import newcomers
+
+WIDTH, NUM_BLOCKS, STEPS = 64, 5, 3
+
+
+class Block(nn.Module):
+    """Two layers; the lower one is frozen if the block is, and is used after all that is trained."""
+
+    def __init__(self, *, is_frozen: bool = False) -> None:
+        super().__init__()
+        self.lower, self.upper = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.lower.requires_grad_(not is_frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.upper(torch.tanh(self.lower(x)))  # type: ignore[no-any-return]
+
+
+class Blocks(nn.Module):
+    """An embedding, blocks in the order that `path` returns for each pass, and a head."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.tail = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        """Listed first, used last."""
+        self.embed = nn.Embedding(301, WIDTH)
+        self.blocks = nn.ModuleList(Block(is_frozen=kind == "partly frozen") for _ in range(NUM_BLOCKS))
+        if kind == "lower frozen":
+            for number in range(3):
+                self.blocks[number].requires_grad_(False)
+            self.embed.requires_grad_(False)
+        if kind == "tied across":
+            self.blocks[3].get_submodule("upper").weight = self.blocks[1].get_submodule("upper").weight
+
+    def path(self) -> Iterator[nn.Module]:
+        left_out = int(torch.randint(NUM_BLOCKS, ())) if self.kind == "left out" else None
+        for number, block in enumerate(self.blocks):
+            if number != left_out:
+                yield block
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.path():
+            if self.kind.startswith("computed again"):
+                x = checkpoint(block, x, use_reentrant=self.kind.endswith("reentrantly"))
+            else:
+                x = block(x)
+        for layer in self.tail:
+            x = x + layer(x)
+        return x  # type: ignore[no-any-return]
+
+
+KINDS = (
+    "plain",
+    "left out",
+    "computed again",
+    "computed again reentrantly",
+    "partly frozen",
+    "lower frozen",
+    "tied across",
+)
+
+
+def build(kind: str, shards: Shards, *, known_order: bool = True) -> AppliedState:
+    torch.manual_seed(1)
+    model = Blocks(kind)
+    config = OptimizerConfig(lr=0.01, warmup_steps=2, clip_norm=1e-3)
+    parallel = ParallelConfig(shards=shards, copies=1)
+    state = build_state(model, config, 50, "cpu", is_fp16=False, parallel=parallel)
+    if known_order:
+        with state.shards.recording():
+            model(torch.zeros(1, 2, dtype=torch.int64))
+    return state
+
+
+def ranks(rank: int, size: int, folder: str, kind: str) -> None:
+    """Train a kind of model; leave the weights after each step."""
+    torch.set_num_threads(1)
+    group, state, found = meet(Path(folder), "world", rank, size), build(kind, "parameters"), []
+    take_first_seats(group, shards_of(state), newcomers(size))
+    shards_of(state).agree_on_order(group)
+    for step in range(STEPS):
+        train(group, state, step + 1)
+        found.append(fingerprint(group, state))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    group.barrier()
+    os._exit(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 3])
+def test_weights_are_those_of_whole_state_whatever_a_pass_does_with_its_blocks(
+    tmp_path: Path, size: int, kind: str
+) -> None:
+    """Each lane may leave out another block, compute blocks once more, or train a part of them only."""
+    torch.set_num_threads(1)
+    whole, alone, expected = build(kind, "none"), Group(0, 1, None, 60), []
+    for step in range(STEPS):
+        train(alone, whole, step + 1)
+        expected.append(fingerprint(alone, whole))
+    run_ranks(ranks, size, str(tmp_path), kind)
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)] == [expected] * size
+
+
+def seated(kind: str, *, known_order: bool = True) -> tuple[Group, AppliedState]:
+    """Return a state of one rank, which holds everything and gathers it all the same."""
+    group, state = Group(0, 1, None, 60), build(kind, "parameters", known_order=known_order)
+    take_first_seats(group, shards_of(state), newcomers(1))
+    shards_of(state).agree_on_order(group)
+    return group, state
+
+
+@pytest.mark.parametrize("last", [NUM_BLOCKS, 2])
+def test_two_blocks_at_most_are_whole_at_a_time(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
+    """One computes, or is left out, and the next one's weights are on their way; between steps nothing is whole."""
+    group, state = seated("plain")
+    assert isinstance(state.model, Blocks)
+    first = state.model.blocks[:last]
+    state.model.path = lambda: iter(first)  # type: ignore[method-assign]
+    flat, whole, post = shards_of(state).flat, list[int](), UnitWeights._post
+
+    def watch(weights: UnitWeights, number: int) -> None:
+        post(weights, number)
+        whole.append(sum(vector.untyped_storage().nbytes() for vector in flat.weights))
+
+    monkeypatch.setattr(UnitWeights, "_post", watch)
+    compute(group, state)
+    blocks, (rest,) = ([sum(v.nbytes for v in unit.flats.values()) for unit in units] for units in sized(flat.blocks()))
+    assert len(whole) == 1 + 7 * (2 * len(blocks) - 1)
+    assert max(blocks) + rest < max(whole) <= 2 * max(blocks) + rest
+    assert not any(vector.untyped_storage().nbytes() for vector in flat.weights)
+
+
+def sized(units: tuple[list[UnitFlats], UnitFlats]) -> tuple[list[UnitFlats], list[UnitFlats]]:
+    blocks, rest = units
+    return blocks, [rest]
+
+
+def test_a_parameter_that_is_used_while_it_is_not_there_is_an_error() -> None:
+    """Not memory of something else, nor a crash."""
+    group, state = seated("plain")
+    assert isinstance(state.model, Blocks)
+    forward, block = state.model.forward, state.model.blocks[2]
+    state.model.forward = lambda tokens: forward(tokens) @ block.upper.weight  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="a block's parameter is used while the block does not run"):
+        compute(group, state)
+
+
+def runs_again(model: Blocks) -> Callable[[], Iterator[nn.Module]]:
+    return lambda: iter([*model.blocks, model.blocks[1]])
+
+
+def test_a_model_that_runs_a_block_twice_is_refused_before_training() -> None:
+    """And where it does so later on, at that step: nobody waits for what never comes."""
+    state = build("plain", "parameters", known_order=False)
+    assert isinstance(state.model, Blocks)
+    state.model.path = runs_again(state.model)  # type: ignore[method-assign]
+    with (
+        pytest.raises(ConfigError, match=r"'blocks.1' runs more than once.*set it to gradients"),
+        state.shards.recording(),
+    ):
+        state.model(torch.zeros(1, 2, dtype=torch.int64))
+    group, state = seated("plain")
+    assert isinstance(state.model, Blocks)
+    state.model.path = runs_again(state.model)  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match=r"'blocks.1' runs after 'blocks.4'.*set it to gradients"):
+        compute(group, state)
+
+
+def test_the_order_of_blocks_is_that_of_a_pass() -> None:
+    """The tail is listed first, and runs last; a block that does not run has its place by the list."""
+    _, state = seated("plain")
+    blocks = [f"blocks.{number}" for number in range(NUM_BLOCKS)]
+    assert shards_of(state).flat.block_names == [*blocks, "tail.0", "tail.1"]
+    _, state = seated("left out")
+    assert sorted(shards_of(state).flat.block_names) == [*blocks, "tail.0", "tail.1"]
+    _, state = seated("plain", known_order=False)
+    assert shards_of(state).flat.block_names == ["tail.0", "tail.1", *blocks]
