@@ -221,13 +221,28 @@ def test_a_step_that_one_of_its_world_cannot_apply_is_dropped_by_all(tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shards", ["optimizer", "gradients", "parameters"])
+def test_a_rank_may_be_lost_and_another_join_before_the_first_step(tmp_path: Path, shards: Shards) -> None:
+    """First weights that were shared out come from who holds them; the newcomer's own do not count."""
+    expected = replicated(STEPS)
+    seen = live_through(
+        tmp_path, [World(range(4), Fault(0, "computing", dying=[3])), World([4, 0, 1, 2])], shards=shards
+    )
+    assert [[row[3] for row in rows] for rows in seen.values()] == [[0, 0, 0]] * 3 + [[0, 0]]
+    assert {rows[-1][2] for rows in seen.values()} == {expected[-1]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", ["optimizer", "parameters"])
 @pytest.mark.parametrize("breaks_at", [2, 0])
-def test_a_world_that_breaks_while_seats_are_taken_loses_nothing(tmp_path: Path, breaks_at: int) -> None:
+def test_a_world_that_breaks_while_seats_are_taken_loses_nothing(
+    tmp_path: Path, breaks_at: int, shards: Shards
+) -> None:
     """One holder of each share: who has given a part away keeps it until the taker is known to have its seat."""
     expected = replicated(STEPS)
     grown = World([0, 1, 2], breaks_at=breaks_at)
     seen = live_through(
-        tmp_path, [World([0, 1], Fault(4, "computing", dying=[])), grown, grown, World([1, 0])], copies=1
+        tmp_path, [World([0, 1], Fault(4, "computing", dying=[])), grown, grown, World([1, 0])], copies=1, shards=shards
     )
     for who in (0, 1):
         assert [row[:4] for row in seen[who]][1:] == [[4, 5, expected[4], 0], [4, 6, expected[5], 0]]

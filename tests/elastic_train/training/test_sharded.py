@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from chaos.judge.invariants.whole_run import check_kept
@@ -14,7 +15,7 @@ from elastic_train.config.schema import Config
 from elastic_train.system.failpoints import VARIABLE, arm
 from rendezvous import EtcdServer
 from tests.conftest import start
-from tests.elastic_train.training.jobs import CLASSIFIER, config, result, succeed
+from tests.elastic_train.training.jobs import CLASSIFIER, WITNESS, config, result, succeed
 from tests.elastic_train.training.test_live import (
     etcd,
     eventually,
@@ -53,7 +54,17 @@ def test_a_job_that_changes_its_world_and_its_mode_ends_with_the_bits_of_one_tha
         done = succeed(start([run, "--max_steps", str(until), *how], num_ranks=num_ranks))
         held = "is held once" if "1" in how else f"is held {min(num_ranks or 1, 3 if '3' in how else 2)} times"
         assert (held in done.output) is bool(how)
-    assert result(tmp_path / "sharded")["weights_sha256"] == result(tmp_path / "whole")["weights_sha256"]
+    for what in ("weights_sha256", "metrics"):
+        assert result(tmp_path / "sharded")[what] == result(tmp_path / "whole")[what]
+
+
+@pytest.mark.slow
+def test_a_task_gets_the_whole_model_in_the_end(tmp_path: Path, rows: Path) -> None:
+    """No rank has held it: here the witness's counts of how often each sample was applied."""
+    sharded = ["--parallel.shards", "parameters", "--parallel.copies", "1"]
+    succeed(start([config(tmp_path, rows, WITNESS), *sharded], num_ranks=3))
+    counts = np.load(tmp_path / "run" / "witness.npy")
+    assert counts.size == result(tmp_path)["num_samples"] and set(counts.tolist()) == {WITNESS["epochs"]}
 
 
 @pytest.mark.slow

@@ -90,6 +90,35 @@ def test_copies_that_were_summed_otherwise_are_found_before_the_step_is_applied(
         assert "have different gradients of '" in (tmp_path / f"{rank}.txt").read_text()
 
 
+def flipped(rank: int, size: int, folder: str) -> None:
+    """Let one bit of rank 2's share flip; leave what each says of it."""
+    torch.set_num_threads(1)
+    group, state, said = meet(Path(folder), "world", rank, size), build("parameters", 2), list[str]()
+    shards = shards_of(state)
+    take_first_seats(group, shards, newcomers(size))
+    train(group, state, 1)
+    for _ in range(2):
+        try:
+            shards.check_copies(group, state.step)
+            said.append("")
+        except WeightsDifferError as error:
+            said.append(str(error))
+        if rank == 2:
+            shards.trained_runs[-1].weights[3:4].view(torch.int32).bitwise_xor_(1)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(said))
+    group.barrier()
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_copies_of_weights_that_differ_are_found_by_all(tmp_path: Path) -> None:
+    """No rank has all weights to compare: those of each grain's holders are."""
+    run_ranks(flipped, 4, str(tmp_path))
+    for rank in range(4):
+        before, after = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert not before and "step 1: rank" in after and "have different weights, first in '" in after
+
+
 @pytest.mark.parametrize(("kind", "moments"), [(torch.optim.AdamW, ["exp_avg", "exp_avg_sq"]), (torch.optim.SGD, [])])
 def test_an_optimizers_moments_are_found_by_trying_it(kind: type[torch.optim.Optimizer], moments: list[str]) -> None:
     assert moments_of(kind(nn.Linear(2, 2).parameters(), lr=0.1)) == moments  # type: ignore[call-arg]
