@@ -234,7 +234,8 @@ class HeldState:
         counts = zip(self._names, self.settings.num_updates(), strict=True)
         steps = {name: torch.tensor(count) for names, count in counts for name in names}
         named = self.pieces()
-        moments = {name: {"step": step, **named[name].moments} for name, step in steps.items() if named[name].moments}
+        trained = (place.names[0] for place in self.layout.tensors if self.layout.flats[place.flat].group is not None)
+        moments = {name: {"step": steps[name], **named[name].moments} for name in trained if self.kinds}
         groups = zip(self.settings.groups(), self._names, strict=True)
         return {
             "model": self.held_weights(),
