@@ -205,6 +205,9 @@ class ParallelConfig(_Section):
     (ZeRO-3)."""
     copies: PositiveInt = 2
     """How many ranks hold each share, on different nodes if there are; once all are lost, the newest commit is read."""
+    recompute: Literal["none", "units", "selective"] = "none"
+    """What a backward pass computes again, so that less is kept for it: nothing, each block of the model, or all of a
+    block but products of matrices and attention. Same bits."""
     domain: str | None = None
     """What may fail together with this node and others, such as a rack's name; copies go to different ones."""
 

@@ -27,8 +27,9 @@ from elastic_train.job.sharded.dealt_state import DealtState
 from elastic_train.job.sharded.gathered_state import GatheredState
 from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.sharded.shared_scaler import SharedScaler
-from elastic_train.job.sharded.units import unit_names, unit_of
 from elastic_train.job.state_shards import Place, ReplicatedState, StateShards
+from elastic_train.job.units.blocks import unit_names, unit_of
+from elastic_train.job.units.recompute import recompute_blocks
 from elastic_train.shards.grains import Layout
 from elastic_train.tasks.task import ParameterGroup
 
@@ -212,6 +213,7 @@ def build_state(
 
     Raises ConfigError if the groups do not fit the model, or the model cannot be sharded as `parallel` says.
     """
+    recompute_blocks(model, "none" if parallel is None else parallel.recompute)
     built = build_groups(model, groups, config)
     if config.name == "sgd":
         optimizer: Optimizer = torch.optim.SGD(built, lr=config.lr, weight_decay=config.weight_decay)

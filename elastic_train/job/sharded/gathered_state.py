@@ -16,7 +16,7 @@ from elastic_train.checkpoint.format.layout import State
 from elastic_train.job.sharded.dealt_state import DealtState
 from elastic_train.job.sharded.held_tree import HeldRun, run_around
 from elastic_train.job.sharded.shared_weights import check_copies, gather_whole, grain_run, shared_digest
-from elastic_train.job.sharded.units import recording_order
+from elastic_train.job.units.blocks import recording_order
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.shards.holdings import Run, by_flat, runs_of

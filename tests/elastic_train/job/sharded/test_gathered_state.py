@@ -16,6 +16,7 @@ from elastic_train.config.schema import OptimizerConfig, ParallelConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.reseating import take_first_seats
 from elastic_train.job.state import AppliedState, build_state
+from elastic_train.job.units.recompute import Recompute
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.unit_weights import UnitFlats, UnitWeights
 from tests.conftest import run_ranks
@@ -80,6 +81,8 @@ KINDS = (
     "partly frozen",
     "lower frozen",
     "tied across",
+    "units",
+    "selective",
 )
 
 
@@ -87,7 +90,8 @@ def build(kind: str, shards: Shards, *, known_order: bool = True) -> AppliedStat
     torch.manual_seed(1)
     model = Blocks(kind)
     config = OptimizerConfig(lr=0.01, warmup_steps=2, clip_norm=1e-3)
-    parallel = ParallelConfig(shards=shards, copies=1)
+    recompute: Recompute = "units" if kind == "units" else "selective" if kind == "selective" else "none"
+    parallel = ParallelConfig(shards=shards, copies=1, recompute=recompute if shards != "none" else "none")
     state = build_state(model, config, 50, "cpu", is_fp16=False, parallel=parallel)
     if known_order:
         with state.shards.recording():

@@ -1,0 +1,77 @@
+"""Blocks that are computed again keep less, and have the same bits: of gradients, and of buffers that passes change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elastic_train.errors import ConfigError
+from elastic_train.job.units.recompute import Recompute, recompute_blocks
+
+
+class Block(nn.Module):
+    """Dropout, and statistics that a pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.3), nn.BatchNorm1d(128))
+        self.out = nn.Linear(128, 32)
+
+    def forward(self, x: Tensor, *, scale: float) -> Tensor:
+        return x + scale * self.out(self.layers(x))  # type: ignore[no-any-return]
+
+
+class Net(nn.Module):
+    """Four such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return x
+
+
+def step(how: Recompute) -> tuple[dict[str, Tensor], int]:
+    """Return gradients and buffers after a step, and the bytes that were kept for its backward pass."""
+    torch.manual_seed(1)
+    model, x = Net(), torch.randn(64, 32)
+    recompute_blocks(model, how)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(x).square().sum()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    num_bytes = sum(size for place, size in kept.items() if place not in weights)
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return gradients | dict(model.named_buffers()), num_bytes
+
+
+@pytest.mark.parametrize("how", ["units", "selective"])
+def test_what_is_computed_again_has_the_same_bits(how: Recompute) -> None:
+    """Drawn masks are the same; running statistics count a batch once."""
+    expected, _ = step("none")
+    found, _ = step(how)
+    assert found.keys() == expected.keys() and len(expected) == 4 * (6 + 3)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_blocks_keep_their_input_alone() -> None:
+    """What torch keeps outside of the graph for `selective` is not counted here."""
+    _, whole = step("none")
+    _, least = step("units")
+    assert least <= 6 * 64 * 32 * 4 and 5 * least < whole
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"recompute: units is for a model's blocks.*Linear has none: set it to none"):
+        recompute_blocks(nn.Linear(2, 2), "units")
