@@ -6,7 +6,8 @@ tree, in at most 1 + log2 L sums of its share. When all lanes are in, holders in
 and each finishes the same tree.
 
 Units are exchanged in one fixed order on all ranks, the last of the model first, whatever the order in which a backward
-pass comes to them: a unit that is ready waits for those before it. A rank without a lane in a turn only receives.
+pass comes to them: a unit that is ready waits for those before it. A unit's exchange is under way while the backward
+pass computes the next one's gradients. A rank without a lane in a turn only receives.
 
 Where weights are shared out, too, they are gathered in between (`unit_weights`, ZeRO-3).
 """
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastic_train.core.lanes import Part, merge_plan
@@ -43,6 +45,16 @@ Units = Sequence[Sequence[FlatGradient]]
 """What is exchanged together, in the order of the exchange."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """An exchange under way: what it awaits, what it sends, and by lane what it adds, by flat vector."""
+
+    arriving: list[dist.Work]
+    leaving: list[dist.Work]
+    sent: list[tuple[int, Tensor]]
+    chunks: Mapping[int, Mapping[int, Tensor]]
+
+
 class DealtSum:
     """The sum along the tree, on its holders alone; `homes` have the means that this rank holds, by flat vector."""
 
@@ -63,6 +75,7 @@ class DealtSum:
         self._neighbours = seating.neighbours()
         self._counters: dict[int, Counter[Tensor]] = {}
         self._turn, self._next = 0, 0
+        self._in_flight: _Flight | None = None
         self._missing: list[int] | None = (
             None  # of the running lane: parameters of each unit whose gradient has not come
         )
@@ -86,7 +99,7 @@ class DealtSum:
             f"{lanes} are not ours"
         )
         self._counters = {flat.number: Counter(self._num_lanes, _add) for unit in self._units for flat in unit}
-        self._turn = 0
+        self._turn, self._in_flight = 0, None
         self._forget_gradients()
         if self._weights is not None:
             self._weights.begin_pass()
@@ -100,8 +113,9 @@ class DealtSum:
                 yield
                 while self._next < len(self._units):
                     self._send_next()
+                self._land()
         finally:
-            self._missing = None
+            self._missing, self._in_flight = None, None
 
     def serve(self) -> None:
         while self._turn < len(self._turns):  # others of the group have a lane in it
@@ -109,6 +123,7 @@ class DealtSum:
                 for number, unit in enumerate(self._units):
                     self._gather_before(number)
                     self._exchange(unit, None)
+                self._land()
 
     @contextlib.contextmanager
     def _taking_turn(self) -> Iterator[None]:
@@ -161,7 +176,7 @@ class DealtSum:
         self._next += 1
 
     def _exchange(self, unit: Sequence[FlatGradient], leaf: Mapping[int, Tensor] | None) -> None:
-        """Give the others of the group what they hold of a leaf, and add what comes of theirs, in the lanes' order."""
+        """Begin to give the others of the group what they hold of a leaf, and to take what they give."""
         turn, seats, rank = self._turns[self._turn], self._seating.seats, self._replicas.rank
         lanes = {other: turn[seats[other].slot] for other in (*self._neighbours, rank) if seats[other].slot < len(turn)}
         sends, receives = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
@@ -179,12 +194,19 @@ class DealtSum:
                 ]
         if leaf is not None:
             chunks[rank] = {flat.number: self._own(flat.number, leaf[flat.number]) for flat in unit}
-        if sends or receives:
-            self._replicas.exchange(sends, receives)
-        for other in sorted(chunks, key=lanes.__getitem__):
-            for number, chunk in chunks[other].items():
-                if chunk.numel():
-                    self._counters[number].push(Part(0, lanes[other]), chunk)
+        begun = self._replicas.begin_exchange(sends, receives)
+        self._land()  # what was begun before this has had a block's time
+        self._in_flight = _Flight(*begun, sends, {lanes[other]: parts for other, parts in chunks.items()})
+
+    def _land(self) -> None:
+        """Wait for the exchange that is under way, if any, and add what has come, in the lanes' order."""
+        flight, self._in_flight = self._in_flight, None
+        if flight is not None:
+            self._replicas.wait(flight.arriving + flight.leaving)
+            for lane, chunks in sorted(flight.chunks.items()):
+                for number, chunk in chunks.items():
+                    if chunk.numel():
+                        self._counters[number].push(Part(0, lane), chunk)
 
     def _own(self, number: int, leaf: Tensor) -> Tensor:
         """Return a copy of what this rank holds of a leaf."""
