@@ -55,9 +55,13 @@ class Call(Generic[T]):
         """Return what the call returns or raise what it raises; GivenUp as soon as `is_hopeless()`."""
         while not self.ended.wait(look_every_s):
             if is_hopeless():
-                self._is_given_up = True
+                self.give_up()
                 raise GivenUp
         return self.result()
+
+    def give_up(self) -> None:
+        """Want neither result nor error any more."""
+        self._is_given_up, self._error = True, None
 
 
 def begin(name: str, function: Callable[[], T]) -> Call[T]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from chaos.tasks.paced_classifier import PacedClassifier
@@ -16,7 +17,7 @@ from elastic_train.core import lanes
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.job.state import AppliedState, Reached
 from elastic_train.parallel import exchange
-from elastic_train.parallel.group import Group
+from elastic_train.parallel.point_to_point import PointToPoint
 from elastic_train.training import step
 from elastic_train.training.session import Session
 from elastic_train.training.step_sums import LaneSums
@@ -35,8 +36,11 @@ class BuggyClassifier(PacedClassifier):
 def wrong_tree() -> None:
     """With four ranks, or eight, partial sums meet in another order: distant ones first, siblings last."""
 
-    def halve_in_another_order(flat: Tensor, group: Group, scratch: exchange.Scratch) -> None:
-        sums = group.all_gather(flat)
+    def halve_in_another_order(flat: Tensor, group: PointToPoint, scratch: exchange.Scratch) -> None:
+        all_of_it = [flat.clone() if rank == group.rank else torch.empty_like(flat) for rank in range(group.size)]
+        others = [rank for rank in range(group.size) if rank != group.rank]
+        group.exchange([(rank, all_of_it[group.rank]) for rank in others], [(rank, all_of_it[rank]) for rank in others])
+        sums = torch.stack(all_of_it)
         half = group.size // 2
         while half:
             sums = sums[:half] + sums[half:]

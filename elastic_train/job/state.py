@@ -228,10 +228,11 @@ def build_state(
         "the parameters": describe_layout(layout),
         "the list of parameter groups": describe_groups(model, optimizer),
     }
+    bucket_bytes = None if parallel is None or parallel.bucket_mb is None else parallel.bucket_mb * (1 << 20)
     if parallel is None or kind is None:
-        shards: StateShards = ReplicatedState(model, optimizer, scheduler, scaler)
+        shards: StateShards = ReplicatedState(model, optimizer, scheduler, scaler, bucket_bytes)
     else:
-        shards = kind(model, optimizer, scheduler, scaler, layout, parallel.copies)
+        shards = kind(model, optimizer, scheduler, scaler, layout, parallel.copies, bucket_bytes)
     return AppliedState(model, optimizer, scheduler, scaler, config, shards, layout, outline)
 
 

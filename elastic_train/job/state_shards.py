@@ -30,7 +30,7 @@ from elastic_train.core.lanes import Assignment, contiguous
 from elastic_train.core.majority import name_others
 from elastic_train.errors import WeightsDifferError
 from elastic_train.job.parameter_groups import regroup, set_rates
-from elastic_train.parallel.gradient_sum import GradientSum, make_gradient_sum
+from elastic_train.parallel.gradient_sum import GradientSum, Reduction, make_gradient_sum
 from elastic_train.parallel.group import Group
 from elastic_train.shards.norm import clip_factor, grain_squares, split_grains, total_norm
 
@@ -73,8 +73,11 @@ class StateShards(Protocol):
     def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
         """Return which lanes each replica runs."""
 
-    def sum_of(self, replicas: Group, num_lanes: int) -> GradientSum:
-        """Bind the gradients, and return the sum over all lanes that leaves a mean where it is held."""
+    def sum_of(self, replicas: Group, num_lanes: int, kind: Reduction = "canonical") -> GradientSum:
+        """Bind the gradients, and return the sum over all lanes that leaves a mean where it is held.
+
+        The sum of the world before is closed.
+        """
 
     def refresh(self, group: Group) -> None:
         """Get what peers alone have updated."""
@@ -147,6 +150,8 @@ class ReplicatedState:
     optimizer: Optimizer
     scheduler: LambdaLR
     scaler: GradScaler
+    bucket_bytes: float | None = None
+    _sum: GradientSum | None = None
     _named: tuple[tuple[object, ...], Mapping[str, object], dict[str, Any]] | None = None
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -155,8 +160,11 @@ class ReplicatedState:
     def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
         return contiguous(num_replicas, num_lanes)
 
-    def sum_of(self, replicas: Group, num_lanes: int) -> GradientSum:
-        return make_gradient_sum("canonical", list(self.model.parameters()), replicas, num_lanes)
+    def sum_of(self, replicas: Group, num_lanes: int, kind: Reduction = "canonical") -> GradientSum:
+        if self._sum is not None:
+            self._sum.close()
+        self._sum = make_gradient_sum(kind, list(self.model.parameters()), replicas, num_lanes, self.bucket_bytes)
+        return self._sum
 
     def refresh(self, group: Group) -> None:
         """Every rank has updated everything."""

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastic_train.core.lanes import Part, merge_plan
+from elastic_train.parallel.buckets import check_once
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.shards.chunks import group_sums, sum_chunks
@@ -76,6 +77,7 @@ class DealtSum:
         self._counters: dict[int, Counter[Tensor]] = {}
         self._turn, self._next = 0, 0
         self._in_flight: _Flight | None = None
+        self._seen: set[int] = set()
         self._missing: list[int] | None = (
             None  # of the running lane: parameters of each unit whose gradient has not come
         )
@@ -108,6 +110,7 @@ class DealtSum:
     def lane(self, lane: int) -> Iterator[None]:
         assert self._turns[self._turn][self._seating.seat.slot] == lane, f"lane {lane} is not this turn's"
         self._missing, self._next = [sum(len(flat.parameters) for flat in unit) for unit in self._units], 0
+        self._seen.clear()
         try:
             with self._taking_turn():
                 yield
@@ -164,6 +167,7 @@ class DealtSum:
         """A backward pass has come to the end of a parameter's gradient."""
         if self._missing is None:
             return  # a pass outside of any step, such as warming up
+        check_once(parameter, self._seen)
         self._missing[unit] -= 1
         while self._next < len(self._units) and self._units[self._next] and self._missing[self._next] == 0:
             self._send_next()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from elastic_train.core.lanes import Part, merge_plan
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.point_to_point import PointToPoint
 
 
 class Scratch:
@@ -33,7 +34,7 @@ def exchange(
     flat: Tensor,
     mine: Mapping[Part, Tensor],
     layout: Sequence[Sequence[Part]],
-    group: Group,
+    group: PointToPoint,
     num_lanes: int,
     scratch: Scratch,
 ) -> None:
@@ -41,7 +42,7 @@ def exchange(
 
     NCCL would deadlock on receives posted at the start, and has nothing to gain: both ways have a ring's volume.
     """
-    if group.size == 2 and is_balanced(layout):
+    if group.size == 2 and isinstance(group, Group) and is_balanced(layout):
         group.all_reduce(flat)  # one addition for each element, and it commutes: any order gives the same sum
     elif group.size & (group.size - 1) == 0 and is_balanced(layout) and not flat.is_cuda:
         halve_and_double(flat, group, scratch)
@@ -55,7 +56,7 @@ def is_balanced(layout: Sequence[Sequence[Part]]) -> bool:
     return all(list(parts) == [Part(level, rank)] for rank, parts in enumerate(layout))
 
 
-def halve_and_double(flat: Tensor, group: Group, scratch: Scratch) -> None:
+def halve_and_double(flat: Tensor, group: PointToPoint, scratch: Scratch) -> None:
     """Reduce by recursive halving and gather by recursive doubling (Thakur, Rabenseifner, Gropp 2005, section 4.5).
 
     Partners meet in the tree's order, siblings first, so the sum is the tree's; the volume is a ring's. All receives
@@ -91,7 +92,7 @@ def finish_in_chunks(
     flat: Tensor,
     mine: Mapping[Part, Tensor],
     layout: Sequence[Sequence[Part]],
-    group: Group,
+    group: PointToPoint,
     num_lanes: int,
     scratch: Scratch,
 ) -> None:

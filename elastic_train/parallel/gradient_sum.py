@@ -3,12 +3,14 @@
 Gradients live in one flat buffer per dtype, and every parameter's `.grad` is a view of it. A leaf starts from zeros,
 so no negative zero survives, and the backward pass of a lane's right sibling into the same buffer *is* their sum. The
 larger subtrees of a replica are kept by a binary counter of at most log2 L more buffers.
+
+While a replica's last lane computes, parts of the sum that are complete are exchanged beside it (`buckets`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -21,8 +23,10 @@ from elastic_train.core.lanes import (
     parts_of,
     settle,
 )
+from elastic_train.parallel.buckets import Beside, Bucket, Placed, cut_buckets
 from elastic_train.parallel.exchange import Scratch, exchange
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.point_to_point import Aside, PointToPoint
 
 Reduction = Literal["canonical", "fast"]
 
@@ -42,12 +46,27 @@ class GradientSum(Protocol):
     def finish(self, divisor: float) -> None:
         """Leave (sum over all lanes) / divisor in every parameter's `.grad`, or where it is held."""
 
+    def close(self) -> None:
+        """Leave the model's parameters alone from now on."""
+
 
 def make_gradient_sum(
-    kind: Reduction, parameters: Sequence[nn.Parameter], replicas: Group, num_lanes: int
+    kind: Reduction,
+    parameters: Sequence[nn.Parameter],
+    replicas: Group,
+    num_lanes: int,
+    bucket_bytes: float | None = None,
 ) -> GradientSum:
-    """Bind the parameters' gradients to buffers and return the sum that the configuration asks for."""
-    return make_sum(kind, bind_gradients(parameters), replicas, contiguous(replicas.size, num_lanes))
+    """Bind the parameters' gradients to buffers and return the sum that the configuration asks for.
+
+    With `bucket_bytes` slices of about that size are exchanged beside the backward pass.
+    """
+    flats, placed = place_gradients(parameters)
+    if kind == "fast":
+        return FastSum(flats, replicas)
+    total = CanonicalSum(flats, replicas, contiguous(replicas.size, num_lanes))
+    total.exchange_beside(placed, bucket_bytes)
+    return total
 
 
 def make_sum(kind: Reduction, flats: list[Tensor], replicas: Group, assigned: Assignment) -> GradientSum:
@@ -60,19 +79,25 @@ def make_sum(kind: Reduction, flats: list[Tensor], replicas: Group, assigned: As
 
 def bind_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """Make every gradient a view of one zeroed flat buffer per (dtype, device); return the buffers."""
+    return place_gradients(parameters)[0]
+
+
+def place_gradients(parameters: Sequence[nn.Parameter]) -> tuple[list[Tensor], list[Placed]]:
+    """Bind gradients as `bind_gradients` does; return the buffers, and where each is, in the parameters' order."""
     kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:
             kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-    flats = []
+    flats, placed = list[Tensor](), dict[int, Placed]()
     for (dtype, device), members in kinds.items():
         flat = torch.zeros(sum(member.numel() for member in members), dtype=dtype, device=device)
         place = 0
         for member in members:
             member.grad = flat[place : place + member.numel()].view_as(member)
+            placed[id(member)] = Placed(member, len(flats), place)
             place += member.numel()
         flats.append(flat)
-    return flats
+    return flats, [placed[id(parameter)] for parameter in parameters if id(parameter) in placed]
 
 
 class LaneTree:
@@ -110,8 +135,25 @@ class LaneTree:
         """Return the buffers of each of this replica's subtrees, all of whose lanes must have been run."""
         self._merge_stack()
         mine = {part: buffers for part, buffers in [*self._stack, (self._open, self._flats)] if part is not None}
-        assert sorted(mine) == sorted(self._mine), "not all of this replica's lanes were run"
+        self.check_complete(mine)
         return mine
+
+    def check_complete(self, sums: Iterable[Part]) -> None:
+        """Raise AssertionError unless these are all of this replica's subtrees, and all of its lanes were run."""
+        assert sorted(sums) == sorted(self._mine), "not all of this replica's lanes were run"
+
+    def foresee(self) -> tuple[list[list[Tensor]], dict[Part, list[Tensor]]]:
+        """Return what the lane that runs now, this replica's last, leads to: buffers to add, and the sums then.
+
+        The buffers are added in their order to the flat ones, which hold the sum that the lane completes.
+        """
+        leaf = Part(0, self._lanes[-1])
+        final = settle(leaf.parent if self._open is not None else leaf, self._num_lanes)
+        merged, stack = list[list[Tensor]](), list(self._stack)
+        while stack and stack[-1][0] == final.sibling:
+            merged.append(stack.pop()[1])
+            final = settle(final.parent, self._num_lanes)
+        return merged, {**dict(stack), final: self._flats}
 
     def _push(self) -> None:
         """Put the open subtree aside and start a new leaf from zeros."""
@@ -144,27 +186,83 @@ class TreeSum:
     def __init__(self, flats: list[Tensor], replicas: Group, assigned: Assignment) -> None:
         self._flats, self._replicas, self._num_lanes = flats, replicas, sum(map(len, assigned))
         self._tree = LaneTree(flats, replicas.rank, assigned)
+        self._last = assigned[replicas.rank][-1] if assigned[replicas.rank] else None
         self._scratch = Scratch()
+        self._beside: Beside | None = None
+        self._aside = Aside(replicas)
+        self._merged: list[list[Tensor]] = []
+        self._mine: dict[Part, list[Tensor]] = {}
+
+    def exchange_beside(self, placed: Sequence[Placed], bucket_bytes: float | None) -> None:
+        """Exchange buckets of about so many bytes beside the backward pass of the last lane; not at all for None.
+
+        On a GPU nothing is: the exchange would need streams, and NCCL's order of calls another group.
+        """
+        if bucket_bytes is not None and self._replicas.size > 1 and not any(flat.is_cuda for flat in self._flats):
+            buckets = cut_buckets(placed, self._flats, bucket_bytes)
+            self._beside = Beside(buckets, self._replicas, self._finish_bucket)
 
     def begin(self, lanes: range) -> None:
+        if self._beside is not None:
+            self._beside.join()  # of a step that was not applied after all
+            self._mine = {}
         self._tree.begin(lanes)
 
-    def lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
-        return self._tree.lane(lane)
+    @contextlib.contextmanager
+    def lane(self, lane: int) -> Iterator[None]:
+        with self._tree.lane(lane):
+            if self._beside is None or lane != self._last:
+                yield
+            else:
+                self._merged, self._mine = self._tree.foresee()
+                self._tree.check_complete(self._mine)
+                with self._beside.filling():
+                    yield
 
     def serve(self) -> None:
         """Lanes need nobody else."""
+
+    def finish(self, divisor: float) -> None:
+        """Wait for what was exchanged beside the last lane, or exchange all now."""
+        if self._beside is None:
+            self._mine = self._tree.sums()
+            for number, flat in enumerate(self._flats):
+                self.reduce(number, 0, flat.numel(), self._mine, self._replicas)
+        else:
+            self._beside.join()
+            self._tree.check_complete(self._mine)
+            self._replicas.num_bytes, self._aside.num_bytes = self._replicas.num_bytes + self._aside.num_bytes, 0
+        self.divide(divisor)
+
+    def close(self) -> None:
+        if self._beside is not None:
+            self._beside.close()
+
+    def reduce(self, number: int, lo: int, hi: int, mine: Mapping[Part, list[Tensor]], ranks: PointToPoint) -> None:
+        """Finish the tree over elements [lo, hi) of a flat gradient, from all ranks' parts of them."""
+        raise NotImplementedError
+
+    def divide(self, divisor: float) -> None:
+        """Divide what was reduced; share what others need of it."""
+        raise NotImplementedError
+
+    def _finish_bucket(self, bucket: Bucket) -> None:
+        cut = slice(bucket.lo, bucket.hi)
+        for buffers in self._merged:
+            self._flats[bucket.flat][cut].add_(buffers[bucket.flat][cut])
+        self.reduce(bucket.flat, bucket.lo, bucket.hi, self._mine, self._aside)
 
 
 class CanonicalSum(TreeSum):
     """The sum along the tree, whole on every rank."""
 
-    def finish(self, divisor: float) -> None:
-        mine = self._tree.sums()
-        for number, flat in enumerate(self._flats):
-            if self._replicas.size > 1:
-                parts = {part: buffers[number] for part, buffers in mine.items()}
-                exchange(flat, parts, self._tree.layout, self._replicas, self._num_lanes, self._scratch)
+    def reduce(self, number: int, lo: int, hi: int, mine: Mapping[Part, list[Tensor]], ranks: PointToPoint) -> None:
+        if self._replicas.size > 1:
+            parts = {part: buffers[number][lo:hi] for part, buffers in mine.items()}
+            exchange(self._flats[number][lo:hi], parts, self._tree.layout, ranks, self._num_lanes, self._scratch)
+
+    def divide(self, divisor: float) -> None:
+        for flat in self._flats:
             flat.div_(divisor)
 
 
@@ -188,3 +286,6 @@ class FastSum:
         for flat in self._flats:
             self._replicas.all_reduce(flat)
             flat.div_(divisor)
+
+    def close(self) -> None:
+        """There are no hooks."""

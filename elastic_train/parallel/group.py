@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,40 +22,24 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from elastic_train.errors import ConfigError, PeerLostError
 from elastic_train.parallel.connections import Connections
+from elastic_train.parallel.point_to_point import OWN_ERRORS, Backend, PointToPoint
 from rendezvous.open_files import make_room_for
-from rendezvous.waiting import Bystander, GivenUp
+from rendezvous.waiting import Bystander, Call, GivenUp
 
 T = TypeVar("T")
 
 
-class Backend(Protocol):
-    """What is used of a backend of torch.distributed, whose stubs do not say that it has it."""
-
-    def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
-    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
-    def allgather(self, gathered: list[list[Tensor]], tensors: list[Tensor]) -> dist.Work: ...
-    def allreduce(self, tensors: list[Tensor]) -> dist.Work: ...
-    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> dist.Work: ...
-    def _start_coalescing(self) -> None: ...
-    def _end_coalescing(self) -> dist.Work: ...
-
-
-OWN_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
-"""Of this rank's device: torch makes them RuntimeErrors, but no peer is lost, and no other world would mend them."""
 _INTERFACES = "GLOO_SOCKET_IFNAME"
 
 
-class Group:
+class Group(PointToPoint):
     """`size` ranks, of which this process is `rank`.
 
     With `is_broken`, which is asked with the seconds that a wait has lasted, no wait outlasts the world: as soon as it
     says so, all waits raise PeerLostError, whatever the peers do. Without, a wait ends when the peers answer or die,
-    or `timeout_s` is over. Waits happen inside `resting()`. `num_bytes` counts what this rank has given to collectives.
-    Peers connect to `address`, or to what gloo finds: that of the interface GLOO_SOCKET_IFNAME, or of this machine's
-    name.
+    or `timeout_s` is over. Waits happen inside `resting()`. Peers connect to `address`, or to what gloo finds: that of
+    the interface GLOO_SOCKET_IFNAME, or of this machine's name.
     """
-
-    num_bytes = 0
 
     def __init__(
         self,
@@ -77,6 +61,7 @@ class Group:
         self._bystander = Bystander(f"group of rank {rank}") if is_broken is not None and size > 1 else None
         self._connections: Connections | None = None
         self._is_stuck = False
+        self._expected: list[Call[Any]] = []
         if size == 1:
             return
         assert store is not None, "a world of several ranks meets at a store"
@@ -102,37 +87,6 @@ class Group:
                 lambda: cast(Backend, dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options))
             )
 
-    def send(self, rank: int, tensor: Tensor) -> dist.Work:
-        """Begin to send a contiguous tensor to a rank; it must not change until the work was waited for."""
-        return self._begin(lambda group: group.send([tensor], rank, 0), tensor)
-
-    def receive(self, rank: int, tensor: Tensor) -> dist.Work:
-        """Begin to receive into a contiguous tensor; tensors from one rank arrive in the order of its sends.
-
-        Post receives early: a peer's send does not start before it knows where to.
-        """
-        return self._begin(lambda group: group.recv([tensor], rank, 0), tensor)
-
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
-        """Send to and receive from several ranks, all at once; pairs are (rank, contiguous tensor)."""
-        arriving, leaving = self.begin_exchange(sends, receives)
-        self.wait(arriving + leaving)
-
-    def begin_exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> tuple[list[dist.Work], list[dist.Work]]:
-        """Begin an exchange; return what to wait for before what comes is read, and before what is sent may change.
-
-        NCCL takes them as one operation: its sends and receives block one another in the order in which they come.
-        """
-        is_cuda = any(tensor.is_cuda for _, tensor in (*sends, *receives))
-        if is_cuda:
-            group = self._group(next(tensor for _, tensor in (*sends, *receives)))
-            group._start_coalescing()
-        arriving = [self.receive(rank, part) for rank, part in receives]
-        leaving = [self.send(rank, part) for rank, part in sends]
-        return ([group._end_coalescing()], []) if is_cuda else (arriving, leaving)
-
     def wait(self, works: Iterable[dist.Work]) -> None:
         """Return when all works are done; every wait of this package is here.
 
@@ -147,6 +101,17 @@ class Group:
                 pending.pop(0)
 
         self._guard(finish)
+
+    def expect(self, call: Call[Any]) -> None:
+        """Know of a call on another thread that waits for peers (`Aside`): it must not outlast the group."""
+        self._expected.append(call)
+
+    def join(self) -> None:
+        """Wait for all expected calls, as for anything else, and raise what went wrong there."""
+        while self._expected:
+            call = self._expected[0]
+            self._guard_while(call.result_unless)
+            self._expected.pop(0)
 
     def transfer(self, tensor: Tensor, *, to: int | None = None, source: int | None = None) -> None:
         """Send a contiguous tensor to one rank, or fill it with what one rank sends; return when that is done."""
@@ -202,7 +167,7 @@ class Group:
     def check(self, waited_s: float) -> None:
         """Raise PeerLostError if the world is broken; for who has waited so long for peers outside of a collective."""
         if self._is_broken is not None and self._is_broken(waited_s):
-            raise self._lost("the world has changed")
+            raise self.lost("the world has changed")
 
     def close(self) -> None:
         """Leave together with all ranks; a group that is still there when the interpreter ends aborts the process."""
@@ -221,45 +186,42 @@ class Group:
         if self._bystander is not None:
             self._bystander.leave(groups.clear)
             self._bystander = None
-        if self._is_stuck and self._connections is not None:
+        is_stuck = self._is_stuck or any(not call.ended.is_set() for call in self._expected)
+        for call in self._expected:
+            call.give_up()
+        self._expected = []
+        if is_stuck and self._connections is not None:
             self._connections.shut_down()
         self._connections = None
 
-    def _group(self, tensor: Tensor) -> Backend:
+    def backend(self, tensor: Tensor) -> Backend:
         group = self._device if tensor.is_cuda else self._host
         assert group is not None, f"no process group for tensors on {tensor.device}"
         return group
 
     def _run(self, collective: Callable[[Backend], dist.Work], tensor: Tensor) -> None:
-        self.wait([self._begin(collective, tensor)])
-
-    def _begin(self, collective: Callable[[Backend], dist.Work], tensor: Tensor) -> dist.Work:
-        self.num_bytes += tensor.nbytes
-        try:
-            return collective(self._group(tensor))
-        except OWN_ERRORS:
-            raise
-        except RuntimeError as error:
-            raise self._lost(str(error)) from error
+        self.wait([self.begin(collective, tensor)])
 
     def _guard(self, call: Callable[[], T]) -> T:
         """Make a call that needs the peers; give it up when the world is broken."""
+        if self._bystander is None:
+            return self._guard_while(lambda is_broken: call())
+        bystander = self._bystander
+        return self._guard_while(lambda is_broken: bystander.call(call, is_broken))
+
+    def _guard_while(self, wait: Callable[[Callable[[], bool]], T]) -> T:
+        """Wait for the peers, given a function that says whether the world is broken."""
         started, is_broken = time.monotonic(), self._is_broken
         try:
             with self._resting():
-                if self._bystander is None or is_broken is None:
-                    return call()
-                return self._bystander.call(call, lambda: is_broken(time.monotonic() - started))
+                return wait(lambda: is_broken is not None and is_broken(time.monotonic() - started))
         except GivenUp:
             self._is_stuck = True
-            raise self._lost("the world has changed") from None
+            raise self.lost("the world has changed") from None
         except OWN_ERRORS:
             raise
         except (RuntimeError, TimeoutError) as error:
-            raise self._lost(str(error)) from error
-
-    def _lost(self, why: str) -> PeerLostError:
-        return PeerLostError(f"rank {self.rank} of {self.size}: a collective failed: {why.splitlines()[0]}")
+            raise self.lost(str(error)) from error
 
 
 def _gloo_options(timeout: timedelta, address: str | None) -> Any:

@@ -8,7 +8,7 @@ shows in no bit: the tree is the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from elastic_train.core.lanes import Part, contiguous, merge_plan
 from elastic_train.parallel.gradient_sum import TreeSum
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.point_to_point import PointToPoint
 from elastic_train.shards.holdings import Run
 
 Runs = Sequence[Run]
@@ -38,31 +39,23 @@ class OwnedSum(TreeSum):
         # Every rank begins with its right neighbour, so that no receiver is flooded by all at once.
         self._others = [(replicas.rank + distance) % replicas.size for distance in range(1, replicas.size)]
 
-    def finish(self, divisor: float) -> None:
-        mine, rank = self._tree.sums(), self._replicas.rank
-        for number, flat in enumerate(self._flats):
-            self._reduce(number, {part: buffers[number] for part, buffers in mine.items()})
-            for run in self._of(number, self._shares.owned[rank]):
-                flat[run.lo : run.hi].div_(divisor)
-        self._give()
-
-    def _reduce(self, number: int, mine: dict[Part, Tensor]) -> None:
-        """Finish the tree over this rank's grains of one flat vector, from all ranks' parts of them."""
+    def reduce(self, number: int, lo: int, hi: int, mine: Mapping[Part, list[Tensor]], ranks: PointToPoint) -> None:
+        """Finish this rank's grains among the elements; other ranks finish theirs."""
         rank, flat, layout = self._replicas.rank, self._flats[number], self._tree.layout
-        owned = self._of(number, self._shares.owned[rank])
-        theirs = [(other, part, run) for other in self._others[::-1] for part in layout[other] for run in owned]
+        shares = [_within(number, lo, hi, runs) for runs in self._shares.owned]
+        theirs = [(other, part, run) for other in self._others[::-1] for part in layout[other] for run in shares[rank]]
         arrived = self._scratch.split([run.hi - run.lo for _, _, run in theirs], flat)
-        self._exchange(
+        ranks.exchange(
             [
-                (other, mine[part][run.lo : run.hi])
+                (other, mine[part][number][run.lo : run.hi])
                 for other in self._others
                 for part in layout[rank]
-                for run in self._of(number, self._shares.owned[other])
+                for run in shares[other]
             ],
             [(other, tensor) for (other, _, _), tensor in zip(theirs, arrived, strict=True)],
         )
-        for run in owned:
-            sums = {part: buffer[run.lo : run.hi] for part, buffer in mine.items()}
+        for run in shares[rank]:
+            sums = {part: buffers[number][run.lo : run.hi] for part, buffers in mine.items()}
             sums |= {part: tensor for (_, part, one), tensor in zip(theirs, arrived, strict=True) if one == run}
             whole = next(iter(sums.values()))
             for left, right, parent in merge_plan(list(sums), self._num_lanes):
@@ -70,21 +63,24 @@ class OwnedSum(TreeSum):
             if whole.data_ptr() != flat[run.lo :].data_ptr():
                 flat[run.lo : run.hi].copy_(whole)
 
+    def divide(self, divisor: float) -> None:
+        for run in self._shares.owned[self._replicas.rank]:
+            self._at(run).div_(divisor)
+        self._give()
+
     def _give(self) -> None:
         """Give what this rank has finished to its other holders, and take what they have."""
         given, rank = self._shares.given, self._replicas.rank
-        self._exchange(
+        self._replicas.exchange(
             [(other, self._at(run)) for other in self._others for run in given[rank][other]],
             [(other, self._at(run)) for other in self._others[::-1] for run in given[other][rank]],
         )
 
-    def _exchange(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
-        if sends or receives:
-            self._replicas.exchange(sends, receives)
-
     def _at(self, run: Run) -> Tensor:
         return self._flats[run.flat][run.lo : run.hi]
 
-    @staticmethod
-    def _of(number: int, runs: Runs) -> Runs:
-        return [run for run in runs if run.flat == number]
+
+def _within(number: int, lo: int, hi: int, runs: Runs) -> Runs:
+    """Return what runs have of elements [lo, hi) of a flat vector."""
+    cuts = [Run(number, max(run.lo, lo), min(run.hi, hi)) for run in runs if run.flat == number]
+    return [run for run in cuts if run.lo < run.hi]

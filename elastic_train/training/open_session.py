@@ -41,7 +41,7 @@ from elastic_train.job.sharded.held_state import HeldState
 from elastic_train.job.state import AppliedState
 from elastic_train.job.trial import find_deadly
 from elastic_train.parallel.buffer_mean import BufferMean
-from elastic_train.parallel.gradient_sum import GradientSum, Reduction, make_gradient_sum, make_sum
+from elastic_train.parallel.gradient_sum import GradientSum, Reduction, make_sum
 from elastic_train.parallel.group import Group
 from elastic_train.system.file_systems import hazards
 from elastic_train.system.wording import counted
@@ -183,9 +183,7 @@ def _pick_reduction(plan: Plan, world: World, differing: list[str]) -> Reduction
 
 def sum_of_gradients(state: AppliedState, kind: Reduction, replicas: Group, num_lanes: int) -> GradientSum:
     """Bind the gradients to the sum of a kind; a canonical one leaves them where they are held."""
-    if kind == "fast":
-        return make_gradient_sum(kind, list(state.model.parameters()), replicas, num_lanes)
-    return state.shards.sum_of(replicas, num_lanes)
+    return state.shards.sum_of(replicas, num_lanes, kind)
 
 
 def open_cadence(process: Process, world: World, head: CommitRecord | None) -> Cadence:

@@ -53,7 +53,7 @@ class SimGroup(Group):
         self._kernel = store.net.kernel
         if self._kernel.now < store.net.blocked_until:
             self._kernel.sleep(BLOCKED_S)
-            raise self._lost("no connection to any peer")
+            raise self.lost("no connection to any peer")
         self._hub.join(rank, self._kernel.process)
         self._collect("form", None)
 
@@ -160,11 +160,11 @@ class SimGroup(Group):
         try:
             while not has_come():
                 if hub.lost - {self.rank} if peer is None else peer in hub.lost:
-                    raise self._lost("connection reset by peer")
+                    raise self.lost("connection reset by peer")
                 if self._is_broken is not None and self._is_broken(kernel.now - started):
-                    raise self._lost("the world has changed")
+                    raise self.lost("the world has changed")
                 if kernel.now - started >= self._timeout_s:
-                    raise self._lost("timed out")
+                    raise self.lost("timed out")
                 kernel.park(min(self._look_s, self._timeout_s))
         finally:
             process.listening = None

@@ -18,7 +18,6 @@ class DealtState(HeldState):
     """No gradient is whole: of each flat vector there is only a `home` of what this rank holds of its mean."""
 
     _homes: dict[int, Tensor]
-    _sum: DealtSum | None = None
 
     def make_gradients(self) -> None:
         """There are none until a seat is taken."""
@@ -42,12 +41,8 @@ class DealtState(HeldState):
         seats = self.seated.seats
         return tuple(lanes_of(seat, len(seats), num_lanes) for seat in seats)
 
-    def sum_of(self, replicas: Group, num_lanes: int) -> GradientSum:
-        if self._sum is not None:
-            self._sum.close()
-        units, weights = self.flat.units(), self.gathering(replicas)
-        self._sum = DealtSum(units, self._homes, replicas, num_lanes, self.seated, weights)
-        return self._sum
+    def make_sum(self, replicas: Group, num_lanes: int) -> GradientSum:
+        return DealtSum(self.flat.units(), self._homes, replicas, num_lanes, self.seated, self.gathering(replicas))
 
     def gathering(self, replicas: Group) -> UnitWeights | None:
         """Return what gathers weights in a world; None if they are whole."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.errors import ConfigError
+from elastic_train.parallel.buckets import Placed
 from elastic_train.parallel.dealt_sum import FlatGradient
 from elastic_train.parallel.unit_weights import UnitFlats
 from elastic_train.shards.grains import Layout
@@ -53,6 +54,10 @@ class FlatModel:
             if parameter.requires_grad:
                 parameter.grad = self.gradients[flat][start : start + parameter.numel()].view(parameter.shape)
         return self.gradients
+
+    def placed(self) -> list[Placed]:
+        """Return where each trained parameter's gradient is, in the model's order."""
+        return [Placed(*place) for place in self._places if place[0].requires_grad]
 
     def units(self) -> list[list[FlatGradient]]:
         """Return what is exchanged together, in the order of the exchange: the last block first, the rest last."""

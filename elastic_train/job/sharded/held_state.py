@@ -34,13 +34,13 @@ from elastic_train.job.sharded.shared_norm import norm_of_grains
 from elastic_train.job.sharded.shared_scaler import SharedScaler
 from elastic_train.job.sharded.shared_weights import grain_run
 from elastic_train.job.state_shards import stillness_of
-from elastic_train.parallel.gradient_sum import GradientSum
+from elastic_train.parallel.gradient_sum import GradientSum, Reduction
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.owned_sum import OwnedSum, Shares
 from elastic_train.shards.grains import Layout
 from elastic_train.shards.holdings import Run, circle_of, held, runs_of
 from elastic_train.shards.norm import clip_factor, grain_squares
-from elastic_train.shards.owners import owned_of
+from elastic_train.shards.owners import owned_by_some
 from elastic_train.shards.seating import Seating
 from elastic_train.shards.seats import Seat
 
@@ -58,10 +58,12 @@ class HeldState:
         scaler: SharedScaler,
         layout: Layout,
         copies: int,
+        bucket_bytes: float | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.layout, self.circle, self.copies = layout, circle_of(layout), copies
-        self.flat = FlatModel(model, layout)
+        self.flat, self._bucket_bytes = FlatModel(model, layout), bucket_bytes
+        self._sum: GradientSum | None = None
         self.make_gradients()
         self.settings = Settings(model, optimizer, scheduler, scaler)
         self.seating: Seating | None = None
@@ -129,9 +131,8 @@ class HeldState:
         self.optimizer.state.clear()
         for number, group in enumerate(self.optimizer.param_groups):
             mine = [one for one in self.runs if self.layout.flats[one.run.flat].group == number]
-            group["params"] = [self._parameter(one, counts[number]) for one in mine] or [
-                self._nothing(number, counts[number])
-            ]
+            held = [self._parameter(one, counts[number]) for one in mine]
+            group["params"] = held or [self._nothing(number, counts[number])]
         grains = seating.trained[seating.rank].tolist()
         self._views = [self.gradients_at(grain_run(self.layout, number)) for number in grains]
 
@@ -149,10 +150,19 @@ class HeldState:
     def assigned(self, num_replicas: int, num_lanes: int) -> Assignment:
         return contiguous(num_replicas, num_lanes)
 
-    def sum_of(self, replicas: Group, num_lanes: int) -> GradientSum:
-        """Bind the gradients, and return the sum over all lanes that leaves a mean where it is held."""
+    def sum_of(self, replicas: Group, num_lanes: int, kind: Reduction = "canonical") -> GradientSum:
+        assert kind == "canonical", "copies have to have the same bits"
+        if self._sum is not None:
+            self._sum.close()
+        self._sum = self.make_sum(replicas, num_lanes)
+        return self._sum
+
+    def make_sum(self, replicas: Group, num_lanes: int) -> GradientSum:
+        """Return the sum that leaves the mean gradient where it is held."""
         shares = Shares(self.seated.owned_runs(), self.seated.given_runs())
-        return OwnedSum(self.flat.bind(), replicas, num_lanes, shares)
+        total = OwnedSum(self.flat.bind(), replicas, num_lanes, shares)
+        total.exchange_beside(self.flat.placed(), self._bucket_bytes)
+        return total
 
     def refresh(self, group: Group, *, everything: bool = False) -> None:
         """Get the weights that peers have updated; with `everything`, also those that nobody updates."""
@@ -215,12 +225,7 @@ class HeldState:
 
     def assign(self, writers: Sequence[int]) -> Sequence[int]:
         """Let ranks write commits; all do where these hold less than everything: then those that cannot say so."""
-        seating = self.seated
-        try:
-            by_rank = owned_of(seating.holdings, self.layout.span, writers)
-        except LookupError:
-            writers = range(len(seating.seats))
-            by_rank = owned_of(seating.holdings, self.layout.span, writers)
+        writers, by_rank = owned_by_some(self.seated.holdings, self.layout.span, writers)
         self._written, self._named = [by_rank[rank] for rank in writers], None
         return writers
 
@@ -236,15 +241,10 @@ class HeldState:
         named = self.pieces()
         trained = (place.names[0] for place in self.layout.tensors if self.layout.flats[place.flat].group is not None)
         moments = {name: {"step": steps[name], **named[name].moments} for name in trained if self.kinds}
-        groups = zip(self.settings.groups(), self._names, strict=True)
-        return {
-            "model": self.held_weights(),
-            "optimizer": {
-                "state": moments,
-                "param_groups": [{**group, "params": list(names)} for group, names in groups],
-            },
-            **self.settings.plain(),
-        }
+        named_groups = zip(self.settings.groups(), self._names, strict=True)
+        settings = [{**group, "params": list(names)} for group, names in named_groups]
+        optimizer = {"state": moments, "param_groups": settings}
+        return {"model": self.held_weights(), "optimizer": optimizer, **self.settings.plain()}
 
     def held_weights(self) -> State:
         """Return weights and buffers as a commit has them."""

@@ -6,19 +6,22 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.utils.checkpoint import checkpoint
 
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.lanes import Assignment, contiguous, lane_seed, owned_lanes
 from elastic_train.core.mesh import Cell, Mesh
-from elastic_train.errors import PeerLostError
+from elastic_train.errors import ConfigError, PeerLostError
+from elastic_train.parallel.buckets import cut_buckets
 from elastic_train.parallel.exchange import halving_turns
-from elastic_train.parallel.gradient_sum import bind_gradients, make_gradient_sum, make_sum
+from elastic_train.parallel.gradient_sum import bind_gradients, make_gradient_sum, make_sum, place_gradients
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import _packed, _read_tables, gather_tables, tree_sum
 from tests.conftest import run_ranks
@@ -40,14 +43,23 @@ class Net(nn.Module):
         return self.body(x) * self.scale  # type: ignore[no-any-return]
 
 
-def train(group: Group, num_lanes: int, steps: int = 6, assigned: Assignment | None = None) -> str:
+def train(
+    group: Group,
+    num_lanes: int,
+    steps: int = 6,
+    assigned: Assignment | None = None,
+    bucket_bytes: float | None = None,
+) -> str:
     """Train a few steps on data that depends on step and lane alone; return the weights' digest."""
     torch.manual_seed(3)
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
     assigned = assigned or contiguous(group.size, num_lanes)
     lanes = assigned[group.rank]
-    gradients = make_sum("canonical", bind_gradients(list(net.parameters())), group, assigned)
+    if bucket_bytes is None:
+        gradients = make_sum("canonical", bind_gradients(list(net.parameters())), group, assigned)
+    else:
+        gradients = make_gradient_sum("canonical", list(net.parameters()), group, num_lanes, bucket_bytes)
     for step in range(steps):
         gradients.begin(lanes)
         for lane in lanes:
@@ -58,6 +70,7 @@ def train(group: Group, num_lanes: int, steps: int = 6, assigned: Assignment | N
                 net(torch.randn(5, 7) * 10 ** (lane % 5)).square().sum().backward()
         gradients.finish(5.0 * num_lanes)
         optimizer.step()
+    gradients.close()
     return weights_digest(net)
 
 
@@ -104,14 +117,88 @@ def test_lanes_must_be_run_by_their_owner() -> None:
         gradients.finish(1.0)
 
 
-def lonely(rank: int, size: int, folder: str) -> None:
+def beside(rank: int, size: int, folder: str) -> None:
+    """Train with buckets of a parameter each, and of all; then leave a step unfinished, and take another."""
+    torch.set_num_threads(1)
+    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
+    found = [[train(group, num, bucket_bytes=least) for num in LANES] for least in (1, 1 << 20)]
+    net = nn.Linear(3, 2)
+    gradients = make_gradient_sum("canonical", list(net.parameters()), group, size, 1)
+    for _ in range(2):
+        gradients.begin(range(rank, rank + 1))
+        with gradients.lane(rank):
+            net(torch.full((1, 3), float(rank + 1))).sum().backward()
+    gradients.finish(1.0)
+    assert net.weight.grad is not None
+    found.append([str(net.weight.grad.tolist())])
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    group.barrier()
+    os._exit(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_what_is_exchanged_beside_the_backward_pass_has_the_same_bits(tmp_path: Path, size: int) -> None:
+    """Also parameters that a lane does not use; a step that is not applied is summed for nothing."""
+    torch.set_num_threads(1)
+    expected = [train(Group(0, 1, None, 60), num_lanes) for num_lanes in LANES]
+    run_ranks(beside, size, str(tmp_path))
+    total = float(sum(range(1, size + 1)))
+    for rank in range(size):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found == [expected, expected, [str([[total] * 3] * 2)]]
+
+
+def test_buckets_are_cut_from_the_end_and_cover_every_gradient() -> None:
+    """Of at least the bytes that are asked for, but for a vector's first; in the order in which passes fill them."""
+    net = Net()
+    flats, placed = place_gradients(list(net.parameters()))
+    for least in (1, 100, 300, 1 << 20):
+        buckets = cut_buckets(placed, flats, least)
+        for number, flat in enumerate(flats):
+            ends = [(bucket.lo, bucket.hi) for bucket in buckets if bucket.flat == number][::-1]
+            assert ends[0][0] == 0 and ends[-1][1] == flat.numel()
+            assert all(one[1] == other[0] for one, other in pairwise(ends))
+            assert all((hi - lo) * flat.element_size() >= least for lo, hi in ends[1:])
+        filled = [parameter for bucket in buckets for parameter in bucket.parameters]
+        assert sorted(map(id, filled)) == sorted(map(id, net.parameters()))
+    assert [[len(bucket.parameters)] for bucket in cut_buckets(placed, flats, 1)] == [[1]] * 6
+
+
+def twice(rank: int, size: int, folder: str) -> None:
+    """Use a parameter in two parts of a model that are computed again reentrantly: its gradient comes in two parts."""
+    torch.set_num_threads(1)
+    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
+    net, message = nn.Linear(4, 4), ""
+    gradients = make_gradient_sum("canonical", list(net.parameters()), group, size, 1)
+    gradients.begin(range(rank, rank + 1))
+    try:
+        with gradients.lane(rank):
+            x = torch.ones(1, 4, requires_grad=True)
+            x = checkpoint(net, checkpoint(net, x, use_reentrant=True), use_reentrant=True)
+            x.sum().backward()
+    except ConfigError as error:
+        message = str(error)
+    (Path(folder) / f"{rank}.txt").write_text(message)
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_a_gradient_that_comes_in_parts_is_refused(tmp_path: Path) -> None:
+    """The first part may have been exchanged already: the sum would lack the second."""
+    run_ranks(twice, 2, str(tmp_path))
+    for rank in range(2):
+        assert "gets its gradient in several parts" in (tmp_path / f"{rank}.txt").read_text()
+
+
+def lonely(rank: int, size: int, folder: str, bucket_bytes: float | None) -> None:
     group = Group(rank, size, FileStore(f"{folder}/store", size), 600)
     group.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     message = "nothing"
     try:
-        train(group, 4, steps=1000)
+        train(group, 4, steps=1000, bucket_bytes=bucket_bytes)
     except PeerLostError as error:
         message = str(error)
     (Path(folder) / "message").write_text(message)
@@ -119,9 +206,10 @@ def lonely(rank: int, size: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_dead_peer_raises_peer_lost_error(tmp_path: Path) -> None:
-    """A rank whose peer was killed gets PeerLostError, long before the group's timeout."""
-    assert run_ranks(lonely, 2, str(tmp_path), may_fail=True) == [0, -signal.SIGKILL]
+@pytest.mark.parametrize("bucket_bytes", [None, 1])
+def test_a_dead_peer_raises_peer_lost_error(tmp_path: Path, bucket_bytes: float | None) -> None:
+    """A rank whose peer was killed gets PeerLostError, long before the group's timeout; also beside a backward pass."""
+    assert run_ranks(lonely, 2, str(tmp_path), bucket_bytes, may_fail=True) == [0, -signal.SIGKILL]
     assert "rank 0 of 2: a collective failed" in (tmp_path / "message").read_text()
 
 

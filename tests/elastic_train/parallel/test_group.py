@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-define
 
 from elastic_train.errors import ConfigError, PeerLostError
 from elastic_train.parallel.group import Group, connect
+from elastic_train.parallel.point_to_point import Aside
 from rendezvous.process_table import is_stopped
+from rendezvous.waiting import Bystander
 from tests.conftest import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -78,7 +81,7 @@ def test_an_incomplete_launcher_environment_is_refused(monkeypatch: pytest.Monke
         connect("term-1", 5)
 
 
-def frozen_again_and_again(rank: int, size: int, folder: str) -> None:
+def frozen_again_and_again(rank: int, size: int, folder: str, *, is_beside: bool) -> None:
     """Rank 1 freezes in every world; rank 0 gives the world up, and counts what it has open before it forms another."""
     counts: list[list[int]] = []
     for number in range(4):
@@ -91,10 +94,14 @@ def frozen_again_and_again(rank: int, size: int, folder: str) -> None:
         else:
             until(lambda pid=pid: is_stopped(pid))  # type: ignore[misc]
         threading.Timer(0.3, is_broken.set).start()
+        thread, vector = Bystander("beside"), torch.ones(1_000_000)
+        if is_beside:  # this call is stuck, too, and nobody waits for it
+            group.expect(thread.begin(partial(Aside(group).exchange, [], [(1 - rank, vector)])))
         try:
             group.all_reduce(torch.ones(1_000_000))
         except PeerLostError:
             group.abandon()
+        thread.leave()
         if rank == 0:
             if counts:
                 until(lambda: all(now <= first for now, first in zip(opened(), counts[0], strict=True)))
@@ -119,9 +126,10 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_worlds_given_up_for_a_frozen_peer_leave_nothing_open(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_worlds_given_up_for_a_frozen_peer_leave_nothing_open(tmp_path: Path, is_beside: bool) -> None:
     """Each once kept five threads, fifteen descriptors and its tensors for as long as peers are waited for."""
-    run_ranks(frozen_again_and_again, 2, str(tmp_path))
+    run_ranks(partial(frozen_again_and_again, is_beside=is_beside), 2, str(tmp_path))
     assert len(json.loads((tmp_path / "counts.json").read_text())) == 4
 
 

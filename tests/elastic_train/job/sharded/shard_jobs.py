@@ -62,7 +62,7 @@ def build(shards: Shards, copies: int = 2, *, seed: int = 1) -> AppliedState:
     """Return a state as a process begins with it; a newcomer has the same weights, by the seed."""
     torch.manual_seed(seed)
     config = OptimizerConfig(lr=0.01, warmup_steps=2, clip_norm=CLIPPING)
-    parallel = ParallelConfig(shards=shards, copies=copies)
+    parallel = ParallelConfig(shards=shards, copies=copies, bucket_mb=0.1)
     return build_state(Net().train(), config, 50, "cpu", is_fp16=False, groups=GROUPS, parallel=parallel)
 
 

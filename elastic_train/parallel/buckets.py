@@ -1,0 +1,119 @@
+"""Buckets: slices of flat gradients, exchanged on another thread beside the backward pass that fills them.
+
+A backward pass comes to a model's parameters about in the opposite order. While a replica's last lane runs, a bucket
+whose gradients are all there is finished: all ranks do that in one order, whatever the order in which theirs fill. No
+bit can change: a bucket cuts the vectors, never the tree of lanes. (Li et al. 2020, section 3.2.3, for whole rings.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from elastic_train.errors import ConfigError
+from elastic_train.parallel.group import Group
+from rendezvous.waiting import Bystander
+
+
+class Placed(NamedTuple):
+    """A parameter, and the element of a flat gradient, by number, that its own begins with."""
+
+    parameter: nn.Parameter
+    flat: int
+    start: int
+
+
+class Bucket(NamedTuple):
+    """Elements [lo, hi) of a flat gradient, and the parameters that fill them."""
+
+    flat: int
+    lo: int
+    hi: int
+    parameters: tuple[nn.Parameter, ...]
+
+
+def cut_buckets(placed: Sequence[Placed], flats: Sequence[Tensor], least_bytes: float) -> list[Bucket]:
+    """Cut flat gradients into buckets of whole parameters, in the order in which a backward pass fills them.
+
+    `placed` is in the model's order, in which starts ascend. Each has at least so many bytes but a vector's first one.
+    """
+    buckets: list[Bucket] = []
+    filling: dict[int, Bucket] = {}
+    for parameter, flat, start in reversed(placed):
+        known = filling.pop(flat, None) or Bucket(flat, start, flats[flat].numel(), ())
+        last = next((bucket for bucket in reversed(buckets) if bucket.flat == flat), None)
+        hi = last.lo if last is not None else flats[flat].numel()
+        bucket = Bucket(flat, start, hi, (*known.parameters, parameter))
+        if (hi - start) * flats[flat].element_size() >= least_bytes or start == 0:
+            buckets.append(bucket)
+        else:
+            filling[flat] = bucket
+    assert not filling, "every flat gradient begins with a parameter"
+    return buckets
+
+
+def check_once(parameter: Tensor, seen: set[int]) -> None:
+    """Note that a backward pass has come to the end of a parameter's gradient; raises ConfigError if it had before."""
+    if id(parameter) in seen:
+        raise ConfigError(
+            f"a parameter of shape {tuple(parameter.shape)} gets its gradient in several parts in one backward pass, "
+            "and may be exchanged after the first: use torch.utils.checkpoint with use_reentrant=False, or set "
+            "parallel.bucket_mb to null and parallel.shards to none or optimizer"
+        )
+    seen.add(id(parameter))
+
+
+class Beside:
+    """Finishes buckets on another thread, one after another; it must be closed."""
+
+    def __init__(self, buckets: Sequence[Bucket], group: Group, finish: Callable[[Bucket], None]) -> None:
+        self._buckets, self._group, self._finish = list(buckets), group, finish
+        self._thread = Bystander(f"exchanges of rank {group.rank}")
+        self._num_full = 0
+        self._missing: list[int] | None = None
+        self._seen: set[int] = set()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))  # type: ignore[no-untyped-call]
+            for number, bucket in enumerate(self._buckets)
+            for parameter in bucket.parameters
+        ]
+
+    @contextlib.contextmanager
+    def filling(self) -> Iterator[None]:
+        """Return the context of the backward pass that fills the buckets; what no lane uses is full at its end."""
+        self._missing, self._seen = [len(bucket.parameters) for bucket in self._buckets], set()
+        try:
+            yield
+            self._hand_out(len(self._buckets))
+        finally:
+            self._missing = None
+
+    def join(self) -> None:
+        """Wait until all buckets that were full are finished; raises what went wrong there."""
+        self._num_full = 0
+        self._group.join()
+
+    def close(self) -> None:
+        """Leave the parameters alone from now on, and end the thread once it is free."""
+        for hook in self._hooks:
+            hook.remove()
+        self._thread.leave()
+
+    def _arrived(self, number: int, parameter: Tensor) -> None:
+        if self._missing is None:
+            return  # another lane's pass
+        check_once(parameter, self._seen)
+        self._missing[number] -= 1
+        num_full = self._num_full
+        while num_full < len(self._missing) and self._missing[num_full] == 0:
+            num_full += 1
+        self._hand_out(num_full)
+
+    def _hand_out(self, num_full: int) -> None:
+        for bucket in self._buckets[self._num_full : num_full]:
+            self._group.expect(self._thread.begin(partial(self._finish, bucket)))
+        self._num_full = num_full

@@ -1,0 +1,114 @@
+"""What ranks send one another: on a group's own thread, or aside, on another thread that makes exchanges beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastic_train.errors import PeerLostError
+
+OWN_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
+"""Of this rank's device: torch makes them RuntimeErrors, but no peer is lost, and no other world would mend them."""
+_ASIDE = 1
+
+
+class Backend(Protocol):
+    """What is used of a backend of torch.distributed, whose stubs do not say that it has it."""
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
+    def allgather(self, gathered: list[list[Tensor]], tensors: list[Tensor]) -> dist.Work: ...
+    def allreduce(self, tensors: list[Tensor]) -> dist.Work: ...
+    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> dist.Work: ...
+    def _start_coalescing(self) -> None: ...
+    def _end_coalescing(self) -> dist.Work: ...
+
+
+class PointToPoint:
+    """`size` ranks, of which this process is `rank`; `num_bytes` counts what this rank has given to exchanges."""
+
+    rank: int
+    size: int
+    num_bytes = 0
+    _tag = 0
+
+    def send(self, rank: int, tensor: Tensor) -> dist.Work:
+        """Begin to send a contiguous tensor to a rank; it must not change until the work was waited for."""
+        return self.begin(lambda group: group.send([tensor], rank, self._tag), tensor)
+
+    def receive(self, rank: int, tensor: Tensor) -> dist.Work:
+        """Begin to receive into a contiguous tensor; tensors from one rank arrive in the order of its sends.
+
+        Post receives early: a peer's send does not start before it knows where to.
+        """
+        return self.begin(lambda group: group.recv([tensor], rank, self._tag), tensor)
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        """Send to and receive from several ranks, all at once; pairs are (rank, contiguous tensor)."""
+        arriving, leaving = self.begin_exchange(sends, receives)
+        self.wait(arriving + leaving)
+
+    def begin_exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> tuple[list[dist.Work], list[dist.Work]]:
+        """Begin an exchange; return what to wait for before what comes is read, and before what is sent may change.
+
+        NCCL takes them as one operation: its sends and receives block one another in the order in which they come.
+        """
+        is_cuda = any(tensor.is_cuda for _, tensor in (*sends, *receives))
+        if is_cuda:
+            group = self.backend(next(tensor for _, tensor in (*sends, *receives)))
+            group._start_coalescing()
+        arriving = [self.receive(rank, part) for rank, part in receives]
+        leaving = [self.send(rank, part) for rank, part in sends]
+        return ([group._end_coalescing()], []) if is_cuda else (arriving, leaving)
+
+    def begin(self, operation: Callable[[Backend], dist.Work], tensor: Tensor) -> dist.Work:
+        """Begin an operation on a tensor; raises PeerLostError if it cannot begin."""
+        self.num_bytes += tensor.nbytes
+        try:
+            return operation(self.backend(tensor))
+        except OWN_ERRORS:
+            raise
+        except RuntimeError as error:
+            raise self.lost(str(error)) from error
+
+    def wait(self, works: Iterable[dist.Work]) -> None:
+        """Return when all works are done; raises PeerLostError."""
+        raise NotImplementedError
+
+    def backend(self, tensor: Tensor) -> Backend:
+        """Return the backend for a tensor's device."""
+        raise NotImplementedError
+
+    def lost(self, why: str) -> PeerLostError:
+        """Return the error that a failed operation is."""
+        return PeerLostError(f"rank {self.rank} of {self.size}: a collective failed: {why.splitlines()[0]}")
+
+
+class Aside(PointToPoint):
+    """A group's sends and receives for one other thread, which its own thread may give up (`Group.join`).
+
+    They have a tag of their own, so they do not meet the group's. Collectives would: ranks count these.
+    """
+
+    _tag = _ASIDE
+
+    def __init__(self, group: PointToPoint) -> None:
+        self.rank, self.size, self._group = group.rank, group.size, group
+
+    def wait(self, works: Iterable[dist.Work]) -> None:
+        try:
+            for work in works:
+                work.wait()
+        except OWN_ERRORS:
+            raise
+        except RuntimeError as error:
+            raise self.lost(str(error)) from error
+
+    def backend(self, tensor: Tensor) -> Backend:
+        return self._group.backend(tensor)
