@@ -14,8 +14,8 @@ counter_chunks_max    the most sums that a rank has put aside for its share, by 
 step_vs_fsdp2         time of a step over that of torch's fully_shard (FSDP2) of the same model, lanes, optimizer and
                       clipping, in the same processes, in turn: of `mode`, which has the most in shards, with one copy
                       (goal: at most 1.0)
-peak_rss_vs_fsdp2     the same for the most resident memory of a rank above what its process had before: in all, with
-                      building, and in steps alone; `lean` is FSDP2 that reduces after each lane (goal: at most 0.7)
+peak_rss_vs_fsdp2     the same for the most resident memory of a rank above what its process had before its model;
+                      `lean` is beside FSDP2 that reduces after each lane (goal: at most 0.7)
 move_gb_per_s         what the busiest rank receives when a rank of four is lost, over the time from the plan to the new
                       seat, and over that of a bare exchange of as many bytes between as many ranks (goal at least 0.7)
 live_worker_s         seconds from the kill of one of four workers of a live job, with 0.5 GB of state in two copies, to

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from elastic_train.parallel.group import Group
 from elastic_train.tasks.models.text_encoder import EncoderShape, TextEncoder
 
 Mode = Literal["none", "optimizer", "gradients"]
-MODES: tuple[Mode, ...] = ("optimizer", "gradients")
+MODES: tuple[Mode, ...] = get_args(Mode)[1:]
 """What can be in shards, the least first; the last is what is measured beside `fully_shard`."""
 CLIP_NORM = 0.01
 OPTIMIZER = OptimizerConfig(clip_norm=CLIP_NORM, warmup_steps=2)

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from benchmarks.sharding.jobs import MODES, SMALL, Job
+from benchmarks.sharding.jobs import MODES, SMALL, Job, Mode
 from benchmarks.sharding.ranks import Effort, Meeting, run
 from elastic_train.job.reseating import bring, reseat, roll_forward
 from elastic_train.job.sharded.held_state import HeldState
@@ -16,15 +16,19 @@ from elastic_train.parallel.group import Group
 
 def move(effort: Effort) -> dict[str, object]:
     """Return how fast the survivors of four ranks with two copies take over what the lost one held."""
-    found = run(_move, 4, 3 if effort.is_quick else 9)[0]
-    return {"move_gb_per_s": {name: round(value, 3) for name, value in found.items()}}
+    rates = dict[str, float]()
+    for shards in MODES:
+        found = run(_move, 4, shards, 3 if effort.is_quick else 9)[0]
+        rates |= {f"{shards}_{name}": round(value, 3) for name, value in found.items()}
+        effort.say(f"{shards}: {found['gb_per_s']:.2f} GB/s, {found['vs_bare']:.2f} of a bare exchange")
+    return {"move_gb_per_s": rates}
 
 
-def _move(meeting: Meeting, rounds: int) -> dict[str, float]:
+def _move(meeting: Meeting, shards: Mode, rounds: int) -> dict[str, float]:
     """Let three of four ranks take over what the fourth held, again and again; time it beside a bare exchange."""
     rates, bare, group = list[float](), list[float](), meeting.group
     for turn in range(rounds):
-        job = Job(group, SMALL, MODES[0], 2)
+        job = Job(group, SMALL, shards, 2)
         job.step()
         if group.rank < 3:
             rate, other = _moved(meeting.again(f"left-{turn}", 3), job)
@@ -49,10 +53,10 @@ def _moved(left: Group, job: Job) -> tuple[float, float]:
     seconds = time.perf_counter() - started
     num_bytes = int(left.all_gather(torch.tensor(left.num_bytes - before)).max()) // 2
     assert not taken.lost.size, "three ranks hold everything"
-    return num_bytes / seconds / 1e9, num_bytes / bare_seconds(left, num_bytes) / 1e9
+    return num_bytes / seconds / 1e9, num_bytes / _bare_seconds(left, num_bytes) / 1e9
 
 
-def bare_seconds(group: Group, num_bytes: int) -> float:
+def _bare_seconds(group: Group, num_bytes: int) -> float:
     """Return what it takes that every rank gives so many bytes to the next one, in a ring."""
     given, got = torch.ones(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
     group.barrier()

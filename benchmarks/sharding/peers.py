@@ -18,7 +18,7 @@ from benchmarks.sharding.ranks import Effort, Meeting, run
 from elastic_train.core.lanes import owned_lanes
 from elastic_train.job.state import rate_factor
 
-MEMORY_STEPS = 3
+MEMORY_STEPS = 4
 
 
 class Peer:
@@ -85,30 +85,22 @@ def _in_turn(meeting: Meeting, rounds: int) -> dict[str, float]:
 
 
 def peak_memory(effort: Effort) -> dict[str, object]:
-    """Return the most memory of a rank of four over that under `fully_shard`: in all, and in steps alone."""
-    peaks = {side: run(_peak, 4, side) for side in ("ours", "peer", "lean peer")}
-    most = {side: {when: max(one[when] for one in found) for when in ("all", "steps")} for side, found in peaks.items()}
-    for side, found in most.items():
-        effort.say(f"{side}: {found['all'] / 1e6:.0f} MB above the base, {found['steps'] / 1e6:.0f} MB in steps")
-    ratios: dict[str, object] = {"mode": MODES[-1]}
-    for side, name in (("peer", "w4"), ("lean peer", "w4_lean")):
-        ratios[name] = round(most["ours"]["all"] / most[side]["all"], 3)
-        ratios[f"{name}_steps"] = round(most["ours"]["steps"] / most[side]["steps"], 3)
-    return {"peak_rss_vs_fsdp2": ratios}
+    """Return the most memory of a rank of four over that under `fully_shard`."""
+    peaks = {side: max(run(_peak, 4, side)) for side in ("ours", "peer", "lean peer")}
+    for side, peak in peaks.items():
+        effort.say(f"{side}: {peak / 1e6:.0f} MB above the base")
+    ratios = {"w4": peaks["ours"] / peaks["peer"], "w4_lean": peaks["ours"] / peaks["lean peer"]}
+    return {"peak_rss_vs_fsdp2": {"mode": MODES[-1], **{name: round(ratio, 3) for name, ratio in ratios.items()}}}
 
 
-def _peak(meeting: Meeting, side: str) -> dict[str, int]:
-    """Return the bytes that one side needs above what the process had before, from the start and in steps."""
+def _peak(meeting: Meeting, side: str) -> int:
+    """Return the bytes that one side's process needs at most above what it had before the model was built."""
     mesh = None if side == "ours" else mesh_of(meeting)
     base = _resident("VmRSS")
     job = Job(meeting.group, WIDE, MODES[-1]) if mesh is None else Peer(mesh, WIDE, is_lean=side == "lean peer")
-    job.step()  # moments come with the first update
-    built = _resident("VmHWM")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
     for _ in range(MEMORY_STEPS):
         job.step()
-    steps = _resident("VmHWM")
-    return {"all": max(built, steps) - base, "steps": steps - base}
+    return _resident("VmHWM") - base
 
 
 def _resident(name: str) -> int:

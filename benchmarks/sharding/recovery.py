@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
+import torch
+
 from benchmarks.jobs import write_live_job
 from benchmarks.live import LEAVE, repeat, run_job
 from benchmarks.sharding.jobs import MODES
-from benchmarks.sharding.moving import bare_seconds
 from benchmarks.sharding.ranks import Effort, Meeting, run
 from benchmarks.sharding.watched_task import num_models
 from chaos.judge.evidence.applied import pids_of, steps_of
@@ -61,8 +62,10 @@ def live_worker(effort: Effort) -> dict[str, object]:
 
 
 def _link(meeting: Meeting, num_bytes: int) -> float:
-    bare_seconds(meeting.group, num_bytes)
-    return bare_seconds(meeting.group, num_bytes)
+    """Return what it takes that one rank gives another so many bytes; the first time warms up."""
+    group, content = meeting.group, torch.ones(num_bytes, dtype=torch.uint8)
+    give, take = [(1 - group.rank, content)] * (1 - group.rank), [(1 - group.rank, content)] * group.rank
+    return [meeting.timed(lambda: group.exchange(give, take)) for _ in range(2)][1]
 
 
 def _described(cost: Recovery) -> str:

@@ -7,9 +7,9 @@ import statistics
 from dataclasses import replace
 from functools import wraps
 
+from benchmarks.sharding.commits import SavingJob
 from benchmarks.sharding.jobs import MODES, SMALL, Job, Mode, live_bytes
 from benchmarks.sharding.ranks import Effort, Meeting, run
-from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.lanes import Part
 from elastic_train.shards.deal import Counter
 
@@ -29,10 +29,12 @@ def one_hash(effort: Effort) -> dict[str, object]:
 
 
 def _digest(meeting: Meeting, shards: Mode, copies: int) -> str:
+    """Return the digest of the weights after four steps, as a commit has it: of weights that no rank need hold."""
     job = Job(meeting.group, SMALL, shards, copies)
     for _ in range(4):
         job.step()
-    return weights_digest(job.state.model)
+    _, record = SavingJob(meeting, job, str(meeting.folder / "commits")).save()
+    return record.weights_sha256
 
 
 def beside_whole(effort: Effort) -> dict[str, object]:
