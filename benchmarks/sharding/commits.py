@@ -13,7 +13,6 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader as loader
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, zeros
 
 from benchmarks.sharding.jobs import MODES, SMALL, WIDE, Job, Mode
@@ -142,7 +141,7 @@ def _loads(meeting: Meeting, folder: str, rounds: int) -> dict[str, list[float]]
     _, record = saving.save()
     whole, mesh, files = read_state(saving.store, record), mesh_of(meeting), f"{folder}/{record.attempt}"
     theirs = cast(State, _mapped(whole, lambda tensor: zeros(tensor.shape, device_mesh=mesh, placements=[Shard(0)])))
-    ours = cast(State, _mapped(whole, lambda tensor: _rows(tensor, mesh)))
+    ours = cast(State, _mapped(whole, lambda tensor: rows_of(tensor, group.rank, group.size)))
 
     def read_ours() -> None:
         load(saving.store, record, ours)
@@ -157,11 +156,11 @@ def _loads(meeting: Meeting, folder: str, rounds: int) -> dict[str, list[float]]
     return {"ours": [one for one, _ in times[1:]], "theirs": [other for _, other in times[1:]]}
 
 
-def _rows(tensor: Tensor, mesh: DeviceMesh) -> Pieces:
+def rows_of(tensor: Tensor, rank: int, size: int) -> Pieces:
     """Return the pieces of a tensor that a rank holds where it is sharded by rows, as `fully_shard` does."""
     num_rows, row = len(tensor), tensor[0].numel()
-    each = -(-num_rows // mesh.size())
-    lo, hi = (row * min(num_rows, (mesh.get_local_rank() + turn) * each) for turn in (0, 1))
+    each = -(-num_rows // size)
+    lo, hi = (row * min(num_rows, (rank + turn) * each) for turn in (0, 1))
     held = {(lo, hi): torch.zeros(hi - lo, dtype=tensor.dtype)} if lo < hi else {}
     return Pieces(tensor.dtype, tensor.shape, held, ())
 

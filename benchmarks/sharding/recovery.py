@@ -109,13 +109,13 @@ def kills_at_points(effort: Effort) -> dict[str, object]:
         "kills": len(kills),
         "hash_equal": expected["weights_sha256"] == found.result["weights_sha256"],
         "again_steps_max": max(cost.rpo_steps for cost in recoveries(found)),
-        "survivors_restarted": _num_restarted(found),
+        "survivors_restarted": num_restarted(found),
     }
     is_rebuilt = any(count > 1 for count in models.values()) or bool(facts["survivors_restarted"])
     return {"rpo_steps_max": given_up(found), "model_rebuilt": is_rebuilt, "kills_at_points": facts}
 
 
-def _num_restarted(found: Evidence) -> int:
+def num_restarted(found: Evidence) -> int:
     """Return how many processes left a world for another reason than that they were killed."""
     killed = {pid for fault in found.of("fault") for pid in fault["pids"]}  # type: ignore[attr-defined]
     asked_at = min(number(fault, "t") for fault in found.of("fault") if fault["kind"] == LEAVE)

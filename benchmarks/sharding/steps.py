@@ -77,13 +77,13 @@ def counters(effort: Effort) -> dict[str, object]:
     most = dict[str, int]()
     for num_lanes in NUM_LANES:
         cases = itertools.product(MODES[1:], (1, 2, 3, 4), (1, 2))
-        found = [max(run(_most_sums, size, shards, copies, num_lanes)) for shards, size, copies in cases]
+        found = [max(run(most_sums, size, shards, copies, num_lanes)) for shards, size, copies in cases]
         most[f"lanes_{num_lanes}"] = max(found)
         effort.say(f"{num_lanes} lanes: {max(found)} sums")
     return {"counter_chunks_max": most}
 
 
-def _most_sums(meeting: Meeting, shards: Mode, copies: int, num_lanes: int) -> int:
+def most_sums(meeting: Meeting, shards: Mode, copies: int, num_lanes: int) -> int:
     """Take a step, and look at every counter whenever something was pushed."""
     push, most = Counter.push, 0
 
