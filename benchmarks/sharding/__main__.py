@@ -25,7 +25,8 @@ model_rebuilt         whether a process that lives through those kills trains an
                       the same process (goal: false)
 kills_at_points       how many kills that were, whether the weights are those of a run without, the most steps that were
                       computed again although somebody may have applied them, and processes that ended without a kill
-save_stall_ms_per_gb  what a rank's training waits for a save in the background, for each GB that it writes (goal: 110)
+save_stall_ms_per_gb  what a rank's training waits for a save in the background, for each GB that it writes (goal: 110),
+                      and over a bare copy of as many bytes
 load_vs_dcp           time of torch's dcp.load over ours, which checks every block: the same files, written by as many
                       ranks in pieces, into the same shards by rows (goal: at least 1.0)
 dcp_load_equal        whether stock dcp.load reads commits of 1, 3, 4 and 7 ranks, two copies, as the state of one rank
