@@ -74,7 +74,7 @@ def _beside(meeting: Meeting, shards: Mode, copies: int, rounds: int) -> dict[st
 
 def counters(effort: Effort) -> dict[str, object]:
     """Return the most sums that a holder had put aside after any push, by the number of lanes."""
-    most, sizes = dict[str, int](), (1, 4) if effort.is_quick else (1, 2, 3, 4)
+    most, sizes = dict[str, int](), (1, 3) if effort.is_quick else (1, 2, 3, 4)
     for num_lanes in NUM_LANES:
         cases = itertools.product(MODES[1:], sizes, (1, 2))
         found = [max(run(most_sums, size, shards, copies, num_lanes)) for shards, size, copies in cases]
