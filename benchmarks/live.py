@@ -67,10 +67,14 @@ def run_job(
     return run
 
 
-def repeat(folder: Path, config: str, run: Evidence) -> Mapping[str, object]:
-    """Take as many steps as a run has, in one process and without a fault; return the result, hash and all."""
+def repeat(folder: Path, config: str, run: Evidence, *overrides: str) -> Mapping[str, object]:
+    """Take as many steps as a run has, in one process and without a fault; return the result, hash and all.
+
+    `overrides` are options for what must not change the result, such as the pace of a task.
+    """
     assert run.result is not None, "every run leaves one"
     command = ["elastic_train", config, "--run.dir", str(folder), "--max_steps", str(whole(run.result, "step"))]
+    command += overrides
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
     result = collect(folder).result

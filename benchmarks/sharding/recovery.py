@@ -31,10 +31,11 @@ VOCABULARY, DIM, DEPTH = 4096, 512, 13
 NUM_PARAMETERS = 12 * DEPTH * DIM * DIM + VOCABULARY * DIM
 """Up to biases and norms: with two moments each, 0.52 GB of state."""
 KILL_EVERY_S, QUIET_S = 12.0, 6.0
-POINTS = ("data", "forward", "backward", "reduce", "exchange", "apply", "applied", "commit", "record", "publish")
-"""Where a process comes in a step, and in the commit after it."""
-POINT_OFTEN = 4
-"""A kill comes at the first to fourth arrival at its point, so that any of the ranks has it."""
+STEP_POINTS = ("data", "forward", "backward", "reduce", "exchange", "apply", "applied")
+"""Where every process comes in a step; a kill comes at the first to fourth arrival, so that any rank has it."""
+COMMIT_POINTS = ("commit", "record", "publish")
+"""Where rank 0's process comes in the commit after some steps."""
+MOST_ARRIVALS = 4
 
 
 def live_worker(effort: Effort) -> dict[str, object]:
@@ -88,11 +89,8 @@ def kills_at_points(effort: Effort) -> dict[str, object]:
     one process without faults.
     """
     num_kills = 12 if effort.is_quick else 50
-    points = itertools.islice(itertools.cycle(POINTS), num_kills)
-    due = [
-        Due("kill", turn % NUM_NODES, None, 0.0, point=Point(name=name, nth=1 + turn % POINT_OFTEN), is_healed=True)
-        for turn, name in enumerate(points)
-    ]
+    points = itertools.islice(itertools.cycle((*STEP_POINTS, *COMMIT_POINTS)), num_kills)
+    due = [_kill_at(name, turn) for turn, name in enumerate(points)]
     with tempfile.TemporaryDirectory() as folder:
         seen = Path(folder) / "models"
         params = {"max_tokens": 32, "dim": 96, "depth": 2, "heads": 4, "dropout": 0.1, "lane_ms": 20, "seen": str(seen)}
@@ -100,10 +98,10 @@ def kills_at_points(effort: Effort) -> dict[str, object]:
         config = _write_job(Path(folder) / "job", task, micro_batch=4, commit_every=4)
         found = _run(Path(folder) / "faulted", config, due, 120 + 20.0 * num_kills)
         models = num_models(seen)
-        expected = repeat(Path(folder) / "alone", config, found)
+        expected = repeat(Path(folder) / "alone", config, found, "--task.params.lane_ms=0")
     assert found.result is not None, "every run leaves one"
     kills = [fault for fault in found.of("fault") if fault["kind"] != LEAVE]
-    for point in POINTS:
+    for point in (*STEP_POINTS, *COMMIT_POINTS):
         effort.say(f"{point}: {sum(kill['point'] == point for kill in kills)} kills")
     facts = {
         "kills": len(kills),
@@ -113,6 +111,12 @@ def kills_at_points(effort: Effort) -> dict[str, object]:
     }
     is_rebuilt = any(count > 1 for count in models.values()) or bool(facts["survivors_restarted"])
     return {"rpo_steps_max": given_up(found), "model_rebuilt": is_rebuilt, "kills_at_points": facts}
+
+
+def _kill_at(point: str, turn: int) -> Due:
+    is_any = point in STEP_POINTS
+    target, nth = (turn % NUM_NODES, 1 + turn % MOST_ARRIVALS) if is_any else ("leader", 1)
+    return Due("kill", target, None, 0.0, point=Point(name=point, nth=nth), is_healed=True)
 
 
 def num_restarted(found: Evidence) -> int:
