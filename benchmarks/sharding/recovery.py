@@ -41,8 +41,8 @@ MOST_ARRIVALS = 4
 def live_worker(effort: Effort) -> dict[str, object]:
     """Return the seconds from the kill of a worker of four to the next applied step, and what they are made of.
 
-    `ready` are those until the new world has its state, `step` a step's when all is well, and `link` a bare exchange's
-    of the bytes that the new process gets: all weights, and the moments of its share.
+    `ready` are those until the new world has its state, `step` a step's when all is well, and `link` what it takes that
+    one rank gives another as many bytes as the lost share has, weights and moments: a survivor has to take it over.
     """
     num_kills = 4 if effort.is_quick else 12
     due = [Due("kill_worker", turn % NUM_NODES, None, KILL_EVERY_S, is_healed=True) for turn in range(num_kills)]
@@ -56,7 +56,7 @@ def live_worker(effort: Effort) -> dict[str, object]:
     for cost in costs:
         effort.say(_described(cost))
     seconds, ready = [cost.rto_s for cost in costs], [cost.rto_s - cost.warm_s for cost in costs]
-    link_s = max(run(_link, 2, (4 + 8 // RANKS) * NUM_PARAMETERS))
+    link_s = max(run(_link, 2, 12 * NUM_PARAMETERS // RANKS))
     figures = {"p50": statistics.median(seconds), "max": max(seconds), "ready_p50": statistics.median(ready)}
     figures |= {"ready_max": max(ready), "step": _step_s(found), "link": link_s, "state_gb": 12e-9 * NUM_PARAMETERS}
     return {"live_worker_s": {name: round(value, 3) for name, value in figures.items()} | {"kills": len(costs)}}
