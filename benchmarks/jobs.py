@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,12 +96,15 @@ def plain_nodes(folder: Path, flags: list[str], endpoint: str, *, max_restarts: 
     return [Node(turn, command, folder / f"node-{turn}.log", clean_environ(os.environ)) for turn in range(2)]
 
 
-def write_live_job(folder: Path, ranks: int) -> str:
-    """Make data and a configuration that trains until it is asked to leave; return the configuration's path."""
+def write_live_job(folder: Path, ranks: int, changes: Mapping[str, object] | None = None) -> str:
+    """Make data and a configuration that trains until it is asked to leave; return the configuration's path.
+
+    `changes` are sections that take the place of those written here.
+    """
     folder.mkdir(parents=True)
     synthesise(str(folder / "data"), 20_000, "quality", seed=1)
     params = {"max_tokens": 128, "dim": 96, "depth": 2, "heads": 4, "dropout": 0.1}
-    tree = {
+    tree: dict[str, object] = {
         "run": {"dir": str(folder / "run"), "seed": 3},
         "task": {"path": "elastic_train.tasks.text_classifier:TextClassifier", "params": params},
         "data": {"train": str(folder / "data"), "too_long": "truncate", "cache_dir": str(folder / "decoded")},
@@ -113,7 +116,7 @@ def write_live_job(folder: Path, ranks: int) -> str:
         "tracking": {"mlflow_uri": None},
     }
     path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(tree))
+    path.write_text(yaml.safe_dump({**tree, **(changes or {})}))
     return str(path)
 
 

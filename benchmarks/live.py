@@ -20,7 +20,7 @@ from chaos.real.launch import launch
 from chaos.scenario.model import Nodes, Scenario
 from chaos.scenario.schedule import Due
 from chaos.services.network_namespace import Cable
-from chaos.services.surroundings import Surroundings
+from chaos.services.surroundings import Surroundings, folders
 from rendezvous.etcd.server import EtcdServer
 
 LEAVE = "stop_node"
@@ -41,7 +41,8 @@ def run_job(
 
     Without a fault the seconds count from the first step. Nodes are asked once all train again: one waiting for a
     world has no result to leave.
-    The last node is put at the other end of a cable, if one is laid.
+    The last node is put at the other end of a cable, if one is laid. A fault at a failpoint to which no process comes
+    is recorded as missed.
     """
     nodes = Nodes(count=num_nodes, ranks=ranks, min=1, max_restarts=1000, lease_ttl_s=TTL_S, recovery="live")
     scenario = Scenario(name=folder.name, description="", config=config, nodes=nodes, timeout_s=timeout_s)
@@ -51,7 +52,8 @@ def run_job(
     after_s, at_s = (leave_after_s, None) if due else (None, leave_after_s)
     first = Due(LEAVE, num_nodes - 1, None, after_s, at_s=at_s, is_healed=True)
     faults = [*due, first, *(Due(LEAVE, node, None, 0.0) for node in reversed(range(num_nodes - 1)))]
-    around, ending = Surroundings(cable=laid), ""
+    has_points = any(fault.point is not None for fault in due)
+    around, ending = Surroundings(cable=laid, points=folders(folder, num_nodes) if has_points else []), ""
     with EtcdServer(host="0.0.0.0" if laid else "127.0.0.1") as server:
         endpoint = server.endpoint.replace("127.0.0.1", laid.address("etcd")) if laid else server.endpoint
         started = launch(scenario, endpoint, folder, ["--run.dir", str(folder)], folder.name, around)
@@ -60,15 +62,19 @@ def run_job(
         except RunError as error:  # expected: asked to leave, no node ends with 0
             ending = str(error)
     run = collect(folder)
-    if run.result is None or len(run.of("fault")) <= len(due):
+    if run.result is None or len(run.of("fault")) + len(run.of("missed")) <= len(due):
         raise SystemExit(f"{folder}: {ending}")
     return run
 
 
-def repeat(folder: Path, config: str, run: Evidence) -> Mapping[str, object]:
-    """Take as many steps as a run has, in one process and without a fault; return the result, hash and all."""
+def repeat(folder: Path, config: str, run: Evidence, *overrides: str) -> Mapping[str, object]:
+    """Take as many steps as a run has, in one process and without a fault; return the result, hash and all.
+
+    `overrides` are options for what must not change the result, such as the pace of a task.
+    """
     assert run.result is not None, "every run leaves one"
     command = ["elastic_train", config, "--run.dir", str(folder), "--max_steps", str(whole(run.result, "step"))]
+    command += overrides
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
     result = collect(folder).result

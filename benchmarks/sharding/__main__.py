@@ -1,0 +1,96 @@
+"""What sharded state costs and saves: bits, memory, time of a step, and what a lost rank and a commit cost.
+
+    python -m benchmarks.sharding [--json] [--quick] [--only NAME]
+
+one_hash              whether 1 to 4 ranks with one and two copies end with the weights of one that holds everything;
+                      with the optimizer's state sharded, and with the gradients, too
+live_ratio            bytes a parameter that a rank holds (weights, gradients, moments, sums put aside), over the 16 of
+                      whole state; names are the mode, the ranks and the copies, as in gradients_w4_c1 (goal: 0.45)
+step_vs_replicated    time of a step over that of whole state in the same processes, in turn (goals with two ranks: at
+                      most 1.05 for optimizer, 1.15 for gradients)
+sent_vs_all_reduce    bytes that a rank gives to a step's exchange over an all-reduce's 2n(W - 1)/W
+counter_chunks_max    the most sums that a rank has put aside for its share, by the lanes L of a step, over 1 to 4 ranks
+                      and both numbers of copies (goal: at most 1 + log2 L)
+step_vs_fsdp2         time of a step over that of torch's fully_shard (FSDP2) of the same model, lanes, optimizer and
+                      clipping, in the same processes, in turn: of `mode`, which has the most in shards, with one copy
+                      (goal: at most 1.0)
+peak_rss_vs_fsdp2     the same for the most resident memory of a rank above what its process had before its model;
+                      `lean` is beside FSDP2 that reduces after each lane (goal: at most 0.7)
+move_gb_per_s         what the busiest rank receives when a rank of four is lost, over the time from the plan to the new
+                      seat, and over that of a bare exchange of as many bytes between as many ranks (goal at least 0.7)
+live_worker_s         seconds from the kill of one of four workers of a live job, with 0.5 GB of state in two copies, to
+                      the next applied step (goal: p50 at most 0.6, max at most 1.0 + `link`); see `recovery`
+rpo_steps_max         the most applied steps that a kill costs, over kills of workers at every point of a step (goal: 0)
+model_rebuilt         whether a process that lives through those kills trains another model object afterwards, or is not
+                      the same process (goal: false)
+kills_at_points       how many kills that were, whether the weights are those of a run without, the most steps that were
+                      computed again although somebody may have applied them, and processes that ended without a kill
+save_stall_ms_per_gb  what a rank's training waits for a save in the background, for each GB that it writes (goal: 110),
+                      and over a bare copy of as many bytes
+load_vs_dcp           time of torch's dcp.load over ours, which checks every block: the same files, written by as many
+                      ranks in pieces, into the same shards by rows (goal: at least 1.0)
+dcp_load_equal        whether stock dcp.load reads commits of 1, 3, 4 and 7 ranks, two copies, as the state of one rank
+                      that holds everything
+
+Steps are of a transformer encoder with AdamW and clipping, its lanes dealt to all ranks. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.sharding import commits, moving, peers, recovery, steps
+from benchmarks.sharding.ranks import Effort
+
+Measure = Callable[[Effort], dict[str, object]]
+FIGURES: dict[str, Measure] = {
+    "one_hash": steps.one_hash,
+    "live_ratio": steps.beside_whole,
+    "step_vs_replicated": steps.beside_whole,
+    "sent_vs_all_reduce": steps.beside_whole,
+    "counter_chunks_max": steps.counters,
+    "step_vs_fsdp2": peers.step_times,
+    "peak_rss_vs_fsdp2": peers.peak_memory,
+    "move_gb_per_s": moving.move,
+    "live_worker_s": recovery.live_worker,
+    "rpo_steps_max": recovery.kills_at_points,
+    "model_rebuilt": recovery.kills_at_points,
+    "kills_at_points": recovery.kills_at_points,
+    "save_stall_ms_per_gb": commits.save_stall,
+    "load_vs_dcp": commits.load_times,
+    "dcp_load_equal": commits.dcp_equal,
+}
+
+
+def main() -> None:
+    """Measure what is asked for; print a table, then one JSON line."""
+    arguments = argparse.ArgumentParser(
+        prog="python -m benchmarks.sharding", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("--json", action="store_true", help="print the last line only, and progress to stderr")
+    arguments.add_argument("--quick", action="store_true", help="fewer rounds and kills, for a look")
+    arguments.add_argument("--only", choices=FIGURES, metavar="NAME", help="measure one figure, and what comes with it")
+    chosen = arguments.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    progress = Console(stderr=True, highlight=False)
+    found: dict[str, object] = {}
+    for measure in [FIGURES[chosen.only]] if chosen.only else dict.fromkeys(FIGURES.values()):
+        progress.print(f"[bold]{', '.join(name for name, by in FIGURES.items() if by is measure)}")
+        found |= measure(Effort(chosen.quick, progress.print))
+    if not chosen.json:
+        table = Table("figure", "case", "value")
+        for name, values in found.items():
+            for case, value in values.items() if isinstance(values, dict) else [("", values)]:
+                table.add_row(name, case, str(value))
+        Console().print(table)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

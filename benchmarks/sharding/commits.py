@@ -1,0 +1,223 @@
+"""Commits of shards: what a save costs a rank, how fast pieces are read, and whether stock torch reads the files."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader as loader
+from torch.distributed.tensor import DTensor, Shard, zeros
+
+from benchmarks.sharding.jobs import MODES, SMALL, WIDE, Job, Mode
+from benchmarks.sharding.peers import mesh_of
+from benchmarks.sharding.ranks import Effort, Meeting, run
+from elastic_train.checkpoint import (
+    CommitFacts,
+    CommitRecord,
+    CommitWriter,
+    Retention,
+    Role,
+    SaveMemory,
+    Saves,
+    discover,
+    load,
+    open_store,
+    prune,
+    read_state,
+)
+from elastic_train.checkpoint.format.layout import State, plan_attempt
+from elastic_train.checkpoint.format.pieces import Pieces
+from elastic_train.checkpoint.format.state_tree import leaves_of
+from elastic_train.world.fencing import StoreFence
+
+RANKS_TO_SAVE = 2
+WORLDS = (1, 3, 4, 7)
+
+
+class SavingJob:
+    """A job and its saves in the background, one world's, in a folder that all of its ranks see."""
+
+    def __init__(self, meeting: Meeting, job: Job, folder: str) -> None:
+        group = meeting.group
+        self.job, self.store = job, open_store(folder)
+        fence = StoreFence(self.store)
+        (term, *_) = group.all_gather_objects(fence.claim() if group.rank == 0 else 0)
+        self.writers = list(job.state.shards.assign(range(group.size)))
+        role = Role(self.writers.index(group.rank), len(self.writers), "benchmark")
+        self.saves = Saves(self.store, CommitWriter(self.store, fence, term, None), term, role, SaveMemory())
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes this rank writes."""
+        plan = plan_attempt(self.job.state.shards.held(), len(self.writers))
+        return plan.parts[self.job.group.rank].num_bytes
+
+    def save(self) -> tuple[float, CommitRecord]:
+        """Save the state beside a step; return the seconds that this rank's training waited, and the commit."""
+        state, shards = self.job.state, self.job.state.shards
+        started = time.perf_counter()
+        self.saves.begin(shards.held(), _facts(self.job), state.reached.intervals, shards.stillness())
+        stall_s = time.perf_counter() - started
+
+        def await_copy() -> None:
+            nonlocal stall_s
+            before = time.perf_counter()
+            self.saves.await_staging()
+            stall_s += time.perf_counter() - before
+
+        self.job.step(await_copy)
+        ended = self.saves.wait()
+        assert ended is not None and ended.error is None, f"the save failed: {ended}"
+        self.job.group.barrier()
+        head = discover(self.store, damage=lambda store, key: None).head
+        assert head is not None, "it was published"
+        return stall_s, head
+
+
+def _facts(job: Job) -> CommitFacts:
+    state = job.state
+    return CommitFacts(
+        step=state.step,
+        cursor=state.cursor,
+        coverage=state.coverage,
+        rng={},
+        metrics={},
+        config_digest="",
+        manifest_digest="",
+        world_size=job.group.size,
+    )
+
+
+def save_stall(effort: Effort) -> dict[str, object]:
+    """Return the milliseconds that a rank's training waits for a save, for each GB that this rank writes.
+
+    `vs_copy` is that time over a bare copy's of as many bytes, to memory that is kept, on every rank at once.
+    """
+    stalls = dict[str, float]()
+    for shards in MODES:
+        with tempfile.TemporaryDirectory() as folder:
+            found = run(_stall, RANKS_TO_SAVE, shards, folder, 3 if effort.is_quick else 9)
+        worst = max(found, key=lambda one: one["stall_s"] / one["gigabytes"])
+        stalls[shards] = round(1e3 * worst["stall_s"] / worst["gigabytes"], 1)
+        stalls[f"{shards}_vs_copy"] = round(worst["stall_s"] / worst["copy_s"], 3)
+        effort.say(f"{shards}: {worst['gigabytes']:.2f} GB a rank, {stalls[shards]} ms a GB")
+    return {"save_stall_ms_per_gb": stalls}
+
+
+def _stall(meeting: Meeting, shards: Mode, folder: str, rounds: int) -> dict[str, float]:
+    job = Job(meeting.group, WIDE, shards)
+    job.step()
+    saving = SavingJob(meeting, job, folder)
+    here, there = (torch.ones(saving.num_bytes, dtype=torch.uint8) for _ in range(2))
+    stalls, copies = list[float](), list[float]()
+    for _ in range(rounds + 1):  # the first one warms up
+        stall_s, newest = saving.save()
+        stalls.append(stall_s)
+        copies.append(meeting.timed(lambda: there.copy_(here)))
+        if meeting.group.rank == 0:
+            prune(saving.store, Retention.of(last=1), newest=newest)
+    gigabytes = saving.num_bytes / 1e9
+    return {"stall_s": statistics.median(stalls[1:]), "copy_s": statistics.median(copies[1:]), "gigabytes": gigabytes}
+
+
+def load_times(effort: Effort) -> dict[str, object]:
+    """Return the time of dcp.load over ours, each rank reading its rows of every tensor of a commit in pieces."""
+    ratios = dict[str, float]()
+    for size in (2, 4):
+        with tempfile.TemporaryDirectory() as folder:
+            found = run(_loads, size, folder, 3 if effort.is_quick else 9)
+        ours, theirs = (statistics.median(found[0][side]) for side in ("ours", "theirs"))
+        ratios[f"w{size}"] = round(theirs / ours, 3)
+        effort.say(f"{size} ranks: {ours:.3f} s, dcp.load {theirs:.3f} s")
+    return {"load_vs_dcp": ratios}
+
+
+def _loads(meeting: Meeting, folder: str, rounds: int) -> dict[str, list[float]]:
+    """Load the same files into the same shards in turn, each until all ranks have theirs; the first round warms up."""
+    group = meeting.group
+    job = Job(group, WIDE, MODES[-1], 2)
+    job.step()
+    saving = SavingJob(meeting, job, folder)
+    _, record = saving.save()
+    whole, mesh, files = read_state(saving.store, record), mesh_of(meeting), f"{folder}/{record.attempt}"
+    theirs = cast(State, _mapped(whole, lambda tensor: zeros(tensor.shape, device_mesh=mesh, placements=[Shard(0)])))
+    ours = cast(State, _mapped(whole, lambda tensor: rows_of(tensor, group.rank, group.size)))
+
+    def read_ours() -> None:
+        load(saving.store, record, ours)
+        group.barrier()
+
+    def read_theirs() -> None:
+        loader.load(theirs, checkpoint_id=files)
+        group.barrier()
+
+    times = [(meeting.timed(read_ours), meeting.timed(read_theirs)) for _ in range(rounds + 1)]
+    assert _have_the_same(ours, theirs), "both read the same"
+    return {"ours": [one for one, _ in times[1:]], "theirs": [other for _, other in times[1:]]}
+
+
+def rows_of(tensor: Tensor, rank: int, size: int) -> Pieces:
+    """Return the pieces of a tensor that a rank holds where it is sharded by rows, as `fully_shard` does."""
+    num_rows, row = len(tensor), tensor[0].numel()
+    each = -(-num_rows // size)
+    lo, hi = (row * min(num_rows, (rank + turn) * each) for turn in (0, 1))
+    held = {(lo, hi): torch.zeros(hi - lo, dtype=tensor.dtype)} if lo < hi else {}
+    return Pieces(tensor.dtype, tensor.shape, held, ())
+
+
+def _have_the_same(ours: State, theirs: State) -> bool:
+    both = zip(leaves_of(ours), leaves_of(theirs), strict=True)
+    pairs = [(one, other.to_local()) for (_, one), (_, other) in both if isinstance(other, DTensor)]
+    assert pairs, "there are tensors"
+    return all(
+        torch.equal(memory, other.reshape(-1))
+        for one, other in pairs
+        if isinstance(one, Pieces)
+        for memory in one.held.values()
+    )
+
+
+def dcp_equal(effort: Effort) -> dict[str, object]:
+    """Say whether stock dcp.load reads a commit of so many ranks as what one that holds everything has."""
+    equal = dict[str, bool]()
+    with tempfile.TemporaryDirectory() as folder:
+        run(_write, 1, "none", f"{folder}/whole", f"{folder}/whole.pt")
+        whole = torch.load(f"{folder}/whole.pt", weights_only=True)
+        for shards, size in itertools.product(MODES, WORLDS):
+            (attempt, *_) = run(_write, size, shards, f"{folder}/{shards}-{size}", "")
+            blank = {key: _mapped(whole[key], torch.zeros_like) for key in ("model", "optimizer")}
+            loader.load(blank, checkpoint_id=f"{folder}/{shards}-{size}/{attempt}", no_dist=True)
+            found = dict(leaves_of(blank))
+            tensors = [(path, leaf) for path, leaf in leaves_of(whole) if isinstance(leaf, Tensor)]
+            assert tensors, "there are tensors"
+            equal[f"{shards}_w{size}"] = all(torch.equal(leaf, cast(Tensor, found[path])) for path, leaf in tensors)
+            effort.say(f"{shards}, {size} ranks: {len(tensors)} tensors, {equal[f'{shards}_w{size}']}")
+    return {"dcp_load_equal": equal}
+
+
+def _write(meeting: Meeting, shards: Mode, folder: str, whole: str) -> str:
+    """Commit after two steps, and leave where; with `whole`, leave there what torch itself saves of a whole state."""
+    job = Job(meeting.group, SMALL, shards, 2)
+    for _ in range(2):
+        job.step()
+    if whole:
+        torch.save(job.state.shards.held(), whole)
+    Path(folder).mkdir(exist_ok=True)
+    _, record = SavingJob(meeting, job, folder).save()
+    return record.attempt
+
+
+def _mapped(tree: object, change: Callable[[Tensor], object]) -> object:
+    """Return a state with every tensor changed that has dimensions."""
+    if isinstance(tree, dict):
+        return {key: _mapped(value, change) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_mapped(value, change) for value in tree]
+    return change(tree) if isinstance(tree, Tensor) and tree.dim() else tree

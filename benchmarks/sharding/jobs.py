@@ -1,0 +1,106 @@
+"""A job that takes steps as the training loop does, its state whole or in shards, and nothing around it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from elastic_train.config.schema import OptimizerConfig, ParallelConfig
+from elastic_train.core.accounting import SampleAccount
+from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.lanes import lane_seed
+from elastic_train.core.order import Cursor
+from elastic_train.job.reseating import bring, reseat
+from elastic_train.job.sharded.held_state import HeldState
+from elastic_train.job.state import AppliedState, StepFacts, build_state
+from elastic_train.parallel.group import Group
+from elastic_train.tasks.models.text_encoder import EncoderShape, TextEncoder
+
+Mode = Literal["none", "optimizer", "gradients"]
+MODES: tuple[Mode, ...] = get_args(Mode)[1:]
+"""What can be in shards, the least first; the last is what is measured beside `fully_shard`."""
+CLIP_NORM = 0.01
+OPTIMIZER = OptimizerConfig(clip_norm=CLIP_NORM, warmup_steps=2)
+TOTAL_STEPS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step computes: lanes of so many samples, each of so many tokens, by a transformer encoder."""
+
+    shape: EncoderShape
+    num_lanes: int = 8
+    micro_batch: int = 4
+    num_tokens: int = 64
+
+    def build(self) -> TextEncoder:
+        """Build the model, with the same weights on every rank."""
+        torch.manual_seed(1)
+        return TextEncoder(self.shape).train()
+
+    def loss(self, model: nn.Module, step: int, lane: int) -> Tensor:
+        """Return a loss, summed over the samples, of what is drawn for a lane of a step."""
+        torch.manual_seed(lane_seed(1, step, lane))
+        tokens = torch.randint(1, self.shape.vocabulary, (self.micro_batch, self.num_tokens))
+        lengths = torch.full((self.micro_batch,), self.num_tokens)
+        numbers, missing = torch.zeros(self.micro_batch, 1), torch.zeros(self.micro_batch, 1, dtype=torch.bool)
+        logits: Tensor = model(tokens, lengths, numbers, missing, torch.zeros(self.micro_batch, 1, dtype=torch.int64))
+        return nn.functional.cross_entropy(logits, tokens[:, 0] % self.shape.num_classes, reduction="sum")
+
+    @property
+    def num_samples(self) -> int:
+        return self.num_lanes * self.micro_batch
+
+
+SMALL = Work(EncoderShape(8192, 11, 128, 256, 4, 4, 0.1, 1, 1, 64))
+WIDE = Work(EncoderShape(8192, 11, 128, 512, 8, 8, 0.1, 1, 1, 64), micro_batch=1, num_tokens=32)
+"""Models of 5 and 30 million parameters."""
+
+
+class Job:
+    """A state and how it takes steps."""
+
+    def __init__(self, group: Group, work: Work, shards: Mode, copies: int = 1) -> None:
+        parallel = ParallelConfig(shards=shards, copies=copies)
+        self.group, self.work = group, work
+        self.state: AppliedState = build_state(
+            work.build(), OPTIMIZER, TOTAL_STEPS, "cpu", is_fp16=False, parallel=parallel
+        )
+        if isinstance(self.state.shards, HeldState):
+            brought = bring(group, self.state, self.state.shards, ("", str(group.rank)), counts=True)
+            reseat(group, self.state, self.state.shards, brought)
+        self.gradients = self.state.shards.sum_of(group, work.num_lanes)
+        self.lanes = self.state.shards.assigned(group.size, work.num_lanes)[group.rank]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.state.model.parameters())
+
+    def step(self, before_update: Callable[[], object] = lambda: None) -> None:
+        """Take one step as the training loop does; what a save has to wait for comes before the update."""
+        state = self.state
+        self.gradients.begin(self.lanes)
+        for lane in self.lanes:
+            with self.gradients.lane(lane):
+                torch.autograd.backward(self.work.loss(state.model, state.step, lane))
+        self.gradients.serve()
+        self.gradients.finish(float(self.work.num_samples))
+        before_update()
+        norm = state.shards.norm_of(self.group.all_gather(state.measure()))
+        state.apply(StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount()), norm)
+        state.shards.refresh(self.group)
+
+
+def live_bytes() -> int:
+    """Return the bytes of all memory that tensors have, as far as Python reaches them."""
+    found: dict[int, int] = {}
+    for one in gc.get_objects():
+        if type(one) in (Tensor, nn.Parameter):
+            storage = one.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())

@@ -1,0 +1,65 @@
+"""What moves when a rank of four is lost, beside a bare exchange of as many bytes between as many ranks."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from benchmarks.sharding.jobs import MODES, SMALL, Job, Mode
+from benchmarks.sharding.ranks import Effort, Meeting, run
+from elastic_train.job.reseating import bring, reseat, roll_forward
+from elastic_train.job.sharded.held_state import HeldState
+from elastic_train.parallel.group import Group
+
+
+def move(effort: Effort) -> dict[str, object]:
+    """Return how fast the survivors of four ranks with two copies take over what the lost one held."""
+    rates = dict[str, float]()
+    for shards in MODES:
+        found = run(_move, 4, shards, 3 if effort.is_quick else 9)[0]
+        rates |= {f"{shards}_{name}": round(value, 3) for name, value in found.items()}
+        effort.say(f"{shards}: {found['gb_per_s']:.2f} GB/s, {found['vs_bare']:.2f} of a bare exchange")
+    return {"move_gb_per_s": rates}
+
+
+def _move(meeting: Meeting, shards: Mode, rounds: int) -> dict[str, float]:
+    """Let three of four ranks take over what the fourth held, again and again; time it beside a bare exchange."""
+    rates, bare, group = list[float](), list[float](), meeting.group
+    for turn in range(rounds):
+        job = Job(group, SMALL, shards, 2)
+        job.step()
+        if group.rank < 3:
+            rate, other = _moved(meeting.again(f"left-{turn}", 3), job)
+            rates.append(rate)
+            bare.append(other)
+        group.barrier()
+    if group.rank == 3:
+        return {}
+    return {"gb_per_s": statistics.median(rates), "vs_bare": statistics.median(rates) / statistics.median(bare)}
+
+
+def _moved(left: Group, job: Job) -> tuple[float, float]:
+    """Return the GB a second of taking seats, and of an exchange in a ring of as many bytes."""
+    shards = job.state.shards
+    assert isinstance(shards, HeldState), "the state is sharded"
+    left.barrier()
+    started = time.perf_counter()
+    brought = bring(left, job.state, shards, ("", str(left.rank)), counts=True)
+    brought = roll_forward(left, job.state, shards, brought)
+    before = left.num_bytes
+    taken = reseat(left, job.state, shards, brought)
+    seconds = time.perf_counter() - started
+    num_bytes = int(left.all_gather(torch.tensor(left.num_bytes - before)).max()) // 2
+    assert not taken.lost.size, "three ranks hold everything"
+    return num_bytes / seconds / 1e9, num_bytes / _bare_seconds(left, num_bytes) / 1e9
+
+
+def _bare_seconds(group: Group, num_bytes: int) -> float:
+    """Return what it takes that every rank gives so many bytes to the next one, in a ring."""
+    given, got = torch.ones(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
+    group.barrier()
+    began = time.perf_counter()
+    group.exchange([((group.rank + 1) % group.size, given)], [((group.rank - 1) % group.size, got)])
+    return time.perf_counter() - began

@@ -1,0 +1,72 @@
+"""Ranks that measure something together, each a process of its own, and what each of them leaves.
+
+They are forked from a process that has imported what they need: a start takes milliseconds, and not seconds of a core.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec
+
+import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import start_processes
+
+from elastic_train.parallel.group import Group
+
+P = ParamSpec("P")
+TIMEOUT_S = 300.0
+_IMPORTED = ["benchmarks.sharding.jobs", "benchmarks.sharding.peers", "benchmarks.sharding.commits"]
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much to measure, and where to say how far it has come."""
+
+    is_quick: bool
+    say: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """A rank's world, and a folder that all of its ranks can write to."""
+
+    group: Group
+    folder: Path
+
+    def again(self, name: str, size: int) -> Group:
+        """Form another world of the first `size` ranks."""
+        return Group(self.group.rank, size, FileStore(str(self.folder / name), size), TIMEOUT_S)
+
+    def timed(self, act: Callable[[], object]) -> float:
+        """Return the seconds that this rank takes for what all begin together."""
+        self.group.barrier()
+        started = time.perf_counter()
+        act()
+        return time.perf_counter() - started
+
+
+def run(measure: Callable[Concatenate[Meeting, P], object], size: int, *args: P.args, **named: P.kwargs) -> list[Any]:
+    """Have so many ranks measure; return what each leaves, which is something that JSON can say."""
+    assert not named, "a process is given its arguments by their places"
+    multiprocessing.set_forkserver_preload(_IMPORTED)
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(_begin, (size, folder, measure, args), size, start_method="forkserver")  # type: ignore[no-untyped-call]
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)]
+
+
+def _begin(rank: int, size: int, folder: str, measure: Callable[..., object], args: tuple[object, ...]) -> None:
+    torch.set_num_threads(1)
+    torch.set_deterministic_debug_mode("error")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    group = Group(rank, size, FileStore(f"{folder}/world", size), TIMEOUT_S)
+    found = measure(Meeting(group, Path(folder)), *args)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    os._exit(0)
