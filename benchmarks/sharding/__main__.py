@@ -25,6 +25,9 @@ model_rebuilt         whether a process that lives through those kills trains an
                       the same process (goal: false)
 kills_at_points       how many kills that were, whether the weights are those of a run without, the most steps that were
                       computed again although somebody may have applied them, and processes that ended without a kill
+overlap_wait_ratio    time that a step of two ranks waits for its gradient with buckets beside the backward pass, over what
+                      it waits if all is exchanged after it, on a wire of 0.25 GB/s, by mode and parallel.bucket_mb
+                      (goal: 0.6)
 save_stall_ms_per_gb  what a rank's training waits for a save in the background, for each GB that it writes (goal: 110),
                       and over a bare copy of as many bytes
 load_vs_dcp           time of torch's dcp.load over ours, which checks every block: the same files, written by as many
@@ -45,7 +48,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.sharding import commits, moving, peers, recovery, steps
+from benchmarks.sharding import commits, moving, overlap, peers, recovery, steps
 from benchmarks.sharding.ranks import Effort
 
 Measure = Callable[[Effort], dict[str, object]]
@@ -62,6 +65,7 @@ FIGURES: dict[str, Measure] = {
     "rpo_steps_max": recovery.kills_at_points,
     "model_rebuilt": recovery.kills_at_points,
     "kills_at_points": recovery.kills_at_points,
+    "overlap_wait_ratio": overlap.wait_ratio,
     "save_stall_ms_per_gb": commits.save_stall,
     "load_vs_dcp": commits.load_times,
     "dcp_load_equal": commits.dcp_equal,

@@ -21,12 +21,13 @@ from elastic_train.job.state import AppliedState, StepFacts, build_state
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.models.text_encoder import EncoderShape, TextEncoder
 
-Mode = Literal["none", "optimizer", "gradients"]
+Mode = Literal["none", "optimizer", "gradients", "parameters"]
 MODES: tuple[Mode, ...] = get_args(Mode)[1:]
 """What can be in shards, the least first; the last is what is measured beside `fully_shard`."""
 CLIP_NORM = 0.01
 OPTIMIZER = OptimizerConfig(clip_norm=CLIP_NORM, warmup_steps=2)
 TOTAL_STEPS = 10_000
+BUCKET_MB = ParallelConfig().bucket_mb
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +66,20 @@ WIDE = Work(EncoderShape(8192, 11, 128, 512, 8, 8, 0.1, 1, 1, 64), micro_batch=1
 class Job:
     """A state and how it takes steps."""
 
-    def __init__(self, group: Group, work: Work, shards: Mode, copies: int = 1) -> None:
-        parallel = ParallelConfig(shards=shards, copies=copies)
+    def __init__(
+        self, group: Group, work: Work, shards: Mode, copies: int = 1, bucket_mb: float | None = BUCKET_MB
+    ) -> None:
+        parallel = ParallelConfig(shards=shards, copies=copies, bucket_mb=bucket_mb)
         self.group, self.work = group, work
         self.state: AppliedState = build_state(
             work.build(), OPTIMIZER, TOTAL_STEPS, "cpu", is_fp16=False, parallel=parallel
         )
         if isinstance(self.state.shards, HeldState):
             brought = bring(group, self.state, self.state.shards, ("", str(group.rank)), counts=True)
+            with self.state.shards.recording():
+                work.loss(self.state.model, 0, 0)
             reseat(group, self.state, self.state.shards, brought)
+            self.state.shards.agree_on_order(group)
         self.gradients = self.state.shards.sum_of(group, work.num_lanes)
         self.lanes = self.state.shards.assigned(group.size, work.num_lanes)[group.rank]
 
