@@ -25,8 +25,8 @@ model_rebuilt         whether a process that lives through those kills trains an
                       the same process (goal: false)
 kills_at_points       how many kills that were, whether the weights are those of a run without, the most steps that were
                       computed again although somebody may have applied them, and processes that ended without a kill
-overlap_wait_ratio    time that two ranks wait for a step's gradient with buckets beside the backward pass, over what they
-                      wait if all is exchanged after it, on a wire of 0.25 GB/s, by mode and parallel.bucket_mb
+overlap_wait_ratio    time that two ranks wait for a step's gradient with buckets beside the backward pass, over what
+                      they wait if all is exchanged after it, on a wire of 0.25 GB/s, by mode and parallel.bucket_mb
                       (goal: 0.6)
 save_stall_ms_per_gb  what a rank's training waits for a save in the background, for each GB that it writes (goal: 110),
                       and over a bare copy of as many bytes
