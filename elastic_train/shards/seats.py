@@ -221,5 +221,5 @@ def _moved(seats: Sequence[Seat], had: Sequence[Seat | None]) -> Fraction:
     return sum(got, Fraction(0))
 
 
-def _got(seat: Seat, had: tuple[Arc, ...]) -> Fraction | int:
-    return 0 if seat.arcs == had else Fraction(1, seat.size) - overlap(seat.arcs, had)
+def _got(seat: Seat, had: tuple[Arc, ...]) -> Fraction:
+    return Fraction(0) if seat.arcs == had else Fraction(1, seat.size) - overlap(seat.arcs, had)
