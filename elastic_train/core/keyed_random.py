@@ -19,6 +19,7 @@ _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _M1 = 0xBF58476D1CE4E5B9
 _M2 = 0x94D049BB133111EB
+_SHIFTS, _FACTORS = [np.uint64(by) for by in (30, 27, 31)], [np.uint64(_M1), np.uint64(_M2)]
 
 
 def mix64(x: int) -> int:
@@ -30,9 +31,9 @@ def mix64(x: int) -> int:
 
 def mix64_array(x: UInt64s) -> UInt64s:
     """Mix every word of an array; the same function as `mix64`."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(_M1)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(_M2)
-    return x ^ (x >> np.uint64(31))
+    x = (x ^ (x >> _SHIFTS[0])) * _FACTORS[0]
+    x = (x ^ (x >> _SHIFTS[1])) * _FACTORS[1]
+    return x ^ (x >> _SHIFTS[2])
 
 
 def derive(*words: int) -> int:
