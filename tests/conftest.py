@@ -34,6 +34,8 @@ ROOT = Path(__file__).parent.parent
 CLASSES = 4
 START_TIMEOUT_S = 120.0
 RANKS_TIMEOUT_S = 300.0
+MOST_UNSEEN = 50_000
+"""So many objects are made before garbage is looked for."""
 settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing of the law
 settings.load_profile("any machine")
 
@@ -45,9 +47,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let the collector pass over torch, MLflow and the tests themselves from now on: a million objects that stay."""
+    """Look for garbage rarely, and never through torch and the tests themselves: a million objects that stay."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(MOST_UNSEEN)
 
 
 def write_rows(folder: Path, num_rows: int, *, seed: int = 0, num_files: int = 3, group_rows: int = 17) -> Path:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mlflow import MlflowClient
-from mlflow.exceptions import MlflowException
-
 from elastic_train.tracking.run_folder import RunFolder
 
 TRACKED = "tracked.json"
@@ -22,6 +19,9 @@ def note(folder: Path, database_uri: str | None = None) -> None:
     uri, link = run.setting("tracking", "mlflow_uri"), run.link()
     if uri is None or link is None or link.run_id is None:
         return
+    from mlflow import MlflowClient  # takes seconds to import, and few commands need it
+    from mlflow.exceptions import MlflowException
+
     client = MlflowClient(tracking_uri=database_uri or uri)
     try:
         names = client.get_run(link.run_id).data.metrics

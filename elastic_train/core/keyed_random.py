@@ -19,6 +19,7 @@ _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _M1 = 0xBF58476D1CE4E5B9
 _M2 = 0x94D049BB133111EB
+_SHIFTS, _FACTORS = [np.uint64(by) for by in (30, 27, 31)], [np.uint64(_M1), np.uint64(_M2)]
 
 
 def mix64(x: int) -> int:
@@ -30,9 +31,9 @@ def mix64(x: int) -> int:
 
 def mix64_array(x: UInt64s) -> UInt64s:
     """Mix every word of an array; the same function as `mix64`."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(_M1)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(_M2)
-    return x ^ (x >> np.uint64(31))
+    x = (x ^ (x >> _SHIFTS[0])) * _FACTORS[0]
+    x = (x ^ (x >> _SHIFTS[1])) * _FACTORS[1]
+    return x ^ (x >> _SHIFTS[2])
 
 
 def derive(*words: int) -> int:
@@ -59,20 +60,20 @@ def permute(positions: Int64s, n: int, key: int) -> Int64s:
         return np.zeros_like(positions)
     num_bits = max(2, (n - 1).bit_length())
     low_bits = num_bits // 2
+    round_keys = derive_each(derive(key), np.arange(NUM_ROUNDS, dtype=np.uint64))
     words = positions.astype(np.uint64)
     walking = np.arange(words.size)
     while walking.size:  # expected fewer than two turns: the domain is smaller than 2n (than 4 for n = 2)
-        words[walking] = _feistel(words[walking], low_bits, num_bits - low_bits, key)
+        words[walking] = _feistel(words[walking], low_bits, num_bits - low_bits, round_keys)
         walking = walking[words[walking] >= np.uint64(n)]
     return words.astype(np.int64)
 
 
-def _feistel(words: UInt64s, low_bits: int, high_bits: int, key: int) -> UInt64s:
+def _feistel(words: UInt64s, low_bits: int, high_bits: int, round_keys: UInt64s) -> UInt64s:
     """One pass of an alternating Feistel network over `low_bits + high_bits` bits; a bijection for any rounds."""
     low_mask, high_mask = np.uint64((1 << low_bits) - 1), np.uint64((1 << high_bits) - 1)
     low, high = words & low_mask, words >> np.uint64(low_bits)
-    for round_ in range(NUM_ROUNDS):
-        round_key = np.uint64(derive(key, round_))
+    for round_, round_key in enumerate(round_keys):
         if round_ % 2:
             low = low ^ (mix64_array(high + round_key) & low_mask)
         else:

@@ -20,23 +20,25 @@ Arc = tuple[Fraction, Fraction]
 def arcs_of(bases: Sequence[int | None], num_base: int) -> list[tuple[Arc, ...]]:
     """Return the arcs of every member of a group, by member, from the numbers of their bases, None without one.
 
-    The arcs of all members make up the circle, and each member's are 1 / members of it.
+    The arcs of all members make up the circle, and each member's are 1 / members of it. All of them begin and end at
+    whole parts of num_base * members of the circle, so until they are whole they are counted in these parts.
     """
-    share = Fraction(1, len(bases))
-    kept = {base: _kept(base, num_base, share) for base in bases if base is not None}
+    base_length, share = len(bases), num_base
+    kept = {base: _kept(base, base_length, share) for base in bases if base is not None}
     assert len(kept) == sum(base is not None for base in bases), f"two members of one base in {bases}"
-    line = _Line(_others(kept, num_base))
+    line = _Line(_others(kept, num_base, base_length))
+    circle = num_base * len(bases)
     found = []
     for base in bases:
         own = [] if base is None else [kept[base]]
-        found.append(_join([*own, *line.take(share - length(own))]))
+        arcs = _join([*own, *line.take(share - sum(hi - lo for lo, hi in own))])
+        found.append(tuple((Fraction(lo, circle), Fraction(hi, circle)) for lo, hi in arcs))
     return found
 
 
 def kept_part(bases: Sequence[int | None], num_base: int) -> Fraction:
     """Return how much of the circle members hold of their own bases; the rest is the line."""
-    share = Fraction(1, len(bases))
-    return length(_kept(base, num_base, share) for base in bases if base is not None)
+    return sum(base is not None for base in bases) * min(Fraction(1, num_base), Fraction(1, len(bases)))
 
 
 def length(arcs: Iterable[Arc]) -> Fraction:
@@ -50,35 +52,39 @@ def overlap(some: Sequence[Arc], others: Sequence[Arc]) -> Fraction:
     return length((lo, hi) for lo, hi in both if lo < hi)
 
 
-def _kept(base: int, num_base: int, share: Fraction) -> Arc:
-    lo = Fraction(base, num_base)
-    return lo, lo + min(Fraction(1, num_base), share)
+_Part = tuple[int, int]
+"""An arc in equal parts of the circle."""
 
 
-def _others(kept: dict[int, Arc], num_base: int) -> list[Arc]:
+def _kept(base: int, base_length: int, share: int) -> _Part:
+    lo = base * base_length
+    return lo, lo + min(base_length, share)
+
+
+def _others(kept: dict[int, _Part], num_base: int, base_length: int) -> list[_Part]:
     """Return what is in nobody's kept arc, in order."""
-    ends = [kept[base][1] if base in kept else Fraction(base, num_base) for base in range(num_base)]
-    arcs = [(lo, Fraction(base + 1, num_base)) for base, lo in enumerate(ends)]
+    ends = [kept[base][1] if base in kept else base * base_length for base in range(num_base)]
+    arcs = [(lo, (base + 1) * base_length) for base, lo in enumerate(ends)]
     return [(lo, hi) for lo, hi in arcs if lo < hi]
 
 
-def _join(arcs: Sequence[Arc]) -> tuple[Arc, ...]:
+def _join(arcs: Sequence[_Part]) -> list[_Part]:
     """Sort arcs, and join those that touch."""
-    joined: list[Arc] = []
+    joined: list[_Part] = []
     for lo, hi in sorted(arcs):
         if joined and joined[-1][1] == lo:
             lo = joined.pop()[0]
         joined.append((lo, hi))
-    return tuple(joined)
+    return joined
 
 
 class _Line:
     """Arcs that are given away from the first on."""
 
-    def __init__(self, arcs: list[Arc]) -> None:
+    def __init__(self, arcs: list[_Part]) -> None:
         self._arcs = arcs[::-1]
 
-    def take(self, wanted: Fraction) -> list[Arc]:
+    def take(self, wanted: int) -> list[_Part]:
         """Take arcs of a length off the line."""
         taken = []
         while wanted > 0:

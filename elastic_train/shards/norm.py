@@ -89,9 +89,10 @@ def _short(grains: Sequence[Tensor], width: int) -> Float64s:
 
 def _add_up(narrow: Mapping[int, Sequence[Float64s]]) -> Float64s:
     """Add up every row of all tables, by their widths; return the sums, those of the widest rows first."""
-    table = np.empty((0, 2 * _NARROW))
+    widest = max(narrow, default=1)
+    table = np.empty((0, 2 * widest))
     with np.errstate(over="ignore", invalid="ignore"):
-        for width in (1 << bits for bits in reversed(range(_NARROW.bit_length()))):
+        for width in (1 << bits for bits in reversed(range(widest.bit_length()))):
             table = np.concatenate([table[:, :width] + table[:, width:], *narrow.get(width, ())])
     return table[:, 0]
 

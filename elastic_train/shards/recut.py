@@ -102,11 +102,18 @@ def _refine(sets: Sequence[Int64s], num_grains: int) -> tuple[Int64s, int]:
     """Label the grains so that two have one label if and only if they are in the same sets; and count the labels."""
     labels, count = np.zeros(num_grains, dtype=np.int64), 1
     for numbers in sets:
-        inside, again = np.unique(labels[numbers], return_inverse=True)
-        labels[numbers] = count + again.reshape(-1)
-        count += inside.size
-    inside, again = np.unique(labels, return_inverse=True)
-    return again.reshape(-1), inside.size
+        again, num_inside = _renumbered(labels[numbers], count)
+        labels[numbers] = count + again
+        count += num_inside
+    return _renumbered(labels, count)
+
+
+def _renumbered(labels: Int64s, below: int) -> tuple[Int64s, int]:
+    """Return labels, all of them below a number, as their places among those that are used; and count these."""
+    is_used = np.zeros(below, dtype=np.int64)
+    is_used[labels] = 1
+    places = np.cumsum(is_used)
+    return places[labels] - 1, int(places[-1])
 
 
 def _table(sets: Sequence[Int64s], labels: Int64s, count: int) -> npt.NDArray[np.bool_]:

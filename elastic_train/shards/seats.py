@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from elastic_train.shards.arcs import Arc, arcs_of, kept_part, length, overlap
+from elastic_train.shards.arcs import Arc, arcs_of, kept_part, overlap
 from elastic_train.shards.domains import Groups, Path, are_apart, cut_groups
 
 _LEAST_SIZE = Fraction(4, 5)
@@ -95,7 +95,8 @@ def _keeping(
     in_gaps, by_domains = _kept(ranks, had, num), _kept(ranks, had, num)
     _add_in_gaps(in_gaps, newcomers, num_bases)
     _add_by_domains(by_domains, newcomers, num_bases, paths)
-    found = (_first_fit(groups, num_bases, had, new, paths) for groups in (in_gaps, by_domains))
+    ways = [in_gaps, by_domains] if in_gaps != by_domains else [in_gaps]
+    found = (_first_fit(groups, num_bases, had, new, paths) for groups in ways)
     return [seats for seats in found if seats is not None]
 
 
@@ -216,6 +217,9 @@ def _is_fit(kept: Sequence[Seat], new: Sequence[Seat], paths: Sequence[Path]) ->
 
 def _moved(seats: Sequence[Seat], had: Sequence[Seat | None]) -> Fraction:
     """Return how much ranks get that they did not hold, in parts of the whole."""
-    pairs = zip(seats, had, strict=True)
-    got = (length(seat.arcs) - overlap(seat.arcs, old.arcs if old else ()) for seat, old in pairs)
+    got = (_got(seat, old.arcs if old else ()) for seat, old in zip(seats, had, strict=True))
     return sum(got, Fraction(0))
+
+
+def _got(seat: Seat, had: tuple[Arc, ...]) -> Fraction:
+    return Fraction(0) if seat.arcs == had else Fraction(1, seat.size) - overlap(seat.arcs, had)

@@ -1,15 +1,20 @@
-"""Seeds over the machine's cores: one process for each, the outcomes in the order of the seeds."""
+"""Seeds over the machine's cores: one process for each core, the outcomes in the order of the seeds."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Generator, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Generator, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING
 
 from chaos.sim.campaign.simulate import Case, Outcome, simulate
+
+if TYPE_CHECKING:
+    from multiprocessing.sharedctypes import Synchronized
 
 DrawCase = Callable[[int], Case]
 
@@ -20,30 +25,57 @@ def num_cores() -> int:
 
 
 def simulate_each(seeds: Sequence[int], draw: DrawCase, num_processes: int) -> Generator[Outcome, None, None]:
-    """Yield the outcome of every seed, in their order, whatever the number of processes."""
+    """Yield the outcome of every seed, in their order, whatever the number of processes.
+
+    A process takes the next seed whenever it is done with one: some take a hundred times as long as others.
+    """
     if num_processes == 1:
         for seed in seeds:
             yield simulate(draw(seed))
         return
     context = multiprocessing.get_context("fork")
     with contextlib.ExitStack() as ends:
-        answers = []
-        for place in range(num_processes):
+        answers, num_taken = list[Connection](), context.Value("q", 0)
+        for _ in range(num_processes):
             receiving, sending = context.Pipe(duplex=False)
-            mine = seeds[place::num_processes]
-            process = context.Process(target=_serve, args=(sending, mine, draw), daemon=True)
+            process = context.Process(target=_serve, args=(sending, seeds, draw, num_taken), daemon=True)
             process.start()
             sending.close()
             ends.callback(process.join)
             ends.callback(process.terminate)
             answers.append(receiving)
-        for turn in range(len(seeds)):
-            yield answers[turn % num_processes].recv()
+        yield from _in_order(answers)
 
 
-def _serve(answers: Connection, seeds: Sequence[int], draw: DrawCase) -> None:
+def _in_order(answers: list[Connection]) -> Iterator[Outcome]:
+    """Yield what comes with its place, by place; None is the last of a process."""
+    early: dict[int, Outcome] = {}
+    turn = 0
+    while answers:
+        for ready in wait(answers):
+            assert isinstance(ready, Connection), "nothing else is waited for"
+            answer = ready.recv()
+            if answer is None:
+                answers.remove(ready)
+                continue
+            place, early[place] = answer
+            while turn in early:
+                yield early.pop(turn)
+                turn += 1
+
+
+def _serve(answers: Connection, seeds: Sequence[int], draw: DrawCase, num_taken: Synchronized[int]) -> None:
     # What the command does on a signal is not for these: it ends them.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for seed in seeds:
-        answers.send(simulate(draw(seed)))
+    gc.freeze()  # what is imported stays: no look for garbage has to go through it
+    while (place := _take(num_taken)) < len(seeds):
+        answers.send((place, simulate(draw(seeds[place]))))
+    answers.send(None)
+
+
+def _take(num_taken: Synchronized[int]) -> int:
+    """Return the place of the next seed that no process has taken."""
+    with num_taken.get_lock():
+        num_taken.value += 1
+        return num_taken.value - 1

@@ -12,6 +12,7 @@ import math
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -111,7 +112,7 @@ class CommitRecord(CommitFacts):
         """Whether it was written since the gradients' norm and the weights' hash are those by grains."""
         return self.format >= 3
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """The SHA-256 of the record's bytes, in hexadecimal."""
         return hashlib.sha256(self.encode()).hexdigest()

@@ -56,13 +56,14 @@ def test_a_healthy_run_passes(healthy: Path) -> None:
 def test_a_planted_bug_is_caught_by_its_invariant(healthy: Path, tmp_path: Path, planted: Planted) -> None:
     """Damage as a bug would leave it makes the named invariant false or unknown as expected, with a reason."""
     folder = tmp_path / "run"
-    shutil.copytree(healthy, folder)
+    shutil.copytree(healthy / "faulted", folder / "faulted")
+    (folder / "reference").symlink_to(healthy / "reference")
     planted.plant(folder / "faulted")
-    findings = judge(collect(folder / "faulted"), collect(folder / "reference"))
-    found = {finding.invariant: finding for finding in findings}
+    verdict = examine(folder)
+    found = {finding.invariant: finding for finding in verdict.findings}
     assert found[planted.invariant].truth == planted.truth, found[planted.invariant].why
     assert len(found[planted.invariant].why) > 10
-    assert not examine(folder).is_valid
+    assert not verdict.is_valid
 
 
 def test_every_invariant_has_a_bug_that_breaks_it() -> None:

@@ -15,6 +15,8 @@ from elastic_train.errors import ConfigError, DataError, ElasticTrainError
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.tasks.task import load_task
 
+in_one_process = pytest.mark.xdist_group("torchmetrics")  # to ask the task for its metrics imports it, for two seconds
+
 
 def commit_of(**fields: object) -> CommitRecord:
     """A commit with nothing but what a plan compares."""
@@ -55,12 +57,14 @@ def planned(rows: Path, **changes: object) -> Plan:
     return make_plan(Config.model_validate(tree))
 
 
+@in_one_process
 @pytest.mark.parametrize("best", ["min loss", "max samples", "max macro_f1"])
 def test_a_keep_best_by_a_validation_metric_is_accepted(rows: Path, best: str) -> None:
     """Those of every task, and those of this one."""
     assert planned(rows, checkpoint={"keep_best": best}).retention.policies[-1] == Best.parse(best)
 
 
+@in_one_process
 @pytest.mark.parametrize(
     ("best", "validation", "message"),
     [

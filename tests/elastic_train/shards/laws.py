@@ -30,20 +30,22 @@ SHAPES = st.one_of(
 )
 
 
+# Made once: to make and check a strategy takes longer than to draw from it.
+BLOCKS, IS_SO = st.integers(0, 3), st.booleans()
+DTYPES, GROUPS = st.sampled_from(["torch.float32", "torch.bfloat16"]), st.sampled_from([0, 0, 1, None])
+
+
 @st.composite
 def models(draw: st.DrawFn, most: int = 12) -> list[Listed]:
     """A model: some tensors in some units and parameter groups, frozen ones and tied ones among them."""
     listed: list[Listed] = []
     for number in range(draw(st.integers(1, most))):
-        unit = f"block{draw(st.integers(0, 3))}"
-        if listed and draw(st.booleans()) and draw(st.booleans()):
+        unit = f"block{draw(BLOCKS)}"
+        if listed and draw(IS_SO) and draw(IS_SO):
             tied = draw(st.sampled_from([one for one in listed if one.memory is not None]))
             listed.append(Listed(f"t{number}", tied.shape, tied.dtype, unit, tied.group, tied.memory))
             continue
-        dtype, group = (
-            draw(st.sampled_from(["torch.float32", "torch.bfloat16"])),
-            draw(st.sampled_from([0, 0, 1, None])),
-        )
+        dtype, group = draw(DTYPES), draw(GROUPS)
         listed.append(Listed(f"t{number}", draw(SHAPES), dtype, unit, group, number))
     return listed
 
@@ -224,11 +226,15 @@ def check_sums(
 
 def check_runs(layout: Layout, grains: Int64s, runs: Sequence[Run]) -> None:
     """Runs cover the grains' spans and nothing else; neighbours are joined."""
-    covered = sorted((run.flat, at) for run in runs for at in range(run.lo, run.hi, ALIGN))
-    expected = sorted(
-        (int(layout.flat_of[grain]), at)
+    expected = [
+        Run(int(layout.flat_of[grain]), int(layout.start[grain]), int(layout.start[grain] + layout.span[grain]))
         for grain in grains.tolist()
-        for at in range(int(layout.start[grain]), int(layout.start[grain] + layout.span[grain]), ALIGN)
-    )
-    assert covered == expected, "runs"
+    ]
+    assert np.array_equal(_places(runs), _places(expected)), "runs"
     assert all((a.flat, a.hi) != (b.flat, b.lo) for a, b in itertools.pairwise(runs)), "joined"
+
+
+def _places(runs: Sequence[Run]) -> Int64s:
+    """Every aligned place that runs cover, as often as they do, in order."""
+    places = [(run.flat << 40) + np.arange(run.lo, run.hi, ALIGN) for run in runs]
+    return np.sort(np.concatenate([np.empty(0, np.int64), *places]))

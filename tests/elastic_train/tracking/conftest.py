@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
-from mlflow import MlflowClient
 
 from elastic_train.tracking import mlflow_run, tracker
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 
 @pytest.fixture(scope="session")

@@ -7,15 +7,17 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-
-from mlflow import MlflowClient
-from mlflow.entities import Run
+from typing import TYPE_CHECKING
 
 from elastic_train.core.lineage import Interval
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.tracker import Tracker
 from tests.elastic_train.tracking.unqueued import Unqueued
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
 
 DOWN = "http://127.0.0.1:1"
 EXPERIMENT = "tests"

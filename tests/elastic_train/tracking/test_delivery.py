@@ -9,9 +9,9 @@ import threading
 import uuid
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from mlflow import MlflowClient
 
 from elastic_train.errors import StorageError
 from elastic_train.system.file_locks import locked_by
@@ -26,6 +26,9 @@ from elastic_train.tracking.mlflow_sync import sync
 from elastic_train.tracking.run_folder import Link, RunFolder
 from tests.conftest import run_source
 from tests.elastic_train.tracking.jobs import DOWN, EXPERIMENT, run_of, start, steps, wait_until
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +66,7 @@ def test_a_failed_artifact_upload_stops_neither_metrics_nor_status(
             tries.append(1)
             raise RuntimeError("no artifacts here")
 
-        patch.setattr(MlflowClient, "log_text", refuse)
+        patch.setattr("mlflow.MlflowClient.log_text", refuse)
         tracker = start(tmp_path, uri)
         tracker.log(1, {"loss": 1.0})
         tracker.finish("FINISHED")
@@ -108,7 +111,7 @@ def test_the_furthest_steps_in_mlflow_are_read_in_one_call(
         raise AssertionError("the history is long")
 
     with monkeypatch.context() as patch:
-        patch.setattr(MlflowClient, "get_metric_history", refuse)
+        patch.setattr("mlflow.MlflowClient.get_metric_history", refuse)
         run = mlflow_run.MlflowRun(tmp_path, uri, EXPERIMENT, "x")
         assert run.marks() == {"a/loss_ odd": 3, "at 1": 1, "at 2": 2, "at 3": 3}
         assert sync(tmp_path).num_sent == 0

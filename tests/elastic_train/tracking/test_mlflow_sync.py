@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from mlflow import MlflowClient
 
 from elastic_train.cli import main
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.tracking.mlflow_sync import sync
 from tests.elastic_train.tracking.jobs import DOWN, run_of, start, steps
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 pytestmark = pytest.mark.slow
 

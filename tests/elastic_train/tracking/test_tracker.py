@@ -13,9 +13,9 @@ import time
 from collections import Counter
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from mlflow import MlflowClient
 
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.tracking import delivery, mlflow_run
@@ -29,6 +29,9 @@ from elastic_train.tracking.metric_log import (
 from elastic_train.tracking.mlflow_sync import sync
 from elastic_train.tracking.run_folder import RunFolder
 from tests.elastic_train.tracking.jobs import CONFIG, DOWN, EXPERIMENT, run_of, start, steps, values, wait_until
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 pytestmark = pytest.mark.slow
 

@@ -12,6 +12,11 @@ from rendezvous.membership.store import ABSENT, MOST_GUARDS, Put
 if TYPE_CHECKING:
     from tests.rendezvous.rendezvous_sides import Side
 
+# A real etcd counts a time to live in seconds, of which it takes two at least.
+in_lease_time = pytest.mark.parametrize(
+    "side", ["memory", pytest.param("etcd", marks=pytest.mark.slow), "simulated"], indirect=True
+)
+
 
 def texts(side: Side) -> dict[str, str]:
     entries = side.store.get(side.prefix).entries
@@ -95,6 +100,7 @@ def test_a_deleted_key_leaves_its_lease(side: Side) -> None:
     assert texts(side) == {}
 
 
+@in_lease_time
 def test_an_abandoned_lease_ends(side: Side) -> None:
     """A lease that nobody renews ends after its time to live, and a watch shows it."""
     lease = side.store.lease(2)
@@ -108,6 +114,7 @@ def test_an_abandoned_lease_ends(side: Side) -> None:
     assert after is not None and after.entries == {}
 
 
+@in_lease_time
 def test_a_renewed_lease_outlives_its_ttl(side: Side) -> None:
     """A lease that is renewed is still there when an abandoned one granted with it has ended."""
     kept, dropped = side.store.lease(2), side.store.lease(2)
