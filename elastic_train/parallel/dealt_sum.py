@@ -32,6 +32,9 @@ from elastic_train.shards.deal import Counter, deal_lanes
 from elastic_train.shards.holdings import Run, by_flat, runs_of
 from elastic_train.shards.seating import Seating
 
+Shape = tuple[int, tuple[int, ...]]
+"""The elements of a flat vector, and those that its parameters begin with."""
+
 
 @dataclass(frozen=True, slots=True)
 class FlatGradient:
@@ -41,6 +44,10 @@ class FlatGradient:
     numel: int
     parameters: Sequence[tuple[nn.Parameter, int]]
 
+    @property
+    def shape(self) -> Shape:
+        return self.numel, tuple(start for _, start in self.parameters)
+
 
 Units = Sequence[Sequence[FlatGradient]]
 """What is exchanged together, in the order of the exchange."""
@@ -48,11 +55,11 @@ Units = Sequence[Sequence[FlatGradient]]
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """An exchange under way: what it awaits, what it sends, and by lane what it adds, by flat vector."""
+    """An exchange under way: what it awaits, the leaves that it sends of, and by lane what it adds, by flat vector."""
 
     arriving: list[dist.Work]
     leaving: list[dist.Work]
-    sent: list[tuple[int, Tensor]]
+    leaves: list[tuple[Shape, Tensor]]
     chunks: Mapping[int, Mapping[int, Tensor]]
 
 
@@ -78,6 +85,7 @@ class DealtSum:
         self._turn, self._next = 0, 0
         self._in_flight: _Flight | None = None
         self._seen: set[int] = set()
+        self._memory: dict[Shape, list[Tensor]] = {}
         self._missing: list[int] | None = (
             None  # of the running lane: parameters of each unit whose gradient has not come
         )
@@ -176,7 +184,7 @@ class DealtSum:
         """Cut the next unit's leaf, and forget it; what no lane uses is zero."""
         unit = self._units[self._next]
         self._gather_before(self._next)
-        self._exchange(unit, {flat.number: _leaf(flat) for flat in unit})
+        self._exchange(unit, {flat.number: self._leaf(flat) for flat in unit})
         self._next += 1
 
     def _exchange(self, unit: Sequence[FlatGradient], leaf: Mapping[int, Tensor] | None) -> None:
@@ -200,17 +208,36 @@ class DealtSum:
             chunks[rank] = {flat.number: self._own(flat.number, leaf[flat.number]) for flat in unit}
         begun = self._replicas.begin_exchange(sends, receives)
         self._land()  # what was begun before this has had a block's time
-        self._in_flight = _Flight(*begun, sends, {lanes[other]: parts for other, parts in chunks.items()})
+        leaves = [] if leaf is None else [(flat.shape, leaf[flat.number]) for flat in unit]
+        self._in_flight = _Flight(*begun, leaves, {lanes[other]: parts for other, parts in chunks.items()})
 
     def _land(self) -> None:
         """Wait for the exchange that is under way, if any, and add what has come, in the lanes' order."""
         flight, self._in_flight = self._in_flight, None
         if flight is not None:
             self._replicas.wait(flight.arriving + flight.leaving)
+            for shape, leaf in flight.leaves:
+                self._memory[shape].append(leaf)
             for lane, chunks in sorted(flight.chunks.items()):
                 for number, chunk in chunks.items():
                     if chunk.numel():
                         self._counters[number].push(Part(0, lane), chunk)
+
+    def _leaf(self, flat: FlatGradient) -> Tensor:
+        """Return a flat vector's leaf, and forget its parameters' gradients; it starts from zeros, as all leaves do.
+
+        Its memory is kept for one of the same shape: fresh pages would cost more than the additions.
+        """
+        first, kept = flat.parameters[0][0], self._memory.setdefault(flat.shape, [])
+        leaf = kept.pop() if kept else torch.zeros(flat.numel, dtype=first.dtype, device=first.device)
+        for parameter, start in flat.parameters:
+            part = leaf[start : start + parameter.numel()]
+            if parameter.grad is None:
+                part.zero_()
+            else:
+                torch.add(parameter.grad.reshape(-1), 0.0, out=part)
+                parameter.grad = None
+        return leaf
 
     def _own(self, number: int, leaf: Tensor) -> Tensor:
         """Return a copy of what this rank holds of a leaf."""
@@ -257,17 +284,6 @@ class DealtSum:
             for flat in unit:
                 for parameter, _ in flat.parameters:
                     parameter.grad = None
-
-
-def _leaf(flat: FlatGradient) -> Tensor:
-    """Return a flat vector's leaf, and forget its parameters' gradients; it starts from zeros, as all leaves do."""
-    first = flat.parameters[0][0]
-    leaf = torch.zeros(flat.numel, dtype=first.dtype, device=first.device)
-    for parameter, start in flat.parameters:
-        if parameter.grad is not None:
-            leaf[start : start + parameter.numel()].add_(parameter.grad.reshape(-1))
-            parameter.grad = None
-    return leaf
 
 
 def _add(left: Tensor, right: Tensor) -> Tensor:

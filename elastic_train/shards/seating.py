@@ -29,6 +29,11 @@ class Seating:
         return self.seats[self.rank]
 
     @property
+    def num_copies(self) -> int:
+        """How many ranks hold each grain: as many as there are groups."""
+        return 1 + max(seat.group for seat in self.seats)
+
+    @property
     def held(self) -> Int64s:
         """The numbers of the grains that this rank holds, ascending."""
         return self.holdings[self.rank]

@@ -125,7 +125,7 @@ def _open_in(process: Process, world: World) -> Session:
 
 def _redundancy_of(shards: HeldState) -> str:
     """Say what a fault will cost, by how many ranks hold each share of the state."""
-    num, what = shards.num_copies, "the state is" if shards.is_shared_out else "the optimizer's state is"
+    num, what = shards.seated.num_copies, "the state is" if shards.is_shared_out else "the optimizer's state is"
     if num == 1:
         return (
             f"{what} held once: a rank that is lost takes its share along, and the job goes on from the newest commit "

@@ -114,8 +114,8 @@ def reseat(group: Group, state: AppliedState, shards: HeldState, brought: Sequen
     plan = plan_recut(had, seating.holdings, shards.layout.span)
     if plan.lost.size:
         return Reseated(plan.lost)
-    runs = shards.room_for(seating)
     old = [*shards.runs, *shards.spare.runs] if before[group.rank] is not None else []
+    runs = shards.room_for(seating, old)
     reach("hand-over")
     arrived = _move(group, shards, plan, runs, old)
     given = _share_settings(group, state, shards, [one.place == furthest for one in brought])
@@ -169,6 +169,8 @@ def _seating(group: Group, shards: HeldState, brought: Sequence[Brought], before
 def _keep(new: HeldRun, old: Sequence[HeldRun]) -> None:
     """Copy into a new run what old ones have of it; whole weights are in it already."""
     for one in old:
+        if one is new:
+            return  # it is the one that was held
         lo, hi = max(new.run.lo, one.run.lo), min(new.run.hi, one.run.hi)
         if one.run.flat == new.run.flat and lo < hi:
             here, there = (run.cut(Run(new.run.flat, lo, hi)) for run in (new, one))

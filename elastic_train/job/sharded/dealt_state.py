@@ -21,12 +21,15 @@ class DealtState(HeldState):
 
     def make_gradients(self) -> None:
         """There are none until a seat is taken."""
+        self._homes = {}
 
     def make_room(self) -> None:
         sizes = dict.fromkeys((number for number, flat in enumerate(self.layout.flats) if flat.group is not None), 0)
         for one in self.trained_runs:
             sizes[one.run.flat] += one.run.hi - one.run.lo
-        self._homes = {number: self.flat.zeros(number, size) for number, size in sizes.items()}
+        for number, size in sizes.items():
+            if number not in self._homes or self._homes[number].numel() != size:
+                self._homes[number] = self.flat.zeros(number, size)
 
     def gradients_at(self, run: Run) -> Tensor:
         start = 0

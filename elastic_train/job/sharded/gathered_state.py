@@ -13,8 +13,9 @@ from typing import TypeVar
 from torch import Tensor
 
 from elastic_train.checkpoint.format.layout import State
+from elastic_train.core.arrays import Int64s
 from elastic_train.job.sharded.dealt_state import DealtState
-from elastic_train.job.sharded.held_tree import HeldRun, run_around
+from elastic_train.job.sharded.held_tree import run_around
 from elastic_train.job.sharded.shared_weights import check_copies, gather_whole, grain_run, shared_digest
 from elastic_train.job.units.blocks import recording_order
 from elastic_train.parallel.group import Group
@@ -47,8 +48,8 @@ class GatheredState(DealtState):
         known = [order for order in group.all_gather_objects(self._order) if order is not None]
         self.flat.block_names = known[0] if known else self.flat.block_names
 
-    def room_for(self, seating: Seating) -> list[HeldRun]:
-        return [self.new_run(run) for run in runs_of(self.layout, seating.held)]
+    def grains_of(self, seating: Seating) -> Int64s:
+        return seating.held
 
     def memory_of(self, run: Run) -> Tensor:
         """Return new memory, with the weights in it while they are whole."""

@@ -88,19 +88,18 @@ class HeldState:
     def holds_nothing(self) -> bool:
         return self.seating is not None and not self.seating.seat.arcs
 
-    @property
-    def num_copies(self) -> int:
-        """How many ranks hold each grain: as many as there are groups."""
-        return 1 + max(seat.group for seat in self.seated.seats)
+    def room_for(self, seating: Seating, known: Sequence[HeldRun] = ()) -> list[HeldRun]:
+        """Return the runs of this rank's seat: those of `known` that are the same, and new ones, moments zero."""
+        kept = {one.run: one for one in known}
+        return [kept.get(run) or self.new_run(run) for run in runs_of(self.layout, self.grains_of(seating))]
 
-    def room_for(self, seating: Seating) -> list[HeldRun]:
-        """Return the runs of this rank's seat that are updated, the moments as they are before the first step."""
-        return [self.new_run(run) for run in runs_of(self.layout, seating.trained[seating.rank])]
+    def grains_of(self, seating: Seating) -> Int64s:
+        """Return of which grains this rank has runs: those that it updates."""
+        return seating.trained[seating.rank]
 
     def new_run(self, run: Run) -> HeldRun:
         """Return a run to hold; its weights are live where they are whole."""
-        weights = self.memory_of(run)
-        kinds = self.kinds if self.layout.flats[run.flat].group is not None else ()
+        weights, kinds = self.memory_of(run), self.kinds if self.layout.flats[run.flat].group is not None else ()
         return HeldRun(run, weights, {name: torch.zeros_like(weights) for name in kinds})
 
     def memory_of(self, run: Run) -> Tensor:
