@@ -113,7 +113,7 @@ def half_billion(effort: Effort) -> dict[str, object]:
         second = _train(folder, config, RESUMED_RANKS, STEPS + MORE_STEPS, effort.say)
         result = json.loads((folder / "run" / "result.json").read_text())
     peaks = {f"w{RANKS}": round(first / 2**30, 2), f"w{RESUMED_RANKS}": round(second / 2**30, 2)}
-    facts = {"parameters": num_parameters, "steps": result["step"], "epochs_applied": result["coverage"]["count"]}
+    facts = {"parameters": num_parameters, "steps": result["step"], "samples": result["coverage"]["count"]}
     return {"decoder_gib": {**peaks, **facts}}
 
 
