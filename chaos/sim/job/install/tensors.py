@@ -87,7 +87,7 @@ def _of_real_models() -> Iterable[Replacement]:
     """Replace the plan of a real model's commits, and count samples in its buffers."""
     planner = {"Planner": piece_files.PiecePlanner}
     yield from within("elastic_train.checkpoint.saving.background_saves", **planner)
-    yield from within("elastic_train.checkpoint.commits.writer", **planner, live_contents=piece_files.live_contents)
+    yield from within("elastic_train.checkpoint.commits.writer", **planner)
     yield from within(
         "elastic_train.training.open_session", open_buffers=lambda plan, world, state, *_: CountedBuffers(state)
     )
