@@ -136,8 +136,7 @@ def case_of(seed: int, num_nodes: int | None = None) -> Case:
         shape = replace(shape, vectors=True)
     shards = random.Random(f"{seed}/shards")
     if shards.random() < IN_SHARDS and shape.nodes * shape.ranks <= MOST_WITH_VECTORS:
-        copies, what = shards.randint(1, MOST_COPIES), shards.choice(get_args(Shards))
-        shape = replace(shape, vectors=False, copies=copies, shards=what)
+        shape = in_shards(shape, shards)
     clocks = random.Random(f"{seed}/clocks")
     if shape.nodes > 1 and shape.recovery == "live" and clocks.random() < SKEWED:
         faults = in_order([*faults, *draw_skews(clocks, shape)])
@@ -148,6 +147,12 @@ def case_of(seed: int, num_nodes: int | None = None) -> Case:
     if shape.nodes > 1 and alone.random() < ALONE:
         return _case_of_one(seed, shape, alone)
     return Case(seed, shape, faults)
+
+
+def in_shards(shape: Shape, draws: random.Random) -> Shape:
+    """Return the job with a real, tiny model: what of it is in shards, and in how many copies, is drawn."""
+    copies, what = draws.randint(1, MOST_COPIES), draws.choice(get_args(Shards))
+    return replace(shape, vectors=False, copies=copies, shards=what)
 
 
 def _case_of_one(seed: int, shape: Shape, draws: random.Random) -> Case:
