@@ -43,6 +43,7 @@ from chaos.scenario import model as scenarios
 from chaos.scenario.kinds import KINDS
 from chaos.scenario.model import Scenario
 from chaos.scenario.schedule import schedule
+from chaos.scenario.soak import drawn_shards
 from chaos.script import run as scripts
 from elastic_train.config.sources import load as load_config
 from elastic_train.errors import ElasticTrainError, explain
@@ -144,6 +145,7 @@ def sim(
     hours: float | None = None,
     faults_per_hour: float = 120.0,
     step_s: float = 10.0,
+    shards: bool = False,
     processes: int | None = None,
     ledger: Path | None = None,
     json_: Json = False,
@@ -155,6 +157,7 @@ def sim(
     lists them) the product itself: such a run has to be found bad, with exit code 1. --minutes ends earlier, --nodes
     takes so many nodes (or 16..64: drawn from these) in place of the drawn ones. --hours makes each seed a job of so
     many virtual hours, with --faults-per-hour, whose steps take --step-s and whose leases half of that or as long.
+    --shards lets every job train a real, tiny model in shards, else one in eight short ones does.
     Seeds are spread over --processes, one for each core if not given; the digest does not depend on that. --ledger FILE
     keeps a line for each seed, and runs only those that it does not hold. Exit code 0 only if no invariant is violated;
     else the first bad run is shrunk, kept below runs/sim, and printed with the command that runs it again.
@@ -182,7 +185,7 @@ def sim(
     ):
         if value is not None and value <= 0:
             raise ScenarioError(f"{name} {value:g}: give more than 0")
-    draw = long_runs.Draw(None if nodes is None else long_runs.nodes_of(nodes), hours, faults_per_hour, step_s)
+    draw = long_runs.Draw(None if nodes is None else long_runs.nodes_of(nodes), hours, faults_per_hour, step_s, shards)
     if seed is not None:
         again = " ".join(["elastic-chaos sim", *([draw.options] if draw.options else []), f"--seed {seed}"])
         return command.run_one(draw.case(seed), json_, again)
@@ -233,7 +236,8 @@ def execute(
 
     `replay` is the command that does the same again.
     """
-    changes = [*_as_arguments(scenario.set), *_split(overrides)]
+    drawn = {"parallel": drawn_shards(scenario, seed)}
+    changes = [*_as_arguments(drawn), *_as_arguments(scenario.set), *_split(overrides)]
     if scenario.config is None:
         raise ScenarioError(f"{scenario.name} has no config: it is for scripts; give it one with --command")
     if scenario.soak is None and (problems := list(undoable(scenario))):

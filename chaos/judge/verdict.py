@@ -17,6 +17,7 @@ from rich.text import Text
 
 from chaos.errors import ChaosError
 from chaos.judge.checker import judge
+from chaos.judge.evidence.copies import copies_of, in_words, parallel_of
 from chaos.judge.evidence.holes import coverage_counts
 from chaos.judge.evidence.recovery_cost import Recovery, fault_kind, recoveries
 from chaos.judge.evidence.run_files import (
@@ -98,6 +99,8 @@ def _fields(
         },
         "mlflow_run_id": result.get("mlflow_run_id"),
         "reference_mlflow_run_id": expected.get("mlflow_run_id"),
+        "shards": parallel_of(run).get("shards", "none"),
+        "copies": copies_of(run),
         "seed": scenario_field(run, "seed"),
         "scenario": scenario_field(run, "name"),
         "replay": _replay(run),
@@ -187,7 +190,8 @@ def render(verdict: Verdict) -> Lines:
         listed = ", ".join(f"[{hole['lo']}, {hole['hi']}) from step {hole['since']} on" for hole in holes)
         times += f"; could not be read, and are left out: {listed}"
     outcome = Text("VALID", style="bold green") if verdict.is_valid else Text("NOT VALID", style="bold red")
-    return Lines(findings, costs, Text("\n".join(distributions)), *rest, Text(times), outcome)
+    state = [] if is_script(verdict.run) else [Text(f"trained with {in_words(parallel_of(verdict.run))}")]
+    return Lines(findings, costs, Text("\n".join(distributions)), *rest, *state, Text(times), outcome)
 
 
 def _shown(value: object) -> str:

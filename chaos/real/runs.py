@@ -18,6 +18,7 @@ import yaml
 from rich.console import Console
 
 from chaos.errors import RunError, ScenarioError
+from chaos.judge.evidence.copies import in_words
 from chaos.judge.evidence.run_files import MANIFEST
 from chaos.judge.verdict import (
     FAULTED,
@@ -104,7 +105,11 @@ def run_soak(
         drawn = Drawn(scenario, seed, around.missing)
         for kind, why in around.missing.items():
             say(f"left out: {kind}: {why}")
-        say(f"soak, seed {seed}: {scenario.soak.faults} faults of {len(drawn.kinds)} kinds, in {faulted}")
+        num, where = (
+            f"{scenario.soak.faults} faults of {len(drawn.kinds)} kinds",
+            in_words(config.parallel.model_dump()),
+        )
+        say(f"soak, seed {seed}: {num}, {where}, in {faulted}")
         try:
             landing = land(lambda step: -(-(step + 1) // per_epoch) * per_epoch)
             _run(scenario, config, faulted, drawn, seed, changes, None, replay, is_quiet, around, landing)
@@ -116,7 +121,8 @@ def run_soak(
     say(f"training the same {verdict.run.result['step']} steps without faults, in {folder / REFERENCE}")
     one = scenario.nodes.model_copy(update={"count": 1})
     plain = scenario.model_copy(update={"nodes": one, "soak": None, "tracker": False})
-    quick = [*changes, *unslowed(config), f"--max_steps={verdict.run.result['step']}"]
+    steps = f"--max_steps={verdict.run.result['step']}"
+    quick = [*changes, *unslowed(config), "--parallel.shards=none", steps]  # whole, so that no cut shows in its bits
     copy_holes(folder)
     run_once(plain, config, folder / REFERENCE, [], seed, quick, int(str(verdict.run.result["step"])), replay, is_quiet)
     return examine(folder)

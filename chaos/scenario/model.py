@@ -140,6 +140,9 @@ class Soak(_Section):
     """Most faults that come before what they did has healed."""
     kinds: tuple[str, ...] | None = None
     """Only these kinds; all that this machine can do, if not given."""
+    shards: bool = False
+    """Draw from the seed, too, what of the job's state is in shards, and in how many copies; the run without faults has
+    it whole. What `set` or --set says of `parallel` goes first."""
     heal_s: float = Field(default=300.0, gt=0)
     """Seconds within which the whole world has to train again once everything is undone."""
 

@@ -27,8 +27,10 @@ from chaos.scenario.kinds import (
 )
 from chaos.scenario.model import Point, Scenario
 from chaos.scenario.schedule import Due
+from elastic_train.config.schema import ParallelConfig
 from elastic_train.system.failpoints import POINTS
 
+MOST_COPIES = 3
 PAUSES_S = (0.0, 0.1, 0.5, 1.0, 2.0)
 ENTERING = ("form", "restore", "hand-over")
 """Places that only a new world comes by: something has to end the one before."""
@@ -49,6 +51,15 @@ def kinds_of(scenario: Scenario, missing: Mapping[str, str]) -> list[str]:
     brought = {None, *(need for need in get_args(Need) if getattr(scenario, need))}
     able = [kind for kind in scenario.soak.kinds or LOCAL if KINDS[kind].needs in brought and kind not in missing]
     return [kind for kind in able if kind != "start_node"]
+
+
+def drawn_shards(scenario: Scenario, seed: int) -> dict[str, object]:
+    """Return the settings of `parallel` that a soak draws from its seed; none if it does not draw them."""
+    if scenario.soak is None or not scenario.soak.shards:
+        return {}
+    draws = random.Random(f"{seed} shards")
+    shards = draws.choice(get_args(ParallelConfig.model_fields["shards"].annotation))
+    return {"shards": shards, "copies": draws.randint(1, min(MOST_COPIES, scenario.nodes.count))}
 
 
 def can_be_at(kind: str, point: str) -> bool:

@@ -42,16 +42,23 @@ def seats_of_holders(
 ) -> list[Seat]:
     """Return every rank's seat, by rank, where some ranks are to hold nothing: the others share all of it.
 
-    Who holds nothing has a seat without an arc, behind those of a group, which gives it its weights. At least one rank
-    holds something.
+    Who holds nothing has a seat without an arc, behind those of a group, which gives it its weights and its part of the
+    lanes. At least one rank holds something.
     """
     holders = [rank for rank, is_one in enumerate(is_holder) if is_one]
     had = [seat if seat is not None and seat.arcs else None for seat in before or [None] * len(paths)]
     held = seats_of([paths[rank] for rank in holders], copies, [had[rank] for rank in holders])
-    seats, first = dict(zip(holders, held, strict=True)), {seat.group: seat for seat in reversed(held)}
-    for number, rank in enumerate(rank for rank in range(len(paths)) if rank not in seats):
-        seat, turn = first[number % len(first)], number // len(first)
-        seats[rank] = seat._replace(slot=seat.size + turn, place=len(held) + number, base=None, arcs=())
+    firsts = sorted((seat for seat in held if seat.slot == 0), key=lambda seat: seat.group)
+    groups = [
+        [(rank, seat) for rank, seat in zip(holders, held, strict=True) if seat.group == one.group] for one in firsts
+    ]
+    for number, rank in enumerate(rank for rank, is_one in enumerate(is_holder) if not is_one):
+        turn = number % len(groups)
+        groups[turn].append((rank, firsts[turn]._replace(slot=len(groups[turn]), base=None, arcs=())))
+    seats: dict[int, Seat] = {}
+    for members in groups:
+        place = len(seats)
+        seats |= {rank: seat._replace(size=len(members), place=place + seat.slot) for rank, seat in members}
     return [seats[rank] for rank in range(len(paths))]
 
 

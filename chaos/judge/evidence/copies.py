@@ -6,14 +6,27 @@ say that shares were lost only if so many nodes lost a member since the last wor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from chaos.judge.evidence.applied import pids_of, restored_at
 from chaos.judge.evidence.recovery_cost import seats_of
 from chaos.judge.evidence.run_files import Evidence, number, once, part, whole
 
 
+def in_words(parallel: Mapping[str, object]) -> str:
+    """Say what of a job's state is in shards, from its configuration."""
+    what = parallel.get("shards", "none")
+    return "state whole on every rank" if what == "none" else f"{what} in shards, copies: {parallel.get('copies')}"
+
+
+def parallel_of(run: Evidence) -> dict[str, object]:
+    """Return what a job's configuration says of shards; nothing if it is of before there were any."""
+    return part(run.config, "parallel") if isinstance(run.config.get("parallel"), dict) else {}
+
+
 def copies_of(run: Evidence) -> int | None:
     """Return in how many copies ranks hold a job's shards; None if each holds the whole state."""
-    parallel = part(run.config, "parallel") if isinstance(run.config.get("parallel"), dict) else {}
+    parallel = parallel_of(run)
     return whole(parallel, "copies") if parallel.get("shards", "none") != "none" else None
 
 

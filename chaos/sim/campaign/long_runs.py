@@ -13,7 +13,7 @@ import random
 from dataclasses import dataclass, replace
 
 from chaos.errors import ScenarioError
-from chaos.sim.campaign.simulate import Case, case_of
+from chaos.sim.campaign.simulate import Case, case_of, in_shards
 from chaos.sim.campaign.swarm import draw_at_rate
 from chaos.sim.job.shape import Shape
 
@@ -39,12 +39,15 @@ class Draw:
     hours: float | None = None
     faults_per_hour: float = 120.0
     step_s: float = STEP_S
+    in_shards: bool = False
+    """Whether every job trains a real, tiny model in shards; else long runs have none."""
 
     def case(self, seed: int) -> Case:
         """Return a seed's case."""
         if self.hours is None:
-            return case_of(seed, None if self.nodes is None else self._draw_nodes(seed))
-        shape = self._shape(seed)
+            case = case_of(seed, None if self.nodes is None else self._draw_nodes(seed))
+            return replace(case, shape=self._cut(seed, case.shape))
+        shape = self._cut(seed, self._shape(seed))
         return Case(seed, shape, draw_at_rate(random.Random(f"{seed}/faults"), shape, self.faults_per_hour))
 
     @property
@@ -58,7 +61,13 @@ class Draw:
             options.append(f"--hours {self.hours:g} --faults-per-hour {self.faults_per_hour:g}")
         if self.hours is not None and self.step_s != STEP_S:
             options.append(f"--step-s {self.step_s:g}")
+        if self.in_shards:
+            options.append("--shards")
         return " ".join(options)
+
+    def _cut(self, seed: int, shape: Shape) -> Shape:
+        """Return a job in shards, if all are to be."""
+        return in_shards(shape, random.Random(f"{seed}/shards")) if self.in_shards else shape
 
     def _draw_nodes(self, seed: int) -> int:
         """Draw a number of nodes, small ones as often as large ones of their doubles."""

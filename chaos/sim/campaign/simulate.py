@@ -15,6 +15,7 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import get_args
 
 from chaos.judge.checker import judge
 from chaos.judge.evidence.run_files import Evidence
@@ -32,7 +33,7 @@ from chaos.sim.campaign.swarm import (
 )
 from chaos.sim.job.fault import SimFault
 from chaos.sim.job.job import Job
-from chaos.sim.job.shape import Shape
+from chaos.sim.job.shape import Shape, Shards
 from elastic_train.world.quarantine import FOLDER
 
 MOST, MOST_IN_STORM, STORMS = 8, 30, 0.2
@@ -50,7 +51,7 @@ SKEWED = 1 / 8
 WITH_VECTORS, MOST_WITH_VECTORS = 1 / 8, 8
 """In how many runs the product itself adds up the lanes' vectors, and of how many ranks at most: all send to all."""
 IN_SHARDS, MOST_COPIES = 1 / 8, 3
-"""In how many runs a real, tiny model is trained whose optimizer state is in shards, and in how many copies at most."""
+"""In how many runs a real, tiny model is trained whose state is in shards, and in how many copies at most."""
 AGENTS = 1 / 32
 """In how many live runs a node's agent freezes, and its workers do not."""
 LEAST_STEP_S = 4.0
@@ -135,7 +136,7 @@ def case_of(seed: int, num_nodes: int | None = None) -> Case:
         shape = replace(shape, vectors=True)
     shards = random.Random(f"{seed}/shards")
     if shards.random() < IN_SHARDS and shape.nodes * shape.ranks <= MOST_WITH_VECTORS:
-        shape = replace(shape, vectors=False, copies=shards.randint(1, MOST_COPIES))
+        shape = in_shards(shape, shards)
     clocks = random.Random(f"{seed}/clocks")
     if shape.nodes > 1 and shape.recovery == "live" and clocks.random() < SKEWED:
         faults = in_order([*faults, *draw_skews(clocks, shape)])
@@ -146,6 +147,12 @@ def case_of(seed: int, num_nodes: int | None = None) -> Case:
     if shape.nodes > 1 and alone.random() < ALONE:
         return _case_of_one(seed, shape, alone)
     return Case(seed, shape, faults)
+
+
+def in_shards(shape: Shape, draws: random.Random) -> Shape:
+    """Return the job with a real, tiny model: what of it is in shards, and in how many copies, is drawn."""
+    copies, what = draws.randint(1, MOST_COPIES), draws.choice(get_args(Shards))
+    return replace(shape, vectors=False, copies=copies, shards=what)
 
 
 def _case_of_one(seed: int, shape: Shape, draws: random.Random) -> Case:

@@ -16,6 +16,7 @@ from elastic_train.config.schema import Config
 from elastic_train.core.arrays import Int64s
 
 Recovery = Literal["live", "restart"]
+Shards = Literal["optimizer", "gradients", "parameters"]
 
 TINY_OPTIMIZER = {"lr": 0.01, "clip_norm": 64.0, "warmup_steps": 2}
 """What trains a tiny model: some steps' gradients are clipped, and others' not."""
@@ -56,6 +57,8 @@ class Shape:
     """Whether its lanes have short vectors that the product's own exchange sums, not only the simulator's."""
     copies: int = 0
     """In how many copies the state of a real, tiny model is held, in shards; 0 where the state is modelled."""
+    shards: Shards = "optimizer"
+    """What of that state is in shards."""
     is_whole: bool = False
     """Whether every rank holds all of that model's state all the same, as where nothing is sharded."""
 
@@ -92,7 +95,7 @@ def make_plan(shape: Shape, data: Dataset, take_witness: Callable[[Int64s], None
     """Return what `elastic_train.job.plan.make_plan` would; `take_witness` gets the counts of a job that is done."""
     tiny: dict[str, object] = {}
     if shape.copies:
-        shards = "none" if shape.is_whole else "optimizer"
+        shards = "none" if shape.is_whole else shape.shards
         tiny = {"parallel": {"shards": shards, "copies": shape.copies}, "optimizer": TINY_OPTIMIZER}
     config = Config.model_validate(
         {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 from torch import Tensor
@@ -30,6 +30,27 @@ class Letter:
     is_here: bool = False
 
 
+@dataclass(slots=True)
+class Post:
+    """What one rank sends another: the n-th letter is for the n-th receiver, however long that waits to look."""
+
+    letters: dict[int, Letter] = field(default_factory=dict)
+    num_sent: int = 0
+    num_asked: int = 0
+
+    def send(self, letter: Letter) -> None:
+        self.letters[self.num_sent] = letter
+        self.num_sent += 1
+
+    def ask(self) -> int:
+        """Return the number of the letter that the next receiver gets."""
+        self.num_asked += 1
+        return self.num_asked - 1
+
+    def is_here(self, number: int) -> bool:
+        return number in self.letters and self.letters[number].is_here
+
+
 class Hub:
     """What the ranks of one world send one another."""
 
@@ -38,7 +59,7 @@ class Hub:
         self.members: dict[int, Process] = {}
         self.collectives: dict[int, Collective] = {}
         self.letters: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
-        self.posted: dict[tuple[int, int], deque[Letter]] = defaultdict(deque)
+        self.posted: dict[tuple[int, int], Post] = defaultdict(Post)
         """Those of exchanges, which nobody waits for when they are sent."""
         self.lost: set[int] = set()
         """Ranks that are known to be gone."""

@@ -21,10 +21,11 @@ BLOCKED_S = 10.0
 
 @dataclass(slots=True)
 class Receipt:
-    """A tensor on its way from a rank, or, without one, to it: that has been copied already."""
+    """A tensor on its way from a rank, its `number`-th, or, without one, to it: that has been copied already."""
 
     source: int | None
     tensor: Tensor
+    number: int = 0
 
 
 class SimGroup(Group):
@@ -89,7 +90,8 @@ class SimGroup(Group):
         hub, net = self._hub, self._hub.net
         mine, other = self._kernel.process.node, hub.members[rank].node
         letters = [Letter(tensor.clone()) for tensor in tensors]
-        hub.posted[self.rank, rank].extend(letters)
+        for letter in letters:
+            hub.posted[self.rank, rank].send(letter)
 
         def arrive() -> None:
             if net.is_connected(mine, other):
@@ -102,22 +104,24 @@ class SimGroup(Group):
         net.kernel.after(net.delay(), arrive)
 
     def receive(self, rank: int, tensor: Tensor) -> Receipt:  # type: ignore[override]
-        return Receipt(rank, tensor)
+        return Receipt(rank, tensor, self._hub.posted[rank, self.rank].ask())
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+    def begin_exchange(  # type: ignore[override]
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> tuple[list[Receipt], list[Receipt]]:
         receipts = [self.receive(rank, part) for rank, part in receives]
         for rank in dict.fromkeys(rank for rank, _ in sends):
             self._post(rank, [part for other, part in sends if other == rank])
-        self.wait(receipts)
+        return receipts, []
 
     def wait(self, works: Iterable[Receipt]) -> None:  # type: ignore[override]
         for work in works:
             if work.source is None:
                 continue
-            letters = self._hub.posted[work.source, self.rank]
-            if not letters or not letters[0].is_here:
-                self._wait(lambda letters=letters: bool(letters) and letters[0].is_here, work.source)  # type: ignore[misc]
-            work.tensor.copy_(letters.popleft().tensor)
+            post, number = self._hub.posted[work.source, self.rank], work.number
+            if not post.is_here(number):
+                self._wait(lambda post=post, number=number: post.is_here(number), work.source)  # type: ignore[misc]
+            work.tensor.copy_(post.letters.pop(number).tensor)
 
     def transfer(self, tensor: Tensor, *, to: int | None = None, source: int | None = None) -> None:
         hub, net = self._hub, self._hub.net

@@ -34,7 +34,7 @@ class SlowSnapshot(Snapshot):
     """A snapshot whose copy takes time, so that training comes to where it must wait for it."""
 
     def __init__(self, sleep: Callable[[], None], part: Part, leaves: Leaves, is_still: Callable[[StatePath], bool]):
-        super().__init__(part, piece_files.with_spans(part, leaves), is_still)
+        super().__init__(part, leaves, is_still)
         self._sleep = sleep
 
     def copy(self, buffer: Buffer, check: Callable[[], None], advance: Callable[[int], None]) -> None:
@@ -67,24 +67,23 @@ def write_part(
     **_: object,
 ) -> WrittenPart:
     """Write one part's file as JSON, with the product's checksums."""
-    encode = piece_files.encode_part if isinstance(part, piece_files.PiecePart) else _encode_part
     with store.write(f"{attempt}/{part.name}") as file, HashingSink(file, on_progress) as sink:
         on_progress()
-        content, digests = encode(part, contents, plain)
-        sink.write(content)
+        encoded = _encode(part, contents, plain)
+        sink.write(encoded.content)
         sink.close()
     on_progress()
-    return WrittenPart(part.name, sink.record(), {}, digests)
+    return WrittenPart(part.name, sink.record(), {}, encoded.digests, encoded.grains)
 
 
-def _encode_part(
-    part: Part, contents: Iterable[memoryview], plain: Mapping[str, bytes]
-) -> tuple[bytes, dict[str, str]]:
+def _encode(part: Part, contents: Iterable[memoryview], plain: Mapping[str, bytes]) -> piece_files.Encoded:
+    if isinstance(part, piece_files.PiecePart):
+        return piece_files.encode_part(part, contents, plain)
     assert not plain, "the modelled state holds tensors"
     held = [(str(slot.path[-1]), slot, content) for slot, content in zip(part.slots, contents, strict=True)]
     numbers = {name: np.frombuffer(content, np.int64).tolist() for name, _, content in held}
     digests = {name: tensor_digest(slot.dtype, slot.shape, content) for name, slot, content in held}
-    return json.dumps(numbers).encode(), digests
+    return piece_files.Encoded(json.dumps(numbers).encode(), digests)
 
 
 def finish_attempt(

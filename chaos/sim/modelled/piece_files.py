@@ -1,32 +1,44 @@
 """The files of a real model's commits, as JSON: tensors whole or in spans, each with its path, and plain values.
 
-Every writer writes the spans that the state's `Pieces` say are its own, and its turn of the whole tensors. A reader
-puts tensors together from all files, and takes what it holds of them: who has written what shows in nothing.
+Every writer writes the spans that the state's `Pieces` say are its own, of moments and of weights, and its turn of the
+whole tensors. A reader puts tensors together from all files, and takes what it holds of them: who has written what
+shows in nothing.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
 from elastic_train.checkpoint.format.layout import AttemptPlan, Leaves, Part, PlainSlot, Planner, Slot, State
 from elastic_train.checkpoint.format.pieces import Pieces, Span
 from elastic_train.checkpoint.format.state_tree import StatePath, survey
-from elastic_train.checkpoint.format.torch_frame import bytes_of, frame_of
-from elastic_train.checkpoint.format.weights_digest import tensor_digest
-
-_Item = tuple[StatePath, torch.dtype, torch.Size]
-"""What becomes a slot; the last part of a span's path is "lo:hi"."""
+from elastic_train.checkpoint.format.torch_frame import frame_of
+from elastic_train.checkpoint.format.weights_digest import GrainRun, GrainRunHash, tensor_digest
 
 
+class _Item(NamedTuple):
+    """What becomes a slot: a tensor, or a span of one, whose shape is then that of the whole."""
+
+    path: StatePath
+    dtype: torch.dtype
+    shape: torch.Size
+    span: Span | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PiecePart(Part):
-    """A part of such a file."""
+    """A part of such a file, with the whole tensors' shapes."""
+
+    shapes: Mapping[StatePath, torch.Size] = field(default_factory=dict)
 
 
 class PiecePlanner(Planner):
@@ -64,60 +76,57 @@ def _plan(
 ) -> AttemptPlan:
     items: list[list[_Item]] = [[] for _ in range(num_writers)]
     plain: dict[str, PlainSlot] = {}
+    cut: dict[str, TensorStorageMetadata] = {}
     for turn, (path, kind) in enumerate(kinds):
+        name = json.dumps(path)
         if kind is None:
-            name = json.dumps(path)
             plain[name] = PlainSlot(path, MetadataIndex(name))
             continue
         dtype, shape, written = kind
         if written is None:
-            items[turn % num_writers].append((path, dtype, shape))
+            items[turn % num_writers].append(_Item(path, dtype, shape))
             continue
         assert len(written) == num_writers, f"{len(written)} writers of {path}, the save has {num_writers}"
+        cut[name] = TensorStorageMetadata(TensorProperties(dtype), shape, [])
         for place, spans in enumerate(written):
-            items[place] += [((*path, f"{lo}:{hi}"), dtype, torch.Size((hi - lo,))) for lo, hi in spans]
+            items[place] += [_Item(path, dtype, shape, span) for span in spans]
     parts = [_lay_out(number, mine) for number, mine in enumerate(items)]
-    return AttemptPlan(tuple(parts), plain, Metadata({}), *surveyed)
+    return AttemptPlan(tuple(parts), plain, Metadata({**cut}), *surveyed)
 
 
 def _lay_out(number: int, items: Sequence[_Item]) -> PiecePart:
     slots, end = list[Slot](), 0
-    for path, dtype, shape in items:
+    for path, dtype, whole, span in items:
+        shape = whole if span is None else torch.Size((span[1] - span[0],))
         frame = frame_of(dtype, shape)
-        slots.append(Slot(path, dtype, shape, frame, end, MetadataIndex(json.dumps(path))))
+        slots.append(Slot(path, dtype, shape, frame, end, MetadataIndex(json.dumps(path)), span))
         end += frame.num_bytes
-    return PiecePart(f"__{number}_0.distcp", tuple(slots), end)
+    return PiecePart(f"__{number}_0.distcp", tuple(slots), end, {item.path: item.shape for item in items})
 
 
-def with_spans(part: Part, leaves: Leaves) -> Leaves:
-    """Return the live memory of a part's slots by their paths, those of spans included."""
-    return {slot.path: _memory(slot.path, leaves) for slot in part.slots}
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A part's file, and the digests of the weights in it: whole ones by name, and those of spans by grains."""
+
+    content: bytes
+    digests: Mapping[str, str]
+    grains: Mapping[str, tuple[GrainRun, ...]] = field(default_factory=dict)
 
 
-def _memory(path: StatePath, leaves: Leaves) -> object:
-    if path in leaves:
-        return leaves[path]
-    pieces = leaves[path[:-1]]
-    assert isinstance(pieces, Pieces), "the plan is of this state"
-    return pieces.memory(_span_of(path))
-
-
-def live_contents(part: Part, leaves: Leaves) -> Iterable[memoryview]:
-    """Return the bytes of a part's tensors."""
-    live = (leaf for leaf in with_spans(part, leaves).values() if isinstance(leaf, Tensor))
-    return [bytes_of(tensor.detach().contiguous()) for tensor in live]
-
-
-def encode_part(part: Part, contents: Iterable[memoryview], plain: Mapping[str, bytes]) -> tuple[bytes, dict[str, str]]:
-    """Return a part's file, and the digests of the weights in it."""
-    tensors, digests = list[object](), dict[str, str]()
+def encode_part(part: PiecePart, contents: Iterable[memoryview], plain: Mapping[str, bytes]) -> Encoded:
+    tensors, digests, grains = list[object](), dict[str, str](), dict[str, tuple[GrainRun, ...]]()
     for slot, content in zip(part.slots, contents, strict=True):
         numbers = np.frombuffer(content, _numpy_of(slot.dtype)).tolist()
-        tensors.append([slot.path, str(slot.dtype).removeprefix("torch."), slot.shape, numbers])
-        if slot.path[0] == "model":
-            digests[str(slot.path[-1])] = tensor_digest(slot.dtype, slot.shape, content)
+        kind, shape = str(slot.dtype).removeprefix("torch."), part.shapes[slot.path]
+        tensors.append([slot.path, kind, shape, slot.span, numbers])
+        if slot.weight is not None and slot.span is None:
+            digests[slot.weight] = tensor_digest(slot.dtype, slot.shape, content)
+        elif slot.weight is not None and slot.span is not None:
+            run = GrainRunHash(slot.span[0], slot.dtype.itemsize)
+            run.update(content)
+            grains[slot.weight] = (*grains.get(slot.weight, ()), run.digests())
     values = {name: json.loads(encoded) for name, encoded in plain.items()}
-    return json.dumps({"tensors": tensors, "plain": values}).encode(), digests
+    return Encoded(json.dumps({"tensors": tensors, "plain": values}).encode(), digests, grains)
 
 
 def is_piece_file(content: bytes) -> bool:
@@ -129,19 +138,20 @@ def tensors_of(contents: tuple[bytes, ...]) -> dict[StatePath, Tensor]:
     """Return the tensors that the files of a commit hold, put together from their spans."""
     found: dict[StatePath, Tensor] = {}
     spans: dict[StatePath, list[tuple[Span, Tensor]]] = {}
+    shapes: dict[StatePath, Sequence[int]] = {}
     for content in contents:
-        for place, kind, shape, numbers in json.loads(content)["tensors"]:
+        for place, kind, shape, span, numbers in json.loads(content)["tensors"]:
             path: StatePath = tuple(place)
-            tensor = torch.tensor(numbers, dtype=getattr(torch, kind)).view(shape)
-            if path[0] == "optimizer" and ":" in str(path[-1]):
-                spans.setdefault(path[:-1], []).append((_span_of(path), tensor))
+            tensor, shapes[path] = torch.tensor(numbers, dtype=getattr(torch, kind)), shape
+            if span is None:
+                found[path] = tensor.view(shape)
             else:
-                found[path] = tensor
+                spans.setdefault(path, []).append(((span[0], span[1]), tensor))
     for path, parts in spans.items():
         parts.sort(key=lambda part: part[0])
         ends = [0, *(hi for (_, hi), _ in parts)]
         assert [lo for (lo, _), _ in parts] == ends[:-1], f"the spans of {path} are not the whole of it, once"
-        found[path] = torch.cat([tensor for _, tensor in parts])
+        found[path] = torch.cat([tensor for _, tensor in parts]).view(shapes[path])
     return found
 
 
@@ -159,11 +169,6 @@ def read_leaves(contents: tuple[bytes, ...], wanted: Mapping[StatePath, object])
             target.detach().copy_(stored.view(target.shape))
         leaves[path] = stored.clone() if target is None else target
     return leaves
-
-
-def _span_of(path: StatePath) -> Span:
-    lo, _, hi = str(path[-1]).partition(":")
-    return int(lo), int(hi)
 
 
 def _numpy_of(dtype: torch.dtype) -> str:

@@ -1,4 +1,8 @@
-"""A step's sums where a real model is trained: gradients by the product's own sum, counts by the simulator's."""
+"""A step's sums where a real model is trained: gradients by the product's own sum, counts by the simulator's.
+
+Nothing is differentiated: a lane leaves its gradients as a backward pass would. What the product exchanges during that
+pass, it exchanges at the lane's end then.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
 """A real model of a dozen parameters of a few elements, which the product's own state trains, whole or in shards.
 
 Every parameter is a grain of its own, so that shares are cut between them. Two are updated by other settings, and one
-is frozen: flat vectors of three kinds. The witness's counts and the digest word of the modelled weights are its
-buffers, which every rank has whole.
+is frozen: flat vectors of three kinds. Six stand in two blocks, whose weights are gathered one block at a time where
+they are in shards. The witness's counts and the digest word of the modelled weights are its buffers, which every rank
+has whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -20,38 +21,73 @@ from elastic_train.core.keyed_random import derive, mix64_array
 from elastic_train.job.state import AppliedState, build_state
 from elastic_train.tasks.task import ParameterGroup
 
-_SHAPES = ((3,), (2, 2), (5,), (2, 3), (7,), (2, 4), (9,), (3, 1), (3, 3), (4,), (6,), (5, 1))
-_GROUPS = (ParameterGroup(("p3", "p8"), lr_factor=0.5), ParameterGroup(("p6",), is_frozen=True))
+_SHAPES: Mapping[str, tuple[int, ...]] = {
+    "p0": (3,),
+    "p1": (2, 2),
+    "p2": (5,),
+    "blocks.0.p3": (2, 3),
+    "blocks.0.p4": (7,),
+    "blocks.0.p5": (2, 4),
+    "blocks.1.p6": (9,),
+    "blocks.1.p7": (3, 1),
+    "blocks.1.p8": (3, 3),
+    "p9": (4,),
+    "p10": (6,),
+    "p11": (5, 1),
+}
+_GROUPS = (
+    ParameterGroup(("blocks.0.p3", "blocks.1.p8"), lr_factor=0.5),
+    ParameterGroup(("blocks.1.p6",), is_frozen=True),
+)
+_FROZEN = {name for group in _GROUPS if group.is_frozen for name in group.names}
 _SHARE = 0.25
 """Of the weights, in every lane's gradient: a power of two, so that no kernel's fused addition rounds otherwise."""
 
 
-class TinyModel(nn.Module):
+class _Part(nn.Module):
+    """Some of the parameters; a pass through it adds a lane's gradient, of those in its own parts included."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        initial = dict(zip(_SHAPES, _floats_of(0, list(_SHAPES.values()), -4), strict=True))
+        self._trained: list[str] = []
+        for path in _SHAPES:
+            owner, _, name = path.rpartition(".")
+            if owner == prefix:
+                self.register_parameter(name, nn.Parameter(initial[path].clone()))
+                if path not in _FROZEN:
+                    self._trained.append(path)
+        self._own = [path.rpartition(".")[2] for path in self._trained]
+
+    def forward(self, leaf: Mapping[str, Tensor]) -> None:
+        """Add a leaf, and so much of the weights, to the gradients; there are none yet where each lane has its own."""
+        trained = [self._parameters[name] for name in self._own]
+        weights = [one.detach() for one in trained if one is not None]
+        added = torch._foreach_add([leaf[path] for path in self._trained], weights, alpha=_SHARE)
+        for one, gradient in zip(trained, added, strict=True):
+            assert one is not None, "a parameter by its name"
+            one.grad = gradient if one.grad is None else one.grad.add_(gradient)  # the sum of the leaf's sibling
+
+
+class TinyModel(_Part):
     """The parameters, and beside them what is counted; `gradient` is what the next step counts."""
 
     counts: Tensor
     digest: Tensor
 
     def __init__(self, num_rows: int) -> None:
-        super().__init__()
-        for number, values in enumerate(_floats_of(0, _SHAPES, -4)):
-            self.register_parameter(f"p{number}", nn.Parameter(values.clone()))
+        super().__init__("")
+        self.blocks = nn.ModuleList(_Part(f"blocks.{number}") for number in range(2))
         self.register_buffer("counts", torch.zeros(num_rows, dtype=torch.int64))
         self.register_buffer("digest", torch.zeros(2, dtype=torch.int64))
         self.gradient: Gradient | None = None
-        self._known: list[nn.Parameter] = []
 
     def add_gradient(self, ids: tuple[int, ...]) -> None:
         """Add a lane's gradient, which follows from its samples and from the weights."""
-        trained = self._trained()
-        leaf = torch._foreach_add(_leaf_of(ids), [one.detach() for one in trained], alpha=_SHARE)
-        gradients = [one.grad for one in trained if one.grad is not None]
-        torch._foreach_add_(gradients, leaf)  # a single addition: the sum of the leaf's sibling may be there
-
-    def _trained(self) -> list[nn.Parameter]:
-        if not self._known:
-            self._known = [one for one in self.parameters() if one.requires_grad]
-        return self._known
+        leaf = _leaf_of(ids)
+        self(leaf)
+        for block in self.blocks:
+            block(leaf)
 
     def counted(self, step: int) -> list[tuple[Tensor, Tensor]]:
         """Return the buffers, and what they become with the step that is in place."""
@@ -71,10 +107,10 @@ def build_tiny_state(config: Config, num_rows: int, total_steps: int) -> Applied
 
 
 @lru_cache(1 << 12)
-def _leaf_of(ids: tuple[int, ...]) -> list[Tensor]:
+def _leaf_of(ids: tuple[int, ...]) -> Mapping[str, Tensor]:
     """Return a lane's part of the gradient that its samples alone decide, by trained parameter."""
-    frozen = {name for group in _GROUPS if group.is_frozen for name in group.names}
-    return _floats_of(hash_of(ids), [shape for place, shape in enumerate(_SHAPES) if f"p{place}" not in frozen], 0)
+    shapes = {name: shape for name, shape in _SHAPES.items() if name not in _FROZEN}
+    return dict(zip(shapes, _floats_of(hash_of(ids), list(shapes.values()), 0), strict=True))
 
 
 def _floats_of(key: int, shapes: Sequence[tuple[int, ...]], exponent: int) -> list[Tensor]:

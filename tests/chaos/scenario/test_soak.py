@@ -10,12 +10,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chaos.cli import _as_arguments
 from chaos.errors import ScenarioError
 from chaos.real.runs import unslowed
 from chaos.scenario.kinds import KINDS
 from chaos.scenario.model import FOLDER, load
 from chaos.scenario.schedule import Due
-from chaos.scenario.soak import Drawn, can_be_at
+from chaos.scenario.soak import Drawn, can_be_at, drawn_shards
 from elastic_train.config import sources
 from elastic_train.core.lanes import owned_lanes, parts_of
 from elastic_train.parallel.exchange import is_balanced
@@ -70,6 +71,17 @@ def test_a_soak_puts_to_the_test_what_only_floats_show() -> None:
     assert SOAK.nodes.count * SOAK.nodes.ranks >= 4
     for size in (2, 4, 8):
         assert is_balanced([parts_of(owned_lanes(rank, size, num_lanes), num_lanes) for rank in range(size)])
+
+
+def test_every_way_of_holding_the_state_is_drawn() -> None:
+    """Over the seeds all modes come, with one to three copies; a soak that does not ask for it has the default."""
+    found = Counter(
+        (shards["shards"], shards["copies"]) for shards in (drawn_shards(SOAK, seed) for seed in range(200))
+    )
+    assert set(found) == {(what, num) for what in ("none", "optimizer", "gradients", "parameters") for num in (1, 2, 3)}
+    assert drawn_shards(load(FOLDER / "soak-witness.yaml"), 1) == {}
+    config = sources.load(str(SOAK.config), environ={}, arguments=_as_arguments({"parallel": drawn_shards(SOAK, 1)}))
+    assert config.parallel.model_dump(include={"shards", "copies"}) == drawn_shards(SOAK, 1)
 
 
 def test_kinds_this_machine_cannot_do_are_not_drawn() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 from collections import Counter
@@ -66,6 +67,19 @@ def test_every_kind_is_drawn_often_enough() -> None:
         read += any(fault.at_s >= at for fault in faults if fault.kind == "kill_job" for at in damaged)
     assert all(drawn[name] >= 10 for name in (*KINDS, *AT_PLACES)), drawn
     assert read >= 50
+
+
+def test_a_long_run_may_train_in_shards() -> None:
+    """If it is asked for, every seed's job does, in all modes and with one to three copies; and it is valid."""
+    draw = Draw((6, 9), 0.05, in_shards=True)
+    shapes = [draw.case(seed).shape for seed in range(60)]
+    assert {(shape.shards, shape.copies) for shape in shapes} == set(
+        itertools.product(("optimizer", "gradients", "parameters"), (1, 2, 3))
+    )
+    assert draw.options.endswith(" --shards") and not any(DRAWN.case(seed).shape.copies for seed in range(10))
+    seed = next(seed for seed, shape in enumerate(shapes) if (shape.shards, shape.copies) == ("parameters", 2))
+    outcome = simulate(draw.case(seed))
+    assert outcome.violations == () and outcome.num_faults
 
 
 def test_faults_come_at_the_stated_rate() -> None:

@@ -33,9 +33,14 @@ from chaos.sim.campaign.swarm import LONE
 from chaos.sim.job.fault import AT_POINTS, POINTS, SimFault
 from chaos.sim.job.job import Job
 from chaos.sim.job.kinds import KINDS
-from chaos.sim.job.shape import Recovery, Shape
+from chaos.sim.job.shape import Recovery, Shape, Shards
 from chaos.sim.machine.kernel import EPOCH_S, Kernel, Timeless
 from elastic_train.errors import ElasticTrainError
+from elastic_train.shards.holdings import grains_in, runs_of
+from elastic_train.shards.owners import owned_of
+from elastic_train.shards.recut import plan_recut
+from elastic_train.shards.seating import Seating
+from elastic_train.shards.seats import seats_of_holders
 from elastic_train.training.session import Session
 
 pytestmark = pytest.mark.slow
@@ -316,6 +321,24 @@ def test_a_deadlock_ends_the_simulation() -> None:
     kernel.spawn(None, lambda: [circle() for _ in range(10**6)] and None)
     with pytest.raises(Timeless, match="loops without waiting"):
         kernel.sleep(1.0)
+
+
+@pytest.mark.parametrize("shards", ["optimizer", "gradients", "parameters"])
+def test_shares_that_are_worked_out_once_are_those_of_every_rank(shards: Shards) -> None:
+    """Each rank by itself, by the product's own functions, comes to the same history."""
+    kills = tuple(SimFault("kill_node", at_s=6.0 + 4.0 * node, node=node, for_s=3.0) for node in (0, 1, 3))
+    case = Case(1, Shape(nodes=4, copies=2, shards=shards, epochs=6), kills)
+    own: dict[str, object] = {f"elastic_train.parallel.dealt_sum:{runs_of.__name__}": runs_of}
+    for module, names in {
+        "job.reseating.taking": (Seating, seats_of_holders, plan_recut, grains_in, runs_of),
+        "job.reseating.brought": (grains_in,),
+        "job.sharded.held_state": (runs_of, owned_of),
+        "job.sharded.gathered_state": (runs_of,),
+    }.items():
+        own |= {f"elastic_train.{module}:{one.__name__}": one for one in names}
+    found = simulate(case)
+    assert found.violations == () and found.num_faults
+    assert simulate(case, own).digest == found.digest
 
 
 def test_the_history_is_the_evidence_that_real_runs_leave() -> None:

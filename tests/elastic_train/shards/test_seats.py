@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.shards.arcs import length, overlap
+from elastic_train.shards.deal import lanes_of
 from elastic_train.shards.domains import Path
 from elastic_train.shards.holdings import all_held, circle_of
 from elastic_train.shards.seats import Seat, seats_of, seats_of_holders
@@ -198,16 +199,25 @@ def test_a_long_life_keeps_every_law(num_nodes: int, each: int, copies: int) -> 
 def test_who_is_to_hold_nothing_has_a_seat_without_an_arc(
     nodes: list[list[int]], copies: int, data: st.DataObject
 ) -> None:
-    """The others share all of it, as they would by themselves, and whoever may hold again is a newcomer."""
+    """The others share all of it, as they would by themselves, and whoever may hold again is a newcomer.
+
+    It computes lanes like the others of its group: every lane is some rank's, once.
+    """
     paths = paths_of(nodes)
     may = [True, *data.draw(st.lists(st.booleans(), min_size=len(paths) - 1, max_size=len(paths) - 1))]
     seats = seats_of_holders(paths, copies, [None] * len(paths), may)
     holders = [rank for rank, is_one in enumerate(may) if is_one]
-    assert [seats[rank] for rank in holders] == seats_of([paths[rank] for rank in holders], copies)
     held = [seats[rank] for rank in holders]
-    check_partition(held, all_held(CIRCLE, held), LAYOUT.num_grains, copies)
+    alone = seats_of([paths[rank] for rank in holders], copies)
+    assert [seat._replace(size=0, place=0) for seat in held] == [seat._replace(size=0, place=0) for seat in alone]
+    check_partition(alone, all_held(CIRCLE, alone), LAYOUT.num_grains, copies)
+    assert sorted(seat.place for seat in seats) == list(range(len(seats)))
     groups = {seats[rank].group for rank in holders}
     others = [seat for rank, seat in enumerate(seats) if rank not in holders]
     assert all(not seat.arcs and seat.base is None and seat.group in groups for seat in others)
+    num_lanes = 3 * len(paths) + 1
+    lanes = [lane for seat in seats for lane in lanes_of(seat, len(seats), num_lanes)]
+    assert sorted(lanes) == list(range(num_lanes))
+    assert all(len({seat.slot for seat in seats if seat.group == one.group}) == one.size for one in seats)
     again = seats_of_holders(paths, copies, seats, [True] * len(paths))
     check_partition(again, all_held(CIRCLE, again), LAYOUT.num_grains, copies)

@@ -8,6 +8,7 @@ from chaos.errors import ScenarioError
 from chaos.sim.campaign.planted import bugs, faults
 from chaos.sim.campaign.planted.hunt import SHAPE, SimBug
 from chaos.sim.campaign.planted.shards import SHARDS
+from chaos.sim.campaign.planted.shared_weights import SHARED_WEIGHTS
 
 UNWATCHED = {"elastic_train.training.loop:check_epoch": bugs.let_epochs_pass}
 """Training ends by itself at the end of an epoch whose samples were not applied once each. It does not while bugs are
@@ -289,6 +290,7 @@ PLANTED = (
         "values-of-a-dead-branch",
     ),
     *SHARDS,
+    *SHARED_WEIGHTS,
     # The canary: nothing is wrong with the product, and the judge must say that something is wrong.
     SimBug(
         "canary",

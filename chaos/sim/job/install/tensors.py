@@ -10,6 +10,7 @@ from chaos.sim.job.install.replacement import Replacement, memory_of, within
 from chaos.sim.machine.rank_group import SimGroup
 from chaos.sim.modelled import commit_files, piece_files, training
 from chaos.sim.modelled.real_sums import CountedBuffers, RealSum
+from chaos.sim.modelled.same_shares import SameShares
 from elastic_train.checkpoint.commits import record
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.data.loading.loader import LaneBatch
@@ -84,10 +85,23 @@ def tensors(host: Host) -> Iterable[Replacement]:
 
 
 def _of_real_models() -> Iterable[Replacement]:
-    """Replace the plan of a real model's commits, and count samples in its buffers."""
+    """Replace the plan of a real model's commits, count samples in its buffers, and work shares out once."""
+    same = SameShares()
+    yield from within(
+        "elastic_train.job.reseating.taking",
+        Seating=same.seating,
+        seats_of_holders=same.seats_of_holders,
+        plan_recut=same.plan_recut,
+        grains_in=same.grains_in,
+        runs_of=same.runs_of,
+    )
+    yield from within("elastic_train.job.reseating.brought", grains_in=same.grains_in)
+    yield from within("elastic_train.job.sharded.held_state", runs_of=same.runs_of, owned_of=same.owned_of)
+    yield from within("elastic_train.job.sharded.gathered_state", runs_of=same.runs_of)
+    yield from within("elastic_train.parallel.dealt_sum", runs_of=same.runs_of)
     planner = {"Planner": piece_files.PiecePlanner}
     yield from within("elastic_train.checkpoint.saving.background_saves", **planner)
-    yield from within("elastic_train.checkpoint.commits.writer", **planner, live_contents=piece_files.live_contents)
+    yield from within("elastic_train.checkpoint.commits.writer", **planner)
     yield from within(
         "elastic_train.training.open_session", open_buffers=lambda plan, world, state, *_: CountedBuffers(state)
     )

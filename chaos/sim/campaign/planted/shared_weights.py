@@ -1,0 +1,117 @@
+"""Planted bugs that show only where weights are in shards, too: stale shares, copies that nobody compares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from chaos.sim.campaign.planted import faults
+from chaos.sim.campaign.planted.hunt import SHAPE, SimBug
+from chaos.sim.campaign.planted.shards import at_any_place
+from elastic_train.checkpoint.format.layout import State
+from elastic_train.checkpoint.format.pieces import Pieces, Span
+from elastic_train.job.reseating import taking
+from elastic_train.job.sharded.gathered_state import GatheredState
+from elastic_train.job.sharded.held_state import HeldState
+from elastic_train.job.sharded.held_tree import HeldRun
+from elastic_train.parallel.group import Group
+from elastic_train.parallel.unit_weights import UnitWeights
+from elastic_train.shards.holdings import Run
+from elastic_train.shards.recut import Recut
+
+PARAMETERS = replace(SHAPE, copies=2, shards="parameters")
+
+_GATHERING, _MOVE, _HELD_WEIGHTS = GatheredState.gathering, taking._move, GatheredState.held_weights
+_FIRST: WeakKeyDictionary[GatheredState, dict[Run, Tensor]] = WeakKeyDictionary()
+_LAST: WeakKeyDictionary[GatheredState, dict[tuple[str, Span], Tensor]] = WeakKeyDictionary()
+
+
+def gather_from_first_memory(self: GatheredState, replicas: Group) -> UnitWeights | None:
+    """Give peers a share from where it first was, also after it has gone and come back."""
+    known = _FIRST.setdefault(self, {})
+    for one in self.runs:
+        known.setdefault(one.run, one.weights)
+    units = _GATHERING(self, replicas)
+    if units is not None:
+        units._held = known.__getitem__
+    return units
+
+
+def move_all_but_a_joiners_weights(
+    group: Group, shards: HeldState, plan: Recut, runs: Sequence[HeldRun], old: Sequence[HeldRun]
+) -> list[tuple[Tensor, Tensor]]:
+    """Let who joins take moments alone: its weights are those that it began with."""
+    arrived = _MOVE(group, shards, plan, runs, old)
+    return arrived if shards.seat is not None else []
+
+
+def weights_of_the_last_commit(self: GatheredState) -> State:
+    """Return weights as they were when they were last asked for, where this rank held them then."""
+    found, known = _HELD_WEIGHTS(self), _LAST.get(self, {})
+    now = {
+        (name, span): tensor.clone()
+        for name, pieces in found.items()
+        if isinstance(pieces, Pieces)
+        for span, tensor in pieces.held.items()
+    }
+    _LAST[self] = now
+    stale = now | {place: tensor for place, tensor in known.items() if place in now}
+    return {
+        name: replace(pieces, held={span: stale[name, span] for span in pieces.held})
+        if isinstance(pieces, Pieces)
+        else pieces
+        for name, pieces in found.items()
+    }
+
+
+SHARED_WEIGHTS = (
+    SimBug(
+        "gathers-an-old-share",
+        "a rank that holds a share again gives others the weights that it had before",
+        lambda: {"elastic_train.job.sharded.gathered_state:GatheredState.gathering": gather_from_first_memory},
+        ("hash", "weights"),
+        faults.kills,
+        PARAMETERS,
+    ),
+    SimBug(
+        "joins-with-first-weights",
+        "who joins keeps the weights that it began with, and ranks do not compare the copies of a share",
+        lambda: {
+            "elastic_train.job.reseating.taking:_move": move_all_but_a_joiners_weights,
+            "elastic_train.job.sharded.gathered_state:check_copies": lambda *_: None,
+        },
+        ("hash", "weights"),
+        faults.kills,
+        PARAMETERS,
+    ),
+    SimBug(
+        "joins-and-is-found-out",
+        "who joins keeps the weights that it began with: holders of a share find that theirs differ",
+        lambda: {"elastic_train.job.reseating.taking:_move": move_all_but_a_joiners_weights},
+        ("deaths",),
+        faults.kills,
+        PARAMETERS,
+    ),
+    SimBug(
+        "weights-of-another-step",
+        "a commit has the moments of its step, and the weights of the commit before",
+        lambda: {"elastic_train.job.sharded.gathered_state:GatheredState.held_weights": weights_of_the_last_commit},
+        ("hash", "weights"),
+        faults.kills,
+        PARAMETERS,
+    ),
+    SimBug(
+        "copies-unseen",
+        "a rank that is behind brings its shares as if they were the furthest step's, and nobody compares copies",
+        lambda: {
+            "elastic_train.job.reseating.taking:_holder": at_any_place,
+            "elastic_train.job.sharded.gathered_state:check_copies": lambda *_: None,
+        },
+        ("hash", "weights"),
+        faults.wakes,
+        replace(PARAMETERS, epochs=12),
+    ),
+)
