@@ -169,7 +169,7 @@ class DealtSum:
                 for left, right, parent in merge_plan(list(parts), self._num_lanes):
                     whole = parts[parent] = _add(parts.pop(left), parts.pop(right))
                 torch.div(whole, divisor, out=self._homes[number])
-        self._counters = {}
+        self._counters, self._memory = {}, {}
 
     def _arrived(self, unit: int, parameter: Tensor) -> None:
         """A backward pass has come to the end of a parameter's gradient."""
@@ -226,7 +226,7 @@ class DealtSum:
     def _leaf(self, flat: FlatGradient) -> Tensor:
         """Return a flat vector's leaf, and forget its parameters' gradients; it starts from zeros, as all leaves do.
 
-        Its memory is kept for one of the same shape: fresh pages would cost more than the additions.
+        Its memory is kept in a step for one of the same shape: fresh pages would cost more than the additions.
         """
         first, kept = flat.parameters[0][0], self._memory.setdefault(flat.shape, [])
         leaf = kept.pop() if kept else torch.zeros(flat.numel, dtype=first.dtype, device=first.device)
