@@ -103,7 +103,10 @@ class NextToken:
 
 
 def half_billion(effort: Effort) -> dict[str, object]:
-    """Return the most memory that all processes of the job had together, shared pages once, and how it went."""
+    """Return the most memory that all processes of the job had together, shared pages once, and how it went.
+
+    `training` is that until the last step; after it comes a commit, for which each rank has a second copy of its share.
+    """
     dim, depth = (DIM, DEPTH) if not effort.is_quick else (DIM, 4)
     num_parameters = sum(parameter.numel() for parameter in _meta(dim, depth).parameters())
     with tempfile.TemporaryDirectory() as name:
@@ -112,7 +115,11 @@ def half_billion(effort: Effort) -> dict[str, object]:
         first = _train(folder, config, RANKS, STEPS, effort.say)
         second = _train(folder, config, RESUMED_RANKS, STEPS + MORE_STEPS, effort.say)
         result = json.loads((folder / "run" / "result.json").read_text())
-    peaks = {f"w{RANKS}": round(first / 2**30, 2), f"w{RESUMED_RANKS}": round(second / 2**30, 2)}
+    peaks = {
+        f"w{num_ranks}{phase}": round(num_bytes / 2**30, 2)
+        for num_ranks, found in ((RANKS, first), (RESUMED_RANKS, second))
+        for phase, num_bytes in zip(("_training", ""), found, strict=True)
+    }
     facts = {"parameters": num_parameters, "steps": result["step"], "samples": result["coverage"]["count"]}
     return {"decoder_gib": {**peaks, **facts}}
 
@@ -138,16 +145,16 @@ def _write(folder: Path, dim: int, depth: int) -> Path:
     return folder / "config.yaml"
 
 
-def _train(folder: Path, config: Path, num_ranks: int, steps: int, say: Callable[[str], None]) -> int:
-    """Train up to a step on so many processes; return the most bytes that they had together."""
+def _train(folder: Path, config: Path, num_ranks: int, steps: int, say: Callable[[str], None]) -> tuple[int, int]:
+    """Train up to a step on so many processes; return the most bytes that they had together, until then and ever."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     command += ["-m", "elastic_train", str(config), "--max_steps", str(steps)]
-    started, most, log = time.monotonic(), 0, folder / "log"
+    started, seen, log = time.monotonic(), list[tuple[float, int]](), folder / "log"
     with log.open("wb") as said:
         job = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         while job.poll() is None:
-            most = max(most, _memory_of(job.pid))
+            seen.append((time.time(), _memory_of(job.pid)))
             if time.monotonic() - started > TIMEOUT_S:
                 raise TimeoutError(f"step {steps} did not come in {TIMEOUT_S:.0f} s:\n{log.read_text()}")
             time.sleep(LOOK_EVERY_S)
@@ -156,8 +163,14 @@ def _train(folder: Path, config: Path, num_ranks: int, steps: int, say: Callable
             os.killpg(job.pid, signal.SIGKILL)
     if job.returncode:
         raise RuntimeError(f"{num_ranks} ranks ended with {job.returncode}:\n{log.read_text()}")
-    say(f"{num_ranks} ranks to step {steps}: {time.monotonic() - started:.0f} s, at most {most / 2**30:.2f} GiB")
-    return most
+    lines = [json.loads(line) for path in (folder / "run" / "history").iterdir() for line in path.open()]
+    last = max(line["t"] for line in lines if line["op"] == "step")
+    training, ever = max(size for at, size in seen if at <= last), max(size for _, size in seen)
+    took_s = time.monotonic() - started
+    say(
+        f"{num_ranks} ranks to step {steps}: {took_s:.0f} s, {training / 2**30:.2f} GiB, {ever / 2**30:.2f} with commit"
+    )
+    return training, ever
 
 
 def _memory_of(pid: int) -> int:

@@ -161,15 +161,16 @@ class DealtSum:
         assert self._turn == len(self._turns), "not all turns were taken"
         if self._weights is not None:
             self._weights.end_pass()
-        sums = {number: dict(counter.parts) for number, counter in self._counters.items()}
+        sums, self._memory = {number: dict(counter.parts) for number, counter in self._counters.items()}, {}
+        self._counters = {}
         self._exchange_sums(sums)
-        for number, parts in sums.items():
+        for number in list(sums):
+            parts = sums.pop(number)
             if self._homes[number].numel():
                 whole = next(iter(parts.values()))
                 for left, right, parent in merge_plan(list(parts), self._num_lanes):
                     whole = parts[parent] = _add(parts.pop(left), parts.pop(right))
                 torch.div(whole, divisor, out=self._homes[number])
-        self._counters, self._memory = {}, {}
 
     def _arrived(self, unit: int, parameter: Tensor) -> None:
         """A backward pass has come to the end of a parameter's gradient."""

@@ -6,6 +6,7 @@ are zero, and stay so.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -106,6 +107,8 @@ class FlatModel:
         return [(parameter, start) for parameter, flat, start in self._places if flat == number]
 
     def zeros(self, number: int, numel: int) -> Tensor:
-        """Return zeros of a flat vector's kind."""
+        """Return zeros of a flat vector's kind; on a CPU they take no memory before they are written to."""
         dtype = getattr(torch, self._layout.flats[number].dtype.removeprefix("torch."))
-        return torch.zeros(numel, dtype=dtype, device=self._device)
+        if self._device.type != "cpu" or not numel:
+            return torch.zeros(numel, dtype=dtype, device=self._device)
+        return torch.from_numpy(np.zeros(numel * dtype.itemsize, dtype=np.uint8)).view(dtype)

@@ -100,7 +100,7 @@ class HeldState:
     def new_run(self, run: Run) -> HeldRun:
         """Return a run to hold; its weights are live where they are whole."""
         weights, kinds = self.memory_of(run), self.kinds if self.layout.flats[run.flat].group is not None else ()
-        return HeldRun(run, weights, {name: torch.zeros_like(weights) for name in kinds})
+        return HeldRun(run, weights, {name: self.flat.zeros(run.flat, run.hi - run.lo) for name in kinds})
 
     def memory_of(self, run: Run) -> Tensor:
         """Return memory for the weights of a run that this rank is to hold."""
