@@ -62,6 +62,15 @@ def holders_gone(run: Evidence, term: int) -> tuple[int, int]:
     return len(gone) + unknown, min(copies_of(run) or 1, max(1, len(held_on)))
 
 
+def is_told_again(run: Evidence, term: int) -> bool:
+    """Say whether the world before had lost shares, too, and applied no step: a term's loss is that one's, then.
+
+    A rank that was away may still hold a part of the steps that were given up there.
+    """
+    base = max((other for other in restored_at(run) if other < term), default=0)
+    return base in losses_of(run) and not list(run.in_term("step", base))
+
+
 def is_begun_anew(run: Evidence, term: int) -> bool:
     """Say whether a term's world ended as it had lost shares, and there was no commit yet to continue from."""
     if copies_of(run) is None or term in restored_at(run):

@@ -10,7 +10,7 @@ say what each process had, and what its next world continued with: the process h
 from __future__ import annotations
 
 from chaos.judge.evidence.applied import branch_of, pids_of, reached_by
-from chaos.judge.evidence.copies import copies_of, holders_gone, losses_of
+from chaos.judge.evidence.copies import copies_of, holders_gone, is_told_again, losses_of
 from chaos.judge.evidence.run_files import Evidence, Line, whole
 from chaos.judge.findings import Violated
 
@@ -72,7 +72,7 @@ def copies(run: Evidence) -> str:
     """Where a world found shards lost, at least as many nodes were gone as hold each; all other worlds lost none."""
     for term, num_lost in sorted(losses_of(run).items()):
         gone, needed = holders_gone(run, term)
-        if gone < needed:
+        if gone < needed and not is_told_again(run, term):
             raise Violated(
                 f"term {term} found {num_lost} shards of the state lost, and {gone} nodes had left since the last "
                 f"world that trained: with {copies_of(run)} copies it takes {needed}"

@@ -52,6 +52,16 @@ def test_it_takes_as_many_nodes_as_there_are_copies() -> None:
     copies(evidence_of(first, a_world(2.0, 2, [9, 10, 11, 12], 0, lost=3), num_copies=1))
 
 
+def test_a_loss_may_be_told_again_until_a_step_is_applied() -> None:
+    """Who was away comes back with a part of what was given up: that was lost before. After a step it is another."""
+    first, lost = a_world(1.0, 1, ALL, 0), a_world(2.0, 2, [9, 10], 0, lost=3)
+    again = a_world(3.0, 3, [9, 10, 11, 12], 0, lost=2)
+    without_steps = [line for line in lost if line["op"] != "step"]
+    assert copies(evidence_of(first, without_steps, again)).startswith("2 copies; 2 worlds had lost shards")
+    with pytest.raises(Violated, match="term 3 found 2 shards of the state lost, and 0 nodes"):
+        copies(evidence_of(first, lost, again))
+
+
 def test_what_is_given_up_without_a_loss_stays_a_violation() -> None:
     """However many are gone: a world that says nothing of a loss began where it should not."""
     run = evidence_of(a_world(1.0, 1, ALL, 0), a_world(2.0, 2, [9], 0))

@@ -7,6 +7,7 @@ from, however often files are damaged.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -60,6 +61,10 @@ def tear_write(fleet: Fleet, fault: SimFault) -> list[Process]:
     return fleet.all_workers()
 
 
+_DIGIT = re.compile(rb"[0-9]")
+"""What a file of a commit has that holds anything: a rank without a share of the state writes an empty one."""
+
+
 def _damage(change: Callable[[bytes], bytes | None]) -> Act:
     """Change a file of the newest commit, unnoticed by the job, if the one that it continues is whole."""
 
@@ -69,14 +74,15 @@ def _damage(change: Callable[[bytes], bytes | None]) -> Act:
         record = None if newest is None else json.loads(files[newest][0])
         if record is None or not (_is_whole(fleet, record) and _is_whole(fleet, _parent_of(fleet, record))):
             return []
-        held = [name for name, file in sorted(record["files"].items()) if file["size"] > 2]
-        key = f"{record['attempt']}/{held[fault.other % len(held)]}"
+        attempt = record["attempt"]
+        held = [name for name in sorted(record["files"]) if _DIGIT.search(files[f"{attempt}/{name}"][0])]
+        key = f"{attempt}/{held[fault.other % len(held)]}"
         changed = change(files[key][0])
         if changed is None:
             del files[key]
         else:
             fleet.around.storage.put(key, changed)
-        fleet.around.storage.damaged[record["attempt"]] = str(newest).removeprefix("commits/")
+        fleet.around.storage.damaged[attempt] = str(newest).removeprefix("commits/")
         return fleet.all_workers()
 
     return act
@@ -95,7 +101,9 @@ def _is_whole(fleet: Fleet, record: Record | None) -> bool:
 
 
 def _flipped(content: bytes) -> bytes:
-    place = next(place for place, byte in enumerate(content) if chr(byte).isdigit())
+    found = _DIGIT.search(content)
+    assert found is not None, "a file with numbers in it"
+    place = found.start()
     return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
 
 
