@@ -79,18 +79,15 @@ def result_of(plan: Plan, state: AppliedState, status: str, weights_sha256: str)
 def write_result(session: Session, result: TrainResult) -> ResultError | None:
     """Write result.json on rank 0, and let the task leave its own results.
 
-    All ranks call it: a task may want the whole model. Returns what is wrong if some of it could not be written.
+    Nothing in here waits for peers. Returns what is wrong if some of it could not be written.
     """
     session.world.history.end(
         status=result.status, step=result.step, weights_sha256=result.weights_sha256, coverage=result.coverage
     )
-    leaves_more = result.status == "done" and isinstance(session.plan.task, Finishing)
-    if leaves_more:
-        session.state.shards.make_whole(session.world.group)
     if session.world.group.rank != 0:
         return None
     folder, unwritten = Path(session.plan.config.run.dir), list[str]()
-    if leaves_more and isinstance(session.plan.task, Finishing):
+    if result.status == "done" and isinstance(session.plan.task, Finishing):
         with _noting(unwritten, "what the task leaves"):
             session.plan.task.finish(session.state.model, folder)
     found = {**asdict(result), "holes": [hole.to_dict() for hole in result.holes]}

@@ -25,6 +25,7 @@ from elastic_train.job.state import AppliedState
 from elastic_train.job.warm_up import warm_up
 from elastic_train.system.preemption import LeaveRequest, StepDropped
 from elastic_train.system.watchdog import Watchdog
+from elastic_train.tasks.task import Finishing
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import UnformedWorlds
 from elastic_train.tracking.tracker import WRITE_TIMEOUT_S
@@ -199,6 +200,9 @@ def _finish(session: Session, outcome: Outcome) -> Ended:
         return Preempted(f"asked to leave after step {step}; the other members continue")
     digest = session.state.shards.digest(session.world.group)
     result = result_of(session.plan, session.state, outcome.value, digest)
+    if outcome is Outcome.DONE and isinstance(session.plan.task, Finishing):
+        session.state.shards.make_whole(session.world.group)
+    # All that waits for peers is done: who is frozen there for as long as a newer world needs ends here.
     session.world.check_newest()
     if (error := write_result(session, result)) is not None:
         sys.stderr.write(explain(error) + "\n")

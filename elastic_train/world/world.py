@@ -37,6 +37,8 @@ from rendezvous.waiting import begin
 
 FENCE_TIMEOUT_S = 3.0
 """An election of etcd's takes about a second; a commit that etcd does not answer to is found by its record anyway."""
+FENCE_PATIENCE_S, FENCE_PAUSE_S = 10.0, 0.5
+"""How long the last word of a job waits for a fence that gives no answer, and how often it asks."""
 
 log = logging.getLogger(__name__)
 
@@ -83,14 +85,23 @@ class World:
 
     def check_newest(self) -> None:
         """Raise FencedError on rank 0 if a newer term is claimed, so that what a frozen process still writes replaces
-        nothing of its successors. Does nothing on other ranks, and where the fence gives no answer.
+        nothing of its successors. Does nothing on other ranks, and where the fence gives no answer for a while: peers
+        that have lost it, too, may have formed another world as soon as it is back.
         """
         if not self.is_leader:
             return
-        with contextlib.suppress(StorageError):
-            newest = self.fence.head()
+        deadline = time.monotonic() + FENCE_PATIENCE_S
+        while True:
+            try:
+                newest = self.fence.head()
+            except StorageError:
+                if time.monotonic() >= deadline:
+                    return
+                time.sleep(FENCE_PAUSE_S)
+                continue
             if newest is not None and newest.term > self.term:
                 raise FencedError(f"term {newest.term} was claimed, so the result of term {self.term} is not written")
+            return
 
     def close(self) -> None:
         """Leave the last status on the screen, and let go of files and connections; once more does nothing."""

@@ -96,7 +96,9 @@ def make_plan(shape: Shape, data: Dataset, take_witness: Callable[[Int64s], None
     tiny: dict[str, object] = {}
     if shape.copies:
         shards = "none" if shape.is_whole else shape.shards
-        tiny = {"parallel": {"shards": shards, "copies": shape.copies}, "optimizer": TINY_OPTIMIZER}
+        # Nothing is differentiated here, so nothing can be exchanged beside it.
+        parallel = {"shards": shards, "copies": shape.copies, "bucket_mb": None}
+        tiny = {"parallel": parallel, "optimizer": TINY_OPTIMIZER}
     config = Config.model_validate(
         {
             "run": {"dir": "sim", "seed": 1},

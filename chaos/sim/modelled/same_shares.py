@@ -15,7 +15,7 @@ from elastic_train.shards.arcs import Arc
 from elastic_train.shards.domains import Path
 from elastic_train.shards.grains import Layout
 from elastic_train.shards.holdings import Circle, Run, grains_in, runs_of
-from elastic_train.shards.owners import owned_of
+from elastic_train.shards.owners import owned_by_some
 from elastic_train.shards.recut import Holder, Recut, plan_recut
 from elastic_train.shards.seating import Seating
 from elastic_train.shards.seats import Seat, seats_of_holders
@@ -65,9 +65,10 @@ class SameShares:
     def grains_in(self, circle: Circle, arcs: Sequence[Arc]) -> Int64s:
         return self._grains(tuple(arcs), lambda: grains_in(circle, arcs))
 
-    def owned_of(self, holdings: Sequence[Int64s], spans: Int64s, may_own: Sequence[int] | None = None) -> list[Int64s]:
-        key = _bytes_of(holdings), None if may_own is None else tuple(may_own)
-        return self._owned(key, lambda: owned_of(holdings, spans, may_own))
+    def owned_by_some(
+        self, holdings: Sequence[Int64s], spans: Int64s, owners: Sequence[int]
+    ) -> tuple[Sequence[int], list[Int64s]]:
+        return self._owned((_bytes_of(holdings), tuple(owners)), lambda: owned_by_some(holdings, spans, owners))
 
 
 def _bytes_of(arrays: Sequence[Int64s]) -> tuple[bytes, ...]:

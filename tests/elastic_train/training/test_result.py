@@ -86,7 +86,7 @@ def test_a_job_whose_result_cannot_be_written_is_done(
     ended = _finish(session, Outcome.DONE)  # type: ignore[arg-type]
     assert (ended.exit_code if isinstance(ended, ResultError) else 0) == code
     assert code or (isinstance(ended, TrainResult) and (ended.status, ended.step) == ("done", 14))
-    assert session.acts == ["history ended", "model whole", "FINISHED", "group closed", "job closed"]
+    assert session.acts == ["model whole", "history ended", "FINISHED", "group closed", "job closed"]
     assert capsys.readouterr().err == (
         f"error: step 14 is committed, but the result could not be written: {tmp_path}/result.json: "
         "[Errno 28] No space left on device; make room there and start again: no step is trained twice\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -111,8 +112,12 @@ def test_a_state_that_skipped_a_damaged_commit_is_kept(tmp_path: Path, is_heard:
     assert state.reached.intervals == state_of((1, 0, 5), (3, 5, 12)).reached.intervals
 
 
-def test_rank_0_of_a_world_that_is_not_the_newest_finds_itself_fenced_off(tmp_path: Path) -> None:
-    """Only rank 0 asks, since only it writes; without an answer from etcd nothing is known, and it continues."""
+def test_rank_0_of_a_world_that_is_not_the_newest_finds_itself_fenced_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only rank 0 asks, since only it writes; without an answer from etcd for a while it continues."""
+    monkeypatch.setattr("elastic_train.world.world.FENCE_PATIENCE_S", 0.2)
+    monkeypatch.setattr("elastic_train.world.world.FENCE_PAUSE_S", 0.05)
     job = Job(tmp_path)
     world = job.world()
     world.check_newest()
@@ -122,6 +127,9 @@ def test_rank_0_of_a_world_that_is_not_the_newest_finds_itself_fenced_off(tmp_pa
     replace(world, group=MagicMock(rank=1)).check_newest()
     job.etcd.is_away = True
     world.check_newest()
+    threading.Timer(0.1, setattr, (job.etcd, "is_away", False)).start()
+    with pytest.raises(FencedError, match="term 2 was claimed"):
+        world.check_newest()
 
 
 def test_a_commit_that_is_damaged_between_check_and_load_is_left_to_a_new_process(

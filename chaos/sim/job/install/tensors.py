@@ -96,7 +96,7 @@ def _of_real_models() -> Iterable[Replacement]:
         runs_of=same.runs_of,
     )
     yield from within("elastic_train.job.reseating.brought", grains_in=same.grains_in)
-    yield from within("elastic_train.job.sharded.held_state", runs_of=same.runs_of, owned_of=same.owned_of)
+    yield from within("elastic_train.job.sharded.held_state", runs_of=same.runs_of, owned_by_some=same.owned_by_some)
     yield from within("elastic_train.job.sharded.gathered_state", runs_of=same.runs_of)
     yield from within("elastic_train.parallel.dealt_sum", runs_of=same.runs_of)
     planner = {"Planner": piece_files.PiecePlanner}
