@@ -208,7 +208,7 @@ class ParallelConfig(_Section):
     recompute: Literal["none", "units", "selective"] = "none"
     """What a backward pass computes again, so that less is kept for it: nothing, each block of the model, or all of a
     block but products of matrices and attention. Same bits."""
-    bucket_mb: PositiveFloat | None = 25.0
+    bucket_mb: PositiveFloat | None = 2.0
     """Megabytes of gradients that are exchanged together, beside the backward pass that computes the next ones; null to
     exchange all after it. With shards: gradients or parameters a block is what is exchanged together."""
     domain: str | None = None

@@ -222,7 +222,7 @@ def build_state(
     scheduler = LambdaLR(optimizer, lambda step: rate_factor(step, config, total_steps))
     scaler = SharedScaler(device, enabled=is_fp16)
     kind = None if parallel is None else SHARDED.get(parallel.shards)
-    units = unit_names(model) if kind is not None and issubclass(kind, DealtState) else []
+    units = unit_names(model) if kind is not None else []
     layout = layout_of(model, optimizer, lambda name: unit_of(name, units))
     outline = {
         "the parameters": describe_layout(layout),
