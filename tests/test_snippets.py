@@ -19,7 +19,7 @@ from torch import nn
 
 import elastic_train as et
 from tests.conftest import ROOT
-from tests.elastic_train.training.stored import copy_stored_run
+from tests.elastic_train.training.whole_runs.stored import copy_stored_run
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ from elastic_train.shards.grains import GRAIN
 from tests.chaos.recorded import STEPS, model_at, record
 from tests.conftest import ROOT
 
-FOLDERS = ("checkpoint/format/stored_format_2", "training/stored_run/run")
+FOLDERS = ("checkpoint/format/stored_format_2", "training/whole_runs/stored_run/run")
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

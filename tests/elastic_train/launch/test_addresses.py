@@ -13,7 +13,7 @@ from chaos.services.etcd_cluster import EtcdCluster
 from chaos.services.network_namespace import Cable, NoNamespacesError, cable
 from rendezvous.torchelastic.standby import ForkedWorker
 from tests.conftest import begin
-from tests.elastic_train.training.test_live import eventually, history, until_whole, write_config
+from tests.elastic_train.training.live.test_live import eventually, history, until_whole, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("network")]
 

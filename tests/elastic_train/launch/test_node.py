@@ -25,7 +25,7 @@ from rendezvous.process_table import children_of, name_of
 from rendezvous.torchelastic import entry_point, live_handler
 from rendezvous.torchelastic.conf import Conf
 from tests.conftest import Finished, begin, run, start
-from tests.elastic_train.training.test_live import PARAMS, eventually, history, until_whole, write_config
+from tests.elastic_train.training.live.test_live import PARAMS, eventually, history, until_whole, write_config
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from rendezvous import EtcdServer, EtcdStore, etcd_options
 from rendezvous.membership.store import Put
 from rendezvous.torchelastic.standby import ForkedWorker
 from tests.conftest import start
-from tests.elastic_train.training.test_live import (
+from tests.elastic_train.training.live.test_live import (
     eventually,
     history,
     launch,

@@ -9,7 +9,14 @@ import pytest
 
 from rendezvous import EtcdServer
 from tests.conftest import start, write_rows
-from tests.elastic_train.training.test_live import etcd, history, launch_alone, nothing_left, until_whole, write_config
+from tests.elastic_train.training.live.test_live import (
+    etcd,
+    history,
+    launch_alone,
+    nothing_left,
+    until_whole,
+    write_config,
+)
 
 pytestmark = pytest.mark.slow
 __all__ = ["etcd", "nothing_left"]  # fixtures

@@ -18,7 +18,7 @@ from rendezvous import EtcdServer
 from rendezvous.etcd.connection import Connection, list_prefix
 from rendezvous.etcd.options import etcd_options
 from rendezvous.membership.records import Keys
-from tests.elastic_train.training.test_live import (
+from tests.elastic_train.training.live.test_live import (
     JOB,
     STARTED,
     eventually,

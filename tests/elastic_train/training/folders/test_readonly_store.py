@@ -12,8 +12,8 @@ from chaos.judge.evidence.run_files import collect
 from chaos.services.store_mount import StoreMount, mounted
 from rendezvous import EtcdServer
 from tests.conftest import begin
-from tests.elastic_train.training.test_folders import num_members
-from tests.elastic_train.training.test_live import (
+from tests.elastic_train.training.folders.test_folders import num_members
+from tests.elastic_train.training.live.test_live import (
     STARTED,
     etcd,
     eventually,

@@ -16,7 +16,7 @@ from elastic_train.system.failpoints import VARIABLE, arm
 from rendezvous import EtcdServer
 from tests.conftest import start
 from tests.elastic_train.training.jobs import CLASSIFIER, WITNESS, config, result, succeed
-from tests.elastic_train.training.test_live import (
+from tests.elastic_train.training.live.test_live import (
     etcd,
     eventually,
     finish,

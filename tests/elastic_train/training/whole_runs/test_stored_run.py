@@ -17,7 +17,7 @@ import elastic_train as et
 from chaos.judge.evidence.stored_weights import digest_of, load_weights
 from elastic_train.checkpoint import verify
 from tests.conftest import run_source
-from tests.elastic_train.training.stored import STORED, copy_stored_run
+from tests.elastic_train.training.whole_runs.stored import STORED, copy_stored_run
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ import torch
 
 import elastic_train as et
 from tests.conftest import ROOT, begin, places_of
-from tests.elastic_train.training.test_live import write_config
+from tests.elastic_train.training.live.test_live import write_config
 
 pytestmark = pytest.mark.slow
 STEPS = 12

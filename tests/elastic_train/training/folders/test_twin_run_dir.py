@@ -12,7 +12,7 @@ import pytest
 from chaos.judge.evidence.run_files import collect
 from chaos.services.etcd_cluster import EtcdCluster
 from rendezvous import EtcdServer
-from tests.elastic_train.training.test_live import (
+from tests.elastic_train.training.live.test_live import (
     eventually,
     history,
     launch,

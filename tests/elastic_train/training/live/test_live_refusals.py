@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rendezvous import EtcdServer
-from tests.elastic_train.training.test_live import (
+from tests.elastic_train.training.live.test_live import (
     eventually,
     finish,
     launch,

@@ -12,7 +12,7 @@ import pytest
 from chaos.services.etcd_cluster import EtcdCluster
 from rendezvous import EtcdServer
 from rendezvous.process_table import children_of, name_of
-from tests.elastic_train.training.test_live import eventually, launch, nothing_left, until_whole, write_config
+from tests.elastic_train.training.live.test_live import eventually, launch, nothing_left, until_whole, write_config
 
 pytestmark = pytest.mark.slow
 __all__ = ["nothing_left"]

@@ -8,7 +8,14 @@ import pytest
 
 from rendezvous import EtcdServer
 from rendezvous.torchelastic.standby import ForkedWorker
-from tests.elastic_train.training.test_live import etcd, history, launch_alone, nothing_left, until_whole, write_config
+from tests.elastic_train.training.live.test_live import (
+    etcd,
+    history,
+    launch_alone,
+    nothing_left,
+    until_whole,
+    write_config,
+)
 
 pytestmark = pytest.mark.slow
 __all__ = ["etcd", "nothing_left"]  # fixtures

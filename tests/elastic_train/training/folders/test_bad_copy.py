@@ -13,7 +13,14 @@ import yaml
 from chaos.services.private_dataset import OwnData
 from rendezvous import EtcdServer
 from tests.conftest import start
-from tests.elastic_train.training.test_live import etcd, history, launch_alone, nothing_left, until_whole, write_config
+from tests.elastic_train.training.live.test_live import (
+    etcd,
+    history,
+    launch_alone,
+    nothing_left,
+    until_whole,
+    write_config,
+)
 
 pytestmark = pytest.mark.slow
 __all__ = ["etcd", "nothing_left"]  # fixtures

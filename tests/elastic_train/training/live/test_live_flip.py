@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rendezvous import EtcdServer
-from tests.elastic_train.training.test_live import (
+from tests.elastic_train.training.live.test_live import (
     PARAMS,
     etcd,
     finish,
