@@ -112,7 +112,7 @@ class DealtSum:
         self._turn, self._in_flight = 0, None
         self._forget_gradients()
         if self._weights is not None:
-            self._weights.begin_pass()
+            self._weights.end_pass()  # of a step that was not finished
 
     @contextlib.contextmanager
     def lane(self, lane: int) -> Iterator[None]:
@@ -178,7 +178,9 @@ class DealtSum:
             return  # a pass outside of any step, such as warming up
         check_once(parameter, self._seen)
         self._missing[unit] -= 1
-        while self._next < len(self._units) and self._units[self._next] and self._missing[self._next] == 0:
+        while self._next < len(self._units) and self._missing[self._next] == 0:
+            if self._weights is not None and not self._units[self._next]:
+                return  # weights of blocks that are frozen are gathered when their turn comes, not all at once
             self._send_next()
 
     def _send_next(self) -> None:

@@ -10,6 +10,7 @@ While a replica's last lane computes, parts of the sum that are complete are exc
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
@@ -180,7 +181,7 @@ class LaneTree:
             flat.zero_()
 
 
-class TreeSum:
+class TreeSum(ABC):
     """What sums along the tree share: a replica's lanes add into whole gradients, and need nobody else for that."""
 
     def __init__(self, flats: list[Tensor], replicas: Group, assigned: Assignment) -> None:
@@ -219,7 +220,7 @@ class TreeSum:
                 with self._beside.filling():
                     yield
 
-    def serve(self) -> None:
+    def serve(self) -> None:  # noqa: B027 - what all of these sums do
         """Lanes need nobody else."""
 
     def finish(self, divisor: float) -> None:
@@ -238,13 +239,13 @@ class TreeSum:
         if self._beside is not None:
             self._beside.close()
 
+    @abstractmethod
     def reduce(self, number: int, lo: int, hi: int, mine: Mapping[Part, list[Tensor]], ranks: PointToPoint) -> None:
         """Finish the tree over elements [lo, hi) of a flat gradient, from all ranks' parts of them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def divide(self, divisor: float) -> None:
         """Divide what was reduced; share what others need of it."""
-        raise NotImplementedError
 
     def _finish_bucket(self, bucket: Bucket) -> None:
         cut = slice(bucket.lo, bucket.hi)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -28,7 +29,7 @@ class Backend(Protocol):
     def _end_coalescing(self) -> dist.Work: ...
 
 
-class PointToPoint:
+class PointToPoint(ABC):
     """`size` ranks, of which this process is `rank`; `num_bytes` counts what this rank has given to exchanges."""
 
     rank: int
@@ -77,13 +78,13 @@ class PointToPoint:
         except RuntimeError as error:
             raise self.lost(str(error)) from error
 
+    @abstractmethod
     def wait(self, works: Iterable[dist.Work]) -> None:
         """Return when all works are done; raises PeerLostError."""
-        raise NotImplementedError
 
+    @abstractmethod
     def backend(self, tensor: Tensor) -> Backend:
         """Return the backend for a tensor's device."""
-        raise NotImplementedError
 
     def lost(self, why: str) -> PeerLostError:
         """Return the error that a failed operation is."""

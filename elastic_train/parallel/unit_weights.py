@@ -85,12 +85,8 @@ class UnitWeights:
             hook.remove()
         return self._is_dirty
 
-    def begin_pass(self) -> None:
-        """Begin turns between which no weights change."""
-        self.end_pass()
-
     def end_pass(self) -> None:
-        """Let go of what stays from turn to turn."""
+        """Let go of what stays from turn to turn, as weights do not change in between; the next turn gathers it."""
         if self._has_rest:
             self._has_rest = False
             self._release(REST)
@@ -143,7 +139,7 @@ class UnitWeights:
     def turns(self, items: Iterator[T], world: Group) -> Iterator[T]:
         """Yield what this rank runs forward passes with, and take part in those of its group until nobody has more."""
         ranks = [self._group.rank, *self._others]
-        self.begin_pass()
+        self.end_pass()
         while True:
             item = next(items, None)
             has_more = world.all_gather(torch.tensor(int(item is not None))).flatten().tolist()
@@ -157,7 +153,7 @@ class UnitWeights:
     def _enter(self, number: int, module: nn.Module, arguments: object) -> None:
         if not self._is_running:
             return
-        if _is_in_backward():  # it is computed once more, instead of what it would have kept
+        if is_in_backward():  # it is computed once more, instead of what it would have kept
             self._enter_backward(number)
             return
         if number < self._forward:
@@ -172,7 +168,7 @@ class UnitWeights:
         self._forward = number + 1
 
     def _leave(self, number: int, module: nn.Module, arguments: object, output: Any) -> None:
-        if not self._is_running or _is_in_backward():
+        if not self._is_running or is_in_backward():
             return
         if torch.is_grad_enabled():
             for tensor in pytree.tree_leaves(output):
@@ -242,5 +238,6 @@ class UnitWeights:
                 whole.untyped_storage().resize_(0)
 
 
-def _is_in_backward() -> bool:
+def is_in_backward() -> bool:
+    """Say whether a backward pass runs: a forward pass in it computes something once more."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -33,6 +33,7 @@ class TrainResult:
 
     `status` is 'done' where all steps are applied, and 'closed' where the other members finished the job while this
     process was not among them: then the rest describes the state that this process holds, which may be older.
+    Its `weights_sha256` is empty then if this process held but a share of the weights.
     (result.json may also say 'preempted': all ranks were asked to leave before the end, and `train` raised Preempted.)
 
     `step` counts applied steps. `metrics` are those of the last validation by name, empty if there was none. `coverage`

@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-import torch
 from torch import nn
 
 from elastic_train.errors import ConfigError
+from elastic_train.parallel.unit_weights import is_in_backward
 
 
 def unit_names(model: nn.Module) -> list[str]:
@@ -55,7 +55,7 @@ def recording_order(model: nn.Module, take: Callable[[list[str]], None]) -> Iter
 
 
 def _note(ran: list[str], name: str, module: nn.Module, arguments: object) -> None:
-    if torch._C._current_graph_task_id() == -1:  # or a backward pass computes it once more
+    if not is_in_backward():
         ran.append(name)
 
 

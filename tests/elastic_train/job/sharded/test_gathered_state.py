@@ -17,6 +17,7 @@ from elastic_train.errors import ConfigError
 from elastic_train.job.reseating import take_first_seats
 from elastic_train.job.state import AppliedState, build_state
 from elastic_train.job.units.recompute import Recompute
+from elastic_train.parallel.dealt_sum import DealtSum
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.unit_weights import UnitFlats, UnitWeights
 from tests.conftest import run_ranks
@@ -161,6 +162,18 @@ def test_two_blocks_at_most_are_whole_at_a_time(monkeypatch: pytest.MonkeyPatch,
 def sized(units: tuple[list[UnitFlats], UnitFlats]) -> tuple[list[UnitFlats], list[UnitFlats]]:
     blocks, rest = units
     return blocks, [rest]
+
+
+def test_blocks_without_gradients_hold_no_others_back() -> None:
+    """With gradients alone in shards, all are on their way before the lane's end, whatever is frozen in between."""
+    state, group = build("lower frozen", "gradients"), Group(0, 1, None, 60)
+    take_first_seats(group, shards_of(state), newcomers(1))
+    gradients = state.shards.sum_of(group, 1)
+    assert isinstance(gradients, DealtSum)
+    gradients.begin(range(1))
+    with gradients.lane(0):
+        state.model(torch.zeros(3, 4, dtype=torch.int64)).sum().backward()
+        assert all(parameter.grad is None for parameter in state.model.parameters())
 
 
 def test_a_parameter_that_is_used_while_it_is_not_there_is_an_error() -> None:
